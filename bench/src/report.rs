@@ -1,0 +1,138 @@
+//! The report of a benchmark run: its figures, and its targets with the verdict on each.
+//!
+//! Keeps one promise: a target that was missed is written down as missed.
+
+use std::path::PathBuf;
+
+use anyhow::Context;
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+/// Which side of its limit a target wants to be on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// The value must not exceed the limit.
+    Lower,
+    /// The value must reach the limit.
+    Higher,
+}
+
+/// One figure that must be reached, and whether it was.
+#[derive(Clone, Debug, Serialize)]
+pub struct Target {
+    /// What was measured, in words and with its unit.
+    pub name: String,
+    /// The measured value.
+    pub value: f64,
+    /// The limit it answers to.
+    pub limit: f64,
+    /// On which side of the limit it should be.
+    pub better: Better,
+    /// The verdict.
+    pub met: bool,
+}
+
+/// Figures and targets of one benchmark run.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    name: String,
+    machine: String,
+    targets: Vec<Target>,
+    #[serde(flatten)]
+    figures: Map<String, Value>,
+}
+
+impl Report {
+    /// An empty report for the benchmark `name`, stamped with the machine it runs on.
+    pub fn new(name: &str) -> Self {
+        Self { name: name.to_owned(), machine: machine(), targets: Vec::new(), figures: Map::new() }
+    }
+
+    /// Adds a figure (any JSON value) under `key`.
+    pub fn figure(&mut self, key: &str, value: impl Into<Value>) {
+        self.figures.insert(key.to_owned(), value.into());
+    }
+
+    /// Adds a target; whether it is met follows from value, limit and direction. NaN never meets a limit.
+    pub fn target(&mut self, name: impl Into<String>, value: f64, limit: f64, better: Better) {
+        let met = match better {
+            Better::Lower => value <= limit,
+            Better::Higher => value >= limit,
+        };
+        self.targets.push(Target { name: name.into(), value, limit, better, met });
+    }
+
+    /// The targets so far.
+    pub fn targets(&self) -> &[Target] {
+        &self.targets
+    }
+
+    /// Prints the verdicts and writes `target/bench/NAME.json`; returns the path of that file.
+    pub fn finish(&self) -> anyhow::Result<PathBuf> {
+        println!("\n{:<78} {:>12} {:>12}", "target", "value", "limit");
+        for t in &self.targets {
+            let sign = if t.better == Better::Lower { "<=" } else { ">=" };
+            let verdict = if t.met { "met" } else { "MISSED" };
+            println!("{:<78} {:>12.3} {sign} {:>9.3}  {verdict}", t.name, t.value, t.limit);
+        }
+        let dir = PathBuf::from("target/bench");
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        let path = dir.join(format!("{}.json", self.name));
+        let text = serde_json::to_string_pretty(self)?;
+        std::fs::write(&path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+        println!("\nfigures written to {}", path.display());
+        Ok(path)
+    }
+}
+
+/// The median of `values` (mean of the middle two when their number is even); NaN for none.
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    match n {
+        0 => f64::NAN,
+        _ if n % 2 == 1 => sorted[n / 2],
+        _ => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+    }
+}
+
+/// Processor, core count, memory and kernel of this machine, in one line.
+pub fn machine() -> String {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let cpuinfo = read("/proc/cpuinfo");
+    let model = cpuinfo
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
+        .map_or("unknown processor", |(_, model)| model.trim());
+    let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
+    let memory_kib: u64 = read("/proc/meminfo")
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse().ok())
+        .unwrap_or(0);
+    let kernel = read("/proc/sys/kernel/osrelease");
+    format!("{model}, {cores} cores, {} GiB, Linux {}", memory_kib.div_ceil(1 << 20), kernel.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_of_odd_and_even_counts() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn verdicts_follow_the_direction() {
+        let mut report = Report::new("test");
+        report.target("low", 1.0, 2.0, Better::Lower);
+        report.target("high", 1.0, 2.0, Better::Higher);
+        report.target("unmeasured", f64::NAN, 2.0, Better::Lower);
+        let met: Vec<bool> = report.targets().iter().map(|t| t.met).collect();
+        assert_eq!(met, [true, false, false]);
+    }
+}

@@ -1,0 +1,1 @@
+//! RAM blocks, segments and mappings (under construction).

@@ -1,0 +1,19 @@
+//! Units: page counts, byte counts, addresses and rates as types, and durations and sizes as text.
+//!
+//! No bare `u64` crosses a crate border where one of these says what it counts. Everything that is parsed
+//! here is printed here in the same form: `300ms`, `10Gbit`, `64KiB`.
+
+#![forbid(unsafe_code)]
+
+mod address;
+mod count;
+mod parse;
+mod rate;
+
+pub use address::{Gfn, Gpa, Hva};
+pub use count::{ByteCount, PageCount, PageIndex, PageRun};
+pub use parse::{ParseError, format_duration, parse_duration};
+pub use rate::Rate;
+
+/// Bytes in the page that dirty tracking counts in: 4 KiB, the base page of x86-64.
+pub const PAGE_SIZE: u64 = 4096;

@@ -1,0 +1,1 @@
+//! Stamps, digests and the guest workload (under construction).

@@ -1,0 +1,3 @@
+//! Build chores.
+
+fn main() {}
