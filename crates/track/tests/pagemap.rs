@@ -2,7 +2,7 @@
 //!
 //! The process maps a RAM file and writes what it is told to on its standard input. Needs Linux 6.7 and the right
 //! to trace; skips aloud without.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
