@@ -10,4 +10,4 @@ mod segment;
 
 pub use block::{MemoryError, RamBlock};
 pub use extents::DataExtents;
-pub use segment::{SEGMENT_PAGES, Segment, segments};
+pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};
