@@ -16,7 +16,10 @@ pub(crate) fn link_error(peer: Peer) -> impl Fn(io::Error) -> EngineError {
         // A blocking socket with a time limit reports it this way (socket(7), SO_RCVTIMEO).
         io::ErrorKind::WouldBlock => EngineError::Link {
             peer,
-            source: io::Error::new(io::ErrorKind::TimedOut, "it does not go on (no progress within the limit)"),
+            source: io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it does not go on (no progress within the limit)",
+            ),
         },
         io::ErrorKind::UnexpectedEof => {
             EngineError::Link { peer, source: io::Error::new(source.kind(), "it was closed") }

@@ -55,13 +55,18 @@ impl Channel {
         }
         let frame = PageFrame::decode(&header, payload).map_err(wire_error(PEER))?;
         let own = self.order.get(frame.block as usize);
-        let own = *own.ok_or_else(|| broke(format!("it sent pages of RAM block {}, which it did not offer", frame.block)))?;
+        let own = *own.ok_or_else(|| {
+            broke(format!("it sent pages of RAM block {}, which it did not offer", frame.block))
+        })?;
         let block = &self.blocks[own];
         for (wire_run, bytes) in frame.runs() {
             let run = wire_run.run;
             let source_block = frame.block as usize;
             if !belongs(source_block, run, self.number, self.channels) {
-                return Err(broke(format!("it sent {} from {} over channel {}", run.count, run.start, self.number)));
+                return Err(broke(format!(
+                    "it sent {} from {} over channel {}",
+                    run.count, run.start, self.number
+                )));
             }
             match wire_run.content {
                 Content::Data => block.write(run.start, bytes)?,

@@ -241,8 +241,7 @@ impl Destination<'_> {
     fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
         loop {
             let cancel = self.cancel;
-            let accepted =
-                self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
+            let accepted = self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
             let Some(mut stream) = accepted else {
                 if self.cancel.is_cancelled() {
                     return Err(EngineError::Cancelled);
@@ -253,7 +252,10 @@ impl Destination<'_> {
                 Ok(greeting) => return Ok((greeting, stream)),
                 Err(error) => {
                     // A source of another version is told ours, and says so to its operator.
-                    if matches!(error, EngineError::Wire { source: godwit_wire::WireError::Version { .. }, .. }) {
+                    if matches!(
+                        error,
+                        EngineError::Wire { source: godwit_wire::WireError::Version { .. }, .. }
+                    ) {
                         let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
                         let _ = send_greeting(&mut stream, greeting, PEER);
                     }
@@ -374,9 +376,7 @@ impl Destination<'_> {
                 // The source waits for our answer now; only an abort or the end of the link can come.
                 Some(Event::Peer { message, .. }) => {
                     return match message? {
-                        Message::Abort { code, text } => {
-                            Err(EngineError::Aborted { peer: PEER, code, text })
-                        }
+                        Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
                         Message::DeviceState(piece) => {
                             // Early device state, that is RAM which QEMU sends itself, overlaps with the rounds.
                             self.state_piece = piece;
@@ -389,7 +389,9 @@ impl Destination<'_> {
                         }),
                     };
                 }
-                None => return Err(EngineError::Timeout { what: "the pages of a round", limit: limits::ANSWER }),
+                None => {
+                    return Err(EngineError::Timeout { what: "the pages of a round", limit: limits::ANSWER });
+                }
             }
         }
         Ok(())
@@ -464,7 +466,9 @@ impl Destination<'_> {
                 error => error,
             })?;
             let slot = match greeting.role {
-                Role::Channel(number) if greeting.session == self.session => streams.get_mut(usize::from(number)),
+                Role::Channel(number) if greeting.session == self.session => {
+                    streams.get_mut(usize::from(number))
+                }
                 _ => None,
             };
             match slot {
@@ -493,7 +497,9 @@ impl Destination<'_> {
         let piece = std::mem::take(&mut self.state_piece);
         match &mut self.sink {
             Some(sink) => sink.write_all(&piece).map_err(EngineError::State),
-            None => Err(EngineError::Protocol { peer: PEER, what: "it sent device state too early".to_owned() }),
+            None => {
+                Err(EngineError::Protocol { peer: PEER, what: "it sent device state too early".to_owned() })
+            }
         }
     }
 

@@ -190,7 +190,9 @@ impl Source<'_> {
                 Err(error) => {
                     self.note(state, error);
                     input = Input::Failed;
-                    if state == State::InDoubt && self.resolve_until.is_some_and(|until| Instant::now() >= until) {
+                    if state == State::InDoubt
+                        && self.resolve_until.is_some_and(|until| Instant::now() >= until)
+                    {
                         break;
                     }
                 }
@@ -339,7 +341,11 @@ impl Source<'_> {
             let address = &self.options.to;
             let mut stream = Stream::connect(address)
                 .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
-            send_greeting(&mut stream, Greeting { session: self.session, role: Role::Channel(number) }, PEER)?;
+            send_greeting(
+                &mut stream,
+                Greeting { session: self.session, role: Role::Channel(number) },
+                PEER,
+            )?;
             streams.push(stream);
         }
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
@@ -439,9 +445,10 @@ impl Source<'_> {
                 what: format!("it said {:?} out of place", message.kind()),
             },
             Event::Carried { result: Err(error), .. } | Event::StatePassed(Err(error)) => error,
-            Event::StatePassed(Ok(_)) => {
-                EngineError::State(std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "it ended too early"))
-            }
+            Event::StatePassed(Ok(_)) => EngineError::State(std::io::Error::new(
+                std::io::ErrorKind::UnexpectedEof,
+                "it ended too early",
+            )),
             Event::Carried { .. } => EngineError::Panicked("channel"),
         }
     }
@@ -505,12 +512,8 @@ impl Source<'_> {
         // they are taken to be what they are on the machines where this was built.
         let fixed = harvest_began.elapsed() + Duration::from_millis(15);
         round.remaining = dirty;
-        let (decision, estimate) = self.policy.round(&Round {
-            time: round.time,
-            sent: round.sent,
-            remaining: dirty,
-            fixed,
-        });
+        let (decision, estimate) =
+            self.policy.round(&Round { time: round.time, sent: round.sent, remaining: dirty, fixed });
         self.estimate = Some(estimate);
         self.remaining = dirty;
         self.measures.round_list.push(round);
@@ -720,7 +723,8 @@ impl Source<'_> {
     fn finish_measures(&mut self) {
         let now = Instant::now();
         self.measures.total = now - self.started;
-        self.measures.downtime = self.stopped_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        self.measures.downtime =
+            self.stopped_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         self.measures.rounds = self.measures.round_list.len();
         let pages = ByteCount(self.counters.sent.load(Ordering::Relaxed));
         self.measures.sent = pages + self.measures.device_state;
