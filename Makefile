@@ -1,0 +1,17 @@
+# What people type. `make` alone lists the targets.
+
+CARGO ?= cargo
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: guest
+guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
+	@$(CARGO) run --quiet --package xtask -- guest
+
+.PHONY: qemu
+qemu: ## install QEMU if missing; unpack QEMU 10 into target/qemu-10.0
+	@$(CARGO) run --quiet --package xtask -- qemu
