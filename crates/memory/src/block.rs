@@ -1,0 +1,290 @@
+//! A RAM block: a name, a size and the file that holds the guest's bytes.
+//!
+//! Keeps every access within the block. What is dirty and what must be sent is decided elsewhere.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use rustix::fs::FallocateFlags;
+
+use crate::DataExtents;
+
+/// `statfs.f_type` of tmpfs, from `linux/magic.h`.
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+/// `statfs.f_type` of hugetlbfs, from `linux/magic.h`.
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+
+/// Why a RAM file cannot be used or accessed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// The file cannot be opened.
+    #[error("RAM block '{block}': cannot open its file {}: {source}", path.display())]
+    Open {
+        /// The block.
+        block: String,
+        /// Its file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file is of a kind that is not handled.
+    #[error("RAM block '{block}': {} {problem}", path.display())]
+    Unsuitable {
+        /// The block.
+        block: String,
+        /// Its file.
+        path: PathBuf,
+        /// What is wrong, and the cure.
+        problem: &'static str,
+    },
+    /// Reading or writing failed.
+    #[error("RAM block '{block}': cannot {action} {} from {}: {source}", run.count, run.start)]
+    Access {
+        /// The block.
+        block: String,
+        /// Read, write or discard.
+        action: &'static str,
+        /// The pages.
+        run: PageRun,
+        /// Why.
+        source: io::Error,
+    },
+    /// The pages do not lie within the block.
+    #[error("RAM block '{block}' has {size}, but {} from {} were named", run.count, run.start)]
+    OutOfRange {
+        /// The block.
+        block: String,
+        /// Its size.
+        size: PageCount,
+        /// The pages.
+        run: PageRun,
+    },
+}
+
+/// One RAM block, opened for reading and writing.
+#[derive(Debug)]
+pub struct RamBlock {
+    name: String,
+    path: PathBuf,
+    file: File,
+    /// Where the block begins in the file, in bytes.
+    file_offset: u64,
+    pages: PageCount,
+    /// Whether its memory was allocated ahead (`prealloc=on`) and must stay so.
+    keep_allocated: bool,
+}
+
+impl RamBlock {
+    /// Opens the file `path`, whose bytes from `file_offset` on are the RAM block `name` of `size`.
+    ///
+    /// With `keep_allocated`, zero pages are written rather than punched out of the file.
+    ///
+    /// # Errors
+    /// When the file cannot be opened, is shorter than the block, or does not lie on a tmpfs.
+    pub fn open(
+        name: &str,
+        path: &Path,
+        file_offset: u64,
+        size: ByteCount,
+        keep_allocated: bool,
+    ) -> Result<Self, MemoryError> {
+        let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
+        let unsuitable =
+            |problem| MemoryError::Unsuitable { block: name.to_owned(), path: path.to_owned(), problem };
+        let file = File::options().read(true).write(true).open(path).map_err(open)?;
+        let kind = rustix::fs::fstatfs(&file).map_err(|errno| open(errno.into()))?.f_type;
+        if kind == HUGETLBFS_MAGIC {
+            return Err(unsuitable(
+                "is on hugetlbfs, which is not supported yet: use a mem-path on a tmpfs such as /dev/shm",
+            ));
+        }
+        if kind != TMPFS_MAGIC {
+            return Err(unsuitable("is not on a tmpfs: use a mem-path such as /dev/shm/NAME"));
+        }
+        let pages = size
+            .whole_pages()
+            .filter(|pages| pages.0 > 0 && file_offset.is_multiple_of(PAGE_SIZE))
+            .ok_or_else(|| unsuitable("does not hold a whole number of 4 KiB pages"))?;
+        let needed = file_offset.checked_add(size.0);
+        if needed.is_none_or(|needed| file.metadata().is_ok_and(|meta| meta.len() < needed)) {
+            return Err(unsuitable("is shorter than the RAM block it backs"));
+        }
+        Ok(Self { name: name.to_owned(), path: path.to_owned(), file, file_offset, pages, keep_allocated })
+    }
+
+    /// The name under which both sides know the block.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The file that holds it.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its size.
+    #[must_use]
+    pub fn pages(&self) -> PageCount {
+        self.pages
+    }
+
+    /// All its pages.
+    #[must_use]
+    pub fn all(&self) -> PageRun {
+        PageRun::new(0, self.pages.0)
+    }
+
+    /// Where the block begins in its file, in bytes.
+    #[must_use]
+    pub fn file_offset(&self) -> u64 {
+        self.file_offset
+    }
+
+    /// Device and inode number of the file, by which its mappings are found in `/proc/PID/maps`.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn identity(&self) -> io::Result<(u64, u64)> {
+        self.file.metadata().map(|meta| (meta.dev(), meta.ino()))
+    }
+
+    fn check(&self, run: PageRun) -> Result<u64, MemoryError> {
+        let end = run.start.0.checked_add(run.count.0);
+        if end.is_none_or(|end| end > self.pages.0) {
+            return Err(MemoryError::OutOfRange { block: self.name.clone(), size: self.pages, run });
+        }
+        Ok(self.file_offset + run.start.offset())
+    }
+
+    fn failed(&self, action: &'static str, run: PageRun, source: io::Error) -> MemoryError {
+        MemoryError::Access { block: self.name.clone(), action, run, source }
+    }
+
+    /// Reads the pages from `start` on into `buffer`, a whole number of pages. A hole reads as zeros.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the read fails.
+    pub fn read(&self, start: PageIndex, buffer: &mut [u8]) -> Result<(), MemoryError> {
+        let run = PageRun::new(start.0, buffer.len() as u64 / PAGE_SIZE);
+        let offset = self.check(run)?;
+        self.file.read_exact_at(buffer, offset).map_err(|source| self.failed("read", run, source))
+    }
+
+    /// Writes `bytes`, a whole number of pages, to the pages from `start` on.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the write fails (no memory left on the tmpfs).
+    pub fn write(&self, start: PageIndex, bytes: &[u8]) -> Result<(), MemoryError> {
+        let run = PageRun::new(start.0, bytes.len() as u64 / PAGE_SIZE);
+        let offset = self.check(run)?;
+        self.file.write_all_at(bytes, offset).map_err(|source| self.failed("write", run, source))
+    }
+
+    /// Makes the pages of `run` read as zeros: a hole stays one, anything else is punched out of the file, or
+    /// overwritten when the block keeps its memory allocated.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the operation fails.
+    pub fn zero(&self, run: PageRun) -> Result<(), MemoryError> {
+        self.check(run)?;
+        for data in self.data(run) {
+            let data = data?;
+            if self.keep_allocated {
+                static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+                let mut at = data.start;
+                while at < data.end() {
+                    let pages = (data.end().0 - at.0).min(ZEROS.len() as u64 / PAGE_SIZE);
+                    self.write(at, &ZEROS[..(pages * PAGE_SIZE) as usize])?;
+                    at.0 += pages;
+                }
+            } else {
+                let offset = self.file_offset + data.start.offset();
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                rustix::fs::fallocate(&self.file, flags, offset, data.count.bytes().0)
+                    .map_err(|errno| self.failed("discard", data, errno.into()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The parts of `run` that hold data, in order; what lies between them are holes, which read as zeros.
+    pub fn data(&self, run: PageRun) -> DataExtents<'_> {
+        DataExtents::new(self, &self.file, run)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A RAM block of `pages` on /dev/shm, removed from the directory at once.
+    pub(crate) fn block(pages: u64, keep_allocated: bool) -> RamBlock {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let path = PathBuf::from(format!("/dev/shm/godwit-memory-test-{}-{number}", std::process::id()));
+        File::create(&path).unwrap().set_len(pages * PAGE_SIZE).unwrap();
+        let block = RamBlock::open("mem", &path, 0, PageCount(pages).bytes(), keep_allocated).unwrap();
+        std::fs::remove_file(path).unwrap();
+        block
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let block = block(4, false);
+        block.write(PageIndex(1), &[7; 8192]).unwrap();
+        let mut buffer = vec![1; 4 * 4096];
+        block.read(PageIndex(0), &mut buffer).unwrap();
+        assert_eq!(buffer[..4096], [0; 4096]);
+        assert_eq!(buffer[4096..12288], [7; 8192]);
+        assert_eq!(buffer[12288..], [0; 4096]);
+    }
+
+    #[test]
+    fn access_beyond_the_end_is_refused() {
+        let block = block(4, false);
+        let error = block.write(PageIndex(3), &[7; 8192]).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "RAM block 'mem' has 4 pages, but 2 pages from page 3 (offset 0x3000) were named"
+        );
+        assert!(block.read(PageIndex(u64::MAX), &mut [0; 4096]).is_err());
+        assert!(block.zero(PageRun::new(4, 1)).is_err());
+    }
+
+    #[test]
+    fn zeroing_punches_holes_unless_memory_stays_allocated() {
+        for keep in [false, true] {
+            let block = block(8, keep);
+            block.write(PageIndex(0), &[7; 4 * 4096]).unwrap();
+            block.zero(PageRun::new(1, 6)).unwrap();
+            let data: Vec<PageRun> = block.data(block.all()).map(Result::unwrap).collect();
+            let expected = if keep { PageRun::new(0, 4) } else { PageRun::new(0, 1) };
+            assert_eq!(data, [expected]);
+            let mut buffer = [1; 4096];
+            block.read(PageIndex(3), &mut buffer).unwrap();
+            assert_eq!(buffer, [0; 4096]);
+        }
+    }
+
+    #[test]
+    fn unsuitable_files_are_told_apart() {
+        let open = |path: &str, size| RamBlock::open("mem", Path::new(path), 0, ByteCount(size), false);
+        assert!(open("/dev/shm/no-such-file", 4096).unwrap_err().to_string().contains("cannot open"));
+        let path = format!("{}/unsuitable-{}", env!("CARGO_MANIFEST_DIR"), std::process::id());
+        File::create(&path).unwrap().set_len(4096).unwrap();
+        let result = open(&path, 4096);
+        std::fs::remove_file(&path).unwrap();
+        assert!(result.unwrap_err().to_string().contains("not on a tmpfs"));
+        let path = format!("/dev/shm/godwit-short-{}", std::process::id());
+        File::create(&path).unwrap().set_len(4096).unwrap();
+        let result = open(&path, 8192);
+        std::fs::remove_file(&path).unwrap();
+        assert!(result.unwrap_err().to_string().contains("shorter"));
+    }
+}

@@ -1,0 +1,53 @@
+//! Segments: the pieces in which memory is harvested, sent and assigned to channels.
+//!
+//! A segment belongs to one channel for the whole session, so versions of a page can never overtake each
+//! other. Both sides compute the same segments from the sizes of the RAM blocks.
+
+use godwit_units::{PageCount, PageRun};
+
+/// Pages in a segment: 16 MiB. Small enough to spread a small VM over several channels, large enough that a
+/// scan of a clean segment costs more than the system call around it.
+pub const SEGMENT_PAGES: u64 = 4096;
+
+/// A piece of one RAM block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// The index of the RAM block.
+    pub block: usize,
+    /// Its pages; only the last segment of a block is shorter than [`SEGMENT_PAGES`].
+    pub run: PageRun,
+}
+
+impl Segment {
+    /// The channel, of `channels`, that this segment belongs to.
+    #[must_use]
+    pub fn channel(self, channels: usize) -> usize {
+        let number = self.run.start.0 / SEGMENT_PAGES;
+        // Blocks start on different channels, so that many small blocks spread as well.
+        (number as usize + self.block) % channels
+    }
+}
+
+/// All segments of RAM blocks of the given sizes, in order.
+pub fn segments(blocks: &[PageCount]) -> impl Iterator<Item = Segment> + '_ {
+    blocks.iter().enumerate().flat_map(|(block, pages)| {
+        (0..pages.0)
+            .step_by(SEGMENT_PAGES as usize)
+            .map(move |start| Segment { block, run: PageRun::new(start, SEGMENT_PAGES.min(pages.0 - start)) })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_tile_every_block() {
+        let all: Vec<Segment> = segments(&[PageCount(SEGMENT_PAGES * 2 + 5), PageCount(1)]).collect();
+        let shape: Vec<(usize, u64, u64)> =
+            all.iter().map(|s| (s.block, s.run.start.0, s.run.count.0)).collect();
+        assert_eq!(shape, [(0, 0, 4096), (0, 4096, 4096), (0, 8192, 5), (1, 0, 1)]);
+        let channels: Vec<usize> = all.iter().map(|s| s.channel(2)).collect();
+        assert_eq!(channels, [0, 1, 0, 1]);
+    }
+}

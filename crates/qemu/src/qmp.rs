@@ -1,0 +1,366 @@
+//! A QMP client: one connection to one monitor, commands answered in order, events kept until asked for.
+//!
+//! Protocol: QEMU's `docs/interop/qmp-spec`. Every wait has a limit; a monitor answers one client at a time
+//! and leaves a second one waiting for the greeting, so a greeting that does not come is its own error.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde_json::{Value, json};
+
+/// How long a command may take before the monitor counts as dead. QEMU answers from its main loop, which a
+/// slow disk can hold up for seconds.
+const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+const GREETING_LIMIT: Duration = Duration::from_secs(5);
+/// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
+const LINE_LIMIT: usize = 16 << 20;
+/// Events kept for later; the oldest go first when nobody asks for them.
+const EVENT_LIMIT: usize = 1024;
+
+/// What went wrong between godwit and a monitor.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum QmpError {
+    /// The socket cannot be connected to.
+    #[error("cannot connect to the QMP socket {}: {source}; start QEMU with -qmp unix:{},server=on,wait=off", path.display(), path.display())]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No greeting came.
+    #[error("{} does not greet as a QMP monitor: is another client (libvirt?) connected to it? give godwit a monitor of its own with one more -qmp option", path.display())]
+    NoGreeting {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// QEMU closed the connection: it has quit or crashed.
+    #[error("QEMU closed the monitor during {during}: the process has ended")]
+    Closed {
+        /// What was being waited for.
+        during: String,
+    },
+    /// No answer within the limit.
+    #[error("QEMU did not answer {during} within {limit:?}")]
+    Timeout {
+        /// What was being waited for.
+        during: String,
+        /// How long it was waited for.
+        limit: Duration,
+    },
+    /// QEMU refused the command.
+    #[error("QEMU refused {command}: {description}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's error class.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// Something that is not QMP came over the socket, or the connection failed.
+    #[error("the monitor connection failed during {during}: {source}")]
+    Io {
+        /// What was being waited for.
+        during: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// An event as QEMU sent it.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// Its name, for example `STOP`.
+    pub name: String,
+    /// Its data, or null.
+    pub data: Value,
+    /// When QEMU emitted it, by the wall clock of its host.
+    pub emitted: Duration,
+    /// When it was read here.
+    pub arrived: Instant,
+}
+
+/// A connection to a QMP monitor, past the greeting.
+#[derive(Debug)]
+pub struct Qmp {
+    stream: UnixStream,
+    buffer: Vec<u8>,
+    events: VecDeque<Event>,
+    next_id: u64,
+    version: (u64, u64, u64),
+}
+
+impl Qmp {
+    /// Connects to the monitor at `path` and leaves its capabilities-negotiation mode.
+    ///
+    /// # Errors
+    /// When nobody listens there, no greeting comes within 5 s, or what listens is no monitor.
+    pub fn connect(path: &Path) -> Result<Self, QmpError> {
+        let stream = UnixStream::connect(path)
+            .map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
+        let mut qmp =
+            Self { stream, buffer: Vec::new(), events: VecDeque::new(), next_id: 0, version: (0, 0, 0) };
+        let no_greeting = |_| QmpError::NoGreeting { path: path.to_owned() };
+        let greeting =
+            qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT).map_err(no_greeting)?;
+        let number = |part: &str| greeting["QMP"]["version"]["qemu"][part].as_u64();
+        qmp.version = match (number("major"), number("minor"), number("micro")) {
+            (Some(major), Some(minor), Some(micro)) => (major, minor, micro),
+            _ => return Err(QmpError::NoGreeting { path: path.to_owned() }),
+        };
+        qmp.execute("qmp_capabilities", Value::Null)?;
+        Ok(qmp)
+    }
+
+    /// QEMU's version: major, minor, micro.
+    #[must_use]
+    pub fn version(&self) -> (u64, u64, u64) {
+        self.version
+    }
+
+    /// The process at the other end: the one that opened the socket for listening (`SO_PEERCRED`, unix(7)).
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {
+        rustix::net::sockopt::socket_peercred(&self.stream)
+            .map(|credentials| credentials.pid)
+            .map_err(|errno| QmpError::Io { during: "SO_PEERCRED".to_owned(), source: errno.into() })
+    }
+
+    /// Runs `command` with `arguments` (null for none) and returns its answer.
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`] with QEMU's own words, or a failure of the connection.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
+        self.send(command, arguments, None)
+    }
+
+    /// Runs `getfd`: hands `fd` to QEMU under the name `name` (SCM_RIGHTS, as libvirt does).
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn pass_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        self.send("getfd", json!({ "fdname": name }), Some(fd)).map(drop)
+    }
+
+    fn send(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Value, QmpError> {
+        self.next_id += 1;
+        let id = self.next_id;
+        let mut request = json!({ "execute": command, "id": id });
+        if !arguments.is_null() {
+            request["arguments"] = arguments;
+        }
+        let line = format!("{request}\n");
+        let io = |source: io::Error| match source.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                QmpError::Closed { during: command.to_owned() }
+            }
+            _ => QmpError::Io { during: command.to_owned(), source },
+        };
+        self.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(io)?;
+        match fd {
+            None => self.stream.write_all(line.as_bytes()).map_err(io)?,
+            Some(fd) => {
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut control = SendAncillaryBuffer::new(&mut space);
+                let fds = [fd];
+                control.push(SendAncillaryMessage::ScmRights(&fds));
+                let sent = rustix::net::sendmsg(
+                    &self.stream,
+                    &[IoSlice::new(line.as_bytes())],
+                    &mut control,
+                    SendFlags::NOSIGNAL,
+                )
+                .map_err(|errno| io(errno.into()))?;
+                self.stream.write_all(&line.as_bytes()[sent..]).map_err(io)?;
+            }
+        }
+        let deadline = Instant::now() + COMMAND_LIMIT;
+        loop {
+            let message = self.read_message(command, deadline)?;
+            if let Some(error) = message.get("error") {
+                let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+                return Err(QmpError::Refused {
+                    command: command.to_owned(),
+                    class: text("class"),
+                    description: text("desc"),
+                });
+            }
+            if message["id"] == id {
+                return Ok(message["return"].clone());
+            }
+            self.keep_event(&message);
+        }
+    }
+
+    /// Forgets the events that came so far, so that a wait that follows sees only new ones.
+    pub fn forget_events(&mut self) {
+        self.events.clear();
+    }
+
+    /// Waits up to `limit` for the first event for which `wanted` answers yes; others are dropped.
+    ///
+    /// # Errors
+    /// [`QmpError::Timeout`] naming `what`, or a failure of the connection.
+    pub fn wait_event_where(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        mut wanted: impl FnMut(&Event) -> bool,
+    ) -> Result<Event, QmpError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            while let Some(event) = self.events.pop_front() {
+                if wanted(&event) {
+                    return Ok(event);
+                }
+            }
+            match self.read_message(what, deadline) {
+                Ok(message) => self.keep_event(&message),
+                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Waits up to `limit` for an event called `name`; others are dropped.
+    ///
+    /// # Errors
+    /// As [`Self::wait_event_where`].
+    pub fn wait_event(&mut self, name: &str, limit: Duration) -> Result<Event, QmpError> {
+        self.wait_event_where(name, limit, |event| event.name == name)
+    }
+
+    fn keep_event(&mut self, message: &Value) {
+        let Some(name) = message["event"].as_str() else { return };
+        if self.events.len() == EVENT_LIMIT {
+            self.events.pop_front();
+        }
+        let stamp = &message["timestamp"];
+        let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
+        let emitted = seconds + Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
+        self.events.push_back(Event {
+            name: name.to_owned(),
+            data: message["data"].clone(),
+            emitted,
+            arrived: Instant::now(),
+        });
+    }
+
+    fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {
+        let invalid = |text: &str| QmpError::Io {
+            during: during.to_owned(),
+            source: io::Error::new(io::ErrorKind::InvalidData, text.to_owned()),
+        };
+        let started = Instant::now();
+        let mut searched = 0;
+        loop {
+            if let Some(at) = self.buffer[searched..].iter().position(|&b| b == b'\n') {
+                let line: Vec<u8> = self.buffer.drain(..=searched + at).collect();
+                return serde_json::from_slice(&line).map_err(|_| invalid("a line that is not JSON"));
+            }
+            searched = self.buffer.len();
+            if searched > LINE_LIMIT {
+                return Err(invalid("a line of more than 16 MiB"));
+            }
+            let now = Instant::now();
+            let timeout =
+                || QmpError::Timeout { during: during.to_owned(), limit: deadline.duration_since(started) };
+            let left = deadline.checked_duration_since(now).filter(|d| !d.is_zero()).ok_or_else(timeout)?;
+            let io = |source| QmpError::Io { during: during.to_owned(), source };
+            self.stream.set_read_timeout(Some(left)).map_err(io)?;
+            let mut chunk = [0; 16384];
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Err(QmpError::Closed { during: during.to_owned() }),
+                Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(timeout()),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return Err(QmpError::Closed { during: during.to_owned() });
+                }
+                Err(error) => return Err(io(error)),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// A peer that plays `script`: sends each line, reading one command line before each but the first.
+    fn peer(script: &'static [&'static str]) -> (PathBuf, std::thread::JoinHandle<()>) {
+        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("godwit-qmp-{}-{number}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let thread = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut byte = [0];
+            for (i, line) in script.iter().enumerate() {
+                while i > 0 && stream.read(&mut byte).unwrap() == 1 && byte[0] != b'\n' {}
+                stream.write_all(line.as_bytes()).unwrap();
+            }
+        });
+        (path, thread)
+    }
+
+    const GREETING: &str =
+        "{\"QMP\": {\"version\": {\"qemu\": {\"micro\": 22, \"minor\": 2, \"major\": 7}}}}\r\n";
+
+    #[test]
+    fn answers_and_events_are_told_apart() {
+        let (path, thread) = peer(&[
+            GREETING,
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"event\": \"STOP\", \"timestamp\": {\"seconds\": 5, \"microseconds\": 7}}\n{\"return\": {\"status\": \"paused\"}, \"id\": 2}\n",
+        ]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        assert_eq!(qmp.version(), (7, 2, 22));
+        assert_eq!(qmp.execute("query-status", Value::Null).unwrap()["status"], "paused");
+        let event = qmp.wait_event("STOP", Duration::from_secs(1)).unwrap();
+        assert_eq!(event.emitted, Duration::new(5, 7000));
+        thread.join().unwrap();
+        assert!(matches!(qmp.execute("stop", Value::Null), Err(QmpError::Closed { .. })));
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_refusal_carries_qemus_words() {
+        let (path, thread) = peer(&[
+            GREETING,
+            "{\"return\": {}, \"id\": 1}\n",
+            "{\"id\": 2, \"error\": {\"class\": \"GenericError\", \"desc\": \"no\"}}\n",
+        ]);
+        let mut qmp = Qmp::connect(&path).unwrap();
+        let error = qmp.execute("cont", Value::Null).unwrap_err();
+        assert_eq!(error.to_string(), "QEMU refused cont: no");
+        thread.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn what_is_no_monitor_is_told() {
+        let (path, thread) = peer(&["SSH-2.0-OpenSSH_9.2\n"]);
+        assert!(matches!(Qmp::connect(&path), Err(QmpError::NoGreeting { .. })));
+        thread.join().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(Qmp::connect(&path), Err(QmpError::Connect { .. })));
+    }
+}

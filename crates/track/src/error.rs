@@ -1,0 +1,79 @@
+//! What can go wrong when a process is tracked.
+
+use std::io;
+
+/// Why a process cannot be tracked (any longer).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrackError {
+    /// `PAGEMAP_SCAN` or asynchronous write protection is missing.
+    #[error(
+        "this kernel cannot track writes: it lacks {missing} (Linux 6.7 or newer has it); run a newer kernel on the source host"
+    )]
+    Kernel {
+        /// The missing feature.
+        missing: &'static str,
+    },
+    /// The process may not be traced.
+    #[error(
+        "no right to trace process {pid}: run godwit as root or as the user that runs QEMU, with CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
+    )]
+    NotPermitted {
+        /// The process.
+        pid: i32,
+    },
+    /// Someone else traces it.
+    #[error("process {pid} is already traced by process {tracer} (a debugger?): detach that first")]
+    Traced {
+        /// The process.
+        pid: i32,
+        /// Its tracer.
+        tracer: i32,
+    },
+    /// Another userfaultfd is on the memory.
+    #[error(
+        "RAM block '{block}' is already registered with a userfaultfd: QEMU's post-copy or background snapshot, or another godwit, is at work on it"
+    )]
+    Registered {
+        /// The block.
+        block: String,
+    },
+    /// The process does not map a RAM file as expected.
+    #[error(
+        "process {pid} does not map all of RAM block '{block}' shared and writable: use a memory-backend-file with share=on"
+    )]
+    NotMapped {
+        /// The process.
+        pid: i32,
+        /// The block.
+        block: String,
+    },
+    /// A step of the attach failed.
+    #[error("cannot attach to process {pid}: {step} failed: {source}")]
+    Attach {
+        /// The process.
+        pid: i32,
+        /// What was being done.
+        step: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// `/proc` cannot be read.
+    #[error("cannot read {what} of process {pid}: {source}")]
+    Proc {
+        /// The process.
+        pid: i32,
+        /// Which file.
+        what: &'static str,
+        /// Why.
+        source: procfs::ProcError,
+    },
+    /// A scan failed.
+    #[error("scanning the page tables of RAM block {block} failed: {source}")]
+    Scan {
+        /// The index of the block.
+        block: usize,
+        /// Why.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,226 @@
+//! The pagemap tracker on a real process that knows nothing of it: this test program, started once more.
+//!
+//! The process maps a RAM file and writes what it is told to on its standard input. Needs Linux 6.7 and the right
+//! to trace; skips aloud without.
+#![allow(unsafe_code, clippy::unwrap_used)]
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use godwit_memory::RamBlock;
+use godwit_track::{DirtyTracker, PagemapTracker, TrackError, mappings_of, other_writers};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+
+const PAGES: u64 = 5000;
+const ROLE: &str = "GODWIT_TEST_WRITER";
+
+/// Not a test by itself: the writer process, when the environment names a RAM file.
+#[test]
+fn writer_process() {
+    let Some(path) = std::env::var_os(ROLE) else { return };
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let memory = map(&file);
+    println!("\nready");
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let words: Vec<&str> = line.split(' ').collect();
+        let (start, count): (u64, u64) = (words[1].parse().unwrap(), words[2].parse().unwrap());
+        for page in start..start + count {
+            let offset = (page * PAGE_SIZE) as usize;
+            match words[0] {
+                // SAFETY: the page lies within the mapping, which lives as long as the process.
+                "store" => unsafe { memory.add(offset).write_volatile(page as u8 | 1) },
+                "read" => {
+                    // SAFETY: as above; nothing else uses the page.
+                    let bytes = unsafe { std::slice::from_raw_parts_mut(memory.add(offset), 4096) };
+                    File::open("/dev/urandom").unwrap().read_exact(bytes).unwrap();
+                }
+                other => panic!("unknown command {other}"),
+            }
+        }
+        println!("done");
+    }
+}
+
+fn map(file: &File) -> *mut u8 {
+    use std::os::fd::AsRawFd;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new shared mapping at an address of the kernel's choice.
+    let memory = unsafe {
+        let length = (PAGES * PAGE_SIZE) as usize;
+        libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+    };
+    assert_ne!(memory, libc::MAP_FAILED);
+    memory.cast()
+}
+
+struct Writer {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: BufReader<ChildStdout>,
+    path: PathBuf,
+    block: Vec<RamBlock>,
+}
+
+impl Writer {
+    fn start(name: &str) -> Self {
+        let path = PathBuf::from(format!("/dev/shm/godwit-track-test-{name}-{}", std::process::id()));
+        File::create(&path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
+        let block = RamBlock::open("mem", &path, 0, PageCount(PAGES).bytes(), false).unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "writer_process", "--nocapture"])
+            .env(ROLE, &path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdin = child.stdin.take().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut writer = Self { child, stdin, stdout, path, block: vec![block] };
+        writer.expect("ready");
+        writer
+    }
+
+    fn expect(&mut self, wanted: &str) {
+        let mut line = String::new();
+        while line.trim() != wanted {
+            line.clear();
+            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the writer process ended");
+        }
+    }
+
+    fn tell(&mut self, command: &str) {
+        writeln!(self.stdin, "{command}").unwrap();
+        self.expect("done");
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    fn track(&self) -> Option<PagemapTracker> {
+        match PagemapTracker::start(self.pid(), &self.block) {
+            Ok(tracker) => Some(tracker),
+            Err(error @ (TrackError::Kernel { .. } | TrackError::NotPermitted { .. })) => {
+                eprintln!("SKIPPED: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    /// Whether the kernel still has write protection by a userfaultfd on the RAM file's mapping.
+    fn is_registered(&self) -> bool {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
+        let of_file = smaps.split(self.path.to_str().unwrap()).nth(1).unwrap();
+        let flags = of_file.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+        flags.split(' ').any(|flag| flag == "uw")
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn harvest(tracker: &PagemapTracker, within: PageRun, limit: u64) -> (Vec<PageRun>, PageIndex) {
+    let mut runs = Vec::new();
+    let end = tracker.harvest(0, within, PageCount(limit), &mut |run| runs.push(run)).unwrap();
+    (runs, end)
+}
+
+const ALL: PageRun = PageRun::new(0, PAGES);
+
+#[test]
+fn every_write_is_found_and_none_invented() {
+    let mut writer = Writer::start("writes");
+    writer.tell("store 0 5000");
+    let Some(tracker) = writer.track() else { return };
+    assert_eq!(harvest(&tracker, ALL, 0).0, [ALL], "at first all is dirty");
+    assert_eq!(harvest(&tracker, ALL, 0).0, [], "nothing was written since");
+
+    writer.tell("store 7 1");
+    writer.tell("store 4000 100");
+    assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(101));
+    assert_eq!(tracker.count(0, PageRun::new(7, 4000)).unwrap(), PageCount(8));
+    assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(7, 1), PageRun::new(4000, 100)]);
+    assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(0));
+
+    // A write from kernel mode: read(2) straight into the page.
+    writer.tell("read 99 2");
+    assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(99, 2)]);
+}
+
+#[test]
+fn a_harvest_stops_at_its_limit_and_goes_on_from_there() {
+    let mut writer = Writer::start("limit");
+    writer.tell("store 0 5000");
+    let Some(tracker) = writer.track() else { return };
+    harvest(&tracker, ALL, 0);
+    writer.tell("store 10 100");
+    writer.tell("store 3000 100");
+    let (runs, end) = harvest(&tracker, ALL, 60);
+    assert_eq!(runs, [PageRun::new(10, 60)]);
+    assert_eq!(end, PageIndex(70));
+    let (runs, end) = harvest(&tracker, PageRun::new(70, PAGES - 70), 1000);
+    assert_eq!(runs, [PageRun::new(70, 40), PageRun::new(3000, 100)]);
+    assert_eq!(end, PageIndex(PAGES));
+}
+
+#[test]
+fn pages_touched_for_the_first_time_are_found() {
+    let mut writer = Writer::start("first-touch");
+    let Some(tracker) = writer.track() else { return };
+    harvest(&tracker, ALL, 0);
+    writer.tell("store 600 2");
+    let (runs, _) = harvest(&tracker, ALL, 0);
+    assert!(runs.iter().any(|run| run.intersect(PageRun::new(600, 2)) == Some(PageRun::new(600, 2))));
+}
+
+#[test]
+fn nothing_is_left_behind() {
+    let mut writer = Writer::start("nothing-left");
+    writer.tell("store 0 100");
+    for _ in 0..3 {
+        let Some(tracker) = writer.track() else { return };
+        assert!(writer.is_registered());
+        harvest(&tracker, ALL, 0);
+        drop(tracker);
+        assert!(!writer.is_registered());
+        let status = std::fs::read_to_string(format!("/proc/{}/status", writer.pid())).unwrap();
+        assert!(status.contains("TracerPid:\t0"));
+        writer.tell("store 0 200");
+    }
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", writer.pid())).unwrap();
+    let left = descriptors.filter(|entry| {
+        let target = std::fs::read_link(entry.as_ref().unwrap().path()).unwrap_or_default();
+        target.to_string_lossy().contains("userfaultfd")
+    });
+    assert_eq!(left.count(), 0);
+}
+
+#[test]
+fn a_second_tracker_is_refused() {
+    let writer = Writer::start("second");
+    let Some(_tracker) = writer.track() else { return };
+    assert!(matches!(PagemapTracker::start(writer.pid(), &writer.block), Err(TrackError::Registered { .. })));
+}
+
+#[test]
+fn mappings_and_other_writers_are_found() {
+    let writer = Writer::start("mappings");
+    let mapped = mappings_of(writer.pid(), &writer.block[0]).unwrap();
+    assert_eq!(mapped.len(), 1);
+    assert_eq!(mapped[0].pages, ALL);
+    assert_eq!(other_writers(writer.pid(), &writer.block), []);
+    let seen = other_writers(1, &writer.block);
+    assert_eq!(seen.len(), 1);
+    assert_eq!(seen[0].pid, writer.pid());
+    let own = i32::try_from(std::process::id()).unwrap();
+    assert!(matches!(mappings_of(own, &writer.block[0]), Err(TrackError::NotMapped { .. })));
+}

@@ -1,0 +1,103 @@
+//! The greeting: the first bytes on every connection, in both directions.
+
+use std::fmt;
+
+use twox_hash::XxHash3_64;
+
+use crate::WireError;
+
+/// Version of the protocol spoken here.
+pub const VERSION: u16 = 1;
+/// Bytes in a greeting.
+pub const GREETING_LEN: usize = 40;
+/// Not ASCII throughout, so that no text protocol begins like this.
+const MAGIC: [u8; 8] = *b"GODWIT\x00\x1a";
+
+/// Names one migration; drawn at random by the source.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SessionId(pub [u8; 16]);
+
+impl fmt::Debug for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SessionId({self})")
+    }
+}
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The conversation, the device state and the handover.
+    Control,
+    /// Pages of guest memory.
+    Channel(u8),
+    /// A source in doubt asks who runs the guest.
+    Resolve,
+}
+
+/// The greeting of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Greeting {
+    /// Which migration.
+    pub session: SessionId,
+    /// What the connection is for.
+    pub role: Role,
+}
+
+impl Greeting {
+    /// The bytes to send.
+    #[must_use]
+    pub fn encode(&self) -> [u8; GREETING_LEN] {
+        let (role, channel) = match self.role {
+            Role::Control => (0, 0),
+            Role::Channel(number) => (1, number),
+            Role::Resolve => (2, 0),
+        };
+        let mut bytes = [0; GREETING_LEN];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[10] = role;
+        bytes[11] = channel;
+        bytes[16..32].copy_from_slice(&self.session.0);
+        let checksum = XxHash3_64::oneshot(&bytes[..32]);
+        bytes[32..].copy_from_slice(&checksum.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a greeting.
+    ///
+    /// # Errors
+    /// When the bytes are no greeting, of another version, or corrupted.
+    pub fn decode(bytes: &[u8; GREETING_LEN]) -> Result<Self, WireError> {
+        let mut start = [0; 8];
+        start.copy_from_slice(&bytes[..8]);
+        if start != MAGIC {
+            return Err(WireError::NotGodwit { start });
+        }
+        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
+        if version != VERSION {
+            return Err(WireError::Version { theirs: version, ours: VERSION });
+        }
+        let mut checksum = [0; 8];
+        checksum.copy_from_slice(&bytes[32..]);
+        if XxHash3_64::oneshot(&bytes[..32]) != u64::from_le_bytes(checksum) {
+            return Err(WireError::Checksum { what: "the greeting" });
+        }
+        let role = match (bytes[10], bytes[11]) {
+            (0, _) => Role::Control,
+            (1, number) => Role::Channel(number),
+            (2, _) => Role::Resolve,
+            (other, _) => {
+                return Err(WireError::Field { what: "greeting", field: "role", value: other.into() });
+            }
+        };
+        let mut session = [0; 16];
+        session.copy_from_slice(&bytes[16..32]);
+        Ok(Self { session: SessionId(session), role })
+    }
+}

@@ -1,0 +1,336 @@
+//! Messages of the control connection: one frame each.
+
+use godwit_units::PageCount;
+
+use crate::WireError;
+use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
+
+/// RAM blocks in an offer.
+pub const BLOCKS_LIMIT: usize = 1024;
+/// Bytes in the name of a RAM block.
+pub const NAME_LIMIT: usize = 255;
+/// Bytes in the text of an abort.
+pub const TEXT_LIMIT: usize = 1024;
+/// Bytes of device state in one message.
+pub const DEVICE_STATE_CHUNK: usize = 256 << 10;
+/// Digests in one message.
+pub const DIGESTS_PER_MESSAGE: usize = 4096;
+
+const _: () = assert!(DEVICE_STATE_CHUNK <= PAYLOAD_LIMIT && DIGESTS_PER_MESSAGE * 16 + 16 <= PAYLOAD_LIMIT);
+
+/// A RAM block as the source offers it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockOffer {
+    /// Its name.
+    pub name: String,
+    /// Its size.
+    pub pages: PageCount,
+}
+
+/// What the source wants to send.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// How many data channels it will open.
+    pub channels: u8,
+    /// Whether digests will be compared.
+    pub verify: bool,
+    /// Whether the guest runs now and shall run at the destination.
+    pub running: bool,
+    /// What kind of machine it is (`qemu`): the device state is of that kind.
+    pub machine: String,
+    /// The RAM blocks, in the order in which frames number them.
+    pub blocks: Vec<BlockOffer>,
+}
+
+/// Why a side gave up; the numbers are the wire's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum AbortCode {
+    /// The VMs do not fit together.
+    Layout = 1,
+    /// The VM at this side cannot take part.
+    Machine = 2,
+    /// The peer sent what it must not send.
+    Protocol = 3,
+    /// Guest memory could not be read or written.
+    Memory = 4,
+    /// The device state could not be saved or loaded.
+    DeviceState = 5,
+    /// The digests differ.
+    Digest = 6,
+    /// The operator cancelled.
+    Cancelled = 7,
+    /// A wait reached its limit.
+    Timeout = 8,
+    /// Policy gave up: the migration would not finish.
+    NotConverging = 9,
+    /// Something else.
+    Other = 10,
+}
+
+impl AbortCode {
+    /// Every code there is.
+    pub const ALL: [Self; 10] = [
+        Self::Layout,
+        Self::Machine,
+        Self::Protocol,
+        Self::Memory,
+        Self::DeviceState,
+        Self::Digest,
+        Self::Cancelled,
+        Self::Timeout,
+        Self::NotConverging,
+        Self::Other,
+    ];
+}
+
+/// A message of the control connection. S: sent by the source, D: by the destination.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Message {
+    /// S: what will be sent.
+    Offer(Offer),
+    /// D: the offer fits, go on.
+    Accept,
+    /// Both: the sender gives up; the guest stays where it may run.
+    Abort {
+        /// Why, for a program.
+        code: AbortCode,
+        /// Why, for a person.
+        text: String,
+    },
+    /// S: every channel has carried all of this round, up to its barrier.
+    RoundEnd {
+        /// The round, counted from 0.
+        round: u32,
+    },
+    /// D: every page of the round is in place.
+    RoundAck {
+        /// The round.
+        round: u32,
+    },
+    /// S: the guest will stop soon; be ready for device state.
+    Prepare,
+    /// D: ready for device state.
+    Prepared,
+    /// S: send digests of all RAM blocks.
+    DigestRequest,
+    /// D: digests of consecutive chunks of a RAM block.
+    Digests {
+        /// The RAM block.
+        block: u32,
+        /// The first chunk.
+        first: u32,
+        /// One XXH3-128 a chunk.
+        digests: Vec<u128>,
+    },
+    /// S: a piece of the device state, in order.
+    DeviceState(Vec<u8>),
+    /// S: the device state is complete.
+    DeviceStateEnd,
+    /// D: all is written, checked and loaded; the guest is stopped and can run here.
+    Ready,
+    /// S: the guest is yours. The source never runs it again unless told [`Message::Discarded`].
+    Commit,
+    /// D: the guest runs here.
+    Running,
+    /// D: the guest does not run here and never will.
+    Discarded,
+}
+
+impl Message {
+    /// The kind of frame that carries it.
+    #[must_use]
+    pub fn kind(&self) -> FrameKind {
+        match self {
+            Self::Offer(_) => FrameKind::Offer,
+            Self::Accept => FrameKind::Accept,
+            Self::Abort { .. } => FrameKind::Abort,
+            Self::RoundEnd { .. } => FrameKind::RoundEnd,
+            Self::RoundAck { .. } => FrameKind::RoundAck,
+            Self::Prepare => FrameKind::Prepare,
+            Self::Prepared => FrameKind::Prepared,
+            Self::DigestRequest => FrameKind::DigestRequest,
+            Self::Digests { .. } => FrameKind::Digests,
+            Self::DeviceState(_) => FrameKind::DeviceState,
+            Self::DeviceStateEnd => FrameKind::DeviceStateEnd,
+            Self::Ready => FrameKind::Ready,
+            Self::Commit => FrameKind::Commit,
+            Self::Running => FrameKind::Running,
+            Self::Discarded => FrameKind::Discarded,
+        }
+    }
+
+    /// The frame to send. Texts and names are cut to their limits.
+    ///
+    /// # Panics
+    /// When there are more blocks, digests or bytes of device state than a message may carry: a mistake of the
+    /// caller.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let mut frame = vec![0; HEADER_LEN];
+        let mut aux = 0;
+        match self {
+            Self::Offer(offer) => {
+                assert!(offer.blocks.len() <= BLOCKS_LIMIT, "{} RAM blocks", offer.blocks.len());
+                frame.extend([offer.channels, offer.verify.into(), offer.running.into()]);
+                put_text(&mut frame, &offer.machine, NAME_LIMIT);
+                frame.extend((offer.blocks.len() as u16).to_le_bytes());
+                for block in &offer.blocks {
+                    put_text(&mut frame, &block.name, NAME_LIMIT);
+                    frame.extend(block.pages.0.to_le_bytes());
+                }
+            }
+            Self::Abort { code, text } => {
+                aux = *code as u64;
+                put_text(&mut frame, text, TEXT_LIMIT);
+            }
+            Self::RoundEnd { round } | Self::RoundAck { round } => aux = (*round).into(),
+            Self::Digests { block, first, digests } => {
+                assert!(digests.len() <= DIGESTS_PER_MESSAGE, "{} digests", digests.len());
+                aux = u64::from(*block) << 32 | u64::from(*first);
+                frame.extend(digests.iter().flat_map(|digest| digest.to_le_bytes()));
+            }
+            Self::DeviceState(bytes) => frame.extend(bytes),
+            Self::Accept
+            | Self::Prepare
+            | Self::Prepared
+            | Self::DigestRequest
+            | Self::DeviceStateEnd
+            | Self::Ready
+            | Self::Commit
+            | Self::Running
+            | Self::Discarded => {}
+        }
+        seal(&mut frame, self.kind(), 0, aux);
+        frame
+    }
+
+    /// Reads a message from a frame whose checksum was found right.
+    ///
+    /// # Errors
+    /// When the frame is not a message of the control connection or its payload is malformed.
+    pub fn decode(header: &FrameHeader, payload: &[u8]) -> Result<Self, WireError> {
+        let empty = |message: Self| {
+            if payload.is_empty() {
+                Ok(message)
+            } else {
+                Err(WireError::Length { what: "message without payload" })
+            }
+        };
+        let round = || {
+            u32::try_from(header.aux).map_err(|_| WireError::Field {
+                what: "round",
+                field: "number",
+                value: header.aux,
+            })
+        };
+        match header.kind {
+            FrameKind::Pages | FrameKind::Barrier => Err(WireError::Kind { kind: header.kind as u16 }),
+            FrameKind::Offer => decode_offer(payload).map(Self::Offer),
+            FrameKind::Accept => empty(Self::Accept),
+            FrameKind::Abort => {
+                let code = AbortCode::ALL
+                    .into_iter()
+                    .find(|code| *code as u64 == header.aux)
+                    .ok_or(WireError::Field { what: "abort", field: "code", value: header.aux })?;
+                let mut reader = Reader { what: "abort", rest: payload };
+                let text = reader.text(TEXT_LIMIT)?;
+                reader.end()?;
+                Ok(Self::Abort { code, text })
+            }
+            FrameKind::RoundEnd => empty(Self::RoundEnd { round: round()? }),
+            FrameKind::RoundAck => empty(Self::RoundAck { round: round()? }),
+            FrameKind::Prepare => empty(Self::Prepare),
+            FrameKind::Prepared => empty(Self::Prepared),
+            FrameKind::DigestRequest => empty(Self::DigestRequest),
+            FrameKind::Digests => {
+                if !payload.len().is_multiple_of(16) || payload.len() > DIGESTS_PER_MESSAGE * 16 {
+                    return Err(WireError::Length { what: "digests" });
+                }
+                let digest = |bytes: &[u8]| {
+                    let mut word = [0; 16];
+                    word.copy_from_slice(bytes);
+                    u128::from_le_bytes(word)
+                };
+                Ok(Self::Digests {
+                    block: (header.aux >> 32) as u32,
+                    first: header.aux as u32,
+                    digests: payload.chunks_exact(16).map(digest).collect(),
+                })
+            }
+            FrameKind::DeviceState => Ok(Self::DeviceState(payload.to_vec())),
+            FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
+            FrameKind::Ready => empty(Self::Ready),
+            FrameKind::Commit => empty(Self::Commit),
+            FrameKind::Running => empty(Self::Running),
+            FrameKind::Discarded => empty(Self::Discarded),
+        }
+    }
+}
+
+fn put_text(frame: &mut Vec<u8>, text: &str, limit: usize) {
+    let mut end = text.len().min(limit);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    frame.extend((end as u16).to_le_bytes());
+    frame.extend(&text.as_bytes()[..end]);
+}
+
+fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
+    const WHAT: &str = "offer";
+    let mut reader = Reader { what: WHAT, rest: payload };
+    let flag = |field, value: u8| match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        other => Err(WireError::Field { what: WHAT, field, value: other.into() }),
+    };
+    let [channels, verify, running] = reader.take()?;
+    let machine = reader.text(NAME_LIMIT)?;
+    let count = u16::from_le_bytes(reader.take()?);
+    if usize::from(count) > BLOCKS_LIMIT {
+        return Err(WireError::Field { what: WHAT, field: "RAM blocks", value: count.into() });
+    }
+    let mut blocks = Vec::new();
+    for _ in 0..count {
+        let name = reader.text(NAME_LIMIT)?;
+        blocks.push(BlockOffer { name, pages: PageCount(u64::from_le_bytes(reader.take()?)) });
+    }
+    reader.end()?;
+    Ok(Offer {
+        channels,
+        verify: flag("verify", verify)?,
+        running: flag("running", running)?,
+        machine,
+        blocks,
+    })
+}
+
+struct Reader<'a> {
+    what: &'static str,
+    rest: &'a [u8],
+}
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
+        let (bytes, rest) = self.rest.split_first_chunk().ok_or(WireError::Length { what: self.what })?;
+        self.rest = rest;
+        Ok(*bytes)
+    }
+
+    fn text(&mut self, limit: usize) -> Result<String, WireError> {
+        let length = usize::from(u16::from_le_bytes(self.take()?));
+        if length > limit || length > self.rest.len() {
+            return Err(WireError::Length { what: self.what });
+        }
+        let (text, rest) = self.rest.split_at(length);
+        self.rest = rest;
+        // Shown to people as it is: control characters of a hostile peer must not reach a terminal.
+        let text = String::from_utf8_lossy(text);
+        Ok(text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect())
+    }
+
+    fn end(&self) -> Result<(), WireError> {
+        if self.rest.is_empty() { Ok(()) } else { Err(WireError::Length { what: self.what }) }
+    }
+}

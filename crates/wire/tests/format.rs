@@ -1,0 +1,207 @@
+//! The format as others see it: golden bytes, round trips, and bytes that are wrong.
+//!
+//! Golden bytes are only ever added to: a change to one of them is a change of the protocol's version.
+#![allow(clippy::unwrap_used)]
+
+use godwit_units::{PageCount, PageRun};
+use godwit_wire::*;
+use proptest::prelude::*;
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn parse(frame: &[u8]) -> Result<Message, WireError> {
+    let (header, payload) = frame.split_first_chunk().unwrap();
+    let header = FrameHeader::decode(header)?;
+    header.verify(payload)?;
+    Message::decode(&header, payload)
+}
+
+fn offer() -> Message {
+    Message::Offer(Offer {
+        channels: 2,
+        verify: true,
+        running: true,
+        machine: "qemu".to_owned(),
+        blocks: vec![BlockOffer { name: "mem".to_owned(), pages: PageCount(262_144) }],
+    })
+}
+
+fn pages_frame() -> Vec<u8> {
+    let mut builder = PageFrameBuilder::new();
+    let zero = builder.add(PageRun::new(10, 3), |bytes| {
+        for (page, fill) in bytes.chunks_mut(4096).zip([1, 0, 3]) {
+            page.fill(fill);
+        }
+        Ok::<(), ()>(())
+    });
+    assert_eq!(zero, Ok(PageCount(1)));
+    builder.finish(7).to_vec()
+}
+
+#[test]
+fn golden_bytes() {
+    let greeting = Greeting { session: SessionId([0x11; 16]), role: Role::Channel(3) };
+    let seen = [
+        hex(&greeting.encode()),
+        hex(&offer().encode()),
+        hex(&Message::Commit.encode()),
+        hex(&Message::Abort { code: AbortCode::Layout, text: "no".to_owned() }.encode()),
+        hex(&Message::Digests { block: 1, first: 2, digests: vec![3] }.encode()),
+        hex(&pages_frame()[..24]),
+        hex(&pages_frame()[24 + 8192..]),
+    ];
+    let golden = include_str!("golden.txt");
+    assert_eq!(seen.join("\n"), golden.trim_end());
+}
+
+#[test]
+fn kinds_and_codes_are_listed_completely() {
+    for (number, known) in (0..64).map(|n: u16| (n, FrameKind::ALL.iter().any(|k| *k as u16 == n))) {
+        let mut frame = [0; HEADER_LEN];
+        frame[0] = number as u8;
+        assert_eq!(FrameHeader::decode(&frame).is_ok(), known, "kind {number}");
+    }
+    assert_eq!(AbortCode::ALL.map(|code| code as u16), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+}
+
+#[test]
+fn page_frames_come_back_as_they_went() {
+    let frame = pages_frame();
+    let (header, payload) = frame.split_first_chunk().unwrap();
+    let header = FrameHeader::decode(header).unwrap();
+    header.verify(payload).unwrap();
+    let pages = PageFrame::decode(&header, payload).unwrap();
+    let runs: Vec<_> = pages.runs().map(|(run, bytes)| (run.run, run.content, bytes.to_vec())).collect();
+    assert_eq!(pages.block, 7);
+    assert_eq!(
+        runs,
+        [
+            (PageRun::new(10, 1), Content::Data, vec![1; 4096]),
+            (PageRun::new(11, 1), Content::Zero, vec![]),
+            (PageRun::new(12, 1), Content::Data, vec![3; 4096]),
+        ]
+    );
+}
+
+#[test]
+fn a_page_frame_whose_table_lies_is_refused() {
+    let good = pages_frame();
+    for (at, value) in [(24 + 8192 + 8, 2), (24 + 8192 + 12, 9), (24 + 8192 + 16 + 8, 0)] {
+        let mut frame = good.clone();
+        frame[at] = value;
+        seal(&mut frame, FrameKind::Pages, 3, 7);
+        let (header, payload) = frame.split_first_chunk().unwrap();
+        let header = FrameHeader::decode(header).unwrap();
+        header.verify(payload).unwrap();
+        assert!(PageFrame::decode(&header, payload).is_err(), "byte {at} = {value}");
+    }
+}
+
+#[test]
+fn a_failed_read_leaves_the_frame_as_it_was() {
+    let mut builder = PageFrameBuilder::new();
+    builder.zero(PageRun::new(0, 5));
+    let room = builder.room();
+    assert_eq!(builder.add(PageRun::new(9, 2), |_| Err("gone")), Err("gone"));
+    assert_eq!(builder.room(), room);
+}
+
+#[test]
+fn strangers_are_told_from_versions() {
+    let mut ssh = [0; GREETING_LEN];
+    ssh[..8].copy_from_slice(b"SSH-2.0-");
+    assert!(matches!(Greeting::decode(&ssh), Err(WireError::NotGodwit { .. })));
+    let mut newer = Greeting { session: SessionId([1; 16]), role: Role::Control }.encode();
+    newer[8] = 9;
+    assert_eq!(Greeting::decode(&newer), Err(WireError::Version { theirs: 9, ours: VERSION }));
+}
+
+#[test]
+fn a_header_cannot_announce_more_than_the_limit() {
+    let mut frame = Message::DeviceState(vec![1]).encode();
+    frame[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
+    let (header, _) = frame.split_first_chunk().unwrap();
+    assert!(matches!(FrameHeader::decode(header), Err(WireError::TooLong { .. })));
+}
+
+#[test]
+fn a_hostile_text_cannot_write_to_the_terminal() {
+    let frame = Message::Abort { code: AbortCode::Other, text: "\x1b[2Jgone\n".to_owned() }.encode();
+    let Message::Abort { text, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
+    assert_eq!(text, "\u{fffd}[2Jgone\u{fffd}");
+}
+
+fn any_message() -> impl Strategy<Value = Message> {
+    prop_oneof![
+        (
+            any::<u8>(),
+            any::<bool>(),
+            any::<bool>(),
+            "[a-z]{0,9}",
+            prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5)
+        )
+            .prop_map(|(channels, verify, running, machine, blocks)| Message::Offer(Offer {
+                channels,
+                verify,
+                running,
+                machine,
+                blocks: blocks
+                    .into_iter()
+                    .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
+                    .collect(),
+            })),
+        (0..AbortCode::ALL.len(), "[ -~]{0,80}")
+            .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
+        any::<u32>().prop_map(|round| Message::RoundEnd { round }),
+        any::<u32>().prop_map(|round| Message::RoundAck { round }),
+        (any::<u32>(), any::<u32>(), prop::collection::vec(any::<u128>(), 0..9))
+            .prop_map(|(block, first, digests)| Message::Digests { block, first, digests }),
+        prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::DeviceState),
+        Just(Message::Accept),
+        Just(Message::Prepare),
+        Just(Message::Prepared),
+        Just(Message::DigestRequest),
+        Just(Message::DeviceStateEnd),
+        Just(Message::Ready),
+        Just(Message::Commit),
+        Just(Message::Running),
+        Just(Message::Discarded),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn messages_round_trip(message in any_message()) {
+        prop_assert_eq!(parse(&message.encode()), Ok(message));
+    }
+
+    #[test]
+    fn a_flipped_bit_is_always_found(message in any_message(), at in any::<prop::sample::Index>(), bit in 0u8..8) {
+        let mut frame = message.encode();
+        let at = at.index(frame.len());
+        frame[at] ^= 1 << bit;
+        prop_assert!(parse(&frame).is_err());
+    }
+
+    #[test]
+    fn arbitrary_bytes_never_panic(kind in 0usize..17, runs in any::<u16>(), aux in any::<u64>(), payload in prop::collection::vec(any::<u8>(), 0..200)) {
+        let mut frame = vec![0; HEADER_LEN];
+        frame.extend(payload);
+        seal(&mut frame, FrameKind::ALL[kind], runs, aux);
+        let (header, payload) = frame.split_first_chunk().unwrap();
+        let header = FrameHeader::decode(header).unwrap();
+        let _ = Message::decode(&header, payload);
+        if let Ok(pages) = PageFrame::decode(&header, payload) {
+            prop_assert!(pages.runs().count() <= usize::from(runs));
+        }
+    }
+
+    #[test]
+    fn any_greeting_is_answered(bytes in prop::array::uniform32(any::<u8>())) {
+        let mut greeting = [0; GREETING_LEN];
+        greeting[..32].copy_from_slice(&bytes);
+        prop_assert!(Greeting::decode(&greeting).is_err());
+    }
+}
