@@ -1,4 +1,4 @@
-//! The guest's serial console: a thread that takes the time of each line as it arrives.
+//! What a process prints, above all the guest's serial console: a thread takes the time of each line as it arrives.
 //!
 //! Keeps two promises: a line's time is that of its last byte, taken before anything else is done with it; and a line
 //! that the guest began on the source and ended on the destination is put together again. What the lines mean is
@@ -8,7 +8,7 @@ use std::io::Read;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
+use anyhow::{bail, ensure};
 use godwit_verify::heartbeat::{BUG, FAILED, Heartbeat, READY};
 
 /// What the kernel prints when memory is damaged under it.
@@ -98,14 +98,26 @@ impl Console {
             let seen = self.lock();
             let left = deadline.saturating_duration_since(Instant::now());
             if seen.closed || left.is_zero() {
-                let why = if seen.closed { "its QEMU ended" } else { "the time is over" };
+                let why = if seen.closed { "the process ended" } else { "the time is over" };
                 let last: Vec<_> = seen.lines.iter().rev().take(3).map(|line| line.text.as_str()).collect();
-                bail!("no {what} from the guest, {why} (limit {limit:?}); last lines: {last:?}");
+                bail!("no {what} came, {why} (limit {limit:?}); last lines, newest first: {last:?}");
             }
             // Short naps instead of a wait that a line between `found` and here could slip past.
             let nap = left.min(Duration::from_millis(20));
             drop(self.shared.1.wait_timeout(seen, nap).unwrap_or_else(PoisonError::into_inner));
         }
+    }
+
+    /// Waits up to `limit` until everything was read.
+    pub(crate) fn wait_closed(&self, limit: Duration) -> anyhow::Result<()> {
+        let deadline = Instant::now() + limit;
+        let mut seen = self.lock();
+        while !seen.closed {
+            let left = deadline.saturating_duration_since(Instant::now());
+            ensure!(!left.is_zero(), "the output is still open after {limit:?}");
+            seen = self.shared.1.wait_timeout(seen, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Ok(())
     }
 
     /// Whether the guest has filled its buffer. A guest that cannot work is an error.
@@ -217,7 +229,7 @@ mod tests {
     fn waiting_ends_with_the_console() {
         let console = Console::read(&b"one line\n"[..]);
         let error = console.wait("heartbeat", Duration::from_secs(60), |c| c.beats().first().copied());
-        assert!(error.unwrap_err().to_string().contains("its QEMU ended"));
+        assert!(error.unwrap_err().to_string().contains("the process ended"));
         assert_eq!(console.lines(), ["one line"]);
     }
 }

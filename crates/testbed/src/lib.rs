@@ -2,8 +2,8 @@
 //!
 //! A [`TestVm`] is a QEMU with its monitor, console and RAM file; an [`Observer`] times the guest from outside; and
 //! [`own_migration`] has QEMU migrate by itself, for comparison. Keeps one promise: whatever way a test ends, no QEMU
-//! process, RAM file or directory of it stays behind. It knows nothing of Godwit's engine, so that what it reports
-//! about a migration is the word of a bystander.
+//! process, RAM file or directory of it stays behind. Of Godwit it knows the command line only ([`Godwit`]), so
+//! that what it reports about a migration is the word of a bystander.
 
 #![forbid(unsafe_code)]
 
@@ -11,6 +11,7 @@ mod console;
 mod cpu;
 mod flavour;
 mod gap;
+mod godwit;
 mod guest;
 mod leftovers;
 mod observer;
@@ -21,6 +22,7 @@ pub use console::{Beat, longest_pause};
 pub use cpu::{CpuTime, peak_rss};
 pub use flavour::{Flavour, flavours, flavours_for};
 pub use gap::{Gap, Observation};
+pub use godwit::{Ended, Godwit, Running};
 pub use guest::{GuestConfig, GuestFiles};
 pub use observer::{BeaconPlace, Observer};
 pub use own::{OwnMigration, Style, own_migration};
