@@ -1,3 +1,42 @@
-//! Build chores.
+//! Build chores: the guest image and the QEMUs that tests, demo and benchmarks run it in.
+//!
+//! Every chore is quick when there is nothing to do, says what it downloads or installs before it does, and leaves
+//! the rest of the system as it was. Run through `make`; each answers to the target of its name.
 
-fn main() {}
+#![forbid(unsafe_code)]
+
+mod apt;
+mod cpio;
+mod guest;
+mod qemu;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: cargo run -p xtask -- guest|qemu
+  guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
+  qemu    installs QEMU if it is missing, and unpacks QEMU 10 into target/qemu-10.0";
+
+fn main() -> ExitCode {
+    let chore = std::env::args().nth(1).unwrap_or_default();
+    let outcome = match chore.as_str() {
+        "guest" => guest::build(),
+        "qemu" => qemu::provide(),
+        _ => {
+            eprintln!("{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("make {chore}: {problem:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The workspace's own `target/`, whatever CARGO_TARGET_DIR says: the places in it are named in documentation.
+fn target_dir() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).join("target")
+}

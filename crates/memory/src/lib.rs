@@ -6,8 +6,10 @@
 
 mod block;
 mod extents;
+mod mapping;
 mod segment;
 
 pub use block::{MemoryError, RamBlock};
 pub use extents::DataExtents;
+pub use mapping::Mapping;
 pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};

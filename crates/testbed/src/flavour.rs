@@ -1,0 +1,78 @@
+//! Which QEMUs are usable here.
+//!
+//! Keeps one promise: a test that has none to run with says so aloud. How they get here is left to `make qemu`.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::guest::{GuestFiles, target_dir};
+
+const BINARY: &str = "qemu-system-x86_64";
+
+/// One usable QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flavour {
+    /// The program, or a script that becomes it.
+    pub program: PathBuf,
+    /// Major, minor, micro.
+    pub version: (u32, u32, u32),
+}
+
+impl Flavour {
+    /// The QEMU `program`, if it runs.
+    #[must_use]
+    pub fn at(program: &Path) -> Option<Self> {
+        let output = Command::new(program).arg("--version").output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text.lines().next()?.strip_prefix("QEMU emulator version ")?.split(' ').next()?;
+        let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
+        let mut next = || numbers.next().unwrap_or(0);
+        Some(Self { program: program.to_owned(), version: (next(), next(), next()) })
+    }
+
+    /// The system's own.
+    #[must_use]
+    pub fn installed() -> Option<Self> {
+        Self::at(Path::new(BINARY))
+    }
+
+    /// The newer one that `make qemu` unpacks.
+    #[must_use]
+    pub fn unpacked() -> Option<Self> {
+        Self::at(&target_dir().join("qemu-10.0").join(BINARY))
+    }
+}
+
+impl fmt::Display for Flavour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor, micro) = self.version;
+        write!(f, "QEMU {major}.{minor}.{micro}")
+    }
+}
+
+/// All usable QEMUs, the system's own first.
+#[must_use]
+pub fn flavours() -> Vec<Flavour> {
+    let mut found: Vec<_> = [Flavour::installed(), Flavour::unpacked()].into_iter().flatten().collect();
+    found.dedup_by(|a, b| a.version == b.version);
+    found
+}
+
+/// The QEMUs that the test `test` can run with: none, and aloud why, where QEMU or the guest is missing.
+#[must_use]
+pub fn flavours_for(test: &str) -> Vec<Flavour> {
+    // Written past the test harness, which keeps what a passing test prints to itself.
+    let skip = |why: &str| {
+        let _ = std::io::Write::write_all(
+            &mut std::io::stderr(),
+            format!("\nSKIPPED {test}: {why}\n").as_bytes(),
+        );
+        Vec::new()
+    };
+    if let Err(missing) = GuestFiles::find() {
+        return skip(&missing.to_string());
+    }
+    let found = flavours();
+    if found.is_empty() { skip("there is no QEMU: run `make qemu`") } else { found }
+}

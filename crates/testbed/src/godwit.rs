@@ -1,0 +1,187 @@
+//! `godwit` as its users run it: two processes that are told by arguments and answer in lines of JSON.
+//!
+//! Keeps two promises: every wait has a limit, and a process that is dropped is ended. It knows the command line and
+//! nothing else of Godwit; what the answers mean is for the callers to say.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use serde_json::Value;
+
+use crate::console::Console;
+use crate::leftovers::Place;
+use crate::vm::TestVm;
+
+const LISTEN_LIMIT: Duration = Duration::from_secs(20);
+
+/// The program.
+#[derive(Clone, Debug)]
+pub struct Godwit {
+    program: PathBuf,
+}
+
+impl Godwit {
+    /// The one that was built with this program: it lies beside it, or a directory above where tests lie.
+    ///
+    /// # Errors
+    /// When it was not built.
+    pub fn built() -> anyhow::Result<Self> {
+        let this = std::env::current_exe().context("cannot tell where this program is")?;
+        let places = this.ancestors().skip(1).take(2).map(|dir| dir.join("godwit"));
+        let found = places.into_iter().find(|path| path.is_file());
+        let program = found.with_context(|| {
+            format!(
+                "there is no godwit beside {}: run `cargo build --bin godwit` (with --release for a release)",
+                this.display()
+            )
+        })?;
+        Ok(Self { program })
+    }
+
+    /// Starts `godwit receive` for `vm` and waits until it listens.
+    ///
+    /// # Errors
+    /// When it does not come to that.
+    pub fn receive(&self, vm: &TestVm, options: &[&str]) -> anyhow::Result<(Running, String)> {
+        let mut running = self.start("receive", vm, &["--listen", "127.0.0.1:0"], options)?;
+        let listening = |line: &Value| line["event"] == "listening";
+        match running.wait_for("listening", LISTEN_LIMIT, listening) {
+            Ok(line) => {
+                let address = line["address"].as_str().context("godwit receive names no address")?.to_owned();
+                Ok((running, address))
+            }
+            Err(problem) => {
+                running.kill();
+                bail!("{problem:#}; godwit receive said: {}", running.errors().trim());
+            }
+        }
+    }
+
+    /// Starts `godwit migrate` of `vm` to the address that `godwit receive` listens at.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn migrate(&self, vm: &TestVm, to: &str, options: &[&str]) -> anyhow::Result<Running> {
+        self.start("migrate", vm, &["--to", to], options)
+    }
+
+    fn start(&self, command: &str, vm: &TestVm, peer: &[&str], options: &[&str]) -> anyhow::Result<Running> {
+        let place = Place::new()?;
+        let errors = File::create(place.file("stderr")).context("cannot create a file for errors")?;
+        let mut child = Command::new(&self.program)
+            .args([command, "--vm", &format!("qemu:{}", vm.qmp_socket().display())])
+            .args(peer)
+            .arg("--json")
+            .args(options)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .with_context(|| format!("cannot start {}", self.program.display()))?;
+        let output = Console::read(child.stdout.take().context("godwit has no standard output")?);
+        Ok(Running { child, output, place })
+    }
+}
+
+/// A `godwit` at work.
+#[derive(Debug)]
+pub struct Running {
+    child: Child,
+    output: Console,
+    place: Place,
+}
+
+/// How a `godwit` ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    /// Its exit status.
+    pub status: ExitStatus,
+    /// The lines of JSON it printed; the last one tells the outcome.
+    pub lines: Vec<Value>,
+    /// What it complained of.
+    pub errors: String,
+}
+
+impl Ended {
+    /// The last line, null if there was none.
+    #[must_use]
+    pub fn last(&self) -> &Value {
+        self.lines.last().unwrap_or(&Value::Null)
+    }
+}
+
+impl Running {
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap_or(i32::MAX)
+    }
+
+    /// The lines of JSON so far.
+    #[must_use]
+    pub fn lines(&self) -> Vec<Value> {
+        self.output.lines().iter().filter_map(|line| serde_json::from_str(line).ok()).collect()
+    }
+
+    /// What it complained of so far.
+    #[must_use]
+    pub fn errors(&self) -> String {
+        std::fs::read_to_string(self.place.file("stderr")).unwrap_or_default()
+    }
+
+    /// Waits for a line for which `wanted` answers yes.
+    ///
+    /// # Errors
+    /// When none comes within `limit`.
+    pub fn wait_for(
+        &self,
+        what: &str,
+        limit: Duration,
+        wanted: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<Value> {
+        self.output.wait(&format!("line '{what}'"), limit, |_| self.lines().into_iter().find(&wanted))
+    }
+
+    /// Ends it at once, as a crash would.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub fn signal(&self, signal: rustix::process::Signal) -> anyhow::Result<()> {
+        let pid = rustix::process::Pid::from_raw(self.pid()).context("no process")?;
+        rustix::process::kill_process(pid, signal).context("cannot send a signal to godwit")
+    }
+
+    /// Waits until it ends by itself.
+    ///
+    /// # Errors
+    /// When it does not within `limit`; it is ended then.
+    pub fn wait(mut self, limit: Duration) -> anyhow::Result<Ended> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                // The last line may still be on its way through the pipe.
+                self.output.wait_closed(limit)?;
+                return Ok(Ended { status, lines: self.lines(), errors: self.errors() });
+            }
+            if Instant::now() >= deadline {
+                bail!("godwit is not done within {limit:?}; it said: {}", self.errors().trim());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}

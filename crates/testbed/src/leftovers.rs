@@ -1,0 +1,120 @@
+//! What a virtual machine leaves on the host: a directory, a RAM file, a process.
+//!
+//! Keeps one promise: they go away with their owner, at the latest when the next one starts. Dropping a [`Place`]
+//! removes its files; what a test left that was killed outright is found by the number of its process in the names, and
+//! swept away, the QEMU too. Nothing that another living process made is touched.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::Context;
+use rustix::process::{Pid, Signal, kill_process};
+
+const PREFIX: &str = "godwit-vm-";
+const SHARED_MEMORY: &str = "/dev/shm";
+/// QEMU writes its process number here.
+const PID_FILE: &str = "pid";
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// The private directory and the RAM file of one virtual machine.
+#[derive(Debug)]
+pub(crate) struct Place {
+    dir: PathBuf,
+    ram: PathBuf,
+}
+
+impl Place {
+    /// A place for one more machine of this process.
+    pub(crate) fn new() -> anyhow::Result<Self> {
+        if NEXT.load(Ordering::Relaxed) == 0 {
+            sweep();
+        }
+        let name = format!("{PREFIX}{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let place = Self { dir: std::env::temp_dir().join(&name), ram: Path::new(SHARED_MEMORY).join(&name) };
+        std::fs::create_dir(&place.dir).with_context(|| format!("cannot create {}", place.dir.display()))?;
+        Ok(place)
+    }
+
+    /// The file `name` in the private directory.
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Where QEMU writes its process number.
+    pub(crate) fn pid_file(&self) -> PathBuf {
+        self.file(PID_FILE)
+    }
+
+    /// The RAM file.
+    pub(crate) fn ram(&self) -> &Path {
+        &self.ram
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.dir);
+        let _ = std::fs::remove_file(&self.ram);
+    }
+}
+
+/// Removes what processes left that have ended.
+fn sweep() {
+    for dir in orphans(&std::env::temp_dir()) {
+        end_qemu(&dir);
+        let _ = std::fs::remove_dir_all(&dir);
+    }
+    for ram in orphans(Path::new(SHARED_MEMORY)) {
+        let _ = std::fs::remove_file(&ram);
+    }
+}
+
+/// The entries of `dir` whose names are ours and say that they belong to a process that is no more.
+fn orphans(dir: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+    let orphaned = |path: &PathBuf| {
+        let owner = path.file_name().and_then(|name| name.to_str()?.strip_prefix(PREFIX)?.split('-').next());
+        let owner: Option<u32> = owner.and_then(|owner| owner.parse().ok());
+        owner.is_some_and(|owner| !Path::new(&format!("/proc/{owner}")).exists())
+    };
+    entries.flatten().map(|entry| entry.path()).filter(orphaned).collect()
+}
+
+/// Ends the QEMU that wrote its number into `dir`, if that number still is that QEMU: its command line names `dir`.
+fn end_qemu(dir: &Path) {
+    let Ok(text) = std::fs::read_to_string(dir.join(PID_FILE)) else { return };
+    let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return };
+    let command_line = std::fs::read(format!("/proc/{}/cmdline", text.trim())).unwrap_or_default();
+    if String::from_utf8_lossy(&command_line).contains(&*dir.to_string_lossy()) {
+        let _ = kill_process(pid, Signal::KILL);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_goes_away_with_its_owner() {
+        let place = Place::new().unwrap();
+        std::fs::write(place.ram(), b"ram").unwrap();
+        std::fs::write(place.file("x"), b"x").unwrap();
+        let (dir, ram) = (place.dir.clone(), place.ram.clone());
+        drop(place);
+        assert!(!dir.exists() && !ram.exists());
+    }
+
+    #[test]
+    fn only_the_dead_have_orphans() {
+        let here = Place::new().unwrap();
+        let within = |name: &str| here.file(name);
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let orphan = within(&format!("{PREFIX}{}-0", ended.id()));
+        for path in [&orphan, &within(&format!("{PREFIX}{}-0", std::process::id())), &within("other")] {
+            std::fs::create_dir(path).unwrap();
+        }
+        assert_eq!(orphans(&here.dir), [orphan]);
+    }
+}

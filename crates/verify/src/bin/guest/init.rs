@@ -1,0 +1,43 @@
+//! What process 1 owes the kernel: /proc mounted, Ctrl-Alt-Del taken, the machine switched off at the end.
+//!
+//! Keeps one promise: process 1 never just ends, which would be a kernel panic. The work itself is `work`'s.
+
+use std::error::Error;
+use std::ffi::CStr;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use rustix::mount::{MountFlags, mount};
+use rustix::system::{RebootCommand, reboot};
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+/// Mounts /proc and reads the kernel's command line.
+pub(crate) fn command_line() -> Result<String, Box<dyn Error>> {
+    mount(c"proc", c"/proc", c"proc", MountFlags::empty(), None::<&CStr>)
+        .map_err(|problem| format!("cannot mount /proc: {problem}"))?;
+    std::fs::read_to_string("/proc/cmdline")
+        .map_err(|problem| format!("cannot read /proc/cmdline: {problem}").into())
+}
+
+/// A flag that a signal raises. With Ctrl-Alt-Del taken from the kernel it arrives as SIGINT.
+pub(crate) fn ending_signals() -> Result<Arc<AtomicBool>, Box<dyn Error>> {
+    let ending = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&ending))?;
+    }
+    if std::process::id() == 1 {
+        reboot(RebootCommand::CadOff)?;
+    }
+    Ok(ending)
+}
+
+/// Switches the machine off; where that fails there is nothing left but to wait for whoever started it.
+pub(crate) fn power_off() {
+    if let Err(problem) = reboot(RebootCommand::PowerOff) {
+        println!("cannot switch off: {problem}");
+    }
+    loop {
+        std::thread::sleep(Duration::from_secs(3600));
+    }
+}

@@ -1,0 +1,35 @@
+//! The init of the self-checking guest: it does nothing but write, check and count.
+//!
+//! Keeps one promise: nothing it finds stops it. A damaged page is reported and the work goes on, so that a test sees
+//! how many there are; only a setting that makes no sense or a signal (Ctrl-Alt-Del, a stop by hand) ends it. One
+//! thread does all the work, so no page is ever read while it is written. Run by hand, not as process 1, it takes
+//! the settings as arguments and is an ordinary program. What the lines mean is defined in the library.
+
+#![forbid(unsafe_code)]
+
+mod init;
+mod work;
+
+use godwit_verify::heartbeat::FAILED;
+use godwit_verify::settings::Settings;
+
+fn main() {
+    let as_init = std::process::id() == 1;
+    let settings = if as_init { init::command_line() } else { Ok(arguments()) };
+    let outcome = settings.and_then(|line| Ok(line.parse::<Settings>()?)).and_then(|settings| {
+        let ending = init::ending_signals()?;
+        work::run(&settings, &ending);
+        Ok(())
+    });
+    if let Err(problem) = &outcome {
+        println!("{FAILED} {problem}");
+    }
+    if as_init {
+        init::power_off();
+    }
+    std::process::exit(i32::from(outcome.is_err()));
+}
+
+fn arguments() -> String {
+    std::env::args().skip(1).collect::<Vec<_>>().join(" ")
+}

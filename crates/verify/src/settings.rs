@@ -1,0 +1,149 @@
+//! What the guest is told to do, as words of its kernel command line.
+//!
+//! Keeps one promise: what [`Settings`] prints, it parses to the same value, so that a test can state what it wants
+//! in a type. Words that do not begin with `godwit.` belong to others and are passed over.
+
+use std::fmt;
+use std::str::FromStr;
+
+use godwit_units::ByteCount;
+
+/// How the guest spends its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// Counts, and otherwise leaves its processor idle.
+    Idle,
+    /// Writes at a given rate; between writes it counts and checks without pause.
+    Rate,
+    /// Writes, counts and checks as fast as it can.
+    Full,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Idle => "idle",
+            Self::Rate => "rate",
+            Self::Full => "full",
+        })
+    }
+}
+
+impl FromStr for Mode {
+    type Err = SettingsError;
+
+    fn from_str(text: &str) -> Result<Self, SettingsError> {
+        match text {
+            "idle" => Ok(Self::Idle),
+            "rate" => Ok(Self::Rate),
+            "full" => Ok(Self::Full),
+            _ => Err(SettingsError::Mode(text.to_owned())),
+        }
+    }
+}
+
+/// Why a command line is not understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SettingsError {
+    /// Not a mode.
+    #[error("godwit.mode={0} is unknown: use idle, rate or full")]
+    Mode(String),
+    /// Not a size.
+    #[error("godwit.{key}: {source}")]
+    Size {
+        /// Which setting.
+        key: &'static str,
+        /// What is wrong with it.
+        source: godwit_units::ParseError,
+    },
+    /// Not a number.
+    #[error("godwit.rate={0} is not a number of pages a second")]
+    Rate(String),
+    /// A setting nobody knows, probably misspelt.
+    #[error("godwit.{0} is no setting: use mode, rate, working_set and fill")]
+    Unknown(String),
+}
+
+/// The settings of a guest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// How it spends its time.
+    pub mode: Mode,
+    /// Pages written per second in [`Mode::Rate`].
+    pub rate: u64,
+    /// The part of the buffer that is written.
+    pub working_set: ByteCount,
+    /// The whole buffer, stamped at start and checked all the time.
+    pub fill: ByteCount,
+}
+
+impl FromStr for Settings {
+    type Err = SettingsError;
+
+    fn from_str(command_line: &str) -> Result<Self, SettingsError> {
+        let (mut mode, mut rate, mut working_set, mut fill) = (Mode::Idle, 2000, ByteCount(128 << 20), None);
+        let size = |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
+        for word in command_line.split_ascii_whitespace() {
+            let Some(setting) = word.strip_prefix("godwit.") else { continue };
+            match setting.split_once('=') {
+                Some(("mode", value)) => mode = value.parse()?,
+                Some(("rate", value)) => {
+                    rate = value.parse().map_err(|_| SettingsError::Rate(value.to_owned()))?;
+                }
+                Some(("working_set", value)) => working_set = size("working_set", value)?,
+                Some(("fill", value)) => fill = Some(size("fill", value)?),
+                _ => return Err(SettingsError::Unknown(setting.to_owned())),
+            }
+        }
+        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set) })
+    }
+}
+
+impl fmt::Display for Settings {
+    /// As words of a kernel command line; sizes in plain bytes, which are never rounded.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { mode, rate, working_set, fill } = self;
+        let (working_set, fill) = (working_set.0, fill.0);
+        write!(f, "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set} godwit.fill={fill}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_a_kernel_command_line() {
+        let line =
+            "console=ttyS0 godwit.mode=rate godwit.rate=5000 godwit.working_set=64M godwit.fill=1GiB quiet";
+        let settings: Settings = line.parse().unwrap();
+        assert_eq!(
+            settings,
+            Settings {
+                mode: Mode::Rate,
+                rate: 5000,
+                working_set: ByteCount(64 << 20),
+                fill: ByteCount(1 << 30)
+            }
+        );
+        assert_eq!(settings.to_string().parse(), Ok(settings));
+    }
+
+    #[test]
+    fn the_buffer_is_at_least_the_working_set() {
+        let settings: Settings = "godwit.working_set=64M godwit.fill=1M".parse().unwrap();
+        assert_eq!(settings.fill, ByteCount(64 << 20));
+        let settings: Settings = "godwit.working_set=64M".parse().unwrap();
+        assert_eq!(settings.fill, ByteCount(64 << 20));
+    }
+
+    #[test]
+    fn says_what_is_wrong() {
+        let message = |line: &str| line.parse::<Settings>().unwrap_err().to_string();
+        assert_eq!(message("godwit.mode=fast"), "godwit.mode=fast is unknown: use idle, rate or full");
+        assert!(message("godwit.fill=lots").starts_with("godwit.fill: "));
+        assert!(message("godwit.rate=-1").contains("not a number"));
+        assert!(message("godwit.speed=1").contains("no setting"));
+    }
+}

@@ -1,0 +1,308 @@
+//! A page that says what it should hold.
+//!
+//! ```text
+//! word    0  index  generation  check       the stamp
+//!         3  253 words of filling, random; each write replaces one of them, in turn
+//!       256  index  generation  check       its echo in the middle
+//!       259  zeroes: about half of the page is compressible, as guest memory is
+//!       509  index  generation  check       its echo in the last cache line
+//! ```
+//!
+//! Keeps one promise: given a page's index and the generation it should have, every word of the page is known, so
+//! any difference is found by [`Page::inspect`] and named. A write costs ten stores; the cheap look
+//! [`Page::stamps_match`] reads nine words. Which generation a page should have is left to [`crate::workload`].
+
+use std::fmt;
+
+/// Words in a page.
+pub const WORDS: usize = 512;
+/// Where the three copies of the stamp begin.
+pub const STAMPS: [usize; 3] = [0, 256, 509];
+const FILLING: std::ops::Range<usize> = 3..256;
+/// Random words in a page, which writes replace in turn.
+const TURNS: u64 = (FILLING.end - FILLING.start) as u64;
+/// Keeps the check of index 0, generation 0 from being that of a page of zeroes.
+const SALT: u64 = 0x60d7_1717_5eaf_a7e5;
+
+/// A bijection of 64-bit words that spreads every bit over all (the finaliser of SplitMix64).
+#[must_use]
+#[inline]
+pub fn mix(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+/// The checksum of a stamp; also the seed of the filling written with it.
+#[inline]
+fn check(index: u64, generation: u64) -> u64 {
+    mix(index.rotate_left(32) ^ generation ^ SALT)
+}
+
+/// The filling word in place `turn`, written by the version `check` belongs to.
+#[inline]
+fn filling(check: u64, turn: u64) -> u64 {
+    mix(check ^ (turn + 1))
+}
+
+/// The version of the page that wrote filling word `turn` last, when the page is at `generation`: the greatest one
+/// not above it that had that turn, or 0, the first filling.
+fn writer_of(turn: u64, generation: u64) -> u64 {
+    let newest = generation - generation % TURNS + turn;
+    if newest <= generation { newest } else { newest.saturating_sub(TURNS) }
+}
+
+/// One page of the workload's buffer.
+#[repr(C, align(4096))]
+#[derive(Clone)]
+pub struct Page(pub [u64; WORDS]);
+
+impl Page {
+    /// Page `index` at generation 0.
+    #[must_use]
+    pub fn first(index: u64) -> Self {
+        let mut page = Self([0; WORDS]);
+        let check = check(index, 0);
+        for (turn, word) in (0..).zip(&mut page.0[FILLING]) {
+            *word = filling(check, turn);
+        }
+        page.put_stamps([index, 0, check]);
+        page
+    }
+
+    /// The page as it should be after `generation` writes, made afresh.
+    #[must_use]
+    pub fn expected(index: u64, generation: u64) -> Self {
+        let mut page = Self([0; WORDS]);
+        for (turn, word) in (0..).zip(&mut page.0[FILLING]) {
+            *word = filling(check(index, writer_of(turn, generation)), turn);
+        }
+        page.put_stamps([index, generation, check(index, generation)]);
+        page
+    }
+
+    /// Writes version `generation` over the version before it.
+    #[inline]
+    pub fn restamp(&mut self, index: u64, generation: u64) {
+        let check = check(index, generation);
+        let turn = generation % TURNS;
+        self.0[FILLING.start + turn as usize] = filling(check, turn);
+        self.put_stamps([index, generation, check]);
+    }
+
+    #[inline]
+    fn put_stamps(&mut self, stamp: [u64; 3]) {
+        for at in STAMPS {
+            self.0[at..at + 3].copy_from_slice(&stamp);
+        }
+    }
+
+    /// The cheap look: whether all three stamps are those of `index` at `generation`.
+    #[must_use]
+    #[inline]
+    pub fn stamps_match(&self, index: u64, generation: u64) -> bool {
+        let check = check(index, generation);
+        STAMPS
+            .iter()
+            .all(|&at| (self.0[at] ^ index) | (self.0[at + 1] ^ generation) | (self.0[at + 2] ^ check) == 0)
+    }
+
+    /// The whole look: every word, and what is wrong if one differs.
+    pub fn inspect(&self, index: u64, generation: u64) -> Result<(), Fault> {
+        let expected = Self::expected(index, generation);
+        if self.0 == expected.0 { Ok(()) } else { Err(self.diagnose(&expected, index, generation)) }
+    }
+
+    fn diagnose(&self, expected: &Self, index: u64, generation: u64) -> Fault {
+        if self.0.iter().all(|&word| word == 0) {
+            return Fault::Zeroed;
+        }
+        let versions = STAMPS.map(|at| self.version_at(at));
+        let [Some(first), Some(middle), Some(last)] = versions else {
+            return self.first_difference(expected);
+        };
+        if first != middle || first != last {
+            return Fault::Torn { generations: [first.1, middle.1, last.1] };
+        }
+        match first {
+            (found, _) if found != index => Fault::OtherPage { found },
+            (_, found) if found != generation => Fault::OtherGeneration { found },
+            _ => self.first_difference(expected),
+        }
+    }
+
+    /// Index and generation of the stamp at word `at`, if its check fits.
+    fn version_at(&self, at: usize) -> Option<(u64, u64)> {
+        let [index, generation, found] = [self.0[at], self.0[at + 1], self.0[at + 2]];
+        (found == check(index, generation)).then_some((index, generation))
+    }
+
+    fn first_difference(&self, expected: &Self) -> Fault {
+        let differs = |&at: &usize| self.0[at] != expected.0[at];
+        let word = (0..WORDS).find(differs).unwrap_or(0);
+        Fault::Words {
+            word,
+            found: self.0[word],
+            expected: expected.0[word],
+            count: (0..WORDS).filter(differs).count(),
+        }
+    }
+}
+
+impl fmt::Debug for Page {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stamps = STAMPS.map(|at| &self.0[at..at + 3]);
+        write!(f, "Page {stamps:x?}")
+    }
+}
+
+/// What is wrong with a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// All zeroes: it never arrived, or its place was discarded.
+    Zeroed,
+    /// In itself a good page, but of another address.
+    OtherPage {
+        /// The index it claims.
+        found: u64,
+    },
+    /// In itself a good page, but not the version written last: a write was lost (or an older copy came later).
+    OtherGeneration {
+        /// The generation it claims.
+        found: u64,
+    },
+    /// A mixture of versions or pages: the generations of its three stamps.
+    Torn {
+        /// First, middle and last.
+        generations: [u64; 3],
+    },
+    /// Words differ: a flipped bit, or a stale part of the filling.
+    Words {
+        /// The first word that differs.
+        word: usize,
+        /// What it holds.
+        found: u64,
+        /// What it should hold.
+        expected: u64,
+        /// How many words of the page differ.
+        count: usize,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Zeroed => write!(f, "all zeroes"),
+            Self::OtherPage { found } => write!(f, "content of page {found}"),
+            Self::OtherGeneration { found } => write!(f, "generation {found}"),
+            Self::Torn { generations: [a, b, c] } => write!(f, "torn: generations {a}, {b}, {c}"),
+            Self::Words { word, found, expected, count } => write!(
+                f,
+                "{count} words differ, first word {word}: {found:#018x} for {expected:#018x} (bits {:#x})",
+                found ^ expected
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The page as the guest makes it, one write after another.
+    fn written(index: u64, generation: u64) -> Page {
+        let mut page = Page::first(index);
+        (1..=generation).for_each(|g| page.restamp(index, g));
+        page
+    }
+
+    #[test]
+    fn writing_and_making_afresh_agree() {
+        for generation in [0, 1, 2, 252, 253, 254, 505, 506, 507, 1000] {
+            assert_eq!(written(5, generation).0, Page::expected(5, generation).0, "generation {generation}");
+        }
+    }
+
+    #[test]
+    fn half_of_a_page_is_random_and_half_zero() {
+        let zeroes = written(5, 1000).0.iter().filter(|&&word| word == 0).count();
+        assert!((240..=256).contains(&zeroes), "{zeroes} of 512 words are zero");
+    }
+
+    #[test]
+    fn a_good_page_passes_both_looks() {
+        let page = written(5, 300);
+        assert!(page.stamps_match(5, 300));
+        assert_eq!(page.inspect(5, 300), Ok(()));
+    }
+
+    #[test]
+    fn a_stale_page_is_found_although_it_is_consistent() {
+        let stale = written(5, 299);
+        assert!(!stale.stamps_match(5, 300));
+        assert_eq!(stale.inspect(5, 300), Err(Fault::OtherGeneration { found: 299 }));
+    }
+
+    #[test]
+    fn a_page_of_another_address_is_found() {
+        let other = written(6, 300);
+        assert!(!other.stamps_match(5, 300));
+        assert_eq!(other.inspect(5, 300), Err(Fault::OtherPage { found: 6 }));
+    }
+
+    #[test]
+    fn a_page_of_zeroes_is_found_even_where_index_and_generation_are_zero() {
+        let zeroes = Page([0; WORDS]);
+        assert!(!zeroes.stamps_match(0, 0));
+        assert_eq!(zeroes.inspect(0, 0), Err(Fault::Zeroed));
+    }
+
+    #[test]
+    fn a_page_torn_at_any_word_is_found() {
+        let old = written(5, 299);
+        let new = written(5, 300);
+        let turn = FILLING.start + (300 % TURNS) as usize;
+        for cut in 1..=WORDS {
+            let mut torn = new.clone();
+            torn.0[cut..].copy_from_slice(&old.0[cut..]);
+            let differs = torn.0 != new.0;
+            assert_eq!(torn.inspect(5, 300).is_err(), differs, "cut at word {cut}");
+            // The last write changed stamps and one filling word; up to the last stamp every cut matters.
+            assert_eq!(differs, cut <= 511, "cut at word {cut}, filling at {turn}");
+        }
+    }
+
+    #[test]
+    fn a_torn_page_with_whole_stamps_is_named_so() {
+        let mut torn = written(5, 300);
+        torn.0[509..].copy_from_slice(&written(5, 299).0[509..]);
+        assert!(!torn.stamps_match(5, 300));
+        assert_eq!(torn.inspect(5, 300), Err(Fault::Torn { generations: [300, 300, 299] }));
+    }
+
+    #[test]
+    fn a_stale_cache_line_of_the_filling_is_found() {
+        let mut page = written(5, 300);
+        let line = 40..48;
+        page.0[line.clone()].copy_from_slice(&written(5, 200).0[line]);
+        assert!(page.stamps_match(5, 300));
+        let fault = page.inspect(5, 300);
+        assert!(matches!(fault, Err(Fault::Words { word: 40, count: 8, .. })), "{fault:?}");
+    }
+
+    #[test]
+    fn any_flipped_bit_is_found() {
+        for word in 0..WORDS {
+            let bit = 1_u64 << (word % 64);
+            let mut page = written(5, 300);
+            page.0[word] ^= bit;
+            let at_stamp = STAMPS.iter().any(|&at| (at..at + 3).contains(&word));
+            assert_eq!(page.stamps_match(5, 300), !at_stamp, "word {word}");
+            let Err(Fault::Words { word: found_at, found, expected, count: 1 }) = page.inspect(5, 300) else {
+                panic!("flip in word {word}: {:?}", page.inspect(5, 300));
+            };
+            assert_eq!((found_at, found ^ expected), (word, bit));
+        }
+    }
+}
