@@ -30,7 +30,7 @@ fn zero_digest() -> u128 {
 fn chunk_digest(block: &RamBlock, chunk: usize, buffer: &mut [u8]) -> Result<u128, MemoryError> {
     let start = chunk as u64 * CHUNK_PAGES;
     let run = PageRun::new(start, CHUNK_PAGES.min(block.pages().0 - start));
-    if run.count.0 == CHUNK_PAGES && block.data(run).next().transpose()?.is_none() {
+    if run.count.0 == CHUNK_PAGES && !block.has_data(run)? {
         return Ok(zero_digest());
     }
     let buffer = &mut buffer[..run.count.bytes().0 as usize];

@@ -8,9 +8,10 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
-use rustix::fs::FallocateFlags;
+use rustix::fs::{FallocateFlags, SeekFrom};
 
-use crate::DataExtents;
+use crate::extents::seek;
+use crate::{DataExtents, DataHint};
 
 /// `statfs.f_type` of tmpfs, from `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -192,30 +193,44 @@ impl RamBlock {
     /// # Errors
     /// When the pages lie outside the block or the operation fails.
     pub fn zero(&self, run: PageRun) -> Result<(), MemoryError> {
-        self.check(run)?;
-        for data in self.data(run) {
-            let data = data?;
-            if self.keep_allocated {
-                static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
-                let mut at = data.start;
-                while at < data.end() {
-                    let pages = (data.end().0 - at.0).min(ZEROS.len() as u64 / PAGE_SIZE);
-                    self.write(at, &ZEROS[..(pages * PAGE_SIZE) as usize])?;
-                    at.0 += pages;
-                }
-            } else {
-                let offset = self.file_offset + data.start.offset();
-                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-                rustix::fs::fallocate(&self.file, flags, offset, data.count.bytes().0)
-                    .map_err(|errno| self.failed("discard", data, errno.into()))?;
-            }
+        let begin = self.check(run)?;
+        let failed = |errno: rustix::io::Errno| self.failed("discard", run, errno.into());
+        let end = begin + run.count.bytes().0;
+        let data = seek(&self.file, SeekFrom::Data(begin)).map_err(failed)?.unwrap_or(end);
+        if data >= end {
+            return Ok(());
+        }
+        if !self.keep_allocated {
+            // Holes among what follows stay holes; to look for them would cost more.
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            return rustix::fs::fallocate(&self.file, flags, data, end - data).map_err(failed);
+        }
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        let mut at = data;
+        while at < end {
+            let length = (end - at).min(ZEROS.len() as u64) as usize;
+            let written = self.file.write_all_at(&ZEROS[..length], at);
+            written.map_err(|source| self.failed("write", run, source))?;
+            at += length as u64;
         }
         Ok(())
     }
 
-    /// The parts of `run` that hold data, in order; what lies between them are holes, which read as zeros.
-    pub fn data(&self, run: PageRun) -> DataExtents<'_> {
-        DataExtents::new(self, &self.file, run)
+    /// Whether any page of `run` holds data.
+    ///
+    /// # Errors
+    /// When the pages lie outside the block or the kernel does not tell.
+    pub fn has_data(&self, run: PageRun) -> Result<bool, MemoryError> {
+        let begin = self.check(run)?;
+        let data = seek(&self.file, SeekFrom::Data(begin))
+            .map_err(|errno| self.failed("find the data of", run, errno.into()))?;
+        Ok(data.is_some_and(|data| data < begin + run.count.bytes().0))
+    }
+
+    /// The parts of `run` that hold data, in order; what lies between them are holes, which read as zeros. `hint` is
+    /// what was learnt from earlier pieces of the same block.
+    pub fn data<'a>(&'a self, run: PageRun, hint: &'a mut DataHint) -> DataExtents<'a> {
+        DataExtents::new(self, &self.file, run, hint)
     }
 }
 
@@ -263,8 +278,9 @@ pub(crate) mod tests {
             let block = block(8, keep);
             block.write(PageIndex(0), &[7; 4 * 4096]).unwrap();
             block.zero(PageRun::new(1, 6)).unwrap();
-            let data: Vec<PageRun> = block.data(block.all()).map(Result::unwrap).collect();
-            let expected = if keep { PageRun::new(0, 4) } else { PageRun::new(0, 1) };
+            let data: Vec<PageRun> =
+                block.data(block.all(), &mut DataHint::default()).map(Result::unwrap).collect();
+            let expected = if keep { PageRun::new(0, 7) } else { PageRun::new(0, 1) };
             assert_eq!(data, [expected]);
             let mut buffer = [1; 4096];
             block.read(PageIndex(3), &mut buffer).unwrap();

@@ -2,6 +2,11 @@
 //!
 //! `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) count a page that was swapped out as data, so nothing that the guest
 //! ever wrote is taken for a hole.
+//!
+//! `SEEK_HOLE` has no end: within much data it walks page by page, far past what was asked for (1 ms a GiB). So where
+//! a block is gone through piece by piece, what it found is kept in a [`DataHint`]. Only data is kept, never holes: what
+//! was data and has become a hole since reads as zeros, which does no harm; what was a hole and was written since must
+//! be seen.
 
 use std::fs::File;
 
@@ -11,45 +16,59 @@ use rustix::io::Errno;
 
 use crate::{MemoryError, RamBlock};
 
+/// Up to where data was seen to reach, kept from one piece of a block to the next.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DataHint {
+    /// File offsets, in bytes.
+    start: u64,
+    end: u64,
+}
+
 /// Iterator over the data extents within a run of pages, see [`RamBlock::data`].
 #[derive(Debug)]
 pub struct DataExtents<'a> {
     block: &'a RamBlock,
     file: &'a File,
+    hint: &'a mut DataHint,
     /// File offsets, in bytes.
     at: u64,
     end: u64,
 }
 
 impl<'a> DataExtents<'a> {
-    pub(crate) fn new(block: &'a RamBlock, file: &'a File, run: PageRun) -> Self {
+    pub(crate) fn new(block: &'a RamBlock, file: &'a File, run: PageRun, hint: &'a mut DataHint) -> Self {
         let run = run.intersect(block.all()).unwrap_or(PageRun::new(0, 0));
         let offset = block.file_offset();
-        Self { block, file, at: offset + run.start.offset(), end: offset + run.end().offset() }
-    }
-
-    fn seek(&self, target: SeekFrom) -> Result<u64, Errno> {
-        match rustix::fs::seek(self.file, target) {
-            // Past the last data, or past the end of the file.
-            Err(Errno::NXIO) => Ok(self.end),
-            other => other.map(|at| at.min(self.end)),
-        }
+        Self { block, file, hint, at: offset + run.start.offset(), end: offset + run.end().offset() }
     }
 
     fn step(&mut self) -> Result<Option<PageRun>, Errno> {
         if self.at >= self.end {
             return Ok(None);
         }
-        let data = self.seek(SeekFrom::Data(self.at))?;
-        if data >= self.end {
-            self.at = self.end;
-            return Ok(None);
+        if !(self.hint.start..self.hint.end).contains(&self.at) {
+            let data = seek(self.file, SeekFrom::Data(self.at))?.unwrap_or(self.end);
+            if data >= self.end {
+                self.at = self.end;
+                return Ok(None);
+            }
+            let hole = seek(self.file, SeekFrom::Hole(data))?.unwrap_or(self.end);
+            // A hole punched between the two calls: never look at the same spot twice.
+            *self.hint = DataHint { start: data, end: hole.max(data + PAGE_SIZE) };
+            self.at = data;
         }
-        let hole = self.seek(SeekFrom::Hole(data))?;
-        // A hole punched between the two calls: look again from here on, never loop on the spot.
-        self.at = hole.max(data + PAGE_SIZE).min(self.end);
-        let first = (data - self.block.file_offset()) / PAGE_SIZE;
-        Ok(Some(PageRun::new(first, (self.at - data).div_ceil(PAGE_SIZE))))
+        let start = self.at;
+        self.at = self.hint.end.min(self.end);
+        let first = (start - self.block.file_offset()) / PAGE_SIZE;
+        Ok(Some(PageRun::new(first, (self.at - start).div_ceil(PAGE_SIZE))))
+    }
+}
+
+/// Seeks in `file`; `None` past the last data.
+pub(crate) fn seek(file: &File, target: SeekFrom) -> Result<Option<u64>, Errno> {
+    match rustix::fs::seek(file, target) {
+        Err(Errno::NXIO) => Ok(None),
+        other => other.map(Some),
     }
 }
 
@@ -77,6 +96,7 @@ impl Iterator for DataExtents<'_> {
 mod tests {
     use godwit_units::{PageIndex, PageRun};
 
+    use crate::DataHint;
     use crate::block::tests::block;
 
     #[test]
@@ -85,11 +105,29 @@ mod tests {
         for (start, pages) in [(0, 3), (10, 2), (60, 4)] {
             block.write(PageIndex(start), &vec![1; pages * 4096]).unwrap();
         }
-        let extents =
-            |start, count| block.data(PageRun::new(start, count)).map(Result::unwrap).collect::<Vec<_>>();
+        let extents = |start, count| {
+            block
+                .data(PageRun::new(start, count), &mut DataHint::default())
+                .map(Result::unwrap)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(extents(0, 64), [PageRun::new(0, 3), PageRun::new(10, 2), PageRun::new(60, 4)]);
         assert_eq!(extents(2, 9), [PageRun::new(2, 1), PageRun::new(10, 1)]);
         assert_eq!(extents(12, 48), []);
         assert_eq!(extents(62, 100), [PageRun::new(62, 2)]);
+    }
+
+    #[test]
+    fn a_hint_spares_seeking_but_never_hides_data() {
+        let block = block(64, false);
+        block.write(PageIndex(0), &vec![1; 20 * 4096]).unwrap();
+        let mut hint = DataHint::default();
+        let mut extents = |start, count| {
+            block.data(PageRun::new(start, count), &mut hint).map(Result::unwrap).collect::<Vec<_>>()
+        };
+        assert_eq!(extents(0, 10), [PageRun::new(0, 10)]);
+        assert_eq!(extents(10, 20), [PageRun::new(10, 10)]);
+        block.write(PageIndex(40), &[1; 4096]).unwrap();
+        assert_eq!(extents(30, 34), [PageRun::new(40, 1)]);
     }
 }

@@ -10,6 +10,6 @@ mod mapping;
 mod segment;
 
 pub use block::{MemoryError, RamBlock};
-pub use extents::DataExtents;
+pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
 pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};

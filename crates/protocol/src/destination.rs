@@ -17,8 +17,10 @@ pub enum State {
     Ready,
     /// COMMIT came: the guest is being started here.
     Starting,
-    /// The guest runs here.
+    /// The guest runs here; the source may not know yet.
     Running,
+    /// The guest runs here, and the source knows.
+    Done,
     /// The guest does not run here and never will.
     Discarded,
 }
@@ -44,6 +46,8 @@ pub enum Input {
     Commit,
     /// The guest runs.
     Started,
+    /// The source has heard that the guest runs here.
+    Farewell,
     /// The connection broke.
     LinkLost,
     /// The source gave up.
@@ -85,13 +89,13 @@ impl State {
     /// Whether the destination may run the guest in this state.
     #[must_use]
     pub fn may_run_guest(self) -> bool {
-        matches!(self, Self::Starting | Self::Running)
+        matches!(self, Self::Starting | Self::Running | Self::Done)
     }
 
-    /// Whether nothing more will happen, except that a source in doubt may ask.
+    /// Whether nothing more will happen.
     #[must_use]
     pub fn is_final(self) -> bool {
-        matches!(self, Self::Running | Self::Discarded)
+        matches!(self, Self::Done | Self::Discarded)
     }
 }
 
@@ -111,15 +115,18 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),
         (S::Ready, I::Commit) => (S::Starting, vec![A::RunGuest]),
         (S::Starting, I::Started) => (S::Running, vec![A::SendRunning]),
+        (S::Running, I::Farewell) => (S::Done, vec![]),
 
-        // Who may run the guest? Ours since COMMIT; a source that asks again is told.
+        // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is told.
+        (S::Running, I::LinkLost) => (S::Running, vec![A::AwaitResolve]),
         (S::Running, I::Commit) => (S::Running, vec![A::SendRunning]),
         (S::Discarded, I::Commit) => (S::Discarded, vec![A::SendDiscarded]),
         // It could not be started (it never ran), so the source may have it back.
         (S::Starting, I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
         // Started is started: what breaks now changes nothing, and neither does a late word of the source.
-        (S::Starting | S::Running | S::Discarded, I::LinkLost | I::Aborted) => (state, vec![]),
-        (S::Running | S::Discarded, I::Failed) => (state, vec![]),
+        (S::Starting, I::LinkLost | I::Aborted) => (state, vec![]),
+        (S::Running, I::Failed | I::Aborted) => (S::Done, vec![]),
+        (S::Done | S::Discarded, I::LinkLost | I::Aborted | I::Failed) => (state, vec![]),
         // Ready, and the link broke: COMMIT may have been lost with it. Only the source knows.
         (S::Ready, I::LinkLost) => (S::Ready, vec![A::AwaitResolve]),
         (S::Ready, I::Aborted) => (S::Discarded, vec![A::DiscardGuest]),

@@ -17,6 +17,7 @@
 //!   AwaitingReady <------------------------- Ready -- Ready
 //!   Handover      -- Commit ----------------------->  Starting
 //!   Done          <----------------------- Running -- Running
+//!                 -- Farewell --------------------->  Done
 //! ```
 //!
 //! The machines say what to do; pages never enter them. [`source::step`] and [`destination::step`] are total:

@@ -100,6 +100,8 @@ pub enum Action {
     SendCommit,
     /// Find out who runs the guest.
     Resolve,
+    /// Tell the destination that it was heard.
+    SendFarewell,
     /// The guest is gone: end the VM here.
     RetireGuest,
     /// Tell the destination that it is over.
@@ -156,7 +158,7 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         }
         (S::SavingState, I::StateSent) => (S::AwaitingReady, vec![]),
         (S::AwaitingReady, I::Ready) => (S::Handover, vec![A::SendCommit]),
-        (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::RetireGuest]),
+        (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
 
         // Who may run the guest? Before COMMIT: the source, whatever happened.
         (state, I::Failed) if state.may_run_guest() && state != S::Cancelled => {

@@ -38,7 +38,7 @@ const SOURCE_INPUTS: [src::Input; 14] = [
     src::Input::Reconnected,
     src::Input::Failed,
 ];
-const DESTINATION_STATES: [dst::State; 8] = [
+const DESTINATION_STATES: [dst::State; 9] = [
     dst::State::Listening,
     dst::State::Receiving,
     dst::State::Prepared,
@@ -46,9 +46,10 @@ const DESTINATION_STATES: [dst::State; 8] = [
     dst::State::Ready,
     dst::State::Starting,
     dst::State::Running,
+    dst::State::Done,
     dst::State::Discarded,
 ];
-const DESTINATION_INPUTS: [dst::Input; 12] = [
+const DESTINATION_INPUTS: [dst::Input; 13] = [
     dst::Input::Offer,
     dst::Input::RoundEnd,
     dst::Input::Prepare,
@@ -58,6 +59,7 @@ const DESTINATION_INPUTS: [dst::Input; 12] = [
     dst::Input::Loaded,
     dst::Input::Commit,
     dst::Input::Started,
+    dst::Input::Farewell,
     dst::Input::LinkLost,
     dst::Input::Aborted,
     dst::Input::Failed,

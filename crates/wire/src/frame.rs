@@ -38,11 +38,12 @@ pub enum FrameKind {
     Commit = 28,
     Running = 29,
     Discarded = 30,
+    Farewell = 31,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -60,6 +61,7 @@ impl FrameKind {
         Self::Commit,
         Self::Running,
         Self::Discarded,
+        Self::Farewell,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -135,6 +135,8 @@ pub enum Message {
     Running,
     /// D: the guest does not run here and never will.
     Discarded,
+    /// S: heard; nothing will be asked any more.
+    Farewell,
 }
 
 impl Message {
@@ -157,6 +159,7 @@ impl Message {
             Self::Commit => FrameKind::Commit,
             Self::Running => FrameKind::Running,
             Self::Discarded => FrameKind::Discarded,
+            Self::Farewell => FrameKind::Farewell,
         }
     }
 
@@ -199,7 +202,8 @@ impl Message {
             | Self::Ready
             | Self::Commit
             | Self::Running
-            | Self::Discarded => {}
+            | Self::Discarded
+            | Self::Farewell => {}
         }
         seal(&mut frame, self.kind(), 0, aux);
         frame
@@ -264,6 +268,7 @@ impl Message {
             FrameKind::Commit => empty(Self::Commit),
             FrameKind::Running => empty(Self::Running),
             FrameKind::Discarded => empty(Self::Discarded),
+            FrameKind::Farewell => empty(Self::Farewell),
         }
     }
 }

@@ -168,6 +168,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         Just(Message::Commit),
         Just(Message::Running),
         Just(Message::Discarded),
+        Just(Message::Farewell),
     ]
 }
 
@@ -186,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_never_panic(kind in 0usize..17, runs in any::<u16>(), aux in any::<u64>(), payload in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_never_panic(kind in 0usize..FrameKind::ALL.len(), runs in any::<u16>(), aux in any::<u64>(), payload in prop::collection::vec(any::<u8>(), 0..200)) {
         let mut frame = vec![0; HEADER_LEN];
         frame.extend(payload);
         seal(&mut frame, FrameKind::ALL[kind], runs, aux);

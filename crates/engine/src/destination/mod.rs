@@ -115,7 +115,7 @@ pub fn receive(
         cause: None,
         commit_seen: None,
         pages_complete: false,
-        running_said: false,
+        linger_until: None,
         accepted: Instant::now(),
         measures: Received::default(),
     };
@@ -145,7 +145,8 @@ struct Destination<'a> {
     cause: Option<(Phase, EngineError)>,
     commit_seen: Option<Instant>,
     pages_complete: bool,
-    running_said: bool,
+    /// How long to be there for a source that did not hear that the guest runs here.
+    linger_until: Option<Instant>,
     accepted: Instant,
     measures: Received,
 }
@@ -183,11 +184,8 @@ impl Destination<'_> {
                 None => self.await_peer().unwrap_or_else(|error| self.failed(state, error)),
             };
         }
-        if state == State::Running {
-            self.linger();
-        }
         let last_words = self.shut_down();
-        if state == State::Running {
+        if state == State::Done {
             self.measures.bytes = ByteCount(self.received.load(Ordering::Relaxed));
             return Ok(self.measures);
         }
@@ -326,13 +324,18 @@ impl Destination<'_> {
     /// What the source says next, as an input.
     fn await_peer(&mut self) -> Result<Input, EngineError> {
         loop {
-            match self.next_event(None)? {
+            match self.next_event(self.linger_until)? {
                 Some(Event::Barrier { channel, round }) => self.barriers[channel] = Some(round),
                 // Once all pages are in place only the control connection counts.
                 Some(Event::ChannelFailed(_)) if self.pages_complete => {}
                 Some(Event::ChannelFailed(error)) => return Err(error),
                 Some(Event::Peer { message, .. }) => return self.input_of(message?),
-                None => {}
+                None => {
+                    return Err(EngineError::Timeout {
+                        what: "the source's farewell",
+                        limit: limits::LINGER,
+                    });
+                }
             }
         }
     }
@@ -353,6 +356,7 @@ impl Destination<'_> {
                 self.pages_complete = true;
                 Input::StateEnd
             }
+            Message::Farewell => Input::Farewell,
             Message::Commit => {
                 self.commit_seen = Some(Instant::now());
                 Input::Commit
@@ -431,9 +435,11 @@ impl Destination<'_> {
                 return Ok(Some(Input::Started));
             }
             Action::SendRunning => {
-                self.running_said = self.say(&Message::Running).is_ok();
+                self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
+                let said = self.say(&Message::Running);
                 // Switches learn the new place; a guest without a network card has nothing to announce.
                 let _ = self.vm.announce();
+                said?;
             }
             Action::AwaitResolve => self.await_resolve()?,
             Action::DiscardGuest => {
@@ -518,7 +524,7 @@ impl Destination<'_> {
     /// Waits for the source to come back and makes its new connection the control connection.
     fn await_resolve(&mut self) -> Result<(), EngineError> {
         (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
-        let until = Instant::now() + limits::LINGER;
+        let until = *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
         loop {
             let (greeting, mut stream) = self.next_connection(Some(until))?;
             if greeting.role == Role::Resolve && greeting.session == self.session {
@@ -526,35 +532,6 @@ impl Destination<'_> {
                 return self.use_control(stream);
             }
             (self.notice)(&Notice::Refused("a connection of another session".to_owned()));
-        }
-    }
-
-    /// The guest runs here. The source closes the connection when it knows; until then it may ask again.
-    fn linger(&mut self) {
-        let mut known = self.running_said;
-        let until = Instant::now() + limits::LINGER;
-        while Instant::now() < until {
-            if !known {
-                if self.await_resolve().is_err() {
-                    return;
-                }
-                known = true;
-            }
-            match self.next_event(Some(Instant::now() + limits::RUNNING)) {
-                Ok(Some(Event::Peer { message: Ok(Message::Commit), .. })) => {
-                    known = self.say(&Message::Running).is_ok();
-                }
-                // Closed in good order: the source knows.
-                Ok(Some(Event::Peer { message: Err(EngineError::Link { source, .. }), .. }))
-                    if source.kind() == std::io::ErrorKind::UnexpectedEof =>
-                {
-                    return;
-                }
-                Ok(Some(Event::Peer { message: Err(_), .. })) => known = false,
-                Ok(Some(_)) => {}
-                Ok(None) => known = false,
-                Err(_) => return,
-            }
         }
     }
 
@@ -566,14 +543,15 @@ impl Destination<'_> {
         }
         let mut last_words = None;
         let until = Instant::now() + limits::ABORT;
-        while self.control.is_some() && last_words.is_none() && Instant::now() < until {
+        // Nothing to wait for once all is said.
+        let expects = self.control.is_some() && self.cause.is_some();
+        while expects && last_words.is_none() && Instant::now() < until {
             match self.events.recv_timeout(limits::TICK) {
                 Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
                     last_words = Some((code, text));
                 }
                 Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => break,
                 Ok(_) => {}
-                Err(_) if self.running_said => break,
                 Err(_) => {}
             }
         }
@@ -596,6 +574,6 @@ fn phase_of(state: State) -> Phase {
         State::Listening => Phase::Setup,
         State::Receiving => Phase::PreCopy,
         State::Prepared | State::Loading => Phase::StopAndCopy,
-        State::Ready | State::Starting | State::Running | State::Discarded => Phase::Handover,
+        State::Ready | State::Starting | State::Running | State::Done | State::Discarded => Phase::Handover,
     }
 }

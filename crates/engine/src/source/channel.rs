@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_memory::{RamBlock, Segment};
+use godwit_memory::{DataHint, RamBlock, Segment};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::PageFrameBuilder;
@@ -68,6 +68,9 @@ pub(super) struct Channel {
     /// The block that the frame being built is for.
     frame_block: usize,
     dirty: Vec<PageRun>,
+    /// Where data was seen to be in this round, and in which block.
+    hint: DataHint,
+    hint_block: usize,
     carried: Carried,
 }
 
@@ -95,6 +98,8 @@ impl Channel {
             builder: PageFrameBuilder::new(),
             frame_block: 0,
             dirty: Vec::new(),
+            hint: DataHint::default(),
+            hint_block: 0,
             carried: Carried::default(),
         }
     }
@@ -114,6 +119,7 @@ impl Channel {
 
     fn round(&mut self, order: Order) -> Result<Carried, EngineError> {
         self.carried = Carried::default();
+        self.hint = DataHint::default();
         let mut segments = std::mem::take(&mut self.segments);
         let result = segments.iter_mut().try_for_each(|owned| self.segment(owned, order));
         self.segments = segments;
@@ -125,6 +131,9 @@ impl Channel {
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
+        if self.hint_block != block {
+            (self.hint, self.hint_block) = (DataHint::default(), block);
+        }
         if order.find_holes {
             self.discard_holes(owned)?;
         }
@@ -153,12 +162,14 @@ impl Channel {
         let blocks = Arc::clone(&self.blocks);
         let block = owned.segment.block;
         let mut at = run.start;
-        for data in blocks[block].data(run) {
+        let mut hint = self.hint;
+        for data in blocks[block].data(run, &mut hint) {
             let data = data?;
             self.send_zero(block, at, data.start)?;
             self.send(owned, data)?;
             at = data.end();
         }
+        self.hint = hint;
         self.send_zero(block, at, run.end())
     }
 
@@ -200,10 +211,12 @@ impl Channel {
         let Segment { block, run } = owned.segment;
         let blocks = Arc::clone(&self.blocks);
         let mut holes = held.clone();
-        for data in blocks[block].data(run) {
+        let mut hint = self.hint;
+        for data in blocks[block].data(run, &mut hint) {
             let data = data?;
             holes.clear(PageRun::new(data.start.0 - run.start.0, data.count.0));
         }
+        self.hint = hint;
         for hole in holes.runs() {
             held.clear(hole);
             let start = run.start.0 + hole.start.0;

@@ -256,8 +256,13 @@ impl Source<'_> {
             Action::SendState => self.send_state(),
             Action::SendCommit => self.commit(),
             Action::Resolve => self.resolve(),
-            Action::RetireGuest => {
+            Action::SendFarewell => {
                 self.finish_measures();
+                // Should it get lost, the destination waits for a while in vain.
+                let _ = self.say(&Message::Farewell);
+                Ok(None)
+            }
+            Action::RetireGuest => {
                 if let Err(error) = self.vm.retire(self.options.keep_source) {
                     self.resume_failed = Some(EngineError::Vm(error));
                 }
