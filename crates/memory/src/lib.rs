@@ -12,4 +12,4 @@ mod segment;
 pub use block::{MemoryError, RamBlock};
 pub use extents::DataExtents;
 pub use mapping::Mapping;
-pub use segment::{SEGMENT_PAGES, Segment, segments};
+pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};

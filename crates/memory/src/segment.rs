@@ -3,7 +3,7 @@
 //! A segment belongs to one channel for the whole session, so versions of a page can never overtake each
 //! other. Both sides compute the same segments from the sizes of the RAM blocks.
 
-use godwit_units::{PageCount, PageRun};
+use godwit_units::{PageCount, PageIndex, PageRun};
 
 /// Pages in a segment: 16 MiB. Small enough to spread a small VM over several channels, large enough that a
 /// scan of a clean segment costs more than the system call around it.
@@ -22,10 +22,16 @@ impl Segment {
     /// The channel, of `channels`, that this segment belongs to.
     #[must_use]
     pub fn channel(self, channels: usize) -> usize {
-        let number = self.run.start.0 / SEGMENT_PAGES;
-        // Blocks start on different channels, so that many small blocks spread as well.
-        (number as usize + self.block) % channels
+        channel_of(self.block, self.run.start, channels)
     }
+}
+
+/// The channel, of `channels`, that carries page `page` of RAM block `block`.
+#[must_use]
+pub fn channel_of(block: usize, page: PageIndex, channels: usize) -> usize {
+    let number = page.0 / SEGMENT_PAGES;
+    // Blocks start on different channels, so that many small blocks spread as well.
+    (number as usize + block) % channels
 }
 
 /// All segments of RAM blocks of the given sizes, in order.

@@ -1,0 +1,293 @@
+//! Addresses and connections: TCP (`HOST:PORT`) and unix sockets (`unix:PATH`).
+
+use std::fmt;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt;
+
+use crate::limits;
+
+/// Where a destination listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// `HOST:PORT`, also written `tcp:HOST:PORT`.
+    Tcp(String),
+    /// `unix:PATH`.
+    Unix(PathBuf),
+}
+
+/// A text that is no address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is not an address: write HOST:PORT, [IPV6]:PORT or unix:PATH")]
+pub struct AddressError(String);
+
+impl FromStr for Address {
+    type Err = AddressError;
+
+    fn from_str(text: &str) -> Result<Self, AddressError> {
+        let error = || AddressError(text.to_owned());
+        if let Some(path) = text.strip_prefix("unix:") {
+            return if path.is_empty() { Err(error()) } else { Ok(Self::Unix(path.into())) };
+        }
+        let tcp = text.strip_prefix("tcp:").unwrap_or(text);
+        let (host, port) = tcp.rsplit_once(':').ok_or_else(error)?;
+        let bare_ipv6 = host.contains(':') && !host.starts_with('[');
+        if host.is_empty() || bare_ipv6 || port.parse::<u16>().is_err() {
+            return Err(error());
+        }
+        Ok(Self::Tcp(tcp.to_owned()))
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => f.write_str(address),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// One connection.
+#[derive(Debug)]
+pub enum Stream {
+    /// Over TCP.
+    Tcp(TcpStream),
+    /// Over a unix socket.
+    Unix(UnixStream),
+}
+
+impl Stream {
+    /// Connects to `address` within [`limits::CONNECT`].
+    ///
+    /// # Errors
+    /// When nobody answers there.
+    pub fn connect(address: &Address) -> io::Result<Self> {
+        match address {
+            Address::Unix(path) => Ok(Self::Unix(UnixStream::connect(path)?)),
+            Address::Tcp(text) => {
+                let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+                for socket_address in text.to_socket_addrs()? {
+                    match TcpStream::connect_timeout(&socket_address, limits::CONNECT) {
+                        Ok(stream) => return Self::from_tcp(stream),
+                        Err(error) => last = error,
+                    }
+                }
+                Err(last)
+            }
+        }
+        .and_then(Self::with_limits)
+    }
+
+    fn from_tcp(stream: TcpStream) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        // A cable that was pulled must not be waited for longer than this, whether we send (user timeout) or
+        // only listen (keep-alive): tcp(7).
+        let limit = limits::LINK;
+        let socket = stream.as_fd();
+        sockopt::set_tcp_user_timeout(socket, limit.as_millis() as u32)?;
+        sockopt::set_socket_keepalive(socket, true)?;
+        sockopt::set_tcp_keepidle(socket, limit / 2)?;
+        sockopt::set_tcp_keepintvl(socket, limit / 5)?;
+        sockopt::set_tcp_keepcnt(socket, 3)?;
+        Self::Tcp(stream).with_limits()
+    }
+
+    fn with_limits(self) -> io::Result<Self> {
+        self.set_write_limit(limits::WRITE)?;
+        Ok(self)
+    }
+
+    /// Limits the time of one write without progress.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn set_write_limit(&self, limit: Duration) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_write_timeout(Some(limit)),
+            Self::Unix(stream) => stream.set_write_timeout(Some(limit)),
+        }
+    }
+
+    /// Limits the time of one read; `None`: wait for as long as the link stands.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn set_read_limit(&self, limit: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Tcp(stream) => stream.set_read_timeout(limit),
+            Self::Unix(stream) => stream.set_read_timeout(limit),
+        }
+    }
+
+    /// Another handle to the same connection.
+    ///
+    /// # Errors
+    /// When descriptors are exhausted.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
+            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
+        })
+    }
+
+    /// Ends the connection both ways; reads and writes in other threads return.
+    pub fn shut_down(&self) {
+        self.shut(Shutdown::Both);
+    }
+
+    /// Ends the sending direction: the peer reads what is on its way, then the end.
+    pub fn shut_down_write(&self) {
+        self.shut(Shutdown::Write);
+    }
+
+    fn shut(&self, how: Shutdown) {
+        // It fails when the peer was first, which is as good.
+        let _ = match self {
+            Self::Tcp(stream) => stream.shutdown(how),
+            Self::Unix(stream) => stream.shutdown(how),
+        };
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.read(buffer),
+            Self::Unix(stream) => stream.read(buffer),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Tcp(stream) => stream.write(bytes),
+            Self::Unix(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A listening socket; a unix socket's file is removed with it.
+#[derive(Debug)]
+pub enum Listener {
+    /// On TCP.
+    Tcp(TcpListener),
+    /// On a unix socket.
+    Unix(UnixListener, PathBuf),
+}
+
+impl Listener {
+    /// Listens on `address`.
+    ///
+    /// # Errors
+    /// When the address is taken or not ours.
+    pub fn bind(address: &Address) -> io::Result<Self> {
+        let listener = match address {
+            Address::Tcp(text) => Self::Tcp(TcpListener::bind(text.as_str())?),
+            Address::Unix(path) => Self::Unix(UnixListener::bind(path)?, path.clone()),
+        };
+        match &listener {
+            Self::Tcp(listener) => listener.set_nonblocking(true)?,
+            Self::Unix(listener, _) => listener.set_nonblocking(true)?,
+        }
+        Ok(listener)
+    }
+
+    /// Where it listens, with the port that port 0 became.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn address(&self) -> io::Result<Address> {
+        Ok(match self {
+            Self::Tcp(listener) => Address::Tcp(listener.local_addr()?.to_string()),
+            Self::Unix(_, path) => Address::Unix(path.clone()),
+        })
+    }
+
+    /// The next connection, or `None` when `until` passes or `stop` answers yes first.
+    ///
+    /// # Errors
+    /// When accepting fails.
+    pub fn accept(&self, until: Option<Instant>, stop: impl Fn() -> bool) -> io::Result<Option<Stream>> {
+        loop {
+            let accepted = match self {
+                Self::Tcp(listener) => listener.accept().map(|(stream, _)| Stream::Tcp(stream)),
+                Self::Unix(listener, _) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
+            };
+            match accepted {
+                Ok(Stream::Tcp(stream)) => {
+                    stream.set_nonblocking(false)?;
+                    return Stream::from_tcp(stream).map(Some);
+                }
+                Ok(Stream::Unix(stream)) => {
+                    stream.set_nonblocking(false)?;
+                    return Stream::Unix(stream).with_limits().map(Some);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                // The peer gave up between its SYN and our accept.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+            if stop() || until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(None);
+            }
+            self.wait_readable(Duration::from_millis(20).min(limits::TICK));
+        }
+    }
+
+    fn wait_readable(&self, limit: Duration) {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        let fd = match self {
+            Self::Tcp(listener) => listener.as_fd(),
+            Self::Unix(listener, _) => listener.as_fd(),
+        };
+        let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(limit.subsec_nanos()) };
+        let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Self::Unix(_, path) = self {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_round_trip() {
+        for text in ["host:4444", "127.0.0.1:0", "[::1]:7", "unix:/run/x"] {
+            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+        }
+        assert_eq!("tcp:host:1".parse::<Address>().unwrap().to_string(), "host:1");
+        for text in ["host", "host:", ":4444", "host:70000", "unix:", "::1:80"] {
+            assert!(text.parse::<Address>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_listener_gives_up_when_told() {
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        assert!(listener.accept(Some(Instant::now()), || false).unwrap().is_none());
+        assert!(listener.accept(None, || true).unwrap().is_none());
+        let address = listener.address().unwrap();
+        let _connection = Stream::connect(&address).unwrap();
+        assert!(listener.accept(None, || false).unwrap().is_some());
+    }
+}

@@ -1,0 +1,60 @@
+//! Does the offered VM fit the one that waits here?
+
+use godwit_memory::RamBlock;
+use godwit_wire::Offer;
+
+/// Channels that a source may ask for.
+pub(super) const CHANNELS_LIMIT: u8 = 16;
+
+/// Maps the source's numbers of the RAM blocks to ours.
+///
+/// # Errors
+/// What does not fit, with both values and the cure, in one line.
+pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<Vec<usize>, String> {
+    if offer.machine != machine {
+        return Err(format!(
+            "the source is a {} machine and the destination a {machine}: both sides must be the same kind",
+            offer.machine
+        ));
+    }
+    if !(1..=CHANNELS_LIMIT).contains(&offer.channels) {
+        return Err(format!("{} channels were asked for: use 1 to {CHANNELS_LIMIT}", offer.channels));
+    }
+    let mut order = Vec::new();
+    for theirs in &offer.blocks {
+        let found = blocks.iter().position(|block| block.name() == theirs.name);
+        let Some(own) = found else {
+            return Err(format!(
+                "RAM block '{}' of the source does not exist at the destination: start the destination's VM with the same memory backends (it has {})",
+                theirs.name,
+                names(blocks.iter().map(RamBlock::name)),
+            ));
+        };
+        if order.contains(&own) {
+            return Err(format!("RAM block '{}' was offered twice", theirs.name));
+        }
+        if blocks[own].pages() != theirs.pages {
+            return Err(format!(
+                "RAM block '{}' has {} at the source and {} at the destination: start the destination's VM with the same memory size",
+                theirs.name,
+                // A hostile size must not overflow.
+                godwit_units::ByteCount(theirs.pages.0.saturating_mul(godwit_units::PAGE_SIZE)),
+                blocks[own].pages().bytes(),
+            ));
+        }
+        order.push(own);
+    }
+    if order.len() != blocks.len() {
+        let extra = blocks.iter().enumerate().filter(|(i, _)| !order.contains(i)).map(|(_, b)| b.name());
+        return Err(format!(
+            "the destination has RAM blocks that the source has not ({}): start its VM with the same memory backends",
+            names(extra)
+        ));
+    }
+    Ok(order)
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let list: Vec<String> = names.map(|name| format!("'{name}'")).collect();
+    if list.is_empty() { "none".to_owned() } else { list.join(", ") }
+}

@@ -1,0 +1,601 @@
+//! The destination of a migration.
+//!
+//! [`receive`] is a loop around the state machine, as at the source. Threads: this one; one that reads the control
+//! connection; one a data channel. They report through one queue of events, which is bounded: a machine that
+//! loads its state slowly slows the source down instead of filling memory.
+
+mod channel;
+mod layout;
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_memory::RamBlock;
+use godwit_protocol::destination::{Action, Input, State, step};
+use godwit_units::ByteCount;
+use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role, SessionId};
+
+use crate::address::{Listener, Stream};
+use crate::digests;
+use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
+use crate::vm::DestinationVm;
+use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
+
+use channel::Channel;
+
+const PEER: &str = "source";
+/// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
+const EVENTS_LIMIT: usize = 32;
+
+/// What the threads report.
+enum Event {
+    /// The source said something, or can no longer.
+    Peer { connection: u32, message: Result<Message, EngineError> },
+    /// A channel has placed everything up to the end of a round.
+    Barrier { channel: usize, round: u64 },
+    /// A channel can no longer.
+    ChannelFailed(EngineError),
+}
+
+/// What is told while receiving.
+#[derive(Clone, Debug)]
+pub enum Notice {
+    /// A connection was refused; waiting goes on.
+    Refused(String),
+    /// A source was accepted.
+    Accepted {
+        /// Guest memory to come.
+        ram: ByteCount,
+    },
+    /// A round is in place.
+    Round {
+        /// Its number.
+        round: u32,
+        /// Bytes received so far.
+        received: ByteCount,
+    },
+    /// The source was lost when all was ready; it is waited for.
+    AwaitingSource {
+        /// For how long.
+        limit: Duration,
+    },
+}
+
+/// The destination's measures of a finished migration.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Received {
+    /// Bytes received over the data channels.
+    pub bytes: ByteCount,
+    /// From the end of the device state to its being loaded.
+    pub load: Duration,
+    /// From COMMIT to the guest running.
+    pub resume: Duration,
+    /// Whether digests were asked for.
+    pub verified: bool,
+    /// From the acceptance of the source to the guest running.
+    pub total: Duration,
+}
+
+/// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of;
+/// `wait` limits how long a source is waited for.
+///
+/// # Errors
+/// Says what failed, when, and what became of the guest.
+pub fn receive(
+    vm: &mut dyn DestinationVm,
+    listener: &Listener,
+    wait: Option<Duration>,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<Received, Failure> {
+    let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
+    let destination = Destination {
+        ram: vm.ram(),
+        vm,
+        listener,
+        cancel,
+        notice,
+        events,
+        events_in,
+        session: SessionId([0; 16]),
+        control: None,
+        connection: 0,
+        offer: None,
+        order: Arc::default(),
+        channels: Vec::new(),
+        barriers: Vec::new(),
+        received: Arc::default(),
+        round: 0,
+        sink: None,
+        state_piece: Vec::new(),
+        cause: None,
+        commit_seen: None,
+        pages_complete: false,
+        running_said: false,
+        accepted: Instant::now(),
+        measures: Received::default(),
+    };
+    destination.run(wait)
+}
+
+struct Destination<'a> {
+    vm: &'a mut dyn DestinationVm,
+    ram: Arc<Vec<RamBlock>>,
+    listener: &'a Listener,
+    cancel: &'a Cancel,
+    notice: &'a mut dyn FnMut(&Notice),
+    events: Receiver<Event>,
+    events_in: SyncSender<Event>,
+    session: SessionId,
+    control: Option<ControlWriter>,
+    connection: u32,
+    offer: Option<Offer>,
+    order: Arc<Vec<usize>>,
+    channels: Vec<(Stream, JoinHandle<()>)>,
+    /// The last round that each channel has ended.
+    barriers: Vec<Option<u64>>,
+    received: Arc<AtomicU64>,
+    round: u32,
+    sink: Option<Box<dyn Write + Send>>,
+    state_piece: Vec<u8>,
+    cause: Option<(Phase, EngineError)>,
+    commit_seen: Option<Instant>,
+    pages_complete: bool,
+    running_said: bool,
+    accepted: Instant,
+    measures: Received,
+}
+
+impl Destination<'_> {
+    fn run(mut self, wait: Option<Duration>) -> Result<Received, Failure> {
+        let mut state = State::Listening;
+        let mut input = match self.await_source(wait) {
+            Ok(()) => Input::Offer,
+            Err(error) => self.failed(state, error),
+        };
+        loop {
+            let stepped = step(state, input).or_else(|unexpected| {
+                let error = EngineError::Protocol { peer: PEER, what: unexpected.to_string() };
+                let input = self.failed(state, error);
+                step(state, input)
+            });
+            let Ok((next, actions)) = stepped else { break };
+            state = next;
+            let mut follow = None;
+            for action in actions {
+                match self.perform(action) {
+                    Ok(input) => follow = input.or(follow),
+                    Err(error) => {
+                        follow = Some(self.failed(state, error));
+                        break;
+                    }
+                }
+            }
+            if state.is_final() {
+                break;
+            }
+            input = match follow {
+                Some(input) => input,
+                None => self.await_peer().unwrap_or_else(|error| self.failed(state, error)),
+            };
+        }
+        if state == State::Running {
+            self.linger();
+        }
+        let last_words = self.shut_down();
+        if state == State::Running {
+            self.measures.bytes = ByteCount(self.received.load(Ordering::Relaxed));
+            return Ok(self.measures);
+        }
+        let (phase, mut cause) = self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
+        if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
+            cause = EngineError::Aborted { peer: PEER, code, text };
+        }
+        Err(Failure { phase, survivor: Survivor::Source, cause })
+    }
+
+    /// Keeps the first failure, and says which input it is.
+    fn failed(&mut self, state: State, error: EngineError) -> Input {
+        let input = match &error {
+            EngineError::Link { .. } => Input::LinkLost,
+            EngineError::Aborted { .. } => Input::Aborted,
+            _ => Input::Failed,
+        };
+        self.cause.get_or_insert((phase_of(state), error));
+        input
+    }
+
+    /// Waits for a source whose offer fits.
+    fn await_source(&mut self, wait: Option<Duration>) -> Result<(), EngineError> {
+        let until = wait.map(|wait| Instant::now() + wait);
+        let mut stream = loop {
+            match self.next_connection(until)? {
+                (greeting, stream) if greeting.role == Role::Control => {
+                    self.session = greeting.session;
+                    break stream;
+                }
+                _ => (self.notice)(&Notice::Refused("a connection of an unknown session".to_owned())),
+            }
+        };
+        self.accepted = Instant::now();
+        send_greeting(&mut stream, Greeting { session: self.session, role: Role::Control }, PEER)?;
+        self.use_control(stream)?;
+        let Message::Offer(offer) = self.next_message(limits::GREETING)? else {
+            let what = "it did not begin with an offer".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        };
+        let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
+        self.order = Arc::new(order);
+        self.measures.verified = offer.verify;
+        self.offer = Some(offer);
+        let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
+        (self.notice)(&Notice::Accepted { ram });
+        Ok(())
+    }
+
+    /// The next connection that greets as one of godwit's; others are refused.
+    fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
+        loop {
+            let cancel = self.cancel;
+            let accepted = self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
+            let Some(mut stream) = accepted else {
+                if self.cancel.is_cancelled() {
+                    return Err(EngineError::Cancelled);
+                }
+                return Err(EngineError::Timeout { what: "a source", limit: limits::LINGER });
+            };
+            match receive_greeting(&mut stream, PEER) {
+                Ok(greeting) => return Ok((greeting, stream)),
+                Err(error) => {
+                    // A source of another version is told ours, and says so to its operator.
+                    if matches!(
+                        error,
+                        EngineError::Wire { source: godwit_wire::WireError::Version { .. }, .. }
+                    ) {
+                        let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
+                        let _ = send_greeting(&mut stream, greeting, PEER);
+                    }
+                    (self.notice)(&Notice::Refused(error.to_string()));
+                }
+            }
+        }
+    }
+
+    fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
+        let mut reader = FrameReader::new(stream.try_clone().map_err(link_error(PEER))?, PEER);
+        match &self.control {
+            Some(control) => control.replace(stream)?,
+            None => self.control = Some(ControlWriter::new(stream, PEER)?),
+        }
+        self.connection += 1;
+        let (events, connection) = (self.events_in.clone(), self.connection);
+        std::thread::spawn(move || {
+            loop {
+                let message = reader.message();
+                let over = message.is_err();
+                if events.send(Event::Peer { connection, message }).is_err() || over {
+                    return;
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn say(&self, message: &Message) -> Result<(), EngineError> {
+        match &self.control {
+            Some(control) => control.send(message),
+            None => Ok(()),
+        }
+    }
+
+    /// The next event, waited for as long as the link stands; `None` at `until`.
+    fn next_event(&self, until: Option<Instant>) -> Result<Option<Event>, EngineError> {
+        loop {
+            // Once COMMIT was seen the guest is ours, and the operator's wish comes too late.
+            if self.cancel.is_cancelled() && self.commit_seen.is_none() {
+                return Err(EngineError::Cancelled);
+            }
+            match self.events.recv_timeout(limits::TICK) {
+                Ok(Event::Peer { connection, .. }) if connection != self.connection => {}
+                Ok(event) => return Ok(Some(event)),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// The next message of the source within `limit`.
+    fn next_message(&mut self, limit: Duration) -> Result<Message, EngineError> {
+        match self.next_event(Some(Instant::now() + limit))? {
+            Some(Event::Peer { message, .. }) => match message? {
+                Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
+                message => Ok(message),
+            },
+            Some(Event::Barrier { .. } | Event::ChannelFailed(_)) => Err(EngineError::Panicked("channel")),
+            None => Err(EngineError::Timeout { what: "the source", limit }),
+        }
+    }
+
+    /// What the source says next, as an input.
+    fn await_peer(&mut self) -> Result<Input, EngineError> {
+        loop {
+            match self.next_event(None)? {
+                Some(Event::Barrier { channel, round }) => self.barriers[channel] = Some(round),
+                // Once all pages are in place only the control connection counts.
+                Some(Event::ChannelFailed(_)) if self.pages_complete => {}
+                Some(Event::ChannelFailed(error)) => return Err(error),
+                Some(Event::Peer { message, .. }) => return self.input_of(message?),
+                None => {}
+            }
+        }
+    }
+
+    fn input_of(&mut self, message: Message) -> Result<Input, EngineError> {
+        Ok(match message {
+            Message::RoundEnd { round } => {
+                self.await_barriers(round)?;
+                Input::RoundEnd
+            }
+            Message::Prepare => Input::Prepare,
+            Message::DigestRequest => Input::DigestRequest,
+            Message::DeviceState(piece) => {
+                self.state_piece = piece;
+                Input::State
+            }
+            Message::DeviceStateEnd => {
+                self.pages_complete = true;
+                Input::StateEnd
+            }
+            Message::Commit => {
+                self.commit_seen = Some(Instant::now());
+                Input::Commit
+            }
+            Message::Abort { code, text } => return Err(EngineError::Aborted { peer: PEER, code, text }),
+            other => {
+                let what = format!("it said {:?} out of place", other.kind());
+                return Err(EngineError::Protocol { peer: PEER, what });
+            }
+        })
+    }
+
+    /// Waits until every channel has placed all pages of `round`.
+    fn await_barriers(&mut self, round: u32) -> Result<(), EngineError> {
+        self.round = round;
+        let until = Instant::now() + limits::ANSWER;
+        while self.barriers.iter().any(|barrier| *barrier != Some(round.into())) {
+            match self.next_event(Some(until))? {
+                Some(Event::Barrier { channel, round }) => self.barriers[channel] = Some(round),
+                Some(Event::ChannelFailed(error)) => return Err(error),
+                // The source waits for our answer now; only an abort or the end of the link can come.
+                Some(Event::Peer { message, .. }) => {
+                    return match message? {
+                        Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
+                        Message::DeviceState(piece) => {
+                            // Early device state, that is RAM which QEMU sends itself, overlaps with the rounds.
+                            self.state_piece = piece;
+                            self.write_state()?;
+                            continue;
+                        }
+                        other => Err(EngineError::Protocol {
+                            peer: PEER,
+                            what: format!("it said {:?} before the end of a round", other.kind()),
+                        }),
+                    };
+                }
+                None => {
+                    return Err(EngineError::Timeout { what: "the pages of a round", limit: limits::ANSWER });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn perform(&mut self, action: Action) -> Result<Option<Input>, EngineError> {
+        match action {
+            Action::SendAccept => {
+                self.say(&Message::Accept)?;
+                self.accept_channels()?;
+            }
+            Action::SendRoundAck => {
+                self.say(&Message::RoundAck { round: self.round })?;
+                let received = ByteCount(self.received.load(Ordering::Relaxed));
+                (self.notice)(&Notice::Round { round: self.round, received });
+            }
+            Action::Prepare => {
+                self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
+                self.say(&Message::Prepared)?;
+            }
+            Action::SendDigests => self.send_digests()?,
+            Action::WriteState => self.write_state()?,
+            Action::FinishLoad => {
+                let began = Instant::now();
+                self.sink = None;
+                self.vm.finish_load().map_err(EngineError::Vm)?;
+                self.measures.load = began.elapsed();
+                return Ok(Some(Input::Loaded));
+            }
+            Action::SendReady => self.say(&Message::Ready)?,
+            Action::RunGuest => {
+                if self.offer.as_ref().is_some_and(|offer| offer.running) {
+                    self.vm.run().map_err(EngineError::Vm)?;
+                }
+                self.measures.resume = self.commit_seen.map_or(Duration::ZERO, |at| at.elapsed());
+                self.measures.total = self.accepted.elapsed();
+                return Ok(Some(Input::Started));
+            }
+            Action::SendRunning => {
+                self.running_said = self.say(&Message::Running).is_ok();
+                // Switches learn the new place; a guest without a network card has nothing to announce.
+                let _ = self.vm.announce();
+            }
+            Action::AwaitResolve => self.await_resolve()?,
+            Action::DiscardGuest => {
+                self.sink = None;
+                self.vm.discard();
+            }
+            Action::SendDiscarded => {
+                let message = match (&self.cause, self.commit_seen) {
+                    (Some((_, cause)), None) => {
+                        Message::Abort { code: cause.abort_code(), text: cause.to_string() }
+                    }
+                    _ => Message::Discarded,
+                };
+                // Best effort: a source that does not hear it asks, or notices that the link is gone.
+                let _ = self.say(&message);
+            }
+        }
+        Ok(None)
+    }
+
+    fn accept_channels(&mut self) -> Result<(), EngineError> {
+        let channels = usize::from(self.offer.as_ref().map_or(0, |offer| offer.channels));
+        let mut streams: Vec<Option<Stream>> = (0..channels).map(|_| None).collect();
+        let until = Instant::now() + limits::CONNECT;
+        while streams.iter().any(Option::is_none) {
+            let (greeting, stream) = self.next_connection(Some(until)).map_err(|error| match error {
+                EngineError::Timeout { .. } => {
+                    EngineError::Timeout { what: "the data channels", limit: limits::CONNECT }
+                }
+                error => error,
+            })?;
+            let slot = match greeting.role {
+                Role::Channel(number) if greeting.session == self.session => {
+                    streams.get_mut(usize::from(number))
+                }
+                _ => None,
+            };
+            match slot {
+                Some(slot) if slot.is_none() => *slot = Some(stream),
+                _ => (self.notice)(&Notice::Refused("a connection of another session".to_owned())),
+            }
+        }
+        self.barriers = vec![None; channels];
+        for (number, stream) in streams.into_iter().flatten().enumerate() {
+            let handle = stream.try_clone().map_err(link_error(PEER))?;
+            let channel = Channel {
+                number,
+                channels,
+                reader: FrameReader::new(stream, PEER),
+                blocks: Arc::clone(&self.ram),
+                order: Arc::clone(&self.order),
+                received: Arc::clone(&self.received),
+            };
+            let events = self.events_in.clone();
+            self.channels.push((handle, std::thread::spawn(move || channel.run(&events))));
+        }
+        Ok(())
+    }
+
+    fn write_state(&mut self) -> Result<(), EngineError> {
+        let piece = std::mem::take(&mut self.state_piece);
+        match &mut self.sink {
+            Some(sink) => sink.write_all(&piece).map_err(EngineError::State),
+            None => {
+                Err(EngineError::Protocol { peer: PEER, what: "it sent device state too early".to_owned() })
+            }
+        }
+    }
+
+    fn send_digests(&mut self) -> Result<(), EngineError> {
+        for (number, own) in self.order.iter().enumerate() {
+            let block = &self.ram[*own];
+            let chunks = digests::chunks(block.pages());
+            for first in (0..chunks).step_by(DIGESTS_PER_MESSAGE) {
+                let digests = digests::digests(block, first..chunks.min(first + DIGESTS_PER_MESSAGE))?;
+                self.say(&Message::Digests { block: number as u32, first: first as u32, digests })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the source to come back and makes its new connection the control connection.
+    fn await_resolve(&mut self) -> Result<(), EngineError> {
+        (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
+        let until = Instant::now() + limits::LINGER;
+        loop {
+            let (greeting, mut stream) = self.next_connection(Some(until))?;
+            if greeting.role == Role::Resolve && greeting.session == self.session {
+                send_greeting(&mut stream, Greeting { session: self.session, role: Role::Resolve }, PEER)?;
+                return self.use_control(stream);
+            }
+            (self.notice)(&Notice::Refused("a connection of another session".to_owned()));
+        }
+    }
+
+    /// The guest runs here. The source closes the connection when it knows; until then it may ask again.
+    fn linger(&mut self) {
+        let mut known = self.running_said;
+        let until = Instant::now() + limits::LINGER;
+        while Instant::now() < until {
+            if !known {
+                if self.await_resolve().is_err() {
+                    return;
+                }
+                known = true;
+            }
+            match self.next_event(Some(Instant::now() + limits::RUNNING)) {
+                Ok(Some(Event::Peer { message: Ok(Message::Commit), .. })) => {
+                    known = self.say(&Message::Running).is_ok();
+                }
+                // Closed in good order: the source knows.
+                Ok(Some(Event::Peer { message: Err(EngineError::Link { source, .. }), .. }))
+                    if source.kind() == std::io::ErrorKind::UnexpectedEof =>
+                {
+                    return;
+                }
+                Ok(Some(Event::Peer { message: Err(_), .. })) => known = false,
+                Ok(Some(_)) => {}
+                Ok(None) => known = false,
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Ends all threads. Returns why the source gave up, if it said so after the link was seen to break: its
+    /// channels end before its last word is read.
+    fn shut_down(&mut self) -> Option<(AbortCode, String)> {
+        if let Some(control) = &self.control {
+            control.finish();
+        }
+        let mut last_words = None;
+        let until = Instant::now() + limits::ABORT;
+        while self.control.is_some() && last_words.is_none() && Instant::now() < until {
+            match self.events.recv_timeout(limits::TICK) {
+                Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
+                    last_words = Some((code, text));
+                }
+                Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => break,
+                Ok(_) => {}
+                Err(_) if self.running_said => break,
+                Err(_) => {}
+            }
+        }
+        for (stream, _) in &self.channels {
+            stream.shut_down();
+        }
+        // Channels may wait for room in the queue of events.
+        while self.channels.iter().any(|(_, thread)| !thread.is_finished()) {
+            let _ = self.events.recv_timeout(Duration::from_millis(1));
+        }
+        for (_, thread) in self.channels.drain(..) {
+            let _ = thread.join();
+        }
+        last_words
+    }
+}
+
+fn phase_of(state: State) -> Phase {
+    match state {
+        State::Listening => Phase::Setup,
+        State::Receiving => Phase::PreCopy,
+        State::Prepared | State::Loading => Phase::StopAndCopy,
+        State::Ready | State::Starting | State::Running | State::Discarded => Phase::Handover,
+    }
+}

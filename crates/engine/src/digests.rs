@@ -1,0 +1,78 @@
+//! Digests of RAM blocks, chunk by chunk on all cores.
+//!
+//! Both sides compute them while the guest is stopped on both. A chunk without data has the digest of zeros, which
+//! is not computed again.
+
+use std::ops::Range;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use godwit_memory::{MemoryError, RamBlock};
+use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+use godwit_wire::digest;
+
+/// Pages in a chunk: 1 MiB, which fits a core's second-level cache.
+pub(crate) const CHUNK_PAGES: u64 = 256;
+const CHUNK_BYTES: usize = (CHUNK_PAGES * PAGE_SIZE) as usize;
+/// More threads than this do not read memory faster.
+const THREADS_LIMIT: usize = 8;
+
+/// How many chunks a block of `pages` has.
+pub(crate) fn chunks(pages: PageCount) -> usize {
+    pages.0.div_ceil(CHUNK_PAGES) as usize
+}
+
+fn zero_digest() -> u128 {
+    static DIGEST: OnceLock<u128> = OnceLock::new();
+    *DIGEST.get_or_init(|| digest(&vec![0; CHUNK_BYTES]))
+}
+
+fn chunk_digest(block: &RamBlock, chunk: usize, buffer: &mut [u8]) -> Result<u128, MemoryError> {
+    let start = chunk as u64 * CHUNK_PAGES;
+    let run = PageRun::new(start, CHUNK_PAGES.min(block.pages().0 - start));
+    if run.count.0 == CHUNK_PAGES && block.data(run).next().transpose()?.is_none() {
+        return Ok(zero_digest());
+    }
+    let buffer = &mut buffer[..run.count.bytes().0 as usize];
+    block.read(run.start, buffer)?;
+    Ok(digest(buffer))
+}
+
+/// The digests of the chunks `wanted` of `block`, in order.
+pub(crate) fn digests(block: &RamBlock, wanted: Range<usize>) -> Result<Vec<u128>, MemoryError> {
+    /// Chunks a thread takes at once.
+    const BATCH: usize = 16;
+    let total = wanted.len();
+    let next = AtomicUsize::new(0);
+    let work = || -> Result<Vec<(usize, Vec<u128>)>, MemoryError> {
+        let mut buffer = vec![0; CHUNK_BYTES];
+        let mut done = Vec::new();
+        loop {
+            let first = next.fetch_add(BATCH, Ordering::Relaxed);
+            if first >= total {
+                return Ok(done);
+            }
+            let batch = first..total.min(first + BATCH);
+            let digests: Result<Vec<u128>, MemoryError> =
+                batch.map(|i| chunk_digest(block, wanted.start + i, &mut buffer)).collect();
+            done.push((first, digests?));
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = threads.min(THREADS_LIMIT).min(total.div_ceil(BATCH));
+    let parts = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let mut parts = vec![work()];
+        for other in others {
+            parts.push(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        parts
+    });
+    let mut result = vec![0; total];
+    for part in parts {
+        for (first, digests) in part? {
+            result[first..first + digests.len()].copy_from_slice(&digests);
+        }
+    }
+    Ok(result)
+}

@@ -1,0 +1,200 @@
+//! What can fail, and what a failure means for the guest.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use godwit_memory::MemoryError;
+use godwit_policy::Advice;
+use godwit_protocol::Unexpected;
+use godwit_track::TrackError;
+use godwit_wire::{AbortCode, WireError};
+
+use crate::vm::VmError;
+
+/// Why a migration ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// Nobody answers at the destination's address.
+    #[error("cannot connect to {address}: {source}; is godwit receive running there, and the port open?")]
+    Connect {
+        /// The address.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// Why.
+        source: io::Error,
+    },
+    /// The connection broke.
+    #[error("the connection to the {peer} broke: {source}")]
+    Link {
+        /// `source` or `destination`.
+        peer: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The peer sent what is not the protocol.
+    #[error("the {peer} sent something wrong: {source}")]
+    Wire {
+        /// `source` or `destination`.
+        peer: &'static str,
+        /// What.
+        source: WireError,
+    },
+    /// The peer sent a message out of place.
+    #[error("the {peer} broke the protocol: {what}")]
+    Protocol {
+        /// `source` or `destination`.
+        peer: &'static str,
+        /// What it did.
+        what: String,
+    },
+    /// The peer gave up.
+    #[error("the {peer} gave up: {text}")]
+    Aborted {
+        /// `source` or `destination`.
+        peer: &'static str,
+        /// Why, for a program.
+        code: AbortCode,
+        /// Why, in its words.
+        text: String,
+    },
+    /// The VMs do not fit together.
+    #[error("{0}")]
+    Layout(String),
+    /// A wait reached its limit.
+    #[error("waited {limit:?} for {what} in vain")]
+    Timeout {
+        /// What was waited for.
+        what: &'static str,
+        /// How long.
+        limit: Duration,
+    },
+    /// The machine adapter failed.
+    #[error("{0}")]
+    Vm(#[source] VmError),
+    /// Guest memory could not be accessed.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Tracking failed.
+    #[error(transparent)]
+    Track(#[from] TrackError),
+    /// The device state could not be passed on.
+    #[error("passing the device state on failed: {0}")]
+    State(#[source] io::Error),
+    /// The copy is not exact.
+    #[error(
+        "the copy is NOT exact: {differing} of {chunks} chunks of 1 MiB differ, the first in RAM block '{block}' at offset {offset:#x}; please report this"
+    )]
+    Digest {
+        /// Chunks that differ.
+        differing: u64,
+        /// Chunks compared.
+        chunks: u64,
+        /// The block of the first.
+        block: String,
+        /// Its offset in the block.
+        offset: u64,
+    },
+    /// It would not finish.
+    #[error("not converging: {0}")]
+    NotConverging(Advice),
+    /// The operator cancelled.
+    #[error("cancelled")]
+    Cancelled,
+    /// A thread of ours ended in a panic.
+    #[error("an internal error in the {0} thread (a bug in godwit)")]
+    Panicked(&'static str),
+}
+
+impl EngineError {
+    /// The code under which the peer is told.
+    #[must_use]
+    pub fn abort_code(&self) -> AbortCode {
+        match self {
+            Self::Layout(_) => AbortCode::Layout,
+            Self::Vm(_) => AbortCode::Machine,
+            Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
+            Self::Memory(_) | Self::Track(_) => AbortCode::Memory,
+            Self::State(_) => AbortCode::DeviceState,
+            Self::Digest { .. } => AbortCode::Digest,
+            Self::Cancelled => AbortCode::Cancelled,
+            Self::Timeout { .. } => AbortCode::Timeout,
+            Self::NotConverging(_) => AbortCode::NotConverging,
+            _ => AbortCode::Other,
+        }
+    }
+}
+
+impl From<Unexpected> for EngineError {
+    fn from(unexpected: Unexpected) -> Self {
+        Self::Protocol { peer: "peer", what: unexpected.to_string() }
+    }
+}
+
+/// How far a migration had come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Connecting, comparing, attaching.
+    Setup,
+    /// Copying while the guest runs.
+    PreCopy,
+    /// The guest is stopped for the last pages and the device state.
+    StopAndCopy,
+    /// The guest is changing hands.
+    Handover,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Setup => "setup",
+            Self::PreCopy => "pre-copy",
+            Self::StopAndCopy => "stop-and-copy",
+            Self::Handover => "handover",
+        })
+    }
+}
+
+/// Where the guest is after a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Survivor {
+    /// At the source, as it was before.
+    Source,
+    /// At the source, but it could not be made to run again.
+    SourceStopped,
+    /// Not known here: stopped at the source, perhaps running at the destination.
+    Unknown,
+    /// At the destination.
+    Destination,
+}
+
+/// The answer to the operator: what went wrong, when, and where the guest is now.
+#[derive(Debug)]
+pub struct Failure {
+    /// How far it had come.
+    pub phase: Phase,
+    /// Where the guest is.
+    pub survivor: Survivor,
+    /// What went wrong.
+    pub cause: EngineError,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} (during {})", self.cause, self.phase)
+    }
+}
+
+impl std::error::Error for Failure {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.cause.source()
+    }
+}

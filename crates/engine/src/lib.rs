@@ -1,0 +1,28 @@
+//! The engine: threads and sockets that carry a migration out.
+//!
+//! The conversation is decided by the `protocol` crate, the rounds by `policy`, the VM is driven through the two
+//! traits in [`vm`]. Here are the loops in between: [`source::migrate`] and [`destination::receive`].
+//!
+//! Invariants kept here:
+//! - A page is harvested before its bytes are read (`source/channel.rs`).
+//! - A segment belongs to one channel, which one thread writes and one thread reads, in order; so an old version of a
+//!   page cannot land on a newer one. The destination checks it (`destination/channel.rs`).
+//! - Every wait has a limit (`limits`).
+//! - Whatever fails before COMMIT, the guest runs on at the source, without tracking (`source/mod.rs`).
+
+#![forbid(unsafe_code)]
+
+pub mod address;
+mod cancel;
+pub mod destination;
+mod digests;
+mod error;
+mod limiter;
+pub mod limits;
+mod link;
+pub mod report;
+pub mod source;
+pub mod vm;
+
+pub use cancel::Cancel;
+pub use error::{EngineError, Failure, Phase, Survivor};

@@ -1,0 +1,27 @@
+//! How long anything is waited for.
+//!
+//! A dead link is found by the kernel (`TCP_USER_TIMEOUT` and keep-alive, tcp(7)); these limits are for a peer that
+//! is alive and does not go on.
+
+use std::time::Duration;
+
+/// A TCP connection to the destination.
+pub const CONNECT: Duration = Duration::from_secs(10);
+/// A greeting of a peer that has connected.
+pub const GREETING: Duration = Duration::from_secs(5);
+/// Data on the way unacknowledged by the peer's kernel, and the silence after which keep-alive gives up.
+pub const LINK: Duration = Duration::from_secs(10);
+/// An answer on the control connection; also covers what socket buffers hold, on a slow link.
+pub const ANSWER: Duration = Duration::from_secs(60);
+/// One write to a socket without any progress.
+pub const WRITE: Duration = Duration::from_secs(20);
+/// From COMMIT to the word that the guest runs.
+pub const RUNNING: Duration = Duration::from_secs(15);
+/// The attempts of a source in doubt to ask the destination.
+pub const RESOLVE: Duration = Duration::from_secs(30);
+/// A destination that is ready, and has lost the source, waits this long for its word.
+pub const LINGER: Duration = Duration::from_secs(60);
+/// The attempt to tell the peer that it is over.
+pub const ABORT: Duration = Duration::from_secs(1);
+/// How often waits look whether the operator cancelled, and progress is reported.
+pub const TICK: Duration = Duration::from_millis(100);

@@ -1,0 +1,148 @@
+//! Frames over a connection: read, checked, and handed on as messages.
+
+use std::io::{self, Read, Write};
+use std::sync::{Mutex, PoisonError};
+
+use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
+
+use crate::address::Stream;
+use crate::{EngineError, limits};
+
+/// Who is at the other end, for error texts.
+pub(crate) type Peer = &'static str;
+
+pub(crate) fn link_error(peer: Peer) -> impl Fn(io::Error) -> EngineError {
+    move |source| match source.kind() {
+        // A blocking socket with a time limit reports it this way (socket(7), SO_RCVTIMEO).
+        io::ErrorKind::WouldBlock => EngineError::Link {
+            peer,
+            source: io::Error::new(
+                io::ErrorKind::TimedOut,
+                "it does not go on (no progress within the limit)",
+            ),
+        },
+        io::ErrorKind::UnexpectedEof => {
+            EngineError::Link { peer, source: io::Error::new(source.kind(), "it was closed") }
+        }
+        _ => EngineError::Link { peer, source },
+    }
+}
+
+pub(crate) fn wire_error(peer: Peer) -> impl Fn(WireError) -> EngineError {
+    move |source| EngineError::Wire { peer, source }
+}
+
+/// Sends a greeting.
+pub(crate) fn send_greeting(stream: &mut Stream, greeting: Greeting, peer: Peer) -> Result<(), EngineError> {
+    stream.write_all(&greeting.encode()).map_err(link_error(peer))
+}
+
+/// Receives a greeting within [`limits::GREETING`]; afterwards reads have no limit.
+pub(crate) fn receive_greeting(stream: &mut Stream, peer: Peer) -> Result<Greeting, EngineError> {
+    let io = link_error(peer);
+    stream.set_read_limit(Some(limits::GREETING)).map_err(&io)?;
+    let mut bytes = [0; GREETING_LEN];
+    let mut filled = 0;
+    while filled < GREETING_LEN {
+        match stream.read(&mut bytes[filled..]).map_err(&io)? {
+            // A stranger that says little is told by what it said.
+            0 if filled >= 8 => break,
+            0 => return Err(io(io::ErrorKind::UnexpectedEof.into())),
+            n => filled += n,
+        }
+        // Text protocols talk first and then wait: do not wait for 40 bytes of them.
+        if filled >= 8 {
+            let mut start = [0; 8];
+            start.copy_from_slice(&bytes[..8]);
+            if let Err(error @ WireError::NotGodwit { .. }) = Greeting::decode(&bytes) {
+                return Err(wire_error(peer)(error));
+            }
+        }
+    }
+    stream.set_read_limit(None).map_err(&io)?;
+    Greeting::decode(&bytes).map_err(wire_error(peer))
+}
+
+/// Reads frames, checking each; one payload buffer is used for all.
+#[derive(Debug)]
+pub(crate) struct FrameReader {
+    stream: Stream,
+    peer: Peer,
+    payload: Vec<u8>,
+}
+
+impl FrameReader {
+    pub(crate) fn new(stream: Stream, peer: Peer) -> Self {
+        Self { stream, peer, payload: Vec::new() }
+    }
+
+    /// The next frame. The buffer grows to the largest frame seen, which the format limits.
+    pub(crate) fn frame(&mut self) -> Result<(FrameHeader, &[u8]), EngineError> {
+        let io = link_error(self.peer);
+        let mut bytes = [0; HEADER_LEN];
+        self.stream.read_exact(&mut bytes).map_err(&io)?;
+        let header = FrameHeader::decode(&bytes).map_err(wire_error(self.peer))?;
+        if self.payload.len() < header.length {
+            self.payload.resize(header.length, 0);
+        }
+        let payload = &mut self.payload[..header.length];
+        self.stream.read_exact(payload).map_err(&io)?;
+        header.verify(payload).map_err(wire_error(self.peer))?;
+        Ok((header, payload))
+    }
+
+    /// The next message of a control connection.
+    pub(crate) fn message(&mut self) -> Result<Message, EngineError> {
+        let peer = self.peer;
+        let (header, payload) = self.frame()?;
+        Message::decode(&header, payload).map_err(wire_error(peer))
+    }
+}
+
+/// The writing end of the control connection, shared between threads.
+#[derive(Debug)]
+pub(crate) struct ControlWriter {
+    stream: Mutex<Stream>,
+    /// Another handle, to shut the connection down while a write holds the first.
+    handle: Mutex<Stream>,
+    peer: Peer,
+}
+
+impl ControlWriter {
+    pub(crate) fn new(stream: Stream, peer: Peer) -> Result<Self, EngineError> {
+        let handle = stream.try_clone().map_err(link_error(peer))?;
+        Ok(Self { stream: Mutex::new(stream), handle: Mutex::new(handle), peer })
+    }
+
+    pub(crate) fn send(&self, message: &Message) -> Result<(), EngineError> {
+        let frame = message.encode();
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(&frame).map_err(link_error(self.peer))
+    }
+
+    /// Takes another connection from now on.
+    pub(crate) fn replace(&self, stream: Stream) -> Result<(), EngineError> {
+        self.shut_down();
+        let handle = stream.try_clone().map_err(link_error(self.peer))?;
+        *self.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream;
+        *self.handle.lock().unwrap_or_else(PoisonError::into_inner) = handle;
+        Ok(())
+    }
+
+    /// Says that nothing more will come, and leaves what was said on its way.
+    pub(crate) fn finish(&self) {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner).shut_down_write();
+    }
+
+    /// Ends the connection, also under a write that is stuck.
+    pub(crate) fn shut_down(&self) {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner).shut_down();
+    }
+}
+
+/// The header bytes of a barrier: the end of `round` on this channel.
+pub(crate) fn barrier(round: u32) -> [u8; HEADER_LEN] {
+    let mut frame = [0; HEADER_LEN];
+    godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, round.into());
+    frame
+}

@@ -1,0 +1,146 @@
+//! What a migration tells while it runs, and its measures at the end.
+//!
+//! The measures are the six by which a migration is judged: set-up time, total time, total data, downtime, loss
+//! of guest performance (how long it was tracked; how slow it was only an observer of the guest can tell), and the
+//! resources used.
+
+use std::time::Duration;
+
+use godwit_units::{ByteCount, PageCount, Rate};
+use serde::Serialize;
+
+/// What is going on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Stage {
+    /// A round of pre-copy.
+    PreCopy,
+    /// The guest is stopped.
+    StopAndCopy,
+    /// The destination loads and takes over.
+    Handover,
+}
+
+/// A look at a migration in progress.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Since the start.
+    pub elapsed: Duration,
+    /// What is going on.
+    pub stage: Stage,
+    /// The round, counted from 0.
+    pub round: u32,
+    /// Whether the round has just ended: the estimates below are new.
+    pub round_ended: bool,
+    /// Bytes put on the wire so far.
+    pub sent: ByteCount,
+    /// What is still to be sent, as far as known.
+    pub remaining: ByteCount,
+    /// How fast the guest dirties memory, from the last round.
+    pub dirty_rate: Option<Rate>,
+    /// How fast the link carries.
+    pub bandwidth: Option<Rate>,
+    /// Downtime if the guest were stopped now.
+    pub expected_downtime: Option<Duration>,
+}
+
+/// One round as it was.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct RoundMeasures {
+    /// Its number.
+    pub round: u32,
+    /// From its start to the acknowledgement that all is in place.
+    #[serde(rename = "ms", serialize_with = "milliseconds")]
+    pub time: Duration,
+    /// Pages whose bytes were sent.
+    #[serde(rename = "data_pages", serialize_with = "pages")]
+    pub data: PageCount,
+    /// Pages that were only named, being zero.
+    #[serde(rename = "zero_pages", serialize_with = "pages")]
+    pub zero: PageCount,
+    /// Bytes put on the wire.
+    #[serde(rename = "sent_bytes", serialize_with = "bytes")]
+    pub sent: ByteCount,
+    /// Pages dirty at its end.
+    #[serde(rename = "remaining_pages", serialize_with = "pages")]
+    pub remaining: PageCount,
+}
+
+/// Where the downtime went.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct DowntimeParts {
+    /// From the stop of the vCPUs until all devices were drained.
+    #[serde(rename = "drain_ms", serialize_with = "milliseconds")]
+    pub drain: Duration,
+    /// Last harvest, copy and acknowledgement.
+    #[serde(rename = "copy_ms", serialize_with = "milliseconds")]
+    pub copy: Duration,
+    /// Comparing digests (with --verify).
+    #[serde(rename = "verify_ms", serialize_with = "milliseconds")]
+    pub verify: Duration,
+    /// Saving and sending the device state.
+    #[serde(rename = "save_ms", serialize_with = "milliseconds")]
+    pub save: Duration,
+    /// Waiting for the destination to have loaded it.
+    #[serde(rename = "load_ms", serialize_with = "milliseconds")]
+    pub load: Duration,
+    /// From COMMIT to the word that the guest runs.
+    #[serde(rename = "handover_ms", serialize_with = "milliseconds")]
+    pub handover: Duration,
+}
+
+/// The measures of a finished migration, as the source saw it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Measures {
+    /// Connecting, comparing and starting to track.
+    #[serde(rename = "setup_ms", serialize_with = "milliseconds")]
+    pub setup: Duration,
+    /// From the start to the word that the guest runs.
+    #[serde(rename = "total_ms", serialize_with = "milliseconds")]
+    pub total: Duration,
+    /// vCPU stop at the source to the word that they run at the destination.
+    #[serde(rename = "downtime_ms", serialize_with = "milliseconds")]
+    pub downtime: Duration,
+    /// Where it went.
+    #[serde(flatten)]
+    pub parts: DowntimeParts,
+    /// How long the guest ran with its writes tracked.
+    #[serde(rename = "tracked_ms", serialize_with = "milliseconds")]
+    pub tracked: Duration,
+    /// How long a thread of the machine was stopped to start tracking.
+    #[serde(rename = "tracking_stop_us", serialize_with = "microseconds")]
+    pub tracking_stop: Duration,
+    /// Bytes put on the wire, frames and device state included.
+    #[serde(rename = "sent_bytes", serialize_with = "bytes")]
+    pub sent: ByteCount,
+    /// Of these, device state.
+    #[serde(rename = "device_state_bytes", serialize_with = "bytes")]
+    pub device_state: ByteCount,
+    /// Guest memory, of which holes and zero pages were not sent.
+    #[serde(rename = "ram_bytes", serialize_with = "bytes")]
+    pub ram: ByteCount,
+    /// Rounds, the last one (guest stopped) included.
+    pub rounds: usize,
+    /// Each of them.
+    pub round_list: Vec<RoundMeasures>,
+    /// Whether the digests of both sides were compared and found equal.
+    pub verified: bool,
+    /// Data channels used.
+    pub channels: usize,
+}
+
+fn milliseconds<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64((time.as_secs_f64() * 1e6).round() / 1e3)
+}
+
+fn microseconds<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(time.as_micros() as u64)
+}
+
+fn bytes<S: serde::Serializer>(count: &ByteCount, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(count.0)
+}
+
+fn pages<S: serde::Serializer>(count: &PageCount, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u64(count.0)
+}

@@ -1,0 +1,244 @@
+//! A data channel at the source: one thread that harvests, reads and sends the segments that belong to it.
+//!
+//! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this one thread. So
+//! what is sent is never older than the harvest, and what is written later is found by the next one.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_memory::{RamBlock, Segment};
+use godwit_track::DirtyTracker;
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
+use godwit_wire::PageFrameBuilder;
+
+use super::Event;
+use crate::EngineError;
+use crate::address::Stream;
+use crate::limiter::Limiter;
+use crate::link::{barrier, link_error};
+
+/// Pages harvested at once, at the most: 4 MiB. Few enough that they are sent soon after, while the rest of a
+/// busy segment may still be overwritten at no cost.
+const HARVEST_LIMIT: PageCount = PageCount(1024);
+
+/// What a round is to do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Order {
+    pub(super) round: u32,
+    /// Send all pages that hold data, dirty or not.
+    pub(super) everything: bool,
+    /// Find pages that were sent and have become holes since.
+    pub(super) find_holes: bool,
+}
+
+/// What a channel did in a round.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Carried {
+    pub(super) data: PageCount,
+    pub(super) zero: PageCount,
+    pub(super) sent: ByteCount,
+}
+
+/// Counts that are looked at while a round runs.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    /// Bytes on the wire, by all channels and the control connection.
+    pub(super) sent: AtomicU64,
+    /// Pages dealt with in this round.
+    pub(super) pages: AtomicU64,
+}
+
+/// A segment, and which of its pages the destination holds with other bytes than zero.
+struct Owned {
+    segment: Segment,
+    held: Option<DirtyBitmap>,
+}
+
+pub(super) struct Channel {
+    stream: Stream,
+    tracker: Arc<dyn DirtyTracker>,
+    blocks: Arc<Vec<RamBlock>>,
+    limiter: Arc<Limiter>,
+    counters: Arc<Counters>,
+    segments: Vec<Owned>,
+    builder: PageFrameBuilder,
+    /// The block that the frame being built is for.
+    frame_block: usize,
+    dirty: Vec<PageRun>,
+    carried: Carried,
+}
+
+impl Channel {
+    pub(super) fn new(
+        stream: Stream,
+        tracker: Arc<dyn DirtyTracker>,
+        blocks: Arc<Vec<RamBlock>>,
+        limiter: Arc<Limiter>,
+        counters: Arc<Counters>,
+        segments: Vec<Segment>,
+        keep_held: bool,
+    ) -> Self {
+        let owned = |segment: Segment| Owned {
+            held: keep_held.then(|| DirtyBitmap::new(segment.run.count)),
+            segment,
+        };
+        Self {
+            stream,
+            tracker,
+            blocks,
+            limiter,
+            counters,
+            segments: segments.into_iter().map(owned).collect(),
+            builder: PageFrameBuilder::new(),
+            frame_block: 0,
+            dirty: Vec::new(),
+            carried: Carried::default(),
+        }
+    }
+
+    /// Carries out orders until there are no more.
+    pub(super) fn run(mut self, orders: &Receiver<Order>, events: &Sender<Event>) {
+        for order in orders {
+            let result = self.round(order);
+            let failed = result.is_err();
+            // A receiver that is gone has no use for the result.
+            let _ = events.send(Event::Carried { round: order.round, result });
+            if failed {
+                return;
+            }
+        }
+    }
+
+    fn round(&mut self, order: Order) -> Result<Carried, EngineError> {
+        self.carried = Carried::default();
+        let mut segments = std::mem::take(&mut self.segments);
+        let result = segments.iter_mut().try_for_each(|owned| self.segment(owned, order));
+        self.segments = segments;
+        result?;
+        self.flush()?;
+        self.put(&barrier(order.round))?;
+        Ok(self.carried)
+    }
+
+    fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
+        let Segment { block, run } = owned.segment;
+        if order.find_holes {
+            self.discard_holes(owned)?;
+        }
+        let mut at = run.start;
+        while at < run.end() {
+            let rest = PageRun::new(at.0, run.end().0 - at.0);
+            let mut dirty = std::mem::take(&mut self.dirty);
+            dirty.clear();
+            let next = self.tracker.harvest(block, rest, HARVEST_LIMIT, &mut |run| dirty.push(run))?;
+            if order.everything {
+                self.send_all(owned, PageRun::new(at.0, next.0 - at.0))?;
+            } else {
+                for run in &dirty {
+                    self.send(owned, *run)?;
+                }
+            }
+            self.dirty = dirty;
+            self.counters.pages.fetch_add(next.0 - at.0, Ordering::Relaxed);
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Sends the data of `run` and names its holes.
+    fn send_all(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
+        let blocks = Arc::clone(&self.blocks);
+        let block = owned.segment.block;
+        let mut at = run.start;
+        for data in blocks[block].data(run) {
+            let data = data?;
+            self.send_zero(block, at, data.start)?;
+            self.send(owned, data)?;
+            at = data.end();
+        }
+        self.send_zero(block, at, run.end())
+    }
+
+    fn send_zero(&mut self, block: usize, start: PageIndex, end: PageIndex) -> Result<(), EngineError> {
+        if start < end {
+            self.frame_for(block)?;
+            let run = PageRun::new(start.0, end.0 - start.0);
+            self.builder.zero(run);
+            self.carried.zero += run.count;
+        }
+        Ok(())
+    }
+
+    /// Reads and sends the pages of `run`.
+    fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
+        let blocks = Arc::clone(&self.blocks);
+        let block = owned.segment.block;
+        let mut at = run.start.0;
+        while at < run.end().0 {
+            self.frame_for(block)?;
+            let count = (run.end().0 - at).min(self.builder.room() as u64);
+            let part = PageRun::new(at, count);
+            let zero = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes))?;
+            if let Some(held) = &mut owned.held {
+                // Zero pages among them do no harm: to zero a page twice is to zero it.
+                held.set(PageRun::new(at - owned.segment.run.start.0, count));
+            }
+            self.carried.zero += zero;
+            self.carried.data += part.count - zero;
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Names the pages that the destination holds and that have become holes: discarded by a balloon, which is no
+    /// write and so not harvested.
+    fn discard_holes(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
+        let Some(mut held) = owned.held.take() else { return Ok(()) };
+        let Segment { block, run } = owned.segment;
+        let blocks = Arc::clone(&self.blocks);
+        let mut holes = held.clone();
+        for data in blocks[block].data(run) {
+            let data = data?;
+            holes.clear(PageRun::new(data.start.0 - run.start.0, data.count.0));
+        }
+        for hole in holes.runs() {
+            held.clear(hole);
+            let start = run.start.0 + hole.start.0;
+            self.send_zero(block, PageIndex(start), PageIndex(start + hole.count.0))?;
+        }
+        owned.held = Some(held);
+        Ok(())
+    }
+
+    /// Makes sure that the frame being built is for `block` and has room.
+    fn frame_for(&mut self, block: usize) -> Result<(), EngineError> {
+        if self.frame_block != block || self.builder.room() == 0 {
+            self.flush()?;
+            self.frame_block = block;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), EngineError> {
+        if self.builder.is_empty() {
+            return Ok(());
+        }
+        let frame = self.builder.finish(self.frame_block as u32);
+        self.limiter.take(frame.len());
+        self.stream.write_all(frame).map_err(link_error("destination"))?;
+        let bytes = frame.len() as u64;
+        self.carried.sent += ByteCount(bytes);
+        self.counters.sent.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
+        self.stream.write_all(bytes).map_err(link_error("destination"))?;
+        self.carried.sent += ByteCount(bytes.len() as u64);
+        self.counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+}

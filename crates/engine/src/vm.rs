@@ -1,0 +1,111 @@
+//! What the engine needs of a machine: two traits, implemented by the adapters.
+//!
+//! The engine calls them in the order of the state machines and never from two threads at once.
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use godwit_memory::RamBlock;
+use godwit_track::DirtyTracker;
+
+/// An adapter's error; the adapter's words say what to do.
+pub type VmError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A VM that is to leave this host.
+pub trait SourceVm {
+    /// The kind of machine; its device state is understood by the same kind only.
+    fn machine(&self) -> &'static str;
+
+    /// The RAM blocks to copy. Both sides must have the same, in any order.
+    fn ram(&self) -> Arc<Vec<RamBlock>>;
+
+    /// Whether the guest ran when the adapter looked first. It is brought back to this.
+    fn was_running(&self) -> bool;
+
+    /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker is dropped.
+    ///
+    /// # Errors
+    /// When the machine cannot be tracked; it is then as before.
+    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError>;
+
+    /// How long a part of the machine was stopped to start the tracking.
+    fn tracking_stop(&self) -> Duration;
+
+    /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
+    /// after [`Self::release_state`].
+    ///
+    /// # Errors
+    /// When the machine refuses; the guest runs on.
+    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
+
+    /// Stops the guest. When it returns, no vCPU and no device writes guest memory any more. Returns when the
+    /// guest stopped.
+    ///
+    /// # Errors
+    /// When it cannot be stopped; [`Self::resume`] brings it back.
+    fn stop(&mut self) -> Result<Instant, VmError>;
+
+    /// Lets the device state flow to its end.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn release_state(&mut self) -> Result<(), VmError>;
+
+    /// Called after the stream has ended: was the state saved completely?
+    ///
+    /// # Errors
+    /// When it was not.
+    fn state_saved(&mut self) -> Result<(), VmError>;
+
+    /// Brings the guest back to how it was found, from wherever the calls above had come, and undoes every setting
+    /// that they made.
+    ///
+    /// # Errors
+    /// When the guest could not be made to run again.
+    fn resume(&mut self) -> Result<(), VmError>;
+
+    /// The guest runs elsewhere: ends the machine, or leaves it stopped for good with `keep`.
+    ///
+    /// # Errors
+    /// When it could not be ended. It never runs the guest again in any case.
+    fn retire(&mut self, keep: bool) -> Result<(), VmError>;
+}
+
+/// A VM that waits to take a guest in.
+pub trait DestinationVm {
+    /// The kind of machine.
+    fn machine(&self) -> &'static str;
+
+    /// The RAM blocks to fill.
+    fn ram(&self) -> Arc<Vec<RamBlock>>;
+
+    /// Makes the machine ready to load device state and returns where to write it. The guest must not run when it is
+    /// loaded.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError>;
+
+    /// Waits until the device state, which was written to its end, is loaded.
+    ///
+    /// # Errors
+    /// When the machine could not load it.
+    fn finish_load(&mut self) -> Result<(), VmError>;
+
+    /// Runs the guest.
+    ///
+    /// # Errors
+    /// When the guest does not run and will not.
+    fn run(&mut self) -> Result<(), VmError>;
+
+    /// Tells the network where the guest is now. Called when it runs.
+    ///
+    /// # Errors
+    /// When the machine refuses; the guest runs all the same.
+    fn announce(&mut self) -> Result<(), VmError>;
+
+    /// Makes sure that the guest never runs here. A machine that took nothing in but pages may go on waiting for
+    /// another attempt.
+    fn discard(&mut self);
+}

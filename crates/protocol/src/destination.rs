@@ -1,0 +1,133 @@
+//! The destination's state machine.
+
+use crate::Unexpected;
+
+/// Where the destination is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// Waiting for a source.
+    Listening,
+    /// Pages arrive.
+    Receiving,
+    /// The VM is ready for its device state; the last pages arrive.
+    Prepared,
+    /// The device state is complete and being loaded.
+    Loading,
+    /// Everything is written, checked and loaded; the guest is stopped.
+    Ready,
+    /// COMMIT came: the guest is being started here.
+    Starting,
+    /// The guest runs here.
+    Running,
+    /// The guest does not run here and never will.
+    Discarded,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Input {
+    /// A source offers a VM that fits.
+    Offer,
+    /// The source ended a round, and every channel has placed its pages.
+    RoundEnd,
+    /// The source is about to stop the guest.
+    Prepare,
+    /// The source asks for digests.
+    DigestRequest,
+    /// A piece of device state came.
+    State,
+    /// The device state is complete.
+    StateEnd,
+    /// The device state is loaded.
+    Loaded,
+    /// The guest is ours.
+    Commit,
+    /// The guest runs.
+    Started,
+    /// The connection broke.
+    LinkLost,
+    /// The source gave up.
+    Aborted,
+    /// Something went wrong here, a wait reached its limit, or the operator cancelled.
+    Failed,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Accept the offer.
+    SendAccept,
+    /// Say that the round is in place.
+    SendRoundAck,
+    /// Make the VM ready for its device state, and say so.
+    Prepare,
+    /// Compute and send digests.
+    SendDigests,
+    /// Hand the piece of device state to the VM.
+    WriteState,
+    /// Wait until the VM has loaded it.
+    FinishLoad,
+    /// Say that the guest could run.
+    SendReady,
+    /// Run the guest.
+    RunGuest,
+    /// Say that it runs.
+    SendRunning,
+    /// Wait for the source to come back and say what it decided.
+    AwaitResolve,
+    /// Make sure that the guest cannot run here.
+    DiscardGuest,
+    /// Say so, if anybody listens.
+    SendDiscarded,
+}
+
+impl State {
+    /// Whether the destination may run the guest in this state.
+    #[must_use]
+    pub fn may_run_guest(self) -> bool {
+        matches!(self, Self::Starting | Self::Running)
+    }
+
+    /// Whether nothing more will happen, except that a source in doubt may ask.
+    #[must_use]
+    pub fn is_final(self) -> bool {
+        matches!(self, Self::Running | Self::Discarded)
+    }
+}
+
+/// One step.
+///
+/// # Errors
+/// When the input is out of place: the caller treats that as [`Input::Failed`].
+pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpected> {
+    use {Action as A, Input as I, State as S};
+    Ok(match (state, input) {
+        (S::Listening, I::Offer) => (S::Receiving, vec![A::SendAccept]),
+        (S::Receiving | S::Prepared, I::RoundEnd) => (state, vec![A::SendRoundAck]),
+        (S::Receiving, I::Prepare) => (S::Prepared, vec![A::Prepare]),
+        (S::Prepared, I::DigestRequest) => (state, vec![A::SendDigests]),
+        (S::Prepared, I::State) => (state, vec![A::WriteState]),
+        (S::Prepared, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
+        (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),
+        (S::Ready, I::Commit) => (S::Starting, vec![A::RunGuest]),
+        (S::Starting, I::Started) => (S::Running, vec![A::SendRunning]),
+
+        // Who may run the guest? Ours since COMMIT; a source that asks again is told.
+        (S::Running, I::Commit) => (S::Running, vec![A::SendRunning]),
+        (S::Discarded, I::Commit) => (S::Discarded, vec![A::SendDiscarded]),
+        // It could not be started (it never ran), so the source may have it back.
+        (S::Starting, I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
+        // Started is started: what breaks now changes nothing, and neither does a late word of the source.
+        (S::Starting | S::Running | S::Discarded, I::LinkLost | I::Aborted) => (state, vec![]),
+        (S::Running | S::Discarded, I::Failed) => (state, vec![]),
+        // Ready, and the link broke: COMMIT may have been lost with it. Only the source knows.
+        (S::Ready, I::LinkLost) => (S::Ready, vec![A::AwaitResolve]),
+        (S::Ready, I::Aborted) => (S::Discarded, vec![A::DiscardGuest]),
+        // Before COMMIT came: not ours.
+        (_, I::LinkLost | I::Aborted | I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
+
+        (state, input) => {
+            return Err(Unexpected { state: format!("{state:?}"), input: format!("{input:?}") });
+        }
+    })
+}

@@ -1,0 +1,45 @@
+//! The conversation of a migration as two state machines, without sockets, threads or clock.
+//!
+//! ```text
+//!   source                                            destination
+//!   Idle          -- Offer ------------------------>  Listening
+//!   Negotiating   <------------------------ Accept -- Receiving
+//!   PreCopy ⟲     -- pages …, RoundEnd ------------>     ⟲
+//!                 <---------------------- RoundAck --
+//!   Preparing     -- Prepare ---------------------->
+//!                 <---------------------- Prepared -- Prepared
+//!   Stopping         (guest stops)
+//!   StopAndCopy   -- last pages, RoundEnd --------->
+//!                 <---------------------- RoundAck --
+//!   Verifying     -- DigestRequest ---------------->               (with --verify)
+//!                 <----------------------- Digests --
+//!   SavingState   -- DeviceState …, DeviceStateEnd->  Loading
+//!   AwaitingReady <------------------------- Ready -- Ready
+//!   Handover      -- Commit ----------------------->  Starting
+//!   Done          <----------------------- Running -- Running
+//! ```
+//!
+//! The machines say what to do; pages never enter them. [`source::step`] and [`destination::step`] are total:
+//! what must not happen in a state is an error, not a panic.
+//!
+//! Invariant: **at most one side runs the guest.** The source may run it in every state up to and including
+//! `AwaitingReady`, and again in `Cancelled`; the destination from `Starting` on. The source leaves the former
+//! for good by sending COMMIT and comes back only when told `Discarded`, which the destination says only in a
+//! state that it never leaves. `tests/model.rs` walks every interleaving of both machines and a link that may
+//! break at any point, and checks it.
+
+#![forbid(unsafe_code)]
+
+pub mod destination;
+pub mod source;
+
+/// An input that a state cannot take: the peer broke the protocol, or the caller is mistaken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{input} is out of place in the state {state}")]
+#[non_exhaustive]
+pub struct Unexpected {
+    /// The state.
+    pub state: String,
+    /// The input.
+    pub input: String,
+}

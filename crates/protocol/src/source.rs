@@ -1,0 +1,174 @@
+//! The source's state machine.
+
+use crate::Unexpected;
+
+/// Where the source is. States that count rounds carry the number of the round in progress or just made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum State {
+    /// Nothing was said yet.
+    Idle,
+    /// The offer is out.
+    Negotiating,
+    /// The guest runs; its memory is copied round by round.
+    PreCopy {
+        /// The round.
+        round: u32,
+    },
+    /// The destination gets ready for the device state; the guest still runs.
+    Preparing {
+        /// The last round.
+        round: u32,
+    },
+    /// The guest is being stopped.
+    Stopping {
+        /// The last round.
+        round: u32,
+    },
+    /// The guest is stopped; the last dirty pages are copied.
+    StopAndCopy,
+    /// Both sides compute digests of all memory.
+    Verifying,
+    /// The device state is saved and sent.
+    SavingState,
+    /// All is sent; the destination loads it.
+    AwaitingReady,
+    /// COMMIT is out: the guest is the destination's.
+    Handover,
+    /// The connection broke after COMMIT: who runs the guest is unknown. It stays stopped here.
+    InDoubt,
+    /// The guest runs at the destination.
+    Done,
+    /// The guest stays here and runs, if it ran before.
+    Cancelled,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Input {
+    /// The operator wants it, the connection stands.
+    Start,
+    /// The destination accepts the offer.
+    Accepted,
+    /// The destination has every page of the round in place.
+    RoundPlaced,
+    /// Policy wants another round.
+    NextRound,
+    /// Policy wants to switch over.
+    SwitchOver,
+    /// The destination is ready for the device state.
+    Prepared,
+    /// The guest is stopped and its devices are drained.
+    GuestStopped,
+    /// The digests of both sides are equal.
+    DigestsEqual,
+    /// The device state is sent to its end.
+    StateSent,
+    /// The destination could run the guest.
+    Ready,
+    /// The destination runs the guest.
+    Running,
+    /// The destination does not run the guest and never will.
+    Discarded,
+    /// A connection to the destination stands again.
+    Reconnected,
+    /// Anything went wrong, here, there or between, or the operator cancelled.
+    Failed,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Tell the destination what will come.
+    SendOffer,
+    /// Start tracking writes.
+    StartTracking,
+    /// Copy what is dirty, with the guest running.
+    CopyRound(u32),
+    /// Ask policy what is next.
+    AskPolicy,
+    /// Tell the destination to get ready.
+    SendPrepare,
+    /// Stop the guest.
+    StopGuest,
+    /// Copy the last dirty pages.
+    CopyLastRound(u32),
+    /// Compute digests and compare them with the destination's.
+    CompareDigests,
+    /// Let the device state flow.
+    SendState,
+    /// Give the guest away.
+    SendCommit,
+    /// Find out who runs the guest.
+    Resolve,
+    /// The guest is gone: end the VM here.
+    RetireGuest,
+    /// Tell the destination that it is over.
+    SendAbort,
+    /// Remove tracking, and run the guest if it ran before.
+    ResumeGuest,
+}
+
+impl State {
+    /// Whether the source may run the guest in this state.
+    #[must_use]
+    pub fn may_run_guest(self) -> bool {
+        match self {
+            Self::Idle
+            | Self::Negotiating
+            | Self::PreCopy { .. }
+            | Self::Preparing { .. }
+            | Self::Stopping { .. }
+            | Self::StopAndCopy
+            | Self::Verifying
+            | Self::SavingState
+            | Self::AwaitingReady
+            | Self::Cancelled => true,
+            Self::Handover | Self::InDoubt | Self::Done => false,
+        }
+    }
+
+    /// Whether nothing more will happen.
+    #[must_use]
+    pub fn is_final(self) -> bool {
+        matches!(self, Self::Done | Self::Cancelled)
+    }
+}
+
+/// One step; `verify` says whether digests are compared.
+///
+/// # Errors
+/// When the input is out of place: the caller treats that as [`Input::Failed`].
+pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Action>), Unexpected> {
+    use {Action as A, Input as I, State as S};
+    Ok(match (state, input) {
+        (S::Idle, I::Start) => (S::Negotiating, vec![A::SendOffer]),
+        (S::Negotiating, I::Accepted) => (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)]),
+        (S::PreCopy { .. }, I::RoundPlaced) => (state, vec![A::AskPolicy]),
+        (S::PreCopy { round }, I::NextRound) => {
+            (S::PreCopy { round: round + 1 }, vec![A::CopyRound(round + 1)])
+        }
+        (S::PreCopy { round }, I::SwitchOver) => (S::Preparing { round }, vec![A::SendPrepare]),
+        (S::Preparing { round }, I::Prepared) => (S::Stopping { round }, vec![A::StopGuest]),
+        (S::Stopping { round }, I::GuestStopped) => (S::StopAndCopy, vec![A::CopyLastRound(round + 1)]),
+        (S::StopAndCopy, I::RoundPlaced) if verify => (S::Verifying, vec![A::CompareDigests]),
+        (S::StopAndCopy, I::RoundPlaced) | (S::Verifying, I::DigestsEqual) => {
+            (S::SavingState, vec![A::SendState])
+        }
+        (S::SavingState, I::StateSent) => (S::AwaitingReady, vec![]),
+        (S::AwaitingReady, I::Ready) => (S::Handover, vec![A::SendCommit]),
+        (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::RetireGuest]),
+
+        // Who may run the guest? Before COMMIT: the source, whatever happened.
+        (state, I::Failed) if state.may_run_guest() && state != S::Cancelled => {
+            (S::Cancelled, vec![A::SendAbort, A::ResumeGuest])
+        }
+        // After COMMIT: whoever the destination says.
+        (S::Handover | S::InDoubt, I::Failed) => (S::InDoubt, vec![A::Resolve]),
+        (S::InDoubt, I::Reconnected) => (S::InDoubt, vec![A::SendCommit]),
+        (S::Handover | S::InDoubt, I::Discarded) => (S::Cancelled, vec![A::ResumeGuest]),
+
+        (state, input) => {
+            return Err(Unexpected { state: format!("{state:?}"), input: format!("{input:?}") });
+        }
+    })
+}

@@ -1,0 +1,301 @@
+//! Both machines and the link between them, walked exhaustively: every interleaving, the link breaking and
+//! either side failing at any point.
+//!
+//! Checked in every reachable state: at most one side may run the guest. Checked at the end: from every state
+//! in which the destination still answers, some way leads to an end with exactly one owner.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{HashSet, VecDeque};
+
+use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+
+/// A message on its way; only what the machines tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Msg {
+    Offer,
+    Accept,
+    RoundEnd,
+    RoundAck,
+    Prepare,
+    Prepared,
+    DigestRequest,
+    Digests,
+    State,
+    StateEnd,
+    Ready,
+    Commit,
+    Running,
+    Discarded,
+    Abort,
+}
+
+/// What an engine does by itself after an action: an input to its own machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct World {
+    source: Ss,
+    destination: Ds,
+    /// Inputs that the source's (destination's) own work will yield.
+    source_todo: VecDeque<Si>,
+    destination_todo: VecDeque<Di>,
+    to_destination: VecDeque<Msg>,
+    to_source: VecDeque<Msg>,
+    link: bool,
+    /// Each side notices a broken link once.
+    source_knows: bool,
+    destination_knows: bool,
+    faults_left: u8,
+    reconnects_left: u8,
+    /// The destination process is gone: nobody answers any more.
+    destination_gone: bool,
+}
+
+const VERIFY: bool = true;
+
+impl World {
+    fn start() -> Self {
+        Self {
+            source: Ss::Idle,
+            destination: Ds::Listening,
+            source_todo: [Si::Start].into(),
+            destination_todo: VecDeque::new(),
+            to_destination: VecDeque::new(),
+            to_source: VecDeque::new(),
+            link: true,
+            source_knows: false,
+            destination_knows: false,
+            faults_left: 3,
+            reconnects_left: 2,
+            destination_gone: false,
+        }
+    }
+
+    fn send(&mut self, to_destination: bool, msg: Msg) {
+        if self.link {
+            let queue = if to_destination { &mut self.to_destination } else { &mut self.to_source };
+            queue.push_back(msg);
+        }
+    }
+
+    fn source_takes(&mut self, input: Si) {
+        let (state, actions) = src::step(self.source, input, VERIFY)
+            .unwrap_or_else(|_| src::step(self.source, Si::Failed, VERIFY).unwrap_or((self.source, vec![])));
+        self.source = state;
+        for action in actions {
+            match action {
+                S::SendOffer => self.send(true, Msg::Offer),
+                S::CopyRound(_) | S::CopyLastRound(_) => self.send(true, Msg::RoundEnd),
+                // One further round is enough to go round the loop.
+                S::AskPolicy => {
+                    let next = if self.source == (Ss::PreCopy { round: 0 }) {
+                        Si::NextRound
+                    } else {
+                        Si::SwitchOver
+                    };
+                    self.source_todo.push_back(next);
+                }
+                S::SendPrepare => self.send(true, Msg::Prepare),
+                S::StopGuest => self.source_todo.push_back(Si::GuestStopped),
+                S::CompareDigests => self.send(true, Msg::DigestRequest),
+                S::SendState => {
+                    self.send(true, Msg::State);
+                    self.send(true, Msg::StateEnd);
+                    self.source_todo.push_back(Si::StateSent);
+                }
+                S::SendCommit => self.send(true, Msg::Commit),
+                S::SendAbort => self.send(true, Msg::Abort),
+                S::StartTracking | S::Resolve | S::RetireGuest | S::ResumeGuest => {}
+            }
+        }
+    }
+
+    fn destination_takes(&mut self, input: Di) {
+        let (state, actions) = dst::step(self.destination, input).unwrap_or_else(|_| {
+            dst::step(self.destination, Di::Failed).unwrap_or((self.destination, vec![]))
+        });
+        self.destination = state;
+        for action in actions {
+            match action {
+                D::SendAccept => self.send(false, Msg::Accept),
+                D::SendRoundAck => self.send(false, Msg::RoundAck),
+                D::Prepare => self.send(false, Msg::Prepared),
+                D::SendDigests => self.send(false, Msg::Digests),
+                D::FinishLoad => self.destination_todo.push_back(Di::Loaded),
+                D::SendReady => self.send(false, Msg::Ready),
+                D::RunGuest => self.destination_todo.push_back(Di::Started),
+                D::SendRunning => self.send(false, Msg::Running),
+                D::SendDiscarded => self.send(false, Msg::Discarded),
+                D::WriteState | D::AwaitResolve | D::DiscardGuest => {}
+            }
+        }
+    }
+
+    /// Every world that can follow this one; `faults` says whether something may break.
+    fn next(&self, faults: bool) -> Vec<World> {
+        let mut worlds = Vec::new();
+        let mut add = |change: &dyn Fn(&mut World)| {
+            let mut world = self.clone();
+            change(&mut world);
+            worlds.push(world);
+        };
+        if let Some(&input) = self.source_todo.front() {
+            add(&|w| {
+                w.source_todo.pop_front();
+                w.source_takes(input);
+            });
+        }
+        if let (Some(&input), false) = (self.destination_todo.front(), self.destination_gone) {
+            add(&|w| {
+                w.destination_todo.pop_front();
+                w.destination_takes(input);
+            });
+        }
+        // A side reads what comes next only once its own work is done.
+        if let (Some(&msg), true) = (self.to_source.front(), self.source_todo.is_empty()) {
+            let input = match msg {
+                Msg::Accept => Si::Accepted,
+                Msg::RoundAck => Si::RoundPlaced,
+                Msg::Prepared => Si::Prepared,
+                Msg::Digests => Si::DigestsEqual,
+                Msg::Ready => Si::Ready,
+                Msg::Running => Si::Running,
+                Msg::Discarded => Si::Discarded,
+                other => panic!("{other:?} to the source"),
+            };
+            add(&|w| {
+                w.to_source.pop_front();
+                w.source_takes(input);
+            });
+        }
+        let destination_reads = self.destination_todo.is_empty() && !self.destination_gone;
+        if let (Some(&msg), true) = (self.to_destination.front(), destination_reads) {
+            let input = match msg {
+                Msg::Offer => Di::Offer,
+                Msg::RoundEnd => Di::RoundEnd,
+                Msg::Prepare => Di::Prepare,
+                Msg::DigestRequest => Di::DigestRequest,
+                Msg::State => Di::State,
+                Msg::StateEnd => Di::StateEnd,
+                Msg::Commit => Di::Commit,
+                Msg::Abort => Di::Aborted,
+                other => panic!("{other:?} to the destination"),
+            };
+            add(&|w| {
+                w.to_destination.pop_front();
+                w.destination_takes(input);
+            });
+        }
+        // A broken link is noticed after what had arrived by then was read.
+        if !self.link && !self.source_knows && self.to_source.is_empty() && self.source_todo.is_empty() {
+            add(&|w| {
+                w.source_knows = true;
+                w.source_takes(Si::Failed);
+            });
+        }
+        if !self.link && !self.destination_knows && self.to_destination.is_empty() && destination_reads {
+            add(&|w| {
+                w.destination_knows = true;
+                w.destination_takes(Di::LinkLost);
+            });
+        }
+        let can_reconnect = self.source == Ss::InDoubt
+            && self.source_knows
+            && (self.destination_knows && !self.destination_gone)
+            && self.reconnects_left > 0;
+        if can_reconnect {
+            add(&|w| {
+                w.reconnects_left -= 1;
+                (w.link, w.source_knows, w.destination_knows) = (true, false, false);
+                w.source_takes(Si::Reconnected);
+            });
+        }
+        if faults && self.faults_left > 0 {
+            if self.link {
+                // Any suffix of what is on its way may be lost.
+                for keep_d in 0..=self.to_destination.len() {
+                    for keep_s in 0..=self.to_source.len() {
+                        add(&|w| {
+                            w.faults_left -= 1;
+                            w.link = false;
+                            w.to_destination.truncate(keep_d);
+                            w.to_source.truncate(keep_s);
+                        });
+                    }
+                }
+            }
+            add(&|w| {
+                w.faults_left -= 1;
+                w.source_takes(Si::Failed);
+            });
+            if !self.destination_gone {
+                add(&|w| {
+                    w.faults_left -= 1;
+                    w.destination_todo.clear();
+                    w.destination_takes(Di::Failed);
+                });
+                // The process dies. Its guest, if it ran, runs on; if not, it never will.
+                add(&|w| {
+                    w.faults_left -= 1;
+                    w.destination_gone = true;
+                    w.link = false;
+                    w.to_destination.clear();
+                    w.destination_todo.clear();
+                });
+            }
+        }
+        worlds
+    }
+}
+
+fn reachable(from: World, faults: bool) -> HashSet<World> {
+    let mut seen = HashSet::from([from.clone()]);
+    let mut queue = VecDeque::from([from]);
+    while let Some(world) = queue.pop_front() {
+        for next in world.next(faults) {
+            if seen.insert(next.clone()) {
+                queue.push_back(next);
+            }
+        }
+    }
+    seen
+}
+
+#[test]
+fn never_two_owners() {
+    let worlds = reachable(World::start(), true);
+    assert!(worlds.len() > 1_000, "only {} worlds: the model is broken", worlds.len());
+    for world in &worlds {
+        let owners = u8::from(world.source.may_run_guest()) + u8::from(world.destination.may_run_guest());
+        assert!(owners <= 1, "two owners: {world:?}");
+        if world.source == Ss::Done {
+            assert!(world.destination.may_run_guest(), "the guest is gone: {world:?}");
+        }
+    }
+    for state in [Ss::Done, Ss::Cancelled, Ss::InDoubt] {
+        assert!(worlds.iter().any(|world| world.source == state), "{state:?} is never reached");
+    }
+}
+
+#[test]
+fn without_faults_the_guest_arrives() {
+    let worlds = reachable(World::start(), false);
+    let ends: Vec<&World> = worlds.iter().filter(|world| world.next(false).is_empty()).collect();
+    assert!(!ends.is_empty());
+    for end in ends {
+        assert_eq!((end.source, end.destination), (Ss::Done, Ds::Running));
+    }
+}
+
+#[test]
+fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
+    for world in reachable(World::start(), true) {
+        if !world.next(false).is_empty() {
+            continue;
+        }
+        let owner = world.source.may_run_guest() || world.destination.may_run_guest();
+        let in_doubt = world.source == Ss::InDoubt;
+        // In doubt to the end only when the destination died or the last chance to ask was used up.
+        let excused = in_doubt && (world.destination_gone || world.reconnects_left == 0);
+        assert!(owner || excused, "nobody owns the guest: {world:?}");
+    }
+}

@@ -1,0 +1,112 @@
+//! The transition tables as they stand in `docs/state-machines.md`, generated from the code.
+//!
+//! `UPDATE_TABLES=1 cargo test -p godwit-protocol --test table` writes the page anew.
+#![allow(clippy::unwrap_used)]
+
+use std::fmt::Debug;
+
+use godwit_protocol::{destination as dst, source as src};
+
+const SOURCE_STATES: [src::State; 13] = [
+    src::State::Idle,
+    src::State::Negotiating,
+    src::State::PreCopy { round: 0 },
+    src::State::Preparing { round: 0 },
+    src::State::Stopping { round: 0 },
+    src::State::StopAndCopy,
+    src::State::Verifying,
+    src::State::SavingState,
+    src::State::AwaitingReady,
+    src::State::Handover,
+    src::State::InDoubt,
+    src::State::Done,
+    src::State::Cancelled,
+];
+const SOURCE_INPUTS: [src::Input; 14] = [
+    src::Input::Start,
+    src::Input::Accepted,
+    src::Input::RoundPlaced,
+    src::Input::NextRound,
+    src::Input::SwitchOver,
+    src::Input::Prepared,
+    src::Input::GuestStopped,
+    src::Input::DigestsEqual,
+    src::Input::StateSent,
+    src::Input::Ready,
+    src::Input::Running,
+    src::Input::Discarded,
+    src::Input::Reconnected,
+    src::Input::Failed,
+];
+const DESTINATION_STATES: [dst::State; 8] = [
+    dst::State::Listening,
+    dst::State::Receiving,
+    dst::State::Prepared,
+    dst::State::Loading,
+    dst::State::Ready,
+    dst::State::Starting,
+    dst::State::Running,
+    dst::State::Discarded,
+];
+const DESTINATION_INPUTS: [dst::Input; 12] = [
+    dst::Input::Offer,
+    dst::Input::RoundEnd,
+    dst::Input::Prepare,
+    dst::Input::DigestRequest,
+    dst::Input::State,
+    dst::Input::StateEnd,
+    dst::Input::Loaded,
+    dst::Input::Commit,
+    dst::Input::Started,
+    dst::Input::LinkLost,
+    dst::Input::Aborted,
+    dst::Input::Failed,
+];
+
+/// `PreCopy { round: 0 }` as `PreCopy`.
+fn name(value: &impl Debug) -> String {
+    let text = format!("{value:?}");
+    text.split([' ', '(']).next().unwrap_or_default().to_owned()
+}
+
+fn rows<S: Copy + Debug + PartialEq, I: Copy + Debug, A: Debug, E>(
+    states: &[S],
+    inputs: &[I],
+    step: impl Fn(S, I) -> Result<(S, Vec<A>), E>,
+) -> String {
+    let mut text = String::from("| state | input | next state | actions |\n| --- | --- | --- | --- |\n");
+    for state in states {
+        for input in inputs {
+            if let Ok((next, actions)) = step(*state, *input) {
+                let actions: Vec<String> = actions.iter().map(name).collect();
+                let row = format!(
+                    "| {} | {} | {} | {} |\n",
+                    name(state),
+                    name(input),
+                    name(&next),
+                    actions.join(", ")
+                );
+                text.push_str(&row);
+            }
+        }
+    }
+    text
+}
+
+#[test]
+fn the_page_shows_what_the_code_does() {
+    let source = rows(&SOURCE_STATES, &SOURCE_INPUTS, |s, i| src::step(s, i, true));
+    let destination = rows(&DESTINATION_STATES, &DESTINATION_INPUTS, dst::step);
+    let page = format!(
+        "# The state machines\n\nGenerated from `crates/protocol` by its test `table`, which fails when this page and the code differ;\n\
+         do not edit. What is not listed is an error, which the engine treats as `Failed`. The conversation\n\
+         as a picture is in `crates/protocol/src/lib.rs`.\n\n\
+         ## Source\n\nWith `--verify`; without it `StopAndCopy` goes to `SavingState` at once.\n\n{source}\n\
+         ## Destination\n\n{destination}"
+    );
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/state-machines.md");
+    if std::env::var_os("UPDATE_TABLES").is_some() {
+        std::fs::write(path, &page).unwrap();
+    }
+    assert_eq!(std::fs::read_to_string(path).unwrap(), page, "run it again with UPDATE_TABLES=1");
+}

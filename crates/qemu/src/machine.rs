@@ -1,0 +1,179 @@
+//! What runs behind a monitor: its process, its RAM files, and everything that stands against migrating it.
+//!
+//! Invariant: looking changes nothing. Every refusal comes before QEMU was touched.
+
+use std::path::{Path, PathBuf};
+
+use godwit_memory::RamBlock;
+use godwit_track::other_writers;
+use godwit_units::ByteCount;
+use serde_json::{Value, json};
+
+use crate::QemuError;
+use crate::qmp::{Qmp, QmpError};
+
+/// A QEMU process and its monitor.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    pub(crate) qmp: Qmp,
+    pub(crate) pid: i32,
+}
+
+impl Machine {
+    /// Connects to the monitor at `path`.
+    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
+        let qmp = Qmp::connect(path)?;
+        let pid = qmp.peer_pid()?.as_raw_nonzero().get();
+        Ok(Self { qmp, pid })
+    }
+
+    /// QEMU's run state (`query-status`).
+    pub(crate) fn run_state(&mut self) -> Result<String, QmpError> {
+        let status = self.qmp.execute("query-status", Value::Null)?;
+        Ok(text(&status["status"]))
+    }
+
+    /// The state of QEMU's own migration, empty when there was none (`query-migrate`).
+    pub(crate) fn migration_state(&mut self) -> Result<String, QmpError> {
+        let migration = self.qmp.execute("query-migrate", Value::Null)?;
+        Ok(text(&migration["status"]))
+    }
+
+    /// Opens all RAM blocks.
+    pub(crate) fn ram(&mut self) -> Result<Vec<RamBlock>, QemuError> {
+        let backends = self.qmp.execute("query-memdev", Value::Null)?;
+        let mut blocks = Vec::new();
+        for backend in backends.as_array().into_iter().flatten() {
+            let id = text(&backend["id"]);
+            let size = backend["size"].as_u64().unwrap_or(0);
+            let unshared = |what: &str| QemuError::RamNotShared { what: format!("RAM block '{id}' {what}") };
+            // Only memory-backend-file has the property; asking the others is refused.
+            let path = match self.object_property(&id, "mem-path") {
+                Ok(path) => text(&path),
+                Err(QmpError::Refused { .. }) => return Err(unshared("is not a memory-backend-file")),
+                Err(error) => return Err(error.into()),
+            };
+            if backend["share"] != true {
+                return Err(unshared("is not shared (share=off)"));
+            }
+            let path = self.path_here(Path::new(&path));
+            if path.is_dir() {
+                return Err(unshared("has a directory as mem-path, in which its file has no name"));
+            }
+            // Since QEMU 8.1; before, a block begins at the start of its file.
+            let offset =
+                self.object_property(&id, "offset").ok().and_then(|value| value.as_u64()).unwrap_or(0);
+            let keep_allocated = backend["prealloc"] == true;
+            blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), keep_allocated)?);
+        }
+        let shared: u64 = blocks.iter().map(|block| block.pages().bytes().0).sum();
+        let summary = self.qmp.execute("query-memory-size-summary", Value::Null)?;
+        let total =
+            summary["base-memory"].as_u64().unwrap_or(0) + summary["plugged-memory"].as_u64().unwrap_or(0);
+        if total > shared {
+            let what = format!(
+                "{} of the guest's {} of RAM is not in a shared named file",
+                ByteCount(total - shared),
+                ByteCount(total)
+            );
+            return Err(QemuError::RamNotShared { what });
+        }
+        Ok(blocks)
+    }
+
+    /// A path of the QEMU process as this process reaches it, across chroot and mount namespaces.
+    fn path_here(&self, path: &Path) -> PathBuf {
+        let base = if path.is_absolute() { "root" } else { "cwd" };
+        let relative = path.strip_prefix("/").unwrap_or(path);
+        let through = Path::new("/proc").join(self.pid.to_string()).join(base).join(relative);
+        if through.exists() { through } else { path.to_owned() }
+    }
+
+    fn object_property(&mut self, id: &str, property: &str) -> Result<Value, QmpError> {
+        self.qmp.execute("qom-get", json!({ "path": format!("/objects/{id}"), "property": property }))
+    }
+
+    /// Refuses what cannot be migrated from here.
+    pub(crate) fn check_source(&mut self, blocks: &[RamBlock]) -> Result<(), QemuError> {
+        self.check_blockers()?;
+        self.check_devices()?;
+        self.check_descriptors()?;
+        self.check_disks()?;
+        match other_writers(self.pid, blocks).into_iter().next() {
+            Some(writer) => Err(QemuError::OtherWriter(writer)),
+            None => Ok(()),
+        }
+    }
+
+    fn check_blockers(&mut self) -> Result<(), QemuError> {
+        let migration = self.qmp.execute("query-migrate", Value::Null)?;
+        let reasons = migration["blocked-reasons"].as_array();
+        if let Some(reason) = reasons.and_then(|reasons| reasons.first()) {
+            return Err(QemuError::Blocked(text(reason)));
+        }
+        Ok(())
+    }
+
+    /// Looks at the types of all plugged devices, and at the network back ends.
+    fn check_devices(&mut self) -> Result<(), QemuError> {
+        for bus in ["/machine/peripheral", "/machine/peripheral-anon"] {
+            let children = self.qmp.execute("qom-list", json!({ "path": bus }))?;
+            for child in children.as_array().into_iter().flatten() {
+                let kind = text(&child["type"]);
+                let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) else {
+                    continue;
+                };
+                let device = format!("device '{}' ({kind})", text(&child["name"]));
+                if kind.starts_with("vhost-user") {
+                    return Err(QemuError::VhostUser { what: device });
+                }
+                // SG_IO hands guest pages to the device without a fault.
+                let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
+                if by_dma || kind == "scsi-generic" || kind == "scsi-block" {
+                    return Err(QemuError::Untrackable { device });
+                }
+            }
+        }
+        // Network back ends are no objects; only the human monitor lists them.
+        let arguments = json!({ "command-line": "info network" });
+        let network = text(&self.qmp.execute("human-monitor-command", arguments)?);
+        if let Some(line) = network.lines().find(|line| line.contains("type=vhost-user")) {
+            return Err(QemuError::VhostUser { what: format!("the network back end '{}'", line.trim()) });
+        }
+        Ok(())
+    }
+
+    /// A device that was unplugged from the list above still shows in the open files.
+    fn check_descriptors(&self) -> Result<(), QemuError> {
+        let Ok(entries) = std::fs::read_dir(format!("/proc/{}/fd", self.pid)) else { return Ok(()) };
+        for target in entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()) {
+            let target = target.to_string_lossy();
+            if target.starts_with("/dev/vfio/") || target.starts_with("/dev/vhost-vdpa") {
+                return Err(QemuError::Untrackable { device: format!("the device behind {target}") });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_disks(&mut self) -> Result<(), QemuError> {
+        let nodes = self.qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+        for node in nodes.as_array().into_iter().flatten() {
+            if node["cache"]["direct"] == true {
+                return Err(QemuError::DirectIo { node: text(&node["node-name"]) });
+            }
+        }
+        // Drives made by -drive show the setting at the drive.
+        let drives = self.qmp.execute("query-block", Value::Null)?;
+        for drive in drives.as_array().into_iter().flatten() {
+            if drive["inserted"]["cache"]["direct"] == true {
+                return Err(QemuError::DirectIo { node: text(&drive["device"]) });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A JSON string; empty for anything else.
+pub(crate) fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}

@@ -1,0 +1,70 @@
+//! QEMU's migration capabilities and parameters, set for our purpose and put back afterwards.
+
+use serde_json::{Value, json};
+
+use crate::QemuError;
+use crate::qmp::{Qmp, QmpError};
+
+/// What godwit needs: RAM in shared files left out, the guest stopped and the devices not yet saved, and an event at
+/// each change of state.
+const NEEDED: [&str; 3] = ["x-ignore-shared", "pause-before-switchover", "events"];
+/// What would change the stream or its channel; a management program may have left them on.
+const IN_THE_WAY: [&str; 6] =
+    ["multifd", "postcopy-ram", "return-path", "background-snapshot", "mapped-ram", "colo"];
+
+/// Capabilities and parameters as they were found.
+#[derive(Debug, Default)]
+pub(crate) struct Settings {
+    capabilities: Vec<Value>,
+    parameters: Value,
+}
+
+impl Settings {
+    /// Turns on what is needed and off what is in the way, and remembers what it changed.
+    pub(crate) fn apply(qmp: &mut Qmp) -> Result<Self, QemuError> {
+        let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
+        let state = |name: &str| {
+            found.as_array()?.iter().find(|entry| entry["capability"] == name)?["state"].as_bool()
+        };
+        let mut wanted = Vec::new();
+        let mut before = Vec::new();
+        let mut want = |name: &'static str, on: bool, is: bool| {
+            if is != on {
+                wanted.push(json!({ "capability": name, "state": on }));
+                before.push(json!({ "capability": name, "state": is }));
+            }
+        };
+        for name in NEEDED {
+            want(name, true, state(name).ok_or(QemuError::NoCapability(name))?);
+        }
+        for name in IN_THE_WAY {
+            if let Some(is) = state(name) {
+                want(name, false, is);
+            }
+        }
+        // No limit of QEMU's own may stand between its last byte and the switchover: what it sends is small.
+        let parameters = qmp.execute("query-migrate-parameters", Value::Null)?;
+        let ours = json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000 });
+        let kept = |name: &str| parameters[name].clone();
+        let settings = Self {
+            capabilities: before,
+            parameters: json!({ "max-bandwidth": kept("max-bandwidth"), "downtime-limit": kept("downtime-limit") }),
+        };
+        if !wanted.is_empty() {
+            qmp.execute("migrate-set-capabilities", json!({ "capabilities": wanted }))?;
+        }
+        qmp.execute("migrate-set-parameters", ours)?;
+        Ok(settings)
+    }
+
+    /// Puts everything back.
+    pub(crate) fn restore(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        if !self.capabilities.is_empty() {
+            qmp.execute("migrate-set-capabilities", json!({ "capabilities": self.capabilities }))?;
+        }
+        if self.parameters["max-bandwidth"].is_number() {
+            qmp.execute("migrate-set-parameters", self.parameters)?;
+        }
+        Ok(())
+    }
+}

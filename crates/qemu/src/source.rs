@@ -1,0 +1,242 @@
+//! A stock QEMU as the source: stopped by its own migration, which carries the device state and nothing else.
+//!
+//! ```text
+//!   open_state      capabilities, getfd (one end of a socket pair)
+//!   stop            migrate fd:… -> the guest stops, devices drain -> pre-switchover
+//!   release_state   migrate-continue -> the device state flows, end of file -> completed
+//!   resume          migrate_cancel or cont, from wherever it was; settings put back
+//! ```
+
+use std::io::Read;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use godwit_engine::vm::{SourceVm, VmError};
+use godwit_memory::RamBlock;
+use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
+use serde_json::{Value, json};
+
+use crate::QemuError;
+use crate::machine::{Machine, text};
+use crate::qmp::{Event, Qmp, QmpError};
+use crate::settings::Settings;
+
+/// The name under which QEMU keeps the descriptor.
+pub(crate) const FD_NAME: &str = "godwit-state";
+/// QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks are flushed; a flush may take
+/// long on a slow disk.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+const SAVE_LIMIT: Duration = Duration::from_secs(30);
+const RESUME_LIMIT: Duration = Duration::from_secs(20);
+
+/// A QEMU whose guest is to leave.
+#[derive(Debug)]
+pub struct QemuSource {
+    machine: Machine,
+    ram: Arc<Vec<RamBlock>>,
+    was_running: bool,
+    tracking_stop: Duration,
+    settings: Option<Settings>,
+    /// Another handle to our end of the state stream, to end it.
+    state: Option<UnixStream>,
+    /// Whether `migrate` was issued.
+    migrating: bool,
+}
+
+impl QemuSource {
+    /// Looks at the QEMU behind the monitor at `path` and refuses what cannot be migrated. Changes nothing.
+    ///
+    /// # Errors
+    /// What stands against it, with the cure.
+    pub fn open(path: &Path) -> Result<Self, QemuError> {
+        kernel_support()?;
+        let mut machine = Machine::connect(path)?;
+        let state = machine.run_state()?;
+        let cure = match state.as_str() {
+            "running" | "paused" => "",
+            "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
+            "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",
+            "finish-migrate" => {
+                "another migration is under way, or one was cut off: `migrate_cancel` ends that"
+            }
+            _ => "it must be running or paused",
+        };
+        if !cure.is_empty() {
+            return Err(QemuError::SourceState { state, cure });
+        }
+        let migration = machine.migration_state()?;
+        if !matches!(migration.as_str(), "" | "none" | "failed" | "cancelled" | "completed") {
+            let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
+            return Err(QemuError::SourceState { state: migration, cure });
+        }
+        let ram = machine.ram()?;
+        machine.check_source(&ram)?;
+        Ok(Self {
+            machine,
+            ram: Arc::new(ram),
+            was_running: state == "running",
+            tracking_stop: Duration::ZERO,
+            settings: None,
+            state: None,
+            migrating: false,
+        })
+    }
+
+    /// The QEMU process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.machine.pid
+    }
+
+    /// QEMU's version: major, minor, micro.
+    #[must_use]
+    pub fn version(&self) -> (u64, u64, u64) {
+        self.machine.qmp.version()
+    }
+
+    fn cancel_own_migration(&mut self) -> Result<(), QemuError> {
+        let until = Instant::now() + RESUME_LIMIT;
+        let mut cancelled = false;
+        loop {
+            match self.machine.migration_state()?.as_str() {
+                "" | "none" | "failed" | "cancelled" | "completed" => return Ok(()),
+                _ if Instant::now() >= until => {
+                    return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
+                }
+                _ if !cancelled => {
+                    self.machine.qmp.execute("migrate_cancel", Value::Null)?;
+                    cancelled = true;
+                }
+                _ => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    fn bring_back(&mut self) -> Result<(), QemuError> {
+        if let Some(state) = self.state.take() {
+            let _ = state.shutdown(Shutdown::Both);
+        }
+        if self.migrating {
+            self.cancel_own_migration()?;
+            self.migrating = false;
+        }
+        if self.was_running && self.machine.run_state()? != "running" {
+            self.machine.qmp.execute("cont", Value::Null)?;
+            let state = self.machine.run_state()?;
+            if state != "running" {
+                return Err(QemuError::NotRunning {
+                    state,
+                    cure: "look at QEMU's log and `cont` it by hand",
+                });
+            }
+        }
+        if let Some(settings) = self.settings.take() {
+            settings.restore(&mut self.machine.qmp)?;
+        }
+        Ok(())
+    }
+}
+
+/// The state a MIGRATION event reports; empty for other events.
+pub(crate) fn migration_event(event: &Event) -> String {
+    if event.name == "MIGRATION" { text(&event.data["status"]) } else { String::new() }
+}
+
+/// QEMU's words about its failed migration.
+pub(crate) fn failure_words(qmp: &mut Qmp) -> String {
+    let migration = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
+    match text(&migration["error-desc"]) {
+        words if words.is_empty() => "it gives no reason; see its standard error".to_owned(),
+        words => words,
+    }
+}
+
+impl SourceVm for QemuSource {
+    fn machine(&self) -> &'static str {
+        "qemu"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        Arc::clone(&self.ram)
+    }
+
+    fn was_running(&self) -> bool {
+        self.was_running
+    }
+
+    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        let tracker = PagemapTracker::start(self.machine.pid, &self.ram)?;
+        self.tracking_stop = tracker.attachment().stopped();
+        Ok(Arc::new(tracker))
+    }
+
+    fn tracking_stop(&self) -> Duration {
+        self.tracking_stop
+    }
+
+    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
+        let (ours, theirs) =
+            UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
+        let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
+        self.settings = Some(Settings::apply(&mut self.machine.qmp)?);
+        self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
+        self.state = Some(handle);
+        Ok(Box::new(ours))
+    }
+
+    fn stop(&mut self) -> Result<Instant, VmError> {
+        let qmp = &mut self.machine.qmp;
+        qmp.forget_events();
+        self.migrating = true;
+        qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+        let mut stopped = None;
+        let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
+            if event.name == "STOP" {
+                stopped.get_or_insert(event.arrived);
+            }
+            matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
+        })?;
+        match migration_event(&reached).as_str() {
+            "pre-switchover" => Ok(stopped.unwrap_or(reached.arrived)),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp) }.into()),
+        }
+    }
+
+    fn release_state(&mut self) -> Result<(), VmError> {
+        self.machine.qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
+        Ok(())
+    }
+
+    fn state_saved(&mut self) -> Result<(), VmError> {
+        let qmp = &mut self.machine.qmp;
+        let reached = qmp.wait_event_where("the end of its migration", SAVE_LIMIT, |event| {
+            matches!(migration_event(event).as_str(), "failed" | "completed" | "cancelled")
+        })?;
+        match migration_event(&reached).as_str() {
+            "completed" => Ok(()),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp) }.into()),
+        }
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        Ok(self.bring_back()?)
+    }
+
+    fn retire(&mut self, keep: bool) -> Result<(), VmError> {
+        self.state = None;
+        if keep {
+            if let Some(settings) = self.settings.take() {
+                settings.restore(&mut self.machine.qmp)?;
+            }
+            return Ok(());
+        }
+        match self.machine.qmp.execute("quit", Value::Null) {
+            Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
