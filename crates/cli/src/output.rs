@@ -1,0 +1,181 @@
+//! What is printed: progress and results for people (on standard error and output), or lines of JSON for programs.
+
+use std::io::{IsTerminal, Write};
+
+use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::{EngineError, Failure, Survivor};
+use godwit_units::{ByteCount, Rate, format_duration};
+use serde_json::{Value, json};
+
+/// Prints one line of JSON to standard output, at once.
+pub(crate) fn json_line(value: &Value) {
+    let mut out = std::io::stdout().lock();
+    // A reader that went away is no reason to stop a migration.
+    let _ = writeln!(out, "{value}");
+    let _ = out.flush();
+}
+
+/// Shows a migration in progress.
+#[derive(Debug)]
+pub(crate) struct Display {
+    json: bool,
+    terminal: bool,
+    line_open: bool,
+}
+
+impl Display {
+    pub(crate) fn new(json: bool) -> Self {
+        Self { json, terminal: std::io::stderr().is_terminal(), line_open: false }
+    }
+
+    /// Shows one look: as JSON always, on a terminal in place, elsewhere only at the end of rounds.
+    pub(crate) fn progress(&mut self, progress: &Progress) {
+        if self.json {
+            json_line(&progress_json(progress));
+            return;
+        }
+        let ends = progress.round_ended;
+        if !self.terminal && !ends {
+            return;
+        }
+        let mut err = std::io::stderr().lock();
+        let start = if self.terminal { "\r\x1b[K" } else { "" };
+        let end = if ends || !self.terminal { "\n" } else { "" };
+        let _ = write!(err, "{start}{}{end}", progress_line(progress));
+        let _ = err.flush();
+        self.line_open = self.terminal && !ends;
+    }
+
+    /// Ends a line that is still being rewritten.
+    pub(crate) fn finish(&mut self) {
+        if std::mem::take(&mut self.line_open) {
+            eprintln!();
+        }
+    }
+}
+
+fn optional<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
+    value.map_or_else(|| "?".to_owned(), show)
+}
+
+/// One line about a migration in progress.
+pub(crate) fn progress_line(progress: &Progress) -> String {
+    let stage = match progress.stage {
+        Stage::PreCopy => format!("round {}", progress.round),
+        Stage::StopAndCopy => "last round".to_owned(),
+        Stage::Handover => "handover".to_owned(),
+    };
+    format!(
+        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}",
+        format_duration(progress.elapsed),
+        progress.sent,
+        progress.remaining,
+        optional(progress.dirty_rate, |rate: Rate| rate.to_string()),
+        optional(progress.bandwidth, |rate: Rate| rate.to_string()),
+        optional(progress.expected_downtime, format_duration),
+    )
+}
+
+fn progress_json(progress: &Progress) -> Value {
+    let rate = |rate: Option<Rate>| rate.map(|rate| rate.bytes_per_second().round());
+    json!({
+        "event": "progress",
+        "elapsed_ms": progress.elapsed.as_secs_f64() * 1e3,
+        "stage": progress.stage,
+        "round": progress.round,
+        "round_ended": progress.round_ended,
+        "sent_bytes": progress.sent.0,
+        "remaining_bytes": progress.remaining.0,
+        "dirty_bytes_per_second": rate(progress.dirty_rate),
+        "bandwidth_bytes_per_second": rate(progress.bandwidth),
+        "expected_downtime_ms": progress.expected_downtime.map(|time| time.as_secs_f64() * 1e3),
+    })
+}
+
+/// The measures for people.
+pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> String {
+    let parts = &measures.parts;
+    let mut list = vec![
+        ("drain", parts.drain),
+        ("last pages", parts.copy),
+        ("save", parts.save),
+        ("load", parts.load),
+        ("handover", parts.handover),
+    ];
+    if measures.verified {
+        list.insert(2, ("verify", parts.verify));
+    }
+    let parts: Vec<String> =
+        list.iter().map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
+    let verified = if measures.verified {
+        format!("yes: digests of all {} equal on both sides", measures.ram)
+    } else {
+        "checksums of all frames (--verify compares digests of all memory)".to_owned()
+    };
+    format!(
+        "set-up    {}  (a QEMU thread was stopped for {})\n\
+         total     {}  in {} rounds\n\
+         downtime  {}  ({})\n\
+         sent      {} of {} RAM\n\
+         slower    {} with writes tracked\n\
+         used      {:.0} ms CPU, {} memory at most (this side)\n\
+         verified  {verified}",
+        format_duration(measures.setup),
+        format_duration(measures.tracking_stop),
+        format_duration(measures.total),
+        measures.rounds,
+        format_duration(measures.downtime),
+        parts.join(", "),
+        measures.sent,
+        measures.ram,
+        format_duration(measures.tracked),
+        cpu_ms,
+        ByteCount(rss),
+    )
+}
+
+/// Where the guest is, and what is to be done, if anything.
+pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
+    match survivor {
+        Survivor::Source => "the guest is at the source, as it was before",
+        Survivor::SourceStopped => {
+            "the guest is at the source but could not be made to run again: look at QEMU's log, then `cont` it"
+        }
+        Survivor::Unknown => {
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask that QEMU (query-status): if it runs there, quit this one, if it does not and never will, `cont` this one"
+        }
+        Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
+    }
+}
+
+/// Tells a failure: one line for people on standard error, and with `json` an object as the last line.
+pub(crate) fn failure(failure: &Failure, json: bool) {
+    eprintln!("godwit: {failure}; {}", survivor_text(failure.survivor));
+    if json {
+        let outcome = match (&failure.cause, failure.survivor) {
+            (_, Survivor::Unknown) => "in-doubt",
+            (EngineError::Cancelled, _) => "cancelled",
+            _ => "failed",
+        };
+        let guest = match failure.survivor {
+            Survivor::Source => "source",
+            Survivor::SourceStopped => "source-stopped",
+            Survivor::Unknown => "unknown",
+            Survivor::Destination => "destination",
+        };
+        json_line(&json!({
+            "outcome": outcome,
+            "phase": failure.phase.to_string(),
+            "guest": guest,
+            "error": failure.cause.to_string(),
+        }));
+    }
+}
+
+/// Tells that a VM was refused before anything began.
+pub(crate) fn refusal(error: &dyn std::error::Error, json: bool) {
+    eprintln!("godwit: {error}");
+    if json {
+        json_line(&json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }));
+    }
+}

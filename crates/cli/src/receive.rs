@@ -1,0 +1,133 @@
+//! `godwit receive`.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::destination::{Notice, Received, receive};
+use godwit_engine::{EngineError, Failure};
+use godwit_qemu::QemuDestination;
+use godwit_units::{format_duration, parse_duration};
+use serde_json::json;
+
+use crate::output::{self, json_line};
+use crate::process::{self, FAILED, cpu_time, peak_rss};
+use crate::vm::VmName;
+
+/// Take a guest into a VM on this host that waits for one.
+///
+/// The VM is started with the source's options and `-incoming defer`. One guest is taken in, then the command ends.
+/// Connections that do not speak the protocol are refused and told of; the address should be reachable for trusted
+/// hosts only, since nothing is encrypted yet.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to
+    #[arg(long, value_name = "VM")]
+    vm: VmName,
+
+    /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT or unix:PATH
+    #[arg(long, value_name = "ADDR")]
+    listen: Address,
+
+    /// How long to wait for a source; 0s: forever
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
+    wait: Duration,
+
+    /// Print events and result as lines of JSON on standard output
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let cancel = process::cancel_on_signals();
+    let VmName::Qemu(path) = &arguments.vm;
+    let mut vm = match QemuDestination::open(path) {
+        Ok(vm) => vm,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
+        }
+    };
+    let listening = Listener::bind(&arguments.listen).and_then(|l| l.address().map(|address| (l, address)));
+    let (listener, address) = match listening {
+        Ok(listening) => listening,
+        Err(source) => {
+            let error = EngineError::Listen { address: arguments.listen.to_string(), source };
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
+        }
+    };
+    let json = arguments.json;
+    if json {
+        json_line(&json!({ "event": "listening", "address": address.to_string() }));
+    } else {
+        eprintln!("listening on {address}");
+    }
+    let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
+    match receive(&mut vm, &listener, wait, &cancel, &mut |notice| tell_notice(notice, json)) {
+        Ok(received) => {
+            tell(&received, json);
+            ExitCode::SUCCESS
+        }
+        Err(failure) => {
+            tell_failure(&failure, json);
+            process::exit_code(&failure)
+        }
+    }
+}
+
+fn tell_notice(notice: &Notice, json: bool) {
+    match notice {
+        // On standard error in any case: somebody knocks who should not.
+        Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
+        Notice::Accepted { ram } if json => json_line(&json!({ "event": "accepted", "ram_bytes": ram.0 })),
+        Notice::Accepted { ram } => eprintln!("a source has connected: {ram} of RAM to come"),
+        Notice::Round { round, received } if json => {
+            json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
+        }
+        Notice::Round { round, received } => eprintln!("round {round} in place, {received} received"),
+        Notice::AwaitingSource { limit } => {
+            let limit = format_duration(*limit);
+            eprintln!(
+                "godwit: the source was lost at the handover; waiting up to {limit} for it to say who runs the guest"
+            );
+        }
+    }
+}
+
+fn tell(received: &Received, json: bool) {
+    let (cpu_ms, rss) = (cpu_time().as_secs_f64() * 1e3, peak_rss());
+    if json {
+        json_line(&json!({
+            "outcome": "running",
+            "received_bytes": received.bytes.0,
+            "total_ms": received.total.as_secs_f64() * 1e3,
+            "load_ms": received.load.as_secs_f64() * 1e3,
+            "resume_ms": received.resume.as_secs_f64() * 1e3,
+            "verified": received.verified,
+            "cpu_ms": cpu_ms,
+            "peak_rss_bytes": rss,
+        }));
+        return;
+    }
+    println!(
+        "the guest runs here: {} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
+        received.bytes,
+        format_duration(received.total),
+        format_duration(received.load),
+        format_duration(received.resume),
+    );
+}
+
+fn tell_failure(failure: &Failure, json: bool) {
+    eprintln!("godwit: {failure}; the guest does not run here");
+    if json {
+        json_line(&json!({
+            "outcome": if matches!(failure.cause, EngineError::Cancelled) { "cancelled" } else { "failed" },
+            "phase": failure.phase.to_string(),
+            "error": failure.cause.to_string(),
+        }));
+    }
+}
