@@ -1,13 +1,334 @@
-//! `godwit demo`.
+//! `godwit demo`: the main job on this machine, with witnesses.
+//!
+//! What it says about the guest comes from outside of godwit: from the guest's own console and from an observer that
+//! looks at a counter of the guest in both RAM files. The migration itself is the two commands, run as processes.
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use clap::Args;
+use anyhow::{Context, bail, ensure};
+use clap::{Args, ValueEnum};
+use godwit_testbed::{
+    BeaconPlace, Beat, Flavour, Godwit, GuestConfig, Observer, Running, TestVm, VmConfig, end_children,
+    flavours, longest_pause,
+};
+use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_verify::settings::Mode;
+use serde_json::{Value, json};
 
-/// x
+use crate::output::json_line;
+use crate::process::{CANCELLED, FAILED, cancel_on_signals};
+
+/// A guest under emulation boots in seconds; a machine under load takes longer.
+const BOOT_LIMIT: Duration = Duration::from_secs(180);
+const MIGRATION_LIMIT: Duration = Duration::from_secs(300);
+/// Heartbeats, ten a second, before and after that are looked at.
+const BEATS: usize = 10;
+
+/// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
+///
+/// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. Needs the guest
+/// and a QEMU; `make demo` provides both.
 #[derive(Debug, Args)]
-pub(crate) struct Arguments {}
+pub(crate) struct Arguments {
+    /// What the guest does
+    #[arg(long, default_value = "rate")]
+    mode: ModeName,
 
-pub(crate) fn run(_arguments: &Arguments) -> ExitCode {
-    ExitCode::SUCCESS
+    /// Pages the guest writes each second in the mode `rate`
+    #[arg(long, value_name = "PAGES", default_value_t = 2000)]
+    rate: u64,
+
+    /// The memory that the guest writes to
+    #[arg(long, value_name = "SIZE", default_value = "128MiB")]
+    working_set: ByteCount,
+
+    /// The guest's RAM; half of it is filled
+    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    memory: ByteCount,
+
+    /// The newest QEMU found, or the oldest
+    #[arg(long, default_value = "newest")]
+    qemu: QemuChoice,
+
+    /// The most that is sent, as for `godwit migrate`
+    #[arg(long, value_name = "RATE")]
+    max_bandwidth: Option<Rate>,
+
+    /// Print lines of JSON; the last one is the result
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ModeName {
+    /// Almost nothing
+    Idle,
+    /// Write so many pages a second
+    Rate,
+    /// Write as fast as it can
+    Full,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum QemuChoice {
+    Newest,
+    Oldest,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let cancel = cancel_on_signals();
+    let watched = cancel.clone();
+    std::thread::spawn(move || {
+        while !watched.is_cancelled() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        // What is waited for below ends, and everything is cleaned up on the way out.
+        end_children();
+    });
+    match demo(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) if cancel.is_cancelled() => {
+            eprintln!("godwit: cancelled; both QEMUs have been ended");
+            ExitCode::from(CANCELLED)
+        }
+        Err(error) => {
+            eprintln!("godwit: {error:#}");
+            if arguments.json {
+                json_line(&json!({ "outcome": "failed", "error": format!("{error:#}") }));
+            }
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
+    const MIB: u64 = 1 << 20;
+    let memory = arguments.memory.0;
+    ensure!(
+        memory >= 256 * MIB && memory.is_multiple_of(2 * MIB),
+        "--memory {} does not do: use at least 256MiB, in steps of 2MiB",
+        arguments.memory
+    );
+    let fill = ByteCount(memory / 2);
+    ensure!(
+        arguments.working_set.0 >= 4096 && arguments.working_set <= fill,
+        "--working-set {} does not do: half of the RAM is filled, so use 4KiB to {fill}",
+        arguments.working_set
+    );
+    ensure!(
+        arguments.rate > 0 || !matches!(arguments.mode, ModeName::Rate),
+        "--rate 0 does not do: use --mode idle"
+    );
+    Ok(GuestConfig {
+        memory: arguments.memory,
+        mode: match arguments.mode {
+            ModeName::Idle => Mode::Idle,
+            ModeName::Rate => Mode::Rate,
+            ModeName::Full => Mode::Full,
+        },
+        rate: arguments.rate,
+        working_set: arguments.working_set,
+        fill,
+    })
+}
+
+fn choose(choice: QemuChoice) -> anyhow::Result<Flavour> {
+    let found = flavours().into_iter();
+    let chosen = match choice {
+        QemuChoice::Newest => found.max_by_key(|flavour| flavour.version),
+        QemuChoice::Oldest => found.min_by_key(|flavour| flavour.version),
+    };
+    chosen.context("there is no QEMU: run `make qemu`")
+}
+
+fn demo(arguments: &Arguments) -> anyhow::Result<()> {
+    let say = |text: &str| {
+        if arguments.json {
+            json_line(&json!({ "event": "note", "text": text }));
+        } else {
+            println!("{text}");
+        }
+    };
+    let config = VmConfig::new(&choose(arguments.qemu)?, guest(arguments)?);
+    let godwit = Godwit::built()?;
+
+    say(&format!("starting a source and a destination, {} each: {}", config.guest.memory, config.flavour));
+    let source = TestVm::source(&config)?;
+    let destination = TestVm::destination(&config)?;
+    say("booting Linux in the source; its init fills and stamps half of its memory");
+    source.wait_ready(BOOT_LIMIT)?;
+    source.wait_for_heartbeats_after(Instant::now(), BEATS + 1, BOOT_LIMIT)?;
+    let place = BeaconPlace::find(source.ram_file())?;
+    let observer = Observer::start(place, source.ram_file(), destination.ram_file())?;
+    say("the guest is at work; its last heartbeats:");
+    show_beats(&source.heartbeats(), 2, &say);
+
+    let (receive, address) = godwit.receive(&destination, &[])?;
+    let limit = arguments.max_bandwidth.map(|rate| (rate.bytes_per_second() as u64).to_string() + "B/s");
+    let mut options = vec!["--verify"];
+    if let Some(limit) = &limit {
+        options.extend(["--max-bandwidth", limit]);
+    }
+    say(&format!("migrating it to {address}, digests of all memory compared at the end:"));
+    let began = Instant::now();
+    let migrate = godwit.migrate(&source, &address, &options)?;
+    follow(&migrate, arguments.json);
+    let migrated = migrate.wait(MIGRATION_LIMIT)?;
+    let last = migrated.last().clone();
+    if last["outcome"] != "migrated" {
+        bail!("the migration failed: {}", migrated.errors.trim());
+    }
+    let ended = Instant::now();
+    let received = receive.wait(MIGRATION_LIMIT)?;
+
+    destination.wait_for_heartbeats_after(Instant::now(), BEATS, BOOT_LIMIT)?;
+    let seen = observer.finish()?;
+    ensure!(!seen.ran_on_both, "the guest counted on both sides: this must never happen");
+    let gap = seen.switchover.context("the guest was not seen to move")?;
+    let beats = source.heartbeats_across(&destination);
+    let bugs = [source.bugs(), destination.bugs()].concat();
+    say("the guest runs on at the destination; heartbeats across the switchover:");
+    show_beats(&around(&beats, ended), 4, &say);
+
+    let speed = Speed::of(&beats, began, ended);
+    let cpu_ms = number(&last, "cpu_ms") + number(received.last(), "cpu_ms");
+    let result = json!({
+        "outcome": "migrated",
+        "qemu": config.flavour.to_string(),
+        "setup_ms": last["setup_ms"],
+        "total_ms": last["total_ms"],
+        "downtime_ms": last["downtime_ms"],
+        "verify_ms": last["verify_ms"],
+        "guest_gap_ms": gap.length.as_secs_f64() * 1e3,
+        "guest_gap_resolution_ms": gap.resolution.as_secs_f64() * 1e3,
+        "longest_heartbeat_gap_ms": longest_pause(&beats).as_secs_f64() * 1e3,
+        "guest_speed_during": speed.during,
+        "guest_speed_after": speed.after,
+        "slow_ms": last["tracked_ms"],
+        "sent_bytes": last["sent_bytes"],
+        "rounds": last["rounds"],
+        "cpu_ms": cpu_ms,
+        "peak_rss_bytes": last["peak_rss_bytes"].as_u64().max(received.last()["peak_rss_bytes"].as_u64()),
+        "tracking_stop_us": last["tracking_stop_us"],
+        "verified": last["verified"],
+        "bug": bugs.len(),
+    });
+    if arguments.json {
+        json_line(&result);
+    } else {
+        summary(&result);
+    }
+    ensure!(bugs.is_empty(), "the guest found its memory damaged: {}", bugs.join("; "));
+    ensure!(last["verified"] == true, "the digests were not compared");
+    Ok(())
+}
+
+/// Shows the progress lines of `migrate` as they come.
+fn follow(migrate: &Running, json: bool) {
+    let mut shown = 0;
+    loop {
+        let lines = migrate.lines();
+        for line in &lines[shown..] {
+            if json && line["event"] == "progress" {
+                json_line(line);
+            } else if line["round_ended"] == true {
+                println!("  {}", progress_text(line));
+            }
+        }
+        shown = lines.len();
+        if lines.last().is_some_and(|line| !line["outcome"].is_null()) || migrate.has_ended() {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn progress_text(line: &Value) -> String {
+    let bytes = |key: &str| ByteCount(line[key].as_u64().unwrap_or(0)).to_string();
+    let rate = |key: &str| Rate::from_bytes_per_second(number(line, key)).to_string();
+    format!(
+        "round {}  sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}",
+        line["round"],
+        bytes("sent_bytes"),
+        bytes("remaining_bytes"),
+        rate("dirty_bytes_per_second"),
+        rate("bandwidth_bytes_per_second"),
+        millis(number(line, "expected_downtime_ms")),
+    )
+}
+
+fn number(value: &Value, key: &str) -> f64 {
+    value[key].as_f64().unwrap_or(0.0)
+}
+
+fn millis(ms: f64) -> String {
+    format_duration(Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default())
+}
+
+fn show_beats(beats: &[Beat], most: usize, say: &dyn Fn(&str)) {
+    for beat in &beats[beats.len().saturating_sub(most)..] {
+        say(&format!("  {}", beat.heartbeat));
+    }
+}
+
+/// Two heartbeats before `moment` and two after.
+fn around(beats: &[Beat], moment: Instant) -> Vec<Beat> {
+    let split = beats.partition_point(|beat| beat.at <= moment);
+    beats[split.saturating_sub(2)..beats.len().min(split + 2)].to_vec()
+}
+
+/// How fast the guest counted during the migration and after it, as a share of before.
+struct Speed {
+    during: f64,
+    after: f64,
+}
+
+impl Speed {
+    fn of(beats: &[Beat], began: Instant, ended: Instant) -> Self {
+        let speed = |beats: &[Beat]| match beats {
+            [first, .., last] => {
+                let counted = last.heartbeat.count.saturating_sub(first.heartbeat.count);
+                counted as f64 / last.at.duration_since(first.at).as_secs_f64()
+            }
+            _ => f64::NAN,
+        };
+        let from = beats.partition_point(|beat| beat.at < began);
+        let to = beats.partition_point(|beat| beat.at <= ended);
+        let before = speed(&beats[from.saturating_sub(BEATS)..from]);
+        let during = speed(&beats[from.saturating_sub(1)..beats.len().min(to + 1)]);
+        Self { during: during / before, after: speed(&beats[to..]) / before }
+    }
+}
+
+fn summary(result: &Value) {
+    let ms = |key: &str| millis(number(result, key));
+    let share = |key: &str| format!("{:.0} %", number(result, key) * 100.0);
+    println!(
+        "\nset-up time    {}  (a QEMU thread was stopped for {} us)\n\
+         total time     {}  in {} rounds\n\
+         total data     {}\n\
+         downtime       {}, of which {} to compare all memory; the guest's own gap, seen from outside: {} (to {}); longest pause between heartbeats, 100 ms apart: {}\n\
+         guest's speed  {} during the migration, {} after it, of what it was before; slower for {}\n\
+         resources      {:.0} ms CPU and at most {} memory in godwit's processes\n\
+         memory         {}; BUG lines of the guest: {}",
+        ms("setup_ms"),
+        result["tracking_stop_us"],
+        ms("total_ms"),
+        result["rounds"],
+        ByteCount(result["sent_bytes"].as_u64().unwrap_or(0)),
+        ms("downtime_ms"),
+        ms("verify_ms"),
+        ms("guest_gap_ms"),
+        ms("guest_gap_resolution_ms"),
+        ms("longest_heartbeat_gap_ms"),
+        share("guest_speed_during"),
+        share("guest_speed_after"),
+        ms("slow_ms"),
+        number(result, "cpu_ms"),
+        ByteCount(result["peak_rss_bytes"].as_u64().unwrap_or(0)),
+        if result["verified"] == true { "digests of both sides equal" } else { "NOT compared" },
+        result["bug"],
+    );
 }

@@ -108,6 +108,11 @@ impl Console {
         }
     }
 
+    /// Whether everything was read.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lock().closed
+    }
+
     /// Waits up to `limit` until everything was read.
     pub(crate) fn wait_closed(&self, limit: Duration) -> anyhow::Result<()> {
         let deadline = Instant::now() + limit;

@@ -160,6 +160,12 @@ impl Running {
         rustix::process::kill_process(pid, signal).context("cannot send a signal to godwit")
     }
 
+    /// Whether it has closed its output, which it does at its end.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.output.is_closed()
+    }
+
     /// Waits until it ends by itself.
     ///
     /// # Errors

@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+mod children;
 mod console;
 mod cpu;
 mod flavour;
@@ -18,6 +19,7 @@ mod observer;
 mod own;
 mod vm;
 
+pub use children::end_children;
 pub use console::{Beat, longest_pause};
 pub use cpu::{CpuTime, peak_rss};
 pub use flavour::{Flavour, flavours, flavours_for};
