@@ -1,1 +1,137 @@
-//! End-to-end tests live in `tests/`.
+//! What the end-to-end tests in `tests/` share: a pair of machines, a link that can be cut, and what it means that a
+//! guest is untouched.
+//!
+//! The tests drive the `godwit` command as its users do, against real QEMUs with the self-checking guest.
+
+#![forbid(unsafe_code)]
+
+mod link;
+
+pub use link::Link;
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use godwit_testbed::{Ended, Flavour, Godwit, Running, TestVm, VmConfig};
+use serde_json::Value;
+
+/// No wait of these tests is longer; it is a bound for what hangs, not a measure of speed.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// A source with a guest at work and a destination that waits.
+#[derive(Debug)]
+pub struct Pair {
+    /// Where the guest is.
+    pub source: TestVm,
+    /// Where it is to go.
+    pub destination: TestVm,
+    /// The command.
+    pub godwit: Godwit,
+}
+
+impl Pair {
+    /// Starts both and waits until the guest works.
+    ///
+    /// # Errors
+    /// When that does not come about.
+    pub fn start(config: &VmConfig) -> anyhow::Result<Self> {
+        let godwit = Godwit::built()?;
+        let source = TestVm::source(config)?;
+        let destination = TestVm::destination(config)?;
+        source.wait_ready(LIMIT)?;
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        Ok(Self { source, destination, godwit })
+    }
+
+    /// Runs both commands to their ends: migrate, receive.
+    ///
+    /// # Errors
+    /// When one of them does not start or does not end.
+    pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
+        let (receive, address) = self.godwit.receive(&self.destination, &[])?;
+        let migrate = self.godwit.migrate(&self.source, &address, options)?;
+        Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
+    }
+}
+
+/// Waits until `migrate` is copying.
+///
+/// # Errors
+/// When it never does.
+pub fn await_copying(migrate: &Running) -> anyhow::Result<()> {
+    let copying = |line: &Value| line["sent_bytes"].as_u64() > Some(1 << 20) && line["outcome"].is_null();
+    migrate.wait_for("copying", LIMIT, copying).map(drop)
+}
+
+/// Checks that a migration has come to a good end: the guest runs at the destination, counts on and finds no damage.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_moved(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
+    let last = migrate.last();
+    ensure!(last["outcome"] == "migrated", "{last} {}", migrate.errors);
+    ensure!(migrate.status.success(), "exit status {}", migrate.status);
+    ensure!(pair.destination.status()? == "running", "the guest does not run at the destination");
+    pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    let numbers: Vec<u64> =
+        pair.source.heartbeats_across(&pair.destination).iter().map(|beat| beat.heartbeat.n).collect();
+    ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "heartbeats went back: {numbers:?}");
+    let bugs = [pair.source.bugs(), pair.destination.bugs()].concat();
+    ensure!(bugs.is_empty(), "{bugs:?}");
+    Ok(())
+}
+
+/// Checks that the guest runs in `vm` as if godwit had never been there: running, counting, unharmed, not traced, not
+/// write-protected, and with QEMU's migration settings as they were.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
+    let status = vm.status()?;
+    ensure!(status == "running", "the guest is '{status}'");
+    vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))? {
+        let status = std::fs::read_to_string(task?.path().join("status")).unwrap_or_default();
+        let tracer = status.lines().find(|line| line.starts_with("TracerPid:")).unwrap_or("TracerPid:\t0");
+        ensure!(tracer == "TracerPid:\t0", "a thread is traced: {tracer}");
+    }
+    // `uw`: registered with a userfaultfd for write protection (proc(5), smaps VmFlags).
+    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid()))?;
+    let tracked = smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
+    ensure!(!tracked, "memory is still write-protected");
+    let capabilities = vm.qmp().execute("query-migrate-capabilities", Value::Null)?;
+    for entry in capabilities.as_array().context("no capabilities")? {
+        ensure!(entry["state"] == false, "{} was left on", entry["capability"]);
+    }
+    let parameters = vm.qmp().execute("query-migrate-parameters", Value::Null)?;
+    ensure!(
+        parameters["downtime-limit"] == 300,
+        "downtime-limit was left at {}",
+        parameters["downtime-limit"]
+    );
+    Ok(())
+}
+
+/// Checks that `ended` failed with exit status `code` and that its one line of complaint contains all of `words`.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_refused(ended: &Ended, code: i32, words: &[&str]) -> anyhow::Result<()> {
+    let complaint = ended.errors.trim();
+    ensure!(ended.status.code() == Some(code), "exit status {}: {complaint}", ended.status);
+    ensure!(complaint.lines().count() == 1, "not one line: {complaint}");
+    for word in words {
+        ensure!(complaint.contains(word), "'{word}' is not in: {complaint}");
+    }
+    Ok(())
+}
+
+/// One of `flavours`, the oldest: where any will do.
+///
+/// # Errors
+/// When there is none.
+pub fn oldest(flavours: &[Flavour]) -> anyhow::Result<&Flavour> {
+    let Some(flavour) = flavours.iter().min_by_key(|flavour| flavour.version) else { bail!("no QEMU") };
+    Ok(flavour)
+}

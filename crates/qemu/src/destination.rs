@@ -25,6 +25,9 @@ const LOAD_LIMIT: Duration = Duration::from_secs(30);
 /// One write of device state without progress.
 const WRITE_LIMIT: Duration = Duration::from_secs(20);
 
+/// QEMU reports why it could not load on its standard error only, and exits.
+const EXITED: &str = "it has exited; see its standard error (do the options of both sides agree?)";
+
 /// A QEMU that waits for a guest.
 #[derive(Debug)]
 pub struct QemuDestination {
@@ -95,10 +98,9 @@ impl DestinationVm for QemuDestination {
         });
         match reached {
             Ok(event) if migration_event(&event) == "completed" => {}
-            Ok(_) => return Err(ended(&failure_words(qmp)).into()),
+            Ok(_) => return Err(ended(&failure_words(qmp, EXITED)).into()),
             Err(QmpError::Closed { .. }) => {
-                let words = "it has exited; see its standard error (do the options of both sides agree?)";
-                return Err(ended(words).into());
+                return Err(ended(EXITED).into());
             }
             Err(error) => return Err(error.into()),
         }

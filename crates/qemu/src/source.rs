@@ -146,14 +146,16 @@ pub(crate) fn migration_event(event: &Event) -> String {
     if event.name == "MIGRATION" { text(&event.data["status"]) } else { String::new() }
 }
 
-/// QEMU's words about its failed migration.
-pub(crate) fn failure_words(qmp: &mut Qmp) -> String {
+/// QEMU's words about its failed migration, if it says any; `otherwise` if not.
+pub(crate) fn failure_words(qmp: &mut Qmp, otherwise: &str) -> String {
     let migration = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
     match text(&migration["error-desc"]) {
-        words if words.is_empty() => "it gives no reason; see its standard error".to_owned(),
+        words if words.is_empty() => otherwise.to_owned(),
         words => words,
     }
 }
+
+const SILENT: &str = "it gives no reason; see its standard error";
 
 impl SourceVm for QemuSource {
     fn machine(&self) -> &'static str {
@@ -202,7 +204,7 @@ impl SourceVm for QemuSource {
         })?;
         match migration_event(&reached).as_str() {
             "pre-switchover" => Ok(stopped.unwrap_or(reached.arrived)),
-            _ => Err(QemuError::State { action: "save", words: failure_words(qmp) }.into()),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
         }
     }
 
@@ -218,7 +220,7 @@ impl SourceVm for QemuSource {
         })?;
         match migration_event(&reached).as_str() {
             "completed" => Ok(()),
-            _ => Err(QemuError::State { action: "save", words: failure_words(qmp) }.into()),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
         }
     }
 

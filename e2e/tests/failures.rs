@@ -1,0 +1,202 @@
+//! Migrations that fail on the way: the guest survives them, and the next attempt succeeds.
+
+use std::time::Instant;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched, oldest};
+use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_verify::settings::Mode;
+use rustix::process::Signal;
+
+/// Slow enough that a pre-copy of the small guest lasts for seconds.
+const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
+
+/// A pair with a guest that writes, or nothing where there is no QEMU.
+fn pair(test: &str) -> anyhow::Result<Option<Pair>> {
+    let flavours = flavours_for(test);
+    if flavours.is_empty() {
+        return Ok(None);
+    }
+    Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate))).map(Some)
+}
+
+fn second_attempt(pair: &mut Pair) -> anyhow::Result<()> {
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    check_moved(pair, &migrate)
+}
+
+#[test]
+fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("a_link_cut_in_pre_copy")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let link = Link::to(&address)?;
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), SLOW)?;
+    await_copying(&migrate)?;
+
+    link.cut();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    assert_eq!(migrate.last()["guest"], "source");
+    assert_eq!(migrate.last()["phase"], "pre-copy");
+    check_untouched(&mut pair.source)?;
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    // The same destination QEMU takes the second attempt: what the first one left in its RAM is overwritten.
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn the_receiving_godwit_killed() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("the_receiving_godwit_killed")? else { return Ok(()) };
+    let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    receive.kill();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    check_untouched(&mut pair.source)?;
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn the_destination_qemu_killed_before_it_is_ready() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("the_destination_qemu_killed_before_it_is_ready")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    pair.destination.kill();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    ensure!(migrate.errors.contains("the destination gave up"), "{}", migrate.errors);
+    check_untouched(&mut pair.source)?;
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    pair.destination = TestVm::destination(pair.source.config())?;
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn a_destination_with_other_devices() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_destination_with_other_devices");
+    if flavours.is_empty() {
+        return Ok(());
+    }
+    let config = VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate));
+    let mut pair = Pair::start(&config.clone().with_extra(&["-device", "virtio-rng-pci"]))?;
+    pair.destination = TestVm::destination(&config)?;
+
+    // Found out by QEMU when it loads the device state: the guest is stopped by then.
+    let (migrate, receive) = pair.migrate(&[])?;
+
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    assert_eq!(migrate.last()["phase"], "stop-and-copy");
+    ensure!(receive.errors.contains("do the options of both sides agree"), "{}", receive.errors);
+    check_untouched(&mut pair.source)?;
+    pair.destination = TestVm::destination(pair.source.config())?;
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn ctrl_c_at_the_source() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("ctrl_c_at_the_source")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    migrate.signal(Signal::INT)?;
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(130), "{}", migrate.status);
+    assert_eq!(migrate.last()["outcome"], "cancelled");
+    check_untouched(&mut pair.source)?;
+    let receive = receive.wait(LIMIT)?;
+    ensure!(receive.errors.contains("the source gave up: cancelled"), "{}", receive.errors);
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn ctrl_c_at_the_destination() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("ctrl_c_at_the_destination")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    receive.signal(Signal::INT)?;
+
+    ensure!(receive.wait(LIMIT)?.status.code() == Some(130));
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.errors.contains("the destination gave up: cancelled"), "{}", migrate.errors);
+    check_untouched(&mut pair.source)?;
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn the_migrating_godwit_killed() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("the_migrating_godwit_killed")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let mut migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    // Nothing of ours is left to clean up: the kernel does it.
+    migrate.kill();
+
+    check_untouched(&mut pair.source)?;
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    second_attempt(&mut pair)
+}
+
+#[test]
+fn a_destination_that_hangs() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("a_destination_that_hangs")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    receive.signal(Signal::STOP)?;
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    check_untouched(&mut pair.source)
+}
+
+#[test]
+fn a_guest_that_outruns_the_link() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_guest_that_outruns_the_link");
+    if flavours.is_empty() {
+        return Ok(());
+    }
+    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Full)))?;
+    let (migrate, _) =
+        pair.migrate(&["--max-bandwidth", "20MiB/s", "--patience", "3s", "--downtime-limit", "50ms"])?;
+    ensure!(migrate.errors.contains("not converging"), "{}", migrate.errors);
+    ensure!(migrate.errors.contains("--downtime-limit"), "{}", migrate.errors);
+    check_untouched(&mut pair.source)
+}
+
+#[test]
+fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
+    for fault in ["cut-after-commit", "lose-commit"] {
+        let Some(mut pair) = pair("the_link_breaks_at_the_handover")? else { return Ok(()) };
+        // In doubt, the source asks the destination over a new connection.
+        let (migrate, receive) = pair.migrate(&["--fault", fault])?;
+        check_moved(&mut pair, &migrate)?;
+        assert_eq!(receive.last()["outcome"], "running", "{fault}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
+    let Some(mut pair) = pair("a_copy_that_is_not_exact_never_runs")? else { return Ok(()) };
+    let (migrate, receive) = pair.migrate(&["--verify", "--fault", "wrong-digest"])?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    ensure!(migrate.errors.contains("NOT exact: 1 of 256 chunks"), "{}", migrate.errors);
+    assert_eq!(receive.status.code(), Some(1));
+    check_untouched(&mut pair.source)?;
+    let after = Instant::now();
+    ensure!(pair.destination.wait_for_heartbeats_after(after, 1, std::time::Duration::from_secs(1)).is_err());
+    Ok(())
+}

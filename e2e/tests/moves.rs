@@ -1,0 +1,98 @@
+//! Migrations that succeed: every QEMU, every kind of guest.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{LIMIT, Pair, check_moved, oldest};
+use godwit_testbed::{BeaconPlace, GuestConfig, Observer, VmConfig, flavours_for};
+use godwit_verify::settings::Mode;
+use serde_json::json;
+
+/// Moves a guest with all witnesses.
+fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
+    for flavour in flavours_for(test) {
+        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(mode)))?;
+        let place = BeaconPlace::find(pair.source.ram_file())?;
+        let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
+
+        let (migrate, receive) = pair.migrate(&["--verify"])?;
+
+        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        let seen = observer.finish()?;
+        ensure!(!seen.ran_on_both, "two guests from one");
+        ensure!(seen.switchover.is_some(), "the guest was not seen to move");
+        ensure!(migrate.last()["verified"] == true);
+        ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
+        let ended = Instant::now() + LIMIT;
+        while pair.source.is_alive() && Instant::now() < ended {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        ensure!(!pair.source.is_alive(), "the source QEMU did not quit");
+    }
+    Ok(())
+}
+
+#[test]
+fn an_idle_guest() -> anyhow::Result<()> {
+    moves("an_idle_guest", Mode::Idle)
+}
+
+#[test]
+fn a_writing_guest() -> anyhow::Result<()> {
+    moves("a_writing_guest", Mode::Rate)
+}
+
+#[test]
+fn a_guest_at_full_speed() -> anyhow::Result<()> {
+    moves("a_guest_at_full_speed", Mode::Full)
+}
+
+#[test]
+fn a_source_that_is_kept_stays_stopped() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_source_that_is_kept_stays_stopped");
+    if flavours.is_empty() {
+        return Ok(());
+    }
+    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    // One channel, limited: the other ways through the same code.
+    let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1", "--max-bandwidth", "100MiB/s"])?;
+    check_moved(&mut pair, &migrate)?;
+    assert_eq!(pair.source.status()?, "postmigrate");
+    Ok(())
+}
+
+#[test]
+fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_paused_guest_arrives_paused");
+    if flavours.is_empty() {
+        return Ok(());
+    }
+    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    pair.source.qmp().execute("stop", json!({}))?;
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
+    assert_eq!(pair.destination.status()?, "paused");
+    pair.destination.resume()?;
+    check_moved(&mut pair, &migrate)
+}
+
+#[test]
+fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
+    let image = std::env::temp_dir().join(format!("godwit-e2e-disk-{}", std::process::id()));
+    std::fs::write(&image, vec![7; 1 << 20])?;
+    let drive = format!("file={},if=virtio,format=raw", image.display());
+    for flavour in flavours_for("several_vcpus_and_a_disk_on_shared_storage") {
+        let mut config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full)).with_extra(&[
+            "-drive",
+            &drive,
+            "-device",
+            "virtio-balloon-pci,free-page-reporting=on",
+        ]);
+        config.cpus = 2;
+        let mut pair = Pair::start(&config)?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+    }
+    std::fs::remove_file(image)?;
+    Ok(())
+}
