@@ -116,10 +116,10 @@ fn find_syscall_instruction(pid: i32, process: &Process) -> Result<u64, TrackErr
         let (start, end) = map.address;
         let mut bytes = vec![0; (end - start).min(LOOK_AT) as usize];
         // What cannot be read (vsyscall) is passed over.
-        if memory.read_exact_at(&mut bytes, start).is_ok() {
-            if let Some(at) = bytes.windows(2).position(|pair| pair == SYSCALL) {
-                return Ok(start + at as u64);
-            }
+        if memory.read_exact_at(&mut bytes, start).is_ok()
+            && let Some(at) = bytes.windows(2).position(|pair| pair == SYSCALL)
+        {
+            return Ok(start + at as u64);
         }
     }
     Err(TrackError::Attach {

@@ -99,7 +99,7 @@ pub(crate) fn rate(text: &str) -> Result<f64, ParseError> {
         });
     }
     let value = number * factor;
-    if value < 1.0 || value >= 1e15 {
+    if !(1.0..1e15).contains(&value) {
         return Err(ParseError::Range { text: text.to_owned(), limit: "8000Tbit" });
     }
     Ok(value)
@@ -137,7 +137,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, ParseError> {
 pub fn format_duration(duration: Duration) -> String {
     let seconds = duration.as_secs_f64();
     let (value, unit) = match seconds {
-        s if s == 0.0 => return "0s".to_owned(),
+        0.0 => return "0s".to_owned(),
         s if s < 1e-6 => (s * 1e9, "ns"),
         s if s < 1e-3 => (s * 1e6, "us"),
         s if s < 1.0 => (s * 1e3, "ms"),

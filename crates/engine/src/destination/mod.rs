@@ -501,12 +501,17 @@ impl Destination<'_> {
 
     fn write_state(&mut self) -> Result<(), EngineError> {
         let piece = std::mem::take(&mut self.state_piece);
-        match &mut self.sink {
-            Some(sink) => sink.write_all(&piece).map_err(EngineError::State),
-            None => {
-                Err(EngineError::Protocol { peer: PEER, what: "it sent device state too early".to_owned() })
-            }
-        }
+        let Some(sink) = &mut self.sink else {
+            return Err(EngineError::Protocol {
+                peer: PEER,
+                what: "it sent device state too early".to_owned(),
+            });
+        };
+        sink.write_all(&piece).map_err(|error| {
+            // The machine closed its end: why, it knows better.
+            self.sink = None;
+            self.vm.finish_load().err().map_or(EngineError::State(error), EngineError::Vm)
+        })
     }
 
     fn send_digests(&mut self) -> Result<(), EngineError> {

@@ -1,0 +1,104 @@
+//! The shape of the code itself: layers in one direction, pure crates pure, unsafe code where it belongs.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Each crate depends only on rows above its own.
+const ROWS: [&[&str]; 8] = [
+    &["units"],
+    &["bitmap", "wire", "policy"],
+    &["memory", "protocol"],
+    &["track", "verify"],
+    &["engine"],
+    &["qemu"],
+    &["testbed"],
+    &["cli"],
+];
+/// No clock, thread, file or socket: their clippy.toml bans them.
+const PURE: [&str; 3] = ["wire", "policy", "protocol"];
+/// Crates that may allow unsafe code in a file.
+const UNSAFE: [&str; 2] = ["memory", "track"];
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+fn crates() -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(root().join("crates"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// All Rust files below `dir`.
+fn sources(dir: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()) {
+        if entry.is_dir() {
+            found.extend(sources(&entry));
+        } else if entry.extension().is_some_and(|extension| extension == "rs") {
+            found.push(entry);
+        }
+    }
+    found
+}
+
+/// The names under `[dependencies]` in a manifest that are crates of ours.
+fn dependencies(name: &str) -> Vec<String> {
+    let manifest = fs::read_to_string(root().join("crates").join(name).join("Cargo.toml")).unwrap();
+    let section = manifest.split("\n[dependencies]\n").nth(1).unwrap_or_default();
+    let section = section.split("\n[").next().unwrap();
+    let own = section.lines().filter_map(|line| line.strip_prefix("godwit-"));
+    own.map(|line| line.split(['.', ' ']).next().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn every_crate_depends_on_rows_above_only() {
+    let rows: BTreeMap<&str, usize> =
+        ROWS.iter().enumerate().flat_map(|(row, names)| names.iter().map(move |name| (*name, row))).collect();
+    for name in crates() {
+        let row = rows.get(name.as_str()).unwrap_or_else(|| panic!("{name} is in no row"));
+        for dependency in dependencies(&name) {
+            assert!(rows[dependency.as_str()] < *row, "{name} must not depend on {dependency}");
+        }
+    }
+    assert_eq!(dependencies("engine").len(), 7, "the manifests are not read as they are written");
+}
+
+#[test]
+fn pure_crates_are_pure() {
+    for name in PURE {
+        let dir = root().join("crates").join(name);
+        let lib = fs::read_to_string(dir.join("src/lib.rs")).unwrap();
+        assert!(lib.contains("#![forbid(unsafe_code)]"), "{name}");
+        let clippy = fs::read_to_string(dir.join("clippy.toml")).unwrap();
+        for banned in ["Instant::now", "thread::spawn", "fs::File", "TcpStream"] {
+            assert!(clippy.contains(banned), "{name} may use {banned}");
+        }
+    }
+}
+
+#[test]
+fn unsafe_code_is_where_it_belongs() {
+    for name in crates() {
+        for file in sources(&root().join("crates").join(&name).join("src")) {
+            let text = fs::read_to_string(&file).unwrap();
+            let allowed = text.contains("allow(unsafe_code");
+            assert!(!allowed || UNSAFE.contains(&name.as_str()), "{}", file.display());
+        }
+    }
+}
+
+#[test]
+fn every_file_says_what_it_is_for() {
+    for part in ["crates", "bench", "e2e", "xtask"] {
+        for file in sources(&root().join(part)) {
+            let text = fs::read_to_string(&file).unwrap();
+            assert!(text.starts_with("//!"), "{} does not begin with //!", file.display());
+        }
+    }
+}
