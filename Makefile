@@ -8,6 +8,23 @@ CARGO ?= cargo
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+.PHONY: demo
+demo: guest qemu ## move a running Linux guest between two QEMUs, with proof that its memory arrived exact
+	@echo "building godwit"
+	@$(CARGO) build --quiet --release --bin godwit
+	@target/release/godwit demo $(DEMO)
+
+.PHONY: test
+test: guest qemu ## run all tests, those with real QEMUs and guests among them
+	@$(CARGO) build --workspace --bins
+	@scripts/run-tests.sh
+
+.PHONY: check
+check: ## format, lints and the tests that need no QEMU
+	@$(CARGO) fmt --all --check
+	@$(CARGO) clippy --quiet --workspace --all-targets -- --deny warnings
+	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed
+
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
 	@$(CARGO) run --quiet --package xtask -- guest

@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
@@ -84,8 +84,8 @@ pub struct Event {
     pub data: Value,
     /// When QEMU emitted it, by the wall clock of its host.
     pub emitted: Duration,
-    /// When it was read here.
-    pub arrived: Instant,
+    /// The same by this process's clock: when it was read here, less the time since it was emitted.
+    pub at: Instant,
 }
 
 /// A connection to a QMP monitor, past the greeting.
@@ -253,12 +253,12 @@ impl Qmp {
         let stamp = &message["timestamp"];
         let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
         let emitted = seconds + Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
-        self.events.push_back(Event {
-            name: name.to_owned(),
-            data: message["data"].clone(),
-            emitted,
-            arrived: Instant::now(),
-        });
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // A clock that was set in between tells nothing.
+        let lag = now.checked_sub(emitted).filter(|lag| *lag < COMMAND_LIMIT).unwrap_or_default();
+        let at = Instant::now();
+        let at = at.checked_sub(lag).unwrap_or(at);
+        self.events.push_back(Event { name: name.to_owned(), data: message["data"].clone(), emitted, at });
     }
 
     fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {

@@ -184,6 +184,8 @@ impl SourceVm for QemuSource {
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
+        // What was plugged in since the start would have written unseen.
+        self.machine.check_source(&self.ram)?;
         self.settings = Some(Settings::apply(&mut self.machine.qmp)?);
         self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         self.state = Some(handle);
@@ -198,12 +200,12 @@ impl SourceVm for QemuSource {
         let mut stopped = None;
         let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
             if event.name == "STOP" {
-                stopped.get_or_insert(event.arrived);
+                stopped.get_or_insert(event.at);
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
         })?;
         match migration_event(&reached).as_str() {
-            "pre-switchover" => Ok(stopped.unwrap_or(reached.arrived)),
+            "pre-switchover" => Ok(stopped.unwrap_or(reached.at)),
             _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
         }
     }

@@ -104,7 +104,9 @@ impl Writer {
         match PagemapTracker::start(self.pid(), &self.block) {
             Ok(tracker) => Some(tracker),
             Err(error @ (TrackError::Kernel { .. } | TrackError::NotPermitted { .. })) => {
-                eprintln!("SKIPPED: {error}");
+                // Past the test harness, which keeps what a passing test prints to itself.
+                let line = format!("\nSKIPPED a test of the pagemap tracker: {error}\n");
+                std::io::stderr().write_all(line.as_bytes()).unwrap();
                 None
             }
             Err(error) => panic!("{error}"),
