@@ -169,7 +169,8 @@ impl World {
                 w.source_takes(input);
             });
         }
-        let destination_reads = self.destination_todo.is_empty() && !self.destination_gone;
+        let destination_reads =
+            self.destination_todo.is_empty() && !self.destination_gone && !self.destination.is_final();
         if let (Some(&msg), true) = (self.to_destination.front(), destination_reads) {
             let input = match msg {
                 Msg::Offer => Di::Offer,
@@ -204,8 +205,8 @@ impl World {
         let can_reconnect = self.source == Ss::InDoubt
             && self.source_knows
             && (self.destination_knows && !self.destination_gone)
-            // Once it is done it does not wait for anybody any more.
-            && self.destination != Ds::Done
+            // In a final state it does not wait for anybody any more.
+            && !self.destination.is_final()
             && self.reconnects_left > 0;
         if can_reconnect {
             add(&|w| {
@@ -299,8 +300,10 @@ fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
         }
         let owner = world.source.may_run_guest() || world.destination.may_run_guest();
         let in_doubt = world.source == Ss::InDoubt;
-        // In doubt to the end only when the destination died or the last chance to ask was used up.
-        let excused = in_doubt && (world.destination_gone || world.reconnects_left == 0);
+        // In doubt to the end only when the destination is gone, in good order or not, or the last chance to ask was
+        // used up.
+        let ended = world.destination_gone || world.destination.is_final();
+        let excused = in_doubt && (ended || world.reconnects_left == 0);
         assert!(owner || excused, "nobody owns the guest: {world:?}");
     }
 }

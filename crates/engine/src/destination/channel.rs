@@ -49,7 +49,7 @@ impl Channel {
         self.received.fetch_add((HEADER_LEN + header.length) as u64, Ordering::Relaxed);
         let broke = |what: String| EngineError::Protocol { peer: PEER, what };
         match header.kind {
-            FrameKind::Barrier => return Ok(Some(header.aux)),
+            FrameKind::Barrier if header.length == 0 => return Ok(Some(header.aux)),
             FrameKind::Pages => {}
             other => return Err(broke(format!("it sent {other:?} on a data channel"))),
         }

@@ -22,7 +22,7 @@ use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role
 use crate::address::{Listener, Stream};
 use crate::digests;
 use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
-use crate::vm::DestinationVm;
+use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use channel::Channel;
@@ -76,6 +76,8 @@ pub struct Received {
     pub resume: Duration,
     /// Whether digests were asked for.
     pub verified: bool,
+    /// Whether the guest was started; it was not if it was paused at the source.
+    pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
 }
@@ -154,6 +156,7 @@ struct Destination<'a> {
 impl Destination<'_> {
     fn run(mut self, wait: Option<Duration>) -> Result<Received, Failure> {
         let mut state = State::Listening;
+        let mut uncertain = false;
         let mut input = match self.await_source(wait) {
             Ok(()) => Input::Offer,
             Err(error) => self.failed(state, error),
@@ -171,12 +174,14 @@ impl Destination<'_> {
                 match self.perform(action) {
                     Ok(input) => follow = input.or(follow),
                     Err(error) => {
+                        uncertain |= matches!(error, EngineError::Uncertain(_));
                         follow = Some(self.failed(state, error));
                         break;
                     }
                 }
             }
-            if state.is_final() {
+            // Not known whether the guest runs: to say anything to the source would be a guess.
+            if state.is_final() || uncertain {
                 break;
             }
             input = match follow {
@@ -193,7 +198,8 @@ impl Destination<'_> {
         if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
             cause = EngineError::Aborted { peer: PEER, code, text };
         }
-        Err(Failure { phase, survivor: Survivor::Source, cause })
+        let survivor = if uncertain { Survivor::Unknown } else { Survivor::Source };
+        Err(Failure { phase, survivor, cause })
     }
 
     /// Keeps the first failure, and says which input it is.
@@ -237,6 +243,7 @@ impl Destination<'_> {
 
     /// The next connection that greets as one of godwit's; others are refused.
     fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
+        let began = Instant::now();
         loop {
             let cancel = self.cancel;
             let accepted = self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
@@ -244,7 +251,8 @@ impl Destination<'_> {
                 if self.cancel.is_cancelled() {
                     return Err(EngineError::Cancelled);
                 }
-                return Err(EngineError::Timeout { what: "a source", limit: limits::LINGER });
+                let limit = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
+                return Err(EngineError::Timeout { what: "a connection of the source", limit });
             };
             match receive_greeting(&mut stream, PEER) {
                 Ok(greeting) => return Ok((greeting, stream)),
@@ -428,7 +436,11 @@ impl Destination<'_> {
             Action::SendReady => self.say(&Message::Ready)?,
             Action::RunGuest => {
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
-                    self.vm.run().map_err(EngineError::Vm)?;
+                    self.vm.run().map_err(|error| match error {
+                        RunError::NeverRan(error) => EngineError::Vm(error),
+                        RunError::Unknown(error) => EngineError::Uncertain(error),
+                    })?;
+                    self.measures.running = true;
                 }
                 self.measures.resume = self.commit_seen.map_or(Duration::ZERO, |at| at.elapsed());
                 self.measures.total = self.accepted.elapsed();
@@ -444,7 +456,7 @@ impl Destination<'_> {
             Action::AwaitResolve => self.await_resolve()?,
             Action::DiscardGuest => {
                 self.sink = None;
-                self.vm.discard();
+                self.vm.discard().map_err(EngineError::Uncertain)?;
             }
             Action::SendDiscarded => {
                 let message = match (&self.cause, self.commit_seen) {

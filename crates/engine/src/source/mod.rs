@@ -27,7 +27,7 @@ use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
 use crate::link::{ControlWriter, FrameReader, receive_greeting, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
-use crate::vm::SourceVm;
+use crate::vm::{SourceVm, VmError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use channel::{Carried, Channel, Counters, Order};
@@ -103,6 +103,7 @@ pub fn migrate(
         connection: 0,
         channels: Vec::new(),
         counters: Arc::default(),
+        limiter: Arc::new(Limiter::new(options.max_bandwidth)),
         tracker: None,
         pump: None,
         policy: Policy::new(options.policy),
@@ -154,6 +155,7 @@ struct Source<'a> {
     connection: u32,
     channels: Vec<ChannelHandle>,
     counters: Arc<Counters>,
+    limiter: Arc<Limiter>,
     tracker: Option<Arc<dyn DirtyTracker>>,
     pump: Option<StatePump>,
     policy: Policy,
@@ -168,7 +170,7 @@ struct Source<'a> {
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
-    resume_failed: Option<EngineError>,
+    resume_failed: Option<VmError>,
     abort: Option<JoinHandle<()>>,
     measures: Measures,
 }
@@ -206,8 +208,15 @@ impl Source<'_> {
             (State::Cancelled, Some(_)) => Survivor::SourceStopped,
             _ => Survivor::Unknown,
         };
-        let (phase, cause) = self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
-        let cause = self.resume_failed.take().unwrap_or_else(|| self.peers_words(cause));
+        let (phase, cause) = match (self.cause.take(), self.resume_failed.take()) {
+            (None, Some(source)) => (Phase::Handover, EngineError::Vm(source)),
+            (Some((phase, cause)), Some(source)) => {
+                let cause = Box::new(self.peers_words(cause));
+                (phase, EngineError::NotResumed { cause, source })
+            }
+            (Some((phase, cause)), None) => (phase, self.peers_words(cause)),
+            (None, None) => (Phase::Setup, EngineError::Cancelled),
+        };
         Err(Failure { phase, survivor, cause })
     }
 
@@ -264,7 +273,7 @@ impl Source<'_> {
             }
             Action::RetireGuest => {
                 if let Err(error) = self.vm.retire(self.options.keep_source) {
-                    self.resume_failed = Some(EngineError::Vm(error));
+                    self.resume_failed = Some(error);
                 }
                 Ok(None)
             }
@@ -356,7 +365,7 @@ impl Source<'_> {
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
         self.measures.tracking_stop = self.vm.tracking_stop();
         let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
-        let limiter = Arc::new(Limiter::new(self.options.max_bandwidth));
+        let limiter = Arc::clone(&self.limiter);
         for (number, stream) in streams.into_iter().enumerate() {
             let own: Vec<Segment> = segments(&sizes).filter(|s| s.channel(count) == number).collect();
             let handle = stream.try_clone().map_err(crate::link::link_error(PEER))?;
@@ -417,6 +426,13 @@ impl Source<'_> {
     fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
         loop {
             match self.next_event(limits::TICK)? {
+                // A thread that ended without a word will never send one.
+                None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
+                    match self.events.try_recv() {
+                        Ok(event) => return Err(Self::out_of_place(event)),
+                        Err(_) => return Err(EngineError::Panicked("channel")),
+                    }
+                }
                 None => self.report(round, stage, false),
                 Some(Event::Carried { round: carried, result }) if carried == round => return result,
                 Some(other) => return Err(Self::out_of_place(other)),
@@ -599,7 +615,8 @@ impl Source<'_> {
                 next = (next.0 + 1, 0);
             }
         }
-        self.measures.parts.verify = self.lap();
+        let part = self.lap();
+        self.measures.parts.verify += part;
         if let Some((block, chunk)) = first_difference {
             return Err(EngineError::Digest {
                 differing,
@@ -632,6 +649,9 @@ impl Source<'_> {
         // destination is busy loading.
         if self.count_dirty()? > PageCount::ZERO {
             self.copy_round(self.last_number() + 1, Stage::StopAndCopy)?;
+            if self.options.verify {
+                self.compare_digests()?;
+            }
         }
         self.say(&Message::DeviceStateEnd)?;
         self.measures.parts.save = self.lap();
@@ -656,6 +676,18 @@ impl Source<'_> {
     /// Connects to the destination again, to ask who runs the guest.
     fn resolve(&mut self) -> Result<Option<Input>, EngineError> {
         let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
+        // The answer may be here already, behind what went wrong. Then the old connection must end: as long as it
+        // stands, the destination waits there and takes no other.
+        while let Ok(event) = self.events.try_recv() {
+            match event {
+                Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
+                Event::Peer { message: Ok(Message::Discarded | Message::Abort { .. }), .. } => {
+                    return Ok(Some(Input::Discarded));
+                }
+                _ => {}
+            }
+        }
+        self.cut();
         loop {
             let connected = Stream::connect(&self.options.to)
                 .map_err(|source| EngineError::Connect { address: self.options.to.to_string(), source })
@@ -689,12 +721,13 @@ impl Source<'_> {
 
     fn resume(&mut self) {
         if let Err(error) = self.vm.resume() {
-            self.resume_failed = Some(EngineError::Vm(error));
+            self.resume_failed = Some(error);
         }
     }
 
     /// Ends all threads, and with the last clone of the tracker the tracking.
     fn shut_down(&mut self) {
+        self.limiter.stop();
         for channel in self.channels.drain(..) {
             drop(channel.orders);
             channel.stream.shut_down();
