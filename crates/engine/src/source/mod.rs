@@ -106,6 +106,7 @@ pub fn migrate(
         limiter: Arc::new(Limiter::new(options.max_bandwidth)),
         tracker: None,
         pump: None,
+        unawaited: Vec::new(),
         policy: Policy::new(options.policy),
         estimate: None,
         remaining: PageCount::ZERO,
@@ -158,6 +159,8 @@ struct Source<'a> {
     limiter: Arc<Limiter>,
     tracker: Option<Arc<dyn DirtyTracker>>,
     pump: Option<StatePump>,
+    /// Rounds whose acknowledgement nobody waits for.
+    unawaited: Vec<u32>,
     policy: Policy,
     estimate: Option<Estimate>,
     remaining: PageCount,
@@ -262,7 +265,8 @@ impl Source<'_> {
             Action::StopGuest => self.stop_guest(),
             Action::CopyLastRound(round) => self.copy_round(round, Stage::StopAndCopy),
             Action::CompareDigests => self.compare_digests(),
-            Action::SendState => self.send_state(),
+            Action::ReleaseState => self.release_state(),
+            Action::FinishState => self.finish_state(),
             Action::SendCommit => self.commit(),
             Action::Resolve => self.resolve(),
             Action::SendFarewell => {
@@ -409,9 +413,18 @@ impl Source<'_> {
             total.sent += carried.sent;
         }
         self.say(&Message::RoundEnd { round })?;
-        self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
-            (*message == Message::RoundAck { round }).then_some(())
-        })?;
+        let waits = !last || self.options.verify;
+        if waits {
+            self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
+                (*message == Message::RoundAck { round }).then_some(())
+            })?;
+        } else {
+            self.unawaited.push(round);
+            if let Some(pump) = &self.pump {
+                // What follows on the control connection is taken when the round is in place.
+                pump.open();
+            }
+        }
         total.time = began.elapsed();
         self.last_round = Some(total);
         if last {
@@ -419,7 +432,7 @@ impl Source<'_> {
             let part = self.lap();
             self.measures.parts.copy += part;
         }
-        Ok(Some(Input::RoundPlaced))
+        Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
     }
 
     /// Waits for one channel to have carried its part of `round`, reporting progress meanwhile.
@@ -448,6 +461,11 @@ impl Source<'_> {
         match self.events.recv_timeout(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
+                if self.unawaited.contains(&round) =>
+            {
+                Ok(None)
+            }
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
@@ -629,9 +647,18 @@ impl Source<'_> {
         Ok(Some(Input::DigestsEqual))
     }
 
-    fn send_state(&mut self) -> Result<Option<Input>, EngineError> {
-        self.report(self.last_number(), Stage::Handover, false);
+    /// Lets the machine save its devices. Unless digests were compared and all pages are in place by now, what it
+    /// saves is held back until the last round has ended.
+    fn release_state(&mut self) -> Result<Option<Input>, EngineError> {
+        if let (Some(pump), false) = (&self.pump, self.options.verify) {
+            pump.hold();
+        }
         self.vm.release_state().map_err(EngineError::Vm)?;
+        Ok(None)
+    }
+
+    fn finish_state(&mut self) -> Result<Option<Input>, EngineError> {
+        self.report(self.last_number(), Stage::Handover, false);
         let until = Instant::now() + limits::ANSWER;
         let bytes = loop {
             match self.next_event(limits::TICK)? {
@@ -728,6 +755,9 @@ impl Source<'_> {
     /// Ends all threads, and with the last clone of the tracker the tracking.
     fn shut_down(&mut self) {
         self.limiter.stop();
+        if let Some(pump) = &self.pump {
+            pump.end();
+        }
         for channel in self.channels.drain(..) {
             drop(channel.orders);
             channel.stream.shut_down();
