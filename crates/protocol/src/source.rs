@@ -96,6 +96,8 @@ pub enum Action {
     CopyLastRound(u32),
     /// Compute digests and compare them with the destination's.
     CompareDigests,
+    /// Begin to copy the last dirty pages.
+    StartLastRound(u32),
     /// Let the machine save its device state. None of it is sent before the end of the last round.
     ReleaseState,
     /// Send the device state to its end.
@@ -158,11 +160,14 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         // The machine saves its devices while the last pages are copied. The destination takes both in the order in which
         // they were sent, so it need not be waited for in between.
         (S::Stopping { round }, I::GuestStopped) if !verify => {
-            (S::StopAndCopy, vec![A::ReleaseState, A::CopyLastRound(round + 1)])
+            let round = round + 1;
+            (S::StopAndCopy, vec![A::StartLastRound(round), A::ReleaseState, A::CopyLastRound(round)])
         }
         (S::StopAndCopy, I::RoundSent) if !verify => (S::SavingState, vec![A::FinishState]),
         // Digests are compared before anything else is done.
-        (S::Stopping { round }, I::GuestStopped) => (S::StopAndCopy, vec![A::CopyLastRound(round + 1)]),
+        (S::Stopping { round }, I::GuestStopped) => {
+            (S::StopAndCopy, vec![A::StartLastRound(round + 1), A::CopyLastRound(round + 1)])
+        }
         (S::StopAndCopy, I::RoundPlaced) if verify => (S::Verifying, vec![A::CompareDigests]),
         (S::Verifying, I::DigestsEqual) => (S::SavingState, vec![A::ReleaseState, A::FinishState]),
         (S::SavingState, I::StateSent) => (S::AwaitingReady, vec![]),

@@ -113,7 +113,12 @@ impl World {
                 S::SendCommit => self.send(true, Msg::Commit),
                 S::SendAbort => self.send(true, Msg::Abort),
                 S::SendFarewell => self.send(true, Msg::Farewell),
-                S::StartTracking | S::ReleaseState | S::Resolve | S::RetireGuest | S::ResumeGuest => {}
+                S::StartTracking
+                | S::StartLastRound(_)
+                | S::ReleaseState
+                | S::Resolve
+                | S::RetireGuest
+                | S::ResumeGuest => {}
             }
         }
     }

@@ -110,6 +110,7 @@ pub fn migrate(
         policy: Policy::new(options.policy),
         estimate: None,
         remaining: PageCount::ZERO,
+        round_began: started,
         last_round: None,
         stopped_at: None,
         mark: started,
@@ -164,6 +165,7 @@ struct Source<'a> {
     policy: Policy,
     estimate: Option<Estimate>,
     remaining: PageCount,
+    round_began: Instant,
     last_round: Option<RoundMeasures>,
     stopped_at: Option<Instant>,
     /// When the current part of the downtime began.
@@ -259,7 +261,14 @@ impl Source<'_> {
         match action {
             Action::SendOffer => self.connect_and_offer(),
             Action::StartTracking => self.start_tracking(),
-            Action::CopyRound(round) => self.copy_round(round, Stage::PreCopy),
+            Action::CopyRound(round) => {
+                self.start_round(round, Stage::PreCopy);
+                self.copy_round(round, Stage::PreCopy)
+            }
+            Action::StartLastRound(round) => {
+                self.start_round(round, Stage::StopAndCopy);
+                Ok(None)
+            }
             Action::AskPolicy => self.ask_policy(),
             Action::SendPrepare => self.prepare(),
             Action::StopGuest => self.stop_guest(),
@@ -394,17 +403,21 @@ impl Source<'_> {
         Ok(None)
     }
 
-    /// Copies what is dirty and waits until the destination has it in place.
-    fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
-        let began = Instant::now();
+    /// Has the channels copy what is dirty.
+    fn start_round(&mut self, round: u32, stage: Stage) {
+        self.round_began = Instant::now();
         self.counters.pages.store(0, Ordering::Relaxed);
-        let last = stage == Stage::StopAndCopy;
-        let find_holes = last && self.options.verify;
+        let find_holes = stage == Stage::StopAndCopy && self.options.verify;
         let order = Order { round, everything: round == 0, find_holes };
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
         }
+    }
+
+    /// Waits until what is dirty is copied and, where that matters, in place at the destination.
+    fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
+        let last = stage == Stage::StopAndCopy;
         let mut total = RoundMeasures { round, ..RoundMeasures::default() };
         for _ in 0..self.channels.len() {
             let carried = self.await_carried(round, stage)?;
@@ -425,7 +438,7 @@ impl Source<'_> {
                 pump.open();
             }
         }
-        total.time = began.elapsed();
+        total.time = self.round_began.elapsed();
         self.last_round = Some(total);
         if last {
             self.measures.round_list.push(total);
@@ -675,7 +688,9 @@ impl Source<'_> {
         // Saving the state may write guest memory. It is not known to on x86, but the tracker can tell, while the
         // destination is busy loading.
         if self.count_dirty()? > PageCount::ZERO {
-            self.copy_round(self.last_number() + 1, Stage::StopAndCopy)?;
+            let round = self.last_number() + 1;
+            self.start_round(round, Stage::StopAndCopy);
+            self.copy_round(round, Stage::StopAndCopy)?;
             if self.options.verify {
                 self.compare_digests()?;
             }
