@@ -74,9 +74,10 @@ impl DirtyTracker for Marks {
         Ok(if stopped { PageIndex(pages[most - 1] + 1) } else { within.end() })
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         let range = (block, within.start.0)..(block, within.end().0);
-        Ok(PageCount(self.0.lock().unwrap().range(range).count() as u64))
+        self.0.lock().unwrap().range(range).for_each(|(_, page)| found(PageRun::new(*page, 1)));
+        Ok(())
     }
 }
 

@@ -35,9 +35,20 @@ pub trait DirtyTracker: Send + Sync {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError>;
 
-    /// Counts the dirty pages of `within` and harvests none.
+    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the last round, when nobody
+    /// writes any more: to clear them would be work for nobody.
     ///
     /// # Errors
     /// As [`Self::harvest`].
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError>;
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError>;
+
+    /// Counts the dirty pages of `within` and leaves them dirty.
+    ///
+    /// # Errors
+    /// As [`Self::harvest`].
+    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+        let mut pages = PageCount::ZERO;
+        self.peek(block, within, &mut |run| pages += run.count)?;
+        Ok(pages)
+    }
 }

@@ -143,9 +143,7 @@ impl DirtyTracker for PagemapTracker {
         self.scan(block, within, PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, limit.0, found)
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
-        let mut pages = PageCount::ZERO;
-        self.scan(block, within, PM_SCAN_CHECK_WPASYNC, 0, &mut |run| pages += run.count)?;
-        Ok(pages)
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        self.scan(block, within, PM_SCAN_CHECK_WPASYNC, 0, found).map(drop)
     }
 }

@@ -106,7 +106,7 @@ pub fn migrate(
         limiter: Arc::new(Limiter::new(options.max_bandwidth)),
         tracker: None,
         pump: None,
-        unawaited: Vec::new(),
+        unawaited: None,
         policy: Policy::new(options.policy),
         estimate: None,
         remaining: PageCount::ZERO,
@@ -160,8 +160,8 @@ struct Source<'a> {
     limiter: Arc<Limiter>,
     tracker: Option<Arc<dyn DirtyTracker>>,
     pump: Option<StatePump>,
-    /// Rounds whose acknowledgement nobody waits for.
-    unawaited: Vec<u32>,
+    /// The round whose acknowledgement nobody waits for.
+    unawaited: Option<u32>,
     policy: Policy,
     estimate: Option<Estimate>,
     remaining: PageCount,
@@ -407,8 +407,9 @@ impl Source<'_> {
     fn start_round(&mut self, round: u32, stage: Stage) {
         self.round_began = Instant::now();
         self.counters.pages.store(0, Ordering::Relaxed);
-        let find_holes = stage == Stage::StopAndCopy && self.options.verify;
-        let order = Order { round, everything: round == 0, find_holes };
+        let last = stage == Stage::StopAndCopy;
+        let find_holes = last && self.options.verify;
+        let order = Order { round, everything: round == 0, last, find_holes };
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
@@ -432,7 +433,7 @@ impl Source<'_> {
                 (*message == Message::RoundAck { round }).then_some(())
             })?;
         } else {
-            self.unawaited.push(round);
+            self.unawaited = Some(round);
             if let Some(pump) = &self.pump {
                 // What follows on the control connection is taken when the round is in place.
                 pump.open();
@@ -475,7 +476,7 @@ impl Source<'_> {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
             Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
-                if self.unawaited.contains(&round) =>
+                if self.unawaited == Some(round) =>
             {
                 Ok(None)
             }
@@ -685,16 +686,8 @@ impl Source<'_> {
         };
         self.measures.device_state = bytes;
         self.vm.state_saved().map_err(EngineError::Vm)?;
-        // Saving the state may write guest memory. It is not known to on x86, but the tracker can tell, while the
-        // destination is busy loading.
-        if self.count_dirty()? > PageCount::ZERO {
-            let round = self.last_number() + 1;
-            self.start_round(round, Stage::StopAndCopy);
-            self.copy_round(round, Stage::StopAndCopy)?;
-            if self.options.verify {
-                self.compare_digests()?;
-            }
-        }
+        // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM before it saves devices,
+        // so saving them must not write it (qemu_savevm_state_complete_precopy).
         self.say(&Message::DeviceStateEnd)?;
         self.measures.parts.save = self.lap();
         Ok(Some(Input::StateSent))
