@@ -1,0 +1,2 @@
+mod scan;
+fn main() { scan::run(); }
