@@ -18,7 +18,7 @@ fn clustered(b: &mut DirtyBitmap, p: f64, mean: u64) {
 pub fn run() {
     let pages = PageCount(384<<23);
     let mut b = DirtyBitmap::new(pages);
-    let cases: Vec<(&str,f64,u64)> = vec![("rand",0.0,0),("rand",0.001,0),("rand",0.01,0),("rand",0.05,0),("cl256",0.05,256),("cl512",0.01,512),("cl512",0.05,512),("cl1024",0.05,1024),("cl4096",0.05,4096)];
+    let cases: Vec<(&str,f64,u64)> = vec![("rand",0.5,0),("rand",0.001,0),("rand",0.01,0),("rand",0.05,0),("cl256",0.05,256),("cl512",0.01,512),("cl512",0.05,512),("cl1024",0.05,1024),("cl4096",0.05,4096)];
     for (n,p,m) in cases {
         b.set_all(); b.clear_all();
         if p>0.0 { if m==0 {random(&mut b,p)} else {clustered(&mut b,p,m)} }

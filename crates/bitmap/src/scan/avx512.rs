@@ -121,14 +121,18 @@ fn fill(words: &[u64], before: u64, out: &mut Positions) -> Filled {
     let mut found = 0;
     for (number, group) in groups.iter().enumerate() {
         let (vectors, _) = group.as_chunks::<8>();
-        // No edge means that every word repeats the last page seen.
-        let same = _mm512_set1_epi64(0i64.wrapping_sub((before >> 63).cast_signed()));
-        let mut different = _mm512_setzero_si512();
-        for vector in vectors {
-            // different | (vector ^ same)
-            different = _mm512_ternarylogic_epi64(different, load(vector), same, 0b1111_0110);
+        let mut last = _mm512_set1_epi64(before.cast_signed());
+        let mut these = [_mm512_setzero_si512(); 8];
+        let mut any = _mm512_setzero_si512();
+        for (vector, these) in vectors.iter().zip(&mut these) {
+            let vector = load(vector);
+            let shifted = _mm512_shldi_epi64(vector, _mm512_alignr_epi64(vector, last, 7), 1);
+            *these = _mm512_xor_si512(vector, shifted);
+            any = _mm512_or_si512(any, *these);
+            last = vector;
         }
-        if _mm512_test_epi64_mask(different, different) == 0 {
+        before = group[GROUP - 1];
+        if _mm512_test_epi64_mask(any, any) == 0 {
             continue;
         }
         if found == 0 {
@@ -136,18 +140,12 @@ fn fill(words: &[u64], before: u64, out: &mut Positions) -> Filled {
         } else if number - origin >= SPAN || found > ENOUGH {
             return Filled { origin: origin * GROUP, done: number * GROUP, edges: found };
         }
-        let mut last = _mm512_set1_epi64(before.cast_signed());
         let (to, _) = edges.0.as_chunks_mut::<8>();
         let mut some = 0u64;
-        for (i, (vector, to)) in vectors.iter().zip(to).enumerate() {
-            let vector = load(vector);
-            let shifted = _mm512_shldi_epi64(vector, _mm512_alignr_epi64(vector, last, 7), 1);
-            let these = _mm512_xor_si512(vector, shifted);
+        for (i, (&these, to)) in these.iter().zip(to).enumerate() {
             store(to, these);
             some |= u64::from(_mm512_test_epi64_mask(these, these)) << (8 * i);
-            last = vector;
         }
-        before = group[GROUP - 1];
         let base = ((number - origin) * GROUP_EDGES) as u16;
         let number_of_words = some.count_ones();
         if number_of_words >= DENSE {

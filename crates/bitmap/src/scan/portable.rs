@@ -7,6 +7,9 @@
 use super::{ENOUGH, Filled, GROUP, GROUP_EDGES, Positions, SPAN};
 use crate::word::edges;
 
+/// Groups with at least this many words that have edges count as dense.
+const DENSE: usize = 50;
+
 /// See [`super::fill`]. `COUNTS` says that counting bits is one instruction, else edges are counted as
 /// they are found.
 #[inline(always)]
@@ -77,31 +80,55 @@ fn fill_group<const COUNTS: bool>(
         which[some % GROUP] = i as u8;
         some += usize::from(left != 0);
     }
-    for &i in &which[..some] {
+    let base = base as u16;
+    match () {
+        () if !COUNTS => list::<0>(&all, &which[..some], base, found, out),
+        // Where nearly every word has edges, most have more than four.
+        () if some >= DENSE => list::<8>(&all, &which[..some], base, found, out),
+        () => list::<4>(&all, &which[..some], base, found, out),
+    }
+}
+
+/// Lists the edges of the words `which`, `AT_ONCE` of them without asking how many there are; with 0, one by
+/// one.
+#[inline(always)]
+fn list<const AT_ONCE: usize>(
+    all: &[u64; GROUP],
+    which: &[u8],
+    base: u16,
+    mut found: usize,
+    out: &mut Positions,
+) -> usize {
+    for &i in which {
         let mut left = all[usize::from(i) % GROUP];
-        let base = base as u16 + u16::from(i) * 64;
-        if COUNTS {
+        let base = base + u16::from(i) * 64;
+        if AT_ONCE > 0 {
             let count = left.count_ones() as usize;
             let space = &mut out[found..found + 64];
-            take::<4>(&mut left, base, &mut space[..4]);
-            if count > 4 {
-                take::<4>(&mut left, base, &mut space[4..8]);
-                if count > 8 {
-                    for place in &mut space[8..count] {
-                        take::<1>(&mut left, base, std::slice::from_mut(place));
-                    }
+            take::<AT_ONCE>(&mut left, base, &mut space[..AT_ONCE]);
+            if count > AT_ONCE {
+                take::<AT_ONCE>(&mut left, base, &mut space[AT_ONCE..2 * AT_ONCE]);
+                if count > 2 * AT_ONCE {
+                    take_all(left, base, &mut space[2 * AT_ONCE..]);
                 }
             }
             found += count;
         } else {
-            while left != 0 {
-                out[found] = base + left.trailing_zeros() as u16;
-                found += 1;
-                left &= left - 1;
-            }
+            found += take_all(left, base, &mut out[found..]);
         }
     }
     found
+}
+
+#[inline(always)]
+fn take_all(mut left: u64, base: u16, places: &mut [u16]) -> usize {
+    let mut taken = 0;
+    while left != 0 {
+        places[taken] = base + left.trailing_zeros() as u16;
+        taken += 1;
+        left &= left - 1;
+    }
+    taken
 }
 
 /// The next `N` edges; what is written past the last one is of no meaning.
