@@ -242,7 +242,9 @@ impl DirtyBitmap {
         let mut cleared = 0;
         for at in (0..self.words.len()).step_by(HARVEST) {
             let piece = HARVEST.min(self.words.len() - at);
-            if let ControlFlow::Break(error) = scan.feed(&self.words[at..at + piece], at as u64 * BITS, &mut f) {
+            if let ControlFlow::Break(error) =
+                scan.feed(&self.words[at..at + piece], at as u64 * BITS, &mut f)
+            {
                 return Err(error);
             }
             // Words of a run that is still open hold pages that nobody has been given yet.

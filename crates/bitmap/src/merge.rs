@@ -161,7 +161,8 @@ mod tests {
     /// contents in which a bit that went astray would show.
     #[test]
     fn every_offset_and_length_up_to_two_words() {
-        let source = [0x9e37_79b9_7f4a_7c15, 0xffff_0000_ffff_0001, 0x8000_0000_0000_0001, 0x0f0f_3333_5555_ffff];
+        let source =
+            [0x9e37_79b9_7f4a_7c15, 0xffff_0000_ffff_0001, 0x8000_0000_0000_0001, 0x0f0f_3333_5555_ffff];
         let target = [0x8421_0842_1084_2108, 0, 0x7fff_ffff_ffff_fffe, 0x1111_2222_4444_8888];
         let step = if cfg!(miri) { 21 } else { 1 };
         for from in (0..64).step_by(step) {

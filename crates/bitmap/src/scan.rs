@@ -145,11 +145,7 @@ impl RunScan {
 
     /// Ends the walk at page `end`: a run that is still open ends there.
     #[inline]
-    pub(crate) fn finish<B>(
-        self,
-        end: u64,
-        f: &mut impl FnMut(PageRun) -> ControlFlow<B>,
-    ) -> ControlFlow<B> {
+    pub(crate) fn finish<B>(self, end: u64, f: &mut impl FnMut(PageRun) -> ControlFlow<B>) -> ControlFlow<B> {
         match self.open() {
             Some(start) => f(PageRun::new(start, end - start)),
             None => ControlFlow::Continue(()),

@@ -1,2 +1,4 @@
 mod scan;
-fn main() { scan::run(); }
+fn main() {
+    scan::run();
+}

@@ -161,7 +161,13 @@ fn a_harvest_that_fails_loses_nothing() {
     for fails_at in 0..3 {
         let mut bitmap = before.clone();
         let mut seen = Vec::new();
-        let result = bitmap.try_harvest(|run| if seen.len() == fails_at { Err(run) } else { Ok(seen.push(run)) });
+        let result = bitmap.try_harvest(|run| {
+            if seen.len() == fails_at {
+                return Err(run);
+            }
+            seen.push(run);
+            Ok(())
+        });
         assert_eq!(result, Err(before.runs().nth(fails_at).unwrap()));
         for run in seen {
             bitmap.set(run);

@@ -66,7 +66,7 @@ fn fill_group<const COUNTS: bool>(
     group: &[u64; GROUP],
     before: u64,
     base: usize,
-    mut found: usize,
+    found: usize,
     out: &mut Positions,
 ) -> usize {
     let mut all = [0; GROUP];
