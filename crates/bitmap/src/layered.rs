@@ -208,6 +208,9 @@ impl LayeredBitmap {
             scan.feed_short(&[0], *fed as u64 * BITS, f)?;
         }
         *fed = words.end;
+        if let [word] = self.levels[0][words.clone()] {
+            return scan.feed_short(&[word], words.start as u64 * BITS, f);
+        }
         scan.feed(&self.levels[0][words.clone()], words.start as u64 * BITS, f)
     }
 

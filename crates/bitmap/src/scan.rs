@@ -59,6 +59,14 @@ fn fill(path: CodePath, words: &[u64], before: u64, out: &mut Positions) -> Fill
     }
 }
 
+/// How many of `words`, in whole cache lines, repeat the last page of the word `before`.
+fn same_words(words: &[u64], before: u64) -> usize {
+    let same = 0u64.wrapping_sub(before >> 63);
+    let different = |line: &[u64; 8]| line.iter().fold(0, |different, word| different | (word ^ same)) != 0;
+    let (lines, _) = words.as_chunks::<8>();
+    lines.iter().position(different).unwrap_or(lines.len()) * 8
+}
+
 /// A walk over words that arrive piece by piece and in order; a run may cross pieces.
 #[derive(Debug)]
 pub(crate) struct RunScan {
@@ -67,11 +75,13 @@ pub(crate) struct RunScan {
     before: u64,
     /// The first page of the run that is open, if one is.
     open: u64,
+    /// Cleared once, at the first piece that needs it.
+    positions: Option<Positions>,
 }
 
 impl RunScan {
     pub(crate) fn new(path: CodePath) -> Self {
-        Self { path, before: 0, open: 0 }
+        Self { path, before: 0, open: 0, positions: None }
     }
 
     /// Where the run that has begun but not ended starts, if there is one.
@@ -91,11 +101,12 @@ impl RunScan {
         if words.len() < SHORT {
             return self.feed_short(words, base, f);
         }
-        let mut positions: Positions = [0; _];
-        let mut at = 0;
+        // Most short pieces have no edge at all; the buffer is not even touched for them.
+        let mut at = same_words(words, self.before);
         while at < words.len() {
             let was_open = self.open().is_some();
-            let filled = fill(self.path, &words[at..], self.before, &mut positions);
+            let positions = self.positions.get_or_insert([0; _]);
+            let filled = fill(self.path, &words[at..], self.before, positions);
             let origin = base + (at + filled.origin) as u64 * BITS;
             let mut edges = &positions[..filled.edges];
             if was_open && let [end, rest @ ..] = edges {

@@ -8,13 +8,13 @@ use std::path::Path;
 use anyhow::Context;
 
 /// A chart of several bars (series) in each of several groups.
-pub struct Chart {
-    pub title: String,
+pub(crate) struct Chart {
+    pub(crate) title: String,
     /// What the bars measure, with the unit.
-    pub axis: String,
-    pub series: Vec<String>,
+    pub(crate) axis: String,
+    pub(crate) series: Vec<String>,
     /// A label, and the value of each series; one that is not a number draws no bar.
-    pub groups: Vec<(String, Vec<f64>)>,
+    pub(crate) groups: Vec<(String, Vec<f64>)>,
 }
 
 const COLOURS: [&str; 8] =
@@ -25,7 +25,7 @@ const BAR: f64 = 12.0;
 
 impl Chart {
     /// Writes `docs/charts/NAME.svg`.
-    pub fn write(&self, name: &str) -> anyhow::Result<()> {
+    pub(crate) fn write(&self, name: &str) -> anyhow::Result<()> {
         let dir = Path::new("docs/charts");
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(format!("{name}.svg"));

@@ -15,16 +15,20 @@ mod sparse;
 
 use godwit_bench::report::Report;
 
+/// A part: its name, and what runs it.
+type Part = (&'static str, fn(&mut Report) -> anyhow::Result<()>);
+
+const PARTS: [Part; 4] =
+    [("scan", scan::run), ("slots", slots::run), ("merge", merge::run), ("sparse", sparse::run)];
+
 fn main() -> anyhow::Result<()> {
     let parts: Vec<String> = std::env::args().skip(1).collect();
     let mut report = Report::new("structures");
-    let all: [(&str, fn(&mut Report) -> anyhow::Result<()>); 4] =
-        [("scan", scan::run), ("slots", slots::run), ("merge", merge::run), ("sparse", sparse::run)];
-    if let Some(unknown) = parts.iter().find(|part| !all.iter().any(|(name, _)| name == part)) {
+    if let Some(unknown) = parts.iter().find(|part| !PARTS.iter().any(|(name, _)| name == part)) {
         anyhow::bail!("there is no part '{unknown}': use scan, slots, merge or sparse");
     }
     println!("{}", godwit_bench::report::machine());
-    for (name, run) in all {
+    for (name, run) in PARTS {
         if parts.is_empty() || parts.iter().any(|part| part == name) {
             run(&mut report)?;
         }

@@ -26,7 +26,7 @@ fn page_by_page(target: &mut [u64], at: u64, source: &[u64], pages: u64) -> u64 
     newly
 }
 
-pub fn run(report: &mut Report) -> anyhow::Result<()> {
+pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let title = "Merge of 8 MiB of dirty log (256 GiB of guest) into a bitmap, ms (× aligned, AVX-512)";
     let mut columns = Vec::new();
     let mut names = Vec::new();

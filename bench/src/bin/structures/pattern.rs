@@ -4,14 +4,14 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_units::{PageCount, PageRun};
 
 /// A small generator of pseudo-random numbers (xorshift64*).
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(88_172_645_463_325_252)
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -26,7 +26,7 @@ impl Random {
 
 /// How the dirty pages lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Pattern {
+pub(crate) enum Pattern {
     /// Each page for itself, with this probability.
     Random(f64),
     /// In runs of 1 to 1023 pages, 512 (2 MiB) on average, with this share of all pages.
@@ -34,24 +34,27 @@ pub enum Pattern {
 }
 
 impl Pattern {
-    pub fn share(self) -> f64 {
+    pub(crate) fn share(self) -> f64 {
         match self {
             Self::Random(share) | Self::Clustered(share) => share,
         }
     }
 
-    pub fn name(self) -> String {
+    pub(crate) fn name(self) -> String {
         let kind = if matches!(self, Self::Random(_)) { "random" } else { "clustered" };
         format!("{kind} {} %", (self.share() * 1e7).round() / 1e5)
     }
 
     /// Calls `mark` with every run of dirty pages among `pages`, in order.
-    pub fn for_each(self, pages: PageCount, mut mark: impl FnMut(PageRun)) {
+    pub(crate) fn for_each(self, pages: PageCount, mut mark: impl FnMut(PageRun)) {
         const MEAN: u64 = 512;
         let share = self.share();
         let mut random = Random::new();
         let mut at = 0;
-        while share > 0.0 {
+        if share == 0.0 {
+            return;
+        }
+        loop {
             let run = match self {
                 Self::Random(_) => PageRun::new(at + (random.fraction().ln() / (1.0 - share).ln()) as u64, 1),
                 Self::Clustered(_) => {
@@ -69,7 +72,7 @@ impl Pattern {
 
     /// A bitmap of `pages` pages; all of its memory has been written, since reading memory that never was
     /// reads one and the same page of zeros.
-    pub fn bitmap(self, pages: PageCount) -> DirtyBitmap {
+    pub(crate) fn bitmap(self, pages: PageCount) -> DirtyBitmap {
         let mut bitmap = DirtyBitmap::new(pages);
         bitmap.set_all();
         bitmap.clear_all();

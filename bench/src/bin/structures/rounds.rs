@@ -6,7 +6,7 @@ use std::time::Instant;
 use godwit_bench::report::median;
 
 /// Contenders and their times, one for each round.
-pub struct Rounds<'a> {
+pub(crate) struct Rounds<'a> {
     contenders: Vec<(String, Contender<'a>)>,
     times: Vec<Vec<f64>>,
 }
@@ -15,26 +15,26 @@ pub struct Rounds<'a> {
 type Contender<'a> = Box<dyn FnMut() -> (f64, u64) + 'a>;
 
 /// Seconds that `f` takes, and what it returns.
-pub fn timed<T>(f: impl FnOnce() -> T) -> (f64, T) {
+pub(crate) fn timed<T>(f: impl FnOnce() -> T) -> (f64, T) {
     let start = Instant::now();
     let result = black_box(f());
     (start.elapsed().as_secs_f64(), result)
 }
 
 impl<'a> Rounds<'a> {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { contenders: Vec::new(), times: Vec::new() }
     }
 
     /// Adds a contender and returns its number.
-    pub fn add(&mut self, name: impl Into<String>, f: impl FnMut() -> (f64, u64) + 'a) -> usize {
+    pub(crate) fn add(&mut self, name: impl Into<String>, f: impl FnMut() -> (f64, u64) + 'a) -> usize {
         self.contenders.push((name.into(), Box::new(f)));
         self.times.push(Vec::new());
         self.contenders.len() - 1
     }
 
     /// Runs all contenders but the first `excepted` ones in `rounds` rounds, and checks that they agree.
-    pub fn run(&mut self, rounds: usize, excepted: usize) {
+    pub(crate) fn run(&mut self, rounds: usize, excepted: usize) {
         for _ in 0..rounds {
             let mut agreed = None;
             for (number, ((name, f), times)) in self.contenders.iter_mut().zip(&mut self.times).enumerate() {
@@ -51,17 +51,17 @@ impl<'a> Rounds<'a> {
         }
     }
 
-    pub fn names(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.contenders.iter().map(|(name, _)| name.as_str())
     }
 
     /// Seconds of contender `number`.
-    pub fn seconds(&self, number: usize) -> f64 {
+    pub(crate) fn seconds(&self, number: usize) -> f64 {
         median(&self.times[number])
     }
 
     /// How many times as long as `other` contender `number` takes.
-    pub fn ratio(&self, number: usize, other: usize) -> f64 {
+    pub(crate) fn ratio(&self, number: usize, other: usize) -> f64 {
         let ratios: Vec<f64> =
             self.times[number].iter().zip(&self.times[other]).map(|(time, other)| time / other).collect();
         median(&ratios)
@@ -69,7 +69,7 @@ impl<'a> Rounds<'a> {
 }
 
 /// A number with about three digits.
-pub fn short(value: f64) -> String {
+pub(crate) fn short(value: f64) -> String {
     match value {
         v if !v.is_finite() => "–".to_owned(),
         v if v >= 99.5 => format!("{v:.0}"),
@@ -80,7 +80,7 @@ pub fn short(value: f64) -> String {
 }
 
 /// Prints a table in Markdown, columns aligned.
-pub fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
+pub(crate) fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
     println!("\n### {title}\n");
     let width =
         |column: usize| rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max();

@@ -118,7 +118,7 @@ fn summed(walk: impl FnOnce(&mut Sum)) -> (f64, u64) {
     })
 }
 
-pub fn run(report: &mut Report) -> anyhow::Result<()> {
+pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let patterns = [
         Pattern::Random(0.0),
         Pattern::Random(0.001),

@@ -105,7 +105,7 @@ fn chained(lookups: &[u64], mut find: impl FnMut(u64) -> u64) -> (f64, u64) {
     timed(|| lookups.iter().fold(0, |last: u64, &page| find(page ^ (last >> 63))))
 }
 
-pub fn run(report: &mut Report) -> anyhow::Result<()> {
+pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let mut charts = Vec::new();
     for n in [509u64, 32_764] {
         let rows = measure(n, report)?;

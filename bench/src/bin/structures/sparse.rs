@@ -37,7 +37,7 @@ fn test_every_block(words: &[u64]) -> u64 {
     all
 }
 
-pub fn run(report: &mut Report) -> anyhow::Result<()> {
+pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let title =
         "Search for dirty blocks of a 4 TiB disk (64 KiB each), ms (times as fast as testing every block)";
     let mut columns = Vec::new();

@@ -35,33 +35,38 @@ impl SlotReader {
     #[inline]
     pub fn by_gfn(&mut self, gfn: Gfn) -> Option<Slot> {
         self.refresh();
-        if !self.last.gfns().contains(&gfn.0) {
-            self.remember(*self.reader.state().by_gfn(gfn)?);
+        if self.last.has_gfn(gfn) {
+            return Some(self.last);
         }
-        Some(self.last)
+        let slot = *self.reader.state().by_gfn(gfn)?;
+        self.remember(slot);
+        Some(slot)
     }
 
     /// The slot that host address `hva` lies in; of several, see [`SlotMap::by_hva`].
     #[inline]
     pub fn by_hva(&mut self, hva: Hva) -> Option<Slot> {
         self.refresh();
-        if !(self.alone && self.last.hvas().contains(&hva.0)) {
-            let slot = *self.reader.state().by_hva(hva)?;
-            // Asking whether it is alone costs more than a look-up, so only once it is hit again.
-            self.alone = slot == self.last && self.reader.state().is_alone(&slot);
-            self.last = slot;
+        if self.alone && self.last.has_hva(hva) {
+            return Some(self.last);
         }
-        Some(self.last)
+        let slot = *self.reader.state().by_hva(hva)?;
+        // Asking whether it is alone costs more than a look-up, so only once it is hit again.
+        self.alone = slot.id == self.last.id && self.last.pages.0 > 0 && self.reader.state().is_alone(&slot);
+        self.last = slot;
+        Some(slot)
     }
 
     /// The slot of this id.
     #[inline]
     pub fn by_id(&mut self, id: SlotId) -> Option<Slot> {
         self.refresh();
-        if self.last.pages.0 == 0 || self.last.id != id {
-            self.remember(*self.reader.state().by_id(id)?);
+        if self.last.pages.0 > 0 && self.last.id == id {
+            return Some(self.last);
         }
-        Some(self.last)
+        let slot = *self.reader.state().by_id(id)?;
+        self.remember(slot);
+        Some(slot)
     }
 
     /// Calls `f` with every slot that lies at some of the host addresses `hvas` and the pages of its RAM

@@ -63,31 +63,49 @@ pub struct Slot {
 
 impl Slot {
     /// The guest frames, `start..end`.
+    #[inline]
     #[must_use]
     pub fn gfns(&self) -> Range<u64> {
         self.gfn.0..self.gfn.0 + self.pages.0
     }
 
     /// The host addresses in bytes, `start..end`.
+    #[inline]
     #[must_use]
     pub fn hvas(&self) -> Range<u64> {
         self.hva.0..self.hva.0 + self.pages.0 * PAGE_SIZE
     }
 
+    /// Whether guest frame `gfn` lies in this slot: one comparison, since the outcome of the first of two would
+    /// be anyone's guess.
+    #[inline]
+    #[must_use]
+    pub fn has_gfn(&self, gfn: Gfn) -> bool {
+        gfn.0.wrapping_sub(self.gfn.0) < self.pages.0
+    }
+
+    /// Whether host address `hva` lies in this slot.
+    #[inline]
+    #[must_use]
+    pub fn has_hva(&self, hva: Hva) -> bool {
+        hva.0.wrapping_sub(self.hva.0) < self.pages.0 * PAGE_SIZE
+    }
+
     /// The page of the RAM block that guest frame `gfn` is, if it lies in this slot.
     #[must_use]
     pub fn page_of_gfn(&self, gfn: Gfn) -> Option<PageIndex> {
-        self.gfns().contains(&gfn.0).then(|| PageIndex(self.first.0 + gfn.0 - self.gfn.0))
+        self.has_gfn(gfn).then(|| PageIndex(self.first.0 + gfn.0 - self.gfn.0))
     }
 
     /// The page of the RAM block that host address `hva` lies in, if it lies in this slot.
     #[must_use]
     pub fn page_of_hva(&self, hva: Hva) -> Option<PageIndex> {
-        self.hvas().contains(&hva.0).then(|| PageIndex(self.first.0 + (hva.0 - self.hva.0) / PAGE_SIZE))
+        self.has_hva(hva).then(|| PageIndex(self.first.0 + (hva.0 - self.hva.0) / PAGE_SIZE))
     }
 
     /// The pages of the RAM block that lie at host addresses `hvas`, as far as they lie in this slot; a page
     /// that is touched only in part counts.
+    #[inline]
     #[must_use]
     pub fn pages_of_hvas(&self, hvas: &Range<u64>) -> Option<PageRun> {
         let own = self.hvas();
