@@ -4,7 +4,7 @@
 //! A bit is always set, and counted only when it was clear before. Where the source is clean the target is
 //! not written, so that its cache lines stay clean too. The same code is compiled for each code path, and the
 //! compiler vectorises it; only the shifted merge for AVX-512 is written out. Rejected: page by page (test, test and set), which is what QEMU did for RAM that
-//! starts within a word of its dirty log, and 100 to 300 times as slow (docs/structures.md).
+//! starts within a word of its dirty log, and 70 to 200 times as slow (docs/structures.md).
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
