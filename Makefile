@@ -40,3 +40,7 @@ BENCH_QEMU ?= --rounds 5 --moves 50
 bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest under QEMU 7.2
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin qemu
 	@$(CARGO) run --quiet --release --package godwit-bench --bin qemu -- $(BENCH_QEMU)
+
+.PHONY: bench-structures
+bench-structures: ## dirty bitmaps and memory slots against the limits of the machine (three minutes)
+	@$(CARGO) run --quiet --release --package godwit-bench --bin structures
