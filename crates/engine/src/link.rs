@@ -103,6 +103,25 @@ impl FrameReader {
     }
 }
 
+/// Reads the messages of a control connection in a thread of its own and hands each to `deliver`, up to the error that
+/// ends the connection, or until `deliver` answers no.
+pub(crate) fn read_messages(
+    stream: Stream,
+    peer: Peer,
+    mut deliver: impl FnMut(Result<Message, EngineError>) -> bool + Send + 'static,
+) {
+    let mut reader = FrameReader::new(stream, peer);
+    std::thread::spawn(move || {
+        loop {
+            let message = reader.message();
+            let over = message.is_err();
+            if !deliver(message) || over {
+                return;
+            }
+        }
+    });
+}
+
 /// The writing end of the control connection, shared between threads.
 #[derive(Debug)]
 pub(crate) struct ControlWriter {

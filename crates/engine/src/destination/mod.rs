@@ -23,7 +23,7 @@ use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role
 
 use crate::address::{Listener, Stream};
 use crate::digests;
-use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, FrameReader, link_error, read_messages, receive_greeting, send_greeting};
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
@@ -270,22 +270,14 @@ impl Destination<'_> {
     }
 
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
-        let mut reader = FrameReader::new(stream.try_clone().map_err(link_error(PEER))?, PEER);
+        let read = stream.try_clone().map_err(link_error(PEER))?;
         match &self.control {
             Some(control) => control.replace(stream)?,
             None => self.control = Some(ControlWriter::new(stream, PEER)?),
         }
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        std::thread::spawn(move || {
-            loop {
-                let message = reader.message();
-                let over = message.is_err();
-                if events.send(Event::Peer { connection, message }).is_err() || over {
-                    return;
-                }
-            }
-        });
+        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
         Ok(())
     }
 

@@ -25,7 +25,7 @@ use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 use crate::address::{Address, Stream};
 use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
-use crate::link::{ControlWriter, FrameReader, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
 use crate::vm::{SourceVm, VmError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
@@ -333,24 +333,14 @@ impl Source<'_> {
 
     /// Makes `stream` the control connection, with a thread that reads it.
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
-        let io = crate::link::link_error(PEER);
-        let mut reader = FrameReader::new(stream.try_clone().map_err(&io)?, PEER);
+        let read = stream.try_clone().map_err(link_error(PEER))?;
         match &self.control {
             Some(control) => control.replace(stream)?,
             None => self.control = Some(Arc::new(ControlWriter::new(stream, PEER)?)),
         }
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        // Ends when the connection does: shut_down() sees to that.
-        std::thread::spawn(move || {
-            loop {
-                let message = reader.message();
-                let over = message.is_err();
-                if events.send(Event::Peer { connection, message }).is_err() || over {
-                    return;
-                }
-            }
-        });
+        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
         Ok(())
     }
 
@@ -381,7 +371,7 @@ impl Source<'_> {
         let limiter = Arc::clone(&self.limiter);
         for (number, stream) in streams.into_iter().enumerate() {
             let own: Vec<Segment> = segments(&sizes).filter(|s| s.channel(count) == number).collect();
-            let handle = stream.try_clone().map_err(crate::link::link_error(PEER))?;
+            let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel::new(
                 stream,
                 Arc::clone(&tracker),
