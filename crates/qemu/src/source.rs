@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
+use godwit_track::{DirtyTracker, PagemapTracker, kernel_support, mappings_of};
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -74,6 +74,10 @@ impl QemuSource {
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let ram = machine.ram()?;
+        // Needs the right to look into the process, without which the checks below would find nothing.
+        for block in &ram {
+            mappings_of(machine.pid, block)?;
+        }
         machine.check_source(&ram)?;
         Ok(Self {
             machine,
