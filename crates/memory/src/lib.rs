@@ -1,4 +1,4 @@
-//! Guest memory: RAM blocks (what migrates), the segments they are cut into, and mappings of them.
+//! Guest memory: RAM blocks (what migrates), the segments they are cut into, mappings of them, and memory slots.
 //!
 //! A RAM block is a file that the guest's process maps. Godwit reads and writes it with `pread` and `pwrite`,
 //! not through a mapping of its own: that costs no page tables and no faults, a hole reads as zeros without
@@ -8,8 +8,12 @@ mod block;
 mod extents;
 mod mapping;
 mod segment;
+mod slots;
 
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
 pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};
+pub use slots::{
+    GfnRange, HvaRange, MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId, SlotMap, SlotReader,
+};

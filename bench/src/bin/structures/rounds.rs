@@ -1,0 +1,112 @@
+//! Taking times: contenders take turns, medians are taken over rounds; and tables in Markdown.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use godwit_bench::report::median;
+
+/// Contenders and their times, one for each round.
+pub(crate) struct Rounds<'a> {
+    contenders: Vec<(String, Contender<'a>)>,
+    times: Vec<Vec<f64>>,
+}
+
+/// What a contender does, timing the part that counts; returns seconds, and a checksum all must agree on.
+type Contender<'a> = Box<dyn FnMut() -> (f64, u64) + 'a>;
+
+/// Seconds that `f` takes, and what it returns.
+pub(crate) fn timed<T>(f: impl FnOnce() -> T) -> (f64, T) {
+    let start = Instant::now();
+    let result = black_box(f());
+    (start.elapsed().as_secs_f64(), result)
+}
+
+impl<'a> Rounds<'a> {
+    pub(crate) fn new() -> Self {
+        Self { contenders: Vec::new(), times: Vec::new() }
+    }
+
+    /// Adds a contender and returns its number.
+    pub(crate) fn add(&mut self, name: impl Into<String>, f: impl FnMut() -> (f64, u64) + 'a) -> usize {
+        self.contenders.push((name.into(), Box::new(f)));
+        self.times.push(Vec::new());
+        self.contenders.len() - 1
+    }
+
+    /// Runs all contenders but the first `excepted` ones in `rounds` rounds, and checks that they agree.
+    pub(crate) fn run(&mut self, rounds: usize, excepted: usize) {
+        for _ in 0..rounds {
+            let mut agreed = None;
+            for (number, ((name, f), times)) in self.contenders.iter_mut().zip(&mut self.times).enumerate() {
+                let (seconds, sum) = f();
+                times.push(seconds);
+                if number >= excepted {
+                    assert_eq!(
+                        *agreed.get_or_insert(sum),
+                        sum,
+                        "{name} found something else than the others"
+                    );
+                }
+            }
+        }
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.contenders.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// Seconds of contender `number`.
+    pub(crate) fn seconds(&self, number: usize) -> f64 {
+        median(&self.times[number])
+    }
+
+    /// How many times as long as `other` contender `number` takes.
+    pub(crate) fn ratio(&self, number: usize, other: usize) -> f64 {
+        let ratios: Vec<f64> =
+            self.times[number].iter().zip(&self.times[other]).map(|(time, other)| time / other).collect();
+        median(&ratios)
+    }
+}
+
+/// A number with about three digits.
+pub(crate) fn short(value: f64) -> String {
+    match value {
+        v if !v.is_finite() => "–".to_owned(),
+        v if v >= 99.5 => format!("{v:.0}"),
+        v if v >= 9.95 => format!("{v:.1}"),
+        v if v >= 0.0995 => format!("{v:.2}"),
+        v => format!("{v:.4}"),
+    }
+}
+
+/// Prints a table in Markdown, columns aligned.
+pub(crate) fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
+    println!("\n### {title}\n");
+    let width =
+        |column: usize| rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max();
+    let widths: Vec<usize> = (0..head.len()).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |cells: &[String]| {
+        let cells: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(
+                |(i, (cell, &width))| {
+                    if i == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+                },
+            )
+            .collect();
+        println!("| {} |", cells.join(" | "));
+    };
+    line(head);
+    println!(
+        "|{}|",
+        widths
+            .iter()
+            .enumerate()
+            .map(|(i, width)| if i == 0 { "-".repeat(width + 2) } else { "-".repeat(width + 1) + ":" })
+            .collect::<Vec<_>>()
+            .join("|")
+    );
+    rows.iter().for_each(|row| line(row));
+}
