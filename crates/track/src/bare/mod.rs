@@ -24,7 +24,7 @@ use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
-use crate::{DirtyRingSize, KvmDirtyRings, TrackError};
+use crate::{DirtyRingSize, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, TrackError};
 
 /// Where the blocks' pages begin in the guest's virtual address space: the second entry of the top table.
 const VIRTUAL: u64 = 1 << 39;
@@ -181,9 +181,27 @@ impl BareMachine {
         self.slots.iter().find(shows).map(|slot| Gfn(slot.gfn.0 + page - slot.first.0))
     }
 
-    /// Empties the dirty rings, after a vCPU said that one is full.
-    fn ring_full(&self) -> Result<(), TrackError> {
-        self.rings.as_ref().map_or(Ok(()), |rings| rings.collect().map(drop))
+    /// Tracks all its slots by the dirty log.
+    ///
+    /// # Errors
+    /// As [`KvmLogTracker::start_in`].
+    pub fn log_tracker(&self, mode: LogMode) -> Result<KvmLogTracker, TrackError> {
+        // SAFETY: these are the slots of the VM, and nobody can change them. Should the tracker outlive the machine, the
+        // VM lives on by the tracker's descriptor, with the same slots and no vCPU.
+        unsafe { KvmLogTracker::start_in(mode, self.vm(), &self.block_sizes(), self.slots()) }
+    }
+
+    /// Tracks all its slots by the dirty rings.
+    ///
+    /// # Errors
+    /// As [`KvmRingTracker::start`], or when it was made without rings.
+    pub fn ring_tracker(&self) -> Result<KvmRingTracker, TrackError> {
+        let rings = self.rings.as_ref().ok_or(TrackError::KvmLacks {
+            missing: "dirty rings in this machine",
+            cure: "make it with rings",
+        })?;
+        // SAFETY: as for the log.
+        unsafe { KvmRingTracker::start(rings, &self.block_sizes(), self.slots()) }
     }
 }
 

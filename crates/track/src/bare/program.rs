@@ -7,10 +7,10 @@
 use std::arch::global_asm;
 
 // wander, at random pages for ever:
-//   rdi first page, rsi pages, rbx random state, r8 pauses between writes, r9 generation, r10 control block,
+//   rdi first page, rsi pages, rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
 //   r11 offset in the page
 // touch, the pages of a list:
-//   rdi first page, rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32)
+//   rdi first page, rsi entries, r8 turns of an empty loop after each write (not 0), r9 generation, r11 offset in the page, r12 list of page numbers (u32)
 // Both stop at a `hlt`; wander when the second word of the control block is not zero.
 global_asm!(
     ".pushsection .rodata.godwit_bare, \"a\"",
@@ -41,7 +41,6 @@ global_asm!(
     "3:",
     "test rcx, rcx",
     "jz 2b",
-    "pause",
     "dec rcx",
     "jmp 3b",
     "4:",
@@ -59,6 +58,10 @@ global_asm!(
     "mov qword ptr [rax + r11], r9",
     "add r12, 4",
     "dec rsi",
+    "mov rcx, r8",
+    "4:",
+    "dec rcx",
+    "jnz 4b",
     "jmp 2b",
     "3:",
     "hlt",

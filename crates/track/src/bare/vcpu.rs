@@ -13,6 +13,10 @@ const CR0_PROTECTED_PAGED: u64 = 1 | 1 << 4 | 1 << 16 | 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const EFER_LONG: u64 = 1 << 8 | 1 << 10;
 
+/// Turns of an empty loop between the writes of a list. A KVM that emulates many instructions in one go must not get so
+/// many writes into one go that the entries which KVM keeps free in a dirty ring (64) are too few.
+const TOUCH_IDLE: u64 = 40;
+
 /// How a vCPU wanders over memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wander {
@@ -20,8 +24,8 @@ pub struct Wander {
     pub first: u64,
     /// How many pages.
     pub pages: u64,
-    /// `pause` instructions between two writes; 0 is full speed.
-    pub pauses: u64,
+    /// Turns of an empty loop between two writes; 0 is full speed. (No `pause`: under a hypervisor that may be an exit.)
+    pub idle: u64,
     /// Starts the random numbers.
     pub seed: u64,
 }
@@ -74,6 +78,7 @@ impl BareMachine {
             rip: CODE + program::touch_offset(),
             rdi: VIRTUAL,
             rsi: pages.len() as u64,
+            r8: TOUCH_IDLE,
             r9: self.writes(vcpu) + 1,
             r11: vcpu as u64 * 8,
             r12: list,
@@ -95,7 +100,7 @@ impl BareMachine {
             rdi: VIRTUAL + how.first * PAGE_SIZE,
             rsi: how.pages,
             rbx: how.seed.max(1),
-            r8: how.pauses,
+            r8: how.idle,
             r9: self.writes(vcpu),
             r10: control(vcpu),
             r11: vcpu as u64 * 8,
@@ -121,14 +126,15 @@ impl BareMachine {
         Ram::word(&self.control, control(vcpu))
     }
 
-    fn run(&self, vcpu: usize, registers: kvm_regs) -> io::Result<()> {
-        let mut vcpu = self.vcpus[vcpu].lock().unwrap_or_else(PoisonError::into_inner);
+    fn run(&self, number: usize, registers: kvm_regs) -> io::Result<()> {
+        let mut vcpu = self.vcpus[number].lock().unwrap_or_else(PoisonError::into_inner);
         vcpu.set_regs(&registers).map_err(kvm_error)?;
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::Hlt) => return Ok(()),
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
-                    self.ring_full().map_err(io::Error::other)?;
+                    let room = self.rings.as_ref().map_or(Ok(()), |rings| rings.make_room(number));
+                    room.map_err(io::Error::other)?;
                 }
                 Ok(exit) => return Err(io::Error::other(format!("the guest left by {exit:?}"))),
                 Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {}
