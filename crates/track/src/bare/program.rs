@@ -10,10 +10,13 @@ use std::arch::global_asm;
 //   rdi first page, rsi pages, rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
 //   r11 offset in the page
 // touch, the pages of a list:
-//   rdi first page, rsi entries, r8 turns of an empty loop after each write (not 0), r9 generation, r11 offset in the page, r12 list of page numbers (u32)
-// Both stop at a `hlt`; wander when the second word of the control block is not zero.
+//   rdi first page, rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32)
+// Both stop at an `out`, which ends KVM_RUN also without privilege; wander when the second word of the control block is not zero.
 global_asm!(
     ".pushsection .rodata.godwit_bare, \"a\"",
+    // Global, since the code that asks for them may be another codegen unit.
+    ".global godwit_bare_begin, godwit_bare_touch, godwit_bare_end",
+    ".hidden godwit_bare_begin, godwit_bare_touch, godwit_bare_end",
     "godwit_bare_begin:",
     "2:",
     "cmp qword ptr [r10 + 8], 0",
@@ -44,7 +47,7 @@ global_asm!(
     "dec rcx",
     "jmp 3b",
     "4:",
-    "hlt",
+    "out 0xf4, al",
     "jmp 2b",
     ".balign 16",
     "godwit_bare_touch:",
@@ -58,13 +61,9 @@ global_asm!(
     "mov qword ptr [rax + r11], r9",
     "add r12, 4",
     "dec rsi",
-    "mov rcx, r8",
-    "4:",
-    "dec rcx",
-    "jnz 4b",
     "jmp 2b",
     "3:",
-    "hlt",
+    "out 0xf4, al",
     "jmp 2b",
     "godwit_bare_end:",
     ".popsection",

@@ -1,4 +1,4 @@
-//! vCPUs of the bare machine: 64-bit mode at once, and running until the program halts.
+//! vCPUs of the bare machine: 64-bit mode at once, and running until the program is done.
 
 use std::io;
 use std::sync::PoisonError;
@@ -11,11 +11,11 @@ use super::{BareMachine, CODE, CONTROL, Ram, TABLES, VIRTUAL, kvm_error, list_by
 
 const CR0_PROTECTED_PAGED: u64 = 1 | 1 << 4 | 1 << 16 | 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
+/// Ports may be used without privilege.
+const RFLAGS_PORTS: u64 = 0x3002;
+/// Where the program writes when it is done.
+const DONE_PORT: u16 = 0xf4;
 const EFER_LONG: u64 = 1 << 8 | 1 << 10;
-
-/// Turns of an empty loop between the writes of a list. A KVM that emulates many instructions in one go must not get so
-/// many writes into one go that the entries which KVM keeps free in a dirty ring (64) are too few.
-const TOUCH_IDLE: u64 = 40;
 
 /// How a vCPU wanders over memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -52,12 +52,12 @@ pub(super) fn make(kvm: &Kvm, vm: &VmFd, number: usize) -> io::Result<VcpuFd> {
         segment.limit = u32::MAX;
         segment.type_ = kind;
         segment.present = 1;
-        segment.dpl = 0;
+        segment.dpl = 3;
         segment.s = 1;
         segment.g = 1;
         segment.l = u8::from(kind == 0xb);
         segment.db = u8::from(kind != 0xb);
-        segment.selector = if kind == 0xb { 0x8 } else { 0x10 };
+        segment.selector = if kind == 0xb { 0x1b } else { 0x23 };
     }
     vcpu.set_sregs(&sregs).map_err(kvm_error)?;
     Ok(vcpu)
@@ -67,7 +67,7 @@ impl BareMachine {
     /// Has vCPU `vcpu` write each of `pages` (counted through all blocks) once, and waits for that.
     ///
     /// # Errors
-    /// When the guest does anything but halt.
+    /// When the guest leaves in any other way.
     pub fn touch(&self, vcpu: usize, pages: &[u32]) -> io::Result<()> {
         let total = self.blocks().iter().map(|block| block.pages().0).sum();
         let list = self.lists + vcpu as u64 * list_bytes(total);
@@ -78,11 +78,10 @@ impl BareMachine {
             rip: CODE + program::touch_offset(),
             rdi: VIRTUAL,
             rsi: pages.len() as u64,
-            r8: TOUCH_IDLE,
             r9: self.writes(vcpu) + 1,
             r11: vcpu as u64 * 8,
             r12: list,
-            rflags: 2,
+            rflags: RFLAGS_PORTS,
             ..Default::default()
         };
         self.run(vcpu, registers)?;
@@ -93,7 +92,7 @@ impl BareMachine {
     /// Has vCPU `vcpu` write random pages, and returns when it was told to [`BareMachine::halt`].
     ///
     /// # Errors
-    /// When the guest does anything but halt.
+    /// When the guest leaves in any other way.
     pub fn wander(&self, vcpu: usize, how: Wander) -> io::Result<()> {
         let registers = kvm_regs {
             rip: CODE,
@@ -104,7 +103,7 @@ impl BareMachine {
             r9: self.writes(vcpu),
             r10: control(vcpu),
             r11: vcpu as u64 * 8,
-            rflags: 2,
+            rflags: RFLAGS_PORTS,
             ..Default::default()
         };
         self.run(vcpu, registers)
@@ -131,7 +130,7 @@ impl BareMachine {
         vcpu.set_regs(&registers).map_err(kvm_error)?;
         loop {
             match vcpu.run() {
-                Ok(VcpuExit::Hlt) => return Ok(()),
+                Ok(VcpuExit::IoOut(DONE_PORT, _)) => break,
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                     let room = self.rings.as_ref().map_or(Ok(()), |rings| rings.make_room(number));
                     room.map_err(io::Error::other)?;
@@ -140,6 +139,15 @@ impl BareMachine {
                 Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {}
                 Err(error) => return Err(kvm_error(error)),
             }
+        }
+        // The instruction is finished by the next KVM_RUN (api.rst, KVM_RUN, KVM_EXIT_IO), and new registers must not be
+        // set before.
+        vcpu.set_kvm_immediate_exit(1);
+        let finished = vcpu.run().map(drop);
+        vcpu.set_kvm_immediate_exit(0);
+        match finished {
+            Err(error) if error.errno() != libc::EINTR => Err(kvm_error(error)),
+            _ => Ok(()),
         }
     }
 }

@@ -153,10 +153,10 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
     let stop = AtomicBool::new(false);
     let stamps = AtomicU64::new(1);
     machine.go();
-    thread::scope(|scope| {
+    let got_on = thread::scope(|scope| {
         for vcpu in 0..tracked.vcpus {
             let seed = 0x9e37_79b9_7f4a_7c15 ^ (vcpu as u64) << 40;
-            let how = Wander { first: 0, pages: total, idle: 50, seed };
+            let how = Wander { first: 0, pages: total, idle: 200, seed };
             scope.spawn(move || machine.wander(vcpu, how).unwrap());
         }
         let device = scope.spawn(|| {
@@ -183,7 +183,10 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         let began_at: Vec<u64> = (0..tracked.vcpus).map(|vcpu| machine.writes(vcpu)).collect();
         let enough = || (0..tracked.vcpus).all(|vcpu| machine.writes(vcpu) > began_at[vcpu] + 2000);
         // Until all writers got on, however busy this host is.
-        while number < 5 || !enough() && began.elapsed() < Duration::from_secs(20) {
+        while number < 5
+            || began.elapsed() < Duration::from_millis(300)
+            || !enough() && began.elapsed() < Duration::from_secs(20)
+        {
             if rounds {
                 tracker.begin_round();
             }
@@ -194,7 +197,9 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         assert!(enough(), "{:?}: a vCPU did not get on", tracked.kind);
         machine.halt();
         device.join().unwrap();
+        enough()
     });
+    assert!(got_on, "{:?}: a vCPU did not get on", tracked.kind);
     if rounds {
         tracker.begin_round();
     }
