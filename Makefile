@@ -23,7 +23,7 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --quiet --workspace --all-targets -- --deny warnings
-	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed
+	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed && echo "all checks passed"
 
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
@@ -40,3 +40,7 @@ BENCH_QEMU ?= --rounds 5 --moves 50
 bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest under QEMU 7.2
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin qemu
 	@$(CARGO) run --quiet --release --package godwit-bench --bin qemu -- $(BENCH_QEMU)
+
+.PHONY: bench-structures
+bench-structures: ## dirty bitmaps and memory slots against the limits of the machine (three minutes)
+	@$(CARGO) run --quiet --release --package godwit-bench --bin structures

@@ -325,12 +325,27 @@ pub struct Runs<'a> {
 }
 
 impl Runs<'_> {
+    #[inline]
     fn next_edge(&mut self) -> Option<u64> {
+        if self.left == 0 {
+            self.next_word()?;
+        }
+        let edge = self.word as u64 * BITS + u64::from(self.left.trailing_zeros());
+        self.left &= self.left - 1;
+        Some(edge)
+    }
+
+    /// Goes on to the next word that has an edge.
+    #[inline]
+    fn next_word(&mut self) -> Option<()> {
         let words = &self.bitmap.words;
+        let before = *words.get(self.word)?;
+        self.word += 1;
+        self.left = edges(*words.get(self.word)?, before);
         while self.left == 0 {
-            let before = *words.get(self.word)?;
+            // Whole cache lines are skipped only from a word without an edge on: dense bitmaps never ask.
+            let same = 0u64.wrapping_sub(words[self.word] >> 63);
             self.word += 1;
-            let same = 0u64.wrapping_sub(before >> 63);
             while let Some(line) = words.get(self.word..self.word + 8)
                 && line.iter().fold(0, |different, word| different | (word ^ same)) == 0
             {
@@ -338,15 +353,14 @@ impl Runs<'_> {
             }
             self.left = edges(*words.get(self.word)?, same);
         }
-        let edge = self.word as u64 * BITS + u64::from(self.left.trailing_zeros());
-        self.left &= self.left - 1;
-        Some(edge)
+        Some(())
     }
 }
 
 impl Iterator for Runs<'_> {
     type Item = PageRun;
 
+    #[inline]
     fn next(&mut self) -> Option<PageRun> {
         let start = self.next_edge()?;
         let end = self.next_edge().unwrap_or(self.bitmap.len);

@@ -16,7 +16,7 @@ use crate::scan::{GROUP, RunScan};
 use crate::word::{BITS, for_each_mask};
 
 /// From this many dirty words of 64 on, a walk takes the whole group at once instead of each word alone.
-const WHOLE_GROUP: u32 = 12;
+const WHOLE_GROUP: u32 = 2;
 
 /// One bit for each page of a range of `len` pages, all clear at first, with summaries above.
 #[derive(Clone, Debug, PartialEq, Eq)]

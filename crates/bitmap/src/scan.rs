@@ -7,7 +7,7 @@
 //! branching on single bits; [`RunScan`] pairs them up and calls the consumer, which the compiler inlines.
 //!
 //! Rejected: finding start and end of each run with two counts of trailing zeros. It mispredicts once or
-//! twice a run and costs 4 to 12 times as much on random bits (docs/structures.md).
+//! twice a run and costs three to four times as much on random bits (docs/structures.md).
 
 use std::ops::ControlFlow;
 
@@ -105,7 +105,10 @@ impl RunScan {
         let mut at = same_words(words, self.before);
         while at < words.len() {
             let was_open = self.open().is_some();
-            let positions = self.positions.get_or_insert([0; _]);
+            let Some(positions) = &mut self.positions else {
+                self.clear_positions();
+                continue;
+            };
             let filled = fill(self.path, &words[at..], self.before, positions);
             let origin = base + (at + filled.origin) as u64 * BITS;
             let mut edges = &positions[..filled.edges];
@@ -125,6 +128,13 @@ impl RunScan {
             self.before = words[at - 1];
         }
         ControlFlow::Continue(())
+    }
+
+    /// Not inlined, since it needs 16 KiB of stack, which whoever inlines it would have to probe at each call.
+    #[cold]
+    #[inline(never)]
+    fn clear_positions(&mut self) {
+        self.positions = Some([0; _]);
     }
 
     /// The same for a few words, bit by bit: no buffer to clear, no call.

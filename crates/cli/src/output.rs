@@ -1,6 +1,7 @@
 //! What is printed: progress and results for people (on standard error and output), or lines of JSON for programs.
 
 use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
 
 use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
@@ -15,29 +16,34 @@ pub(crate) fn json_line(value: &Value) {
     let _ = out.flush();
 }
 
+/// How often a line is printed where lines cannot be rewritten.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
+
 /// Shows a migration in progress.
 #[derive(Debug)]
 pub(crate) struct Display {
     json: bool,
     terminal: bool,
     line_open: bool,
+    last_line: Instant,
 }
 
 impl Display {
     pub(crate) fn new(json: bool) -> Self {
-        Self { json, terminal: std::io::stderr().is_terminal(), line_open: false }
+        Self { json, terminal: std::io::stderr().is_terminal(), line_open: false, last_line: Instant::now() }
     }
 
-    /// Shows one look: as JSON always, on a terminal in place, elsewhere only at the end of rounds.
+    /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and every two seconds.
     pub(crate) fn progress(&mut self, progress: &Progress) {
         if self.json {
             json_line(&progress_json(progress));
             return;
         }
         let ends = progress.round_ended;
-        if !self.terminal && !ends {
+        if !self.terminal && !ends && self.last_line.elapsed() < LINE_INTERVAL {
             return;
         }
+        self.last_line = Instant::now();
         let mut err = std::io::stderr().lock();
         let start = if self.terminal { "\r\x1b[K" } else { "" };
         let end = if ends || !self.terminal { "\n" } else { "" };

@@ -1,4 +1,5 @@
-//! Guest memory: RAM blocks (what migrates), the segments they are cut into, mappings of them, and memory slots.
+//! Guest memory: RAM blocks (what migrates), the segments they are cut into, memory slots (where a host maps them), and
+//! mappings.
 //!
 //! A RAM block is a file that the guest's process maps. Godwit reads and writes it with `pread` and `pwrite`,
 //! not through a mapping of its own: that costs no page tables and no faults, a hole reads as zeros without

@@ -81,7 +81,7 @@ fn as_many_as_kvm_has() {
 /// places have exactly one slot each.
 #[test]
 fn readers_see_whole_states_only() {
-    let updates = if cfg!(miri) { 30 } else { 5_000 };
+    let updates = if cfg!(miri) { 4 } else { 5_000 };
     let mut slots = MemSlots::new();
     for place in 0..200 {
         slots.insert(slot(place as u32, place)).unwrap();

@@ -65,11 +65,23 @@ pub trait DirtyTracker: Send + Sync {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError>;
 
-    /// Counts the dirty pages of `within` and harvests none.
+    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the last round, when nobody
+    /// writes any more: to clear them would be work for nobody.
     ///
     /// # Errors
     /// As [`Self::harvest`].
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError>;
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError>;
+
+    /// Counts the dirty pages of `within` as they are now, whenever the round began, and leaves them dirty. Trackers of
+    /// whole memory slots fetch those anew, so ask for whole blocks.
+    ///
+    /// # Errors
+    /// As [`Self::harvest`].
+    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+        let mut pages = PageCount::ZERO;
+        self.peek(block, within, &mut |run| pages += run.count)?;
+        Ok(pages)
+    }
 }
 
 impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
@@ -85,6 +97,10 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
         (**self).harvest(block, within, limit, found)
+    }
+
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        (**self).peek(block, within, found)
     }
 
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {

@@ -20,8 +20,8 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 
-use godwit_memory::RamBlock;
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_memory::{MemSlots, RamBlock, Slot, SlotError, SlotFlags, SlotId, SlotReader};
+use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::attach::{Attachment, attach, attach_own};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
@@ -38,6 +38,8 @@ pub struct PagemapTracker {
     attachment: Attachment,
     pagemap: File,
     blocks: Vec<Vec<BlockMapping>>,
+    /// The same mappings the other way round: from host addresses to pages of RAM blocks.
+    slots: SlotReader,
 }
 
 /// Checks that this kernel can do what the tracker needs, without touching another process.
@@ -106,7 +108,8 @@ impl PagemapTracker {
                 })?;
             }
         }
-        Ok(Self { attachment, pagemap, blocks: mappings })
+        let slots = slots_of(&mappings)?.reader();
+        Ok(Self { attachment, pagemap, blocks: mappings, slots })
     }
 
     /// The attachment to the process, with how long it was stopped.
@@ -125,6 +128,7 @@ impl PagemapTracker {
     ) -> Result<PageIndex, TrackError> {
         let failed = |source: io::Error| TrackError::Scan { block, source };
         let mut regions = [PageRegion::default(); REGIONS];
+        let mut slots = self.slots.clone();
         let mut left = limit;
         for mapping in &self.blocks[block] {
             let Some(part) = mapping.pages.intersect(within) else { continue };
@@ -138,10 +142,10 @@ impl PagemapTracker {
                     uapi::pagemap_scan(self.pagemap.as_fd(), at, end, flags, left, &mut regions)
                         .map_err(failed)?;
                 for region in &regions[..filled] {
-                    let first = to_page(region.start);
-                    let pages = to_page(region.end) - first;
-                    found(PageRun::new(first, pages));
-                    left = left.saturating_sub(pages);
+                    slots.for_each_in_hvas(Hva(region.start)..Hva(region.end), |_, run| {
+                        found(run);
+                        left = left.saturating_sub(run.count.0);
+                    });
                 }
                 if walked <= at || walked > end {
                     return Err(failed(io::Error::other("PAGEMAP_SCAN made no progress")));
@@ -156,6 +160,31 @@ impl PagemapTracker {
     }
 }
 
+/// A slot for each mapping. Where the blocks lie in the guest's address space is not known from outside and not asked
+/// here: their frames are numbered one block after the other.
+fn slots_of(blocks: &[Vec<BlockMapping>]) -> Result<MemSlots, TrackError> {
+    let mut slots = MemSlots::new();
+    let mut gfn = 0;
+    slots.update(|edit| {
+        let mappings =
+            blocks.iter().enumerate().flat_map(|(block, mapped)| mapped.iter().map(move |m| (block, m)));
+        for (number, (block, mapping)) in mappings.enumerate() {
+            edit.insert(Slot {
+                id: SlotId(number as u32),
+                flags: SlotFlags::LOG_DIRTY_PAGES,
+                gfn: Gfn(gfn),
+                pages: mapping.pages.count,
+                hva: mapping.address,
+                block: block as u32,
+                first: mapping.pages.start,
+            })?;
+            gfn += mapping.pages.count.0;
+        }
+        Ok::<(), SlotError>(())
+    })?;
+    Ok(slots)
+}
+
 impl DirtyTracker for PagemapTracker {
     fn harvest(
         &self,
@@ -167,9 +196,7 @@ impl DirtyTracker for PagemapTracker {
         self.scan(block, within, PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, limit.0, found)
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
-        let mut pages = PageCount::ZERO;
-        self.scan(block, within, PM_SCAN_CHECK_WPASYNC, 0, &mut |run| pages += run.count)?;
-        Ok(pages)
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        self.scan(block, within, PM_SCAN_CHECK_WPASYNC, 0, found).map(drop)
     }
 }

@@ -84,6 +84,20 @@ impl DirtyTracker for UnionTracker {
         Ok(collected.report(cut, found))
     }
 
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        let mut collected = self.collectors.start(within);
+        if let Some(kept) = self.kept(block) {
+            collected.bitmap.merge(PageIndex(0), &kept, within);
+        }
+        for tracker in &self.trackers {
+            tracker.peek(block, within, &mut |run| {
+                collected.bitmap.set(PageRun::new(run.start.0 - within.start.0, run.count.0));
+            })?;
+        }
+        collected.report(within.count.0, found);
+        Ok(())
+    }
+
     /// The sum of what the trackers and the union itself count, but no more than there are pages: a page that is dirty
     /// twice counts twice, so this is never too low.
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
@@ -140,8 +154,9 @@ mod tests {
             Ok(within.end())
         }
 
-        fn count(&self, _: usize, _: PageRun) -> Result<PageCount, TrackError> {
-            Ok(PageCount(self.dirty.lock().unwrap().len() as u64))
+        fn peek(&self, _: usize, _: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+            self.dirty.lock().unwrap().iter().for_each(|page| found(PageRun::new(*page, 1)));
+            Ok(())
         }
     }
 

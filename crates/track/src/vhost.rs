@@ -192,12 +192,82 @@ impl DirtyTracker for VhostLogTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
             let at = part.in_request.start.0;
             peek_into(self.log.words(), self.bits(part), &mut collected.bitmap, at);
         }
-        Ok(collected.count())
+        collected.report(within.count.0, found);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use godwit_memory::{SlotFlags, SlotId};
+    use godwit_units::Gfn;
+
+    use super::*;
+
+    fn tracked(frames: u64) -> (Arc<VhostLog>, Result<VhostLogTracker, TrackError>) {
+        let log = VhostLog::new(PageCount(frames)).unwrap();
+        let slot = Slot {
+            id: SlotId(0),
+            flags: SlotFlags::NONE,
+            gfn: Gfn(101),
+            pages: PageCount(50),
+            hva: Hva(0),
+            block: 0,
+            first: PageIndex(3),
+        };
+        let tracker = VhostLogTracker::start(&log, &[PageCount(53)], &[slot]);
+        (log, tracker)
+    }
+
+    fn harvest(tracker: &VhostLogTracker) -> Vec<PageRun> {
+        let mut runs = Vec::new();
+        tracker.harvest(0, PageRun::new(0, 53), PageCount::ZERO, &mut |run| runs.push(run)).unwrap();
+        runs
+    }
+
+    #[test]
+    fn every_page_of_a_write_is_marked() {
+        let (log, tracker) = tracked(200);
+        let tracker = tracker.unwrap();
+        // From the last byte of frame 101 to the first of 104: pages 3 to 6.
+        log.mark(Gpa(102 * PAGE_SIZE - 1), ByteCount(2 * PAGE_SIZE + 2)).unwrap();
+        log.mark(Gpa(120 * PAGE_SIZE), ByteCount(0)).unwrap();
+        assert_eq!(harvest(&tracker), [PageRun::new(3, 4)]);
+        assert_eq!(harvest(&tracker), []);
+    }
+
+    #[test]
+    fn the_layout_is_that_of_vhost() {
+        let (log, tracker) = tracked(200);
+        let tracker = tracker.unwrap();
+        // A back end in another process: page 122 is bit 2 of byte 15.
+        rustix::io::pwrite(log.memory(), &[1 << (122 % 8)], 122 / 8).unwrap();
+        assert_eq!(harvest(&tracker), [PageRun::new(24, 1)]);
+    }
+
+    #[test]
+    fn a_log_that_is_off_is_not_marked() {
+        let (log, tracker) = tracked(200);
+        drop(tracker);
+        log.mark(Gpa(110 * PAGE_SIZE), ByteCount(1)).unwrap();
+        assert!(log.words().iter().all(|word| word.load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn what_lies_beyond_the_log_is_refused() {
+        assert!(tracked(150).1.unwrap_err().to_string().contains("beyond the device log"));
+        let (log, tracker) = tracked(151);
+        let tracker = tracker.unwrap();
+        let error = log.mark(Gpa(150 * PAGE_SIZE), ByteCount(PAGE_SIZE + 1)).unwrap_err();
+        assert!(matches!(error, TrackError::OutsideLog { .. }), "{error}");
+        assert!(log.mark(Gpa(u64::MAX), ByteCount(u64::MAX)).is_err());
+        assert_eq!(harvest(&tracker), [PageRun::new(52, 1)]);
     }
 }

@@ -19,7 +19,7 @@ pub(crate) struct Chart {
 
 const COLOURS: [&str; 8] =
     ["#9aa5b1", "#1b6ca8", "#5aa9e6", "#a8d0f0", "#e07a3f", "#f2b68c", "#7a4a2b", "#4b8f5a"];
-const LEFT: f64 = 170.0;
+const LEFT: f64 = 290.0;
 const PLOT: f64 = 640.0;
 const BAR: f64 = 12.0;
 
@@ -51,7 +51,7 @@ impl Chart {
             escape(&self.title)
         );
         for (i, series) in self.series.iter().enumerate() {
-            let (at, y) = (10.0 + (i % 3) as f64 * 290.0, 42.0 + (i / 3) as f64 * 16.0);
+            let (at, y) = (10.0 + (i % 3) as f64 * 330.0, 42.0 + (i / 3) as f64 * 16.0);
             let _ = writeln!(
                 svg,
                 "<rect x=\"{at}\" y=\"{}\" width=\"10\" height=\"10\" fill=\"{}\"/><text x=\"{}\" y=\"{y}\">{}</text>",

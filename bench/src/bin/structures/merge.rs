@@ -11,7 +11,7 @@ use crate::rounds::{Rounds, short, table, timed};
 
 /// 256 GiB of guest: 8 MiB of bits.
 const PAGES: PageCount = PageCount(256 << 18);
-const ROUNDS: usize = 7;
+const ROUNDS: usize = 15;
 
 /// What QEMU does for RAM that does not begin on a word of the log: test a bit, test and set another.
 fn page_by_page(target: &mut [u64], at: u64, source: &[u64], pages: u64) -> u64 {

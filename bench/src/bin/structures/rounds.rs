@@ -60,6 +60,11 @@ impl<'a> Rounds<'a> {
         median(&self.times[number])
     }
 
+    /// Seconds of contender `number` in its best round.
+    pub(crate) fn best(&self, number: usize) -> f64 {
+        self.times[number].iter().copied().fold(f64::INFINITY, f64::min)
+    }
+
     /// How many times as long as `other` contender `number` takes.
     pub(crate) fn ratio(&self, number: usize, other: usize) -> f64 {
         let ratios: Vec<f64> =

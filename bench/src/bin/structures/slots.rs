@@ -18,7 +18,7 @@ use crate::chart::Chart;
 use crate::pattern::Random;
 use crate::rounds::{Rounds, short, table, timed};
 
-const ROUNDS: usize = 9;
+const ROUNDS: usize = 25;
 /// Pages in each slot.
 const PAGES: u64 = 16;
 /// Look-ups in one round.
@@ -92,6 +92,18 @@ struct Row {
     godwit: f64,
     vm_memory: f64,
     arrays: f64,
+}
+
+/// Adds the target `name`, for the median and for the best round: neighbours on this machine share the cache
+/// that the slots lie in, and can double the median.
+fn target(report: &mut Report, name: &str, median: f64, best: f64, limit: f64) {
+    report.target(name, median, limit, Better::Lower);
+    report.target(format!("{name} (best round)"), best, limit, Better::Lower);
+}
+
+/// Nanoseconds for each of `n` operations in the best round.
+fn best(rounds: &Rounds<'_>, number: usize, n: usize) -> f64 {
+    rounds.best(number) * 1e9 / n as f64
 }
 
 /// Nanoseconds for each of `n` operations that contender `number` does in a round.
@@ -209,7 +221,8 @@ fn lookup_rows(
         arrays: each(&rounds, 2, count),
     });
     if n > 509 {
-        report.target(format!("slots, {n}: look-up by guest frame, ns"), ns, 45.0, Better::Lower);
+        let name = format!("slots, {n}: look-up by guest frame, ns");
+        target(report, &name, ns, best(&rounds, 0, count), 45.0);
     }
 
     // The next address depends on the slot found, so that look-ups cannot overlap.
@@ -272,7 +285,8 @@ fn lookup_rows(
         arrays: each(&rounds, 1, count),
     });
     if n > 509 {
-        report.target(format!("slots, {n}: look-up by host address, ns"), ns, 45.0, Better::Lower);
+        let name = format!("slots, {n}: look-up by host address, ns");
+        target(report, &name, ns, best(&rounds, 0, count), 45.0);
     }
 
     // Rows of Godwit alone.
@@ -368,12 +382,15 @@ fn update_rows(
     // Removal and insertion are two updates.
     let (godwit, vm_memory, array) =
         (each(&rounds, 0, 2 * count), each(&rounds, 1, 2 * few.len()), each(&rounds, 2, 2 * few.len()));
+    let best_update = best(&rounds, 0, 2 * count);
+    let times = rounds.ratio(1, 0) * count as f64 / few.len() as f64;
     drop(rounds);
     rows.push(Row { what: "create or delete, with a snapshot".into(), godwit, vm_memory, arrays: array });
     if n > 509 {
-        report.target(format!("slots, {n}: one update with a snapshot, ns"), godwit, 3000.0, Better::Lower);
+        let name = format!("slots, {n}: one update with a snapshot, ns");
+        target(report, &name, godwit, best_update, 3000.0);
         let name = format!("slots, {n}: update, times as fast as vm-memory");
-        report.target(name, vm_memory / godwit, 100.0, Better::Higher);
+        report.target(name, times, 100.0, Better::Higher);
     }
 
     let mut alone = |what: &str, count: usize, f: &mut dyn FnMut()| {
@@ -382,7 +399,7 @@ fn update_rows(
         rounds.run(ROUNDS, 0);
         let godwit = each(&rounds, 0, count);
         rows.push(Row { what: what.to_owned(), godwit, vm_memory: f64::NAN, arrays: f64::NAN });
-        godwit
+        (godwit, best(&rounds, 0, count))
     };
     let away = Gfn(n * PAGES + (1 << 30));
     let mut reader = slots.reader();
@@ -399,13 +416,9 @@ fn update_rows(
         }
     });
     if n > 509 {
-        report.target(format!("slots, {n}: move with a snapshot, ns"), moved, 3000.0, Better::Lower);
-        report.target(
-            format!("slots, {n}: change of flags with a snapshot, ns"),
-            flagged,
-            3000.0,
-            Better::Lower,
-        );
+        target(report, &format!("slots, {n}: move with a snapshot, ns"), moved.0, moved.1, 3000.0);
+        let name = format!("slots, {n}: change of flags with a snapshot, ns");
+        target(report, &name, flagged.0, flagged.1, 3000.0);
     }
     let places = shuffled(n);
     let built = alone("setup in random order, a snapshot each", n as usize, &mut || {
@@ -426,7 +439,7 @@ fn update_rows(
     });
     if n > 509 {
         let name = format!("slots, {n}: setup in random order, a snapshot each, ms");
-        report.target(name, built * n as f64 / 1e6, 100.0, Better::Lower);
+        target(report, &name, built.0 * n as f64 / 1e6, built.1 * n as f64 / 1e6, 100.0);
     }
     Ok(rows)
 }

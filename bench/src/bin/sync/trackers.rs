@@ -112,12 +112,12 @@ pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<
     Ok(())
 }
 
-/// How much slower a guest is that writes at full speed, harvested five times a second.
+/// How much slower a guest is that writes at full speed, harvested twice a second.
 pub(crate) fn slowdown(options: Options, report: &mut Report) -> anyhow::Result<()> {
-    const TIME: Duration = Duration::from_millis(1000);
-    const EVERY: Duration = Duration::from_millis(200);
-    /// A quarter of the memory is written, so that every round finds pages that were written many times.
-    const PART: u64 = 4;
+    const TIME: Duration = Duration::from_millis(2000);
+    const EVERY: Duration = Duration::from_millis(500);
+    /// A part of the memory is written, so that every round finds all of it written many times.
+    const PART: u64 = 16;
     let mut rates = vec![Vec::new(); KINDS.len()];
     for _ in 0..options.rounds {
         for (kind, rates) in KINDS.into_iter().zip(&mut rates) {

@@ -20,12 +20,15 @@ fn plain(bitmap: &AtomicDirtyBitmap) -> DirtyBitmap {
     plain
 }
 
+/// Miri takes a thousand times as long.
+const LONGEST: u64 = if cfg!(miri) { 3_000 } else { 100_000 };
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 256 }))]
     #[test]
     fn harvests_what_was_set(
-        len in 1u64..100_000,
-        runs in prop::collection::vec((0u64..100_000, prop_oneof![1u64..4, 1u64..300, 1u64..60_000]), 0..30),
+        len in 1u64..LONGEST,
+        runs in prop::collection::vec((0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST]), 0..30),
         fails_at in 0usize..40,
         offset in 0u64..1000,
     ) {

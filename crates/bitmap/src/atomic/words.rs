@@ -40,7 +40,7 @@ impl SharedWords {
     }
 
     /// Moves words `from..from + to.len()` into `to`, leaving them zero. A word that is zero is only read: an
-    /// unconditional swap would take every clean cache line for writing, 12 to 20 times as slow.
+    /// unconditional swap would take every clean cache line for writing, more than 20 times as slow.
     ///
     /// The plain load may miss a bit that is being set; that bit's writer is then not done, and the next
     /// harvest takes it. After the writers have been stopped and waited for, nothing is missed.

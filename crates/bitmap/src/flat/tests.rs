@@ -28,10 +28,12 @@ fn build(len: u64, runs: &[(u64, u64)]) -> (DirtyBitmap, BTreeSet<u64>) {
 }
 
 fn some_runs() -> impl Strategy<Value = Vec<(u64, u64)>> {
-    prop::collection::vec((0u64..9000, prop_oneof![1u64..4, 1u64..300, 1u64..5000]), 0..40)
+    prop::collection::vec((0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST / 2]), 0..40)
 }
 
 const CASES: u32 = if cfg!(miri) { 4 } else { 256 };
+/// Miri takes a thousand times as long.
+const LONGEST: u64 = if cfg!(miri) { 900 } else { 10_000 };
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(CASES))]
@@ -63,7 +65,7 @@ proptest! {
     }
 
     #[test]
-    fn all_walks_agree(len in 1u64..10_000, runs in some_runs(), from in 0u64..10_500, count in 0u64..10_500, taken in 0usize..5) {
+    fn all_walks_agree(len in 1u64..LONGEST, runs in some_runs(), from in 0u64..LONGEST + 500, count in 0u64..LONGEST + 500, taken in 0usize..5) {
         let (mut bitmap, model) = build(len, &runs);
         let expected = model_runs(&model);
         for path in CodePath::available() {
@@ -97,8 +99,8 @@ proptest! {
     #[test]
     fn merges_like_a_set(
         target in some_runs(), source in some_runs(),
-        target_len in 1u64..9000, source_len in 1u64..9000,
-        at in 0u64..9500, from in 0u64..9500, count in 0u64..9500,
+        target_len in 1u64..LONGEST, source_len in 1u64..LONGEST,
+        at in 0u64..LONGEST + 500, from in 0u64..LONGEST + 500, count in 0u64..LONGEST + 500,
     ) {
         let (bitmap, mut model) = build(target_len, &target);
         let (source, source_model) = build(source_len, &source);
@@ -119,14 +121,14 @@ proptest! {
     }
 
     #[test]
-    fn unions_stream_and_merge(bitmaps in prop::collection::vec((1u64..20_000, some_runs()), 0..4)) {
+    fn unions_stream_and_merge(bitmaps in prop::collection::vec((1u64..2 * LONGEST, some_runs()), 0..4)) {
         let (bitmaps, models): (Vec<_>, Vec<_>) = bitmaps.iter().map(|(len, runs)| build(*len, runs)).unzip();
         let expected = model_runs(&models.iter().flatten().copied().collect());
         let mut found = Vec::new();
         for_each_run_of_union(&bitmaps.iter().collect::<Vec<_>>(), |run| found.push(run));
         prop_assert_eq!(&found, &expected);
 
-        let mut union = DirtyBitmap::new(PageCount(20_000));
+        let mut union = DirtyBitmap::new(PageCount(2 * LONGEST));
         let newly: PageCount = bitmaps.iter().map(|bitmap| union.union(bitmap)).sum();
         prop_assert_eq!(newly, union.count());
         prop_assert_eq!(&union.runs().collect::<Vec<_>>(), &expected);

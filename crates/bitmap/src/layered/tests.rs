@@ -16,13 +16,16 @@ fn levels_are_right(bitmap: &LayeredBitmap) -> bool {
     })
 }
 
+/// Miri takes a thousand times as long.
+const LONGEST: u64 = if cfg!(miri) { 9_000 } else { 600_000 };
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 256 }))]
     #[test]
     fn behaves_like_a_set(
-        len in prop_oneof![1u64..200, 1u64..600_000],
+        len in prop_oneof![1u64..200, 1u64..LONGEST],
         edits in prop::collection::vec(
-            (0u8..3, 0u64..600_000, prop_oneof![1u64..4, 1u64..300, 1u64..100_000]), 0..30),
+            (0u8..3, 0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST / 6]), 0..30),
         limit in prop_oneof![1u64..100, Just(u64::MAX)],
     ) {
         let mut bitmap = LayeredBitmap::new(PageCount(len));
@@ -69,8 +72,8 @@ proptest! {
     }
 
     #[test]
-    fn next_set_is_the_next_of_the_set(pages in prop::collection::btree_set(0u64..3_000_000, 0..20), from in 0u64..3_000_001) {
-        let mut bitmap = LayeredBitmap::new(PageCount(3_000_000));
+    fn next_set_is_the_next_of_the_set(pages in prop::collection::btree_set(0u64..5 * LONGEST, 0..20), from in 0u64..=5 * LONGEST) {
+        let mut bitmap = LayeredBitmap::new(PageCount(5 * LONGEST));
         for &page in &pages {
             bitmap.set(PageRun::new(page, 1));
         }

@@ -1,7 +1,8 @@
 //! A data channel at the source: one thread that harvests, reads and sends the segments that belong to it.
 //!
 //! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this one thread. So
-//! what is sent is never older than the harvest, and what is written later is found by the next one.
+//! what is sent is never older than the harvest, and what is written later is found by the next one. In the last round
+//! nobody writes any more, and the bits are only read.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -30,6 +31,9 @@ pub(super) struct Order {
     pub(super) round: u32,
     /// Send all pages that hold data, dirty or not.
     pub(super) everything: bool,
+    /// The guest is stopped: what is dirty need not be protected again, which would flush the TLBs of its processors for
+    /// each 2 MiB with a dirty page.
+    pub(super) last: bool,
     /// Find pages that were sent and have become holes since.
     pub(super) find_holes: bool,
 }
@@ -139,10 +143,21 @@ impl Channel {
         }
         let mut at = run.start;
         while at < run.end() {
-            let rest = PageRun::new(at.0, run.end().0 - at.0);
+            let mut rest = PageRun::new(at.0, run.end().0 - at.0);
+            if order.everything {
+                // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page
+                // tables of the whole range it was given.
+                rest.count = rest.count.min(HARVEST_LIMIT);
+            }
             let mut dirty = std::mem::take(&mut self.dirty);
             dirty.clear();
-            let next = self.tracker.harvest(block, rest, HARVEST_LIMIT, &mut |run| dirty.push(run))?;
+            let mut note = |run| dirty.push(run);
+            let next = if order.last {
+                self.tracker.peek(block, rest, &mut note)?;
+                rest.end()
+            } else {
+                self.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?
+            };
             if order.everything {
                 self.send_all(owned, PageRun::new(at.0, next.0 - at.0))?;
             } else {

@@ -56,7 +56,8 @@ enum Node<E> {
     Inner(Arc<Inner<E>>),
 }
 
-#[derive(Clone, Debug)]
+/// `Copy`, so that `Arc::make_mut` copies it once: a clone would be made on the stack and moved.
+#[derive(Clone, Copy, Debug)]
 struct Leaf<E> {
     len: usize,
     /// No entry is longer, from key to end; what was removed since may have been.

@@ -223,14 +223,20 @@ impl KvmLogTracker {
 
     /// Moves the dirty pages of `part` to `collected`, fetching them first if need be.
     fn collect(&self, part: Part, collected: &mut Collected<'_>) -> Result<(), TrackError> {
-        let mut fetched = self.fetched(part.slot);
-        let round = self.round.load(Ordering::Acquire);
-        if round == 0 || fetched.round != round {
-            self.fetch(part.slot, &mut fetched)?;
-        }
+        let mut fetched = self.known(part.slot)?;
         collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
         clear_bits(&mut fetched.pages, part.in_slot);
         Ok(())
+    }
+
+    /// What is known of the slot in this round, fetched first if need be.
+    fn known(&self, slot: usize) -> Result<MutexGuard<'_, Fetched>, TrackError> {
+        let mut fetched = self.fetched(slot);
+        let round = self.round.load(Ordering::Acquire);
+        if round == 0 || fetched.round != round {
+            self.fetch(slot, &mut fetched)?;
+        }
+        Ok(fetched)
     }
 
     /// Keeps what was collected from `part` for the next harvest.
@@ -297,6 +303,16 @@ impl DirtyTracker for KvmLogTracker {
         // Also after a failure: some of these pages may have been cleared, and a page too many does no harm.
         let next = collected.report(cut, found);
         cleared.map(|()| next)
+    }
+
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        let mut collected = self.collectors.start(within);
+        for part in self.slots.parts(block, within) {
+            let fetched = self.known(part.slot)?;
+            collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
+        }
+        collected.report(within.count.0, found);
+        Ok(())
     }
 
     /// Fetches the log of every slot that shows some of `within`, so ask for whole blocks.

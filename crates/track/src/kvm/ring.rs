@@ -119,11 +119,12 @@ impl DirtyTracker for KvmRingTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         self.rings.collect()?;
         let mut collected = self.collectors.start(within);
         let (words, pages) = self.pages(block, within);
         peek_into(words, pages, &mut collected.bitmap, 0);
-        Ok(collected.count())
+        collected.report(within.count.0, found);
+        Ok(())
     }
 }

@@ -9,7 +9,7 @@ use std::hint::select_unpredictable;
 /// The number of keys in a block: one cache line.
 const BLOCK: usize = 8;
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Keys<const BLOCKS: usize> {
     blocks: [[u64; BLOCK]; BLOCKS],
 }
