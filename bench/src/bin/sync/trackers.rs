@@ -125,7 +125,7 @@ pub(crate) fn slowdown(options: Options, report: &mut Report) -> anyhow::Result<
             let pages = total(&machine);
             machine.touch(0, &(0..pages as u32).collect::<Vec<_>>())?;
             let tracker = kind.start(&machine)?;
-            let how = Wander { first: 0, pages: pages / PART, idle: 0, seed: 1 };
+            let how = Wander { first: 0, pages: pages / PART, seed: 1, ..Wander::default() };
             let rate = thread::scope(|scope| -> anyhow::Result<f64> {
                 let vcpu = scope.spawn(|| machine.wander(0, how));
                 let harvested = (|| {

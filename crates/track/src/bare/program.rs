@@ -6,8 +6,9 @@
 
 use std::arch::global_asm;
 
-// wander, at random pages for ever:
-//   rdi first page, rsi pages, rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
+// wander, at random pages of a window that moves on, for ever:
+//   rdi first page, rsi pages of a window, r14 pages in all, r12 writes until the window moves, r13 where it is (0 at first),
+//   r15 writes left in it (r12 at first), rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
 //   r11 offset in the page
 // touch, the pages of a list:
 //   rdi first page, rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32)
@@ -21,6 +22,16 @@ global_asm!(
     "2:",
     "cmp qword ptr [r10 + 8], 0",
     "jne 4f",
+    "dec r15",
+    "jns 5f",
+    // The next window, or the first again when there is no whole one left.
+    "mov r15, r12",
+    "add r13, rsi",
+    "lea rax, [r13 + rsi]",
+    "cmp rax, r14",
+    "jbe 5f",
+    "xor r13, r13",
+    "5:",
     // xorshift64
     "mov rax, rbx",
     "shl rax, 13",
@@ -34,6 +45,7 @@ global_asm!(
     // The high half of random * pages is a page.
     "mov rax, rbx",
     "mul rsi",
+    "add rdx, r13",
     "shl rdx, 12",
     "add rdx, rdi",
     "inc r9",

@@ -26,6 +26,10 @@ pub struct Wander {
     pub pages: u64,
     /// Turns of an empty loop between two writes; 0 is full speed. (No `pause`: under a hypervisor that may be an exit.)
     pub idle: u64,
+    /// Pages of the window that is written at a time; 0 is all of them.
+    pub window: u64,
+    /// Writes until the window moves on.
+    pub dwell: u64,
     /// Starts the random numbers.
     pub seed: u64,
 }
@@ -97,7 +101,10 @@ impl BareMachine {
         let registers = kvm_regs {
             rip: CODE,
             rdi: VIRTUAL + how.first * PAGE_SIZE,
-            rsi: how.pages,
+            rsi: if how.window == 0 { how.pages } else { how.window },
+            r12: how.dwell,
+            r14: how.pages,
+            r15: how.dwell,
             rbx: how.seed.max(1),
             r8: how.idle,
             r9: self.writes(vcpu),

@@ -144,7 +144,28 @@ fn round(tracker: &dyn DirtyTracker, copy: &Copy<'_>, limit: u64) {
     });
 }
 
-/// Migrates a machine whose vCPUs and device write all the time. `rounds`: says when rounds begin.
+/// Stops all writers when dropped.
+struct Halt<'a>(&'a BareMachine, &'a AtomicBool);
+
+impl Drop for Halt<'_> {
+    fn drop(&mut self) {
+        self.1.store(true, Ordering::Relaxed);
+        self.0.halt();
+    }
+}
+
+/// The block and the page in it of a page counted through all blocks.
+fn place(machine: &BareMachine, mut page: u64) -> (usize, u64) {
+    let mut block = 0;
+    while page >= machine.blocks()[block].pages().0 {
+        page -= machine.blocks()[block].pages().0;
+        block += 1;
+    }
+    (block, page)
+}
+
+/// Migrates a machine whose vCPUs and device write all the time. They write some pages many times and then leave them
+/// alone for long, so that a write that was lost stays lost and is not made up for by the next. `rounds`: says when rounds begin.
 fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
     let Tracked { machine, tracker, log, .. } = tracked;
     let tracker = tracker.as_ref();
@@ -156,24 +177,23 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
     let got_on = thread::scope(|scope| {
         for vcpu in 0..tracked.vcpus {
             let seed = 0x9e37_79b9_7f4a_7c15 ^ (vcpu as u64) << 40;
-            let how = Wander { first: 0, pages: total, idle: 200, seed };
+            let how = Wander { first: 0, pages: total, idle: 1000, window: 50, dwell: 300, seed };
             scope.spawn(move || machine.wander(vcpu, how).unwrap());
         }
         let device = scope.spawn(|| {
-            let sizes = machine.block_sizes();
             let mut random = 88_172_645_463_325_252u64;
             while !stop.load(Ordering::Relaxed) {
                 random ^= random << 13;
                 random ^= random >> 7;
                 random ^= random << 17;
-                let block = (random % sizes.len() as u64) as usize;
-                let page = (random >> 32) % sizes[block].0;
-                device_write(machine, log, (block, page), stamps.fetch_add(1, Ordering::Relaxed));
-                if random & 0xff == 0 {
-                    thread::yield_now();
-                }
+                let stamp = stamps.fetch_add(1, Ordering::Relaxed);
+                let page = stamp / 200 * 40 + (random >> 32) % 40;
+                device_write(machine, log, place(machine, page % total), stamp);
+                (0..500).for_each(|_| std::hint::spin_loop());
             }
         });
+        // Also when an assertion fails below: else the scope would wait for them for ever.
+        let halt = Halt(machine, &stop);
         // The first round sends everything.
         for (block, pages) in machine.block_sizes().into_iter().enumerate() {
             copy.take(block, PageRun::new(0, pages.0));
@@ -193,9 +213,7 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
             round(tracker, &copy, [0, 7, 100][number % 3]);
             number += 1;
         }
-        stop.store(true, Ordering::Relaxed);
-        assert!(enough(), "{:?}: a vCPU did not get on", tracked.kind);
-        machine.halt();
+        drop(halt);
         device.join().unwrap();
         enough()
     });
