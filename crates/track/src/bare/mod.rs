@@ -17,12 +17,11 @@ pub use vcpu::Wander;
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use godwit_memory::{Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
-use kvm_bindings::kvm_userspace_memory_region;
+use kvm_bindings::{KVM_API_VERSION, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{DirtyRingSize, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, TrackError};
@@ -88,7 +87,7 @@ pub struct BareMachine {
 /// Whether there is a /dev/kvm to be used at all.
 #[must_use]
 pub fn kvm_is_usable() -> bool {
-    Path::new("/dev/kvm").exists() && Kvm::new().is_ok()
+    Kvm::new().is_ok_and(|kvm| kvm.get_api_version() == KVM_API_VERSION as i32)
 }
 
 fn kvm_error(error: kvm_ioctls::Error) -> io::Error {
