@@ -87,7 +87,7 @@ pub struct BareMachine {
 /// Whether there is a /dev/kvm to be used at all.
 #[must_use]
 pub fn kvm_is_usable() -> bool {
-    Kvm::new().is_ok_and(|kvm| kvm.get_api_version() == KVM_API_VERSION as i32)
+    Kvm::new().is_ok_and(|kvm| kvm.get_api_version() == KVM_API_VERSION.cast_signed())
 }
 
 fn kvm_error(error: kvm_ioctls::Error) -> io::Error {
