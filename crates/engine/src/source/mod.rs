@@ -400,6 +400,9 @@ impl Source<'_> {
         let last = stage == Stage::StopAndCopy;
         let find_holes = last && self.options.verify;
         let order = Order { round, everything: round == 0, last, find_holes };
+        if let Some(tracker) = &self.tracker {
+            tracker.begin_round();
+        }
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
