@@ -89,12 +89,31 @@ pub fn attach(pid: i32) -> Result<Attachment, TrackError> {
 
     let userfaultfd = taken.map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
     closed.map_err(failed("close(2) in the process"))?;
+    negotiate(&userfaultfd, pid)?;
+    Ok(Attachment { userfaultfd, stopped })
+}
+
+/// Opens a userfaultfd with asynchronous write protection for this process itself: nobody is stopped.
+///
+/// # Errors
+/// When the kernel lacks the feature or this process may not use it.
+pub(crate) fn attach_own() -> Result<Attachment, TrackError> {
+    let pid = std::process::id().cast_signed();
+    let userfaultfd = uapi::userfaultfd().map_err(|source| match source.raw_os_error() {
+        Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
+        _ => TrackError::Attach { pid, step: "userfaultfd(2)", source },
+    })?;
+    negotiate(&userfaultfd, pid)?;
+    Ok(Attachment { userfaultfd, stopped: Duration::ZERO })
+}
+
+/// Asks for asynchronous write protection on a new userfaultfd.
+fn negotiate(userfaultfd: &OwnedFd, pid: i32) -> Result<(), TrackError> {
     let features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
     uapi::uffd_api(userfaultfd.as_fd(), features).map_err(|error| match error.raw_os_error() {
         Some(libc::EINVAL) => TrackError::Kernel { missing: "asynchronous write protection by userfaultfd" },
-        _ => failed("UFFDIO_API")(error),
-    })?;
-    Ok(Attachment { userfaultfd, stopped })
+        _ => TrackError::Attach { pid, step: "UFFDIO_API", source: error },
+    })
 }
 
 /// The address of a `syscall` instruction in the process: in its vDSO, which every process has, or else in any

@@ -76,4 +76,59 @@ pub enum TrackError {
         /// Why.
         source: io::Error,
     },
+    /// KVM lacks something that a tracker cannot do without.
+    #[error("this KVM lacks {missing}: {cure}")]
+    KvmLacks {
+        /// What is missing.
+        missing: &'static str,
+        /// What to do instead.
+        cure: &'static str,
+    },
+    /// KVM refused a call.
+    #[error("KVM refused {call} for memory slot {slot}: {source}")]
+    KvmSlot {
+        /// The call.
+        call: &'static str,
+        /// The number of the slot.
+        slot: u32,
+        /// Why.
+        source: io::Error,
+    },
+    /// KVM refused a call that concerns the whole VM or a vCPU.
+    #[error("KVM refused {call}: {source}")]
+    Kvm {
+        /// The call.
+        call: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The slots that were handed over do not fit the RAM blocks.
+    #[error("memory slot {slot} {problem}: hand over the slots as the VM has them")]
+    Slot {
+        /// The number of the slot.
+        slot: u32,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// The rings have a tracker already.
+    #[error("the dirty rings of this VM are in use by another tracker: drop that one first")]
+    RingsInUse,
+    /// The shared memory of a device log cannot be made.
+    #[error("cannot make a device log for {frames} guest frames: {source}")]
+    DeviceLog {
+        /// How many frames it should cover.
+        frames: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// A device wrote where there is no log.
+    #[error(
+        "a device wrote {length} bytes at guest address {address:#x}, past the end of the device log: make the log as long as guest memory"
+    )]
+    OutsideLog {
+        /// The guest address.
+        address: u64,
+        /// How many bytes.
+        length: u64,
+    },
 }

@@ -1,24 +1,54 @@
 //! Dirty trackers: they say which pages were written since they were last harvested.
 //!
-//! One trait, [`DirtyTracker`]; here its implementation on page tables ([`PagemapTracker`]), which tracks a
-//! process that knows nothing of it. Invariant: a page is harvested *before* its bytes are read, so a write
-//! that comes later is found by the next harvest.
+//! One trait, [`DirtyTracker`], and who implements it:
+//! - [`PagemapTracker`], on page tables: tracks a process that knows nothing of it, or a VMM's own memory;
+//! - [`KvmLogTracker`] and [`KvmRingTracker`], on what KVM knows of its vCPUs' writes, inside a VMM;
+//! - [`VhostLogTracker`], on what devices say that they wrote;
+//! - [`UnionTracker`], on several of these at once.
+//!
+//! Invariant: a page is harvested *before* its bytes are read, so a write that comes later is found by the next
+//! harvest. docs/trackers.md tells what each costs, sees and does not see.
 
 mod attach;
+#[cfg(feature = "bare-guest")]
+pub mod bare;
+mod collected;
 mod error;
+mod kvm;
 mod mappings;
 mod pagemap;
+mod slots;
 mod uapi;
+mod union;
+mod vhost;
+mod words;
 
 pub use attach::{Attachment, attach};
 pub use error::TrackError;
+pub use kvm::{
+    DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode, clear_dirty_log,
+};
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+pub use union::UnionTracker;
+pub use vhost::{VhostLog, VhostLogTracker};
+
+use std::sync::Arc;
 
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 /// Tells which pages of the RAM blocks were written.
+///
+/// What was written before the tracker was started may be reported or not: the first round sends everything.
 pub trait DirtyTracker: Send + Sync {
+    /// Says that a round begins: from now on, each page is harvested once until the next call.
+    ///
+    /// It lets a tracker that can only ask for a whole memory slot do so once a round. Once it was called, a
+    /// harvest finds what was written before the last such call, and may leave what came later to the next round. So
+    /// whoever calls it does so before every round, and again when the guest has been stopped. If it is never called, a
+    /// harvest finds all that was written before the harvest.
+    fn begin_round(&self) {}
+
     /// Harvests (reads and clears in one atomic step) the dirty pages of `within`, from its start on, and
     /// reports them in order as maximal runs. Stops early once `limit` pages were found.
     ///
@@ -40,4 +70,24 @@ pub trait DirtyTracker: Send + Sync {
     /// # Errors
     /// As [`Self::harvest`].
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError>;
+}
+
+impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
+    fn begin_round(&self) {
+        (**self).begin_round();
+    }
+
+    fn harvest(
+        &self,
+        block: usize,
+        within: PageRun,
+        limit: PageCount,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<PageIndex, TrackError> {
+        (**self).harvest(block, within, limit, found)
+    }
+
+    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+        (**self).count(block, within)
+    }
 }

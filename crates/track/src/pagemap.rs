@@ -23,7 +23,7 @@ use std::os::fd::AsFd;
 use godwit_memory::RamBlock;
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
-use crate::attach::{Attachment, attach};
+use crate::attach::{Attachment, attach, attach_own};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
 use crate::uapi::{self, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion};
 use crate::{DirtyTracker, TrackError};
@@ -68,8 +68,32 @@ impl PagemapTracker {
         let mappings =
             blocks.iter().map(|block| mappings_of(pid, block)).collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
-        let attachment = attach(pid)?;
-        for (block, mapped) in blocks.iter().zip(&mappings) {
+        let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();
+        Self::protect(pid, attach(pid)?, pagemap, mappings, &names)
+    }
+
+    /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block, where it is mapped.
+    /// Shared or private, from a file or not; nobody is traced or stopped. Writes by KVM's vCPUs are seen as well as
+    /// those of this process's threads, since both go by its page tables.
+    ///
+    /// # Errors
+    /// When the kernel lacks the feature or the memory is registered with a userfaultfd already.
+    pub fn start_own(blocks: &[Vec<BlockMapping>]) -> Result<Self, TrackError> {
+        kernel_support()?;
+        let pid = std::process::id().cast_signed();
+        let names: Vec<String> = (0..blocks.len()).map(|number| number.to_string()).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        Self::protect(pid, attach_own()?, open_pagemap(pid)?, blocks.to_vec(), &names)
+    }
+
+    fn protect(
+        pid: i32,
+        attachment: Attachment,
+        pagemap: File,
+        mappings: Vec<Vec<BlockMapping>>,
+        names: &[&str],
+    ) -> Result<Self, TrackError> {
+        for (name, mapped) in names.iter().zip(&mappings) {
             for mapping in mapped {
                 uapi::uffd_register_wp(
                     attachment.userfaultfd(),
@@ -77,7 +101,7 @@ impl PagemapTracker {
                     mapping.pages.count.bytes().0,
                 )
                 .map_err(|source| match source.raw_os_error() {
-                    Some(libc::EBUSY) => TrackError::Registered { block: block.name().to_owned() },
+                    Some(libc::EBUSY) => TrackError::Registered { block: (*name).to_owned() },
                     _ => TrackError::Attach { pid, step: "UFFDIO_REGISTER", source },
                 })?;
             }

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// `UFFD_API`.
 const UFFD_API: u64 = 0xaa;
@@ -31,7 +31,13 @@ pub(crate) const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 /// Fail where the range is not registered for asynchronous write protection.
 pub(crate) const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
-const fn iowr(kind: u8, number: u64, size: usize) -> u64 {
+/// `_IOW` of the kernel: the call reads a structure of `size` bytes.
+pub(crate) const fn iow(kind: u8, number: u64, size: usize) -> u64 {
+    (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number
+}
+
+/// `_IOWR` of the kernel: the call reads and writes a structure of `size` bytes.
+pub(crate) const fn iowr(kind: u8, number: u64, size: usize) -> u64 {
     (3 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number
 }
 
@@ -75,6 +81,20 @@ struct ScanArg {
     category_mask: u64,
     category_anyof_mask: u64,
     return_mask: u64,
+}
+
+/// Opens a userfaultfd for this process, without the right to handle faults of the kernel (see
+/// [`UFFD_USER_MODE_ONLY`]), which an unprivileged process does not have.
+pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | UFFD_USER_MODE_ONLY;
+    // SAFETY: userfaultfd(2) takes flags only.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    let fd = i32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new and nobody else's.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Negotiates `features` on a new userfaultfd.
