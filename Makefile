@@ -23,7 +23,7 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --quiet --workspace --all-targets -- --deny warnings
-	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed
+	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed && echo "all checks passed"
 
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio

@@ -100,6 +100,18 @@ fn roles_that_are_exchanged() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_destination_whose_ram_file_was_replaced() -> anyhow::Result<()> {
+    let Some(config) = config("a_destination_whose_ram_file_was_replaced")? else { return Ok(()) };
+    let vm = TestVm::destination(&config)?;
+    // The name now belongs to a file that QEMU does not map: what is written there would reach nobody.
+    std::fs::remove_file(vm.ram_file())?;
+    std::fs::File::create(vm.ram_file())?.set_len(config.guest.memory.0)?;
+    let error = Godwit::built()?.receive(&vm, &[]).map(drop).unwrap_err().to_string();
+    ensure!(error.contains("does not map all of RAM block 'mem'"), "{error}");
+    Ok(())
+}
+
+#[test]
 fn addresses_where_no_godwit_is() -> anyhow::Result<()> {
     let Some(config) = config("addresses_where_no_godwit_is")? else { return Ok(()) };
     let mut vm = TestVm::source(&config)?;

@@ -40,14 +40,19 @@ impl Apt {
         if self.candidate(package).is_ok() {
             return Ok(());
         }
-        println!("fetching the package lists (apt-get update)");
         // An unreachable extra source is no reason to fail as long as the package becomes known.
-        let update = self.get(["update", "-q"]);
+        let update = self.update();
         if self.candidate(package).is_err() {
             update?;
             bail!("no source of this system has the package {package}");
         }
         Ok(())
+    }
+
+    /// Fetches the package lists.
+    pub(crate) fn update(&self) -> anyhow::Result<()> {
+        println!("fetching the package lists (apt-get update)");
+        self.get(["update", "-q"]).context("cannot fetch the package lists (this needs root)").map(drop)
     }
 
     /// The version that would be installed.

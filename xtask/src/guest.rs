@@ -32,7 +32,7 @@ fn kernel(path: &Path) -> anyhow::Result<()> {
     }
     apt::ensure_present()?;
     let apt = Apt::default();
-    apt.know(KERNEL).context("cannot learn of the kernel package (apt-get update needs root)")?;
+    apt.know(KERNEL).context("cannot learn of the kernel package")?;
     let package = apt.dependency(KERNEL, "linux-image-")?;
     let dir = crate::target_dir().join("guest-kernel");
     let file = apt.download(&package, &dir)?;

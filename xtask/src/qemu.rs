@@ -44,7 +44,7 @@ fn install() -> anyhow::Result<()> {
     }
     apt::ensure_present()?;
     let apt = Apt::default();
-    apt.know(PACKAGE).context("cannot learn of QEMU's package (apt-get update needs root)")?;
+    apt.know(PACKAGE).context("cannot learn of QEMU's package")?;
     println!("installing {PACKAGE} {}", apt.candidate(PACKAGE)?);
     apt.get(["install", "-q", "-y", "--no-install-recommends", PACKAGE])
         .with_context(|| format!("cannot install {PACKAGE} (this needs root)"))?;
@@ -105,18 +105,28 @@ impl SystemSource {
             .trim_matches('"')
             .to_owned();
         let apt = Apt::default();
-        apt.know(PACKAGE)?;
-        // Only what apt itself made of the configuration, in whichever of its forms that is written.
+        // Apt tells the release of a source only once it has its lists.
+        let source = match Self::of_release(&apt, &codename)? {
+            Some(source) => Some(source),
+            None => {
+                apt.update()?;
+                Self::of_release(&apt, &codename)?
+            }
+        };
+        source.with_context(|| format!("the system's package sources have no {codename}"))
+    }
+
+    fn of_release(apt: &Apt, codename: &str) -> anyhow::Result<Option<Self>> {
+        // What apt itself made of the configuration, in whichever of its forms that is written.
         let format = "$(CODENAME)|$(REPO_URI)|$(COMPONENT)|$(SOURCESENTRY)";
         let targets = apt.get(["indextargets", "--format", format, "Identifier: Packages"])?;
-        let fields = targets
-            .lines()
-            .map(|line| line.split('|').collect::<Vec<_>>())
-            .find(|fields| fields.len() == 4 && fields[0] == codename && fields[2] == "main")
-            .with_context(|| format!("the system's package sources have no {codename}"))?;
-        let signed_by = signed_by(fields[3].rsplit_once(':').map_or(fields[3], |(file, _)| file));
-        let (uri, component) = (fields[1].to_owned(), fields[2].to_owned());
-        Ok(Self { codename, uri, component, signed_by })
+        let mut fields = targets.lines().map(|line| line.split('|').collect::<Vec<_>>());
+        let found = fields.find(|fields| fields.len() == 4 && fields[0] == codename && fields[2] == "main");
+        Ok(found.map(|fields| {
+            let signed_by = signed_by(fields[3].rsplit_once(':').map_or(fields[3], |(file, _)| file));
+            let (uri, component) = (fields[1].to_owned(), fields[2].to_owned());
+            Self { codename: codename.to_owned(), uri, component, signed_by }
+        }))
     }
 
     fn backports(&self) -> String {

@@ -26,7 +26,7 @@ pub(crate) fn cancel_on_signals() -> Cancel {
 /// The exit code that tells what became of the guest.
 pub(crate) fn exit_code(failure: &Failure) -> ExitCode {
     ExitCode::from(match (&failure.cause, failure.survivor) {
-        (_, Survivor::SourceStopped | Survivor::Unknown) => OPERATOR,
+        (_, Survivor::SourceStopped | Survivor::Unknown | Survivor::Destination) => OPERATOR,
         (EngineError::Cancelled, _) => CANCELLED,
         _ => FAILED,
     })

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{Notice, Received, receive};
-use godwit_engine::{EngineError, Failure};
+use godwit_engine::{EngineError, Failure, Survivor};
 use godwit_qemu::QemuDestination;
 use godwit_units::{format_duration, parse_duration};
 use serde_json::json;
@@ -101,7 +101,7 @@ fn tell(received: &Received, json: bool) {
     let (cpu_ms, rss) = (cpu_time().as_secs_f64() * 1e3, peak_rss());
     if json {
         json_line(&json!({
-            "outcome": "running",
+            "outcome": if received.running { "running" } else { "paused" },
             "received_bytes": received.bytes.0,
             "total_ms": received.total.as_secs_f64() * 1e3,
             "load_ms": received.load.as_secs_f64() * 1e3,
@@ -112,8 +112,9 @@ fn tell(received: &Received, json: bool) {
         }));
         return;
     }
+    let how = if received.running { "runs here" } else { "is here, paused as it was" };
     println!(
-        "the guest runs here: {} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
+        "the guest {how}: {} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
         received.bytes,
         format_duration(received.total),
         format_duration(received.load),
@@ -122,10 +123,20 @@ fn tell(received: &Received, json: bool) {
 }
 
 fn tell_failure(failure: &Failure, json: bool) {
-    eprintln!("godwit: {failure}; the guest does not run here");
+    let guest = match failure.survivor {
+        Survivor::Unknown => {
+            "IN DOUBT: look whether it runs here (query-status), and end one of the two QEMUs"
+        }
+        _ => "the guest does not run here",
+    };
+    eprintln!("godwit: {failure}; {guest}");
     if json {
         json_line(&json!({
-            "outcome": if matches!(failure.cause, EngineError::Cancelled) { "cancelled" } else { "failed" },
+            "outcome": match (&failure.cause, failure.survivor) {
+                (_, Survivor::Unknown) => "in-doubt",
+                (EngineError::Cancelled, _) => "cancelled",
+                _ => "failed",
+            },
             "phase": failure.phase.to_string(),
             "error": failure.cause.to_string(),
         }));

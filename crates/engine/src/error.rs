@@ -80,6 +80,17 @@ pub enum EngineError {
     /// The machine adapter failed.
     #[error("{0}")]
     Vm(#[source] VmError),
+    /// Whether the guest runs at the destination is not known.
+    #[error("it is not known whether the guest runs: {0}")]
+    Uncertain(#[source] VmError),
+    /// The guest could not be brought back.
+    #[error("{cause}; then the guest could not be brought back: {source}")]
+    NotResumed {
+        /// Why it was to be brought back.
+        cause: Box<EngineError>,
+        /// Why it could not.
+        source: VmError,
+    },
     /// Guest memory could not be accessed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -120,7 +131,7 @@ impl EngineError {
     pub fn abort_code(&self) -> AbortCode {
         match self {
             Self::Layout(_) => AbortCode::Layout,
-            Self::Vm(_) => AbortCode::Machine,
+            Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } => AbortCode::Machine,
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,

@@ -1,9 +1,12 @@
 //! The bandwidth limit: a token bucket that all channels share.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_units::{ByteCount, Rate};
+
+use crate::limits;
 
 /// Tokens that may be saved up: what the link may carry in one burst after a pause.
 const BURST: Duration = Duration::from_millis(5);
@@ -14,12 +17,13 @@ pub(crate) struct Limiter {
     rate: Option<Rate>,
     /// When everything permitted so far will have passed the link.
     paid_until: Mutex<Instant>,
+    stopped: AtomicBool,
 }
 
 impl Limiter {
     /// A limiter for `rate`; `None` limits nothing.
     pub(crate) fn new(rate: Option<Rate>) -> Self {
-        Self { rate, paid_until: Mutex::new(Instant::now()) }
+        Self { rate, paid_until: Mutex::new(Instant::now()), stopped: AtomicBool::new(false) }
     }
 
     /// Waits until `bytes` may be sent.
@@ -33,8 +37,19 @@ impl Limiter {
             *paid_until = start + cost;
             start.saturating_duration_since(now)
         };
-        if !wait.is_zero() {
-            std::thread::sleep(wait);
+        // In slices: at a low rate a frame takes long, and an end must not wait for it.
+        let until = Instant::now() + wait;
+        while !self.stopped.load(Ordering::Relaxed) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            std::thread::sleep(left.min(limits::TICK));
         }
+    }
+
+    /// Ends all waits.
+    pub(crate) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
     }
 }

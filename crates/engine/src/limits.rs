@@ -15,12 +15,12 @@ pub const LINK: Duration = Duration::from_secs(10);
 pub const ANSWER: Duration = Duration::from_secs(60);
 /// One write to a socket without any progress.
 pub const WRITE: Duration = Duration::from_secs(20);
-/// From COMMIT to the word that the guest runs.
-pub const RUNNING: Duration = Duration::from_secs(15);
+/// From COMMIT to the word that the guest runs; longer than an adapter waits for its machine.
+pub const RUNNING: Duration = Duration::from_secs(30);
 /// The attempts of a source in doubt to ask the destination.
-pub const RESOLVE: Duration = Duration::from_secs(30);
+pub const RESOLVE: Duration = Duration::from_secs(60);
 /// A destination that is ready, and has lost the source, waits this long for its word.
-pub const LINGER: Duration = Duration::from_secs(60);
+pub const LINGER: Duration = Duration::from_secs(120);
 /// The attempt to tell the peer that it is over.
 pub const ABORT: Duration = Duration::from_secs(1);
 /// How often waits look whether the operator cancelled, and progress is reported.

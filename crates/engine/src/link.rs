@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
 
@@ -40,10 +41,13 @@ pub(crate) fn send_greeting(stream: &mut Stream, greeting: Greeting, peer: Peer)
 /// Receives a greeting within [`limits::GREETING`]; afterwards reads have no limit.
 pub(crate) fn receive_greeting(stream: &mut Stream, peer: Peer) -> Result<Greeting, EngineError> {
     let io = link_error(peer);
-    stream.set_read_limit(Some(limits::GREETING)).map_err(&io)?;
+    let until = Instant::now() + limits::GREETING;
     let mut bytes = [0; GREETING_LEN];
     let mut filled = 0;
     while filled < GREETING_LEN {
+        // One limit for all of it, also for a peer that sends a byte now and then.
+        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_read_limit(Some(left)).map_err(&io)?;
         match stream.read(&mut bytes[filled..]).map_err(&io)? {
             // A stranger that says little is told by what it said.
             0 if filled >= 8 => break,

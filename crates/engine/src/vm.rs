@@ -96,8 +96,8 @@ pub trait DestinationVm {
     /// Runs the guest.
     ///
     /// # Errors
-    /// When the guest does not run and will not.
-    fn run(&mut self) -> Result<(), VmError>;
+    /// [`RunError::NeverRan`] lets the source have its guest back, so it must be certain.
+    fn run(&mut self) -> Result<(), RunError>;
 
     /// Tells the network where the guest is now. Called when it runs.
     ///
@@ -107,5 +107,17 @@ pub trait DestinationVm {
 
     /// Makes sure that the guest never runs here. A machine that took nothing in but pages may go on waiting for
     /// another attempt.
-    fn discard(&mut self);
+    ///
+    /// # Errors
+    /// When that is not certain.
+    fn discard(&mut self) -> Result<(), VmError>;
+}
+
+/// Why a guest could not be run.
+#[derive(Debug)]
+pub enum RunError {
+    /// It has not executed a single instruction here.
+    NeverRan(VmError),
+    /// It may have run, and may have written to its disks.
+    Unknown(VmError),
 }

@@ -120,7 +120,6 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is told.
         (S::Running, I::LinkLost) => (S::Running, vec![A::AwaitResolve]),
         (S::Running, I::Commit) => (S::Running, vec![A::SendRunning]),
-        (S::Discarded, I::Commit) => (S::Discarded, vec![A::SendDiscarded]),
         // It could not be started (it never ran), so the source may have it back.
         (S::Starting, I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
         // Started is started: what breaks now changes nothing, and neither does a late word of the source.

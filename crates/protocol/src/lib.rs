@@ -9,8 +9,8 @@
 //!   Preparing     -- Prepare ---------------------->
 //!                 <---------------------- Prepared -- Prepared
 //!   Stopping         (guest stops)
-//!   StopAndCopy   -- last pages, RoundEnd --------->
-//!                 <---------------------- RoundAck --
+//!   StopAndCopy   -- last pages, RoundEnd --------->               (the machine saves its devices meanwhile,
+//!                 <---------------------- RoundAck --               unless digests are to be compared)
 //!   Verifying     -- DigestRequest ---------------->               (with --verify)
 //!                 <----------------------- Digests --
 //!   SavingState   -- DeviceState …, DeviceStateEnd->  Loading

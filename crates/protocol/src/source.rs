@@ -51,6 +51,8 @@ pub enum Input {
     Accepted,
     /// The destination has every page of the round in place.
     RoundPlaced,
+    /// Every page of the last round is on its way, and so is the word that ends the round.
+    RoundSent,
     /// Policy wants another round.
     NextRound,
     /// Policy wants to switch over.
@@ -94,8 +96,12 @@ pub enum Action {
     CopyLastRound(u32),
     /// Compute digests and compare them with the destination's.
     CompareDigests,
-    /// Let the device state flow.
-    SendState,
+    /// Begin to copy the last dirty pages.
+    StartLastRound(u32),
+    /// Let the machine save its device state. None of it is sent before the end of the last round.
+    ReleaseState,
+    /// Send the device state to its end.
+    FinishState,
     /// Give the guest away.
     SendCommit,
     /// Find out who runs the guest.
@@ -151,11 +157,19 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         }
         (S::PreCopy { round }, I::SwitchOver) => (S::Preparing { round }, vec![A::SendPrepare]),
         (S::Preparing { round }, I::Prepared) => (S::Stopping { round }, vec![A::StopGuest]),
-        (S::Stopping { round }, I::GuestStopped) => (S::StopAndCopy, vec![A::CopyLastRound(round + 1)]),
-        (S::StopAndCopy, I::RoundPlaced) if verify => (S::Verifying, vec![A::CompareDigests]),
-        (S::StopAndCopy, I::RoundPlaced) | (S::Verifying, I::DigestsEqual) => {
-            (S::SavingState, vec![A::SendState])
+        // The machine saves its devices while the last pages are copied. The destination takes both in the order in which
+        // they were sent, so it need not be waited for in between.
+        (S::Stopping { round }, I::GuestStopped) if !verify => {
+            let round = round + 1;
+            (S::StopAndCopy, vec![A::StartLastRound(round), A::ReleaseState, A::CopyLastRound(round)])
         }
+        (S::StopAndCopy, I::RoundSent) if !verify => (S::SavingState, vec![A::FinishState]),
+        // Digests are compared before anything else is done.
+        (S::Stopping { round }, I::GuestStopped) => {
+            (S::StopAndCopy, vec![A::StartLastRound(round + 1), A::CopyLastRound(round + 1)])
+        }
+        (S::StopAndCopy, I::RoundPlaced) if verify => (S::Verifying, vec![A::CompareDigests]),
+        (S::Verifying, I::DigestsEqual) => (S::SavingState, vec![A::ReleaseState, A::FinishState]),
         (S::SavingState, I::StateSent) => (S::AwaitingReady, vec![]),
         (S::AwaitingReady, I::Ready) => (S::Handover, vec![A::SendCommit]),
         (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),

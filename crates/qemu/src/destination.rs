@@ -4,14 +4,17 @@
 //! `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its incoming migration fails.
 
 use std::io::Write;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_engine::vm::{DestinationVm, VmError};
+use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
+use godwit_track::{mappings_of, other_writers};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -22,6 +25,8 @@ use crate::source::{FD_NAME, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
+/// From `quit` to the end of the process.
+const QUIT_LIMIT: Duration = Duration::from_secs(5);
 /// One write of device state without progress.
 const WRITE_LIMIT: Duration = Duration::from_secs(20);
 
@@ -32,7 +37,9 @@ const EXITED: &str = "it has exited; see its standard error (do the options of b
 #[derive(Debug)]
 pub struct QemuDestination {
     machine: Machine,
+    process: OwnedFd,
     ram: Arc<Vec<RamBlock>>,
+    settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
     prepared: bool,
 }
@@ -55,7 +62,20 @@ impl QemuDestination {
             });
         }
         let ram = machine.ram()?;
-        Ok(Self { machine, ram: Arc::new(ram), prepared: false })
+        // The name may have been given to another file since QEMU mapped it: pages written there would reach nobody,
+        // and digests of both files would still agree.
+        for block in &ram {
+            mappings_of(machine.pid, block)?;
+        }
+        // The other way round, another machine's memory must not be overwritten.
+        if let Some(writer) = other_writers(machine.pid, &ram).into_iter().next() {
+            return Err(QemuError::OtherWriter(writer));
+        }
+        let process = Pid::from_raw(machine.pid)
+            .ok_or(rustix::io::Errno::SRCH)
+            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
+            .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })?;
+        Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false })
     }
 
     /// The QEMU process.
@@ -80,12 +100,12 @@ impl DestinationVm for QemuDestination {
         ours.set_write_timeout(Some(WRITE_LIMIT))
             .map_err(|source| QemuError::System { step: "SO_SNDTIMEO", source })?;
         let qmp = &mut self.machine.qmp;
-        Settings::apply(qmp)?;
+        self.settings = Some(Settings::apply(qmp)?);
+        self.prepared = true;
         // While it waits this only clears the wish to start by itself after loading.
         qmp.execute("stop", Value::Null)?;
         qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         qmp.forget_events();
-        self.prepared = true;
         qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         Ok(Box::new(ours))
     }
@@ -93,42 +113,69 @@ impl DestinationVm for QemuDestination {
     fn finish_load(&mut self) -> Result<(), VmError> {
         let qmp = &mut self.machine.qmp;
         let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
+        let mut ran = false;
         let reached = qmp.wait_event_where("the end of its incoming migration", LOAD_LIMIT, |event| {
+            ran |= event.name == "RESUME";
             matches!(migration_event(event).as_str(), "failed" | "completed")
         });
         match reached {
-            Ok(event) if migration_event(&event) == "completed" => {}
-            Ok(_) => return Err(ended(&failure_words(qmp, EXITED)).into()),
-            Err(QmpError::Closed { .. }) => {
-                return Err(ended(EXITED).into());
-            }
-            Err(error) => return Err(error.into()),
-        }
-        match self.machine.run_state()?.as_str() {
-            "paused" => Ok(()),
-            state => Err(ended(&format!("it is '{state}' after loading, not paused")).into()),
+            // Told to stop while it waited, it must not have started by itself. The event tells, at no cost in downtime.
+            Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
+            Ok(event) if migration_event(&event) == "completed" => Ok(()),
+            Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
+            Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
+            Err(error) => Err(error.into()),
         }
     }
 
-    fn run(&mut self) -> Result<(), VmError> {
-        self.machine.qmp.execute("cont", Value::Null)?;
-        match self.machine.run_state()? {
-            state if state == "running" => Ok(()),
-            state => Err(QemuError::NotRunning { state, cure: "see QEMU's log" }.into()),
+    fn run(&mut self) -> Result<(), RunError> {
+        match self.machine.qmp.execute("cont", Value::Null) {
+            Ok(_) => Ok(()),
+            // Only a refusal says that no instruction was executed; silence and a crash do not.
+            Err(error @ QmpError::Refused { .. }) => Err(RunError::NeverRan(error.into())),
+            Err(error) => Err(RunError::Unknown(error.into())),
         }
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
         // QEMU's own defaults after a migration (qapi/migration.json, announce-*).
         let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-        self.machine.qmp.execute("announce-self", timing)?;
+        let announced = self.machine.qmp.execute("announce-self", timing);
+        if let Some(settings) = self.settings.take() {
+            settings.restore(&mut self.machine.qmp)?;
+        }
+        announced?;
         Ok(())
     }
 
-    fn discard(&mut self) {
+    fn discard(&mut self) -> Result<(), VmError> {
         // A QEMU that only had pages written into its RAM goes on waiting: another attempt overwrites them all.
-        if self.prepared {
-            let _ = self.machine.qmp.execute("quit", Value::Null);
+        if !self.prepared {
+            return Ok(());
         }
+        let _ = self.machine.qmp.execute("quit", Value::Null);
+        Ok(self.see_it_end()?)
+    }
+}
+
+impl QemuDestination {
+    /// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
+    fn see_it_end(&self) -> Result<(), QemuError> {
+        let undead =
+            |errno: rustix::io::Errno| QemuError::Undead { pid: self.machine.pid, source: errno.into() };
+        for kill in [false, true] {
+            if kill {
+                match pidfd_send_signal(&self.process, Signal::KILL) {
+                    Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                    Err(errno) => return Err(undead(errno)),
+                }
+            }
+            // A pidfd becomes readable when its process has ended (pidfd_open(2)).
+            let timeout = Timespec { tv_sec: QUIT_LIMIT.as_secs().cast_signed(), tv_nsec: 0 };
+            if poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&timeout)).map_err(undead)? > 0 {
+                return Ok(());
+            }
+        }
+        Err(undead(rustix::io::Errno::TIMEDOUT))
     }
 }

@@ -74,6 +74,17 @@ pub enum QemuError {
         /// The node or drive.
         node: String,
     },
+    /// The machine changed during the migration.
+    #[error("{0} during the migration: start it again")]
+    Changed(&'static str),
+    /// The process does not end.
+    #[error("the destination QEMU (process {pid}) does not end: {source}; make sure that it does")]
+    Undead {
+        /// The process.
+        pid: i32,
+        /// Why that is not known.
+        source: io::Error,
+    },
     /// A capability is missing.
     #[error("this QEMU lacks the migration capability {0}: version 7.2 or newer is needed")]
     NoCapability(&'static str),

@@ -124,12 +124,13 @@ impl Machine {
                     continue;
                 };
                 let device = format!("device '{}' ({kind})", text(&child["name"]));
+                let vhost_disk = kind.starts_with("vhost-scsi");
                 if kind.starts_with("vhost-user") {
                     return Err(QemuError::VhostUser { what: device });
                 }
-                // SG_IO hands guest pages to the device without a fault.
+                // SG_IO and vhost-scsi hand guest pages to a device without a fault.
                 let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
-                if by_dma || kind == "scsi-generic" || kind == "scsi-block" {
+                if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
                     return Err(QemuError::Untrackable { device });
                 }
             }

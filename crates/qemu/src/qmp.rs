@@ -192,6 +192,10 @@ impl Qmp {
         let deadline = Instant::now() + COMMAND_LIMIT;
         loop {
             let message = self.read_message(command, deadline)?;
+            // A late answer to a command that was given up on.
+            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != id) {
+                continue;
+            }
             if let Some(error) = message.get("error") {
                 let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
                 return Err(QmpError::Refused {

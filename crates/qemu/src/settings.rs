@@ -9,8 +9,20 @@ use crate::qmp::{Qmp, QmpError};
 /// each change of state.
 const NEEDED: [&str; 3] = ["x-ignore-shared", "pause-before-switchover", "events"];
 /// What would change the stream or its channel; a management program may have left them on.
-const IN_THE_WAY: [&str; 6] =
-    ["multifd", "postcopy-ram", "return-path", "background-snapshot", "mapped-ram", "colo"];
+const IN_THE_WAY: [&str; 12] = [
+    "background-snapshot",
+    "block",
+    "compress",
+    "mapped-ram",
+    "multifd",
+    "postcopy-preempt",
+    "postcopy-ram",
+    "release-ram",
+    "return-path",
+    "switchover-ack",
+    "x-colo",
+    "zero-copy-send",
+];
 
 /// Capabilities and parameters as they were found.
 #[derive(Debug, Default)]
@@ -42,18 +54,24 @@ impl Settings {
                 want(name, false, is);
             }
         }
-        // No limit of QEMU's own may stand between its last byte and the switchover: what it sends is small.
-        let parameters = qmp.execute("query-migrate-parameters", Value::Null)?;
-        let ours = json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000 });
-        let kept = |name: &str| parameters[name].clone();
-        let settings = Self {
-            capabilities: before,
-            parameters: json!({ "max-bandwidth": kept("max-bandwidth"), "downtime-limit": kept("downtime-limit") }),
-        };
+        // No limit of QEMU's own may stand between its last byte and the switchover: what it sends is small. And no TLS
+        // on a pair of sockets.
+        let found = qmp.execute("query-migrate-parameters", Value::Null)?;
+        let ours = json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000, "tls-creds": "" });
+        let mut parameters = serde_json::Map::new();
+        for name in ["max-bandwidth", "downtime-limit", "tls-creds"] {
+            if !found[name].is_null() {
+                parameters.insert(name.to_owned(), found[name].clone());
+            }
+        }
+        let settings = Self { capabilities: before, parameters: parameters.into() };
         if !wanted.is_empty() {
             qmp.execute("migrate-set-capabilities", json!({ "capabilities": wanted }))?;
         }
-        qmp.execute("migrate-set-parameters", ours)?;
+        if let Err(error) = qmp.execute("migrate-set-parameters", ours) {
+            settings.restore(qmp)?;
+            return Err(error.into());
+        }
         Ok(settings)
     }
 
@@ -62,7 +80,7 @@ impl Settings {
         if !self.capabilities.is_empty() {
             qmp.execute("migrate-set-capabilities", json!({ "capabilities": self.capabilities }))?;
         }
-        if self.parameters["max-bandwidth"].is_number() {
+        if self.parameters.is_object() {
             qmp.execute("migrate-set-parameters", self.parameters)?;
         }
         Ok(())

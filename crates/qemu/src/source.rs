@@ -120,22 +120,57 @@ impl QemuSource {
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
-        if self.migrating {
-            self.cancel_own_migration()?;
-            self.migrating = false;
+        // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
+        let running = if std::mem::take(&mut self.migrating) { self.run_again() } else { Ok(()) };
+        if let Some(settings) = self.settings.take() {
+            // The guest first: an error here must not hide one there.
+            let restored = settings.restore(&mut self.machine.qmp);
+            running?;
+            restored?;
+            return Ok(());
         }
-        if self.was_running && self.machine.run_state()? != "running" {
-            self.machine.qmp.execute("cont", Value::Null)?;
+        running
+    }
+
+    fn run_again(&mut self) -> Result<(), QemuError> {
+        let cancelled = self.cancel_own_migration();
+        let until = Instant::now() + RESUME_LIMIT;
+        while self.was_running {
             let state = self.machine.run_state()?;
-            if state != "running" {
-                return Err(QemuError::NotRunning {
-                    state,
-                    cure: "look at QEMU's log and `cont` it by hand",
-                });
+            if state == "running" {
+                break;
+            }
+            // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
+            // in between; after a failure it runs the guest by itself.
+            match self.machine.qmp.execute("cont", Value::Null) {
+                Err(QmpError::Refused { .. }) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(_) if Instant::now() < until => {}
+                Err(QmpError::Refused { .. }) | Ok(_) => {
+                    return Err(QemuError::NotRunning {
+                        state,
+                        cure: "look at QEMU's log and `cont` it by hand",
+                    });
+                }
+                Err(error) => return Err(error.into()),
             }
         }
-        if let Some(settings) = self.settings.take() {
-            settings.restore(&mut self.machine.qmp)?;
+        cancelled
+    }
+
+    /// Checks again what was checked at the start and may have changed since.
+    fn check_unchanged(&mut self) -> Result<(), QemuError> {
+        self.machine.check_source(&self.ram)?;
+        let now = self.machine.ram()?;
+        let same = now.len() == self.ram.len()
+            && now.iter().zip(self.ram.iter()).all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
+        if !same {
+            return Err(QemuError::Changed("RAM was plugged or unplugged"));
+        }
+        let state = self.machine.run_state()?;
+        if (state == "running") != self.was_running {
+            return Err(QemuError::Changed("the guest was paused, resumed or shut down"));
         }
         Ok(())
     }
@@ -185,7 +220,7 @@ impl SourceVm for QemuSource {
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         // What was plugged in since the start would have written unseen.
-        self.machine.check_source(&self.ram)?;
+        self.check_unchanged()?;
         self.settings = Some(Settings::apply(&mut self.machine.qmp)?);
         self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         self.state = Some(handle);

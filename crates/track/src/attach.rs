@@ -71,6 +71,7 @@ pub fn attach(pid: i32) -> Result<Attachment, TrackError> {
     let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
         .map_err(|errno| failed("pidfd_open")(errno.into()))?;
 
+    let _urgent = Urgent::become_urgent();
     let started = Instant::now();
     let mut thread = StoppedThread::stop(pid, &process)?;
     let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | UFFD_USER_MODE_ONLY;
@@ -146,6 +147,38 @@ fn find_syscall_instruction(pid: i32, process: &Process) -> Result<u64, TrackErr
         step: "finding a syscall instruction",
         source: io::ErrorKind::NotFound.into(),
     })
+}
+
+/// This thread at real-time priority, if it may have that (root, CAP_SYS_NICE): while it holds a thread of the VMM
+/// stopped, nothing else on the host may make it wait. The thread of the VMM is left as it is: were this process
+/// killed now, nobody would put its priority back.
+struct Urgent {
+    /// The policy to go back to.
+    before: Option<libc::c_int>,
+}
+
+impl Urgent {
+    fn become_urgent() -> Self {
+        // SAFETY: asks for a number.
+        let before = unsafe { libc::sched_getscheduler(0) };
+        let urgent = before == libc::SCHED_OTHER && schedule(libc::SCHED_RR, 1);
+        Self { before: urgent.then_some(before) }
+    }
+}
+
+impl Drop for Urgent {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            schedule(before, 0);
+        }
+    }
+}
+
+/// Puts the calling thread under a scheduling policy; whether that worked.
+fn schedule(policy: libc::c_int, priority: libc::c_int) -> bool {
+    let parameters = libc::sched_param { sched_priority: priority };
+    // SAFETY: reads one `sched_param`; thread 0 is the calling one.
+    unsafe { libc::sched_setscheduler(0, policy, &raw const parameters) == 0 }
 }
 
 /// A thread held by ptrace, with what it needs to go on as if nothing had happened.

@@ -262,6 +262,9 @@ impl Message {
                     digests: payload.chunks_exact(16).map(digest).collect(),
                 })
             }
+            FrameKind::DeviceState if payload.len() > DEVICE_STATE_CHUNK => {
+                Err(WireError::Length { what: "piece of device state" })
+            }
             FrameKind::DeviceState => Ok(Self::DeviceState(payload.to_vec())),
             FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
             FrameKind::Ready => empty(Self::Ready),

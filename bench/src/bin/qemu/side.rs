@@ -64,6 +64,8 @@ struct Row {
     downtime_resolution_ms: f64,
     /// The longest other gap, before or after.
     stall_ms: f64,
+    /// When that gap ended, from the end of the switchover on; negative before it.
+    stall_at_ms: f64,
     sent_mib: f64,
     /// Processor time of the work: source and destination side of QEMU, and godwit's processes.
     cpu_s: f64,
@@ -220,6 +222,7 @@ fn row(
         downtime_ms: gap(seen.switchover, |gap| gap.length),
         downtime_resolution_ms: gap(seen.switchover, |gap| gap.resolution),
         stall_ms: gap(seen.stall, |gap| gap.length),
+        stall_at_ms: gap(seen.stall, |gap| gap.end) - gap(seen.switchover, |gap| gap.end),
         sent_mib: moved.sent_bytes as f64 / MIB,
         cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
         cpu_source_s: source.as_secs_f64(),
@@ -286,6 +289,7 @@ fn medians(rows: &[Row], contestant: Contestant) -> Row {
         downtime_ms: median(|row| row.downtime_ms),
         downtime_resolution_ms: median(|row| row.downtime_resolution_ms),
         stall_ms: median(|row| row.stall_ms),
+        stall_at_ms: median(|row| row.stall_at_ms),
         sent_mib: median(|row| row.sent_mib),
         cpu_s: median(|row| row.cpu_s),
         cpu_source_s: median(|row| row.cpu_source_s),

@@ -5,13 +5,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::SyncSender;
 
 use godwit_memory::{RamBlock, channel_of};
 use godwit_units::{PageIndex, PageRun};
 use godwit_wire::{Content, FrameKind, HEADER_LEN, PageFrame};
 
-use super::Event;
+use super::barriers::Barriers;
 use crate::EngineError;
 use crate::link::{FrameReader, wire_error};
 
@@ -25,20 +24,17 @@ pub(super) struct Channel {
     /// The source's number of a block -> ours.
     pub(super) order: Arc<Vec<usize>>,
     pub(super) received: Arc<AtomicU64>,
+    pub(super) barriers: Arc<Barriers>,
 }
 
 impl Channel {
     /// Places pages until the connection ends.
-    pub(super) fn run(mut self, events: &SyncSender<Event>) {
+    pub(super) fn run(mut self) {
         loop {
-            let event = match self.frame() {
-                Ok(None) => continue,
-                Ok(Some(round)) => Event::Barrier { channel: self.number, round },
-                Err(error) => Event::ChannelFailed(error),
-            };
-            let failed = matches!(event, Event::ChannelFailed(_));
-            if events.send(event).is_err() || failed {
-                return;
+            match self.frame() {
+                Ok(None) => {}
+                Ok(Some(round)) => self.barriers.reached(self.number, round),
+                Err(error) => return self.barriers.failed(error),
             }
         }
     }
@@ -49,7 +45,7 @@ impl Channel {
         self.received.fetch_add((HEADER_LEN + header.length) as u64, Ordering::Relaxed);
         let broke = |what: String| EngineError::Protocol { peer: PEER, what };
         match header.kind {
-            FrameKind::Barrier => return Ok(Some(header.aux)),
+            FrameKind::Barrier if header.length == 0 => return Ok(Some(header.aux)),
             FrameKind::Pages => {}
             other => return Err(broke(format!("it sent {other:?} on a data channel"))),
         }

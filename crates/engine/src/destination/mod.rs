@@ -1,9 +1,11 @@
 //! The destination of a migration.
 //!
 //! [`receive`] is a loop around the state machine, as at the source. Threads: this one; one that reads the control
-//! connection; one a data channel. They report through one queue of events, which is bounded: a machine that
-//! loads its state slowly slows the source down instead of filling memory.
+//! connection; one a data channel. Messages come through a queue, which is bounded: a machine that loads its state
+//! slowly slows the source down instead of filling memory. They are taken in order: what follows the end of a round is
+//! looked at when every channel has placed that round.
 
+mod barriers;
 mod channel;
 mod layout;
 
@@ -22,23 +24,20 @@ use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role
 use crate::address::{Listener, Stream};
 use crate::digests;
 use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
-use crate::vm::DestinationVm;
+use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
+use barriers::Barriers;
 use channel::Channel;
 
 const PEER: &str = "source";
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
 const EVENTS_LIMIT: usize = 32;
 
-/// What the threads report.
+/// What the reader of the control connection reports.
 enum Event {
     /// The source said something, or can no longer.
     Peer { connection: u32, message: Result<Message, EngineError> },
-    /// A channel has placed everything up to the end of a round.
-    Barrier { channel: usize, round: u64 },
-    /// A channel can no longer.
-    ChannelFailed(EngineError),
 }
 
 /// What is told while receiving.
@@ -76,6 +75,8 @@ pub struct Received {
     pub resume: Duration,
     /// Whether digests were asked for.
     pub verified: bool,
+    /// Whether the guest was started; it was not if it was paused at the source.
+    pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
 }
@@ -107,7 +108,7 @@ pub fn receive(
         offer: None,
         order: Arc::default(),
         channels: Vec::new(),
-        barriers: Vec::new(),
+        barriers: Arc::new(Barriers::new(0)),
         received: Arc::default(),
         round: 0,
         sink: None,
@@ -136,8 +137,7 @@ struct Destination<'a> {
     offer: Option<Offer>,
     order: Arc<Vec<usize>>,
     channels: Vec<(Stream, JoinHandle<()>)>,
-    /// The last round that each channel has ended.
-    barriers: Vec<Option<u64>>,
+    barriers: Arc<Barriers>,
     received: Arc<AtomicU64>,
     round: u32,
     sink: Option<Box<dyn Write + Send>>,
@@ -154,6 +154,7 @@ struct Destination<'a> {
 impl Destination<'_> {
     fn run(mut self, wait: Option<Duration>) -> Result<Received, Failure> {
         let mut state = State::Listening;
+        let mut uncertain = false;
         let mut input = match self.await_source(wait) {
             Ok(()) => Input::Offer,
             Err(error) => self.failed(state, error),
@@ -171,12 +172,14 @@ impl Destination<'_> {
                 match self.perform(action) {
                     Ok(input) => follow = input.or(follow),
                     Err(error) => {
+                        uncertain |= matches!(error, EngineError::Uncertain(_));
                         follow = Some(self.failed(state, error));
                         break;
                     }
                 }
             }
-            if state.is_final() {
+            // Not known whether the guest runs: to say anything to the source would be a guess.
+            if state.is_final() || uncertain {
                 break;
             }
             input = match follow {
@@ -193,7 +196,8 @@ impl Destination<'_> {
         if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
             cause = EngineError::Aborted { peer: PEER, code, text };
         }
-        Err(Failure { phase, survivor: Survivor::Source, cause })
+        let survivor = if uncertain { Survivor::Unknown } else { Survivor::Source };
+        Err(Failure { phase, survivor, cause })
     }
 
     /// Keeps the first failure, and says which input it is.
@@ -237,6 +241,7 @@ impl Destination<'_> {
 
     /// The next connection that greets as one of godwit's; others are refused.
     fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
+        let began = Instant::now();
         loop {
             let cancel = self.cancel;
             let accepted = self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
@@ -244,7 +249,8 @@ impl Destination<'_> {
                 if self.cancel.is_cancelled() {
                     return Err(EngineError::Cancelled);
                 }
-                return Err(EngineError::Timeout { what: "a source", limit: limits::LINGER });
+                let limit = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
+                return Err(EngineError::Timeout { what: "a connection of the source", limit });
             };
             match receive_greeting(&mut stream, PEER) {
                 Ok(greeting) => return Ok((greeting, stream)),
@@ -303,6 +309,10 @@ impl Destination<'_> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
             }
+            // Once all pages are in place only the control connection counts.
+            if let (false, Some(error)) = (self.pages_complete, self.barriers.failure()) {
+                return Err(error);
+            }
             if until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(None);
             }
@@ -316,34 +326,24 @@ impl Destination<'_> {
                 Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
                 message => Ok(message),
             },
-            Some(Event::Barrier { .. } | Event::ChannelFailed(_)) => Err(EngineError::Panicked("channel")),
             None => Err(EngineError::Timeout { what: "the source", limit }),
         }
     }
 
     /// What the source says next, as an input.
     fn await_peer(&mut self) -> Result<Input, EngineError> {
-        loop {
-            match self.next_event(self.linger_until)? {
-                Some(Event::Barrier { channel, round }) => self.barriers[channel] = Some(round),
-                // Once all pages are in place only the control connection counts.
-                Some(Event::ChannelFailed(_)) if self.pages_complete => {}
-                Some(Event::ChannelFailed(error)) => return Err(error),
-                Some(Event::Peer { message, .. }) => return self.input_of(message?),
-                None => {
-                    return Err(EngineError::Timeout {
-                        what: "the source's farewell",
-                        limit: limits::LINGER,
-                    });
-                }
-            }
+        match self.next_event(self.linger_until)? {
+            Some(Event::Peer { message, .. }) => self.input_of(message?),
+            None => Err(EngineError::Timeout { what: "the source's farewell", limit: limits::LINGER }),
         }
     }
 
     fn input_of(&mut self, message: Message) -> Result<Input, EngineError> {
         Ok(match message {
             Message::RoundEnd { round } => {
-                self.await_barriers(round)?;
+                self.round = round;
+                let cancel = self.cancel;
+                self.barriers.wait(round.into(), || cancel.is_cancelled())?;
                 Input::RoundEnd
             }
             Message::Prepare => Input::Prepare,
@@ -367,38 +367,6 @@ impl Destination<'_> {
                 return Err(EngineError::Protocol { peer: PEER, what });
             }
         })
-    }
-
-    /// Waits until every channel has placed all pages of `round`.
-    fn await_barriers(&mut self, round: u32) -> Result<(), EngineError> {
-        self.round = round;
-        let until = Instant::now() + limits::ANSWER;
-        while self.barriers.iter().any(|barrier| *barrier != Some(round.into())) {
-            match self.next_event(Some(until))? {
-                Some(Event::Barrier { channel, round }) => self.barriers[channel] = Some(round),
-                Some(Event::ChannelFailed(error)) => return Err(error),
-                // The source waits for our answer now; only an abort or the end of the link can come.
-                Some(Event::Peer { message, .. }) => {
-                    return match message? {
-                        Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
-                        Message::DeviceState(piece) => {
-                            // Early device state, that is RAM which QEMU sends itself, overlaps with the rounds.
-                            self.state_piece = piece;
-                            self.write_state()?;
-                            continue;
-                        }
-                        other => Err(EngineError::Protocol {
-                            peer: PEER,
-                            what: format!("it said {:?} before the end of a round", other.kind()),
-                        }),
-                    };
-                }
-                None => {
-                    return Err(EngineError::Timeout { what: "the pages of a round", limit: limits::ANSWER });
-                }
-            }
-        }
-        Ok(())
     }
 
     fn perform(&mut self, action: Action) -> Result<Option<Input>, EngineError> {
@@ -428,7 +396,11 @@ impl Destination<'_> {
             Action::SendReady => self.say(&Message::Ready)?,
             Action::RunGuest => {
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
-                    self.vm.run().map_err(EngineError::Vm)?;
+                    self.vm.run().map_err(|error| match error {
+                        RunError::NeverRan(error) => EngineError::Vm(error),
+                        RunError::Unknown(error) => EngineError::Uncertain(error),
+                    })?;
+                    self.measures.running = true;
                 }
                 self.measures.resume = self.commit_seen.map_or(Duration::ZERO, |at| at.elapsed());
                 self.measures.total = self.accepted.elapsed();
@@ -444,7 +416,7 @@ impl Destination<'_> {
             Action::AwaitResolve => self.await_resolve()?,
             Action::DiscardGuest => {
                 self.sink = None;
-                self.vm.discard();
+                self.vm.discard().map_err(EngineError::Uncertain)?;
             }
             Action::SendDiscarded => {
                 let message = match (&self.cause, self.commit_seen) {
@@ -482,7 +454,7 @@ impl Destination<'_> {
                 _ => (self.notice)(&Notice::Refused("a connection of another session".to_owned())),
             }
         }
-        self.barriers = vec![None; channels];
+        self.barriers = Arc::new(Barriers::new(channels));
         for (number, stream) in streams.into_iter().flatten().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel {
@@ -492,9 +464,9 @@ impl Destination<'_> {
                 blocks: Arc::clone(&self.ram),
                 order: Arc::clone(&self.order),
                 received: Arc::clone(&self.received),
+                barriers: Arc::clone(&self.barriers),
             };
-            let events = self.events_in.clone();
-            self.channels.push((handle, std::thread::spawn(move || channel.run(&events))));
+            self.channels.push((handle, std::thread::spawn(move || channel.run())));
         }
         Ok(())
     }
@@ -556,16 +528,11 @@ impl Destination<'_> {
                     last_words = Some((code, text));
                 }
                 Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => break,
-                Ok(_) => {}
-                Err(_) => {}
+                Ok(_) | Err(_) => {}
             }
         }
         for (stream, _) in &self.channels {
             stream.shut_down();
-        }
-        // Channels may wait for room in the queue of events.
-        while self.channels.iter().any(|(_, thread)| !thread.is_finished()) {
-            let _ = self.events.recv_timeout(Duration::from_millis(1));
         }
         for (_, thread) in self.channels.drain(..) {
             let _ = thread.join();

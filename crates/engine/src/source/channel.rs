@@ -139,7 +139,12 @@ impl Channel {
         }
         let mut at = run.start;
         while at < run.end() {
-            let rest = PageRun::new(at.0, run.end().0 - at.0);
+            let mut rest = PageRun::new(at.0, run.end().0 - at.0);
+            if order.everything {
+                // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page
+                // tables of the whole range it was given.
+                rest.count = rest.count.min(HARVEST_LIMIT);
+            }
             let mut dirty = std::mem::take(&mut self.dirty);
             dirty.clear();
             let next = self.tracker.harvest(block, rest, HARVEST_LIMIT, &mut |run| dirty.push(run))?;

@@ -27,7 +27,7 @@ use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
 use crate::link::{ControlWriter, FrameReader, receive_greeting, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
-use crate::vm::SourceVm;
+use crate::vm::{SourceVm, VmError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use channel::{Carried, Channel, Counters, Order};
@@ -103,11 +103,14 @@ pub fn migrate(
         connection: 0,
         channels: Vec::new(),
         counters: Arc::default(),
+        limiter: Arc::new(Limiter::new(options.max_bandwidth)),
         tracker: None,
         pump: None,
+        unawaited: Vec::new(),
         policy: Policy::new(options.policy),
         estimate: None,
         remaining: PageCount::ZERO,
+        round_began: started,
         last_round: None,
         stopped_at: None,
         mark: started,
@@ -154,11 +157,15 @@ struct Source<'a> {
     connection: u32,
     channels: Vec<ChannelHandle>,
     counters: Arc<Counters>,
+    limiter: Arc<Limiter>,
     tracker: Option<Arc<dyn DirtyTracker>>,
     pump: Option<StatePump>,
+    /// Rounds whose acknowledgement nobody waits for.
+    unawaited: Vec<u32>,
     policy: Policy,
     estimate: Option<Estimate>,
     remaining: PageCount,
+    round_began: Instant,
     last_round: Option<RoundMeasures>,
     stopped_at: Option<Instant>,
     /// When the current part of the downtime began.
@@ -168,7 +175,7 @@ struct Source<'a> {
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
-    resume_failed: Option<EngineError>,
+    resume_failed: Option<VmError>,
     abort: Option<JoinHandle<()>>,
     measures: Measures,
 }
@@ -206,8 +213,15 @@ impl Source<'_> {
             (State::Cancelled, Some(_)) => Survivor::SourceStopped,
             _ => Survivor::Unknown,
         };
-        let (phase, cause) = self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
-        let cause = self.resume_failed.take().unwrap_or_else(|| self.peers_words(cause));
+        let (phase, cause) = match (self.cause.take(), self.resume_failed.take()) {
+            (None, Some(source)) => (Phase::Handover, EngineError::Vm(source)),
+            (Some((phase, cause)), Some(source)) => {
+                let cause = Box::new(self.peers_words(cause));
+                (phase, EngineError::NotResumed { cause, source })
+            }
+            (Some((phase, cause)), None) => (phase, self.peers_words(cause)),
+            (None, None) => (Phase::Setup, EngineError::Cancelled),
+        };
         Err(Failure { phase, survivor, cause })
     }
 
@@ -247,13 +261,21 @@ impl Source<'_> {
         match action {
             Action::SendOffer => self.connect_and_offer(),
             Action::StartTracking => self.start_tracking(),
-            Action::CopyRound(round) => self.copy_round(round, Stage::PreCopy),
+            Action::CopyRound(round) => {
+                self.start_round(round, Stage::PreCopy);
+                self.copy_round(round, Stage::PreCopy)
+            }
+            Action::StartLastRound(round) => {
+                self.start_round(round, Stage::StopAndCopy);
+                Ok(None)
+            }
             Action::AskPolicy => self.ask_policy(),
             Action::SendPrepare => self.prepare(),
             Action::StopGuest => self.stop_guest(),
             Action::CopyLastRound(round) => self.copy_round(round, Stage::StopAndCopy),
             Action::CompareDigests => self.compare_digests(),
-            Action::SendState => self.send_state(),
+            Action::ReleaseState => self.release_state(),
+            Action::FinishState => self.finish_state(),
             Action::SendCommit => self.commit(),
             Action::Resolve => self.resolve(),
             Action::SendFarewell => {
@@ -264,7 +286,7 @@ impl Source<'_> {
             }
             Action::RetireGuest => {
                 if let Err(error) = self.vm.retire(self.options.keep_source) {
-                    self.resume_failed = Some(EngineError::Vm(error));
+                    self.resume_failed = Some(error);
                 }
                 Ok(None)
             }
@@ -356,7 +378,7 @@ impl Source<'_> {
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
         self.measures.tracking_stop = self.vm.tracking_stop();
         let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
-        let limiter = Arc::new(Limiter::new(self.options.max_bandwidth));
+        let limiter = Arc::clone(&self.limiter);
         for (number, stream) in streams.into_iter().enumerate() {
             let own: Vec<Segment> = segments(&sizes).filter(|s| s.channel(count) == number).collect();
             let handle = stream.try_clone().map_err(crate::link::link_error(PEER))?;
@@ -381,17 +403,21 @@ impl Source<'_> {
         Ok(None)
     }
 
-    /// Copies what is dirty and waits until the destination has it in place.
-    fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
-        let began = Instant::now();
+    /// Has the channels copy what is dirty.
+    fn start_round(&mut self, round: u32, stage: Stage) {
+        self.round_began = Instant::now();
         self.counters.pages.store(0, Ordering::Relaxed);
-        let last = stage == Stage::StopAndCopy;
-        let find_holes = last && self.options.verify;
+        let find_holes = stage == Stage::StopAndCopy && self.options.verify;
         let order = Order { round, everything: round == 0, find_holes };
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
         }
+    }
+
+    /// Waits until what is dirty is copied and, where that matters, in place at the destination.
+    fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
+        let last = stage == Stage::StopAndCopy;
         let mut total = RoundMeasures { round, ..RoundMeasures::default() };
         for _ in 0..self.channels.len() {
             let carried = self.await_carried(round, stage)?;
@@ -400,23 +426,39 @@ impl Source<'_> {
             total.sent += carried.sent;
         }
         self.say(&Message::RoundEnd { round })?;
-        self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
-            (*message == Message::RoundAck { round }).then_some(())
-        })?;
-        total.time = began.elapsed();
+        let waits = !last || self.options.verify;
+        if waits {
+            self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
+                (*message == Message::RoundAck { round }).then_some(())
+            })?;
+        } else {
+            self.unawaited.push(round);
+            if let Some(pump) = &self.pump {
+                // What follows on the control connection is taken when the round is in place.
+                pump.open();
+            }
+        }
+        total.time = self.round_began.elapsed();
         self.last_round = Some(total);
         if last {
             self.measures.round_list.push(total);
             let part = self.lap();
             self.measures.parts.copy += part;
         }
-        Ok(Some(Input::RoundPlaced))
+        Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
     }
 
     /// Waits for one channel to have carried its part of `round`, reporting progress meanwhile.
     fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
         loop {
             match self.next_event(limits::TICK)? {
+                // A thread that ended without a word will never send one.
+                None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
+                    match self.events.try_recv() {
+                        Ok(event) => return Err(Self::out_of_place(event)),
+                        Err(_) => return Err(EngineError::Panicked("channel")),
+                    }
+                }
                 None => self.report(round, stage, false),
                 Some(Event::Carried { round: carried, result }) if carried == round => return result,
                 Some(other) => return Err(Self::out_of_place(other)),
@@ -432,6 +474,11 @@ impl Source<'_> {
         match self.events.recv_timeout(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
+                if self.unawaited.contains(&round) =>
+            {
+                Ok(None)
+            }
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
@@ -599,7 +646,8 @@ impl Source<'_> {
                 next = (next.0 + 1, 0);
             }
         }
-        self.measures.parts.verify = self.lap();
+        let part = self.lap();
+        self.measures.parts.verify += part;
         if let Some((block, chunk)) = first_difference {
             return Err(EngineError::Digest {
                 differing,
@@ -612,9 +660,18 @@ impl Source<'_> {
         Ok(Some(Input::DigestsEqual))
     }
 
-    fn send_state(&mut self) -> Result<Option<Input>, EngineError> {
-        self.report(self.last_number(), Stage::Handover, false);
+    /// Lets the machine save its devices. Unless digests were compared and all pages are in place by now, what it
+    /// saves is held back until the last round has ended.
+    fn release_state(&mut self) -> Result<Option<Input>, EngineError> {
+        if let (Some(pump), false) = (&self.pump, self.options.verify) {
+            pump.hold();
+        }
         self.vm.release_state().map_err(EngineError::Vm)?;
+        Ok(None)
+    }
+
+    fn finish_state(&mut self) -> Result<Option<Input>, EngineError> {
+        self.report(self.last_number(), Stage::Handover, false);
         let until = Instant::now() + limits::ANSWER;
         let bytes = loop {
             match self.next_event(limits::TICK)? {
@@ -631,7 +688,12 @@ impl Source<'_> {
         // Saving the state may write guest memory. It is not known to on x86, but the tracker can tell, while the
         // destination is busy loading.
         if self.count_dirty()? > PageCount::ZERO {
-            self.copy_round(self.last_number() + 1, Stage::StopAndCopy)?;
+            let round = self.last_number() + 1;
+            self.start_round(round, Stage::StopAndCopy);
+            self.copy_round(round, Stage::StopAndCopy)?;
+            if self.options.verify {
+                self.compare_digests()?;
+            }
         }
         self.say(&Message::DeviceStateEnd)?;
         self.measures.parts.save = self.lap();
@@ -656,6 +718,18 @@ impl Source<'_> {
     /// Connects to the destination again, to ask who runs the guest.
     fn resolve(&mut self) -> Result<Option<Input>, EngineError> {
         let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
+        // The answer may be here already, behind what went wrong. Then the old connection must end: as long as it
+        // stands, the destination waits there and takes no other.
+        while let Ok(event) = self.events.try_recv() {
+            match event {
+                Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
+                Event::Peer { message: Ok(Message::Discarded | Message::Abort { .. }), .. } => {
+                    return Ok(Some(Input::Discarded));
+                }
+                _ => {}
+            }
+        }
+        self.cut();
         loop {
             let connected = Stream::connect(&self.options.to)
                 .map_err(|source| EngineError::Connect { address: self.options.to.to_string(), source })
@@ -689,12 +763,16 @@ impl Source<'_> {
 
     fn resume(&mut self) {
         if let Err(error) = self.vm.resume() {
-            self.resume_failed = Some(EngineError::Vm(error));
+            self.resume_failed = Some(error);
         }
     }
 
     /// Ends all threads, and with the last clone of the tracker the tracking.
     fn shut_down(&mut self) {
+        self.limiter.stop();
+        if let Some(pump) = &self.pump {
+            pump.end();
+        }
         for channel in self.channels.drain(..) {
             drop(channel.orders);
             channel.stream.shut_down();

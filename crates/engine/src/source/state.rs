@@ -1,8 +1,11 @@
 //! Passing the device state on: from the machine's stream to the control connection, piece by piece.
+//!
+//! Invariant: while the gate is held nothing is sent, so that no device state that was saved from the stopped guest
+//! comes before the end of the last round. The destination takes both in the order in which they come.
 
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use godwit_units::ByteCount;
@@ -12,9 +15,17 @@ use super::Event;
 use crate::EngineError;
 use crate::link::ControlWriter;
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    Open,
+    Held,
+    Ended,
+}
+
 /// The thread that passes the device state on. It ends with the stream.
 pub(super) struct StatePump {
     thread: JoinHandle<()>,
+    gate: Arc<(Mutex<Gate>, Condvar)>,
 }
 
 impl StatePump {
@@ -23,11 +34,36 @@ impl StatePump {
         control: Arc<ControlWriter>,
         events: Sender<Event>,
     ) -> Self {
+        let gate = Arc::new((Mutex::new(Gate::Open), Condvar::new()));
+        let own_gate = Arc::clone(&gate);
         let thread = std::thread::spawn(move || {
-            let result = pass_on(&mut stream, &control);
+            let result = pass_on(&mut stream, &control, &own_gate);
             let _ = events.send(Event::StatePassed(result));
         });
-        Self { thread }
+        Self { thread, gate }
+    }
+
+    /// Sends nothing from now on.
+    pub(super) fn hold(&self) {
+        self.set(Gate::Held);
+    }
+
+    /// Sends what was held back, and all that follows.
+    pub(super) fn open(&self) {
+        self.set(Gate::Open);
+    }
+
+    /// Drops what was held back.
+    pub(super) fn end(&self) {
+        self.set(Gate::Ended);
+    }
+
+    fn set(&self, state: Gate) {
+        let mut gate = self.gate.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if *gate != Gate::Ended {
+            *gate = state;
+        }
+        self.gate.1.notify_all();
     }
 
     pub(super) fn join(self) {
@@ -35,18 +71,29 @@ impl StatePump {
     }
 }
 
-fn pass_on(stream: &mut dyn Read, control: &ControlWriter) -> Result<ByteCount, EngineError> {
+fn pass_on(
+    stream: &mut dyn Read,
+    control: &ControlWriter,
+    (gate, changed): &(Mutex<Gate>, Condvar),
+) -> Result<ByteCount, EngineError> {
     let mut buffer = vec![0; DEVICE_STATE_CHUNK];
     let mut total = ByteCount::ZERO;
     loop {
-        match stream.read(&mut buffer) {
+        let count = match stream.read(&mut buffer) {
             Ok(0) => return Ok(total),
-            Ok(n) => {
-                control.send(&Message::DeviceState(buffer[..n].to_vec()))?;
-                total += ByteCount(n as u64);
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(count) => count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(EngineError::State(error)),
+        };
+        let state = gate.lock().unwrap_or_else(PoisonError::into_inner);
+        // Limited by the last round, which either opens the gate or ends the migration.
+        let state =
+            changed.wait_while(state, |gate| *gate == Gate::Held).unwrap_or_else(PoisonError::into_inner);
+        if *state == Gate::Ended {
+            return Err(EngineError::State(io::ErrorKind::Interrupted.into()));
         }
+        drop(state);
+        control.send(&Message::DeviceState(buffer[..count].to_vec()))?;
+        total += ByteCount(count as u64);
     }
 }
