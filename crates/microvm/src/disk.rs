@@ -33,7 +33,7 @@ const STATE_WORDS: usize = 15;
 
 /// The device.
 #[derive(Debug)]
-pub struct Disk {
+pub(crate) struct Disk {
     image: File,
     sectors: u64,
     registers: Mutex<Registers>,
@@ -63,7 +63,7 @@ impl Disk {
     ///
     /// # Errors
     /// When it cannot be opened or is no whole number of sectors.
-    pub fn open(path: &Path) -> Result<Self, MicrovmError> {
+    pub(crate) fn open(path: &Path) -> Result<Self, MicrovmError> {
         let problem = |problem: String| MicrovmError::Disk { path: path.to_owned(), problem };
         let image = File::options().read(true).write(true).open(path);
         let image = image.map_err(|error| problem(format!("cannot be opened for writing: {error}")))?;

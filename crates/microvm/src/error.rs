@@ -79,6 +79,9 @@ pub enum MicrovmError {
         /// What is wrong, and the cure.
         problem: String,
     },
+    /// Tracking failed.
+    #[error(transparent)]
+    Track(#[from] godwit_track::TrackError),
     /// The state that came is not one to load.
     #[error(transparent)]
     State(#[from] StateError),

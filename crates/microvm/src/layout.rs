@@ -102,7 +102,7 @@ pub fn plain(memory: ByteCount, path: Option<PathBuf>) -> Vec<BlockPlan> {
 ///
 /// # Errors
 /// What is wrong with them.
-pub fn check(mut blocks: Vec<BlockPlan>) -> Result<Vec<BlockPlan>, MicrovmError> {
+pub(crate) fn check(mut blocks: Vec<BlockPlan>) -> Result<Vec<BlockPlan>, MicrovmError> {
     blocks.sort_by_key(|block| block.gpa);
     let refuse = |text: String| Err(MicrovmError::Layout(text));
     for block in &blocks {

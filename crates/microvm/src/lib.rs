@@ -10,6 +10,8 @@
 
 mod blob;
 pub mod boot_block;
+pub mod control;
+mod destination;
 mod disk;
 mod error;
 mod guest;
@@ -18,12 +20,17 @@ mod machine;
 mod ram;
 mod serial;
 mod slots;
+mod source;
+mod tracking;
 mod vcpu;
 mod vcpu_state;
 
 pub use blob::VERSION as STATE_VERSION;
+pub use destination::MicrovmDestination;
 pub use error::{MicrovmError, StateError};
 pub use guest::{GuestMode, GuestPlan};
 pub use layout::{BlockPlan, plain as plain_layout};
 pub use machine::{Machine, MachineEvent, MachinePlan};
 pub use ram::GuestRam;
+pub use source::MicrovmSource;
+pub use tracking::TrackerKind;

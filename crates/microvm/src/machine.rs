@@ -7,10 +7,11 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::Instant;
 
 use godwit_memory::Slot;
+use godwit_track::DirtyTracker;
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use zerocopy::{FromBytes, IntoBytes};
@@ -24,6 +25,7 @@ use crate::layout::{self, BlockPlan, IDENTITY_MAP, TSS};
 use crate::ram::GuestRam;
 use crate::serial::Serial;
 use crate::slots;
+use crate::tracking::{TrackerKind, Tracking};
 use crate::vcpu::{Bus, Vcpus};
 use crate::vcpu_state;
 use crate::{MicrovmError, StateError};
@@ -35,6 +37,8 @@ pub enum MachineEvent {
     PoweredOff,
     /// The guest cannot go on.
     Died(MicrovmError),
+    /// Somebody has asked for its end, or the guest runs elsewhere.
+    Quit,
 }
 
 /// What machine to build.
@@ -48,6 +52,8 @@ pub struct MachinePlan {
     pub cpus: u32,
     /// The raw image of its disk, if it has one.
     pub disk: Option<PathBuf>,
+    /// What knows which pages were written.
+    pub tracker: TrackerKind,
 }
 
 /// The machine.
@@ -56,8 +62,9 @@ pub struct Machine {
     // The order is that of the end: threads, then vCPUs and VM, then memory.
     vcpus: Vcpus,
     bus: Arc<Bus>,
-    vm: Arc<VmFd>,
+    vm: VmFd,
     slots: Vec<Slot>,
+    tracking: Tracking,
     msrs: Vec<u32>,
     running: AtomicBool,
 }
@@ -89,6 +96,8 @@ impl Machine {
             return Err(MicrovmError::Slots { wanted: slots.len(), available });
         }
         slots::show(&vm, &slots, &ram)?;
+        // Dirty rings must be asked for before the first vCPU is made.
+        let tracking = Tracking::choose(plan.tracker, &vm)?;
 
         let mut vcpus = Vec::new();
         for number in 0..plan.cpus {
@@ -106,9 +115,12 @@ impl Machine {
                 guest::enter(vcpu, number, entry)?;
             }
         }
-        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk });
+        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk, rings: OnceLock::new() });
+        if let Some(rings) = tracking.rings(&vm, &vcpus)? {
+            let _ = bus.rings.set(rings);
+        }
         let vcpus = Vcpus::start(vcpus, &bus, events)?;
-        Ok(Self { vcpus, bus, vm: Arc::new(vm), slots, msrs, running: AtomicBool::new(false) })
+        Ok(Self { vcpus, bus, vm, slots, tracking, msrs, running: AtomicBool::new(false) })
     }
 
     /// Its memory.
@@ -123,10 +135,19 @@ impl Machine {
         &self.slots
     }
 
-    /// The VM, for trackers.
+    /// How its writes are tracked, in words.
     #[must_use]
-    pub fn vm(&self) -> &Arc<VmFd> {
-        &self.vm
+    pub fn tracking(&self) -> String {
+        self.tracking.to_string()
+    }
+
+    /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker is dropped, which
+    /// must be before the machine is.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn start_tracking(&self) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
+        self.tracking.start(&self.vm, &self.slots, &self.bus)
     }
 
     /// The numbers of the threads that run the vCPUs.

@@ -8,9 +8,10 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 
 use godwit_memory::{RamBlock, Slot, SlotFlags, SlotId};
+use godwit_track::{BlockMapping, VhostLog};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
@@ -21,17 +22,11 @@ use crate::layout::BlockPlan;
 
 const HUGE: u64 = 2 << 20;
 
-/// Takes marks of what devices wrote. Page tables see device writes by themselves; KVM's logs do not.
-pub(crate) trait DeviceMarks: Send + Sync {
-    /// The pages of `run` of RAM block `block` were written, some time before this call.
-    fn mark(&self, block: usize, run: PageRun);
-}
-
 /// All memory of the guest.
 pub struct GuestRam {
     blocks: Arc<Vec<RamBlock>>,
     placed: Vec<Placed>,
-    marks: RwLock<Option<Arc<dyn DeviceMarks>>>,
+    device_log: Arc<VhostLog>,
 }
 
 /// One block, mapped.
@@ -73,7 +68,9 @@ impl GuestRam {
             blocks.push(RamBlock::open(&plan.name, &path, 0, plan.size, false)?);
             placed.push(one);
         }
-        Ok(Self { blocks: Arc::new(blocks), placed, marks: RwLock::default() })
+        let top = placed.iter().map(|placed| placed.gpa + placed.size).max().unwrap_or(0);
+        let device_log = VhostLog::new(PageCount(top / PAGE_SIZE))?;
+        Ok(Self { blocks: Arc::new(blocks), placed, device_log })
     }
 
     /// The RAM blocks, for the engine.
@@ -122,9 +119,18 @@ impl GuestRam {
         slots
     }
 
-    /// From now on device writes are marked in `marks`, or no more.
-    pub(crate) fn mark_device_writes(&self, marks: Option<Arc<dyn DeviceMarks>>) {
-        *self.marks.write().unwrap_or_else(PoisonError::into_inner) = marks;
+    /// Where each block is mapped in this process.
+    pub(crate) fn mappings(&self) -> Vec<Vec<BlockMapping>> {
+        let mapping = |placed: &Placed| BlockMapping {
+            pages: PageRun::new(0, placed.size / PAGE_SIZE),
+            address: Hva(placed.base.as_ptr() as u64),
+        };
+        self.placed.iter().map(|placed| vec![mapping(placed)]).collect()
+    }
+
+    /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves; KVM does not.
+    pub(crate) fn device_log(&self) -> &Arc<VhostLog> {
+        &self.device_log
     }
 
     /// The block that holds `len` bytes at `gpa`, and where in it they are.
@@ -152,17 +158,13 @@ impl GuestRam {
     #[must_use]
     pub fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
         let (number, offset) = self.find(gpa, bytes.len())?;
-        // Held across the copy: once `mark_device_writes` returns, no write is under way that would go unmarked.
-        let marks = self.marks.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as in `read`; no reference to this memory exists.
         unsafe {
             let to = self.placed[number].base.as_ptr().add(offset as usize);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
         }
-        if let (Some(marks), false) = (&*marks, bytes.is_empty()) {
-            let (first, end) = (offset / PAGE_SIZE, (offset + bytes.len() as u64).div_ceil(PAGE_SIZE));
-            marks.mark(number, PageRun::new(first, end - first));
-        }
+        // The log reaches to the end of the last block, so nothing can lie beyond it.
+        let _ = self.device_log.mark(Gpa(gpa), ByteCount(bytes.len() as u64));
         Some(())
     }
 }
@@ -234,8 +236,6 @@ impl Drop for Placed {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
-
     use super::*;
 
     fn ram() -> GuestRam {
@@ -274,19 +274,18 @@ mod tests {
 
     #[test]
     fn device_writes_are_marked_page_by_page() {
-        #[derive(Default)]
-        struct Marks(Mutex<Vec<(usize, PageRun)>>);
-        impl DeviceMarks for Marks {
-            fn mark(&self, block: usize, run: PageRun) {
-                self.0.lock().unwrap().push((block, run));
-            }
-        }
-        let (ram, marks) = (ram(), Arc::new(Marks::default()));
-        ram.mark_device_writes(Some(marks.clone()));
+        use godwit_track::{DirtyTracker, VhostLogTracker};
+        let ram = ram();
+        ram.write(0x1000, &[1; 4096]).unwrap();
+        let sizes: Vec<_> = ram.blocks().iter().map(RamBlock::pages).collect();
+        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &ram.slots(7)).unwrap();
         ram.write(0x20_3ffe, b"seam").unwrap();
-        ram.write(0x1000, &[1; 4096]).unwrap();
-        ram.mark_device_writes(None);
-        ram.write(0x1000, &[1; 4096]).unwrap();
-        assert_eq!(*marks.0.lock().unwrap(), [(1, PageRun::new(0, 2)), (0, PageRun::new(1, 1))]);
+        ram.write(0x2000, &[1; 4096]).unwrap();
+        for (block, expected) in [(0, PageRun::new(2, 1)), (1, PageRun::new(0, 2))] {
+            let mut found = Vec::new();
+            let all = ram.blocks()[block].all();
+            tracker.harvest(block, all, PageCount::ZERO, &mut |run| found.push(run)).unwrap();
+            assert_eq!(found, [expected]);
+        }
     }
 }

@@ -18,7 +18,7 @@ const CONNECTED: u8 = 0xb0;
 const DIVISOR_LATCH: u8 = 0x80;
 
 /// The device.
-pub struct Serial {
+pub(crate) struct Serial {
     inner: Mutex<Inner>,
 }
 
@@ -46,7 +46,7 @@ impl std::fmt::Debug for Serial {
 impl Serial {
     /// A port whose output goes to `output`.
     #[must_use]
-    pub fn new(output: Box<dyn Write + Send>) -> Self {
+    pub(crate) fn new(output: Box<dyn Write + Send>) -> Self {
         Self { inner: Mutex::new(Inner { registers: Registers::default(), output }) }
     }
 

@@ -8,10 +8,12 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_track::KvmDirtyRings;
+use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
@@ -32,6 +34,8 @@ pub(crate) struct Bus {
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) serial: Serial,
     pub(crate) disk: Option<Disk>,
+    /// The vCPUs' dirty rings, where the machine has such.
+    pub(crate) rings: OnceLock<Arc<KvmDirtyRings>>,
 }
 
 /// What all vCPU threads should do.
@@ -287,6 +291,12 @@ impl Thread {
                     return Ok(());
                 }
                 Err(error) if error.errno() == libc::EAGAIN => continue,
+                Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
+                    match self.bus.rings.get().map(|rings| rings.collect()) {
+                        Some(Err(error)) => format!("could not empty its dirty ring: {error}"),
+                        _ => continue,
+                    }
+                }
                 Ok(VcpuExit::Shutdown) => {
                     "shut down by a triple fault: an exception whose handler cannot be reached".to_owned()
                 }

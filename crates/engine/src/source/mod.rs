@@ -407,6 +407,9 @@ impl Source<'_> {
     fn start_round(&mut self, round: u32, stage: Stage) {
         self.round_began = Instant::now();
         self.counters.pages.store(0, Ordering::Relaxed);
+        if let Some(tracker) = &self.tracker {
+            tracker.begin_round();
+        }
         let find_holes = stage == Stage::StopAndCopy && self.options.verify;
         let order = Order { round, everything: round == 0, find_holes };
         for channel in &self.channels {
