@@ -37,7 +37,7 @@ enum Command {
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
     #[command(subcommand)]
     Microvm(microvm::Command),
-    /// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
+    /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
     Demo(demo::Arguments),
 }
 
