@@ -293,3 +293,6 @@ fn create_vm(system: &Kvm) -> Result<VmFd, MicrovmError> {
     vm.enable_cap(&split).map_err(kvm("KVM_CAP_SPLIT_IRQCHIP"))?;
     Ok(vm)
 }
+
+#[cfg(test)]
+mod tests;

@@ -130,7 +130,7 @@ mod tests {
         sender.send(Vec::new()).unwrap();
         sender.send(vec![2; 2]).unwrap();
         drop(sender);
-        let mut all = Vec::new();
+        let mut all: Vec<u8> = Vec::new();
         let mut buffer = [0; 3];
         while let Ok(count @ 1..) = stream.read(&mut buffer) {
             all.extend(&buffer[..count]);
