@@ -5,10 +5,11 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use godwit_engine::Cancel;
 use godwit_microvm::control::messages::Request;
 use godwit_microvm::control::{client, server};
 use godwit_microvm::{
@@ -207,16 +208,23 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
     if !arguments.incoming {
         machine.run();
     }
+    let code = await_end(&events, &cancel);
+    // Conversations on the control socket still hold the machine; its files go with the process.
+    machine.ram().remove_names();
+    Ok(ExitCode::from(code))
+}
+
+fn await_end(events: &Receiver<MachineEvent>, cancel: &Cancel) -> u8 {
     loop {
         match events.recv_timeout(Duration::from_millis(50)) {
-            Ok(MachineEvent::PoweredOff | MachineEvent::Quit) => return Ok(ExitCode::SUCCESS),
+            Ok(MachineEvent::PoweredOff | MachineEvent::Quit) => return 0,
             Ok(MachineEvent::Died(error)) => {
                 eprintln!("godwit: {error}");
-                return Ok(ExitCode::from(GUEST_DIED));
+                return GUEST_DIED;
             }
-            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return Ok(ExitCode::from(CANCELLED)),
+            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return CANCELLED,
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return Ok(ExitCode::from(FAILED)),
+            Err(RecvTimeoutError::Disconnected) => return FAILED,
         }
     }
 }

@@ -61,8 +61,8 @@ pub struct MachinePlan {
 pub struct Machine {
     // The order is that of the end: threads, then vCPUs and VM, then memory.
     vcpus: Vcpus,
-    bus: Arc<Bus>,
     vm: VmFd,
+    bus: Arc<Bus>,
     slots: Vec<Slot>,
     tracking: Tracking,
     msrs: Vec<u32>,

@@ -94,6 +94,13 @@ impl GuestRam {
         self.placed.iter().map(path).collect()
     }
 
+    /// Removes the names of the RAM files. What is mapped stays as it is.
+    pub fn remove_names(&self) {
+        for path in self.placed.iter().filter_map(|placed| placed.plan.path.as_ref()) {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
     /// The memory slots: at least one for each block, and `wanted` in all where the blocks have that many pages.
     #[must_use]
     pub fn slots(&self, wanted: usize) -> Vec<Slot> {
@@ -223,14 +230,17 @@ impl Placed {
     }
 }
 
+impl Drop for GuestRam {
+    fn drop(&mut self) {
+        self.remove_names();
+    }
+}
+
 impl Drop for Placed {
     fn drop(&mut self) {
         // SAFETY: what `new` reserved, with the mapping in it; no reference into it exists. KVM drops its slots when the
         // process unmaps what they show, and the guest has been ended before.
         let _ = unsafe { rustix::mm::munmap(self.reserved.0.as_ptr().cast(), self.reserved.1) };
-        if let Some(path) = &self.plan.path {
-            let _ = std::fs::remove_file(path);
-        }
     }
 }
 

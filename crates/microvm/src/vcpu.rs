@@ -210,7 +210,6 @@ impl Thread {
         // Without this a sleep takes 50 µs longer than the guest asks for. It is refused to nobody.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1));
         while self.await_wish() {
-            *lock(&self.shared.stopped) -= 1;
             let outcome = self.run_guest(&mut lock(fd));
             *lock(&self.shared.stopped) += 1;
             self.shared.all_stopped.notify_all();
@@ -222,12 +221,15 @@ impl Thread {
         }
     }
 
-    /// Waits until the guest should run; `false` at the end.
+    /// Waits until the guest should run; `false` at the end. It counts as running before the wish can change again.
     fn await_wish(&self) -> bool {
         let mut wish = lock(&self.shared.wish);
         loop {
             match *wish {
-                Wish::Run => return true,
+                Wish::Run => {
+                    *lock(&self.shared.stopped) -= 1;
+                    return true;
+                }
                 Wish::End => return false,
                 Wish::Stop => {
                     wish = self.shared.changed.wait(wish).unwrap_or_else(PoisonError::into_inner);

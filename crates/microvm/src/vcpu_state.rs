@@ -21,8 +21,11 @@ use crate::{MicrovmError, StateError};
 const TSC_DEADLINE: u32 = 0x6e0;
 /// Beyond this the guest would notice that its clock runs differently; QEMU's limit as well (`kvm_arch_set_tsc_khz`).
 const TSC_PPM: u64 = 250;
+/// One of a leaf's four registers.
+type Register = fn(&kvm_cpuid_entry2) -> u32;
+
 /// CPUID leaves and registers in which a set bit is a feature: a destination must have them all.
-const FEATURES: [(u32, u32, fn(&kvm_cpuid_entry2) -> u32); 7] = [
+const FEATURES: [(u32, u32, Register); 7] = [
     (1, 0, |entry| entry.ecx),
     (1, 0, |entry| entry.edx),
     (7, 0, |entry| entry.ebx),
@@ -145,7 +148,7 @@ pub(crate) fn load(vcpu: &VcpuFd, number: u32, blob: &Blob<'_>) -> Result<(), Mi
 fn load_cpuid(vcpu: &VcpuFd, number: u32, blob: &Blob<'_>) -> Result<(), MicrovmError> {
     let entries: Vec<kvm_cpuid_entry2> = structures(blob, Tag::CpuId, number)?;
     let own = vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(kvm("KVM_GET_CPUID2"))?;
-    let find = |list: &[kvm_cpuid_entry2], leaf, subleaf, register: fn(&kvm_cpuid_entry2) -> u32| {
+    let find = |list: &[kvm_cpuid_entry2], leaf, subleaf, register: Register| {
         list.iter().find(|e| (e.function, e.index) == (leaf, subleaf)).map_or(0, register)
     };
     for (leaf, subleaf, register) in FEATURES {

@@ -125,7 +125,8 @@ fn requests_beyond_the_end_fail_and_the_device_goes_on() {
 
 #[test]
 fn a_queue_that_makes_no_sense_needs_a_reset() {
-    let cases: [(&str, fn(&Rig)); 4] = [
+    type Spoil = fn(&Rig);
+    let cases: [(&str, Spoil); 4] = [
         ("loop", |rig| rig.descriptor(0, HEADER, 16, NEXT, 0)),
         ("index", |rig| rig.descriptor(0, HEADER, 16, NEXT, 9)),
         ("nowhere", |rig| rig.descriptor(0, 1 << 60, 16, 0, 0)),
