@@ -113,6 +113,14 @@ pub enum TrackError {
     /// The rings have a tracker already.
     #[error("the dirty rings of this VM are in use by another tracker: drop that one first")]
     RingsInUse,
+    /// KVM overwrote entries of a ring.
+    #[error(
+        "the dirty ring of vCPU {vcpu} was overrun and writes are lost: this KVM does not stop a vCPU in time; use larger rings or the dirty log"
+    )]
+    RingOverrun {
+        /// The vCPU.
+        vcpu: usize,
+    },
     /// The shared memory of a device log cannot be made.
     #[error("cannot make a device log for {frames} guest frames: {source}")]
     DeviceLog {

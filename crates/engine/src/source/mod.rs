@@ -412,6 +412,9 @@ impl Source<'_> {
         }
         let find_holes = stage == Stage::StopAndCopy && self.options.verify;
         let order = Order { round, everything: round == 0, find_holes };
+        if let Some(tracker) = &self.tracker {
+            tracker.begin_round();
+        }
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);

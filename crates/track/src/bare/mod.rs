@@ -2,7 +2,8 @@
 //! pages, either those of a list or random ones until stopped.
 //!
 //! Its RAM blocks may be cut into any memory slots at any guest frames; the guest's page tables show all pages of all
-//! blocks one after the other, so a page has one number for both sides: its index counted through all blocks. Code, page
+//! blocks one after the other, so a page has one number for both sides: its index counted through all blocks. It runs
+//! without privilege, since only that runs at full speed under every KVM, those inside of virtual machines among them. Code, page
 //! tables and control blocks lie in a slot of their own, which is no tracker's business. No interrupts, no
 //! devices, no operating system: a real VMM is the microvm's business.
 #![allow(unsafe_code)]
@@ -24,7 +25,7 @@ use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
-use crate::{DirtyRingSize, KvmDirtyRings, TrackError};
+use crate::{DirtyRingSize, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, TrackError};
 
 /// Where the blocks' pages begin in the guest's virtual address space: the second entry of the top table.
 const VIRTUAL: u64 = 1 << 39;
@@ -35,8 +36,9 @@ const CODE: u64 = 0x8000;
 const CONTROL: u64 = 0x1_0000;
 /// The tables, and after them for each vCPU a list of pages to touch.
 const TABLES: u64 = 0x4_0000;
-/// Bits of an entry; accessed and dirty are set from the start, so that nothing ever writes to the tables.
-const PRESENT_WRITABLE_USED: u64 = 0x1 | 0x2 | 0x20 | 0x40;
+/// Bits of an entry: present, writable, for user mode; accessed and dirty from the start, so that nothing ever writes to
+/// the tables.
+const ENTRY: u64 = 0x1 | 0x2 | 0x4 | 0x20 | 0x40;
 const LARGE: u64 = 0x80;
 
 /// One memory slot to be made: which pages of which block, and at which guest frame.
@@ -181,9 +183,27 @@ impl BareMachine {
         self.slots.iter().find(shows).map(|slot| Gfn(slot.gfn.0 + page - slot.first.0))
     }
 
-    /// Empties the dirty rings, after a vCPU said that one is full.
-    fn ring_full(&self) -> Result<(), TrackError> {
-        self.rings.as_ref().map_or(Ok(()), |rings| rings.collect().map(drop))
+    /// Tracks all its slots by the dirty log.
+    ///
+    /// # Errors
+    /// As [`KvmLogTracker::start_in`].
+    pub fn log_tracker(&self, mode: LogMode) -> Result<KvmLogTracker, TrackError> {
+        // SAFETY: these are the slots of the VM, and nobody can change them. Should the tracker outlive the machine, the
+        // VM lives on by the tracker's descriptor, with the same slots and no vCPU.
+        unsafe { KvmLogTracker::start_in(mode, self.vm(), &self.block_sizes(), self.slots()) }
+    }
+
+    /// Tracks all its slots by the dirty rings.
+    ///
+    /// # Errors
+    /// As [`KvmRingTracker::start`], or when it was made without rings.
+    pub fn ring_tracker(&self) -> Result<KvmRingTracker, TrackError> {
+        let rings = self.rings.as_ref().ok_or(TrackError::KvmLacks {
+            missing: "dirty rings in this machine",
+            cure: "make it with rings",
+        })?;
+        // SAFETY: as for the log.
+        unsafe { KvmRingTracker::start(rings, &self.block_sizes(), self.slots()) }
     }
 }
 
@@ -235,7 +255,7 @@ fn list_bytes(total: u64) -> u64 {
 /// small pages, from [`VIRTUAL`] on.
 fn write_tables(control: &Ram, total: u64, blocks: &[u64], slots: &[Slot]) -> io::Result<()> {
     let table = |number: u64| TABLES + number * PAGE_SIZE;
-    let entry = |at: u64, value: u64| control.store(at, value | PRESENT_WRITABLE_USED);
+    let entry = |at: u64, value: u64| control.store(at, value | ENTRY);
     let (lowest, middle) = table_counts(total);
     let (top, low, low_middle, high) = (table(0), table(1), table(2), table(3));
     entry(top, low);

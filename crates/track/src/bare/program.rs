@@ -7,13 +7,16 @@
 use std::arch::global_asm;
 
 // wander, at random pages for ever:
-//   rdi first page, rsi pages, rbx random state, r8 pauses between writes, r9 generation, r10 control block,
+//   rdi first page, rsi pages, rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
 //   r11 offset in the page
 // touch, the pages of a list:
 //   rdi first page, rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32)
-// Both stop at a `hlt`; wander when the second word of the control block is not zero.
+// Both stop at an `out`, which ends KVM_RUN also without privilege; wander when the second word of the control block is not zero.
 global_asm!(
     ".pushsection .rodata.godwit_bare, \"a\"",
+    // Global, since the code that asks for them may be another codegen unit.
+    ".global godwit_bare_begin, godwit_bare_touch, godwit_bare_end",
+    ".hidden godwit_bare_begin, godwit_bare_touch, godwit_bare_end",
     "godwit_bare_begin:",
     "2:",
     "cmp qword ptr [r10 + 8], 0",
@@ -41,11 +44,10 @@ global_asm!(
     "3:",
     "test rcx, rcx",
     "jz 2b",
-    "pause",
     "dec rcx",
     "jmp 3b",
     "4:",
-    "hlt",
+    "out 0xf4, al",
     "jmp 2b",
     ".balign 16",
     "godwit_bare_touch:",
@@ -61,7 +63,7 @@ global_asm!(
     "dec rsi",
     "jmp 2b",
     "3:",
-    "hlt",
+    "out 0xf4, al",
     "jmp 2b",
     "godwit_bare_end:",
     ".popsection",

@@ -1,4 +1,4 @@
-//! vCPUs of the bare machine: 64-bit mode at once, and running until the program halts.
+//! vCPUs of the bare machine: 64-bit mode at once, and running until the program is done.
 
 use std::io;
 use std::sync::PoisonError;
@@ -11,6 +11,10 @@ use super::{BareMachine, CODE, CONTROL, Ram, TABLES, VIRTUAL, kvm_error, list_by
 
 const CR0_PROTECTED_PAGED: u64 = 1 | 1 << 4 | 1 << 16 | 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
+/// Ports may be used without privilege.
+const RFLAGS_PORTS: u64 = 0x3002;
+/// Where the program writes when it is done.
+const DONE_PORT: u16 = 0xf4;
 const EFER_LONG: u64 = 1 << 8 | 1 << 10;
 
 /// How a vCPU wanders over memory.
@@ -20,8 +24,8 @@ pub struct Wander {
     pub first: u64,
     /// How many pages.
     pub pages: u64,
-    /// `pause` instructions between two writes; 0 is full speed.
-    pub pauses: u64,
+    /// Turns of an empty loop between two writes; 0 is full speed. (No `pause`: under a hypervisor that may be an exit.)
+    pub idle: u64,
     /// Starts the random numbers.
     pub seed: u64,
 }
@@ -48,12 +52,12 @@ pub(super) fn make(kvm: &Kvm, vm: &VmFd, number: usize) -> io::Result<VcpuFd> {
         segment.limit = u32::MAX;
         segment.type_ = kind;
         segment.present = 1;
-        segment.dpl = 0;
+        segment.dpl = 3;
         segment.s = 1;
         segment.g = 1;
         segment.l = u8::from(kind == 0xb);
         segment.db = u8::from(kind != 0xb);
-        segment.selector = if kind == 0xb { 0x8 } else { 0x10 };
+        segment.selector = if kind == 0xb { 0x1b } else { 0x23 };
     }
     vcpu.set_sregs(&sregs).map_err(kvm_error)?;
     Ok(vcpu)
@@ -63,7 +67,7 @@ impl BareMachine {
     /// Has vCPU `vcpu` write each of `pages` (counted through all blocks) once, and waits for that.
     ///
     /// # Errors
-    /// When the guest does anything but halt.
+    /// When the guest leaves in any other way.
     pub fn touch(&self, vcpu: usize, pages: &[u32]) -> io::Result<()> {
         let total = self.blocks().iter().map(|block| block.pages().0).sum();
         let list = self.lists + vcpu as u64 * list_bytes(total);
@@ -77,7 +81,7 @@ impl BareMachine {
             r9: self.writes(vcpu) + 1,
             r11: vcpu as u64 * 8,
             r12: list,
-            rflags: 2,
+            rflags: RFLAGS_PORTS,
             ..Default::default()
         };
         self.run(vcpu, registers)?;
@@ -88,18 +92,18 @@ impl BareMachine {
     /// Has vCPU `vcpu` write random pages, and returns when it was told to [`BareMachine::halt`].
     ///
     /// # Errors
-    /// When the guest does anything but halt.
+    /// When the guest leaves in any other way.
     pub fn wander(&self, vcpu: usize, how: Wander) -> io::Result<()> {
         let registers = kvm_regs {
             rip: CODE,
             rdi: VIRTUAL + how.first * PAGE_SIZE,
             rsi: how.pages,
             rbx: how.seed.max(1),
-            r8: how.pauses,
+            r8: how.idle,
             r9: self.writes(vcpu),
             r10: control(vcpu),
             r11: vcpu as u64 * 8,
-            rflags: 2,
+            rflags: RFLAGS_PORTS,
             ..Default::default()
         };
         self.run(vcpu, registers)
@@ -121,19 +125,29 @@ impl BareMachine {
         Ram::word(&self.control, control(vcpu))
     }
 
-    fn run(&self, vcpu: usize, registers: kvm_regs) -> io::Result<()> {
-        let mut vcpu = self.vcpus[vcpu].lock().unwrap_or_else(PoisonError::into_inner);
+    fn run(&self, number: usize, registers: kvm_regs) -> io::Result<()> {
+        let mut vcpu = self.vcpus[number].lock().unwrap_or_else(PoisonError::into_inner);
         vcpu.set_regs(&registers).map_err(kvm_error)?;
         loop {
             match vcpu.run() {
-                Ok(VcpuExit::Hlt) => return Ok(()),
+                Ok(VcpuExit::IoOut(DONE_PORT, _)) => break,
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
-                    self.ring_full().map_err(io::Error::other)?;
+                    let room = self.rings.as_ref().map_or(Ok(()), |rings| rings.make_room(number));
+                    room.map_err(io::Error::other)?;
                 }
                 Ok(exit) => return Err(io::Error::other(format!("the guest left by {exit:?}"))),
                 Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {}
                 Err(error) => return Err(kvm_error(error)),
             }
+        }
+        // The instruction is finished by the next KVM_RUN (api.rst, KVM_RUN, KVM_EXIT_IO), and new registers must not be
+        // set before.
+        vcpu.set_kvm_immediate_exit(1);
+        let finished = vcpu.run().map(drop);
+        vcpu.set_kvm_immediate_exit(0);
+        match finished {
+            Err(error) if error.errno() != libc::EINTR => Err(kvm_error(error)),
+            _ => Ok(()),
         }
     }
 }

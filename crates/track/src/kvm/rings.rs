@@ -10,8 +10,11 @@
 //! - Rings are collected by one thread at a time, and the place where collecting goes on outlives every tracker: the
 //!   kernel does not tell it.
 //!
-//! A full ring stops its vCPU (KVM_EXIT_DIRTY_RING_FULL) until somebody has collected; the vCPU thread itself does, with
-//! [`KvmDirtyRings::collect`].
+//! A full ring stops its vCPU (KVM_EXIT_DIRTY_RING_FULL) until somebody has collected; the vCPU's thread does, with
+//! [`KvmDirtyRings::make_room`]. KVM promises to stop it while some entries are left. A KVM that does not (seen with one
+//! that emulates many instructions between two looks at the ring) overwrites entries: that is noticed by a ring without
+//! any free entry, or one that stays full though nothing is in it, and from then on every call fails, since writes were
+//! lost.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -91,6 +94,8 @@ struct State {
     /// Entries that were collected and not yet published.
     collected: Vec<(u32, u64)>,
     sink: Option<Arc<dyn Sink>>,
+    /// The vCPU whose ring was overrun, if any ever was.
+    overrun: Option<usize>,
 }
 
 impl std::fmt::Debug for KvmDirtyRings {
@@ -112,20 +117,43 @@ impl KvmDirtyRings {
         let vm = vm.try_clone_to_owned().map_err(|source| TrackError::Kvm { call: "dup", source })?;
         let rings = vcpus.iter().map(|vcpu| Ring::map(*vcpu, size.entries)).collect::<Result<_, _>>()?;
         let collected = Vec::new();
-        Ok(Arc::new(Self { vm, state: Mutex::new(State { rings, collected, sink: None }) }))
+        Ok(Arc::new(Self { vm, state: Mutex::new(State { rings, collected, sink: None, overrun: None }) }))
+    }
+
+    /// For the thread of vCPU `vcpu` (counted as in [`KvmDirtyRings::new`]), which left guest mode with
+    /// KVM_EXIT_DIRTY_RING_FULL: empties the rings, so that it can run on.
+    ///
+    /// # Errors
+    /// As [`KvmDirtyRings::collect`].
+    pub fn make_room(&self, vcpu: usize) -> Result<(), TrackError> {
+        self.collect()?;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(ring) = state.rings.get_mut(vcpu) else { return Ok(()) };
+        // Between two times of being full, somebody must have collected something.
+        let moved = std::mem::replace(&mut ring.next_when_full, Some(ring.next)) != Some(ring.next);
+        if !moved {
+            state.overrun = Some(vcpu);
+            return Err(TrackError::RingOverrun { vcpu });
+        }
+        Ok(())
     }
 
     /// Empties all rings into the tracker that is at work, so that they can fill again; returns how many entries that
-    /// were. For the thread of a vCPU that left guest mode with KVM_EXIT_DIRTY_RING_FULL, and for whoever wants to keep
-    /// that from happening. Harvesting does it too.
+    /// were. Harvesting does it too; in between it keeps rings from getting full.
     ///
     /// # Errors
-    /// When KVM refuses to protect the pages again. They are published all the same.
+    /// When KVM refuses to protect the pages again, or a ring was overrun.
     pub fn collect(&self) -> Result<PageCount, TrackError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { rings, collected, sink } = &mut *state;
-        for ring in rings {
-            ring.hand_back_all(collected);
+        let State { rings, collected, sink, overrun } = &mut *state;
+        for (vcpu, ring) in rings.iter_mut().enumerate() {
+            if ring.hand_back_all(collected) == ring.entries {
+                overrun.get_or_insert(vcpu);
+            }
+        }
+        if let Some(vcpu) = *overrun {
+            collected.clear();
+            return Err(TrackError::RingOverrun { vcpu });
         }
         if collected.is_empty() {
             return Ok(PageCount::ZERO);
@@ -167,6 +195,8 @@ struct Ring {
     entries: u32,
     /// Entries collected so far, modulo 2^32; the next one is at this number modulo `entries`.
     next: u32,
+    /// What `next` was when the ring was full the last time.
+    next_when_full: Option<u32>,
 }
 
 // SAFETY: a ring is memory shared with the kernel, used by one thread at a time: all use is by `&mut`.
@@ -186,19 +216,19 @@ impl Ring {
         };
         let base = base.map_err(|errno| failed(errno.into()))?;
         let base = NonNull::new(base.cast()).ok_or_else(|| failed(std::io::ErrorKind::InvalidData.into()))?;
-        Ok(Self { base, entries, next: 0 })
+        Ok(Self { base, entries, next: 0, next_when_full: None })
     }
 
-    /// Hands back every entry that holds a page, and notes the page.
-    fn hand_back_all(&mut self, pages: &mut Vec<(u32, u64)>) {
+    /// Hands back every entry that holds a page, and notes the page; how many those were.
+    fn hand_back_all(&mut self, pages: &mut Vec<(u32, u64)>) -> u32 {
         // One turn at the most: entries that come meanwhile are for the next time.
-        for _ in 0..self.entries {
+        for handed in 0..self.entries {
             let entry = self.base.as_ptr().wrapping_add((self.next % self.entries) as usize);
             // SAFETY: the index is below the number of entries, so the entry lies in the mapping, aligned to 8 as all
             // of them; the kernel too changes the flags by whole, atomic accesses only.
             let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
             if flags.load(Ordering::Acquire) & DIRTY == 0 {
-                return;
+                return handed;
             }
             // SAFETY: as above. An entry that is marked dirty is ours until it is handed back.
             let (slot, page) =
@@ -207,6 +237,7 @@ impl Ring {
             pages.push((slot, page));
             self.next = self.next.wrapping_add(1);
         }
+        self.entries
     }
 }
 
@@ -241,7 +272,7 @@ mod tests {
             rustix::io::pwrite(&file, &entry, at).unwrap();
             expected.push((7, number));
             if number % 100 == 99 {
-                ring.hand_back_all(&mut pages);
+                assert_eq!(ring.hand_back_all(&mut pages), 100);
                 assert_eq!(pages, expected);
             }
         }

@@ -105,8 +105,15 @@ pub fn clear_dirty_log(
 
 /// `KVM_RESET_DIRTY_RINGS`: protects the pages of all entries that were handed back; how many those were.
 pub(crate) fn reset_dirty_rings(vm: BorrowedFd<'_>) -> io::Result<u32> {
-    // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument and touches no memory but the rings, which are shared.
-    answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_RESET_DIRTY_RINGS, 0) })
+    loop {
+        // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument and touches no memory but the rings, which are shared.
+        let reset = answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_RESET_DIRTY_RINGS, 0) });
+        match reset {
+            // A signal came (virt/kvm/dirty_ring.c, kvm_dirty_ring_reset); what is left is done by the next call.
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            done => return done,
+        }
+    }
 }
 
 #[cfg(test)]

@@ -153,10 +153,10 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
     let stop = AtomicBool::new(false);
     let stamps = AtomicU64::new(1);
     machine.go();
-    thread::scope(|scope| {
+    let got_on = thread::scope(|scope| {
         for vcpu in 0..tracked.vcpus {
             let seed = 0x9e37_79b9_7f4a_7c15 ^ (vcpu as u64) << 40;
-            let how = Wander { first: 0, pages: total, pauses: 20, seed };
+            let how = Wander { first: 0, pages: total, idle: 200, seed };
             scope.spawn(move || machine.wander(vcpu, how).unwrap());
         }
         let device = scope.spawn(|| {
@@ -180,7 +180,13 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         }
         let began = Instant::now();
         let mut number = 0;
-        while number < 5 || began.elapsed() < Duration::from_millis(400) {
+        let began_at: Vec<u64> = (0..tracked.vcpus).map(|vcpu| machine.writes(vcpu)).collect();
+        let enough = || (0..tracked.vcpus).all(|vcpu| machine.writes(vcpu) > began_at[vcpu] + 2000);
+        // Until all writers got on, however busy this host is.
+        while number < 5
+            || began.elapsed() < Duration::from_millis(300)
+            || !enough() && began.elapsed() < Duration::from_secs(20)
+        {
             if rounds {
                 tracker.begin_round();
             }
@@ -188,18 +194,18 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
             number += 1;
         }
         stop.store(true, Ordering::Relaxed);
+        assert!(enough(), "{:?}: a vCPU did not get on", tracked.kind);
         machine.halt();
         device.join().unwrap();
+        enough()
     });
+    assert!(got_on, "{:?}: a vCPU did not get on", tracked.kind);
     if rounds {
         tracker.begin_round();
     }
     round(tracker, &copy, 0);
-    assert_eq!(copy.differences(), [], "pages were lost");
-    for vcpu in 0..tracked.vcpus {
-        assert!(machine.writes(vcpu) > 1000, "vCPU {vcpu} did not get on");
-    }
-    assert!(stamps.load(Ordering::Relaxed) > 1000, "the device did not get on");
+    assert_eq!(copy.differences(), [], "{:?} lost pages", tracked.kind);
+    assert!(stamps.load(Ordering::Relaxed) > 100, "the device did not get on");
     assert!(copy.copied.load(Ordering::Relaxed) > 2 * total, "hardly anything was harvested");
 }
 
@@ -229,7 +235,7 @@ fn nothing_is_lost_by_one_tracker_after_another() {
     for kind in kinds("a second migration of the same machine") {
         let first = kind.start(1);
         migrate_while_writing(&first, true);
-        let second = first.again(kind);
+        let second = first.again();
         migrate_while_writing(&second, true);
     }
 }
@@ -309,6 +315,7 @@ fn a_harvest_stops_at_its_limit_and_goes_on_from_there() {
         (310..380).for_each(|page| device_write(machine, log, (0, page), 9));
 
         let all = PageRun::new(0, 3001);
+        tracker.begin_round();
         assert_eq!(harvest(tracker, 0, all, 50), (vec![PageRun::new(300, 50)], PageIndex(350)), "{kind:?}");
         let rest = PageRun::new(350, 3001 - 350);
         let (runs, next) = harvest(tracker, 0, rest, 31);
@@ -322,12 +329,17 @@ fn a_harvest_stops_at_its_limit_and_goes_on_from_there() {
 #[test]
 fn a_ring_in_use_is_refused_and_free_again_after() {
     if kinds("rings in use").contains(&Kind::Ring) {
-        let tracked = Kind::Ring.start(1);
-        assert!(matches!(tracked.ring_tracker(), Err(TrackError::RingsInUse)));
-        let Tracked { machine, tracker, .. } = tracked;
+        let Tracked { machine, tracker, .. } = Kind::Ring.start(1);
+        assert!(matches!(machine.ring_tracker(), Err(TrackError::RingsInUse)));
         drop(tracker);
-        let again = Tracked { machine, tracker: setup::nothing(), ..Kind::Ring.start(1) };
-        assert!(again.ring_tracker().is_ok());
+        assert!(machine.ring_tracker().is_ok());
+    }
+}
+
+#[test]
+fn a_full_ring_stops_its_vcpu_only_until_it_is_emptied() {
+    if kinds("full rings").contains(&Kind::Ring) {
+        setup::rings_that_fill_up();
     }
 }
 

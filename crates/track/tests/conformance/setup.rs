@@ -1,13 +1,12 @@
 //! The trackers under test, each on a machine of its own.
-#![allow(unsafe_code, clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use godwit_track::bare::{BareMachine, Cut, Shape};
 use godwit_track::{
-    DirtyTracker, KvmLogTracker, KvmRingTracker, LogMode, PagemapTracker, TrackError, UnionTracker, VhostLog,
-    VhostLogTracker, kernel_support,
+    DirtyTracker, LogMode, PagemapTracker, UnionTracker, VhostLog, VhostLogTracker, kernel_support,
 };
 use godwit_units::{PageCount, PageRun};
 
@@ -18,7 +17,7 @@ pub(crate) const BEST: LogMode = LogMode::ManualInitiallySet;
 pub(crate) enum Kind {
     /// KVM's dirty log, with a device log.
     Log(LogMode),
-    /// KVM's dirty ring, with a device log. Small rings, which fill up.
+    /// KVM's dirty ring, with a device log.
     Ring,
     /// The page tables of this process, which see vCPUs and devices.
     OwnPagemap,
@@ -39,6 +38,7 @@ pub(crate) struct Tracked {
     pub(crate) log: Arc<VhostLog>,
     pub(crate) machine: Arc<BareMachine>,
     pub(crate) vcpus: usize,
+    pub(crate) kind: Kind,
 }
 
 /// Three blocks in nine slots, none of which but the first of each block begins where a word begins, at frames that do
@@ -83,45 +83,30 @@ impl Kind {
 
     /// A machine with `vcpus` vCPUs, tracked.
     pub(crate) fn start(self, vcpus: usize) -> Tracked {
-        let ring = (self == Self::Ring).then_some(1024);
+        let ring = (self == Self::Ring).then_some(16_384);
         let machine = Arc::new(BareMachine::new(&shape(vcpus, ring)).unwrap());
         let log = VhostLog::new(PageCount(Shape::FIRST_FRAME + 40_000)).unwrap();
-        Tracked { tracker: nothing(), log, machine, vcpus }.again(self)
+        Tracked { tracker: nothing(), log, machine, vcpus, kind: self }.again()
     }
 }
 
 impl Tracked {
     /// The same machine with a new tracker.
-    pub(crate) fn again(self, kind: Kind) -> Self {
-        let Self { tracker, log, machine, vcpus } = self;
+    pub(crate) fn again(self) -> Self {
+        let Self { tracker, log, machine, vcpus, kind } = self;
         drop(tracker);
         let (blocks, slots) = (machine.block_sizes(), machine.slots());
         let device = VhostLogTracker::start(&log, &blocks, slots).unwrap();
         let with_device = |tracker| Box::new(UnionTracker::new(&blocks, vec![tracker, Box::new(device)]));
         let tracker: Box<dyn DirtyTracker> = match kind {
-            Kind::Log(mode) => {
-                // SAFETY: the slots are the machine's, which outlives the tracker.
-                let tracker = unsafe { KvmLogTracker::start_in(mode, machine.vm(), &blocks, slots) };
-                with_device(Box::new(tracker.unwrap()))
-            }
-            Kind::Ring => {
-                // SAFETY: as above.
-                let tracker = unsafe { KvmRingTracker::start(machine.rings().unwrap(), &blocks, slots) };
-                with_device(Box::new(tracker.unwrap()))
-            }
+            Kind::Log(mode) => with_device(Box::new(machine.log_tracker(mode).unwrap())),
+            Kind::Ring => with_device(Box::new(machine.ring_tracker().unwrap())),
             Kind::OwnPagemap => {
                 let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
                 Box::new(PagemapTracker::start_own(&mappings).unwrap())
             }
         };
-        Self { tracker, log, machine, vcpus }
-    }
-
-    /// One more tracker on the machine's rings.
-    pub(crate) fn ring_tracker(&self) -> Result<KvmRingTracker, TrackError> {
-        let machine = &self.machine;
-        // SAFETY: the slots are the machine's, and the caller does not keep the tracker.
-        unsafe { KvmRingTracker::start(machine.rings().unwrap(), &machine.block_sizes(), machine.slots()) }
+        Self { tracker, log, machine, vcpus, kind }
     }
 }
 
@@ -132,9 +117,7 @@ pub(crate) fn one_clear_for_4_mib() {
         Cut { block: 0, first: 37, pages: 1963, frame: Shape::FIRST_FRAME + 5001 },
     ];
     let machine = BareMachine::new(&Shape { blocks: vec![2000], slots, vcpus: 1, ring: None }).unwrap();
-    // SAFETY: the slots are the machine's, which outlives the tracker.
-    let tracker =
-        unsafe { KvmLogTracker::start(machine.vm(), &machine.block_sizes(), machine.slots()).unwrap() };
+    let tracker = machine.log_tracker(BEST).unwrap();
     let all = PageRun::new(0, 2000);
     tracker.harvest(0, all, PageCount(0), &mut |_| ()).unwrap();
     let pages: Vec<u32> = (500..1524).collect();
@@ -146,6 +129,22 @@ pub(crate) fn one_clear_for_4_mib() {
     assert_eq!(tracker.calls().clears - before.clears, 1);
     tracker.harvest(0, all, PageCount(0), &mut |run| panic!("{run:?} was harvested before")).unwrap();
     assert_eq!(tracker.calls().clears - before.clears, 1, "a clean log needs no clear");
+}
+
+/// A list of pages several times as long as the ring: the vCPU stops, the ring is emptied, and it goes on.
+pub(crate) fn rings_that_fill_up() {
+    let machine = Arc::new(BareMachine::new(&shape(1, Some(1024))).unwrap());
+    let tracker = machine.ring_tracker().unwrap();
+    let pages: Vec<u32> = (0..7000).rev().collect();
+    for _ in 0..5 {
+        machine.touch(0, &pages).unwrap();
+        let mut found = 0;
+        for (block, pages) in machine.block_sizes().into_iter().enumerate() {
+            let all = PageRun::new(0, pages.0);
+            tracker.harvest(block, all, PageCount(0), &mut |run| found += run.count.0).unwrap();
+        }
+        assert_eq!(found, 7000);
+    }
 }
 
 /// As many slots as KVM has, but for the machine's own.
@@ -163,9 +162,7 @@ pub(crate) fn all_slots() {
     let began = Instant::now();
     let machine = BareMachine::new(&shape).unwrap();
     let made = began.elapsed();
-    // SAFETY: the slots are the machine's, which outlives the tracker.
-    let tracker =
-        unsafe { KvmLogTracker::start(machine.vm(), &machine.block_sizes(), machine.slots()).unwrap() };
+    let tracker = machine.log_tracker(BEST).unwrap();
     let started = began.elapsed();
     let harvest = |block: usize| {
         let mut found = Vec::new();
