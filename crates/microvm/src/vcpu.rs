@@ -294,10 +294,11 @@ impl Thread {
                 }
                 Err(error) if error.errno() == libc::EAGAIN => continue,
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
-                    match self.bus.rings.get().map(|rings| rings.collect()) {
-                        Some(Err(error)) => format!("could not empty its dirty ring: {error}"),
-                        _ => continue,
+                    if let Some(rings) = self.bus.rings.get() {
+                        // The next harvest fails with the same error and ends the migration; the guest runs on.
+                        let _ = rings.make_room(self.number);
                     }
+                    continue;
                 }
                 Ok(VcpuExit::Shutdown) => {
                     "shut down by a triple fault: an exception whose handler cannot be reached".to_owned()

@@ -130,7 +130,7 @@ impl KvmDirtyRings {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(ring) = state.rings.get_mut(vcpu) else { return Ok(()) };
         // Between two times of being full, somebody must have collected something.
-        let moved = std::mem::replace(&mut ring.next_when_full, Some(ring.next)) != Some(ring.next);
+        let moved = ring.next_when_full.replace(ring.next) != Some(ring.next);
         if !moved {
             state.overrun = Some(vcpu);
             return Err(TrackError::RingOverrun { vcpu });
@@ -153,6 +153,8 @@ impl KvmDirtyRings {
         }
         if let Some(vcpu) = *overrun {
             collected.clear();
+            // The tracking is lost, the guest is not: without room in its ring a vCPU would never run again.
+            let _ = uapi::reset_dirty_rings(self.vm.as_fd());
             return Err(TrackError::RingOverrun { vcpu });
         }
         if collected.is_empty() {
