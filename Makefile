@@ -8,11 +8,22 @@ CARGO ?= cargo
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# DEMO=qemu and DEMO=microvm choose the kind of VM. Without a choice it is QEMU, and a microvm where neither QEMU nor the
+# Linux guest can be had. Arguments for `godwit demo` go into DEMO_ARGUMENTS.
+DEMO ?=
+DEMO_ARGUMENTS ?=
+
 .PHONY: demo
-demo: guest qemu ## move a running Linux guest between two QEMUs, with proof that its memory arrived exact
-	@echo "building godwit"
-	@$(CARGO) build --quiet --release --bin godwit
-	@target/release/godwit demo $(DEMO)
+demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof that its memory arrived exact
+	@machine=$(DEMO); \
+	if [ "$$machine" != microvm ]; then \
+	  if $(MAKE) --no-print-directory guest qemu; then machine=qemu; \
+	  elif [ -z "$$machine" ]; then machine=microvm; echo "no QEMU to be had: using microvms"; \
+	  else exit 1; fi; \
+	fi; \
+	echo "building godwit"; \
+	$(CARGO) build --quiet --release --bin godwit && \
+	target/release/godwit demo --machine $$machine $(DEMO_ARGUMENTS)
 
 .PHONY: test
 test: guest qemu ## run all tests, those with real QEMUs and guests among them
@@ -44,3 +55,15 @@ bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest un
 .PHONY: bench-structures
 bench-structures: ## dirty bitmaps and memory slots against the limits of the machine (three minutes)
 	@$(CARGO) run --quiet --release --package godwit-bench --bin structures
+
+# `make bench-microvm BENCH_MICROVM='--mode full'` for other figures; see the program's own usage line.
+BENCH_MICROVM ?= --moves 20
+
+.PHONY: bench-microvm
+bench-microvm: ## downtime of a 1 GiB microvm, moved twenty times over loopback
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin microvm
+	@$(CARGO) run --quiet --release --package godwit-bench --bin microvm -- $(BENCH_MICROVM)
+
+.PHONY: bench-sync
+bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)
+	@$(CARGO) run --quiet --release --package godwit-bench --bin sync

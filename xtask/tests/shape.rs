@@ -12,14 +12,14 @@ const ROWS: [&[&str]; 8] = [
     &["memory", "protocol"],
     &["track", "verify"],
     &["engine"],
-    &["qemu"],
+    &["qemu", "microvm"],
     &["testbed"],
     &["cli"],
 ];
 /// No clock, thread, file or socket: their clippy.toml bans them.
 const PURE: [&str; 3] = ["wire", "policy", "protocol"];
 /// Crates that may allow unsafe code in a file.
-const UNSAFE: [&str; 3] = ["bitmap", "memory", "track"];
+const UNSAFE: [&str; 4] = ["bitmap", "memory", "track", "microvm"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
 use godwit_testbed::{
-    BeaconPlace, Beat, Flavour, Godwit, GuestConfig, Observer, Running, TestVm, VmConfig, end_children,
-    flavours, longest_pause,
+    BeaconPlace, Beat, Flavour, Godwit, GuestConfig, MicroVm, Movable, Observer, Running, TestVm, VmConfig,
+    end_children, flavours, longest_pause,
 };
 use godwit_units::{ByteCount, Rate, format_duration};
 use godwit_verify::settings::Mode;
@@ -25,12 +25,16 @@ const MIGRATION_LIMIT: Duration = Duration::from_secs(300);
 /// Heartbeats, ten a second, before and after that are looked at.
 const BEATS: usize = 10;
 
-/// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
+/// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
 ///
-/// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. Needs the guest
-/// and a QEMU; `make demo` provides both.
+/// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. The VMs are QEMUs
+/// with a Linux guest (`make demo` provides both), or, where there is no QEMU, microvms, which need only /dev/kvm.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
+    /// The kind of VM [default: qemu if there is one, else microvm]
+    #[arg(long)]
+    machine: Option<MachineName>,
+
     /// What the guest does
     #[arg(long, default_value = "rate")]
     mode: ModeName,
@@ -70,6 +74,12 @@ enum ModeName {
     Full,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum MachineName {
+    Qemu,
+    Microvm,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum QemuChoice {
     Newest,
@@ -90,7 +100,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     match demo(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) if cancel.is_cancelled() => {
-            eprintln!("godwit: cancelled; both QEMUs have been ended");
+            eprintln!("godwit: cancelled; both VMs have been ended");
             ExitCode::from(CANCELLED)
         }
         Err(error) => {
@@ -143,6 +153,38 @@ fn choose(choice: QemuChoice) -> anyhow::Result<Flavour> {
     chosen.context("there is no QEMU: run `make qemu`")
 }
 
+/// The two machines, source and destination, and what kind they are.
+type Machines = (String, Box<dyn Movable>, Box<dyn Movable>);
+
+fn machines(arguments: &Arguments, godwit: &Godwit, say: &dyn Fn(&str)) -> anyhow::Result<Machines> {
+    let guest = guest(arguments)?;
+    let size = arguments.memory;
+    let choice = arguments
+        .machine
+        .unwrap_or_else(|| if flavours().is_empty() { MachineName::Microvm } else { MachineName::Qemu });
+    if choice == MachineName::Qemu {
+        let config = VmConfig::new(&choose(arguments.qemu)?, guest);
+        let name = config.flavour.to_string();
+        say(&format!("starting a source and a destination, {size} each: {name}"));
+        let machines = (TestVm::source(&config)?, TestVm::destination(&config)?);
+        say("booting Linux in the source; its init fills and stamps half of its memory");
+        return Ok((name, Box::new(machines.0), Box::new(machines.1)));
+    }
+    if arguments.machine.is_none() {
+        say("there is no QEMU here (`make qemu` installs one): using microvms instead");
+    }
+    say(&format!("starting a source and a destination, {size} each: microvm"));
+    let bytes = |count: ByteCount| count.0.to_string();
+    let [memory, working_set] = [size, arguments.working_set].map(bytes);
+    let rate = arguments.rate.to_string();
+    let mode = guest.mode.to_string();
+    let options = ["--memory", &memory, "--mode", &mode, "--rate", &rate, "--working-set", &working_set];
+    let source = MicroVm::start(godwit, &options)?;
+    let destination = MicroVm::start(godwit, &["--memory", &memory, "--incoming"])?;
+    say("the source's guest fills and stamps half of its memory");
+    Ok(("microvm".to_owned(), Box::new(source), Box::new(destination)))
+}
+
 fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     let say = |text: &str| {
         if arguments.json {
@@ -151,13 +193,9 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
             println!("{text}");
         }
     };
-    let config = VmConfig::new(&choose(arguments.qemu)?, guest(arguments)?);
     let godwit = Godwit::built()?;
-
-    say(&format!("starting a source and a destination, {} each: {}", config.guest.memory, config.flavour));
-    let source = TestVm::source(&config)?;
-    let destination = TestVm::destination(&config)?;
-    say("booting Linux in the source; its init fills and stamps half of its memory");
+    let (name, source, destination) = machines(arguments, &godwit, &say)?;
+    let (source, destination) = (&*source, &*destination);
     source.wait_ready(BOOT_LIMIT)?;
     source.wait_for_heartbeats_after(Instant::now(), BEATS + 1, BOOT_LIMIT)?;
     let place = BeaconPlace::find(source.ram_file())?;
@@ -165,7 +203,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     say("the guest is at work; its last heartbeats:");
     show_beats(&source.heartbeats(), 2, &say);
 
-    let (receive, address) = godwit.receive(&destination, &[])?;
+    let (receive, address) = godwit.receive(destination, &[])?;
     let limit = arguments.max_bandwidth.map(|rate| (rate.bytes_per_second() as u64).to_string() + "B/s");
     let mut options = vec!["--verify"];
     if let Some(limit) = &limit {
@@ -173,7 +211,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     }
     say(&format!("migrating it to {address}, digests of all memory compared at the end:"));
     let began = Instant::now();
-    let migrate = godwit.migrate(&source, &address, &options)?;
+    let migrate = godwit.migrate(source, &address, &options)?;
     follow(&migrate, arguments.json);
     let migrated = migrate.wait(MIGRATION_LIMIT)?;
     let last = migrated.last().clone();
@@ -187,7 +225,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     let seen = observer.finish()?;
     ensure!(!seen.ran_on_both, "the guest counted on both sides: this must never happen");
     let gap = seen.switchover.context("the guest was not seen to move")?;
-    let beats = source.heartbeats_across(&destination);
+    let beats = source.heartbeats_across(destination);
     let bugs = [source.bugs(), destination.bugs()].concat();
     say("the guest runs on at the destination; heartbeats across the switchover:");
     show_beats(&around(&beats, ended), 4, &say);
@@ -196,7 +234,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     let cpu_ms = number(&last, "cpu_ms") + number(received.last(), "cpu_ms");
     let result = json!({
         "outcome": "migrated",
-        "qemu": config.flavour.to_string(),
+        "machine": name,
         "setup_ms": last["setup_ms"],
         "total_ms": last["total_ms"],
         "downtime_ms": last["downtime_ms"],
@@ -306,7 +344,7 @@ fn summary(result: &Value) {
     let ms = |key: &str| millis(number(result, key));
     let share = |key: &str| format!("{:.0} %", number(result, key) * 100.0);
     println!(
-        "\nset-up time    {}  (a QEMU thread was stopped for {} us)\n\
+        "\nset-up time    {}  (a thread of the VM was stopped for {} us)\n\
          total time     {}  in {} rounds\n\
          total data     {}\n\
          downtime       {}, of which {} to compare all memory; the guest's own gap, seen from outside: {} (to {}); longest pause between heartbeats, 100 ms apart: {}\n\

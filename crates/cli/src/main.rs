@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod demo;
+mod microvm;
 mod migrate;
 mod output;
 mod process;
@@ -19,7 +20,7 @@ use clap::{Parser, Subcommand};
 /// it runs; if anything fails before the handover, it runs on at the source as if nothing had been.
 ///
 /// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is needed (the message says
-/// for what) · 130 cancelled by Ctrl-C, the guest is where it was.
+/// for what) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 100)]
 struct Arguments {
@@ -33,7 +34,10 @@ enum Command {
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
-    /// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
+    /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
+    #[command(subcommand)]
+    Microvm(microvm::Command),
+    /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
     Demo(demo::Arguments),
 }
 
@@ -42,6 +46,7 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::Microvm(command) => microvm::run(&command),
         Command::Demo(arguments) => demo::run(&arguments),
     }
 }

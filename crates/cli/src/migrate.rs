@@ -4,22 +4,26 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use godwit_engine::Cancel;
 use godwit_engine::address::Address;
-use godwit_engine::report::Measures;
+use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
+use godwit_microvm::control::client;
+use godwit_microvm::control::messages::Cost;
 use godwit_policy::Config;
 use godwit_qemu::QemuSource;
 use godwit_units::{Rate, parse_duration};
 use serde_json::{Value, json};
 
 use crate::output::{self, Display, json_line};
-use crate::process::{self, FAILED, cpu_time, peak_rss};
-use crate::vm::VmName;
+use crate::process::{self, FAILED};
+use crate::vm::{RequestError, VmName};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
+    /// microvm:PATH, where PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -81,14 +85,6 @@ impl From<FaultName> for Fault {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    let VmName::Qemu(path) = &arguments.vm;
-    let mut vm = match QemuSource::open(path) {
-        Ok(vm) => vm,
-        Err(error) => {
-            output::refusal(&error, arguments.json);
-            return ExitCode::from(FAILED);
-        }
-    };
     let options = Options {
         to: arguments.to.clone(),
         policy: Config {
@@ -102,22 +98,43 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         fault: arguments.fault.map(Into::into),
     };
     let mut display = Display::new(arguments.json);
-    let result = migrate(&mut vm, &options, &cancel, &mut |progress| display.progress(progress));
+    let result = move_guest(&arguments.vm, &options, &cancel, &mut |progress| display.progress(progress));
     display.finish();
     match result {
-        Ok(measures) => {
-            tell(&measures, arguments.json);
+        Ok((measures, cost)) => {
+            tell(&measures, cost, arguments.json);
             ExitCode::SUCCESS
         }
-        Err(failure) => {
+        Err(RequestError::Refused(error)) => {
+            output::refusal(&*error, arguments.json);
+            ExitCode::from(FAILED)
+        }
+        Err(RequestError::Failed(failure)) => {
             output::failure(&failure, arguments.json);
             process::exit_code(&failure)
         }
     }
 }
 
-fn tell(measures: &Measures, json: bool) {
-    let (cpu_ms, rss) = (cpu_time().as_secs_f64() * 1e3, peak_rss());
+/// The engine is in this process for a QEMU, and in the VMM's for a microvm.
+fn move_guest(
+    vm: &VmName,
+    options: &Options,
+    cancel: &Cancel,
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<(Measures, Cost), RequestError> {
+    match vm {
+        VmName::Qemu(path) => {
+            let mut vm = QemuSource::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let measures = migrate(&mut vm, options, cancel, progress).map_err(RequestError::Failed)?;
+            Ok((measures, process::cost()))
+        }
+        VmName::Microvm(path) => Ok(client::migrate(path, options, cancel, progress)?),
+    }
+}
+
+fn tell(measures: &Measures, cost: Cost, json: bool) {
+    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     if !json {
         println!("migrated\n{}", output::measures_text(measures, cpu_ms, rss));
         return;

@@ -119,7 +119,7 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
     };
     format!(
-        "set-up    {}  (a QEMU thread was stopped for {})\n\
+        "set-up    {}  (a thread of the VM was stopped for {})\n\
          total     {}  in {} rounds\n\
          downtime  {}  ({})\n\
          sent      {} of {} RAM\n\
@@ -145,10 +145,10 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
     match survivor {
         Survivor::Source => "the guest is at the source, as it was before",
         Survivor::SourceStopped => {
-            "the guest is at the source but could not be made to run again: look at QEMU's log, then `cont` it"
+            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `cont`)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask that QEMU (query-status): if it runs there, quit this one, if it does not and never will, `cont` this one"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
     }

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_microvm::control::messages::Cost;
 use rustix::time::{ClockId, clock_gettime};
 
 /// It failed; the guest is where it was.
@@ -32,14 +33,19 @@ pub(crate) fn exit_code(failure: &Failure) -> ExitCode {
     })
 }
 
+/// What this process has cost.
+pub(crate) fn cost() -> Cost {
+    Cost { cpu_ms: cpu_time().as_secs_f64() * 1e3, peak_rss_bytes: peak_rss() }
+}
+
 /// CPU time of all threads of this process so far.
-pub(crate) fn cpu_time() -> Duration {
+fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// The most memory this process ever had resident, in bytes (`VmHWM` of proc(5)).
-pub(crate) fn peak_rss() -> u64 {
+fn peak_rss() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0) * 1024

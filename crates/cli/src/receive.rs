@@ -6,23 +6,26 @@ use std::time::Duration;
 use clap::Args;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{Notice, Received, receive};
-use godwit_engine::{EngineError, Failure, Survivor};
+use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_microvm::control::client;
+use godwit_microvm::control::messages::Cost;
 use godwit_qemu::QemuDestination;
 use godwit_units::{format_duration, parse_duration};
 use serde_json::json;
 
 use crate::output::{self, json_line};
-use crate::process::{self, FAILED, cpu_time, peak_rss};
-use crate::vm::VmName;
+use crate::process::{self, FAILED};
+use crate::vm::{RequestError, VmName};
 
 /// Take a guest into a VM on this host that waits for one.
 ///
-/// The VM is started with the source's options and `-incoming defer`. One guest is taken in, then the command ends.
+/// The VM is started with the source's options and `-incoming defer` (a microvm: `--incoming`). One guest is taken in, then the command ends.
 /// Connections that do not speak the protocol are refused and told of; the address should be reachable for trusted
 /// hosts only, since nothing is encrypted yet.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
+    /// microvm:PATH, where PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -42,39 +45,55 @@ pub(crate) struct Arguments {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    let VmName::Qemu(path) = &arguments.vm;
-    let mut vm = match QemuDestination::open(path) {
-        Ok(vm) => vm,
-        Err(error) => {
-            output::refusal(&error, arguments.json);
-            return ExitCode::from(FAILED);
-        }
-    };
-    let listening = Listener::bind(&arguments.listen).and_then(|l| l.address().map(|address| (l, address)));
-    let (listener, address) = match listening {
-        Ok(listening) => listening,
-        Err(source) => {
-            let error = EngineError::Listen { address: arguments.listen.to_string(), source };
-            output::refusal(&error, arguments.json);
-            return ExitCode::from(FAILED);
-        }
-    };
     let json = arguments.json;
-    if json {
-        json_line(&json!({ "event": "listening", "address": address.to_string() }));
-    } else {
-        eprintln!("listening on {address}");
-    }
-    let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
-    match receive(&mut vm, &listener, wait, &cancel, &mut |notice| tell_notice(notice, json)) {
-        Ok(received) => {
-            tell(&received, json);
+    match take_in(arguments, &cancel, &mut |notice| tell_notice(notice, json)) {
+        Ok((received, cost)) => {
+            tell(&received, cost, json);
             ExitCode::SUCCESS
         }
-        Err(failure) => {
+        Err(RequestError::Refused(error)) => {
+            output::refusal(&*error, json);
+            ExitCode::from(FAILED)
+        }
+        Err(RequestError::Failed(failure)) => {
             tell_failure(&failure, json);
             process::exit_code(&failure)
         }
+    }
+}
+
+/// The engine is in this process for a QEMU, and in the VMM's for a microvm.
+fn take_in(
+    arguments: &Arguments,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(Received, Cost), RequestError> {
+    let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
+    let mut listening = |address: &str| tell_listening(address, arguments.json);
+    match &arguments.vm {
+        VmName::Qemu(path) => {
+            let mut vm = QemuDestination::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let listener = Listener::bind(&arguments.listen);
+            let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
+            let (listener, address) = bound.map_err(|source| {
+                let error = EngineError::Listen { address: arguments.listen.to_string(), source };
+                RequestError::Refused(error.into())
+            })?;
+            listening(&address.to_string());
+            let received = receive(&mut vm, &listener, wait, cancel, notice).map_err(RequestError::Failed)?;
+            Ok((received, process::cost()))
+        }
+        VmName::Microvm(path) => {
+            Ok(client::receive(path, &arguments.listen, wait, cancel, &mut listening, notice)?)
+        }
+    }
+}
+
+fn tell_listening(address: &str, json: bool) {
+    if json {
+        json_line(&json!({ "event": "listening", "address": address }));
+    } else {
+        eprintln!("listening on {address}");
     }
 }
 
@@ -97,8 +116,8 @@ fn tell_notice(notice: &Notice, json: bool) {
     }
 }
 
-fn tell(received: &Received, json: bool) {
-    let (cpu_ms, rss) = (cpu_time().as_secs_f64() * 1e3, peak_rss());
+fn tell(received: &Received, cost: Cost, json: bool) {
+    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     if json {
         json_line(&json!({
             "outcome": if received.running { "running" } else { "paused" },
@@ -125,7 +144,7 @@ fn tell(received: &Received, json: bool) {
 fn tell_failure(failure: &Failure, json: bool) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
-            "IN DOUBT: look whether it runs here (query-status), and end one of the two QEMUs"
+            "IN DOUBT: look whether it runs here (QEMU: query-status), and end one of the two VMs"
         }
         _ => "the guest does not run here",
     };

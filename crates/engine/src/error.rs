@@ -117,6 +117,9 @@ pub enum EngineError {
     /// It would not finish.
     #[error("not converging: {0}")]
     NotConverging(Advice),
+    /// The engine runs in another process, a VMM's, and says so.
+    #[error("{0}")]
+    Elsewhere(String),
     /// The operator cancelled.
     #[error("cancelled")]
     Cancelled,

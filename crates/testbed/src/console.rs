@@ -40,7 +40,7 @@ struct Seen {
 
 /// What was read so far, and a way to wait for more.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Console {
+pub struct Console {
     shared: Arc<(Mutex<Seen>, Condvar)>,
 }
 

@@ -4,7 +4,7 @@
 //! nothing else of Godwit; what the answers mean is for the callers to say.
 
 use std::fs::File;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::console::Console;
 use crate::leftovers::Place;
-use crate::vm::TestVm;
+use crate::machine::Movable;
 
 const LISTEN_LIMIT: Duration = Duration::from_secs(20);
 
@@ -41,11 +41,17 @@ impl Godwit {
         Ok(Self { program })
     }
 
+    /// Where the program is.
+    #[must_use]
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
     /// Starts `godwit receive` for `vm` and waits until it listens.
     ///
     /// # Errors
     /// When it does not come to that.
-    pub fn receive(&self, vm: &TestVm, options: &[&str]) -> anyhow::Result<(Running, String)> {
+    pub fn receive(&self, vm: &dyn Movable, options: &[&str]) -> anyhow::Result<(Running, String)> {
         let mut running = self.start("receive", vm, &["--listen", "127.0.0.1:0"], options)?;
         let listening = |line: &Value| line["event"] == "listening";
         match running.wait_for("listening", LISTEN_LIMIT, listening) {
@@ -64,15 +70,21 @@ impl Godwit {
     ///
     /// # Errors
     /// When the program does not start.
-    pub fn migrate(&self, vm: &TestVm, to: &str, options: &[&str]) -> anyhow::Result<Running> {
+    pub fn migrate(&self, vm: &dyn Movable, to: &str, options: &[&str]) -> anyhow::Result<Running> {
         self.start("migrate", vm, &["--to", to], options)
     }
 
-    fn start(&self, command: &str, vm: &TestVm, peer: &[&str], options: &[&str]) -> anyhow::Result<Running> {
+    fn start(
+        &self,
+        command: &str,
+        vm: &dyn Movable,
+        peer: &[&str],
+        options: &[&str],
+    ) -> anyhow::Result<Running> {
         let place = Place::new()?;
         let errors = File::create(place.file("stderr")).context("cannot create a file for errors")?;
         let mut child = Command::new(&self.program)
-            .args([command, "--vm", &format!("qemu:{}", vm.qmp_socket().display())])
+            .args([command, "--vm", &vm.vm_name()])
             .args(peer)
             .arg("--json")
             .args(options)

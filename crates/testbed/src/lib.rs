@@ -1,6 +1,7 @@
-//! What the demo, the end-to-end tests and the benchmarks share: real QEMUs that run the self-checking guest.
+//! What the demo, the end-to-end tests and the benchmarks share: real machines that run the self-checking
+//! guest.
 //!
-//! A [`TestVm`] is a QEMU with its monitor, console and RAM file; an [`Observer`] times the guest from outside; and
+//! A [`TestVm`] is a QEMU with its monitor, console and RAM file, a [`MicroVm`] is one of our own; an [`Observer`] times the guest from outside; and
 //! [`own_migration`] has QEMU migrate by itself, for comparison. Keeps one promise: whatever way a test ends, no QEMU
 //! process, RAM file or directory of it stays behind. Of Godwit it knows the command line only ([`Godwit`]), so
 //! that what it reports about a migration is the word of a bystander.
@@ -15,17 +16,21 @@ mod gap;
 mod godwit;
 mod guest;
 mod leftovers;
+mod machine;
+mod microvm;
 mod observer;
 mod own;
 mod vm;
 
 pub use children::end_children;
-pub use console::{Beat, longest_pause};
+pub use console::{Beat, Console, longest_pause};
 pub use cpu::{CpuTime, peak_rss};
 pub use flavour::{Flavour, flavours, flavours_for};
 pub use gap::{Gap, Observation};
 pub use godwit::{Ended, Godwit, Running};
 pub use guest::{GuestConfig, GuestFiles};
+pub use machine::Movable;
+pub use microvm::{MicroVm, kvm_for};
 pub use observer::{BeaconPlace, Observer};
 pub use own::{OwnMigration, Style, own_migration};
 pub use vm::{Backend, TestVm, VmConfig};

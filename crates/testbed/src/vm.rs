@@ -133,6 +133,10 @@ impl TestVm {
         &self.config
     }
 
+    pub(crate) fn console(&self) -> &Console {
+        &self.console
+    }
+
     /// The test's own monitor.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp

@@ -6,8 +6,8 @@
 //! ever grows, so the greater of two values is the later one, also when they come from two copies of the page.
 //! Finding the page in a RAM file and sampling it is left to `godwit-testbed`.
 
-use std::hint::black_box;
-use std::sync::atomic::{AtomicU64, Ordering};
+use core::hint::black_box;
+use core::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_units::PAGE_SIZE;
 
@@ -75,24 +75,26 @@ pub struct Beacon {
 }
 
 const _: () = assert!(size_of::<Beacon>() as u64 == PAGE_SIZE);
-const _: () = assert!(std::mem::offset_of!(Beacon, check) == CHECK_OFFSET);
-const _: () = assert!(std::mem::offset_of!(Beacon, counter) == COUNTER_OFFSET);
+const _: () = assert!(core::mem::offset_of!(Beacon, check) == CHECK_OFFSET);
+const _: () = assert!(core::mem::offset_of!(Beacon, counter) == COUNTER_OFFSET);
 
 impl Beacon {
-    /// A beacon on the heap that stands at 0. Only its final place is ever given the magic number, lest a stale copy
-    /// on the stack be found.
+    /// A beacon that nobody can find yet and that stands at 0.
     #[must_use]
-    pub fn light() -> Box<Self> {
-        let mut beacon = Box::new(Self {
+    pub const fn dark() -> Self {
+        Self {
             magic: [0; MAGIC_LEN],
             check: 0,
             _to_next_line: [0; 5],
             counter: AtomicU64::new(0),
             _rest: [0; 503],
-        });
-        beacon.magic = magic();
-        beacon.check = check_word();
-        beacon
+        }
+    }
+
+    /// Lets it be found. Only its final place is ever given the magic number, lest a stale copy on the stack be found.
+    pub fn light(&mut self) {
+        self.magic = magic();
+        self.check = check_word();
     }
 
     /// Shows `count`, which must be greater than what was shown before.
@@ -117,7 +119,8 @@ mod tests {
 
     #[test]
     fn a_beacon_is_recognised_by_magic_and_check_word() {
-        let beacon = Beacon::light();
+        let mut beacon = Box::new(Beacon::dark());
+        beacon.light();
         let header = header(&beacon);
 
         assert_eq!(magic(), *b"GODWIT-BEACON-1\0");
@@ -132,7 +135,8 @@ mod tests {
 
     #[test]
     fn the_beacon_shows_what_it_was_told() {
-        let beacon = Beacon::light();
+        let mut beacon = Box::new(Beacon::dark());
+        beacon.light();
         beacon.show(7);
         assert_eq!(beacon.shown(), 7);
         assert_eq!(std::ptr::from_ref(&*beacon).addr() % 4096, 0);

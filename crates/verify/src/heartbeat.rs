@@ -3,8 +3,8 @@
 //! Keeps one promise: a heartbeat that lost characters on its way does not parse. What arrives when, and what follows
 //! from a line that is missing, is left to `godwit-testbed`.
 
-use std::fmt;
-use std::str::FromStr;
+use core::fmt;
+use core::str::FromStr;
 
 /// The start of the line that says that the buffer is filled and the work begins.
 pub const READY: &str = "GUEST READY";
@@ -43,9 +43,16 @@ impl fmt::Display for Heartbeat {
 }
 
 /// A line is no heartbeat.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not a heartbeat line")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoHeartbeat;
+
+impl fmt::Display for NoHeartbeat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("not a heartbeat line")
+    }
+}
+
+impl core::error::Error for NoHeartbeat {}
 
 impl FromStr for Heartbeat {
     type Err = NoHeartbeat;

@@ -5,6 +5,9 @@
 //! ([`beacon`]), and the lines a guest prints and a test reads ([`heartbeat`], [`settings`]). The binary
 //! `godwit-guest` is the other half: the init of a small guest that does nothing else.
 //!
+//! The microvm's guest has neither Linux nor a heap: it shares the files `beacon`, `heartbeat`, `pace`, `stamp` and
+//! `workload`, which keep to `core` for that reason.
+//!
 //! Keeps one promise: every way in which migration can damage a page (a page left out, an older version, a mixture
 //! of two versions, another page's content, a changed bit, zeroes) is reported as a fault, also when the page is
 //! consistent in itself. Starting guests and reading what they print is left to `godwit-testbed`.
@@ -12,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod beacon;
+pub mod heap;
 pub mod heartbeat;
 pub mod pace;
 pub mod settings;

@@ -12,13 +12,13 @@
 //! any difference is found by [`Page::inspect`] and named. A write costs ten stores; the cheap look
 //! [`Page::stamps_match`] reads nine words. Which generation a page should have is left to [`crate::workload`].
 
-use std::fmt;
+use core::fmt;
 
 /// Words in a page.
 pub const WORDS: usize = 512;
 /// Where the three copies of the stamp begin.
 pub const STAMPS: [usize; 3] = [0, 256, 509];
-const FILLING: std::ops::Range<usize> = 3..256;
+const FILLING: core::ops::Range<usize> = 3..256;
 /// Random words in a page, which writes replace in turn.
 const TURNS: u64 = (FILLING.end - FILLING.start) as u64;
 /// Keeps the check of index 0, generation 0 from being that of a page of zeroes.

@@ -4,7 +4,8 @@
 //! is a bug. Each bug is reported once: the page is put right after its evidence was taken. Knows no clock: when to
 //! write is left to [`crate::pace`] and the guest's main loop.
 
-use std::fmt;
+use core::fmt;
+use core::ops::DerefMut;
 
 use godwit_units::PageCount;
 
@@ -16,7 +17,7 @@ const LOOKS_PER_WHOLE_PAGE: u64 = 64;
 /// Evidence that a page does not hold what was last written to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bug {
-    /// The page's place in the buffer.
+    /// The page's number.
     pub page: u64,
     /// The generation it should have.
     pub generation: u64,
@@ -38,12 +39,29 @@ impl fmt::Display for Bug {
     }
 }
 
+/// In which order pages are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Order {
+    /// At random, each page as likely as any other.
+    #[default]
+    Random,
+    /// At random by Zipf's law, with the exponent 1: page `n` about `1/n` as often as the first.
+    HotCold,
+    /// One after the other, and from the start again.
+    Sequential,
+}
+
 /// The buffer, what it should hold, and how much was done.
+///
+/// The buffer is a `Vec` in a program that has a heap ([`crate::heap`]), and a slice of bare memory in one that has none.
 #[derive(Debug)]
-pub struct Workload {
-    pages: Vec<Page>,
-    generations: Vec<u64>,
+pub struct Workload<P, G> {
+    pages: P,
+    generations: G,
+    /// The number of the first page; the others follow.
+    first: u64,
     working_set: u64,
+    order: Order,
     random: u64,
     next_look: usize,
     next_whole: usize,
@@ -51,17 +69,18 @@ pub struct Workload {
     checked: u64,
 }
 
-impl Workload {
-    /// Fills a buffer of `pages` pages, of which the first `working_set` are written later (at least one).
-    ///
-    /// `working_set` beyond the buffer is cut down to it.
+impl<P: DerefMut<Target = [Page]>, G: DerefMut<Target = [u64]>> Workload<P, G> {
+    /// Takes over `pages`, not none, each filled by [`Page::first`] with its number, from `first` on, and as many
+    /// `generations`, all 0. The first `working_set` pages are written later; beyond the buffer it is cut down to it.
     #[must_use]
-    pub fn fill(pages: PageCount, working_set: PageCount) -> Self {
-        let count = pages.0.max(1);
+    pub fn over(pages: P, generations: G, first: u64, working_set: PageCount) -> Self {
+        let count = pages.len() as u64;
         Self {
-            pages: (0..count).map(Page::first).collect(),
-            generations: (0..count).map(|_| 0).collect(),
+            pages,
+            generations,
+            first,
             working_set: working_set.0.clamp(1, count),
+            order: Order::default(),
             random: 0x9e37_79b9_7f4a_7c15,
             next_look: 0,
             next_whole: 0,
@@ -70,18 +89,46 @@ impl Workload {
         }
     }
 
-    /// Writes the next version of a random page of the working set.
+    /// The same, written in another order.
+    #[must_use]
+    pub fn in_order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// Writes the next version of a page of the working set.
     #[inline]
     pub fn write(&mut self) {
-        // Xorshift for the order, and the high half of a product instead of a division for the range.
+        let at = self.next_write() as usize;
+        let generation = self.generations[at] + 1;
+        self.generations[at] = generation;
+        self.pages[at].restamp(self.first + at as u64, generation);
+        self.writes += 1;
+    }
+
+    #[inline]
+    fn next_write(&mut self) -> u64 {
+        if self.order == Order::Sequential {
+            return self.writes % self.working_set;
+        }
+        let random = self.next_random();
+        if self.order == Order::Random {
+            return below(random, self.working_set);
+        }
+        // Each power of two as likely as any other, and within it each page: that is a staircase under 1/n, and takes
+        // no floating point.
+        let steps = u64::from(self.working_set.ilog2()) + 1;
+        let first = 1 << below(random, steps);
+        let width = first.min(self.working_set + 1 - first);
+        first - 1 + below(self.next_random(), width)
+    }
+
+    #[inline]
+    fn next_random(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
-        let at = ((u128::from(self.random) * u128::from(self.working_set)) >> 64) as usize;
-        let generation = self.generations[at] + 1;
-        self.generations[at] = generation;
-        self.pages[at].restamp(at as u64, generation);
-        self.writes += 1;
+        self.random
     }
 
     /// Looks at the stamps of the next page in order, and now and then at the whole of another one.
@@ -90,7 +137,7 @@ impl Workload {
         let at = self.next_look;
         self.next_look = if at + 1 == self.pages.len() { 0 } else { at + 1 };
         self.checked += 1;
-        if !self.pages[at].stamps_match(at as u64, self.generations[at]) {
+        if !self.pages[at].stamps_match(self.first + at as u64, self.generations[at]) {
             return self.inspect(at);
         }
         if self.checked.is_multiple_of(LOOKS_PER_WHOLE_PAGE) { self.check_whole() } else { None }
@@ -104,7 +151,7 @@ impl Workload {
     }
 
     fn inspect(&mut self, at: usize) -> Option<Bug> {
-        let (index, generation) = (at as u64, self.generations[at]);
+        let (index, generation) = (self.first + at as u64, self.generations[at]);
         let page = &mut self.pages[at];
         let fault = page.inspect(index, generation).err()?;
         let stamps = STAMPS.map(|at| [page.0[at], page.0[at + 1], page.0[at + 2]]);
@@ -137,17 +184,24 @@ impl Workload {
     }
 }
 
+/// Maps a random word to `0..limit`: the high half of a product instead of a division.
+#[inline]
+fn below(random: u64, limit: u64) -> u64 {
+    ((u128::from(random) * u128::from(limit)) >> 64) as u64
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::heap::HeapWorkload;
 
-    fn busy(writes: usize) -> Workload {
-        let mut workload = Workload::fill(PageCount(64), PageCount(16));
+    fn busy(writes: usize) -> HeapWorkload {
+        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(16));
         (0..writes).for_each(|_| workload.write());
         workload
     }
 
-    fn bugs_of_one_pass(workload: &mut Workload) -> Vec<Bug> {
+    fn bugs_of_one_pass(workload: &mut HeapWorkload) -> Vec<Bug> {
         (0..workload.pages.len()).filter_map(|_| workload.check()).collect()
     }
 
@@ -167,6 +221,26 @@ mod tests {
         assert!(workload.generations[..16].iter().all(|&generation| generation > 0));
         assert!(workload.generations[16..].iter().all(|&generation| generation == 0));
         assert_eq!(workload.generations.iter().sum::<u64>(), workload.writes());
+    }
+
+    #[test]
+    fn hot_pages_are_written_more_often_and_cold_ones_too() {
+        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotCold);
+        (0..60_000).for_each(|_| workload.write());
+        let written = &workload.generations;
+        assert!(written[..50].iter().all(|&generation| generation > 0));
+        assert!(written[50..].iter().all(|&generation| generation == 0));
+        // Six steps of 1, 2, 4, 8, 16 and 19 pages, 10,000 writes each.
+        assert!((9_000..11_000).contains(&written[0]), "{}", written[0]);
+        assert!((8_000..12_000).contains(&written[31..50].iter().sum::<u64>()));
+    }
+
+    #[test]
+    fn sequential_writes_take_turns() {
+        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(16)).in_order(Order::Sequential);
+        (0..40).for_each(|_| workload.write());
+        assert!(workload.generations[..8].iter().all(|&generation| generation == 3));
+        assert!(workload.generations[8..16].iter().all(|&generation| generation == 2));
     }
 
     #[test]

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 use godwit_verify::beacon::Beacon;
+use godwit_verify::heap::HeapWorkload;
 use godwit_verify::heartbeat::{Heartbeat, READY};
 use godwit_verify::pace::Pace;
 use godwit_verify::settings::{Mode, Settings};
-use godwit_verify::workload::{Bug, Workload};
+use godwit_verify::workload::Bug;
 
 const HEARTBEAT_MICROS: u64 = 100_000;
 /// Bugs that are printed with their evidence; of later ones each thousandth, lest the console holds up the work.
@@ -42,7 +43,7 @@ pub(crate) fn run(settings: &Settings, ending: &AtomicBool) {
 }
 
 struct Guest {
-    workload: Workload,
+    workload: HeapWorkload,
     beacon: Box<Beacon>,
     count: u64,
     bugs: u64,
@@ -57,7 +58,7 @@ struct Guest {
 impl Guest {
     fn start(settings: &Settings) -> Self {
         let pages = |bytes: ByteCount| PageCount(bytes.0.div_ceil(PAGE_SIZE));
-        let workload = Workload::fill(pages(settings.fill), pages(settings.working_set));
+        let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
         if settings.mode == Mode::Idle {
             // Without this a sleep takes 50 µs longer than asked for.
             if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1)) {
@@ -71,9 +72,11 @@ impl Guest {
             workload.working_set().0
         );
         let started = Instant::now();
+        let mut beacon = Box::new(Beacon::dark());
+        beacon.light();
         Self {
             workload,
-            beacon: Beacon::light(),
+            beacon,
             count: 0,
             bugs: 0,
             started,

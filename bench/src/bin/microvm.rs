@@ -1,0 +1,91 @@
+//! The downtime of microvms: one guest moved again and again between machines on this host, over loopback.
+//!
+//! The machines are processes of the `godwit` command, moved as users move them. Keeps one promise: what the engine says
+//! of the downtime is set beside what an observer saw in the guest's own counter.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use godwit_bench::report::{Better, Report, median};
+use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
+use serde_json::{Value, json};
+
+const USAGE: &str = "usage: microvm [--moves N] [--memory SIZE] [--mode MODE] [--tracker TRACKER]
+  --moves N          moves in a row of one guest (20)
+  --memory SIZE      its memory, half of which it fills (1GiB)
+  --mode MODE        what it does: idle, rate, full, hot-cold or sequential (idle)
+  --tracker TRACKER  kvm-log, kvm-ring or pagemap (kvm-log)";
+const LIMIT: Duration = Duration::from_secs(120);
+const PARTS: [&str; 5] = ["drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
+
+fn main() -> anyhow::Result<()> {
+    let (mut moves, mut memory, mut mode, mut tracker) =
+        (20, "1GiB".to_owned(), "idle".to_owned(), "kvm-log".to_owned());
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        let mut value = || arguments.next().context(USAGE);
+        match argument.as_str() {
+            "--moves" => moves = value()?.parse().context(USAGE)?,
+            "--memory" => memory = value()?,
+            "--mode" => mode = value()?,
+            "--tracker" => tracker = value()?,
+            _ => bail!(USAGE),
+        }
+    }
+    if !kvm_for("bench microvm") {
+        return Ok(());
+    }
+    let godwit = Godwit::built()?;
+    let options = ["--memory", &memory, "--mode", &mode, "--tracker", &tracker];
+    let mut source = MicroVm::start(&godwit, &options)?;
+    source.wait_ready(LIMIT)?;
+    let place = BeaconPlace::find(source.ram_file())?;
+    println!("{memory} {mode} guest, {tracker}: {moves} moves over loopback, times in ms\n");
+    println!("move  downtime  (drain  last pages   save   load  handover)  guest's gap    total");
+    let (mut downtimes, mut gaps, mut totals, mut list) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    for number in 1..=moves {
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
+        let observer = Observer::start(place, source.ram_file(), destination.ram_file())?;
+        let (receive, address) = godwit.receive(&destination, &[])?;
+        let ended = godwit.migrate(&source, &address, &[])?.wait(LIMIT)?;
+        let last = ended.last();
+        ensure!(last["outcome"] == "migrated", "{last} {}", ended.errors);
+        receive.wait(LIMIT)?;
+        destination.wait_for_heartbeats_after(Instant::now(), 1, LIMIT)?;
+        let seen = observer.finish()?;
+        ensure!(!seen.ran_on_both, "the guest counted on both sides");
+        let gap = seen.switchover.context("the guest was not seen to move")?.length.as_secs_f64() * 1e3;
+        let ms = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
+        let parts = PARTS.map(ms);
+        let (downtime, total) = (ms("downtime_ms"), ms("total_ms"));
+        let [drain, copy, save, load, handover] = parts;
+        println!(
+            "{number:>4}  {downtime:>8.2}  ({drain:>5.2}  {copy:>10.2}  {save:>5.2}  {load:>5.2}  {handover:>8.2})  {gap:>11.2}  {total:>7.1}"
+        );
+        let bugs = [source.bugs(), destination.bugs()].concat();
+        ensure!(bugs.is_empty(), "{bugs:?}");
+        let named = PARTS.iter().zip(parts).map(|(name, value)| ((*name).to_owned(), json!(value)));
+        let mut entry: serde_json::Map<String, Value> = named.collect();
+        entry.extend([("downtime_ms".to_owned(), json!(downtime)), ("guest_gap_ms".to_owned(), json!(gap))]);
+        list.push(Value::Object(entry));
+        downtimes.push(downtime);
+        gaps.push(gap);
+        totals.push(total);
+        source = destination;
+    }
+    let mut report = Report::new("microvm");
+    report.figure("memory", memory.as_str());
+    report.figure("mode", mode.as_str());
+    report.figure("tracker", tracker.as_str());
+    report.figure("moves", Value::Array(list));
+    report.figure("total_ms_median", median(&totals));
+    report.figure("guest_gap_ms_median", median(&gaps));
+    println!("\nmedians: downtime {:.2} ms, guest's gap {:.2} ms", median(&downtimes), median(&gaps));
+    if mode == "idle" {
+        let name = "microvm: median downtime of an idle guest, stop to resume, ms";
+        report.target(name, median(&downtimes), 10.0, Better::Lower);
+    }
+    report.finish()?;
+    Ok(())
+}

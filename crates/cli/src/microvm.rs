@@ -1,0 +1,230 @@
+//! `godwit microvm`: run one, and talk to it.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use clap::{Args, Subcommand, ValueEnum};
+use godwit_engine::Cancel;
+use godwit_microvm::control::messages::Request;
+use godwit_microvm::control::{client, server};
+use godwit_microvm::{
+    BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError, TrackerKind,
+    plain_layout,
+};
+use godwit_units::ByteCount;
+
+use crate::output;
+use crate::process::{CANCELLED, FAILED, cancel_on_signals};
+
+/// The guest cannot go on.
+const GUEST_DIED: u8 = 4;
+
+/// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
+///
+/// It runs one guest, a program on the bare machine that stamps its memory and disk, checks them all the time, prints ten
+/// heartbeats a second and says BUG if anything is wrong. Needs /dev/kvm.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run a machine until it ends. Ctrl-C ends it.
+    Run(Box<Run>),
+    /// Print what a machine is and does, as JSON
+    Status(Socket),
+    /// Stop the guest of a machine
+    Pause(Socket),
+    /// Run it on
+    Resume(Socket),
+    /// End a machine
+    Quit(Socket),
+}
+
+/// Which machine.
+#[derive(Debug, Args)]
+pub(crate) struct Socket {
+    /// The machine's control socket
+    #[arg(value_name = "SOCKET")]
+    path: PathBuf,
+}
+
+/// What machine to run.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    /// The guest's memory
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", conflicts_with = "block")]
+    memory: ByteCount,
+
+    /// Keep the memory in this new file on a tmpfs [default: one without a name]
+    #[arg(long, value_name = "FILE", conflicts_with = "block")]
+    memory_path: Option<PathBuf>,
+
+    /// Instead, memory in blocks: name=NAME,size=SIZE,gpa=ADDRESS[,host-offset=BYTES][,path=FILE]; one at 0
+    #[arg(long, value_name = "BLOCK")]
+    block: Vec<BlockPlan>,
+
+    /// Memory slots that KVM is to have
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    slots: usize,
+
+    /// vCPUs
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    cpus: u32,
+
+    /// A raw disk image; the guest writes to its first 16 MiB. Both sides of a migration open the same
+    #[arg(long, value_name = "IMAGE")]
+    disk: Option<PathBuf>,
+
+    /// Listen here for `godwit migrate`, `godwit receive` and the commands of `godwit microvm`
+    #[arg(long, value_name = "SOCKET")]
+    control: Option<PathBuf>,
+
+    /// Wait for a guest to arrive instead of starting one
+    #[arg(long, requires = "control")]
+    incoming: bool,
+
+    /// Where the serial line goes [default: standard output]
+    #[arg(long, value_name = "FILE")]
+    serial: Option<PathBuf>,
+
+    /// What is to know which pages were written
+    #[arg(long, default_value = "kvm-log")]
+    tracker: TrackerName,
+
+    /// What the guest does
+    #[arg(long, default_value = "rate")]
+    mode: ModeName,
+
+    /// Pages the guest writes each second in the modes rate, hot-cold and sequential; 0: as fast as it can
+    #[arg(long, value_name = "PAGES", default_value_t = 2000)]
+    rate: u64,
+
+    /// The memory that the guest stamps and checks [default: half of what is free]
+    #[arg(long, value_name = "SIZE")]
+    fill: Option<ByteCount>,
+
+    /// The part of it that the guest writes to [default: at most 128MiB]
+    #[arg(long, value_name = "SIZE")]
+    working_set: Option<ByteCount>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum TrackerName {
+    /// KVM's dirty log
+    KvmLog,
+    /// KVM's dirty ring
+    KvmRing,
+    /// Write protection in the VMM's page tables
+    Pagemap,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ModeName {
+    /// Almost nothing
+    Idle,
+    /// Write so many pages a second, at random
+    Rate,
+    /// Write as fast as it can, at random
+    Full,
+    /// Write few pages often and many seldom, by Zipf's law
+    HotCold,
+    /// Write one page after the other
+    Sequential,
+    /// Work for a second, then fault for good
+    #[value(hide = true)]
+    Crash,
+}
+
+/// Runs the command.
+pub(crate) fn run(command: &Command) -> ExitCode {
+    let outcome = match command {
+        Command::Run(arguments) => run_machine(arguments),
+        Command::Status(socket) => client::status(&socket.path).map(|status| {
+            output::json_line(&serde_json::to_value(status).unwrap_or_default());
+            ExitCode::SUCCESS
+        }),
+        Command::Pause(socket) => told(&socket.path, &Request::Pause),
+        Command::Resume(socket) => told(&socket.path, &Request::Resume),
+        Command::Quit(socket) => told(&socket.path, &Request::Quit),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("godwit: {error}");
+        ExitCode::from(FAILED)
+    })
+}
+
+fn told(path: &std::path::Path, request: &Request) -> Result<ExitCode, MicrovmError> {
+    client::command(path, request).map(|()| ExitCode::SUCCESS)
+}
+
+fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
+    let cancel = cancel_on_signals();
+    let blocks = match &arguments.block[..] {
+        [] => plain_layout(arguments.memory, arguments.memory_path.clone()),
+        blocks => blocks.to_vec(),
+    };
+    let plan = MachinePlan {
+        blocks,
+        slots: arguments.slots,
+        cpus: arguments.cpus,
+        disk: arguments.disk.clone(),
+        tracker: match arguments.tracker {
+            TrackerName::KvmLog => TrackerKind::KvmLog,
+            TrackerName::KvmRing => TrackerKind::KvmRing,
+            TrackerName::Pagemap => TrackerKind::Pagemap,
+        },
+    };
+    let guest = GuestPlan {
+        mode: match arguments.mode {
+            ModeName::Idle => GuestMode::Idle,
+            ModeName::Rate => GuestMode::Rate,
+            ModeName::Full => GuestMode::Full,
+            ModeName::HotCold => GuestMode::HotCold,
+            ModeName::Sequential => GuestMode::Sequential,
+            ModeName::Crash => GuestMode::Crash,
+        },
+        rate: arguments.rate,
+        fill: arguments.fill,
+        working_set: arguments.working_set,
+    };
+    let output: Box<dyn Write + Send> = match &arguments.serial {
+        None => Box::new(std::io::stdout()),
+        Some(path) => Box::new(File::create(path).map_err(|source| MicrovmError::System {
+            action: "create the file for the serial line",
+            source,
+        })?),
+    };
+    let (events_in, events) = channel();
+    let guest = Some(&guest).filter(|_| !arguments.incoming);
+    let machine = Arc::new(Machine::new(&plan, guest, output, &events_in)?);
+    if machine.tracking().contains("fallback") {
+        eprintln!("godwit: writes are tracked by the {}", machine.tracking());
+    }
+    let state = if arguments.incoming { server::State::Incoming } else { server::State::Here };
+    let serve = |path: &PathBuf| server::serve(&machine, state, path, &events_in);
+    let _socket = arguments.control.as_ref().map(serve).transpose()?;
+    if !arguments.incoming {
+        machine.run();
+    }
+    let code = await_end(&events, &cancel);
+    // Conversations on the control socket still hold the machine; its files go with the process.
+    machine.ram().remove_names();
+    Ok(ExitCode::from(code))
+}
+
+fn await_end(events: &Receiver<MachineEvent>, cancel: &Cancel) -> u8 {
+    loop {
+        match events.recv_timeout(Duration::from_millis(50)) {
+            Ok(MachineEvent::PoweredOff | MachineEvent::Quit) => return 0,
+            Ok(MachineEvent::Died(error)) => {
+                eprintln!("godwit: {error}");
+                return GUEST_DIED;
+            }
+            Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return CANCELLED,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return FAILED,
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! The lines on the control socket, and their translation from and to the engine's own types.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use godwit_engine::destination::{Notice, Received};
+use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::source::{Fault, Options};
+use godwit_engine::{EngineError, Failure, Phase, Survivor};
+use godwit_policy::Config;
+use godwit_units::{ByteCount, Rate};
+use serde::{Deserialize, Serialize};
+
+/// What is asked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// What the machine is and does.
+    Status,
+    /// Stop the guest.
+    Pause,
+    /// Run it on.
+    Resume,
+    /// End the machine.
+    Quit,
+    /// Move the guest away.
+    Migrate(MigrateRequest),
+    /// Take a guest in.
+    Receive {
+        /// Where to listen.
+        listen: String,
+        /// How long to wait for a source, in milliseconds; none: for ever.
+        wait_ms: Option<u64>,
+    },
+}
+
+/// How to move the guest away; the engine's options.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MigrateRequest {
+    /// Where the destination listens.
+    pub to: String,
+    /// The longest expected downtime at which the guest is stopped.
+    pub downtime_limit_ms: f64,
+    /// When to give up; none: never.
+    pub patience_ms: Option<f64>,
+    /// Bytes a second; none: all that the link carries.
+    pub max_bandwidth: Option<f64>,
+    /// Compare digests of all memory.
+    pub verify: bool,
+    /// Data channels.
+    pub channels: u8,
+    /// Leave the machine stopped instead of ending it.
+    pub keep_source: bool,
+    /// A fault to make up, by its number.
+    pub fault: Option<u8>,
+}
+
+fn duration(ms: f64) -> Result<Duration, String> {
+    Duration::try_from_secs_f64(ms / 1e3).map_err(|_| format!("{ms} ms is no time to wait"))
+}
+
+impl MigrateRequest {
+    /// The request for `options`.
+    #[must_use]
+    pub fn new(options: &Options) -> Self {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        Self {
+            to: options.to.to_string(),
+            downtime_limit_ms: ms(options.policy.downtime_limit),
+            patience_ms: options.policy.patience.map(ms),
+            max_bandwidth: options.max_bandwidth.map(Rate::bytes_per_second),
+            verify: options.verify,
+            channels: options.channels,
+            keep_source: options.keep_source,
+            fault: options.fault.map(|fault| fault as u8),
+        }
+    }
+
+    /// The engine's options, or what is wrong with the request.
+    ///
+    /// # Errors
+    /// In words for whoever wrote it.
+    pub fn options(&self) -> Result<Options, String> {
+        let to = self.to.parse().map_err(|error| format!("\"to\" {:?}: {error}", self.to))?;
+        if self.channels == 0 || self.channels > 16 {
+            return Err(format!("{} channels do not do: use 1 to 16", self.channels));
+        }
+        let known = [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest];
+        let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
+        Ok(Options {
+            to,
+            policy: Config {
+                downtime_limit: duration(self.downtime_limit_ms)?,
+                patience: self.patience_ms.map(duration).transpose()?,
+            },
+            max_bandwidth: self.max_bandwidth.map(Rate::from_bytes_per_second),
+            verify: self.verify,
+            channels: self.channels,
+            keep_source: self.keep_source,
+            fault: self.fault.and_then(fault),
+        })
+    }
+}
+
+/// What is answered.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "the fields are those of the engine's reports")]
+pub enum Answer {
+    /// It is done.
+    Done,
+    /// It is not done, and nothing has changed.
+    Refused { error: String },
+    /// What the machine is and does.
+    Status(Status),
+    /// A look at a migration in progress.
+    Progress {
+        elapsed_us: u64,
+        stage: Stage,
+        round: u32,
+        round_ended: bool,
+        sent_bytes: u64,
+        remaining_bytes: u64,
+        dirty_bytes_per_second: Option<f64>,
+        bandwidth_bytes_per_second: Option<f64>,
+        expected_downtime_us: Option<u64>,
+    },
+    /// The guest has moved away.
+    Migrated { measures: Box<Measures>, cost: Cost },
+    /// A source is waited for.
+    Listening { address: String },
+    /// Something happened while receiving.
+    Notice(NoticeLine),
+    /// The guest is here.
+    Received {
+        bytes: u64,
+        load_us: u64,
+        resume_us: u64,
+        verified: bool,
+        running: bool,
+        total_us: u64,
+        cost: Cost,
+    },
+    /// The migration failed.
+    Failed { phase: PhaseName, survivor: SurvivorName, cancelled: bool, error: String },
+}
+
+/// The machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// running, paused, incoming, leaving, arriving or gone.
+    pub state: String,
+    /// The VMM's process.
+    pub pid: u32,
+    /// The threads that run the vCPUs.
+    pub vcpu_threads: Vec<i32>,
+    /// Names and sizes of the RAM blocks.
+    pub ram: Vec<(String, u64)>,
+    /// Where another process can open them.
+    pub ram_files: Vec<PathBuf>,
+    /// How many memory slots there are.
+    pub slots: usize,
+    /// How writes are tracked.
+    pub tracker: String,
+}
+
+/// What a migration cost the VMM's process, its vCPUs apart.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Cost {
+    /// CPU time in milliseconds.
+    pub cpu_ms: f64,
+    /// The most memory the process ever had resident of its own, guest memory apart.
+    pub peak_rss_bytes: u64,
+}
+
+/// The engine's notices.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "notice", rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "the fields are those of the engine's notices")]
+pub enum NoticeLine {
+    Refused { why: String },
+    Accepted { ram_bytes: u64 },
+    Round { round: u32, received_bytes: u64 },
+    AwaitingSource { limit_ms: u64 },
+}
+
+macro_rules! names {
+    ($(#[$doc:meta])* $name:ident of $of:ident: $($variant:ident)*) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(rename_all = "kebab-case")]
+        #[allow(missing_docs, reason = "named as in the engine")]
+        pub enum $name { $($variant),* }
+
+        impl From<$of> for $name {
+            fn from(value: $of) -> Self {
+                match value { $($of::$variant => Self::$variant),* }
+            }
+        }
+
+        impl From<$name> for $of {
+            fn from(name: $name) -> Self {
+                match name { $($name::$variant => Self::$variant),* }
+            }
+        }
+    };
+}
+
+names!(
+    /// The engine's phases.
+    PhaseName of Phase: Setup PreCopy StopAndCopy Handover
+);
+names!(
+    /// Where the guest is after a failure.
+    SurvivorName of Survivor: Source SourceStopped Unknown Destination
+);
+
+fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+impl From<&Progress> for Answer {
+    fn from(progress: &Progress) -> Self {
+        Self::Progress {
+            elapsed_us: micros(progress.elapsed),
+            stage: progress.stage,
+            round: progress.round,
+            round_ended: progress.round_ended,
+            sent_bytes: progress.sent.0,
+            remaining_bytes: progress.remaining.0,
+            dirty_bytes_per_second: progress.dirty_rate.map(Rate::bytes_per_second),
+            bandwidth_bytes_per_second: progress.bandwidth.map(Rate::bytes_per_second),
+            expected_downtime_us: progress.expected_downtime.map(micros),
+        }
+    }
+}
+
+impl From<&Failure> for Answer {
+    fn from(failure: &Failure) -> Self {
+        Self::Failed {
+            phase: failure.phase.into(),
+            survivor: failure.survivor.into(),
+            cancelled: matches!(failure.cause, EngineError::Cancelled),
+            error: failure.cause.to_string(),
+        }
+    }
+}
+
+impl From<&Notice> for Answer {
+    fn from(notice: &Notice) -> Self {
+        Self::Notice(match notice {
+            Notice::Refused(why) => NoticeLine::Refused { why: why.clone() },
+            Notice::Accepted { ram } => NoticeLine::Accepted { ram_bytes: ram.0 },
+            Notice::Round { round, received } => {
+                NoticeLine::Round { round: *round, received_bytes: received.0 }
+            }
+            Notice::AwaitingSource { limit } => {
+                NoticeLine::AwaitingSource { limit_ms: limit.as_millis() as u64 }
+            }
+        })
+    }
+}
+
+impl From<NoticeLine> for Notice {
+    fn from(line: NoticeLine) -> Self {
+        match line {
+            NoticeLine::Refused { why } => Self::Refused(why),
+            NoticeLine::Accepted { ram_bytes } => Self::Accepted { ram: ByteCount(ram_bytes) },
+            NoticeLine::Round { round, received_bytes } => {
+                Self::Round { round, received: ByteCount(received_bytes) }
+            }
+            NoticeLine::AwaitingSource { limit_ms } => {
+                Self::AwaitingSource { limit: Duration::from_millis(limit_ms) }
+            }
+        }
+    }
+}
+
+impl Answer {
+    /// The line for a guest that is here.
+    #[must_use]
+    pub fn received(received: &Received, cost: Cost) -> Self {
+        Self::Received {
+            bytes: received.bytes.0,
+            load_us: micros(received.load),
+            resume_us: micros(received.resume),
+            verified: received.verified,
+            running: received.running,
+            total_us: micros(received.total),
+            cost,
+        }
+    }
+
+    /// The engine's progress, if this is some.
+    #[must_use]
+    pub fn progress(&self) -> Option<Progress> {
+        let Self::Progress {
+            elapsed_us,
+            stage,
+            round,
+            round_ended,
+            sent_bytes,
+            remaining_bytes,
+            dirty_bytes_per_second,
+            bandwidth_bytes_per_second,
+            expected_downtime_us,
+        } = *self
+        else {
+            return None;
+        };
+        Some(Progress {
+            elapsed: Duration::from_micros(elapsed_us),
+            stage,
+            round,
+            round_ended,
+            sent: ByteCount(sent_bytes),
+            remaining: ByteCount(remaining_bytes),
+            dirty_rate: dirty_bytes_per_second.map(Rate::from_bytes_per_second),
+            bandwidth: bandwidth_bytes_per_second.map(Rate::from_bytes_per_second),
+            expected_downtime: expected_downtime_us.map(Duration::from_micros),
+        })
+    }
+
+    /// The engine's failure, if this is one.
+    #[must_use]
+    pub fn failure(self) -> Option<Failure> {
+        let Self::Failed { phase, survivor, cancelled, error } = self else { return None };
+        let cause = if cancelled { EngineError::Cancelled } else { EngineError::Elsewhere(error) };
+        Some(Failure { phase: phase.into(), survivor: survivor.into(), cause })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_the_lines_in_the_documentation() {
+        let line = r#"{"command":"status"}"#;
+        assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
+        let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
+        let receive = Request::Receive { listen: "[::1]:0".to_owned(), wait_ms: None };
+        assert_eq!(serde_json::from_str::<Request>(line).unwrap(), receive);
+        assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
+    }
+
+    #[test]
+    fn options_survive_being_asked_for() {
+        let options = Options {
+            to: "127.0.0.1:7000".parse().unwrap(),
+            policy: Config { downtime_limit: Duration::from_millis(30), patience: None },
+            max_bandwidth: Some(Rate::from_bytes_per_second(1e6)),
+            verify: true,
+            channels: 3,
+            keep_source: true,
+            fault: Some(Fault::LoseCommit),
+        };
+        let line = serde_json::to_string(&Request::Migrate(MigrateRequest::new(&options))).unwrap();
+        let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+        assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
+        let wrong = MigrateRequest { channels: 0, ..request.clone() };
+        assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
+        let wrong = MigrateRequest { downtime_limit_ms: -1.0, ..request };
+        assert!(wrong.options().is_err());
+    }
+
+    #[test]
+    fn failures_survive_being_told() {
+        for cause in [EngineError::Cancelled, EngineError::Layout("blocks differ".to_owned())] {
+            let failure = Failure { phase: Phase::PreCopy, survivor: Survivor::Source, cause };
+            let line = serde_json::to_string(&Answer::from(&failure)).unwrap();
+            let back = serde_json::from_str::<Answer>(&line).unwrap().failure().unwrap();
+            assert_eq!(back.to_string(), failure.to_string());
+            assert_eq!((back.phase, back.survivor), (failure.phase, failure.survivor));
+        }
+    }
+}

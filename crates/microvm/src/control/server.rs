@@ -1,0 +1,324 @@
+//! The VMM's end of the control socket, and who may run the guest.
+//!
+//! Invariant: [`State`] says whose the guest is, and every change of it happens under one lock. Only a machine in the
+//! state `Here` is resumed on request; one whose guest has gone never runs it again; and of two requests that would
+//! change the state one is refused.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use godwit_engine::address::Listener;
+use godwit_engine::{Cancel, Survivor, destination, source};
+
+use super::messages::{Answer, Cost, MigrateRequest, Request, Status};
+use crate::destination::MicrovmDestination;
+use crate::source::MicrovmSource;
+use crate::{Machine, MachineEvent, MicrovmError};
+
+/// Requests are short.
+const LONGEST_REQUEST: u64 = 64 << 10;
+/// A client that does not read for so long is given up; the migration goes on.
+const WRITE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Whose the guest is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Ours, running or paused.
+    Here,
+    /// Nobody's: this machine waits for one.
+    Incoming,
+    /// Ours, on its way out.
+    Leaving,
+    /// On its way in.
+    Arriving,
+    /// Elsewhere, or not known to be here: it never runs here again.
+    Gone,
+}
+
+/// What a machine is served with.
+#[derive(Debug)]
+struct Host {
+    machine: Arc<Machine>,
+    state: Mutex<State>,
+    events: Sender<MachineEvent>,
+}
+
+/// Serves `machine` at `path` in threads of its own. `events` is told when the machine is to end.
+///
+/// # Errors
+/// When the socket cannot be made.
+pub fn serve(
+    machine: &Arc<Machine>,
+    state: State,
+    path: &Path,
+    events: &Sender<MachineEvent>,
+) -> Result<Socket, MicrovmError> {
+    let listener = bind(path)?;
+    let host = Host { machine: Arc::clone(machine), state: Mutex::new(state), events: events.clone() };
+    let host = Arc::new(host);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let host = Arc::clone(&host);
+            std::thread::spawn(move || host.converse(stream));
+        }
+    });
+    Ok(Socket(path.to_owned()))
+}
+
+/// The socket's file; it goes with this value.
+#[derive(Debug)]
+pub struct Socket(PathBuf);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn bind(path: &Path) -> Result<UnixListener, MicrovmError> {
+    let problem = |problem: String| MicrovmError::Control { path: path.to_owned(), problem };
+    match UnixListener::bind(path) {
+        Ok(listener) => Ok(listener),
+        // Left behind by a process that was killed, if nobody answers there.
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            if UnixStream::connect(path).is_ok() {
+                return Err(problem("another machine listens there: choose another path".to_owned()));
+            }
+            let _ = std::fs::remove_file(path);
+            UnixListener::bind(path).map_err(|error| problem(error.to_string()))
+        }
+        Err(error) => Err(problem(format!("{error}; is its directory there and writable?"))),
+    }
+}
+
+/// One connection's sending side.
+struct Line(Mutex<UnixStream>);
+
+impl Line {
+    fn say(&self, answer: &Answer) {
+        let Ok(mut text) = serde_json::to_string(answer) else { return };
+        text.push('\n');
+        // Nobody listens any more: that shows as the end of the other direction.
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).write_all(text.as_bytes());
+    }
+}
+
+impl Host {
+    fn converse(&self, stream: UnixStream) {
+        let _ = stream.set_write_timeout(Some(WRITE_LIMIT));
+        let Ok(reading) = stream.try_clone() else { return };
+        let mut reader = BufReader::new(std::io::Read::take(reading, LONGEST_REQUEST));
+        let line = Arc::new(Line(Mutex::new(stream)));
+        let mut text = String::new();
+        if !matches!(reader.read_line(&mut text), Ok(1..)) {
+            return;
+        }
+        let answer = match serde_json::from_str(&text) {
+            Ok(Request::Status) => Answer::Status(self.status()),
+            Ok(Request::Pause) => self.pause(),
+            Ok(Request::Resume) => self.resume(),
+            Ok(Request::Quit) => {
+                line.say(&Answer::Done);
+                let _ = self.events.send(MachineEvent::Quit);
+                return;
+            }
+            Ok(Request::Migrate(request)) => return self.migrate(&request, &line, reader),
+            Ok(Request::Receive { listen, wait_ms }) => return self.receive(&listen, wait_ms, &line, reader),
+            Err(error) => refused(format!("not understood: {error}")),
+        };
+        line.say(&answer);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Goes from `from` to `to`, or says what stands against it.
+    fn take(&self, from: State, to: State) -> Result<(), MicrovmError> {
+        let mut state = self.state();
+        if *state == from {
+            *state = to;
+            return Ok(());
+        }
+        let (state, cure) = match *state {
+            State::Here => ("running a guest of its own", "start the machine with --incoming"),
+            State::Incoming => ("waiting for a guest", "are source and destination exchanged?"),
+            State::Leaving | State::Arriving => ("migrating", "wait for that, or cancel it"),
+            State::Gone => ("left by its guest", "the guest runs elsewhere; end this machine with quit"),
+        };
+        Err(MicrovmError::WrongState { state, cure })
+    }
+
+    fn status(&self) -> Status {
+        let machine = &self.machine;
+        let state = match *self.state() {
+            State::Here if machine.is_running() => "running",
+            State::Here => "paused",
+            State::Incoming => "incoming",
+            State::Leaving => "leaving",
+            State::Arriving => "arriving",
+            State::Gone => "gone",
+        };
+        let blocks = machine.ram().blocks();
+        Status {
+            state: state.to_owned(),
+            pid: std::process::id(),
+            vcpu_threads: machine.vcpu_threads().to_vec(),
+            ram: blocks.iter().map(|block| (block.name().to_owned(), block.pages().bytes().0)).collect(),
+            ram_files: machine.ram().paths(),
+            slots: machine.slots().len(),
+            tracker: machine.tracking(),
+        }
+    }
+
+    fn pause(&self) -> Answer {
+        let state = self.state();
+        match *state {
+            State::Here => {
+                self.machine.stop().map_or_else(|error| refused(error.to_string()), |_| Answer::Done)
+            }
+            _ => refused("there is no guest of its own to pause, or it migrates".to_owned()),
+        }
+    }
+
+    fn resume(&self) -> Answer {
+        let state = self.state();
+        match *state {
+            State::Here => {
+                self.machine.run();
+                Answer::Done
+            }
+            State::Gone => refused("the guest has gone elsewhere: it must not run twice".to_owned()),
+            _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
+        }
+    }
+
+    fn migrate(&self, request: &MigrateRequest, line: &Arc<Line>, reader: impl BufRead + Send + 'static) {
+        let options = match request.options() {
+            Ok(options) => options,
+            Err(error) => return line.say(&refused(error)),
+        };
+        if let Err(error) = self.take(State::Here, State::Leaving) {
+            return line.say(&refused(error.to_string()));
+        }
+        let cancel = cancel_at_end(reader);
+        let meter = Meter::start(&self.machine);
+        let mut vm = MicrovmSource::new(&self.machine);
+        let result = source::migrate(&mut vm, &options, &cancel, &mut |progress| line.say(&progress.into()));
+        let ours = matches!(&result, Err(failure) if failure.survivor != Survivor::Unknown && failure.survivor != Survivor::Destination);
+        *self.state() = if ours { State::Here } else { State::Gone };
+        let moved = result.is_ok();
+        line.say(&match result {
+            Ok(measures) => {
+                Answer::Migrated { measures: Box::new(measures), cost: meter.read(&self.machine) }
+            }
+            Err(failure) => Answer::from(&failure),
+        });
+        if moved && !options.keep_source {
+            let _ = self.events.send(MachineEvent::Quit);
+        }
+    }
+
+    fn receive(
+        &self,
+        listen: &str,
+        wait_ms: Option<u64>,
+        line: &Arc<Line>,
+        reader: impl BufRead + Send + 'static,
+    ) {
+        let listening = listen
+            .parse()
+            .map_err(|error| format!("\"listen\" {listen:?}: {error}"))
+            .and_then(|address| {
+                let listener = Listener::bind(&address);
+                listener.map_err(|error| format!("cannot listen on {listen}: {error}"))
+            })
+            .and_then(|listener| match listener.address() {
+                Ok(address) => Ok((listener, address)),
+                Err(error) => Err(format!("cannot listen on {listen}: {error}")),
+            });
+        let (listener, address) = match listening {
+            Ok(listening) => listening,
+            Err(error) => return line.say(&refused(error)),
+        };
+        if let Err(error) = self.take(State::Incoming, State::Arriving) {
+            return line.say(&refused(error.to_string()));
+        }
+        line.say(&Answer::Listening { address: address.to_string() });
+        let cancel = cancel_at_end(reader);
+        let meter = Meter::start(&self.machine);
+        let mut vm = MicrovmDestination::new(&self.machine);
+        let wait = wait_ms.map(Duration::from_millis);
+        let result =
+            destination::receive(&mut vm, &listener, wait, &cancel, &mut |notice| line.say(&notice.into()));
+        *self.state() = match &result {
+            Ok(_) => State::Here,
+            Err(failure) if failure.survivor == Survivor::Unknown => State::Gone,
+            Err(_) => State::Incoming,
+        };
+        line.say(&match result {
+            Ok(received) => Answer::received(&received, meter.read(&self.machine)),
+            Err(failure) => Answer::from(&failure),
+        });
+    }
+}
+
+fn refused(error: String) -> Answer {
+    Answer::Refused { error }
+}
+
+/// A wish to cancel that comes when the other side stops sending.
+fn cancel_at_end(mut reader: impl BufRead + Send + 'static) -> Cancel {
+    let cancel = Cancel::default();
+    let wish = cancel.clone();
+    std::thread::spawn(move || {
+        let mut ignored = String::new();
+        while matches!(reader.read_line(&mut ignored), Ok(1..)) {
+            ignored.clear();
+        }
+        wish.cancel();
+    });
+    cancel
+}
+
+/// Takes the CPU time of a migration: that of the process without that of its vCPUs.
+struct Meter {
+    began: Duration,
+}
+
+impl Meter {
+    fn start(machine: &Machine) -> Self {
+        Self { began: own_time(machine) }
+    }
+
+    fn read(&self, machine: &Machine) -> Cost {
+        let cpu = own_time(machine).saturating_sub(self.began);
+        Cost { cpu_ms: cpu.as_secs_f64() * 1e3, peak_rss_bytes: own_memory() }
+    }
+}
+
+fn own_time(machine: &Machine) -> Duration {
+    let process = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    let process = Duration::new(process.tv_sec.unsigned_abs(), process.tv_nsec.unsigned_abs() as u32);
+    let thread = |tid: &i32| {
+        // The first word is time on the CPU in nanoseconds (Documentation/scheduler/sched-stats.rst).
+        let text = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap_or_default();
+        let nanos = text.split_ascii_whitespace().next().and_then(|word| word.parse().ok());
+        Duration::from_nanos(nanos.unwrap_or(0))
+    };
+    process.saturating_sub(machine.vcpu_threads().iter().map(thread).sum())
+}
+
+/// Resident memory that is not the guest's: `RssAnon` and `RssFile` of proc(5); the guest's is `RssShmem`.
+fn own_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    (field("RssAnon:") + field("RssFile:")) * 1024
+}

@@ -1,0 +1,92 @@
+//! The machine as the destination of a migration.
+//!
+//! Invariant: the guest runs only if a state was loaded without an error. A machine that was not run takes another
+//! attempt: pages and state of that overwrite what is there.
+
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use godwit_engine::vm::{DestinationVm, RunError, VmError};
+use godwit_memory::RamBlock;
+
+use crate::{Machine, MicrovmError, blob};
+
+/// A machine that waits for a guest.
+#[derive(Debug)]
+pub struct MicrovmDestination<'a> {
+    machine: &'a Machine,
+    state: Arc<Mutex<Vec<u8>>>,
+    loaded: bool,
+}
+
+impl<'a> MicrovmDestination<'a> {
+    /// A machine in which no guest has run.
+    #[must_use]
+    pub fn new(machine: &'a Machine) -> Self {
+        Self { machine, state: Arc::default(), loaded: false }
+    }
+}
+
+impl DestinationVm for MicrovmDestination<'_> {
+    fn machine(&self) -> &'static str {
+        "microvm"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        self.machine.ram().blocks()
+    }
+
+    fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        Ok(Box::new(Collector(Arc::clone(&self.state))))
+    }
+
+    fn finish_load(&mut self) -> Result<(), VmError> {
+        let state = std::mem::take(&mut *self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.machine.load(&state)?;
+        self.loaded = true;
+        Ok(())
+    }
+
+    fn run(&mut self) -> Result<(), RunError> {
+        if !self.loaded {
+            let error =
+                MicrovmError::WrongState { state: "without a guest", cure: "this is a bug in godwit" };
+            return Err(RunError::NeverRan(error.into()));
+        }
+        self.machine.run();
+        Ok(())
+    }
+
+    fn announce(&mut self) -> Result<(), VmError> {
+        // It has no network card.
+        Ok(())
+    }
+
+    fn discard(&mut self) -> Result<(), VmError> {
+        self.loaded = false;
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        if self.machine.is_running() {
+            self.machine.stop()?;
+        }
+        Ok(())
+    }
+}
+
+/// Takes the state in, up to a limit.
+struct Collector(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Collector {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if blob::too_long(state.len() + bytes.len()) {
+            return Err(io::Error::other("it is longer than any microvm state"));
+        }
+        state.extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

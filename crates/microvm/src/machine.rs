@@ -1,0 +1,298 @@
+//! The machine: memory, vCPUs, devices, and the state of all of them but memory.
+//!
+//! Who may run it is a question for whoever owns it; here it only runs, stops, saves and loads. The local APICs are
+//! KVM's ("split irqchip"): there is no interrupt controller besides them, since the one device is polled.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock, PoisonError};
+use std::time::Instant;
+
+use godwit_memory::Slot;
+use godwit_track::DirtyTracker;
+use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::blob::{Blob, Tag, Writer};
+use crate::boot_block::MAX_CPUS;
+use crate::disk::Disk;
+use crate::error::kvm;
+use crate::guest::{self, GuestPlan};
+use crate::layout::{self, BlockPlan, IDENTITY_MAP, TSS};
+use crate::ram::GuestRam;
+use crate::serial::Serial;
+use crate::slots;
+use crate::tracking::{TrackerKind, Tracking};
+use crate::vcpu::{Bus, Vcpus};
+use crate::vcpu_state;
+use crate::{MicrovmError, StateError};
+
+/// What the machine says by itself.
+#[derive(Debug)]
+pub enum MachineEvent {
+    /// The guest switched it off.
+    PoweredOff,
+    /// The guest cannot go on.
+    Died(MicrovmError),
+    /// Somebody has asked for its end, or the guest runs elsewhere.
+    Quit,
+}
+
+/// What machine to build.
+#[derive(Debug)]
+pub struct MachinePlan {
+    /// Its memory.
+    pub blocks: Vec<BlockPlan>,
+    /// Into how many memory slots it is cut, at least.
+    pub slots: usize,
+    /// Its vCPUs.
+    pub cpus: u32,
+    /// The raw image of its disk, if it has one.
+    pub disk: Option<PathBuf>,
+    /// What knows which pages were written.
+    pub tracker: TrackerKind,
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Machine {
+    // The order is that of the end: threads, then vCPUs and VM, then memory.
+    vcpus: Vcpus,
+    vm: VmFd,
+    bus: Arc<Bus>,
+    slots: Vec<Slot>,
+    tracking: Tracking,
+    msrs: Vec<u32>,
+    running: AtomicBool,
+}
+
+impl Machine {
+    /// Builds a machine whose serial line goes to `output` and that tells what happens in `events`. With a `guest` it
+    /// is ready to start; without one it waits for a state.
+    ///
+    /// # Errors
+    /// What stands against it, with the cure.
+    pub fn new(
+        plan: &MachinePlan,
+        guest: Option<&GuestPlan>,
+        output: Box<dyn Write + Send>,
+        events: &Sender<MachineEvent>,
+    ) -> Result<Self, MicrovmError> {
+        let blocks = layout::check(plan.blocks.clone())?;
+        let system = open_kvm()?;
+        let most = u32::try_from(system.get_max_vcpus()).unwrap_or(u32::MAX).min(MAX_CPUS);
+        if plan.cpus == 0 || plan.cpus > most {
+            return Err(MicrovmError::Cpus { wanted: plan.cpus, most });
+        }
+        let disk = plan.disk.as_deref().map(Disk::open).transpose()?;
+        let ram = Arc::new(GuestRam::new(&blocks)?);
+        let vm = create_vm(&system)?;
+        let slots = ram.slots(plan.slots);
+        let available = system.get_nr_memslots();
+        if slots.len() > available {
+            return Err(MicrovmError::Slots { wanted: slots.len(), available });
+        }
+        slots::show(&vm, &slots, &ram)?;
+        // Dirty rings must be asked for before the first vCPU is made.
+        let tracking = Tracking::choose(plan.tracker, &vm)?;
+
+        let mut vcpus = Vec::new();
+        for number in 0..plan.cpus {
+            let vcpu = vm.create_vcpu(number.into()).map_err(kvm("KVM_CREATE_VCPU"))?;
+            let cpuid = vcpu_state::cpuid(&system, number)?;
+            vcpu.set_cpuid2(&cpuid).map_err(kvm("KVM_SET_CPUID2"))?;
+            vcpus.push(vcpu);
+        }
+        let Some(first) = vcpus.first() else { return Err(MicrovmError::Cpus { wanted: 0, most }) };
+        let msrs = vcpu_state::readable_msrs(&system, first)?;
+        if let Some(guest) = guest {
+            let tsc_khz = first.get_tsc_khz().map_err(kvm("KVM_GET_TSC_KHZ"))?;
+            let entry = guest::place(&ram, guest, plan.cpus, disk.is_some(), tsc_khz)?;
+            for (number, vcpu) in (0..).zip(&vcpus) {
+                guest::enter(vcpu, number, entry)?;
+            }
+        }
+        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk, rings: OnceLock::new() });
+        if let Some(rings) = tracking.rings(&vm, &vcpus)? {
+            let _ = bus.rings.set(rings);
+        }
+        let vcpus = Vcpus::start(vcpus, &bus, events)?;
+        Ok(Self { vcpus, bus, vm, slots, tracking, msrs, running: AtomicBool::new(false) })
+    }
+
+    /// Its memory.
+    #[must_use]
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        &self.bus.ram
+    }
+
+    /// Its memory slots.
+    #[must_use]
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// How its writes are tracked, in words.
+    #[must_use]
+    pub fn tracking(&self) -> String {
+        self.tracking.to_string()
+    }
+
+    /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker is dropped, which
+    /// must be before the machine is.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn start_tracking(&self) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
+        self.tracking.start(&self.vm, &self.slots, &self.bus)
+    }
+
+    /// The numbers of the threads that run the vCPUs.
+    #[must_use]
+    pub fn vcpu_threads(&self) -> &[i32] {
+        self.vcpus.tids()
+    }
+
+    /// Whether the vCPUs run.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.running.load(Ordering::SeqCst)
+    }
+
+    /// Runs the guest.
+    pub fn run(&self) {
+        self.running.store(true, Ordering::SeqCst);
+        self.vcpus.run();
+    }
+
+    /// Stops the guest. No vCPU and no device writes memory once this returns; it says when the guest was told.
+    ///
+    /// # Errors
+    /// When a vCPU does not stop.
+    pub fn stop(&self) -> Result<Instant, MicrovmError> {
+        let told = self.vcpus.stop()?;
+        self.running.store(false, Ordering::SeqCst);
+        Ok(told)
+    }
+
+    /// Brings what the guest wrote to the disk image.
+    ///
+    /// # Errors
+    /// When the host's disk fails.
+    pub fn flush(&self) -> Result<(), MicrovmError> {
+        self.bus.disk.as_ref().map_or(Ok(()), Disk::flush)
+    }
+
+    /// The state of everything but memory. The guest must be stopped.
+    ///
+    /// # Errors
+    /// When it runs, or KVM does not tell.
+    pub fn save(&self) -> Result<Vec<u8>, MicrovmError> {
+        if self.is_running() {
+            return Err(MicrovmError::WrongState { state: "running", cure: "stop it first" });
+        }
+        let mut writer = Writer::default();
+        writer.section(Tag::Machine, 0, self.describe().as_bytes());
+        let clock = self.vm.get_clock().map_err(kvm("KVM_GET_CLOCK"))?;
+        writer.section(Tag::Clock, 0, clock.as_bytes());
+        writer.section(Tag::Serial, 0, &self.bus.serial.save());
+        if let Some(disk) = &self.bus.disk {
+            writer.section(Tag::Disk, 0, &disk.save());
+        }
+        for (number, vcpu) in (0..).zip(self.vcpus.fds()) {
+            let vcpu = vcpu.lock().unwrap_or_else(PoisonError::into_inner);
+            vcpu_state::save(&vcpu, number, &self.msrs, &mut writer)?;
+        }
+        Ok(writer.finish())
+    }
+
+    /// Loads a state that [`Self::save`] made. The guest must never have run here. A state that does not fit is
+    /// refused before anything is changed.
+    ///
+    /// # Errors
+    /// What does not fit, or what KVM refuses; the machine must not run then.
+    pub fn load(&self, bytes: &[u8]) -> Result<(), MicrovmError> {
+        if self.is_running() {
+            return Err(MicrovmError::WrongState { state: "running", cure: "load into one that waits" });
+        }
+        let blob = Blob::read(bytes)?;
+        self.fits(&blob)?;
+        for (number, vcpu) in (0..).zip(self.vcpus.fds()) {
+            let vcpu = vcpu.lock().unwrap_or_else(PoisonError::into_inner);
+            vcpu_state::load(&vcpu, number, &blob)?;
+        }
+        self.bus.serial.load(blob.section(Tag::Serial, 0)?)?;
+        if let Some(disk) = &self.bus.disk {
+            disk.load(blob.section(Tag::Disk, 0)?)?;
+        }
+        let saved = kvm_clock_data::read_from_bytes(blob.section(Tag::Clock, 0)?)
+            .map_err(|_| StateError::Malformed("the clock's section has another size".to_owned()))?;
+        // Only the time: the flags would ask KVM to add the time that has passed since.
+        let clock = kvm_clock_data { clock: saved.clock, ..Default::default() };
+        self.vm.set_clock(&clock).map_err(kvm("KVM_SET_CLOCK"))
+    }
+
+    /// What both sides must agree on, a line each.
+    fn describe(&self) -> String {
+        let mut text = format!("cpus {}\n", self.vcpus.fds().len());
+        text += if self.bus.disk.is_some() { "disk yes\n" } else { "disk no\n" };
+        for (name, gpa, size) in self.bus.ram.places() {
+            text += &format!("block {name} at {gpa:#x} of {size:#x}\n");
+        }
+        text
+    }
+
+    fn fits(&self, blob: &Blob<'_>) -> Result<(), StateError> {
+        let theirs = String::from_utf8_lossy(blob.section(Tag::Machine, 0)?);
+        let own = self.describe();
+        if theirs == own {
+            return Ok(());
+        }
+        let differ = |one: &str, other: &str| {
+            let lines: Vec<_> =
+                one.lines().filter(|line| !other.lines().any(|found| found == *line)).collect();
+            if lines.is_empty() { "nothing more".to_owned() } else { lines.join(", ") }
+        };
+        Err(StateError::Misfit(format!(
+            "the source has {}, this machine has {}: start both with the same --cpus, --memory, --block and --disk",
+            differ(&theirs, &own),
+            differ(&own, &theirs)
+        )))
+    }
+}
+
+fn open_kvm() -> Result<Kvm, MicrovmError> {
+    let system =
+        Kvm::new().map_err(|error| MicrovmError::NoKvm(std::io::Error::from_raw_os_error(error.errno())))?;
+    if system.get_api_version() != 12 {
+        return Err(MicrovmError::Capability("version 12 of its interface"));
+    }
+    for (cap, name) in [
+        (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+        (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+        (Cap::SplitIrqchip, "KVM_CAP_SPLIT_IRQCHIP"),
+        (Cap::TscDeadlineTimer, "KVM_CAP_TSC_DEADLINE_TIMER"),
+        (Cap::Xsave, "KVM_CAP_XSAVE"),
+        (Cap::VcpuEvents, "KVM_CAP_VCPU_EVENTS"),
+    ] {
+        if !system.check_extension(cap) {
+            return Err(MicrovmError::Capability(name));
+        }
+    }
+    Ok(system)
+}
+
+fn create_vm(system: &Kvm) -> Result<VmFd, MicrovmError> {
+    let vm = system.create_vm().map_err(kvm("KVM_CREATE_VM"))?;
+    vm.set_identity_map_address(IDENTITY_MAP).map_err(kvm("KVM_SET_IDENTITY_MAP_ADDR"))?;
+    vm.set_tss_address(TSS as usize).map_err(kvm("KVM_SET_TSS_ADDR"))?;
+    let split = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, args: [24, 0, 0, 0], ..Default::default() };
+    vm.enable_cap(&split).map_err(kvm("KVM_CAP_SPLIT_IRQCHIP"))?;
+    Ok(vm)
+}
+
+#[cfg(test)]
+mod tests;

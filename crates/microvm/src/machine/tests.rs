@@ -1,0 +1,195 @@
+//! A machine on the real KVM: what is saved is loaded, what does not fit is refused, and the guest goes on.
+
+use std::io::{self, Write};
+use std::sync::Mutex;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use godwit_memory::RamBlock;
+use godwit_units::{ByteCount, PageIndex};
+
+use super::*;
+use crate::{GuestMode, plain_layout};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[derive(Clone, Default)]
+struct Output(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Output {
+    fn wait_for(&self, text: &str) -> String {
+        let began = Instant::now();
+        loop {
+            let all = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+            if all.contains(text) {
+                return all;
+            }
+            assert!(began.elapsed() < LIMIT, "{text:?} did not come: {all}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+struct Rig {
+    machine: Machine,
+    output: Output,
+    events: Receiver<MachineEvent>,
+}
+
+fn plan(cpus: u32) -> MachinePlan {
+    MachinePlan {
+        blocks: plain_layout(ByteCount(32 << 20), None),
+        slots: 7,
+        cpus,
+        disk: None,
+        tracker: TrackerKind::KvmLog,
+    }
+}
+
+/// A machine, or nothing where there is no KVM.
+fn rig(test: &str, plan: &MachinePlan, mode: Option<GuestMode>) -> Option<Rig> {
+    if let Err(error) = std::fs::File::options().read(true).write(true).open("/dev/kvm") {
+        let _ = writeln!(io::stderr(), "SKIPPED {test}: /dev/kvm cannot be opened: {error}");
+        return None;
+    }
+    let guest = mode.map(|mode| GuestPlan { mode, rate: 500, fill: None, working_set: None });
+    let (output, (events_in, events)) = (Output::default(), channel());
+    let machine = Machine::new(plan, guest.as_ref(), Box::new(output.clone()), &events_in).unwrap();
+    Some(Rig { machine, output, events })
+}
+
+fn copy_memory(from: &Machine, to: &Machine) {
+    for (from, to) in from.ram().blocks().iter().zip(to.ram().blocks().iter()) {
+        let copy = |from: &RamBlock, to: &RamBlock| {
+            let mut bytes = vec![0; from.pages().bytes().0 as usize];
+            from.read(PageIndex(0), &mut bytes).unwrap();
+            to.write(PageIndex(0), &bytes).unwrap();
+        };
+        copy(from, to);
+    }
+}
+
+#[test]
+fn what_is_saved_is_loaded_and_the_guest_goes_on() {
+    let name = "what_is_saved_is_loaded_and_the_guest_goes_on";
+    let Some(source) = rig(name, &plan(2), Some(GuestMode::Rate)) else { return };
+    source.machine.run();
+    source.output.wait_for("HB n=2 ");
+    source.machine.stop().unwrap();
+    let state = source.machine.save().unwrap();
+    let destination = rig(name, &plan(2), None).unwrap();
+    copy_memory(&source.machine, &destination.machine);
+    destination.machine.load(&state).unwrap();
+
+    let again = destination.machine.save().unwrap();
+    let (first, second) = (Blob::read(&state).unwrap(), Blob::read(&again).unwrap());
+    use Tag::{CpuId, DebugRegs, Events, Lapic, MpState, Regs, Sregs, TscKhz, Xcrs, Xsave};
+    for cpu in 0..2 {
+        for tag in [CpuId, DebugRegs, Events, Lapic, MpState, Regs, Sregs, TscKhz, Xcrs, Xsave] {
+            assert_eq!(first.section(tag, cpu), second.section(tag, cpu), "{tag:?} of vCPU {cpu}");
+        }
+    }
+    assert_eq!(first.section(Tag::Serial, 0), second.section(Tag::Serial, 0));
+    destination.machine.run();
+    let printed = destination.output.wait_for("HB n=5 ");
+    assert!(!printed.contains("BUG") && !printed.contains("GUEST READY"), "{printed}");
+    assert!(printed.contains("bugs=0"), "{printed}");
+}
+
+#[test]
+fn a_state_that_is_cut_or_of_another_machine_changes_nothing() {
+    let name = "a_state_that_is_cut_or_of_another_machine_changes_nothing";
+    let Some(source) = rig(name, &plan(1), Some(GuestMode::Idle)) else { return };
+    let state = source.machine.save().unwrap();
+    let destination = rig(name, &plan(1), None).unwrap();
+    let before = destination.machine.save().unwrap();
+    let mut other_version = state.clone();
+    other_version[8] += 1;
+    for wrong in [&state[..state.len() / 2], &state[..10], &other_version, b"QEVM and so on"] {
+        assert!(matches!(destination.machine.load(wrong), Err(MicrovmError::State(_))));
+    }
+    let regs = |state: &[u8]| Blob::read(state).unwrap().section(Tag::Regs, 0).unwrap().to_vec();
+    assert_eq!(regs(&destination.machine.save().unwrap()), regs(&before));
+
+    let larger = rig(name, &plan(2), None).unwrap();
+    let error = larger.machine.load(&state).unwrap_err().to_string();
+    assert!(error.contains("the source has cpus 1, this machine has cpus 2"), "{error}");
+}
+
+#[test]
+fn a_running_machine_neither_saves_nor_loads() {
+    let name = "a_running_machine_neither_saves_nor_loads";
+    let Some(rig) = rig(name, &plan(1), Some(GuestMode::Idle)) else { return };
+    rig.machine.run();
+    assert!(matches!(rig.machine.save(), Err(MicrovmError::WrongState { .. })));
+    assert!(matches!(rig.machine.load(&[]), Err(MicrovmError::WrongState { .. })));
+}
+
+#[test]
+fn a_guest_that_dies_is_told_with_its_place() {
+    let name = "a_guest_that_dies_is_told_with_its_place";
+    let Some(rig) = rig(name, &plan(1), Some(GuestMode::Crash)) else { return };
+    rig.machine.run();
+    let Ok(MachineEvent::Died(error)) = rig.events.recv_timeout(LIMIT) else { panic!("it lives") };
+    let text = error.to_string();
+    assert!(text.contains("vCPU 0 shut down by a triple fault") && text.contains("at 0x1"), "{text}");
+    // The machine can still be stopped and dropped.
+    rig.machine.stop().unwrap();
+}
+
+#[test]
+fn stopping_and_running_again_loses_nothing() {
+    let name = "stopping_and_running_again_loses_nothing";
+    let Some(rig) = rig(name, &plan(2), Some(GuestMode::Full)) else { return };
+    rig.machine.run();
+    rig.output.wait_for("HB n=1 ");
+    for _ in 0..50 {
+        rig.machine.stop().unwrap();
+        let state = rig.machine.save().unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+        assert_eq!(rig.machine.save().unwrap().len(), state.len());
+        rig.machine.run();
+    }
+    let printed = rig.output.wait_for("HB n=8 ");
+    assert!(!printed.contains("BUG"), "{printed}");
+}
+
+#[test]
+fn machines_that_cannot_be_are_refused() {
+    let name = "machines_that_cannot_be_are_refused";
+    if rig(name, &plan(1), None).is_none() {
+        return;
+    }
+    let refused = |plan: MachinePlan| {
+        let events = channel().0;
+        Machine::new(&plan, None, Box::new(io::sink()), &events).unwrap_err().to_string()
+    };
+    assert!(refused(plan(0)).contains("use 1 to"));
+    assert!(refused(plan(33)).contains("33 vCPUs do not do"));
+    let disk = Some("/nonexistent/image".into());
+    assert!(refused(MachinePlan { disk, ..plan(1) }).contains("cannot be opened"));
+    let blocks = plain_layout(ByteCount(1 << 30), None);
+    let error = refused(MachinePlan { slots: 100_000, blocks, ..plan(1) });
+    assert!(error.contains("use fewer --slots"), "{error}");
+}
+
+#[test]
+fn a_machine_takes_as_many_slots_as_kvm_has() {
+    let name = "a_machine_takes_as_many_slots_as_kvm_has";
+    let plan = MachinePlan { slots: 32_764, blocks: plain_layout(ByteCount(256 << 20), None), ..plan(1) };
+    let Some(rig) = rig(name, &plan, Some(GuestMode::Idle)) else { return };
+    assert_eq!(rig.machine.slots().len(), 32_764);
+    rig.machine.run();
+    rig.output.wait_for("HB n=1 ");
+}

@@ -1,0 +1,301 @@
+//! The guest's memory in this process: mapped files, and copies in and out for devices.
+//!
+//! Invariants: a copy lies within one RAM block; and what a device writes is marked as dirty *after* the data has
+//! landed, so that whoever harvests the mark and then reads the page reads the data.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use godwit_memory::{RamBlock, Slot, SlotFlags, SlotId};
+use godwit_track::{BlockMapping, VhostLog};
+use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::MicrovmError;
+use crate::error::system;
+use crate::layout::BlockPlan;
+
+const HUGE: u64 = 2 << 20;
+
+/// All memory of the guest.
+pub struct GuestRam {
+    blocks: Arc<Vec<RamBlock>>,
+    placed: Vec<Placed>,
+    device_log: Arc<VhostLog>,
+}
+
+/// One block, mapped.
+struct Placed {
+    gpa: u64,
+    size: u64,
+    base: NonNull<u8>,
+    /// What was reserved around it.
+    reserved: (NonNull<u8>, usize),
+    file: File,
+    plan: BlockPlan,
+}
+
+// SAFETY: the mapping is shared memory, read and written by copies through raw pointers only; it is unmapped when the
+// one owner goes.
+unsafe impl Send for Placed {}
+// SAFETY: as above; no reference into the mapping is ever made.
+unsafe impl Sync for Placed {}
+
+impl std::fmt::Debug for GuestRam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GuestRam").field("blocks", &self.blocks).finish_non_exhaustive()
+    }
+}
+
+impl GuestRam {
+    /// Makes and maps `plans`, which were checked.
+    ///
+    /// # Errors
+    /// When a file cannot be made, used or mapped.
+    pub fn new(plans: &[BlockPlan]) -> Result<Self, MicrovmError> {
+        let (mut blocks, mut placed) = (Vec::new(), Vec::new());
+        for plan in plans {
+            let one = Placed::new(plan)?;
+            let path = match &plan.path {
+                Some(path) => path.clone(),
+                None => PathBuf::from(format!("/proc/self/fd/{}", one.file.as_raw_fd())),
+            };
+            blocks.push(RamBlock::open(&plan.name, &path, 0, plan.size, false)?);
+            placed.push(one);
+        }
+        let top = placed.iter().map(|placed| placed.gpa + placed.size).max().unwrap_or(0);
+        let device_log = VhostLog::new(PageCount(top / PAGE_SIZE))?;
+        Ok(Self { blocks: Arc::new(blocks), placed, device_log })
+    }
+
+    /// The RAM blocks, for the engine.
+    #[must_use]
+    pub fn blocks(&self) -> Arc<Vec<RamBlock>> {
+        Arc::clone(&self.blocks)
+    }
+
+    /// Each block's name, guest address and size.
+    pub(crate) fn places(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+        self.placed.iter().map(|placed| (placed.plan.name.as_str(), placed.gpa, placed.size))
+    }
+
+    /// Paths by which another process can open the RAM files while this one lives.
+    pub(crate) fn paths(&self) -> Vec<PathBuf> {
+        let own = std::process::id();
+        let path = |placed: &Placed| match &placed.plan.path {
+            Some(path) => path.clone(),
+            None => PathBuf::from(format!("/proc/{own}/fd/{}", placed.file.as_raw_fd())),
+        };
+        self.placed.iter().map(path).collect()
+    }
+
+    /// Removes the names of the RAM files. What is mapped stays as it is.
+    pub fn remove_names(&self) {
+        for path in self.placed.iter().filter_map(|placed| placed.plan.path.as_ref()) {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
+    /// The memory slots: at least one for each block, and `wanted` in all where the blocks have that many pages.
+    #[must_use]
+    pub fn slots(&self, wanted: usize) -> Vec<Slot> {
+        let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
+        let mut slots = Vec::new();
+        for (block, placed) in self.placed.iter().enumerate() {
+            let pages = placed.size / PAGE_SIZE;
+            let share =
+                (u128::from(pages) * wanted as u128 / u128::from(total)).clamp(1, pages.into()) as u64;
+            for number in 0..share {
+                let (first, end) = (pages * number / share, pages * (number + 1) / share);
+                slots.push(Slot {
+                    id: SlotId(slots.len() as u32),
+                    flags: SlotFlags::NONE,
+                    gfn: Gpa(placed.gpa + first * PAGE_SIZE).frame(),
+                    pages: PageCount(end - first),
+                    hva: Hva(placed.base.as_ptr() as u64 + first * PAGE_SIZE),
+                    block: block as u32,
+                    first: PageIndex(first),
+                });
+            }
+        }
+        slots
+    }
+
+    /// Where each block is mapped in this process.
+    pub(crate) fn mappings(&self) -> Vec<Vec<BlockMapping>> {
+        let mapping = |placed: &Placed| BlockMapping {
+            pages: PageRun::new(0, placed.size / PAGE_SIZE),
+            address: Hva(placed.base.as_ptr() as u64),
+        };
+        self.placed.iter().map(|placed| vec![mapping(placed)]).collect()
+    }
+
+    /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves; KVM does not.
+    pub(crate) fn device_log(&self) -> &Arc<VhostLog> {
+        &self.device_log
+    }
+
+    /// The block that holds `len` bytes at `gpa`, and where in it they are.
+    fn find(&self, gpa: u64, len: usize) -> Option<(usize, u64)> {
+        let number = self.placed.partition_point(|placed| placed.gpa <= gpa).checked_sub(1)?;
+        let offset = gpa - self.placed[number].gpa;
+        let end = offset.checked_add(len as u64)?;
+        (end <= self.placed[number].size).then_some((number, offset))
+    }
+
+    /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all in one block.
+    #[must_use]
+    pub fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
+        let (number, offset) = self.find(gpa, bytes.len())?;
+        // SAFETY: `find` keeps the range within the mapping. The guest may write it meanwhile; the copy then holds some
+        // mixture, which is what a device sees too.
+        unsafe {
+            let from = self.placed[number].base.as_ptr().add(offset as usize);
+            std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len());
+        }
+        Some(())
+    }
+
+    /// Copies `bytes` to guest memory at `gpa` and marks the pages; `None` if it is not all in one block.
+    #[must_use]
+    pub fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
+        let (number, offset) = self.find(gpa, bytes.len())?;
+        // SAFETY: as in `read`; no reference to this memory exists.
+        unsafe {
+            let to = self.placed[number].base.as_ptr().add(offset as usize);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
+        // The log reaches to the end of the last block, so nothing can lie beyond it.
+        let _ = self.device_log.mark(Gpa(gpa), ByteCount(bytes.len() as u64));
+        Some(())
+    }
+}
+
+impl Placed {
+    fn new(plan: &BlockPlan) -> Result<Self, MicrovmError> {
+        let size = plan.size.0;
+        let file = match &plan.path {
+            Some(path) => {
+                File::options().read(true).write(true).create(true).truncate(true).open(path).map_err(
+                    |source| godwit_memory::MemoryError::Open {
+                        block: plan.name.clone(),
+                        path: path.clone(),
+                        source,
+                    },
+                )?
+            }
+            None => File::from(
+                rustix::fs::memfd_create(&*plan.name, MemfdFlags::CLOEXEC)
+                    .map_err(system("make a memory file"))?,
+            ),
+        };
+        file.set_len(size).map_err(system("size a memory file"))?;
+        let wanted = size + 2 * HUGE;
+        let too_large =
+            || MicrovmError::Layout(format!("block '{}' of {} is too large", plan.name, ByteCount(size)));
+        let length = usize::try_from(wanted).map_err(|_| too_large())?;
+        // SAFETY: without MAP_FIXED the kernel picks a free place.
+        let reserved = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                length,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(system("reserve address space"))?;
+        let reserved = NonNull::new(reserved.cast::<u8>()).ok_or_else(too_large)?;
+        let start = (reserved.as_ptr() as u64).next_multiple_of(HUGE) + plan.host_offset;
+        let skip = (start - reserved.as_ptr() as u64) as usize;
+        // SAFETY: the range lies within what was just reserved, which nobody else knows of: at most 2 MiB of
+        // alignment and less than 2 MiB of offset come before it.
+        let mapped = unsafe {
+            rustix::mm::mmap(
+                reserved.as_ptr().add(skip).cast(),
+                size as usize,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE,
+                &file,
+                0,
+            )
+        };
+        let base = mapped.map_err(system("map a memory file"))?;
+        let base = NonNull::new(base.cast::<u8>()).ok_or_else(too_large)?;
+        Ok(Self { gpa: plan.gpa, size, base, reserved: (reserved, length), file, plan: plan.clone() })
+    }
+}
+
+impl Drop for GuestRam {
+    fn drop(&mut self) {
+        self.remove_names();
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        // SAFETY: what `new` reserved, with the mapping in it; no reference into it exists. KVM drops its slots when the
+        // process unmaps what they show, and the guest has been ended before.
+        let _ = unsafe { rustix::mm::munmap(self.reserved.0.as_ptr().cast(), self.reserved.1) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ram() -> GuestRam {
+        let plans = ["name=low,size=1MiB,gpa=0", "name=odd,size=20KiB,gpa=0x203000,host-offset=0x5000"];
+        GuestRam::new(&plans.map(|text| text.parse().unwrap())).unwrap()
+    }
+
+    #[test]
+    fn copies_stay_within_a_block() {
+        let ram = ram();
+        assert!(ram.write(0x20_3ffe, b"seam").is_some());
+        let mut back = [0; 4];
+        assert!(ram.read(0x20_3ffe, &mut back).is_some());
+        assert_eq!(&back, b"seam");
+        for (gpa, len) in [(0xf_fffe, 4), (0x20_7ffe, 4), (0x10_0000, 1), (u64::MAX - 1, 4), (0x20_2fff, 1)] {
+            assert!(ram.read(gpa, &mut vec![0; len]).is_none(), "{gpa:#x}");
+        }
+        let mut page = [0; 4096];
+        ram.blocks()[1].read(PageIndex(1), &mut page).unwrap();
+        assert_eq!(&page[..2], b"am");
+    }
+
+    #[test]
+    fn slots_tile_the_blocks_at_any_alignment() {
+        let ram = ram();
+        let slots = ram.slots(100);
+        let of = |block| slots.iter().filter(move |slot| slot.block == block);
+        assert_eq!(of(0).map(|slot| slot.pages.0).sum::<u64>(), 256);
+        assert_eq!(of(1).map(|slot| slot.pages.0).sum::<u64>(), 5);
+        assert_eq!(of(1).next().unwrap().gfn.0, 0x203);
+        assert_eq!(of(1).next().unwrap().hva.0 % HUGE, 0x5000);
+        assert!((95..=100).contains(&slots.len()), "{}", slots.len());
+        assert_eq!(ram.slots(0).len(), 2);
+        assert_eq!(ram.slots(10_000).len(), 261);
+    }
+
+    #[test]
+    fn device_writes_are_marked_page_by_page() {
+        use godwit_track::{DirtyTracker, VhostLogTracker};
+        let ram = ram();
+        ram.write(0x1000, &[1; 4096]).unwrap();
+        let sizes: Vec<_> = ram.blocks().iter().map(RamBlock::pages).collect();
+        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &ram.slots(7)).unwrap();
+        ram.write(0x20_3ffe, b"seam").unwrap();
+        ram.write(0x2000, &[1; 4096]).unwrap();
+        for (block, expected) in [(0, PageRun::new(2, 1)), (1, PageRun::new(0, 2))] {
+            let mut found = Vec::new();
+            let all = ram.blocks()[block].all();
+            tracker.harvest(block, all, PageCount::ZERO, &mut |run| found.push(run)).unwrap();
+            assert_eq!(found, [expected]);
+        }
+    }
+}

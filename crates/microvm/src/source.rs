@@ -1,0 +1,140 @@
+//! The machine as the source of a migration: what the engine asks of it, done in its own process.
+//!
+//! This file and `destination` are all that a VMM adds to have the engine inside. Nothing is injected, attached or asked
+//! of another process: stopping is a signal to the vCPU threads, the state is a piece of memory.
+
+use std::io::{self, Read};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use godwit_engine::vm::{SourceVm, VmError};
+use godwit_memory::RamBlock;
+use godwit_track::DirtyTracker;
+
+use crate::{Machine, MicrovmError};
+
+/// A machine whose guest is to leave.
+#[derive(Debug)]
+pub struct MicrovmSource<'a> {
+    machine: &'a Machine,
+    was_running: bool,
+    /// Where the state goes; dropped when all of it went.
+    state: Option<Sender<Vec<u8>>>,
+}
+
+impl<'a> MicrovmSource<'a> {
+    /// Prepares nothing yet.
+    #[must_use]
+    pub fn new(machine: &'a Machine) -> Self {
+        Self { machine, was_running: machine.is_running(), state: None }
+    }
+}
+
+impl SourceVm for MicrovmSource<'_> {
+    fn machine(&self) -> &'static str {
+        "microvm"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        self.machine.ram().blocks()
+    }
+
+    fn was_running(&self) -> bool {
+        self.was_running
+    }
+
+    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        Ok(self.machine.start_tracking()?)
+    }
+
+    fn tracking_stop(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
+        // What the disk has to write now it need not write when the guest is stopped.
+        self.machine.flush()?;
+        let (state, pieces) = mpsc::channel();
+        self.state = Some(state);
+        Ok(Box::new(Pieces { pieces, piece: Vec::new(), read: 0 }))
+    }
+
+    fn stop(&mut self) -> Result<Instant, VmError> {
+        let stopped = self.machine.stop()?;
+        // Another host reads the image after the handover.
+        self.machine.flush()?;
+        Ok(stopped)
+    }
+
+    fn release_state(&mut self) -> Result<(), VmError> {
+        let state = self.machine.save()?;
+        if let Some(sender) = self.state.take() {
+            // Nobody takes it: the migration has failed, and the engine knows.
+            let _ = sender.send(state);
+        }
+        Ok(())
+    }
+
+    fn state_saved(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        self.state = None;
+        if self.was_running {
+            self.machine.run();
+        }
+        Ok(())
+    }
+
+    fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
+        // Stopped it is; that it stays so, and whether the process ends, is decided by the owner of the machine.
+        if self.machine.is_running() {
+            let error = MicrovmError::WrongState { state: "running", cure: "this is a bug in godwit" };
+            return Err(error.into());
+        }
+        Ok(())
+    }
+}
+
+/// The state as a stream.
+struct Pieces {
+    pieces: Receiver<Vec<u8>>,
+    piece: Vec<u8>,
+    read: usize,
+}
+
+impl Read for Pieces {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.read == self.piece.len() {
+            let Ok(piece) = self.pieces.recv() else { return Ok(0) };
+            (self.piece, self.read) = (piece, 0);
+        }
+        let count = buffer.len().min(self.piece.len() - self.read);
+        buffer[..count].copy_from_slice(&self.piece[self.read..self.read + count]);
+        self.read += count;
+        Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_become_a_stream_that_ends() {
+        let (sender, pieces) = mpsc::channel();
+        let mut stream = Pieces { pieces, piece: Vec::new(), read: 0 };
+        sender.send(vec![1; 5]).unwrap();
+        sender.send(Vec::new()).unwrap();
+        sender.send(vec![2; 2]).unwrap();
+        drop(sender);
+        let mut all: Vec<u8> = Vec::new();
+        let mut buffer = [0; 3];
+        while let Ok(count @ 1..) = stream.read(&mut buffer) {
+            all.extend(&buffer[..count]);
+        }
+        assert_eq!(all, [1, 1, 1, 1, 1, 2, 2]);
+    }
+}
