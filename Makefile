@@ -15,7 +15,8 @@ DEMO_ARGUMENTS ?=
 
 .PHONY: demo
 demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof that its memory arrived exact
-	@machine=$(DEMO); \
+	@machine='$(DEMO)'; \
+	case "$$machine" in ''|qemu|microvm) ;; *) echo "DEMO=$$machine: it must be qemu or microvm; arguments go into DEMO_ARGUMENTS" >&2; exit 2;; esac; \
 	if [ "$$machine" != microvm ]; then \
 	  if $(MAKE) --no-print-directory guest qemu; then machine=qemu; \
 	  elif [ -z "$$machine" ]; then machine=microvm; echo "no QEMU to be had: using microvms"; \
