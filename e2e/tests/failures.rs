@@ -178,7 +178,7 @@ fn a_guest_that_outruns_the_link() -> anyhow::Result<()> {
 
 #[test]
 fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
-    for fault in ["cut-after-commit", "lose-commit"] {
+    for fault in ["cut-after-commit", "lose-commit", "lose-farewell"] {
         let Some(mut pair) = pair("the_link_breaks_at_the_handover")? else { return Ok(()) };
         // In doubt, the source asks the destination over a new connection.
         let (migrate, receive) = pair.migrate(&["--fault", fault])?;

@@ -210,7 +210,7 @@ fn the_migrating_command_killed() -> anyhow::Result<()> {
 
 #[test]
 fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
-    for fault in ["cut-after-commit", "lose-commit"] {
+    for fault in ["cut-after-commit", "lose-commit", "lose-farewell"] {
         let Some(pair) = pair("microvm: the_link_breaks_at_the_handover", SMALL)? else { return Ok(()) };
         let (migrate, receive) = pair.migrate(&["--fault", fault])?;
         pair.check_moved(&migrate)?;

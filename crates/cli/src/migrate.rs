@@ -70,6 +70,7 @@ enum FaultName {
     CutAfterCommit,
     LoseCommit,
     WrongDigest,
+    LoseFarewell,
 }
 
 impl From<FaultName> for Fault {
@@ -78,6 +79,7 @@ impl From<FaultName> for Fault {
             FaultName::CutAfterCommit => Self::CutAfterCommit,
             FaultName::LoseCommit => Self::LoseCommit,
             FaultName::WrongDigest => Self::WrongDigest,
+            FaultName::LoseFarewell => Self::LoseFarewell,
         }
     }
 }

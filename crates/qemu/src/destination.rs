@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::{mappings_of, other_writers};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
@@ -62,15 +61,10 @@ impl QemuDestination {
             });
         }
         let ram = machine.ram()?;
-        // The name may have been given to another file since QEMU mapped it: pages written there would reach nobody,
-        // and digests of both files would still agree.
-        for block in &ram {
-            mappings_of(machine.pid, block)?;
-        }
-        // The other way round, another machine's memory must not be overwritten.
-        if let Some(writer) = other_writers(machine.pid, &ram).into_iter().next() {
-            return Err(QemuError::OtherWriter(writer));
-        }
+        // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both files would still
+        // agree. The other way round, another machine's memory must not be overwritten.
+        machine.check_mappings(&ram)?;
+        machine.check_writers(&ram)?;
         let process = Pid::from_raw(machine.pid)
             .ok_or(rustix::io::Errno::SRCH)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))

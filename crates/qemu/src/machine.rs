@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_track::other_writers;
+use godwit_track::{mappings_of, other_writers};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
@@ -37,6 +37,21 @@ impl Machine {
     pub(crate) fn migration_state(&mut self) -> Result<String, QmpError> {
         let migration = self.qmp.execute("query-migrate", Value::Null)?;
         Ok(text(&migration["status"]))
+    }
+
+    /// Refuses RAM files that are not what QEMU has mapped: the name may have been given to another file since. Needs the
+    /// right to look into the process, without which later checks would find nothing.
+    pub(crate) fn check_mappings(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
+        blocks.iter().try_for_each(|block| mappings_of(self.pid, block).map(|_| ()))?;
+        Ok(())
+    }
+
+    /// Refuses RAM that another process may write.
+    pub(crate) fn check_writers(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
+        match other_writers(self.pid, blocks).into_iter().next() {
+            Some(writer) => Err(QemuError::OtherWriter(writer)),
+            None => Ok(()),
+        }
     }
 
     /// Opens all RAM blocks.
@@ -99,10 +114,7 @@ impl Machine {
         self.check_devices()?;
         self.check_descriptors()?;
         self.check_disks()?;
-        match other_writers(self.pid, blocks).into_iter().next() {
-            Some(writer) => Err(QemuError::OtherWriter(writer)),
-            None => Ok(()),
-        }
+        self.check_writers(blocks)
     }
 
     fn check_blockers(&mut self) -> Result<(), QemuError> {
@@ -172,6 +184,11 @@ impl Machine {
         }
         Ok(())
     }
+}
+
+/// Whether QEMU's own migration, in `state`, is not under way.
+pub(crate) fn is_over(state: &str) -> bool {
+    matches!(state, "" | "none" | "failed" | "cancelled" | "completed")
 }
 
 /// A JSON string; empty for anything else.

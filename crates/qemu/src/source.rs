@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, PagemapTracker, kernel_support, mappings_of};
+use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::machine::{Machine, text};
+use crate::machine::{Machine, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
 use crate::settings::Settings;
 
@@ -69,15 +69,12 @@ impl QemuSource {
             return Err(QemuError::SourceState { state, cure });
         }
         let migration = machine.migration_state()?;
-        if !matches!(migration.as_str(), "" | "none" | "failed" | "cancelled" | "completed") {
+        if !is_over(&migration) {
             let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let ram = machine.ram()?;
-        // Needs the right to look into the process, without which the checks below would find nothing.
-        for block in &ram {
-            mappings_of(machine.pid, block)?;
-        }
+        machine.check_mappings(&ram)?;
         machine.check_source(&ram)?;
         Ok(Self {
             machine,
@@ -106,16 +103,17 @@ impl QemuSource {
         let until = Instant::now() + RESUME_LIMIT;
         let mut cancelled = false;
         loop {
-            match self.machine.migration_state()?.as_str() {
-                "" | "none" | "failed" | "cancelled" | "completed" => return Ok(()),
-                _ if Instant::now() >= until => {
-                    return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
-                }
-                _ if !cancelled => {
-                    self.machine.qmp.execute("migrate_cancel", Value::Null)?;
-                    cancelled = true;
-                }
-                _ => std::thread::sleep(Duration::from_millis(1)),
+            if is_over(&self.machine.migration_state()?) {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
+            }
+            if cancelled {
+                std::thread::sleep(Duration::from_millis(1));
+            } else {
+                self.machine.qmp.execute("migrate_cancel", Value::Null)?;
+                cancelled = true;
             }
         }
     }

@@ -34,10 +34,10 @@ const PEER: &str = "source";
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
 const EVENTS_LIMIT: usize = 32;
 
-/// What the reader of the control connection reports.
-enum Event {
-    /// The source said something, or can no longer.
-    Peer { connection: u32, message: Result<Message, EngineError> },
+/// What the source said on one of its control connections, or why it says no more.
+struct Event {
+    connection: u32,
+    message: Result<Message, EngineError>,
 }
 
 /// What is told while receiving.
@@ -277,7 +277,7 @@ impl Destination<'_> {
         }
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
+        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok());
         Ok(())
     }
 
@@ -296,7 +296,7 @@ impl Destination<'_> {
                 return Err(EngineError::Cancelled);
             }
             match self.events.recv_timeout(limits::TICK) {
-                Ok(Event::Peer { connection, .. }) if connection != self.connection => {}
+                Ok(Event { connection, .. }) if connection != self.connection => {}
                 Ok(event) => return Ok(Some(event)),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
@@ -314,7 +314,7 @@ impl Destination<'_> {
     /// The next message of the source within `limit`.
     fn next_message(&mut self, limit: Duration) -> Result<Message, EngineError> {
         match self.next_event(Some(Instant::now() + limit))? {
-            Some(Event::Peer { message, .. }) => match message? {
+            Some(Event { message, .. }) => match message? {
                 Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
                 message => Ok(message),
             },
@@ -325,7 +325,7 @@ impl Destination<'_> {
     /// What the source says next, as an input.
     fn await_peer(&mut self) -> Result<Input, EngineError> {
         match self.next_event(self.linger_until)? {
-            Some(Event::Peer { message, .. }) => self.input_of(message?),
+            Some(Event { message, .. }) => self.input_of(message?),
             None => Err(EngineError::Timeout { what: "the source's farewell", limit: limits::LINGER }),
         }
     }
@@ -516,10 +516,10 @@ impl Destination<'_> {
         let expects = self.control.is_some() && self.cause.is_some();
         while expects && last_words.is_none() && Instant::now() < until {
             match self.events.recv_timeout(limits::TICK) {
-                Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
+                Ok(Event { message: Ok(Message::Abort { code, text }), .. }) => {
                     last_words = Some((code, text));
                 }
-                Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => break,
+                Ok(Event { message: Err(_), connection }) if connection == self.connection => break,
                 Ok(_) | Err(_) => {}
             }
         }

@@ -129,7 +129,7 @@ impl Channel {
         self.segments = segments;
         result?;
         self.flush()?;
-        self.put(&barrier(order.round))?;
+        put(&mut self.stream, &barrier(order.round), &mut self.carried, &self.counters)?;
         Ok(self.carried)
     }
 
@@ -256,17 +256,19 @@ impl Channel {
         }
         let frame = self.builder.finish(self.frame_block as u32);
         self.limiter.take(frame.len());
-        self.stream.write_all(frame).map_err(link_error("destination"))?;
-        let bytes = frame.len() as u64;
-        self.carried.sent += ByteCount(bytes);
-        self.counters.sent.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
+        put(&mut self.stream, frame, &mut self.carried, &self.counters)
     }
+}
 
-    fn put(&mut self, bytes: &[u8]) -> Result<(), EngineError> {
-        self.stream.write_all(bytes).map_err(link_error("destination"))?;
-        self.carried.sent += ByteCount(bytes.len() as u64);
-        self.counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        Ok(())
-    }
+/// Sends and counts `bytes`.
+fn put(
+    stream: &mut Stream,
+    bytes: &[u8],
+    carried: &mut Carried,
+    counters: &Counters,
+) -> Result<(), EngineError> {
+    stream.write_all(bytes).map_err(link_error("destination"))?;
+    carried.sent += ByteCount(bytes.len() as u64);
+    counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+    Ok(())
 }

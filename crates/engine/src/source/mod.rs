@@ -63,6 +63,8 @@ pub enum Fault {
     LoseCommit = 2,
     /// Flip a bit in the source's digest of the first chunk.
     WrongDigest = 3,
+    /// Break the control connection just before the farewell.
+    LoseFarewell = 4,
 }
 
 /// What the threads report.
@@ -280,8 +282,7 @@ impl Source<'_> {
             Action::Resolve => self.resolve(),
             Action::SendFarewell => {
                 self.finish_measures();
-                // Should it get lost, the destination waits for a while in vain.
-                let _ = self.say(&Message::Farewell);
+                self.say_farewell();
                 Ok(None)
             }
             Action::RetireGuest => {
@@ -302,10 +303,7 @@ impl Source<'_> {
     }
 
     fn connect_and_offer(&mut self) -> Result<Option<Input>, EngineError> {
-        let address = &self.options.to;
-        let mut stream = Stream::connect(address)
-            .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
-        self.greet(&mut stream, Role::Control)?;
+        let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
         let blocks = self.ram.iter();
         let blocks =
@@ -320,15 +318,17 @@ impl Source<'_> {
         Ok(None)
     }
 
-    /// Greets the destination on a new connection and checks that it answers as one.
-    fn greet(&self, stream: &mut Stream, role: Role) -> Result<(), EngineError> {
-        send_greeting(stream, Greeting { session: self.session, role }, PEER)?;
-        let answer = receive_greeting(stream, PEER)?;
-        if answer.session != self.session {
+    /// A new connection to the destination, which has answered the greeting as one; a data channel is not answered.
+    fn connect(&self, role: Role) -> Result<Stream, EngineError> {
+        let address = &self.options.to;
+        let mut stream = Stream::connect(address)
+            .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
+        send_greeting(&mut stream, Greeting { session: self.session, role }, PEER)?;
+        if !matches!(role, Role::Channel(_)) && receive_greeting(&mut stream, PEER)?.session != self.session {
             let what = "it answered for another session: it is busy with another migration".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
-        Ok(())
+        Ok(stream)
     }
 
     /// Makes `stream` the control connection, with a thread that reads it.
@@ -353,18 +353,8 @@ impl Source<'_> {
 
     fn start_tracking(&mut self) -> Result<Option<Input>, EngineError> {
         let count = usize::from(self.options.channels);
-        let mut streams = Vec::new();
-        for number in 0..self.options.channels {
-            let address = &self.options.to;
-            let mut stream = Stream::connect(address)
-                .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
-            send_greeting(
-                &mut stream,
-                Greeting { session: self.session, role: Role::Channel(number) },
-                PEER,
-            )?;
-            streams.push(stream);
-        }
+        let streams = (0..self.options.channels).map(|number| self.connect(Role::Channel(number)));
+        let streams = streams.collect::<Result<Vec<_>, _>>()?;
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
         self.measures.tracking_stop = self.vm.tracking_stop();
         let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
@@ -436,8 +426,7 @@ impl Source<'_> {
         self.last_round = Some(total);
         if last {
             self.measures.round_list.push(total);
-            let part = self.lap();
-            self.measures.parts.copy += part;
+            self.measures.parts.copy = self.lap();
         }
         Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
     }
@@ -640,8 +629,7 @@ impl Source<'_> {
                 next = (next.0 + 1, 0);
             }
         }
-        let part = self.lap();
-        self.measures.parts.verify += part;
+        self.measures.parts.verify = self.lap();
         if let Some((block, chunk)) = first_difference {
             return Err(EngineError::Digest {
                 differing,
@@ -717,10 +705,7 @@ impl Source<'_> {
         }
         self.cut();
         loop {
-            let connected = Stream::connect(&self.options.to)
-                .map_err(|source| EngineError::Connect { address: self.options.to.to_string(), source })
-                .and_then(|mut stream| self.greet(&mut stream, Role::Resolve).map(|()| stream));
-            match connected {
+            match self.connect(Role::Resolve) {
                 Ok(stream) => {
                     self.use_control(stream)?;
                     return Ok(Some(Input::Reconnected));
@@ -728,6 +713,19 @@ impl Source<'_> {
                 Err(error) if Instant::now() >= until => return Err(error),
                 Err(_) => std::thread::sleep(Duration::from_millis(200)),
             }
+        }
+    }
+
+    /// Tells the destination that it need not wait for questions. Without this word it stays for [`limits::LINGER`], so
+    /// where the link broke just now, a new connection is tried.
+    fn say_farewell(&mut self) {
+        if self.options.fault == Some(Fault::LoseFarewell) {
+            self.cut();
+        }
+        if self.say(&Message::Farewell).is_err()
+            && self.connect(Role::Resolve).and_then(|stream| self.use_control(stream)).is_ok()
+        {
+            let _ = self.say(&Message::Farewell);
         }
     }
 

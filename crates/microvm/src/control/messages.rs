@@ -85,7 +85,7 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
-        let known = [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest];
+        let known = [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
         let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
         Ok(Options {
             to,
