@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::chart::Chart;
 use crate::pattern::Pattern;
-use crate::rounds::{Rounds, short, table, timed};
+use crate::rounds::{Rounds, table_with_ratios, timed};
 
 /// 256 GiB of guest: 8 MiB of bits.
 const PAGES: PageCount = PageCount(256 << 18);
@@ -91,21 +91,7 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         );
         columns.push((name, cells));
     }
-    let head: Vec<String> = std::iter::once("one thread".to_owned())
-        .chain(columns.iter().map(|(name, _)| name.clone()))
-        .collect();
-    let rows: Vec<Vec<String>> = names
-        .iter()
-        .enumerate()
-        .map(|(number, name)| {
-            let cells = columns.iter().map(|(_, cells)| {
-                let (seconds, ratio) = cells[number];
-                format!("{} ({})", short(seconds * 1e3), short(ratio))
-            });
-            std::iter::once(name.clone()).chain(cells).collect()
-        })
-        .collect();
-    table(title, &head, &rows);
+    table_with_ratios(title, &names, &columns, 1e3);
     for (pattern, cells) in &columns {
         let figures: serde_json::Map<String, serde_json::Value> = names
             .iter()

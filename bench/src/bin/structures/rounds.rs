@@ -21,6 +21,26 @@ pub(crate) fn timed<T>(f: impl FnOnce() -> T) -> (f64, T) {
     (start.elapsed().as_secs_f64(), result)
 }
 
+/// Prints a table with a row for each of `names`, a column for each of `columns`; in the cells value × `unit` (ratio).
+pub(crate) fn table_with_ratios(
+    title: &str,
+    names: &[String],
+    columns: &[(String, Vec<(f64, f64)>)],
+    unit: f64,
+) {
+    let head = std::iter::once("one thread").chain(columns.iter().map(|(name, _)| name.as_str()));
+    let head: Vec<String> = head.map(str::to_owned).collect();
+    let row = |(number, name): (usize, &String)| {
+        let cells = columns.iter().map(|(_, cells)| {
+            let (value, ratio) = cells[number];
+            format!("{} ({})", short(value * unit), short(ratio))
+        });
+        std::iter::once(name.clone()).chain(cells).collect()
+    };
+    let rows: Vec<Vec<String>> = names.iter().enumerate().map(row).collect();
+    table(title, &head, &rows);
+}
+
 impl<'a> Rounds<'a> {
     pub(crate) fn new() -> Self {
         Self { contenders: Vec::new(), times: Vec::new() }

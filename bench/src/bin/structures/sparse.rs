@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::chart::Chart;
 use crate::pattern::Pattern;
-use crate::rounds::{Rounds, short, table, timed};
+use crate::rounds::{Rounds, table_with_ratios, timed};
 
 /// 4 TiB of disk in blocks of 64 KiB: 8 MiB of bits.
 const BLOCKS: PageCount = PageCount(4 << 24);
@@ -126,21 +126,7 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         report.figure(&format!("sparse: {name}"), figures);
         columns.push((name, cells));
     }
-    let head: Vec<String> = std::iter::once("one thread".to_owned())
-        .chain(columns.iter().map(|(name, _)| name.clone()))
-        .collect();
-    let rows: Vec<Vec<String>> = names
-        .iter()
-        .enumerate()
-        .map(|(number, name)| {
-            let cells = columns.iter().map(|(_, cells)| {
-                let (ms, times) = cells[number];
-                format!("{} ({})", short(ms), short(times))
-            });
-            std::iter::once(name.clone()).chain(cells).collect()
-        })
-        .collect();
-    table(title, &head, &rows);
+    table_with_ratios(title, &names, &columns, 1.0);
     Chart {
         title: "Search for dirty blocks of a 4 TiB disk (64 KiB each), one thread".to_owned(),
         axis: "milliseconds".to_owned(),
