@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use godwit_engine::address::Address;
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Fault, Options, migrate};
-use godwit_policy::Config;
+use godwit_policy::{Settings, ThrottleMode};
 use godwit_qemu::QemuSource;
 use godwit_units::{Rate, parse_duration};
 use serde_json::{Value, json};
@@ -91,9 +91,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     };
     let options = Options {
         to: arguments.to.clone(),
-        policy: Config {
+        policy: Settings {
             downtime_limit: arguments.downtime_limit,
             patience: Some(arguments.patience).filter(|patience| !patience.is_zero()),
+            // Nothing carries a throttle out yet.
+            throttle: ThrottleMode::Off,
+            ..Settings::default()
         },
         max_bandwidth: arguments.max_bandwidth,
         verify: arguments.verify,

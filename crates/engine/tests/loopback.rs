@@ -20,7 +20,7 @@ use godwit_engine::source::{Options, migrate};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Survivor};
 use godwit_memory::RamBlock;
-use godwit_policy::Config;
+use godwit_policy::{Settings, ThrottleMode};
 use godwit_track::{DirtyTracker, TrackError};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
@@ -247,7 +247,12 @@ fn options(to: Address, channels: u8, verify: bool) -> Options {
     Options {
         to,
         // Generous, so that the last round has much to carry.
-        policy: Config { downtime_limit: Duration::from_secs(10), patience: None },
+        policy: Settings {
+            downtime_limit: Duration::from_secs(10),
+            patience: None,
+            throttle: ThrottleMode::Off,
+            ..Settings::default()
+        },
         max_bandwidth: None,
         verify,
         channels,

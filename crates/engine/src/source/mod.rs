@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_memory::{RamBlock, Segment, segments};
-use godwit_policy::{Config, Decision, Estimate, Policy, Round};
+use godwit_policy::{Decision, Estimate, Policy, Round, Settings};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, Rate};
@@ -41,7 +41,7 @@ pub struct Options {
     /// Where the destination listens.
     pub to: Address,
     /// When to switch over and when to give up.
-    pub policy: Config,
+    pub policy: Settings,
     /// The most that may be sent; `None`: as fast as the link.
     pub max_bandwidth: Option<Rate>,
     /// Compare digests of all memory before the destination may run.
@@ -555,14 +555,19 @@ impl Source<'_> {
         // they are taken to be what they are on the machines where this was built.
         let fixed = harvest_began.elapsed() + Duration::from_millis(15);
         round.remaining = dirty;
-        let (decision, estimate) =
-            self.policy.round(&Round { time: round.time, sent: round.sent, remaining: dirty, fixed });
+        let (decision, estimate) = self.policy.round(&Round {
+            time: round.time,
+            sent: round.sent,
+            remaining: dirty,
+            fixed,
+            ..Round::default()
+        });
         self.estimate = Some(estimate);
         self.remaining = dirty;
         self.measures.round_list.push(round);
         self.report(round.round, Stage::PreCopy, true);
         match decision {
-            Decision::NextRound => Ok(Some(Input::NextRound)),
+            Decision::NextRound(_) => Ok(Some(Input::NextRound)),
             Decision::SwitchOver => Ok(Some(Input::SwitchOver)),
             Decision::GiveUp(advice) => Err(EngineError::NotConverging(advice)),
         }
@@ -808,9 +813,9 @@ impl Source<'_> {
             round_ended,
             sent: ByteCount(self.counters.sent.load(Ordering::Relaxed)),
             remaining,
-            dirty_rate: self.estimate.map(|estimate| estimate.dirty_rate),
-            bandwidth: self.estimate.map(|estimate| estimate.bandwidth),
-            expected_downtime: self.estimate.and_then(|estimate| estimate.expected_downtime),
+            dirty_rate: self.estimate.as_ref().map(|estimate| estimate.dirty_rate),
+            bandwidth: self.estimate.as_ref().map(|estimate| estimate.bandwidth),
+            expected_downtime: self.estimate.as_ref().and_then(|estimate| estimate.expected_downtime),
         });
     }
 }
