@@ -8,6 +8,7 @@ mod migrate;
 mod output;
 mod process;
 mod receive;
+mod steer;
 mod vm;
 
 use std::process::ExitCode;
@@ -34,6 +35,14 @@ enum Command {
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
+    /// Show migrations that run: progress, estimates and settings.
+    Status(steer::StatusArguments),
+    /// Change settings of a migration that runs.
+    Set(steer::SetArguments),
+    /// End the copying of a migration that runs and switch over now.
+    Switchover(steer::SwitchoverArguments),
+    /// Cancel a migration that runs: the guest stays where it is.
+    Cancel(steer::CancelArguments),
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
     #[command(subcommand)]
     Microvm(microvm::Command),
@@ -46,6 +55,10 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::Status(arguments) => steer::status(&arguments),
+        Command::Set(arguments) => steer::set(&arguments),
+        Command::Switchover(arguments) => steer::switchover(&arguments),
+        Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Demo(arguments) => demo::run(&arguments),
     }

@@ -1,22 +1,21 @@
 //! `godwit migrate`.
 
 use std::process::ExitCode;
-use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
+use godwit_engine::steering::Steering;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::Cost;
-use godwit_policy::Config;
 use godwit_qemu::QemuSource;
-use godwit_units::{Rate, parse_duration};
 use serde_json::{Value, json};
 
 use crate::output::{self, Display, json_line};
-use crate::process::{self, FAILED};
+use crate::process::{self, FAILED, USAGE};
+use crate::steer::{self, Engine, assignment};
 use crate::vm::{RequestError, VmName};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
@@ -31,17 +30,30 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "ADDR")]
     to: Address,
 
-    /// The longest expected downtime at which the guest is stopped
-    #[arg(long, value_name = "TIME", default_value = "300ms", value_parser = parse_duration)]
-    downtime_limit: Duration,
+    /// The longest expected downtime at which the guest is stopped [default: 300ms]
+    #[arg(long, value_name = "TIME", value_parser = setting("downtime-limit"))]
+    downtime_limit: Option<String>,
 
     /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) per second [default: all the link carries]
-    #[arg(long, value_name = "RATE")]
-    max_bandwidth: Option<Rate>,
+    #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
+    max_bandwidth: Option<String>,
 
-    /// Give up when no round came closer to the downtime limit for this long; 0s: never
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
-    patience: Duration,
+    /// Give up when no round came closer to the downtime limit for this long, with all that helps in force; 0s: never
+    /// [default: 60s]
+    #[arg(long, value_name = "TIME", value_parser = setting("patience"))]
+    patience: Option<String>,
+
+    /// How a guest that outruns the link is slowed down: adaptive, direct, staged, auto-converge or off [default: adaptive]
+    #[arg(long, value_name = "MODE", value_parser = setting("throttle"))]
+    throttle: Option<String>,
+
+    /// Any other setting, as `godwit set` takes it: delay-hot-percent=0, downtime-ceiling=1s, ...
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
+    settings: Vec<(String, String)>,
+
+    /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the process id]
+    #[arg(long, value_name = "NAME", value_parser = name)]
+    name: Option<String>,
 
     /// Compare digests of all memory on both sides before the destination may run; adds to the downtime
     #[arg(long)]
@@ -84,23 +96,74 @@ impl From<FaultName> for Fault {
     }
 }
 
+/// Checks a flag that is one of the settings.
+fn setting(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync + 'static {
+    move |value| {
+        let typed = vec![(key.to_owned(), value.to_owned())];
+        Steering::typed(typed, Cancel::default()).map(|_| value.to_owned()).map_err(|error| error.to_string())
+    }
+}
+
+/// A name that makes a file name.
+fn name(text: &str) -> Result<String, String> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if (1..=64).contains(&text.len()) && text.chars().all(fits) && !text.starts_with('.') {
+        Ok(text.to_owned())
+    } else {
+        Err("use 1 to 64 letters, digits, '-', '_' and '.', and no '.' in front".to_owned())
+    }
+}
+
+impl Arguments {
+    /// All settings that were given, by name; the flags first.
+    fn typed(&self) -> Vec<(String, String)> {
+        let flags = [
+            ("downtime-limit", &self.downtime_limit),
+            ("max-bandwidth", &self.max_bandwidth),
+            ("patience", &self.patience),
+            ("throttle", &self.throttle),
+        ];
+        let flags = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value.clone()?)));
+        flags.chain(self.settings.iter().cloned()).collect()
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
+    let steering = match Steering::typed(arguments.typed(), cancel) {
+        Ok(steering) => steering,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(USAGE);
+        }
+    };
     let options = Options {
         to: arguments.to.clone(),
-        policy: Config {
-            downtime_limit: arguments.downtime_limit,
-            patience: Some(arguments.patience).filter(|patience| !patience.is_zero()),
-        },
-        max_bandwidth: arguments.max_bandwidth,
         verify: arguments.verify,
         channels: arguments.channels,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };
+    let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
+    let engine = match &arguments.vm {
+        VmName::Qemu(_) => Engine::Here(steering.clone()),
+        VmName::Microvm(path) => Engine::Microvm(path.clone()),
+    };
+    let socket = match steer::serve(&name, engine) {
+        Ok(socket) => Some(socket),
+        Err(error) if arguments.name.is_some() => {
+            output::refusal(&format!("--name {name}: {error}"), arguments.json);
+            return ExitCode::from(FAILED);
+        }
+        Err(error) => {
+            eprintln!("godwit: this migration cannot be asked or changed while it runs: {error}");
+            None
+        }
+    };
     let mut display = Display::new(arguments.json);
-    let result = move_guest(&arguments.vm, &options, &cancel, &mut |progress| display.progress(progress));
+    let result = move_guest(&arguments.vm, &options, &steering, &mut |progress| display.progress(progress));
+    drop(socket);
     display.finish();
     match result {
         Ok((measures, cost)) => {
@@ -108,7 +171,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(RequestError::Refused(error)) => {
-            output::refusal(&*error, arguments.json);
+            output::refusal(&error, arguments.json);
             ExitCode::from(FAILED)
         }
         Err(RequestError::Failed(failure)) => {
@@ -122,16 +185,16 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 fn move_guest(
     vm: &VmName,
     options: &Options,
-    cancel: &Cancel,
+    steering: &Steering,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match vm {
         VmName::Qemu(path) => {
             let mut vm = QemuSource::open(path).map_err(|error| RequestError::Refused(error.into()))?;
-            let measures = migrate(&mut vm, options, cancel, progress).map_err(RequestError::Failed)?;
+            let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }
-        VmName::Microvm(path) => Ok(client::migrate(path, options, cancel, progress)?),
+        VmName::Microvm(path) => Ok(client::migrate(path, options, steering, progress)?),
     }
 }
 

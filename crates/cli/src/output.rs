@@ -26,11 +26,18 @@ pub(crate) struct Display {
     terminal: bool,
     line_open: bool,
     last_line: Instant,
+    warned: bool,
 }
 
 impl Display {
     pub(crate) fn new(json: bool) -> Self {
-        Self { json, terminal: std::io::stderr().is_terminal(), line_open: false, last_line: Instant::now() }
+        Self {
+            json,
+            terminal: std::io::stderr().is_terminal(),
+            line_open: false,
+            last_line: Instant::now(),
+            warned: false,
+        }
     }
 
     /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and every two seconds.
@@ -45,6 +52,11 @@ impl Display {
         }
         self.last_line = Instant::now();
         let mut err = std::io::stderr().lock();
+        if let Some(warning) =
+            progress.warning.as_ref().filter(|_| !std::mem::replace(&mut self.warned, true))
+        {
+            let _ = writeln!(err, "godwit: {warning}");
+        }
         let start = if self.terminal { "\r\x1b[K" } else { "" };
         let end = if ends || !self.terminal { "\n" } else { "" };
         let _ = write!(err, "{start}{}{end}", progress_line(progress));
@@ -66,13 +78,18 @@ fn optional<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
 
 /// One line about a migration in progress.
 pub(crate) fn progress_line(progress: &Progress) -> String {
+    let throttle = if progress.throttle > 0.0 {
+        format!("  throttle {:.0} %", progress.throttle * 100.0)
+    } else {
+        String::new()
+    };
     let stage = match progress.stage {
         Stage::PreCopy => format!("round {}", progress.round),
         Stage::StopAndCopy => "last round".to_owned(),
         Stage::Handover => "handover".to_owned(),
     };
     format!(
-        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}",
+        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}{throttle}",
         format_duration(progress.elapsed),
         progress.sent,
         progress.remaining,
@@ -82,20 +99,35 @@ pub(crate) fn progress_line(progress: &Progress) -> String {
     )
 }
 
+/// What there is to say beside the line: the throttle, delayed segments, advice, warnings.
+pub(crate) fn remarks(progress: &Progress) -> Vec<String> {
+    let mut remarks = Vec::new();
+    if progress.throttle > 0.0 {
+        let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
+        remarks.push(format!("throttled by {:.0} %{}", progress.throttle * 100.0, seen.unwrap_or_default()));
+    }
+    if progress.delayed_segments > 0 {
+        remarks.push(format!("{} hot segments are left for later", progress.delayed_segments));
+    }
+    if let Some(time) = &progress.remaining_time {
+        remarks.push(format!(
+            "probably done in {} ({} to {})",
+            format_duration(time.mid),
+            format_duration(time.low),
+            format_duration(time.high)
+        ));
+    }
+    remarks.extend(progress.advice.iter().map(|advice| format!("advice: {advice}")));
+    remarks.extend(progress.warning.iter().map(|warning| format!("warning: {warning}")));
+    remarks
+}
+
 fn progress_json(progress: &Progress) -> Value {
-    let rate = |rate: Option<Rate>| rate.map(|rate| rate.bytes_per_second().round());
-    json!({
-        "event": "progress",
-        "elapsed_ms": progress.elapsed.as_secs_f64() * 1e3,
-        "stage": progress.stage,
-        "round": progress.round,
-        "round_ended": progress.round_ended,
-        "sent_bytes": progress.sent.0,
-        "remaining_bytes": progress.remaining.0,
-        "dirty_bytes_per_second": rate(progress.dirty_rate),
-        "bandwidth_bytes_per_second": rate(progress.bandwidth),
-        "expected_downtime_ms": progress.expected_downtime.map(|time| time.as_secs_f64() * 1e3),
-    })
+    let mut value = json!({ "event": "progress" });
+    if let (Value::Object(object), Ok(Value::Object(rest))) = (&mut value, serde_json::to_value(progress)) {
+        object.extend(rest);
+    }
+    value
 }
 
 /// The measures for people.
@@ -113,6 +145,17 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
     }
     let parts: Vec<String> =
         list.iter().map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
+    let slower = if measures.throttled.is_zero() {
+        "never throttled".to_owned()
+    } else {
+        format!(
+            "throttled for {}, guest time lost {}, under 50 % for {}, under 10 % for {}",
+            format_duration(measures.throttled),
+            format_duration(measures.lost),
+            format_duration(measures.under_half),
+            format_duration(measures.under_tenth),
+        )
+    };
     let verified = if measures.verified {
         format!("yes: digests of all {} equal on both sides", measures.ram)
     } else {
@@ -123,7 +166,7 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
          total     {}  in {} rounds\n\
          downtime  {}  ({})\n\
          sent      {} of {} RAM\n\
-         slower    {} with writes tracked\n\
+         slower    {} with writes tracked; {slower}\n\
          used      {:.0} ms CPU, {} memory at most (this side)\n\
          verified  {verified}",
         format_duration(measures.setup),
@@ -179,7 +222,7 @@ pub(crate) fn failure(failure: &Failure, json: bool) {
 }
 
 /// Tells that a VM was refused before anything began.
-pub(crate) fn refusal(error: &dyn std::error::Error, json: bool) {
+pub(crate) fn refusal(error: &dyn std::fmt::Display, json: bool) {
     eprintln!("godwit: {error}");
     if json {
         json_line(&json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }));

@@ -9,6 +9,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 /// It failed; the guest is where it was.
 pub(crate) const FAILED: u8 = 1;
+/// Wrong usage, as clap has it.
+pub(crate) const USAGE: u8 = 2;
 /// An operator is needed.
 pub(crate) const OPERATOR: u8 = 3;
 /// Cancelled; the guest is where it was.

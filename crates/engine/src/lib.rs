@@ -22,6 +22,7 @@ pub mod limits;
 mod link;
 pub mod report;
 pub mod source;
+pub mod steering;
 pub mod vm;
 
 pub use cancel::Cancel;

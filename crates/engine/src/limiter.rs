@@ -1,7 +1,7 @@
 //! The bandwidth limit: a token bucket that all channels share.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_units::{ByteCount, Rate};
@@ -11,30 +11,37 @@ use crate::limits;
 /// Tokens that may be saved up: what the link may carry in one burst after a pause.
 const BURST: Duration = Duration::from_millis(5);
 
+#[derive(Debug)]
+struct Account {
+    rate: Option<Rate>,
+    /// When everything permitted so far will have passed the link.
+    paid_until: Instant,
+}
+
 /// Hands out permission to send.
 #[derive(Debug)]
 pub(crate) struct Limiter {
-    rate: Option<Rate>,
-    /// When everything permitted so far will have passed the link.
-    paid_until: Mutex<Instant>,
+    account: Mutex<Account>,
     stopped: AtomicBool,
 }
 
 impl Limiter {
     /// A limiter for `rate`; `None` limits nothing.
     pub(crate) fn new(rate: Option<Rate>) -> Self {
-        Self { rate, paid_until: Mutex::new(Instant::now()), stopped: AtomicBool::new(false) }
+        let account = Account { rate, paid_until: Instant::now() };
+        Self { account: Mutex::new(account), stopped: AtomicBool::new(false) }
     }
 
     /// Waits until `bytes` may be sent.
     pub(crate) fn take(&self, bytes: usize) {
-        let Some(cost) = self.rate.and_then(|rate| rate.time_for(ByteCount(bytes as u64))) else { return };
         let wait = {
-            let mut paid_until = self.paid_until.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let mut account = self.account();
+            let cost = account.rate.and_then(|rate| rate.time_for(ByteCount(bytes as u64)));
+            let Some(cost) = cost else { return };
             let now = Instant::now();
             let earliest = now.checked_sub(BURST).unwrap_or(now);
-            let start = (*paid_until).max(earliest);
-            *paid_until = start + cost;
+            let start = account.paid_until.max(earliest);
+            account.paid_until = start + cost;
             start.saturating_duration_since(now)
         };
         // In slices: at a low rate a frame takes long, and an end must not wait for it.
@@ -46,6 +53,15 @@ impl Limiter {
             }
             std::thread::sleep(left.min(limits::TICK));
         }
+    }
+
+    /// Changes the rate, for all that is sent from now on.
+    pub(crate) fn set(&self, rate: Option<Rate>) {
+        self.account().rate = rate;
+    }
+
+    fn account(&self) -> MutexGuard<'_, Account> {
+        self.account.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Ends all waits.

@@ -1,8 +1,8 @@
 //! What a migration tells while it runs, and its measures at the end.
 //!
 //! The measures are the six by which a migration is judged: set-up time, total time, total data, downtime, loss
-//! of guest performance (how long it was tracked; how slow it was only an observer of the guest can tell), and the
-//! resources used.
+//! of guest performance (how long it was tracked and throttled, and how slow it was as far as its vCPUs' time tells), and
+//! the resources used.
 
 use std::time::Duration;
 
@@ -22,9 +22,10 @@ pub enum Stage {
 }
 
 /// A look at a migration in progress.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Since the start.
+    #[serde(rename = "elapsed_ms", with = "milliseconds")]
     pub elapsed: Duration,
     /// What is going on.
     pub stage: Stage,
@@ -33,15 +34,53 @@ pub struct Progress {
     /// Whether the round has just ended: the estimates below are new.
     pub round_ended: bool,
     /// Bytes put on the wire so far.
+    #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
     /// What is still to be sent, as far as known.
+    #[serde(rename = "remaining_bytes", with = "bytes")]
     pub remaining: ByteCount,
     /// How fast the guest dirties memory, from the last round.
+    #[serde(rename = "dirty_bytes_per_second", with = "optional_rate")]
     pub dirty_rate: Option<Rate>,
     /// How fast the link carries.
+    #[serde(rename = "bandwidth_bytes_per_second", with = "optional_rate")]
     pub bandwidth: Option<Rate>,
     /// Downtime if the guest were stopped now.
+    #[serde(rename = "expected_downtime_ms", with = "optional_milliseconds")]
     pub expected_downtime: Option<Duration>,
+    /// How long it will still take, as far as that can be said.
+    pub remaining_time: Option<RemainingTime>,
+    /// Share of time in which the vCPUs are kept from running.
+    pub throttle: f64,
+    /// The guest's speed under that throttle, as a share of its speed without, if it can be seen.
+    pub guest_speed: Option<f64>,
+    /// Hot segments that are left for later.
+    pub delayed_segments: usize,
+    /// What only the operator can do now.
+    pub advice: Option<String>,
+    /// What went wrong and is no reason to stop.
+    pub warning: Option<String>,
+}
+
+/// A time with bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RemainingTime {
+    /// At least.
+    #[serde(rename = "low_ms", with = "milliseconds")]
+    pub low: Duration,
+    /// Probably.
+    #[serde(rename = "mid_ms", with = "milliseconds")]
+    pub mid: Duration,
+    /// At most.
+    #[serde(rename = "high_ms", with = "milliseconds")]
+    pub high: Duration,
+}
+
+impl From<godwit_policy::RemainingTime> for RemainingTime {
+    fn from(time: godwit_policy::RemainingTime) -> Self {
+        let godwit_policy::RemainingTime { low, mid, high } = time;
+        Self { low, mid, high }
+    }
 }
 
 /// One round as it was.
@@ -64,6 +103,8 @@ pub struct RoundMeasures {
     /// Pages dirty at its end.
     #[serde(rename = "remaining_pages", with = "pages")]
     pub remaining: PageCount,
+    /// The throttle in force at its end.
+    pub throttle: f64,
 }
 
 /// Where the downtime went.
@@ -107,6 +148,18 @@ pub struct Measures {
     /// How long the guest ran with its writes tracked.
     #[serde(rename = "tracked_ms", with = "milliseconds")]
     pub tracked: Duration,
+    /// How long it was throttled.
+    #[serde(rename = "throttled_ms", with = "milliseconds")]
+    pub throttled: Duration,
+    /// Guest time that the throttle took: one minus the guest's speed, summed up.
+    #[serde(rename = "lost_ms", with = "milliseconds")]
+    pub lost: Duration,
+    /// How long the guest ran under 50 % of its speed.
+    #[serde(rename = "under_half_ms", with = "milliseconds")]
+    pub under_half: Duration,
+    /// How long it ran under 10 % of its speed.
+    #[serde(rename = "under_tenth_ms", with = "milliseconds")]
+    pub under_tenth: Duration,
     /// How long a thread of the machine was stopped to start tracking.
     #[serde(rename = "tracking_stop_us", with = "microseconds")]
     pub tracking_stop: Duration,
@@ -158,6 +211,42 @@ mod microseconds {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
         u64::deserialize(deserializer).map(Duration::from_micros)
+    }
+}
+
+/// As [`milliseconds`], where there is one.
+mod optional_milliseconds {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(
+        time: &Option<Duration>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        time.map(|time| (time.as_secs_f64() * 1e6).round() / 1e3).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        let time = Option::<f64>::deserialize(deserializer)?;
+        let seconds = time.map(|milliseconds| (milliseconds * 1e3).round() / 1e6);
+        seconds.map(Duration::try_from_secs_f64).transpose().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Rates as whole bytes a second, where there is one.
+mod optional_rate {
+    use godwit_units::Rate;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(rate: &Option<Rate>, serializer: S) -> Result<S::Ok, S::Error> {
+        rate.map(|rate| rate.bytes_per_second().round()).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Rate>, D::Error> {
+        Ok(Option::<f64>::deserialize(deserializer)?.map(Rate::from_bytes_per_second))
     }
 }
 

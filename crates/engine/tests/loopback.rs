@@ -17,10 +17,11 @@ use std::time::{Duration, Instant};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::receive;
 use godwit_engine::source::{Options, migrate};
+use godwit_engine::steering::Steering;
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Survivor};
 use godwit_memory::RamBlock;
-use godwit_policy::Config;
+use godwit_policy::Settings;
 use godwit_track::{DirtyTracker, TrackError};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
@@ -126,6 +127,18 @@ impl SourceVm for Source {
 
     fn tracking_stop(&self) -> Duration {
         Duration::ZERO
+    }
+
+    fn throttle(&mut self, _share: f64) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        None
+    }
+
+    fn vcpus(&self) -> usize {
+        1
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
@@ -244,16 +257,7 @@ impl DestinationVm for Destination {
 }
 
 fn options(to: Address, channels: u8, verify: bool) -> Options {
-    Options {
-        to,
-        // Generous, so that the last round has much to carry.
-        policy: Config { downtime_limit: Duration::from_secs(10), patience: None },
-        max_bandwidth: None,
-        verify,
-        channels,
-        keep_source: false,
-        fault: None,
-    }
+    Options { to, verify, channels, keep_source: false, fault: None }
 }
 
 /// One migration; the outcome at the source, and what the destination found.
@@ -272,7 +276,11 @@ fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Su
         let cancel = Cancel::default();
         receive(&mut destination, &listener, Some(Duration::from_secs(60)), &cancel, &mut |_| {}).map(drop)
     });
-    let result = migrate(&mut source, &options(to, channels, verify), &Cancel::default(), &mut |_| {});
+    // Generous, so that the last round has much to carry.
+    let settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    let steering = Steering::new(settings, None, Cancel::default());
+    let result = migrate(&mut source, &options(to, channels, verify), &steering, &mut |_| {});
     let received = receiving.join().unwrap();
     assert_eq!(result.is_ok(), received.is_ok(), "{result:?} {received:?}");
     let found = std::mem::take(&mut *found.lock().unwrap());

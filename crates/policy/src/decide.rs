@@ -1,15 +1,20 @@
-//! The decision after each round: another one, switch over, or give up and say why.
+//! The decision after each round and within it: another round and how, switch over, or give up and say why.
 //!
 //! The guest is stopped when the expected downtime is within the limit *and* one more round would not bring it
-//! down by much: at a local minimum of what remains, not at the first moment that is allowed.
+//! down by much: at a local minimum of what remains, not at the first moment that is allowed. A throttled guest is
+//! not kept waiting for the minimum.
 
-use std::fmt;
 use std::time::Duration;
 
-use godwit_units::{ByteCount, PageCount, Rate, format_duration};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, Rate};
 
-use crate::Bandwidth;
-use crate::downtime;
+use crate::guest::{Class, Guest, Link, time_to_finish};
+use crate::hot::{Bounds, Hot};
+use crate::observe::{Advice, Decision, Estimate, Plan, RemainingTime, Round, Tick};
+use crate::settings::{SettingError, Settings, ThrottleMode};
+use crate::share::Share;
+use crate::throttle::{Throttle, View};
+use crate::{Bandwidth, downtime};
 
 /// A round is worth making, once within the limit, if the last one brought the remaining data down to this share.
 const WORTHWHILE: f64 = 0.75;
@@ -19,160 +24,375 @@ const NEGLIGIBLE: Duration = Duration::from_micros(500);
 const SEARCH_ROUNDS: u32 = 8;
 /// An expected downtime counts as better when it is below this share of the best so far.
 const PROGRESS: f64 = 0.95;
-
-/// What the operator wants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Config {
-    /// The downtime must not be expected to exceed this.
-    pub downtime_limit: Duration,
-    /// Give up when no round came closer to the limit for this long; `None`: never.
-    pub patience: Option<Duration>,
-}
-
-impl Default for Config {
-    /// 300 ms, and one minute without progress.
-    fn default() -> Self {
-        Self { downtime_limit: Duration::from_millis(300), patience: Some(Duration::from_secs(60)) }
-    }
-}
-
-/// What was seen of one round.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Round {
-    /// How long it took, from its start to the peer's acknowledgement.
-    pub time: Duration,
-    /// Bytes put on the wire.
-    pub sent: ByteCount,
-    /// Pages dirty at its end, which the next round (or the last) has to send.
-    pub remaining: PageCount,
-    /// What stop-and-copy costs beside the transfer: last harvest, device state, handover, as far as known.
-    pub fixed: Duration,
-}
-
-/// What the policy makes of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Estimate {
-    /// Bandwidth over the recent rounds.
-    pub bandwidth: Rate,
-    /// How fast pages became dirty in the last round.
-    pub dirty_rate: Rate,
-    /// Downtime if the guest were stopped now; `None` while the bandwidth is unknown.
-    pub expected_downtime: Option<Duration>,
-}
-
-/// What to do next.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Decision {
-    /// Make another round with the guest running.
-    NextRound,
-    /// Stop the guest and finish.
-    SwitchOver,
-    /// Stop trying; the guest runs on at the source.
-    GiveUp(Advice),
-}
-
-/// Why it would not finish, and what would help.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Advice {
-    /// The best expected downtime seen.
-    pub best: Duration,
-    /// The limit it was held against.
-    pub limit: Duration,
-    /// The last estimate.
-    pub dirty_rate: Rate,
-    /// The bandwidth it competes with.
-    pub bandwidth: Rate,
-}
-
-impl fmt::Display for Advice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the guest dirties {} and the link carries {}: the downtime would be {} at best, above the limit of {}; allow --downtime-limit {}, raise --max-bandwidth or quieten the guest",
-            self.dirty_rate,
-            self.bandwidth,
-            format_duration(self.best),
-            format_duration(self.limit),
-            format_duration(self.best.mul_f64(1.2)),
-        )
-    }
-}
+/// The share of the limit that plans aim at.
+const AIM: f64 = 0.85;
+/// Steps in which the limit grows to its ceiling.
+const STEPS: u32 = 8;
+/// With the patience at its end this many times over, it ends whatever is in force.
+const LAST_STRAW: u32 = 5;
+/// A round's own bandwidth is believed within it after this.
+const SETTLED: Duration = Duration::from_millis(500);
 
 /// The convergence policy of one migration.
 #[derive(Clone, Debug)]
 pub struct Policy {
-    config: Config,
+    settings: Settings,
     bandwidth: Bandwidth,
+    guest: Guest,
+    hot: Hot,
+    share: Share,
+    throttle: Throttle,
+    plan: Plan,
+    rounds: u32,
+    first_round: Duration,
+    /// The sum of all rounds that have ended.
+    clock: Duration,
+    last_look: Duration,
+    /// Pages found dirty since the round began.
+    dirtied: f64,
+    before: Vec<u32>,
+    /// Bytes on the wire for a page.
+    page_bytes: f64,
+    fixed: Duration,
+    idle: Duration,
     previous: Option<PageCount>,
     searched: u32,
     best: Option<Duration>,
     without_progress: Duration,
+    stuck_rounds: u32,
+    step: u32,
 }
 
 impl Policy {
     /// A policy that has seen nothing yet.
     #[must_use]
-    pub fn new(config: Config) -> Self {
+    pub fn new(settings: Settings) -> Self {
         Self {
-            config,
+            settings,
             bandwidth: Bandwidth::default(),
+            guest: Guest::default(),
+            hot: Hot::default(),
+            share: Share::default(),
+            throttle: Throttle::default(),
+            plan: Plan::default(),
+            rounds: 0,
+            first_round: Duration::ZERO,
+            clock: Duration::ZERO,
+            last_look: Duration::ZERO,
+            dirtied: 0.0,
+            before: Vec::new(),
+            page_bytes: PAGE_SIZE as f64,
+            fixed: Duration::ZERO,
+            idle: Duration::ZERO,
             previous: None,
             searched: 0,
             best: None,
             without_progress: Duration::ZERO,
+            stuck_rounds: 0,
+            step: 0,
         }
+    }
+
+    /// What is to be in force in the first round; `disks` says whether disks move as well.
+    pub fn start(&mut self, disks: bool) -> Plan {
+        self.plan.memory_share = self.settings.memory_share.unwrap_or_else(|| Share::at_first(disks));
+        self.plan.clone()
+    }
+
+    /// What holds now.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// What is in force, or should be.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Changes a setting while the migration runs. The plan that follows is to be put into force at once.
+    ///
+    /// # Errors
+    /// As [`Settings::set`]; nothing has changed then.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<Plan, SettingError> {
+        let before = self.settings;
+        self.settings.set(key, value)?;
+        if before.throttle != self.settings.throttle {
+            self.throttle = Throttle::default();
+            self.plan.throttle = 0.0;
+        }
+        self.plan.throttle = self.plan.throttle.min(self.settings.max_throttle);
+        if self.settings.delay_hot_percent == 0 {
+            self.hot.forbid();
+            self.plan.delayed = self.hot.delayed().clone();
+        }
+        if let Some(share) = self.settings.memory_share {
+            self.plan.memory_share = share;
+        }
+        Ok(self.plan.clone())
+    }
+
+    /// Takes in what is seen within a round. Some, when another plan is to be put into force at once.
+    pub fn tick(&mut self, tick: &Tick) -> Option<Plan> {
+        let time = tick.in_round.saturating_sub(self.last_look);
+        if time.is_zero() {
+            return None;
+        }
+        self.look(tick.dirty, time, tick.throttle);
+        self.last_look = tick.in_round;
+        let before = self.plan.clone();
+        if self.rounds == 0 {
+            self.hot.look(tick.dirty, self.guest.segment_pages(), self.settings.delay_hot_percent);
+            self.plan.delayed = self.hot.delayed().clone();
+        } else {
+            // Over a whole round the link is known better than from the rounds before.
+            let settled = tick.in_round >= SETTLED && tick.sent.0 > 0;
+            let history = self.bandwidth.average();
+            let link = if settled { tick.sent.per(tick.in_round.as_secs_f64()) } else { history };
+            let link = if settled && link.bytes_per_second() < 0.2 * history.bytes_per_second() {
+                history
+            } else {
+                link
+            };
+            let classes = self.guest.classes();
+            let clock = self.clock + tick.in_round;
+            let sent = tick.sent.0 as f64 / self.page_bytes;
+            let rate = self.dirtied / tick.in_round.as_secs_f64();
+            let view = self.view(&classes, clock, tick.remaining, link, rate, sent);
+            let mut throttle = self.throttle.clone();
+            throttle.tick(self.settings.throttle, &view);
+            self.throttle = throttle;
+            self.plan.throttle = self.throttle.value().min(self.settings.max_throttle);
+        }
+        (self.plan != before).then(|| self.plan.clone())
     }
 
     /// Takes in what was seen of a round and decides.
     pub fn round(&mut self, round: &Round) -> (Decision, Estimate) {
-        self.bandwidth.observe(round.sent, round.time);
-        let bandwidth = self.bandwidth.average();
-        let remaining = round.remaining.bytes();
-        let estimate = Estimate {
-            bandwidth,
-            dirty_rate: remaining.per(round.time.as_secs_f64()),
-            expected_downtime: downtime::expected(remaining, bandwidth, round.fixed),
-        };
-        let previous = self.previous.replace(round.remaining);
-        let decision = match estimate.expected_downtime {
-            Some(expected) if expected <= self.config.downtime_limit => {
-                self.within_limit(round, previous, expected.saturating_sub(round.fixed))
-            }
-            expected => self.above_limit(round, expected, &estimate),
-        };
-        (decision, estimate)
-    }
-
-    fn within_limit(&mut self, round: &Round, previous: Option<PageCount>, transfer: Duration) -> Decision {
-        self.without_progress = Duration::ZERO;
-        self.searched += 1;
-        // Nothing to compare the first round with: it sent all of memory.
-        let shrinks =
-            previous.is_none_or(|previous| (round.remaining.0 as f64) < WORTHWHILE * previous.0 as f64);
-        if shrinks && transfer > NEGLIGIBLE && self.searched <= SEARCH_ROUNDS {
-            Decision::NextRound
-        } else {
-            Decision::SwitchOver
+        self.guest.set_memory(round.memory.0);
+        let disk = round.disk.unwrap_or_default();
+        let busy = round.time.saturating_sub(round.idle);
+        self.bandwidth.observe(round.sent + disk.sent, busy);
+        if round.pages.0 >= 256 {
+            self.page_bytes =
+                (round.sent.0 as f64 / round.pages.0 as f64).clamp(16.0, 2.0 * PAGE_SIZE as f64);
         }
-    }
+        if round.dirty.is_empty() {
+            self.guest.look_at_all(round.remaining.0, round.time, round.throttle);
+            self.dirtied = round.remaining.0 as f64;
+        } else {
+            self.look(round.dirty, round.time.saturating_sub(self.last_look), round.throttle);
+        }
+        self.clock += round.time;
+        if self.rounds == 0 {
+            self.first_round = round.time;
+        }
+        self.rounds += 1;
+        self.last_look = Duration::ZERO;
+        (self.fixed, self.idle) = (round.fixed, round.idle);
 
-    fn above_limit(&mut self, round: &Round, expected: Option<Duration>, estimate: &Estimate) -> Decision {
-        let expected = expected.unwrap_or(Duration::MAX);
-        if self.best.is_none_or(|best| expected < best.mul_f64(PROGRESS)) {
-            self.best = Some(expected.min(Duration::from_secs(1_000_000)));
+        let bandwidth = self.bandwidth.average();
+        let classes = self.guest.classes();
+        let dirtied = std::mem::take(&mut self.dirtied);
+        let dirty_rate = dirtied / round.time.as_secs_f64().max(1e-6);
+        let left = self.left(&classes, round, &disk);
+        let expected = downtime::expected(left, bandwidth, round.fixed);
+        let limit = self.limit();
+        let previous = self.previous.replace(round.remaining);
+        let mut estimate = Estimate {
+            bandwidth,
+            dirty_rate: Rate::from_bytes_per_second(dirty_rate * PAGE_SIZE as f64),
+            expected_downtime: expected,
+            limit,
+            remaining_time: None,
+            advice: None,
+        };
+        if expected.is_some_and(|expected| expected <= limit) {
+            let transfer = expected.unwrap_or_default().saturating_sub(round.fixed);
+            if self.is_minimum(round.remaining, previous, transfer) {
+                return (Decision::SwitchOver, estimate);
+            }
             self.without_progress = Duration::ZERO;
         } else {
-            self.without_progress += round.time;
+            self.note_progress(expected, round.time);
         }
-        match (self.config.patience, self.best) {
-            (Some(patience), Some(best)) if self.without_progress >= patience => Decision::GiveUp(Advice {
-                best,
-                limit: self.config.downtime_limit,
-                dirty_rate: estimate.dirty_rate,
-                bandwidth: estimate.bandwidth,
-            }),
-            _ => Decision::NextRound,
+        let enough = self.enough(bandwidth);
+        let bounds = Bounds {
+            percent: self.settings.delay_hot_percent,
+            rounds: self.settings.max_delay,
+            until: round.memory.0 as f64 * f64::from(self.settings.delay_until_percent) / 100.0,
+            enough,
+        };
+        if !round.dirty.is_empty() {
+            self.hot.round(round.dirty, self.guest.segment_pages(), round.remaining.0 as f64, bounds);
         }
+        let sent = round.sent.0 as f64 / self.page_bytes;
+        let mut view = self.view(&classes, self.clock, round.remaining, bandwidth, dirty_rate, sent);
+        view.dirtied = dirtied;
+        let mut throttle = self.throttle.clone();
+        throttle.round(self.settings.throttle, &view, round.time);
+        let estimated = self.remaining_time(&view, throttle.value(), bandwidth);
+        self.throttle = throttle;
+        estimate.remaining_time = estimated;
+        if self.throttle.exhausted() {
+            estimate.advice = Some(self.advice(&estimate, round.throttle));
+        }
+        if self.is_hopeless() {
+            return (Decision::GiveUp(self.advice(&estimate, round.throttle)), estimate);
+        }
+        let (share, disk_limit) = match &round.disk {
+            Some(disk) => {
+                let enough = enough * self.page_bytes;
+                self.share.round(disk, round.time.as_secs_f64(), enough, self.settings.disk_limit)
+            }
+            None => (crate::share::ALL, None),
+        };
+        self.plan = Plan {
+            throttle: self.throttle.value().min(self.settings.max_throttle),
+            delayed: self.hot.delayed().clone(),
+            memory_share: self.settings.memory_share.unwrap_or(share),
+            disk_limit,
+        };
+        (Decision::NextRound(self.plan.clone()), estimate)
+    }
+
+    /// A look at segments, in the model and in the count of what was dirtied in this round.
+    fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
+        self.guest.look(dirty, time, throttle);
+        self.before.resize(dirty.len(), 0);
+        for (before, now) in self.before.iter_mut().zip(dirty) {
+            let grown = if now >= before { now - *before } else { *now };
+            self.dirtied += f64::from(grown);
+            *before = *now;
+        }
+    }
+
+    /// All that stop-and-copy would have to send.
+    fn left(&self, classes: &[Class], round: &Round, disk: &crate::DiskRound) -> ByteCount {
+        let lead = round.lead.as_secs_f64() * self.guest.speed(round.throttle);
+        let growth: f64 =
+            classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * lead).exp())).sum();
+        let pages = round.remaining.0 as f64 + growth;
+        ByteCount((pages * self.page_bytes) as u64) + disk.remaining
+    }
+
+    fn limit(&self) -> Duration {
+        let limit = self.settings.downtime_limit;
+        let ceiling = self.settings.downtime_ceiling.unwrap_or(limit).max(limit);
+        limit + (ceiling - limit) * self.step / STEPS
+    }
+
+    /// The pages that plans aim to have left at the end.
+    fn enough(&self, bandwidth: Rate) -> f64 {
+        let time = self.limit().mul_f64(AIM).saturating_sub(self.fixed);
+        bandwidth.bytes_per_second() * time.as_secs_f64() / self.page_bytes
+    }
+
+    fn view<'a>(
+        &'a self,
+        classes: &'a [Class],
+        clock: Duration,
+        remaining: PageCount,
+        bandwidth: Rate,
+        dirty_rate: f64,
+        sent: f64,
+    ) -> View<'a> {
+        let known: f64 = classes.iter().map(|class| class.dirty).sum();
+        let used = self.clock.max(clock).saturating_sub(self.first_round).as_secs_f64();
+        let first = self.first_round.as_secs_f64();
+        let (free, throttled) = match self.settings.finish_within {
+            Some(time) => (time.as_secs_f64(), time.as_secs_f64()),
+            // Not to be slowed is worth waiting for.
+            None => ((4.0 * first).max(20.0), (2.0 * first).max(10.0)),
+        };
+        View {
+            clock,
+            remaining: remaining.0 as f64,
+            bandwidth: bandwidth.bytes_per_second() / self.page_bytes,
+            dirty_rate,
+            dirtied: self.dirtied,
+            sent,
+            guest: &self.guest,
+            classes,
+            unsent: (remaining.0 as f64 - known).max(0.0),
+            idle: self.idle.as_secs_f64(),
+            enough: self.enough(bandwidth),
+            free_time: free - used,
+            time_left: throttled - used,
+            downtime: self.limit().as_secs_f64(),
+            most: self.settings.max_throttle,
+            delaying: !self.hot.delayed().is_empty(),
+        }
+    }
+
+    fn is_minimum(&mut self, remaining: PageCount, previous: Option<PageCount>, transfer: Duration) -> bool {
+        if self.plan.throttle > 0.0 {
+            return true;
+        }
+        self.searched += 1;
+        // Nothing to compare the first round with: it sent all of memory.
+        let shrinks = previous.is_none_or(|previous| (remaining.0 as f64) < WORTHWHILE * previous.0 as f64);
+        !(shrinks && transfer > NEGLIGIBLE && self.searched <= SEARCH_ROUNDS)
+    }
+
+    fn note_progress(&mut self, expected: Option<Duration>, time: Duration) {
+        let expected = expected.unwrap_or(Duration::MAX).min(Duration::from_secs(1_000_000));
+        if self.best.is_none_or(|best| expected < best.mul_f64(PROGRESS)) {
+            self.best = Some(expected);
+            self.without_progress = Duration::ZERO;
+            self.stuck_rounds = 0;
+        } else {
+            self.without_progress += time;
+            self.stuck_rounds += 1;
+            if self.stuck_rounds >= 2 {
+                self.step = (self.step + 1).min(STEPS);
+            }
+        }
+    }
+
+    /// Out of patience with all that helps in force.
+    fn is_hopeless(&self) -> bool {
+        let Some(patience) = self.settings.patience else { return false };
+        let strongest = match self.settings.throttle {
+            ThrottleMode::Off => true,
+            _ => {
+                self.throttle.exhausted()
+                    || self.throttle.value() >= self.settings.max_throttle.min(0.98) - 1e-9
+            }
+        };
+        let growing = self.settings.downtime_ceiling.is_some() && self.step < STEPS;
+        let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
+        waiting && (strongest && !growing || self.without_progress >= patience * LAST_STRAW)
+            || self.stuck_rounds >= 100_000
+    }
+
+    fn advice(&self, estimate: &Estimate, throttle: f64) -> Advice {
+        Advice {
+            best: self.best.unwrap_or_default(),
+            limit: estimate.limit,
+            dirty_rate: estimate.dirty_rate,
+            bandwidth: estimate.bandwidth,
+            throttle: throttle.max(self.throttle.value()),
+        }
+    }
+
+    fn remaining_time(&self, view: &View, throttle: f64, bandwidth: Rate) -> Option<RemainingTime> {
+        let speed = self.guest.speed(throttle);
+        let time = |faster: f64, busier: f64| {
+            let link = Link { pages: view.bandwidth * faster, idle: view.idle };
+            let seconds =
+                time_to_finish(view.classes, view.unsent, (speed * busier).min(1.0), link, view.enough)?;
+            let last = view.enough.min(view.remaining) / link.pages;
+            Duration::try_from_secs_f64(seconds + last).ok()?.checked_add(self.fixed)
+        };
+        if bandwidth == Rate::ZERO {
+            return None;
+        }
+        let mid = time(1.0, 1.0)?;
+        let low = time(1.15, 0.8).unwrap_or(mid).min(mid);
+        let high = time(0.85, 1.25).unwrap_or(mid * 3).max(mid);
+        Some(RemainingTime { low, mid, high })
     }
 }
 

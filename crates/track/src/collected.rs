@@ -59,11 +59,6 @@ impl Collected<'_> {
         found.break_value().unwrap_or(end)
     }
 
-    /// How many pages were collected.
-    pub(crate) fn count(&self) -> PageCount {
-        self.bitmap.count_in(PageRun::new(0, self.within.count.0))
-    }
-
     /// Reports all runs before page `cut` of the request; returns the page of the block to go on from.
     pub(crate) fn report(&self, cut: u64, found: &mut dyn FnMut(PageRun)) -> PageIndex {
         let base = self.within.start.0;
@@ -92,7 +87,6 @@ mod tests {
         let mut collected = home.start(PageRun::new(1000, 200));
         collected.bitmap.set(PageRun::new(10, 60));
         collected.bitmap.set(PageRun::new(100, 5));
-        assert_eq!(collected.count(), PageCount(65));
         for (limit, cut) in [(0, 200), (1, 11), (60, 70), (61, 101), (65, 105), (66, 200)] {
             assert_eq!(collected.cut(PageCount(limit)), cut, "{limit}");
         }

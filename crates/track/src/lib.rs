@@ -72,14 +72,22 @@ pub trait DirtyTracker: Send + Sync {
     /// As [`Self::harvest`].
     fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError>;
 
-    /// Counts the dirty pages of `within` as they are now, whenever the round began, and leaves them dirty. Trackers of
-    /// whole memory slots fetch those anew, so ask for whole blocks.
+    /// Reports the dirty pages of `within` as they are now, whenever the round began, and leaves them dirty: for counts,
+    /// while the guest runs. Trackers of whole memory slots fetch those anew, so ask for whole blocks.
+    ///
+    /// # Errors
+    /// As [`Self::harvest`].
+    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        self.peek(block, within, found)
+    }
+
+    /// Counts what [`Self::look`] reports.
     ///
     /// # Errors
     /// As [`Self::harvest`].
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
         let mut pages = PageCount::ZERO;
-        self.peek(block, within, &mut |run| pages += run.count)?;
+        self.look(block, within, &mut |run| pages += run.count)?;
         Ok(pages)
     }
 }
@@ -103,7 +111,7 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
         (**self).peek(block, within, found)
     }
 
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
-        (**self).count(block, within)
+    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        (**self).look(block, within, found)
     }
 }

@@ -38,6 +38,27 @@ impl UnionTracker {
         Some(self.kept.get(block)?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Reports what is kept and what `ask` has each tracker report.
+    fn unite(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+        ask: impl Fn(&dyn DirtyTracker, &mut dyn FnMut(PageRun)) -> Result<(), TrackError>,
+    ) -> Result<(), TrackError> {
+        let mut collected = self.collectors.start(within);
+        if let Some(kept) = self.kept(block) {
+            collected.bitmap.merge(PageIndex(0), &kept, within);
+        }
+        for tracker in &self.trackers {
+            ask(tracker.as_ref(), &mut |run| {
+                collected.bitmap.set(PageRun::new(run.start.0 - within.start.0, run.count.0));
+            })?;
+        }
+        collected.report(within.count.0, found);
+        Ok(())
+    }
+
     fn keep(&self, block: usize, within: PageRun, collected: &DirtyBitmap, from: u64) {
         let rest = PageRun::new(from, within.count.0 - from);
         if let Some(mut kept) = self.kept(block) {
@@ -85,27 +106,11 @@ impl DirtyTracker for UnionTracker {
     }
 
     fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
-        let mut collected = self.collectors.start(within);
-        if let Some(kept) = self.kept(block) {
-            collected.bitmap.merge(PageIndex(0), &kept, within);
-        }
-        for tracker in &self.trackers {
-            tracker.peek(block, within, &mut |run| {
-                collected.bitmap.set(PageRun::new(run.start.0 - within.start.0, run.count.0));
-            })?;
-        }
-        collected.report(within.count.0, found);
-        Ok(())
+        self.unite(block, within, found, |tracker, note| tracker.peek(block, within, note))
     }
 
-    /// The sum of what the trackers and the union itself count, but no more than there are pages: a page that is dirty
-    /// twice counts twice, so this is never too low.
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
-        let mut pages = self.kept(block).map_or(PageCount::ZERO, |kept| kept.count_in(within));
-        for tracker in &self.trackers {
-            pages += tracker.count(block, within)?;
-        }
-        Ok(pages.min(within.count))
+    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        self.unite(block, within, found, |tracker, note| tracker.look(block, within, note))
     }
 }
 

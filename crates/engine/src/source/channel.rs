@@ -16,6 +16,7 @@ use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::PageFrameBuilder;
 
 use super::Event;
+use super::board::Board;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::limiter::Limiter;
@@ -29,9 +30,7 @@ const HARVEST_LIMIT: PageCount = PageCount(1024);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order {
     pub(super) round: u32,
-    /// Send all pages that hold data, dirty or not.
-    pub(super) everything: bool,
-    /// The guest is stopped: what is dirty need not be protected again, which would flush the TLBs of its processors for
+    /// The guest is stopped: no segment is left for later, and what is dirty need not be protected again, which would flush the TLBs of its processors for
     /// each 2 MiB with a dirty page.
     pub(super) last: bool,
     /// Find pages that were sent and have become holes since.
@@ -49,24 +48,30 @@ pub(super) struct Carried {
 /// Counts that are looked at while a round runs.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
-    /// Bytes on the wire, by all channels and the control connection.
+    /// Bytes on the wire, by all channels.
     pub(super) sent: AtomicU64,
-    /// Pages dealt with in this round.
-    pub(super) pages: AtomicU64,
+}
+
+/// What all channels share.
+pub(super) struct Shared {
+    pub(super) tracker: Arc<dyn DirtyTracker>,
+    pub(super) blocks: Arc<Vec<RamBlock>>,
+    pub(super) limiter: Arc<Limiter>,
+    pub(super) counters: Arc<Counters>,
+    pub(super) board: Arc<Board>,
 }
 
 /// A segment, and which of its pages the destination holds with other bytes than zero.
 struct Owned {
+    /// Its number on the board.
+    number: usize,
     segment: Segment,
     held: Option<DirtyBitmap>,
 }
 
 pub(super) struct Channel {
     stream: Stream,
-    tracker: Arc<dyn DirtyTracker>,
-    blocks: Arc<Vec<RamBlock>>,
-    limiter: Arc<Limiter>,
-    counters: Arc<Counters>,
+    shared: Shared,
     segments: Vec<Owned>,
     builder: PageFrameBuilder,
     /// The block that the frame being built is for.
@@ -81,24 +86,19 @@ pub(super) struct Channel {
 impl Channel {
     pub(super) fn new(
         stream: Stream,
-        tracker: Arc<dyn DirtyTracker>,
-        blocks: Arc<Vec<RamBlock>>,
-        limiter: Arc<Limiter>,
-        counters: Arc<Counters>,
-        segments: Vec<Segment>,
+        shared: Shared,
+        segments: impl Iterator<Item = (usize, Segment)>,
         keep_held: bool,
     ) -> Self {
-        let owned = |segment: Segment| Owned {
+        let owned = |(number, segment): (usize, Segment)| Owned {
+            number,
             held: keep_held.then(|| DirtyBitmap::new(segment.run.count)),
             segment,
         };
         Self {
             stream,
-            tracker,
-            blocks,
-            limiter,
-            counters,
-            segments: segments.into_iter().map(owned).collect(),
+            segments: segments.map(owned).collect(),
+            shared,
             builder: PageFrameBuilder::new(),
             frame_block: 0,
             dirty: Vec::new(),
@@ -125,12 +125,31 @@ impl Channel {
         self.carried = Carried::default();
         self.hint = DataHint::default();
         let mut segments = std::mem::take(&mut self.segments);
-        let result = segments.iter_mut().try_for_each(|owned| self.segment(owned, order));
+        let result = self.segments(&mut segments, order);
         self.segments = segments;
         result?;
         self.flush()?;
-        put(&mut self.stream, &barrier(order.round), &mut self.carried, &self.counters)?;
+        put(&mut self.stream, &barrier(order.round), &mut self.carried, &self.shared.counters)?;
         Ok(self.carried)
+    }
+
+    /// Deals with all segments but those that are to be left for later; at the end of the round with those that no longer
+    /// are.
+    fn segments(&mut self, segments: &mut [Owned], order: Order) -> Result<(), EngineError> {
+        let mut left = Vec::new();
+        for (at, owned) in segments.iter_mut().enumerate() {
+            if !order.last && self.shared.board.passes_by(owned.number) {
+                left.push(at);
+            } else {
+                self.segment(owned, order)?;
+            }
+        }
+        for at in left {
+            if !self.shared.board.passes_by(segments[at].number) {
+                self.segment(&mut segments[at], order)?;
+            }
+        }
+        Ok(())
     }
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
@@ -141,10 +160,11 @@ impl Channel {
         if order.find_holes {
             self.discard_holes(owned)?;
         }
+        let everything = self.shared.board.is_unsent(owned.number);
         let mut at = run.start;
         while at < run.end() {
             let mut rest = PageRun::new(at.0, run.end().0 - at.0);
-            if order.everything {
+            if everything {
                 // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page
                 // tables of the whole range it was given.
                 rest.count = rest.count.min(HARVEST_LIMIT);
@@ -153,12 +173,12 @@ impl Channel {
             dirty.clear();
             let mut note = |run| dirty.push(run);
             let next = if order.last {
-                self.tracker.peek(block, rest, &mut note)?;
+                self.shared.tracker.peek(block, rest, &mut note)?;
                 rest.end()
             } else {
-                self.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?
+                self.shared.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?
             };
-            if order.everything {
+            if everything {
                 self.send_all(owned, PageRun::new(at.0, next.0 - at.0))?;
             } else {
                 for run in &dirty {
@@ -166,15 +186,15 @@ impl Channel {
                 }
             }
             self.dirty = dirty;
-            self.counters.pages.fetch_add(next.0 - at.0, Ordering::Relaxed);
             at = next;
         }
+        self.shared.board.mark_sent(owned.number);
         Ok(())
     }
 
     /// Sends the data of `run` and names its holes.
     fn send_all(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
-        let blocks = Arc::clone(&self.blocks);
+        let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
         let mut at = run.start;
         let mut hint = self.hint;
@@ -200,7 +220,7 @@ impl Channel {
 
     /// Reads and sends the pages of `run`.
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
-        let blocks = Arc::clone(&self.blocks);
+        let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
         let mut at = run.start.0;
         while at < run.end().0 {
@@ -224,7 +244,7 @@ impl Channel {
     fn discard_holes(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         let Some(mut held) = owned.held.take() else { return Ok(()) };
         let Segment { block, run } = owned.segment;
-        let blocks = Arc::clone(&self.blocks);
+        let blocks = Arc::clone(&self.shared.blocks);
         let mut holes = held.clone();
         let mut hint = self.hint;
         for data in blocks[block].data(run, &mut hint) {
@@ -255,8 +275,8 @@ impl Channel {
             return Ok(());
         }
         let frame = self.builder.finish(self.frame_block as u32);
-        self.limiter.take(frame.len());
-        put(&mut self.stream, frame, &mut self.carried, &self.counters)
+        self.shared.limiter.take(frame.len());
+        put(&mut self.stream, frame, &mut self.carried, &self.shared.counters)
     }
 }
 

@@ -6,7 +6,11 @@
 //! Threads: this one; one that reads the control connection; one a data channel; one that passes the device state
 //! on. They all report through one queue of events.
 
+mod board;
 mod channel;
+mod ending;
+mod rounds;
+mod speed;
 mod state;
 
 use std::sync::Arc;
@@ -15,11 +19,11 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_memory::{RamBlock, Segment, segments};
-use godwit_policy::{Config, Decision, Estimate, Policy, Round};
+use godwit_memory::RamBlock;
+use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, Rate};
+use godwit_units::{ByteCount, PageCount};
 use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
@@ -27,23 +31,22 @@ use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
 use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
+use crate::steering::{Change, Steering};
 use crate::vm::{SourceVm, VmError};
-use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
+use crate::{EngineError, Failure, Phase, Survivor, limits};
 
-use channel::{Carried, Channel, Counters, Order};
+use board::{Board, Look};
+use channel::{Carried, Channel, Counters, Order, Shared};
+use speed::Speed;
 use state::StatePump;
 
 const PEER: &str = "destination";
 
-/// How a migration is to be made.
+/// How a migration is to be made, as far as it cannot be changed while it runs; what can is in [`Steering`].
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where the destination listens.
     pub to: Address,
-    /// When to switch over and when to give up.
-    pub policy: Config,
-    /// The most that may be sent; `None`: as fast as the link.
-    pub max_bandwidth: Option<Rate>,
     /// Compare digests of all memory before the destination may run.
     pub verify: bool,
     /// Data channels, at least 1.
@@ -86,16 +89,17 @@ enum Event {
 pub fn migrate(
     vm: &mut dyn SourceVm,
     options: &Options,
-    cancel: &Cancel,
+    steering: &Steering,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Measures, Failure> {
     let (events_in, events) = mpsc::channel();
     let started = Instant::now();
+    let (settings, max_bandwidth) = steering.begin();
     let source = Source {
         ram: vm.ram(),
         vm,
         options,
-        cancel,
+        steering,
         progress,
         started,
         events,
@@ -105,11 +109,19 @@ pub fn migrate(
         connection: 0,
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(options.max_bandwidth)),
+        limiter: Arc::new(Limiter::new(max_bandwidth)),
         tracker: None,
+        board: None,
         pump: None,
         unawaited: None,
-        policy: Policy::new(options.policy),
+        policy: Policy::new(settings),
+        throttle: 0.0,
+        delayed: 0,
+        speed: Speed::default(),
+        guest_speed: None,
+        warning: None,
+        next_look: started,
+        sent_before: 0,
         estimate: None,
         remaining: PageCount::ZERO,
         round_began: started,
@@ -148,7 +160,7 @@ struct Source<'a> {
     vm: &'a mut dyn SourceVm,
     ram: Arc<Vec<RamBlock>>,
     options: &'a Options,
-    cancel: &'a Cancel,
+    steering: &'a Steering,
     progress: &'a mut dyn FnMut(&Progress),
     started: Instant,
     events: Receiver<Event>,
@@ -161,10 +173,22 @@ struct Source<'a> {
     counters: Arc<Counters>,
     limiter: Arc<Limiter>,
     tracker: Option<Arc<dyn DirtyTracker>>,
+    board: Option<Arc<Board>>,
     pump: Option<StatePump>,
     /// The round whose acknowledgement nobody waits for.
     unawaited: Option<u32>,
     policy: Policy,
+    /// The throttle in force, and how many segments are delayed.
+    throttle: f64,
+    delayed: usize,
+    speed: Speed,
+    /// The guest's speed under the throttle in force, as last seen.
+    guest_speed: Option<f64>,
+    /// What the operator should know and is no reason to stop.
+    warning: Option<String>,
+    next_look: Instant,
+    /// Bytes on the wire when the round began.
+    sent_before: u64,
     estimate: Option<Estimate>,
     remaining: PageCount,
     round_began: Instant,
@@ -351,107 +375,9 @@ impl Source<'_> {
         }
     }
 
-    fn start_tracking(&mut self) -> Result<Option<Input>, EngineError> {
-        let count = usize::from(self.options.channels);
-        let streams = (0..self.options.channels).map(|number| self.connect(Role::Channel(number)));
-        let streams = streams.collect::<Result<Vec<_>, _>>()?;
-        let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
-        self.measures.tracking_stop = self.vm.tracking_stop();
-        let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
-        let limiter = Arc::clone(&self.limiter);
-        for (number, stream) in streams.into_iter().enumerate() {
-            let own: Vec<Segment> = segments(&sizes).filter(|s| s.channel(count) == number).collect();
-            let handle = stream.try_clone().map_err(link_error(PEER))?;
-            let channel = Channel::new(
-                stream,
-                Arc::clone(&tracker),
-                Arc::clone(&self.ram),
-                Arc::clone(&limiter),
-                Arc::clone(&self.counters),
-                own,
-                self.options.verify,
-            );
-            let (orders, orders_out) = mpsc::channel();
-            let events = self.events_in.clone();
-            let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
-            self.channels.push(ChannelHandle { orders, stream: handle, thread });
-        }
-        self.tracker = Some(tracker);
-        self.measures.ram = sizes.iter().map(|pages| pages.bytes()).sum();
-        self.measures.setup = self.started.elapsed();
-        self.remaining = sizes.iter().copied().sum();
-        Ok(None)
-    }
-
-    /// Has the channels copy what is dirty.
-    fn start_round(&mut self, round: u32, stage: Stage) {
-        self.round_began = Instant::now();
-        self.counters.pages.store(0, Ordering::Relaxed);
-        let last = stage == Stage::StopAndCopy;
-        let find_holes = last && self.options.verify;
-        let order = Order { round, everything: round == 0, last, find_holes };
-        if let Some(tracker) = &self.tracker {
-            tracker.begin_round();
-        }
-        for channel in &self.channels {
-            // A channel that is gone has said why, which is found below.
-            let _ = channel.orders.send(order);
-        }
-    }
-
-    /// Waits until what is dirty is copied and, where that matters, in place at the destination.
-    fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
-        let last = stage == Stage::StopAndCopy;
-        let mut total = RoundMeasures { round, ..RoundMeasures::default() };
-        for _ in 0..self.channels.len() {
-            let carried = self.await_carried(round, stage)?;
-            total.data += carried.data;
-            total.zero += carried.zero;
-            total.sent += carried.sent;
-        }
-        self.say(&Message::RoundEnd { round })?;
-        let waits = !last || self.options.verify;
-        if waits {
-            self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
-                (*message == Message::RoundAck { round }).then_some(())
-            })?;
-        } else {
-            self.unawaited = Some(round);
-            if let Some(pump) = &self.pump {
-                // What follows on the control connection is taken when the round is in place.
-                pump.open();
-            }
-        }
-        total.time = self.round_began.elapsed();
-        self.last_round = Some(total);
-        if last {
-            self.measures.round_list.push(total);
-            self.measures.parts.copy = self.lap();
-        }
-        Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
-    }
-
-    /// Waits for one channel to have carried its part of `round`, reporting progress meanwhile.
-    fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
-        loop {
-            match self.next_event(limits::TICK)? {
-                // A thread that ended without a word will never send one.
-                None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
-                    match self.events.try_recv() {
-                        Ok(event) => return Err(Self::out_of_place(event)),
-                        Err(_) => return Err(EngineError::Panicked("channel")),
-                    }
-                }
-                None => self.report(round, stage, false),
-                Some(Event::Carried { round: carried, result }) if carried == round => return result,
-                Some(other) => return Err(Self::out_of_place(other)),
-            }
-        }
-    }
-
     /// The next event, within `limit`. Notices a cancellation, which an event may wait behind, before COMMIT.
     fn next_event(&self, limit: Duration) -> Result<Option<Event>, EngineError> {
-        if self.cancel.is_cancelled() && !self.commit_sent {
+        if self.steering.cancel().is_cancelled() && !self.commit_sent {
             return Err(EngineError::Cancelled);
         }
         match self.events.recv_timeout(limit) {
@@ -537,282 +463,31 @@ impl Source<'_> {
         Ok(input)
     }
 
-    fn ask_policy(&mut self) -> Result<Option<Input>, EngineError> {
-        let Some(mut round) = self.last_round.take() else {
-            return Err(EngineError::Panicked("main"));
-        };
-        let harvest_began = Instant::now();
-        let dirty = self.count_dirty()?;
-        // The last harvest costs what this count costs; device state and handover are measured only once, so
-        // they are taken to be what they are on the machines where this was built.
-        let fixed = harvest_began.elapsed() + Duration::from_millis(15);
-        round.remaining = dirty;
-        let (decision, estimate) =
-            self.policy.round(&Round { time: round.time, sent: round.sent, remaining: dirty, fixed });
-        self.estimate = Some(estimate);
-        self.remaining = dirty;
-        self.measures.round_list.push(round);
-        self.report(round.round, Stage::PreCopy, true);
-        match decision {
-            Decision::NextRound => Ok(Some(Input::NextRound)),
-            Decision::SwitchOver => Ok(Some(Input::SwitchOver)),
-            Decision::GiveUp(advice) => Err(EngineError::NotConverging(advice)),
-        }
-    }
-
-    fn count_dirty(&self) -> Result<PageCount, EngineError> {
-        let Some(tracker) = &self.tracker else { return Ok(PageCount::ZERO) };
-        let mut dirty = PageCount::ZERO;
-        for (number, block) in self.ram.iter().enumerate() {
-            dirty += tracker.count(number, block.all())?;
-        }
-        Ok(dirty)
-    }
-
-    /// Gets both machines ready, so that as little as possible is left to do when the guest is stopped.
-    fn prepare(&mut self) -> Result<Option<Input>, EngineError> {
-        self.say(&Message::Prepare)?;
-        let stream = self.vm.open_state().map_err(EngineError::Vm)?;
-        self.await_message("the destination to get ready", limits::ANSWER, |message| {
-            (*message == Message::Prepared).then_some(())
-        })?;
-        let Some(control) = &self.control else { return Err(EngineError::Panicked("control")) };
-        self.pump = Some(StatePump::start(stream, Arc::clone(control), self.events_in.clone()));
-        Ok(Some(Input::Prepared))
-    }
-
-    fn stop_guest(&mut self) -> Result<Option<Input>, EngineError> {
-        let stopped = self.vm.stop().map_err(EngineError::Vm)?;
-        self.stopped_at = Some(stopped);
-        self.mark = stopped;
-        self.measures.tracked = stopped.saturating_duration_since(self.started + self.measures.setup);
-        self.measures.parts.drain = self.lap();
-        Ok(Some(Input::GuestStopped))
-    }
-
-    fn compare_digests(&mut self) -> Result<Option<Input>, EngineError> {
-        self.say(&Message::DigestRequest)?;
-        let mut own = Vec::new();
-        for block in self.ram.iter() {
-            own.push(digests::digests(block, 0..digests::chunks(block.pages()))?);
-        }
-        if self.options.fault == Some(Fault::WrongDigest) {
-            own[0][0] ^= 1;
-        }
-        let expected: u64 = own.iter().map(|digests| digests.len() as u64).sum();
-        let mut first_difference = None;
-        let (mut seen, mut differing) = (0, 0);
-        // The destination sends them in order, so that each is seen once.
-        let mut next = (0usize, 0usize);
-        while seen < expected {
-            let (block, first, theirs) =
-                self.await_message("the destination's digests", limits::ANSWER, |message| match message {
-                    Message::Digests { block, first, digests } => Some((*block, *first, digests.clone())),
-                    _ => None,
-                })?;
-            let fits = (block as usize, first as usize) == next
-                && !theirs.is_empty()
-                && next.1 + theirs.len() <= own[next.0].len();
-            if !fits {
-                let what = "it sent digests that nobody asked for".to_owned();
-                return Err(EngineError::Protocol { peer: PEER, what });
-            }
-            for (chunk, digest) in theirs.iter().enumerate().map(|(i, digest)| (next.1 + i, digest)) {
-                if own[next.0][chunk] != *digest {
-                    differing += 1;
-                    first_difference.get_or_insert((next.0, chunk));
-                }
-            }
-            seen += theirs.len() as u64;
-            next.1 += theirs.len();
-            while next.0 < own.len() && next.1 == own[next.0].len() {
-                next = (next.0 + 1, 0);
-            }
-        }
-        self.measures.parts.verify = self.lap();
-        if let Some((block, chunk)) = first_difference {
-            return Err(EngineError::Digest {
-                differing,
-                chunks: expected,
-                block: self.ram[block].name().to_owned(),
-                offset: PageCount(chunk as u64 * CHUNK_PAGES).bytes().0,
-            });
-        }
-        self.measures.verified = true;
-        Ok(Some(Input::DigestsEqual))
-    }
-
-    /// Lets the machine save its devices. Unless digests were compared and all pages are in place by now, what it
-    /// saves is held back until the last round has ended.
-    fn release_state(&mut self) -> Result<Option<Input>, EngineError> {
-        if let (Some(pump), false) = (&self.pump, self.options.verify) {
-            pump.hold();
-        }
-        self.vm.release_state().map_err(EngineError::Vm)?;
-        Ok(None)
-    }
-
-    fn finish_state(&mut self) -> Result<Option<Input>, EngineError> {
-        self.report(self.last_number(), Stage::Handover, false);
-        let until = Instant::now() + limits::ANSWER;
-        let bytes = loop {
-            match self.next_event(limits::TICK)? {
-                Some(Event::StatePassed(result)) => break result?,
-                Some(other) => return Err(Self::out_of_place(other)),
-                None if Instant::now() >= until => {
-                    return Err(EngineError::Timeout { what: "the device state", limit: limits::ANSWER });
-                }
-                None => {}
-            }
-        };
-        self.measures.device_state = bytes;
-        self.vm.state_saved().map_err(EngineError::Vm)?;
-        // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM before it saves devices,
-        // so saving them must not write it (qemu_savevm_state_complete_precopy).
-        self.say(&Message::DeviceStateEnd)?;
-        self.measures.parts.save = self.lap();
-        Ok(Some(Input::StateSent))
-    }
-
-    fn commit(&mut self) -> Result<Option<Input>, EngineError> {
-        // From here on, whatever happens, the guest is not ours: not even when sending fails, for part of it may
-        // have arrived.
-        self.commit_sent = true;
-        let fault = self.options.fault.filter(|_| self.resolve_until.is_none());
-        if fault == Some(Fault::LoseCommit) {
-            self.cut();
-        }
-        self.say(&Message::Commit)?;
-        if fault == Some(Fault::CutAfterCommit) {
-            self.cut();
-        }
-        Ok(None)
-    }
-
-    /// Connects to the destination again, to ask who runs the guest.
-    fn resolve(&mut self) -> Result<Option<Input>, EngineError> {
-        let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
-        // The answer may be here already, behind what went wrong. Then the old connection must end: as long as it
-        // stands, the destination waits there and takes no other.
-        while let Ok(event) = self.events.try_recv() {
-            match event {
-                Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
-                Event::Peer { message: Ok(Message::Discarded | Message::Abort { .. }), .. } => {
-                    return Ok(Some(Input::Discarded));
-                }
-                _ => {}
-            }
-        }
-        self.cut();
-        loop {
-            match self.connect(Role::Resolve) {
-                Ok(stream) => {
-                    self.use_control(stream)?;
-                    return Ok(Some(Input::Reconnected));
-                }
-                Err(error) if Instant::now() >= until => return Err(error),
-                Err(_) => std::thread::sleep(Duration::from_millis(200)),
-            }
-        }
-    }
-
-    /// Tells the destination that it need not wait for questions. Without this word it stays for [`limits::LINGER`], so
-    /// where the link broke just now, a new connection is tried.
-    fn say_farewell(&mut self) {
-        if self.options.fault == Some(Fault::LoseFarewell) {
-            self.cut();
-        }
-        if self.say(&Message::Farewell).is_err()
-            && self.connect(Role::Resolve).and_then(|stream| self.use_control(stream)).is_ok()
-        {
-            let _ = self.say(&Message::Farewell);
-        }
-    }
-
-    /// Breaks the control connection.
-    fn cut(&self) {
-        if let Some(control) = &self.control {
-            control.shut_down();
-        }
-    }
-
-    /// Tells the destination, in a thread of its own: a link that is stuck must not hold up the guest.
-    fn abort(&mut self) {
-        let (Some(control), Some((_, cause))) = (self.control.clone(), &self.cause) else { return };
-        let message = Message::Abort { code: cause.abort_code(), text: cause.to_string() };
-        self.abort = Some(std::thread::spawn(move || {
-            let _ = control.send(&message);
-        }));
-    }
-
-    fn resume(&mut self) {
-        if let Err(error) = self.vm.resume() {
-            self.resume_failed = Some(error);
-        }
-    }
-
-    /// Ends all threads, and with the last clone of the tracker the tracking.
-    fn shut_down(&mut self) {
-        self.limiter.stop();
-        if let Some(pump) = &self.pump {
-            pump.end();
-        }
-        for channel in self.channels.drain(..) {
-            drop(channel.orders);
-            channel.stream.shut_down();
-            let _ = channel.thread.join();
-        }
-        self.tracker = None;
-        if let Some(abort) = self.abort.take() {
-            let until = Instant::now() + limits::ABORT;
-            while !abort.is_finished() && Instant::now() < until {
-                std::thread::sleep(limits::TICK / 20);
-            }
-        }
-        self.cut();
-        if let Some(pump) = self.pump.take() {
-            pump.join();
-        }
-    }
-
     fn last_number(&self) -> u32 {
         self.measures.round_list.last().map_or(0, |round| round.round)
     }
 
-    /// The time since the last part of the downtime ended.
-    fn lap(&mut self) -> Duration {
-        let now = Instant::now();
-        let part = now.saturating_duration_since(self.mark);
-        self.mark = now;
-        part
-    }
-
-    fn finish_measures(&mut self) {
-        let now = Instant::now();
-        self.measures.total = now - self.started;
-        self.measures.downtime =
-            self.stopped_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
-        self.measures.rounds = self.measures.round_list.len();
-        let pages = ByteCount(self.counters.sent.load(Ordering::Relaxed));
-        self.measures.sent = pages + self.measures.device_state;
-    }
-
     fn report(&mut self, round: u32, stage: Stage, round_ended: bool) {
-        let done = PageCount(self.counters.pages.load(Ordering::Relaxed)).bytes();
-        let remaining = self.remaining.bytes();
-        // Within the first round everything dealt with is off the list; later rounds walk all memory to find little.
-        let remaining = if round == 0 && !round_ended { remaining.saturating_sub(done) } else { remaining };
-        (self.progress)(&Progress {
+        let estimate = self.estimate.as_ref();
+        let progress = Progress {
             elapsed: self.started.elapsed(),
             stage,
             round,
             round_ended,
             sent: ByteCount(self.counters.sent.load(Ordering::Relaxed)),
-            remaining,
-            dirty_rate: self.estimate.map(|estimate| estimate.dirty_rate),
-            bandwidth: self.estimate.map(|estimate| estimate.bandwidth),
-            expected_downtime: self.estimate.and_then(|estimate| estimate.expected_downtime),
-        });
+            remaining: self.remaining.bytes(),
+            dirty_rate: estimate.map(|estimate| estimate.dirty_rate),
+            bandwidth: estimate.map(|estimate| estimate.bandwidth),
+            expected_downtime: estimate.and_then(|estimate| estimate.expected_downtime),
+            remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
+            throttle: self.throttle,
+            guest_speed: self.guest_speed,
+            delayed_segments: self.delayed,
+            advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
+            warning: self.warning.clone(),
+        };
+        self.steering.report(&progress);
+        (self.progress)(&progress);
     }
 }
 

@@ -13,6 +13,7 @@ use godwit_engine::address::Address;
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::Options;
+use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
 
@@ -61,7 +62,7 @@ impl Connection {
             })
         };
         open().map_err(|error: std::io::Error| {
-            problem(format!("cannot be reached: {error}; does `godwit microvm run --control` run there?"))
+            problem(format!("cannot be reached: {error}; does the machine or the migration still run?"))
         })
     }
 
@@ -98,8 +99,11 @@ impl Connection {
     }
 }
 
-/// Asks for something that is done at once.
-fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
+/// Asks for something that is answered at once.
+///
+/// # Errors
+/// When it is refused, or nobody answers.
+pub fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
     let mut connection = Connection::open(path, request)?;
     match connection.next(&Cancel::default(), Some(ANSWER_LIMIT))? {
         Answer::Refused { error } => Err(connection.problem(&error)),
@@ -114,13 +118,27 @@ fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
 pub fn status(path: &Path) -> Result<Status, MicrovmError> {
     match ask(path, &Request::Status)? {
         Answer::Status(status) => Ok(status),
-        _ => {
-            Err(MicrovmError::Control { path: path.to_owned(), problem: "answers something else".to_owned() })
-        }
+        _ => Err(other(path)),
     }
 }
 
-/// Has the machine pause, resume or quit.
+fn other(path: &Path) -> MicrovmError {
+    MicrovmError::Control { path: path.to_owned(), problem: "answers something else".to_owned() }
+}
+
+/// The last look at the migration under way, if there was one, and its settings.
+///
+/// # Errors
+/// When there is none.
+#[allow(clippy::type_complexity, reason = "the two parts of one answer")]
+pub fn migration(path: &Path) -> Result<(Option<Box<Progress>>, Vec<(String, String)>), MicrovmError> {
+    match ask(path, &Request::Progress)? {
+        Answer::Migration { progress, settings } => Ok((progress, settings)),
+        _ => Err(other(path)),
+    }
+}
+
+/// Has the machine pause, resume or quit; or change, switch over or cancel its migration.
 ///
 /// # Errors
 /// When it refuses.
@@ -141,19 +159,18 @@ fn lost(error: MicrovmError, survivor: Survivor) -> RequestError {
 pub fn migrate(
     path: &Path,
     options: &Options,
-    cancel: &Cancel,
+    steering: &Steering,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    let request = Request::Migrate(MigrateRequest::new(options));
+    let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed()));
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     loop {
-        match connection.next(cancel, None).map_err(|error| lost(error, Survivor::Unknown))? {
+        match connection.next(steering.cancel(), None).map_err(|error| lost(error, Survivor::Unknown))? {
             Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
             Answer::Migrated { measures, cost } => return Ok((*measures, cost)),
+            Answer::Progress(look) => progress(&look),
             answer => {
-                if let Some(look) = answer.progress() {
-                    progress(&look);
-                } else if let Some(failure) = answer.failure() {
+                if let Some(failure) = answer.failure() {
                     return Err(RequestError::Failed(failure));
                 }
             }

@@ -4,11 +4,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use godwit_engine::destination::{Notice, Received};
-use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options};
 use godwit_engine::{EngineError, Failure, Phase, Survivor};
-use godwit_policy::Config;
-use godwit_units::{ByteCount, Rate};
+use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 
 /// What is asked.
@@ -25,6 +24,20 @@ pub enum Request {
     Quit,
     /// Move the guest away.
     Migrate(MigrateRequest),
+    /// Look at the migration that is under way.
+    Progress,
+    /// Change settings of it, all or none.
+    Set {
+        /// Names and values.
+        settings: Vec<(String, String)>,
+    },
+    /// Have it switch over now.
+    SwitchOver {
+        /// Whatever the downtime.
+        force: bool,
+    },
+    /// End it; the guest stays.
+    Cancel,
     /// Take a guest in.
     Receive {
         /// Where to listen.
@@ -39,12 +52,9 @@ pub enum Request {
 pub struct MigrateRequest {
     /// Where the destination listens.
     pub to: String,
-    /// The longest expected downtime at which the guest is stopped.
-    pub downtime_limit_ms: f64,
-    /// When to give up; none: never.
-    pub patience_ms: Option<f64>,
-    /// Bytes a second; none: all that the link carries.
-    pub max_bandwidth: Option<f64>,
+    /// Settings that differ from the defaults, as `godwit set` takes them.
+    #[serde(default)]
+    pub settings: Vec<(String, String)>,
     /// Compare digests of all memory.
     pub verify: bool,
     /// Data channels.
@@ -55,20 +65,13 @@ pub struct MigrateRequest {
     pub fault: Option<u8>,
 }
 
-fn duration(ms: f64) -> Result<Duration, String> {
-    Duration::try_from_secs_f64(ms / 1e3).map_err(|_| format!("{ms} ms is no time to wait"))
-}
-
 impl MigrateRequest {
-    /// The request for `options`.
+    /// The request for `options`, begun with `settings`.
     #[must_use]
-    pub fn new(options: &Options) -> Self {
-        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+    pub fn new(options: &Options, settings: Vec<(String, String)>) -> Self {
         Self {
             to: options.to.to_string(),
-            downtime_limit_ms: ms(options.policy.downtime_limit),
-            patience_ms: options.policy.patience.map(ms),
-            max_bandwidth: options.max_bandwidth.map(Rate::bytes_per_second),
+            settings,
             verify: options.verify,
             channels: options.channels,
             keep_source: options.keep_source,
@@ -89,11 +92,6 @@ impl MigrateRequest {
         let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
         Ok(Options {
             to,
-            policy: Config {
-                downtime_limit: duration(self.downtime_limit_ms)?,
-                patience: self.patience_ms.map(duration).transpose()?,
-            },
-            max_bandwidth: self.max_bandwidth.map(Rate::from_bytes_per_second),
             verify: self.verify,
             channels: self.channels,
             keep_source: self.keep_source,
@@ -114,17 +112,9 @@ pub enum Answer {
     /// What the machine is and does.
     Status(Status),
     /// A look at a migration in progress.
-    Progress {
-        elapsed_us: u64,
-        stage: Stage,
-        round: u32,
-        round_ended: bool,
-        sent_bytes: u64,
-        remaining_bytes: u64,
-        dirty_bytes_per_second: Option<f64>,
-        bandwidth_bytes_per_second: Option<f64>,
-        expected_downtime_us: Option<u64>,
-    },
+    Progress(Box<Progress>),
+    /// The migration that was asked about: its last look, if there was one, and its settings.
+    Migration { progress: Option<Box<Progress>>, settings: Vec<(String, String)> },
     /// The guest has moved away.
     Migrated { measures: Box<Measures>, cost: Cost },
     /// A source is waited for.
@@ -221,17 +211,7 @@ fn micros(time: Duration) -> u64 {
 
 impl From<&Progress> for Answer {
     fn from(progress: &Progress) -> Self {
-        Self::Progress {
-            elapsed_us: micros(progress.elapsed),
-            stage: progress.stage,
-            round: progress.round,
-            round_ended: progress.round_ended,
-            sent_bytes: progress.sent.0,
-            remaining_bytes: progress.remaining.0,
-            dirty_bytes_per_second: progress.dirty_rate.map(Rate::bytes_per_second),
-            bandwidth_bytes_per_second: progress.bandwidth.map(Rate::bytes_per_second),
-            expected_downtime_us: progress.expected_downtime.map(micros),
-        }
+        Self::Progress(Box::new(progress.clone()))
     }
 }
 
@@ -291,36 +271,6 @@ impl Answer {
         }
     }
 
-    /// The engine's progress, if this is some.
-    #[must_use]
-    pub fn progress(&self) -> Option<Progress> {
-        let Self::Progress {
-            elapsed_us,
-            stage,
-            round,
-            round_ended,
-            sent_bytes,
-            remaining_bytes,
-            dirty_bytes_per_second,
-            bandwidth_bytes_per_second,
-            expected_downtime_us,
-        } = *self
-        else {
-            return None;
-        };
-        Some(Progress {
-            elapsed: Duration::from_micros(elapsed_us),
-            stage,
-            round,
-            round_ended,
-            sent: ByteCount(sent_bytes),
-            remaining: ByteCount(remaining_bytes),
-            dirty_rate: dirty_bytes_per_second.map(Rate::from_bytes_per_second),
-            bandwidth: bandwidth_bytes_per_second.map(Rate::from_bytes_per_second),
-            expected_downtime: expected_downtime_us.map(Duration::from_micros),
-        })
-    }
-
     /// The engine's failure, if this is one.
     #[must_use]
     pub fn failure(self) -> Option<Failure> {
@@ -348,14 +298,13 @@ mod tests {
     fn options_survive_being_asked_for() {
         let options = Options {
             to: "127.0.0.1:7000".parse().unwrap(),
-            policy: Config { downtime_limit: Duration::from_millis(30), patience: None },
-            max_bandwidth: Some(Rate::from_bytes_per_second(1e6)),
             verify: true,
             channels: 3,
             keep_source: true,
             fault: Some(Fault::LoseCommit),
         };
-        let line = serde_json::to_string(&Request::Migrate(MigrateRequest::new(&options))).unwrap();
+        let line =
+            serde_json::to_string(&Request::Migrate(MigrateRequest::new(&options, Vec::new()))).unwrap();
         let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
         let wrong = MigrateRequest { channels: 0, ..request.clone() };

@@ -10,8 +10,9 @@
 //!
 //! The engine runs in the VMM's process; whoever asked only listens. Closing the connection's sending side asks to
 //! cancel, and so does dying: a migration that nobody watches any more is undone. [`messages`] has the lines, [`server`]
-//! the VMM's end, [`client`] the command's.
+//! the VMM's end, [`client`] the command's, [`steer`] what both kinds of socket answer about a migration.
 
 pub mod client;
 pub mod messages;
 pub mod server;
+pub mod steer;

@@ -5,16 +5,18 @@
 //! change the state one is refused.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use godwit_engine::address::Listener;
+use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
 
 use super::messages::{Answer, Cost, MigrateRequest, Request, Status};
+use super::steer::{Socket, bind, steer};
 use crate::destination::MicrovmDestination;
 use crate::source::MicrovmSource;
 use crate::{Machine, MachineEvent, MicrovmError};
@@ -45,6 +47,8 @@ struct Host {
     machine: Arc<Machine>,
     state: Mutex<State>,
     events: Sender<MachineEvent>,
+    /// The migration under way.
+    steering: Mutex<Option<Steering>>,
 }
 
 /// Serves `machine` at `path` in threads of its own. `events` is told when the machine is to end.
@@ -57,8 +61,13 @@ pub fn serve(
     path: &Path,
     events: &Sender<MachineEvent>,
 ) -> Result<Socket, MicrovmError> {
-    let listener = bind(path)?;
-    let host = Host { machine: Arc::clone(machine), state: Mutex::new(state), events: events.clone() };
+    let (listener, socket) = bind(path)?;
+    let host = Host {
+        machine: Arc::clone(machine),
+        state: Mutex::new(state),
+        events: events.clone(),
+        steering: Mutex::default(),
+    };
     let host = Arc::new(host);
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
@@ -66,33 +75,7 @@ pub fn serve(
             std::thread::spawn(move || host.converse(stream));
         }
     });
-    Ok(Socket(path.to_owned()))
-}
-
-/// The socket's file; it goes with this value.
-#[derive(Debug)]
-pub struct Socket(PathBuf);
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
-}
-
-fn bind(path: &Path) -> Result<UnixListener, MicrovmError> {
-    let problem = |problem: String| MicrovmError::Control { path: path.to_owned(), problem };
-    match UnixListener::bind(path) {
-        Ok(listener) => Ok(listener),
-        // Left behind by a process that was killed, if nobody answers there.
-        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-            if UnixStream::connect(path).is_ok() {
-                return Err(problem("another machine listens there: choose another path".to_owned()));
-            }
-            let _ = std::fs::remove_file(path);
-            UnixListener::bind(path).map_err(|error| problem(error.to_string()))
-        }
-        Err(error) => Err(problem(format!("{error}; is its directory there and writable?"))),
-    }
+    Ok(socket)
 }
 
 /// One connection's sending side.
@@ -127,6 +110,15 @@ impl Host {
                 return;
             }
             Ok(Request::Migrate(request)) => return self.migrate(&request, &line, reader),
+            Ok(
+                request @ (Request::Progress
+                | Request::Set { .. }
+                | Request::SwitchOver { .. }
+                | Request::Cancel),
+            ) => match &*self.steering() {
+                Some(steering) => steer(steering, &request),
+                None => refused("its guest does not migrate".to_owned()),
+            },
             Ok(Request::Receive { listen, wait_ms }) => return self.receive(&listen, wait_ms, &line, reader),
             Err(error) => refused(format!("not understood: {error}")),
         };
@@ -135,6 +127,10 @@ impl Host {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn steering(&self) -> MutexGuard<'_, Option<Steering>> {
+        self.steering.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Goes from `from` to `to`, or says what stands against it.
@@ -202,15 +198,23 @@ impl Host {
             Ok(options) => options,
             Err(error) => return line.say(&refused(error)),
         };
+        let cancel = Cancel::default();
+        let steering = match Steering::typed(request.settings.clone(), cancel.clone()) {
+            Ok(steering) => steering,
+            Err(error) => return line.say(&refused(error.to_string())),
+        };
         if let Err(error) = self.take(State::Here, State::Leaving) {
             return line.say(&refused(error.to_string()));
         }
-        let cancel = cancel_at_end(reader);
+        *self.steering() = Some(steering.clone());
+        cancel_at_end(reader, cancel);
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmSource::new(&self.machine);
-        let result = source::migrate(&mut vm, &options, &cancel, &mut |progress| line.say(&progress.into()));
+        let result =
+            source::migrate(&mut vm, &options, &steering, &mut |progress| line.say(&progress.into()));
         let ours = matches!(&result, Err(failure) if failure.survivor != Survivor::Unknown && failure.survivor != Survivor::Destination);
         *self.state() = if ours { State::Here } else { State::Gone };
+        *self.steering() = None;
         let moved = result.is_ok();
         line.say(&match result {
             Ok(measures) => {
@@ -249,7 +253,8 @@ impl Host {
             return line.say(&refused(error.to_string()));
         }
         line.say(&Answer::Listening { address: address.to_string() });
-        let cancel = cancel_at_end(reader);
+        let cancel = Cancel::default();
+        cancel_at_end(reader, cancel.clone());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
         let wait = wait_ms.map(Duration::from_millis);
@@ -271,18 +276,15 @@ fn refused(error: String) -> Answer {
     Answer::Refused { error }
 }
 
-/// A wish to cancel that comes when the other side stops sending.
-fn cancel_at_end(mut reader: impl BufRead + Send + 'static) -> Cancel {
-    let cancel = Cancel::default();
-    let wish = cancel.clone();
+/// Cancels when the other side stops sending.
+fn cancel_at_end(mut reader: impl BufRead + Send + 'static, cancel: Cancel) {
     std::thread::spawn(move || {
         let mut ignored = String::new();
         while matches!(reader.read_line(&mut ignored), Ok(1..)) {
             ignored.clear();
         }
-        wish.cancel();
+        cancel.cancel();
     });
-    cancel
 }
 
 /// Takes the CPU time of a migration: that of the process without that of its vCPUs.

@@ -316,14 +316,15 @@ impl DirtyTracker for KvmLogTracker {
     }
 
     /// Fetches the log of every slot that shows some of `within`, so ask for whole blocks.
-    fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
+    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
             let mut fetched = self.fetched(part.slot);
             self.fetch(part.slot, &mut fetched)?;
             collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
         }
-        Ok(collected.count())
+        collected.report(within.count.0, found);
+        Ok(())
     }
 }
 

@@ -201,11 +201,15 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         let began = Instant::now();
         let mut number = 0;
         let began_at: Vec<u64> = (0..tracked.vcpus).map(|vcpu| machine.writes(vcpu)).collect();
-        let enough = || (0..tracked.vcpus).all(|vcpu| machine.writes(vcpu) > began_at[vcpu] + 2000);
+        let enough = || {
+            (0..tracked.vcpus).all(|vcpu| machine.writes(vcpu) > began_at[vcpu] + 2000)
+                && stamps.load(Ordering::Relaxed) > 100
+                && copy.copied.load(Ordering::Relaxed) > 2 * total
+        };
         // Until all writers got on, however busy this host is.
         while number < 5
             || began.elapsed() < Duration::from_millis(300)
-            || !enough() && began.elapsed() < Duration::from_secs(20)
+            || !enough() && began.elapsed() < Duration::from_secs(60)
         {
             if rounds {
                 tracker.begin_round();
@@ -217,7 +221,7 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         device.join().unwrap();
         enough()
     });
-    assert!(got_on, "{:?}: a vCPU did not get on", tracked.kind);
+    assert!(got_on, "{:?}: a writer did not get on, or hardly anything was harvested", tracked.kind);
     if rounds {
         tracker.begin_round();
     }
@@ -230,8 +234,6 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         round(tracker, &copy, 0);
     }
     assert_eq!(copy.differences(), [], "{:?} lost pages", tracked.kind);
-    assert!(stamps.load(Ordering::Relaxed) > 100, "the device did not get on");
-    assert!(copy.copied.load(Ordering::Relaxed) > 2 * total, "hardly anything was harvested");
 }
 
 #[test]

@@ -1,0 +1,134 @@
+//! The segments, and what the main thread and the channels tell each other about them.
+//!
+//! Invariant: a segment that was never sent is sent whole (data and holes) whenever it is dealt with for the first
+//! time, in whichever round that is; a delay only moves that.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use godwit_memory::{DataHint, MemoryError, RamBlock, Segment, segments};
+use godwit_policy::Delayed;
+use godwit_track::{DirtyTracker, TrackError};
+use godwit_units::{PageCount, PageRun};
+
+/// All segments of a VM, in the order of blocks and pages, by which the policy knows them.
+pub(super) struct Board {
+    segments: Vec<Segment>,
+    /// Whether all of a segment is still to be sent.
+    unsent: Vec<AtomicBool>,
+    /// Pages of a segment that its file had data for when the migration began.
+    data: Vec<u32>,
+    delayed: Mutex<Delayed>,
+    /// Pass by whatever is left of this round: the operator does not want to wait for it.
+    hurry: AtomicBool,
+    /// What the tracker reported before anything was harvested: one that starts with everything dirty cannot tell what
+    /// the guest has written to a segment before its first harvest.
+    baseline: Vec<u32>,
+}
+
+/// What a look found.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    /// Pages written, by segment.
+    pub(super) dirty: Vec<u32>,
+    /// Pages still to be sent, those of unsent segments included.
+    pub(super) remaining: PageCount,
+}
+
+impl Board {
+    /// The board for `blocks`, none of which was sent.
+    pub(super) fn new(blocks: &[RamBlock]) -> Result<Self, MemoryError> {
+        let sizes: Vec<PageCount> = blocks.iter().map(RamBlock::pages).collect();
+        let segments: Vec<Segment> = segments(&sizes).collect();
+        let mut data = Vec::with_capacity(segments.len());
+        let mut hint = (0, DataHint::default());
+        for segment in &segments {
+            if hint.0 != segment.block {
+                hint = (segment.block, DataHint::default());
+            }
+            let mut pages = 0;
+            for run in blocks[segment.block].data(segment.run, &mut hint.1) {
+                pages += run?.count.0;
+            }
+            data.push(pages as u32);
+        }
+        let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
+        let baseline = vec![0; segments.len()];
+        let delayed = Mutex::default();
+        Ok(Self { segments, unsent, data, delayed, hurry: AtomicBool::new(false), baseline })
+    }
+
+    /// Notes what `tracker` reports before the first harvest.
+    pub(super) fn note_baseline(&mut self, tracker: &dyn DirtyTracker) -> Result<(), TrackError> {
+        self.baseline = self.look(tracker)?.dirty;
+        Ok(())
+    }
+
+    /// The segments with their numbers.
+    pub(super) fn segments(&self) -> impl Iterator<Item = (usize, Segment)> {
+        self.segments.iter().copied().enumerate()
+    }
+
+    /// Puts `delayed` in force, for segments that channels have yet to come to.
+    pub(super) fn delay(&self, delayed: Delayed) {
+        *self.delayed.lock().unwrap_or_else(PoisonError::into_inner) = delayed;
+    }
+
+    /// Ends this round as soon as may be, or no longer so.
+    pub(super) fn hurry(&self, hurry: bool) {
+        self.hurry.store(hurry, Ordering::Relaxed);
+    }
+
+    /// Whether segment `number` is to be left for later.
+    pub(super) fn passes_by(&self, number: usize) -> bool {
+        self.hurry.load(Ordering::Relaxed)
+            || self.delayed.lock().unwrap_or_else(PoisonError::into_inner).contains(number)
+    }
+
+    /// Whether all of segment `number` is still to be sent.
+    pub(super) fn is_unsent(&self, number: usize) -> bool {
+        self.unsent[number].load(Ordering::Relaxed)
+    }
+
+    /// Segment `number` was sent whole.
+    pub(super) fn mark_sent(&self, number: usize) {
+        self.unsent[number].store(false, Ordering::Relaxed);
+    }
+
+    /// What is dirty and what remains now. Clears nothing.
+    pub(super) fn look(&self, tracker: &dyn DirtyTracker) -> Result<Look, TrackError> {
+        let mut look = Look { dirty: vec![0; self.segments.len()], remaining: PageCount::ZERO };
+        let mut first = 0;
+        while first < self.segments.len() {
+            let block = self.segments[first].block;
+            let count = self.segments[first..].iter().take_while(|segment| segment.block == block).count();
+            let own = &self.segments[first..first + count];
+            let pages = own.iter().map(|segment| segment.run.count.0).sum();
+            let (dirty, mut at) = (&mut look.dirty[first..first + count], 0);
+            tracker.look(block, PageRun::new(0, pages), &mut |run| {
+                // Runs come in order and may go over the ends of segments.
+                let mut start = run.start.0;
+                while start < run.end().0 && at < own.len() {
+                    let end = own[at].run.end().0.min(run.end().0);
+                    if start < end {
+                        dirty[at] += (end - start) as u32;
+                        start = end;
+                    }
+                    if start >= own[at].run.end().0 {
+                        at += 1;
+                    }
+                }
+            })?;
+            first += count;
+        }
+        for (number, dirty) in look.dirty.iter_mut().enumerate() {
+            if self.unsent[number].load(Ordering::Relaxed) {
+                *dirty = dirty.saturating_sub(self.baseline[number]);
+                look.remaining += PageCount(u64::from(self.data[number].max(*dirty)));
+            } else {
+                look.remaining += PageCount(u64::from(*dirty));
+            }
+        }
+        Ok(look)
+    }
+}

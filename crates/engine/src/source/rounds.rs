@@ -1,0 +1,248 @@
+//! Rounds of pre-copy and the last one: what channels are told, and what the policy makes of it.
+
+use super::*;
+
+/// From a decision to switch over until the guest stands still, on the machines where this was built.
+const LEAD: Duration = Duration::from_millis(10);
+/// Device state and handover, which are measured only once, likewise.
+const FIXED: Duration = Duration::from_millis(15);
+/// Of the time between two looks, the part that a look may take: with much memory they come less often.
+const LOOK_SHARE: u32 = 20;
+
+impl Source<'_> {
+    pub(super) fn start_tracking(&mut self) -> Result<Option<Input>, EngineError> {
+        let count = usize::from(self.options.channels);
+        let streams = (0..self.options.channels).map(|number| self.connect(Role::Channel(number)));
+        let streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
+        self.measures.tracking_stop = self.vm.tracking_stop();
+        let mut board = Board::new(&self.ram)?;
+        board.note_baseline(tracker.as_ref())?;
+        self.remaining = board.look(tracker.as_ref())?.remaining;
+        let board = Arc::new(board);
+        for (number, stream) in streams.into_iter().enumerate() {
+            let handle = stream.try_clone().map_err(link_error(PEER))?;
+            let shared = Shared {
+                tracker: Arc::clone(&tracker),
+                blocks: Arc::clone(&self.ram),
+                limiter: Arc::clone(&self.limiter),
+                counters: Arc::clone(&self.counters),
+                board: Arc::clone(&board),
+            };
+            let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
+            let channel = Channel::new(stream, shared, own, self.options.verify);
+            let (orders, orders_out) = mpsc::channel();
+            let events = self.events_in.clone();
+            let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
+            self.channels.push(ChannelHandle { orders, stream: handle, thread });
+        }
+        self.tracker = Some(tracker);
+        self.board = Some(board);
+        self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
+        self.measures.setup = self.started.elapsed();
+        let plan = self.policy.start(false);
+        self.enforce(&plan);
+        Ok(None)
+    }
+
+    /// Has the channels copy what is dirty.
+    pub(super) fn start_round(&mut self, round: u32, stage: Stage) {
+        self.round_began = Instant::now();
+        self.sent_before = self.counters.sent.load(Ordering::Relaxed);
+        let last = stage == Stage::StopAndCopy;
+        let find_holes = last && self.options.verify;
+        let order = Order { round, last, find_holes };
+        if let Some(board) = &self.board {
+            board.hurry(false);
+        }
+        if let Some(tracker) = &self.tracker {
+            tracker.begin_round();
+        }
+        for channel in &self.channels {
+            // A channel that is gone has said why, which is found below.
+            let _ = channel.orders.send(order);
+        }
+    }
+
+    /// Waits until what is dirty is copied and, where that matters, in place at the destination.
+    pub(super) fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
+        let last = stage == Stage::StopAndCopy;
+        let mut total = RoundMeasures { round, ..RoundMeasures::default() };
+        for _ in 0..self.channels.len() {
+            let carried = self.await_carried(round, stage)?;
+            total.data += carried.data;
+            total.zero += carried.zero;
+            total.sent += carried.sent;
+        }
+        self.say(&Message::RoundEnd { round })?;
+        let waits = !last || self.options.verify;
+        if waits {
+            self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
+                (*message == Message::RoundAck { round }).then_some(())
+            })?;
+        } else {
+            self.unawaited = Some(round);
+            if let Some(pump) = &self.pump {
+                // What follows on the control connection is taken when the round is in place.
+                pump.open();
+            }
+        }
+        total.time = self.round_began.elapsed();
+        total.throttle = self.throttle;
+        self.last_round = Some(total);
+        if last {
+            self.measures.round_list.push(total);
+            self.measures.parts.copy = self.lap();
+        }
+        Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
+    }
+
+    /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on, and progress is reported.
+    fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
+        loop {
+            match self.next_event(limits::TICK)? {
+                // A thread that ended without a word will never send one.
+                None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
+                    match self.events.try_recv() {
+                        Ok(event) => return Err(Self::out_of_place(event)),
+                        Err(_) => return Err(EngineError::Panicked("channel")),
+                    }
+                }
+                None => {
+                    if stage == Stage::PreCopy {
+                        self.tick()?;
+                    }
+                    self.report(round, stage, false);
+                }
+                Some(Event::Carried { round: carried, result }) if carried == round => return result,
+                Some(other) => return Err(Self::out_of_place(other)),
+            }
+        }
+    }
+
+    /// Within a round: takes in what the operator changed, and lets the policy look.
+    fn tick(&mut self) -> Result<(), EngineError> {
+        self.take_changes();
+        if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
+            board.hurry(true);
+        }
+        let speed = self.sample_speed();
+        let now = Instant::now();
+        if now < self.next_look {
+            return Ok(());
+        }
+        let look = self.look()?;
+        self.next_look = now + (now.elapsed() * LOOK_SHARE).max(limits::TICK);
+        self.remaining = look.remaining;
+        let sent = self.counters.sent.load(Ordering::Relaxed) - self.sent_before;
+        let plan = self.policy.tick(&Tick {
+            in_round: self.round_began.elapsed(),
+            sent: ByteCount(sent),
+            remaining: look.remaining,
+            dirty: &look.dirty,
+            throttle: self.throttle,
+            guest_speed: speed,
+        });
+        if let Some(plan) = plan {
+            self.enforce(&plan);
+        }
+        Ok(())
+    }
+
+    /// The policy's decision at the end of a round.
+    pub(super) fn ask_policy(&mut self) -> Result<Option<Input>, EngineError> {
+        let Some(mut round) = self.last_round.take() else {
+            return Err(EngineError::Panicked("main"));
+        };
+        self.take_changes();
+        let speed = self.sample_speed();
+        let look_began = Instant::now();
+        let look = self.look()?;
+        // The last harvest costs what this look costs.
+        let fixed = look_began.elapsed() + FIXED;
+        round.remaining = look.remaining;
+        let (decision, estimate) = self.policy.round(&Round {
+            time: round.time,
+            sent: round.sent,
+            pages: round.data,
+            remaining: look.remaining,
+            fixed,
+            lead: LEAD,
+            memory: self.ram.iter().map(RamBlock::pages).sum(),
+            dirty: &look.dirty,
+            throttle: self.throttle,
+            guest_speed: speed,
+            ..Round::default()
+        });
+        self.estimate = Some(estimate);
+        self.remaining = look.remaining;
+        self.measures.round_list.push(round);
+        self.report(round.round, Stage::PreCopy, true);
+        let decision = if self.steering.wants_switch_over() { Decision::SwitchOver } else { decision };
+        match decision {
+            Decision::NextRound(plan) => {
+                self.enforce(&plan);
+                Ok(Some(Input::NextRound))
+            }
+            Decision::SwitchOver => {
+                self.steering.close();
+                // The throttle stays until the guest stands still.
+                Ok(Some(Input::SwitchOver))
+            }
+            Decision::GiveUp(advice) => Err(EngineError::NotConverging(advice)),
+        }
+    }
+
+    fn look(&self) -> Result<Look, EngineError> {
+        match (&self.board, &self.tracker) {
+            (Some(board), Some(tracker)) => Ok(board.look(tracker.as_ref())?),
+            _ => Err(EngineError::Panicked("main")),
+        }
+    }
+
+    /// The guest's speed since the last sample, and its sum for the measures.
+    pub(super) fn sample_speed(&mut self) -> Option<f64> {
+        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle);
+        if speed.is_some() || self.throttle == 0.0 {
+            self.guest_speed = speed;
+        }
+        speed
+    }
+
+    /// Puts in force what the operator changed since the last tick.
+    fn take_changes(&mut self) {
+        for change in self.steering.take_changes() {
+            match change {
+                Change::MaxBandwidth(rate) => self.limiter.set(rate),
+                // It was found possible when it was taken.
+                Change::Setting(key, value) => {
+                    if let Ok(plan) = self.policy.set(&key, &value) {
+                        self.enforce(&plan);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Puts `plan` in force.
+    fn enforce(&mut self, plan: &Plan) {
+        if let Some(board) = &self.board {
+            self.delayed = plan.delayed.count();
+            board.delay(plan.delayed.clone());
+        }
+        if plan.throttle == self.throttle || !self.vm.was_running() {
+            return;
+        }
+        // What was consumed until now was consumed under the old one.
+        self.sample_speed();
+        match self.vm.throttle(plan.throttle) {
+            Ok(()) => self.throttle = plan.throttle,
+            Err(error) => {
+                // The guest runs free; without a throttle the policy may still find a way, or gives up and says why.
+                self.throttle = 0.0;
+                self.warning = Some(format!("the guest cannot be throttled: {error}"));
+                let _ = self.policy.set("throttle", "off");
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What a control socket answers about a migration under way: for a VMM's socket, and for that of a command that has the
+//! engine in its own process.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use godwit_engine::steering::Steering;
+
+use super::messages::{Answer, Request};
+use crate::MicrovmError;
+
+/// Does to the migration of `steering` what `request` asks; other requests than those about a migration are refused.
+#[must_use]
+pub fn steer(steering: &Steering, request: &Request) -> Answer {
+    let result = match request {
+        Request::Progress => {
+            let settings = steering.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
+            let progress = steering.progress().map(Box::new);
+            return Answer::Migration { progress, settings: settings.collect() };
+        }
+        Request::Set { settings } => steering.set(settings),
+        Request::SwitchOver { force } => steering.switch_over(*force),
+        Request::Cancel => {
+            steering.cancel().cancel();
+            Ok(())
+        }
+        _ => return Answer::Refused { error: "this socket is a migration's, not a machine's".to_owned() },
+    };
+    match result {
+        Ok(()) => Answer::Done,
+        Err(error) => Answer::Refused { error: error.to_string() },
+    }
+}
+
+/// The socket's file; it goes with this value.
+#[derive(Debug)]
+pub struct Socket(PathBuf);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Listens at `path`, where a socket that nobody listens on any more may be.
+///
+/// # Errors
+/// When somebody else listens there, or the socket cannot be made.
+pub fn bind(path: &Path) -> Result<(UnixListener, Socket), MicrovmError> {
+    let problem = |problem: String| MicrovmError::Control { path: path.to_owned(), problem };
+    match UnixListener::bind(path) {
+        Ok(listener) => Ok((listener, Socket(path.to_owned()))),
+        // Left behind by a process that was killed, if nobody answers there.
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
+            if UnixStream::connect(path).is_ok() {
+                return Err(problem("another machine listens there: choose another path".to_owned()));
+            }
+            let _ = std::fs::remove_file(path);
+            let listener = UnixListener::bind(path).map_err(|error| problem(error.to_string()))?;
+            Ok((listener, Socket(path.to_owned())))
+        }
+        Err(error) => Err(problem(format!("{error}; is its directory there and writable?"))),
+    }
+}

@@ -1,0 +1,206 @@
+//! What the engine tells the policy, and what the policy answers.
+//!
+//! Nothing here knows what time it is: durations come in with the observations.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use godwit_units::{ByteCount, PageCount, Rate, format_duration};
+
+/// What was seen of one round, handed in at its end. All that is not known may be left as [`Round::default`] has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Round<'a> {
+    /// How long it took, from its start to the peer's acknowledgement.
+    pub time: Duration,
+    /// Of it, the time in which nothing could be sent: a synchronisation that holds up sending. Zero where each
+    /// segment is harvested just before it is sent.
+    pub idle: Duration,
+    /// Bytes put on the wire for memory.
+    pub sent: ByteCount,
+    /// Pages whose data these bytes are; zero: unknown, they are taken to be whole pages.
+    pub pages: PageCount,
+    /// All that the next round (or the last) has to send, delayed segments and what was never sent included.
+    pub remaining: PageCount,
+    /// What stop-and-copy costs beside the transfer: last harvest, device state, handover, as far as known.
+    pub fixed: Duration,
+    /// From a decision to switch over until the guest stands still: what is dirtied meanwhile is sent as well.
+    pub lead: Duration,
+    /// All memory of the VM.
+    pub memory: PageCount,
+    /// Pages of each segment written since its last harvest (or since tracking began), by a look that clears
+    /// nothing; always in the same order. Empty: unknown, and then nothing is delayed.
+    pub dirty: &'a [u32],
+    /// The throttle that was in force at the end of the round.
+    pub throttle: f64,
+    /// The guest's speed in this round, as a share of what it was before the migration, if it can be seen.
+    pub guest_speed: Option<f64>,
+    /// What happened to disks, if disks move.
+    pub disk: Option<DiskRound>,
+}
+
+/// What was seen of disks in one round.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DiskRound {
+    /// Whether a disk was still in its first, full pass at the end of the round.
+    pub full_pass: bool,
+    /// Bytes of disks put on the wire.
+    pub sent: ByteCount,
+    /// Bytes of disks dirty at the end of the round (or never sent), in whole dirty blocks.
+    pub remaining: ByteCount,
+    /// Bytes that the guest wrote to disks in this round, if that can be seen.
+    pub written: ByteCount,
+}
+
+/// What is seen within a round, about every 100 ms.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Tick<'a> {
+    /// Since the round began.
+    pub in_round: Duration,
+    /// Bytes put on the wire in this round.
+    pub sent: ByteCount,
+    /// All that remains to be sent now: dirty by a look that clears nothing, or never sent.
+    pub remaining: PageCount,
+    /// As in [`Round::dirty`], now.
+    pub dirty: &'a [u32],
+    /// The throttle that was in force since the last tick.
+    pub throttle: f64,
+    /// As in [`Round::guest_speed`], since the last tick.
+    pub guest_speed: Option<f64>,
+}
+
+/// What is to be in force until the next plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plan {
+    /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in force through the
+    /// preparation of the switchover, until the guest stands still.
+    pub throttle: f64,
+    /// Segments not to be sent now.
+    pub delayed: Delayed,
+    /// Of the time of the link, the parts of 1024 that memory gets while disks move. What one does not use, the
+    /// other may. 0: no memory is sent.
+    pub memory_share: u16,
+    /// The most that the guest may write to its disks.
+    pub disk_limit: Option<Rate>,
+}
+
+impl Default for Plan {
+    /// Nothing held back.
+    fn default() -> Self {
+        Self { throttle: 0.0, delayed: Delayed::default(), memory_share: 1024, disk_limit: None }
+    }
+}
+
+/// A set of segments, cheap to share with the channels: a bit for each, by the index in [`Round::dirty`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Delayed(Option<Arc<[u64]>>);
+
+impl Delayed {
+    /// The segments whose indexes are given.
+    #[must_use]
+    pub fn new(segments: impl IntoIterator<Item = usize>) -> Self {
+        let mut words = Vec::new();
+        for segment in segments {
+            if words.len() <= segment / 64 {
+                words.resize(segment / 64 + 1, 0);
+            }
+            words[segment / 64] |= 1 << (segment % 64);
+        }
+        Self((!words.is_empty()).then(|| words.into()))
+    }
+
+    /// Whether `segment` is not to be sent now.
+    #[must_use]
+    pub fn contains(&self, segment: usize) -> bool {
+        let word = self.0.as_ref().and_then(|words| words.get(segment / 64));
+        word.is_some_and(|word| word >> (segment % 64) & 1 == 1)
+    }
+
+    /// Whether every segment may be sent.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+
+    /// How many segments are held back.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.0.as_ref().map_or(0, |words| words.iter().map(|word| word.count_ones() as usize).sum())
+    }
+}
+
+/// What to do next.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Decision {
+    /// Make another round with the guest running.
+    NextRound(Plan),
+    /// Stop the guest and finish. The throttle in force stays until the guest stands still.
+    SwitchOver,
+    /// Stop trying; the guest runs on at the source. Whatever was in force is to be released.
+    GiveUp(Advice),
+}
+
+/// What the policy makes of what it has seen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Estimate {
+    /// Bandwidth over the recent rounds, without the time in which nothing could be sent.
+    pub bandwidth: Rate,
+    /// How fast pages became dirty in the last round.
+    pub dirty_rate: Rate,
+    /// Downtime if the guest were stopped now; `None` while the bandwidth is unknown.
+    pub expected_downtime: Option<Duration>,
+    /// The limit it is held against: the operator's, or more where a ceiling allows it.
+    pub limit: Duration,
+    /// How long until the guest runs at the destination: at least, probably, at most. `None` while that cannot be
+    /// said, or when it would not finish as things are.
+    pub remaining_time: Option<RemainingTime>,
+    /// Set when only the operator can help now: the text says how.
+    pub advice: Option<Advice>,
+}
+
+/// A time with error bounds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RemainingTime {
+    /// At least.
+    pub low: Duration,
+    /// Probably.
+    pub mid: Duration,
+    /// At most.
+    pub high: Duration,
+}
+
+/// Why it would not finish, and what would help.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Advice {
+    /// The best expected downtime seen.
+    pub best: Duration,
+    /// The limit it was held against.
+    pub limit: Duration,
+    /// The last estimate.
+    pub dirty_rate: Rate,
+    /// The bandwidth it competes with.
+    pub bandwidth: Rate,
+    /// The throttle that did not suffice.
+    pub throttle: f64,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the guest dirties {} and the link carries {}", self.dirty_rate, self.bandwidth)?;
+        if self.throttle > 0.0 {
+            write!(f, ", at a throttle of {:.0} %", self.throttle * 100.0)?;
+        }
+        let needed = format_duration(self.best.mul_f64(1.2));
+        write!(
+            f,
+            ": the downtime would be {} at best, above the limit of {}; allow --downtime-limit {needed}, raise --max-bandwidth, {}",
+            format_duration(self.best),
+            format_duration(self.limit),
+            if self.throttle > 0.0 {
+                "quieten the guest or force the switchover"
+            } else {
+                "quieten the guest or let it be throttled"
+            },
+        )
+    }
+}

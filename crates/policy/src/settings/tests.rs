@@ -1,0 +1,104 @@
+//! Settings are taken as they are typed, and refused in one line without a trace.
+
+use super::*;
+
+#[test]
+fn defaults_are_what_the_list_says() {
+    let mut settings = Settings::default();
+    for key in Settings::keys() {
+        settings.set(key.name, key.default).unwrap();
+    }
+    assert_eq!(settings, Settings::default());
+}
+
+#[test]
+fn settings_are_taken_as_typed() {
+    let mut settings = Settings::default();
+    for assignment in [
+        "downtime-limit=50ms",
+        "downtime-ceiling=2s",
+        "patience=0s",
+        "finish-within=5s",
+        "throttle=staged",
+        "max-throttle=80%",
+        "delay-hot-percent=0",
+        "delay-until-percent=20",
+        "max-delay=7",
+        "memory-share=1024",
+        "disk-limit=30MiB/s",
+    ] {
+        settings.assign(assignment).unwrap();
+    }
+    assert_eq!(
+        settings,
+        Settings {
+            downtime_limit: Duration::from_millis(50),
+            downtime_ceiling: Some(Duration::from_secs(2)),
+            patience: None,
+            finish_within: Some(Duration::from_secs(5)),
+            throttle: ThrottleMode::Staged,
+            max_throttle: 0.8,
+            delay_hot_percent: 0,
+            delay_until_percent: 20,
+            max_delay: 7,
+            memory_share: Some(1024),
+            disk_limit: DiskLimit::Fixed("30MiB/s".parse().unwrap()),
+        }
+    );
+}
+
+#[test]
+fn what_cannot_be_taken_is_named_and_changes_nothing() {
+    let mut settings = Settings::default();
+    for (assignment, line) in [
+        (
+            "downtime-limit=soon",
+            "downtime-limit=soon is not possible: use a time from 1ms to 1h, such as 300ms",
+        ),
+        ("downtime-limit=2h", "downtime-limit=2h is not possible: use a time from 1ms to 1h, such as 300ms"),
+        (
+            "downtime-ceiling=1ms",
+            "downtime-ceiling=1ms is not possible: it must be at least downtime-limit, 300ms",
+        ),
+        ("max-throttle=100", "max-throttle=100 is not possible: use a whole number from 0 to 99"),
+        ("delay-hot-percent=-1", "delay-hot-percent=-1 is not possible: use a whole number from 0 to 90"),
+        ("memory-share=1025", "memory-share=1025 is not possible: use a whole number from 0 to 1024"),
+        ("disk-limit=0", "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off"),
+        (
+            "throttle=hard",
+            "throttle=hard is not possible: use off, direct, staged, auto-converge or adaptive",
+        ),
+        ("throttle", "throttle= is not possible: write it as key=value, such as downtime-limit=300ms"),
+    ] {
+        assert_eq!(settings.assign(assignment).unwrap_err().to_string(), line);
+    }
+    let unknown = settings.set("downtime", "1s").unwrap_err().to_string();
+    assert!(unknown.starts_with("there is no setting 'downtime': use one of downtime-limit, "), "{unknown}");
+    assert_eq!(settings, Settings::default());
+}
+
+#[test]
+fn the_limit_does_not_pass_the_ceiling() {
+    let mut settings = Settings::default();
+    settings.set("downtime-ceiling", "1s").unwrap();
+    assert!(settings.set("downtime-limit", "2s").is_err());
+    settings.set("downtime-ceiling", "off").unwrap();
+    assert_eq!(settings.set("downtime-limit", "2s"), Ok(()));
+}
+
+#[test]
+fn what_is_shown_can_be_typed() {
+    let mut settings = Settings::default();
+    for (key, shown) in settings.shown() {
+        let default = Settings::keys().iter().find(|known| known.name == key).unwrap().default;
+        assert_eq!(shown, default, "{key}");
+    }
+    for assignment in
+        ["downtime-ceiling=2s", "patience=0s", "finish-within=30s", "memory-share=7", "disk-limit=30MiB/s"]
+    {
+        settings.assign(assignment).unwrap();
+    }
+    let mut again = Settings::default();
+    settings.shown().iter().for_each(|(key, value)| again.set(key, value).unwrap());
+    assert_eq!(again, settings);
+}

@@ -1,0 +1,230 @@
+//! How much of its time the guest loses: five modes over the same view of things.
+//!
+//! Time comes in as `clock`, the sum of all rounds and of the ticks within the current one.
+
+use std::time::Duration;
+
+use crate::guest::{Class, Guest, Link, time_to_finish};
+use crate::settings::ThrottleMode;
+
+/// Two rounds whose remaining data differ by less than this do not converge.
+const SAME: f64 = 0.05;
+/// Direct throttling is for what is sent within this time.
+const DIRECT: f64 = 5.0;
+/// How long direct throttling holds each of its two levels, and staged throttling its last.
+const HOLD: Duration = Duration::from_secs(3);
+const FIRST: f64 = 0.90;
+/// The strongest that direct and staged throttling know.
+const LAST: f64 = 0.99;
+/// Staged throttling wants the guest to dirty this share of the bandwidth.
+const STAGED: f64 = 0.2;
+/// QEMU: cpu-throttle-initial, cpu-throttle-increment, throttle-trigger-threshold, periods of at least a second.
+const INITIAL: f64 = 0.20;
+const INCREMENT: f64 = 0.10;
+const TRIGGER: f64 = 0.5;
+const PERIOD: Duration = Duration::from_secs(1);
+/// Above this the guest hardly works; the whole time above it is to stay within [`SEVERE_TIME`].
+pub(crate) const SEVERE: f64 = 0.9;
+const SEVERE_TIME: f64 = 3.0;
+/// Share of the severe time that is planned with: mechanisms and estimates are not exact.
+const RESERVE: f64 = 0.7;
+/// Shares of time left to the guest that adaptive throttling chooses from, mild ones first.
+const MILD: [f64; 11] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1];
+const STRONG: [f64; 9] = [0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01];
+/// A throttle above [`SEVERE`] that leaves the dirty rate at more than this does not help.
+const DEAF: f64 = 0.7;
+
+/// What modes decide from. Amounts are in pages, times in seconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct View<'a> {
+    pub(crate) clock: Duration,
+    pub(crate) remaining: f64,
+    pub(crate) bandwidth: f64,
+    /// Dirtied each second, in the last round.
+    pub(crate) dirty_rate: f64,
+    pub(crate) dirtied: f64,
+    pub(crate) sent: f64,
+    pub(crate) guest: &'a Guest,
+    pub(crate) classes: &'a [Class],
+    pub(crate) unsent: f64,
+    pub(crate) idle: f64,
+    /// What may remain when the guest is stopped.
+    pub(crate) enough: f64,
+    /// What is left of the time to finish in, without and with a throttle.
+    pub(crate) free_time: f64,
+    pub(crate) time_left: f64,
+    pub(crate) downtime: f64,
+    pub(crate) most: f64,
+    /// Hot segments are delayed: the others still shrink by themselves.
+    pub(crate) delaying: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Throttle {
+    value: f64,
+    previous: Option<f64>,
+    clock: Duration,
+    /// When direct throttling began.
+    direct: Option<Duration>,
+    /// The share left to the guest by staged throttling.
+    staged: Option<f64>,
+    /// Since when staged throttling holds its last level.
+    held: Option<Duration>,
+    /// Nothing more can be done by throttling.
+    exhausted: bool,
+    period: (Duration, f64, f64),
+    bad_periods: u32,
+    severe: f64,
+    deaf_rounds: u32,
+}
+
+impl Throttle {
+    pub(crate) fn value(&self) -> f64 {
+        self.value
+    }
+
+    /// Whether all that throttling can do was done, in vain.
+    pub(crate) fn exhausted(&self) -> bool {
+        self.exhausted
+    }
+
+    /// At the end of a round that leaves too much.
+    pub(crate) fn round(&mut self, mode: ThrottleMode, view: &View, time: Duration) {
+        self.pass(view);
+        let previous = self.previous.replace(view.remaining);
+        if self.exhausted {
+            self.value = 0.0;
+            return;
+        }
+        match mode {
+            ThrottleMode::Off => self.value = 0.0,
+            ThrottleMode::Direct | ThrottleMode::Staged => self.chosen(mode, view, previous),
+            ThrottleMode::AutoConverge => self.ramp(view, time),
+            ThrottleMode::Adaptive => {
+                let deaf = self.value >= SEVERE && view.guest.speed(self.value) > DEAF;
+                self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
+                self.exhausted = self.deaf_rounds >= 3;
+                self.value = if self.exhausted { 0.0 } else { self.adapt(view) };
+            }
+        }
+    }
+
+    /// Within a round.
+    pub(crate) fn tick(&mut self, mode: ThrottleMode, view: &View) {
+        self.pass(view);
+        if self.exhausted {
+            return;
+        }
+        match mode {
+            ThrottleMode::Direct | ThrottleMode::Staged => self.hold(view.most),
+            ThrottleMode::Adaptive if self.previous.is_some() => self.value = self.adapt(view),
+            _ => {}
+        }
+    }
+
+    fn pass(&mut self, view: &View) {
+        if self.value > SEVERE {
+            self.severe += view.clock.saturating_sub(self.clock).as_secs_f64();
+        }
+        self.clock = view.clock;
+    }
+
+    fn chosen(&mut self, mode: ThrottleMode, view: &View, previous: Option<f64>) {
+        if let Some(share) = self.staged {
+            self.stage(share, view);
+        } else if self.direct.is_none() {
+            let Some(previous) = previous else { return };
+            if (view.remaining - previous).abs() >= SAME * previous {
+                return;
+            }
+            if mode == ThrottleMode::Direct && view.remaining < view.bandwidth * DIRECT {
+                self.direct = Some(view.clock);
+            } else {
+                self.stage(1.0, view);
+            }
+        } else if self.direct.is_some_and(|since| view.clock >= since + HOLD + HOLD) {
+            self.direct = None;
+            self.stage(1.0 - self.value, view);
+        }
+        self.hold(view.most);
+    }
+
+    fn stage(&mut self, share: f64, view: &View) {
+        let wanted = share * STAGED * view.bandwidth / view.dirty_rate.max(1.0);
+        // Each stage is stronger than the one before.
+        let share = wanted.min(share);
+        self.staged = Some(share);
+        if 1.0 - share > LAST {
+            self.held.get_or_insert(view.clock);
+        }
+        self.value = (1.0 - share).min(LAST).min(view.most);
+    }
+
+    /// What passes by time alone.
+    fn hold(&mut self, most: f64) {
+        if let Some(since) = self.direct {
+            let level = if self.clock < since + HOLD { FIRST } else { LAST };
+            self.value = level.min(most);
+        }
+        if self.held.is_some_and(|since| self.clock >= since + HOLD) {
+            self.exhausted = true;
+            self.value = 0.0;
+        }
+    }
+
+    fn ramp(&mut self, view: &View, time: Duration) {
+        self.period.0 += time;
+        self.period.1 += view.dirtied;
+        self.period.2 += view.sent;
+        if self.period.0 < PERIOD {
+            return;
+        }
+        let (_, dirtied, sent) = std::mem::take(&mut self.period);
+        if dirtied > TRIGGER * sent {
+            self.bad_periods += 1;
+        }
+        if self.bad_periods >= 2 {
+            self.bad_periods = 0;
+            let next = if self.value > 0.0 { self.value + INCREMENT } else { INITIAL };
+            self.value = next.min(view.most);
+        }
+    }
+
+    /// The least throttle that finishes in time. Above 90 % the guest hardly works, so that what is better for it is
+    /// to be through with it: then time is bounded by [`SEVERE_TIME`], downtime and all such times before included.
+    fn adapt(&self, view: &View) -> f64 {
+        if view.delaying || view.bandwidth <= 0.0 {
+            return 0.0;
+        }
+        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let time = |share: f64| {
+            let speed = view.guest.speed(1.0 - share);
+            time_to_finish(view.classes, view.unsent, speed, link, view.enough).unwrap_or(f64::INFINITY)
+        };
+        if time(1.0) <= view.free_time {
+            return 0.0;
+        }
+        let least = 1.0 - view.most;
+        let mild: Vec<f64> = MILD.iter().copied().filter(|share| *share >= least && *share < 1.0).collect();
+        let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
+        if let Some(share) = largest(&mild, |share| time(share) <= view.time_left) {
+            return self.settle(1.0 - share);
+        }
+        let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
+        let bound = severe_left.max(1.1 * time(least));
+        let share = largest(&strong, |share| time(share) <= bound).unwrap_or(least);
+        self.settle(1.0 - share)
+    }
+
+    /// Small changes are not worth making.
+    fn settle(&self, wanted: f64) -> f64 {
+        let (now, next) = (1.0 - self.value, 1.0 - wanted);
+        if self.value > 0.0 && next > now && next < 1.3 * now { self.value } else { wanted }
+    }
+}
+
+/// The first of falling `shares` that `fits`, which all smaller ones do as well.
+fn largest(shares: &[f64], fits: impl Fn(f64) -> bool) -> Option<f64> {
+    let at = shares.partition_point(|share| !fits(*share));
+    shares.get(at).copied()
+}
