@@ -32,6 +32,22 @@ pub trait SourceVm {
     /// How long a part of the machine was stopped to start the tracking.
     fn tracking_stop(&self) -> Duration;
 
+    /// Keeps the vCPUs from running for `share` of the time (0.0 to 0.99), from now on and until the guest is stopped;
+    /// 0.0 removes the throttle. [`Self::resume`], [`Self::retire`] and the end of the adapter remove it, too, and so does
+    /// the end of this process, however it comes.
+    ///
+    /// # Errors
+    /// When it is no share: nothing changes. When the vCPUs cannot be throttled, or have not been since some moment after
+    /// the last call: the guest runs at full speed.
+    fn throttle(&mut self, share: f64) -> Result<(), VmError>;
+
+    /// The CPU time that all vCPUs together have consumed since they were started; `None` where it is not known. It may
+    /// lag by a tick of the host's clock, and falls when a vCPU is unplugged.
+    fn vcpu_time(&self) -> Option<Duration>;
+
+    /// How many vCPUs there are.
+    fn vcpus(&self) -> usize;
+
     /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
     /// after [`Self::release_state`].
     ///
@@ -40,7 +56,7 @@ pub trait SourceVm {
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
 
     /// Stops the guest. When it returns, no vCPU and no device writes guest memory any more. Returns when the
-    /// guest stopped.
+    /// guest stopped. A throttle holds until then and is gone afterwards.
     ///
     /// # Errors
     /// When it cannot be stopped; [`Self::resume`] brings it back.

@@ -128,6 +128,18 @@ impl SourceVm for Source {
         Duration::ZERO
     }
 
+    fn throttle(&mut self, _share: f64) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        None
+    }
+
+    fn vcpus(&self) -> usize {
+        1
+    }
+
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) = UnixStream::pair()?;
         self.state = Some(theirs);
