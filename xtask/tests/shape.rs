@@ -10,7 +10,7 @@ const ROWS: [&[&str]; 8] = [
     &["units"],
     &["bitmap", "wire", "policy"],
     &["memory", "protocol"],
-    &["track", "verify"],
+    &["track", "throttle", "verify"],
     &["engine"],
     &["qemu", "microvm"],
     &["testbed"],
@@ -19,7 +19,7 @@ const ROWS: [&[&str]; 8] = [
 /// No clock, thread, file or socket: their clippy.toml bans them.
 const PURE: [&str; 3] = ["wire", "policy", "protocol"];
 /// Crates that may allow unsafe code in a file.
-const UNSAFE: [&str; 4] = ["bitmap", "memory", "track", "microvm"];
+const UNSAFE: [&str; 5] = ["bitmap", "memory", "track", "throttle", "microvm"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()

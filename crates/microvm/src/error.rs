@@ -82,6 +82,9 @@ pub enum MicrovmError {
     /// Tracking failed.
     #[error(transparent)]
     Track(#[from] godwit_track::TrackError),
+    /// The guest cannot be throttled.
+    #[error(transparent)]
+    Throttle(#[from] godwit_throttle::ThrottleError),
     /// The state that came is not one to load.
     #[error(transparent)]
     State(#[from] StateError),

@@ -21,6 +21,7 @@ mod ram;
 mod serial;
 mod slots;
 mod source;
+mod throttle;
 mod tracking;
 mod vcpu;
 mod vcpu_state;

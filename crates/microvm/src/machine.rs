@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use godwit_memory::Slot;
 use godwit_track::DirtyTracker;
@@ -154,6 +154,21 @@ impl Machine {
     #[must_use]
     pub fn vcpu_threads(&self) -> &[i32] {
         self.vcpus.tids()
+    }
+
+    /// Keeps the vCPUs from running for `share` of the time, 0.0 to 0.99, until it is set to 0.0. A device access that a
+    /// vCPU has begun is completed first. The guest can be stopped, saved and run meanwhile as always.
+    ///
+    /// # Errors
+    /// When it is no share, or the throttle has failed since the last call.
+    pub fn throttle(&self, share: f64) -> Result<(), MicrovmError> {
+        self.vcpus.throttle(share)
+    }
+
+    /// The CPU time that all vCPUs have consumed since they were started, together.
+    #[must_use]
+    pub fn vcpu_time(&self) -> Option<Duration> {
+        godwit_throttle::vcpu_time(std::process::id().cast_signed(), self.vcpus.tids())
     }
 
     /// Whether the vCPUs run.

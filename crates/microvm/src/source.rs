@@ -29,6 +29,17 @@ impl<'a> MicrovmSource<'a> {
     pub fn new(machine: &'a Machine) -> Self {
         Self { machine, was_running: machine.is_running(), state: None }
     }
+
+    /// Lets the vCPUs run freely when they run. There is nothing to report: what failed has let go of them.
+    fn remove_throttle(&self) {
+        let _ = self.machine.throttle(0.0);
+    }
+}
+
+impl Drop for MicrovmSource<'_> {
+    fn drop(&mut self) {
+        self.remove_throttle();
+    }
 }
 
 impl SourceVm for MicrovmSource<'_> {
@@ -52,6 +63,18 @@ impl SourceVm for MicrovmSource<'_> {
         Duration::ZERO
     }
 
+    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+        Ok(self.machine.throttle(share)?)
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        self.machine.vcpu_time()
+    }
+
+    fn vcpus(&self) -> usize {
+        self.machine.vcpu_threads().len()
+    }
+
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         // What the disk has to write now it need not write when the guest is stopped.
         self.machine.flush()?;
@@ -61,7 +84,9 @@ impl SourceVm for MicrovmSource<'_> {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
-        let stopped = self.machine.stop()?;
+        let stopped = self.machine.stop();
+        self.remove_throttle();
+        let stopped = stopped?;
         // Another host reads the image after the handover.
         self.machine.flush()?;
         Ok(stopped)
@@ -81,6 +106,7 @@ impl SourceVm for MicrovmSource<'_> {
     }
 
     fn resume(&mut self) -> Result<(), VmError> {
+        self.remove_throttle();
         self.state = None;
         if self.was_running {
             self.machine.run();
@@ -89,6 +115,7 @@ impl SourceVm for MicrovmSource<'_> {
     }
 
     fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
+        self.remove_throttle();
         // Stopped it is; that it stays so, and whether the process ends, is decided by the owner of the machine.
         if self.machine.is_running() {
             let error = MicrovmError::WrongState { state: "running", cure: "this is a bug in godwit" };

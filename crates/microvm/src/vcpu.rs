@@ -4,6 +4,7 @@
 //! instruction that caused an exit is complete only when KVM_RUN has been entered again (Documentation/virt/kvm/api.rst,
 //! KVM_RUN: "userspace can re-enter the guest with an unmasked signal pending or with the immediate_exit field set to
 //! complete pending operations without allowing any further instructions to be executed").
+//! The same is true of a vCPU that is held for a while to slow it down (`throttle`).
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -12,6 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_throttle::Slices;
 use godwit_track::KvmDirtyRings;
 use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -21,6 +23,7 @@ use crate::boot_block::{POWER_OFF_PORT, SLEEP_PORT};
 use crate::disk::{self, Disk};
 use crate::ram::GuestRam;
 use crate::serial::{self, Serial};
+use crate::throttle::Throttle;
 use crate::{MachineEvent, MicrovmError};
 
 /// A vCPU leaves the guest within microseconds; a host without a processor to spare takes longer.
@@ -52,6 +55,10 @@ struct Shared {
     changed: Condvar,
     /// The same as `wish == Run`, for the threads to look at without the lock.
     run: AtomicBool,
+    /// Whether vCPUs that should run wait for a moment all the same. Changed under the lock of `wish`.
+    held: AtomicBool,
+    /// The end of that wait. Not the same as `changed`, which ends a sleep of the guest.
+    freed: Condvar,
     stopped: Mutex<usize>,
     all_stopped: Condvar,
 }
@@ -60,6 +67,7 @@ struct Shared {
 #[derive(Debug)]
 pub(crate) struct Vcpus {
     shared: Arc<Shared>,
+    throttle: Mutex<Option<Throttle>>,
     fds: Vec<Arc<Mutex<VcpuFd>>>,
     kicks: Vec<Kick>,
     threads: Vec<JoinHandle<()>>,
@@ -67,8 +75,12 @@ pub(crate) struct Vcpus {
 }
 
 /// The `immediate_exit` field of a vCPU's `struct kvm_run`, which lives as long as its descriptor.
-#[derive(Debug, Clone, Copy)]
-struct Kick(*const AtomicU8);
+#[derive(Debug, Clone)]
+struct Kick {
+    field: *const AtomicU8,
+    /// Keeps the descriptor open, and with it the field in place.
+    _fd: Arc<Mutex<VcpuFd>>,
+}
 
 // SAFETY: the field is one byte of memory that is shared with the kernel, used atomically from any thread.
 unsafe impl Send for Kick {}
@@ -76,9 +88,9 @@ unsafe impl Send for Kick {}
 unsafe impl Sync for Kick {}
 
 impl Kick {
-    fn set(self, value: u8) {
-        // SAFETY: `Vcpus` keeps the descriptor, and with it the mapping, for as long as a `Kick` of it is used.
-        unsafe { (*self.0).store(value, Ordering::SeqCst) }
+    fn set(&self, value: u8) {
+        // SAFETY: `_fd` keeps the descriptor, and with it the mapping.
+        unsafe { (*self.field).store(value, Ordering::SeqCst) }
     }
 }
 
@@ -104,20 +116,29 @@ impl Vcpus {
             wish: Mutex::new(Wish::Stop),
             changed: Condvar::new(),
             run: AtomicBool::new(false),
+            held: AtomicBool::new(false),
+            freed: Condvar::new(),
             stopped: Mutex::new(fds.len()),
             all_stopped: Condvar::new(),
         });
-        let mut vcpus =
-            Self { shared, fds: Vec::new(), kicks: Vec::new(), threads: Vec::new(), tids: Vec::new() };
+        let mut vcpus = Self {
+            shared,
+            throttle: Mutex::default(),
+            fds: Vec::new(),
+            kicks: Vec::new(),
+            threads: Vec::new(),
+            tids: Vec::new(),
+        };
         for (number, mut fd) in fds.into_iter().enumerate() {
             let field = (&raw const fd.get_kvm_run().immediate_exit).cast::<AtomicU8>();
-            let (fd, kick) = (Arc::new(Mutex::new(fd)), Kick(field));
+            let fd = Arc::new(Mutex::new(fd));
+            let kick = Kick { field, _fd: Arc::clone(&fd) };
             let thread = Thread {
                 number,
                 shared: Arc::clone(&vcpus.shared),
                 bus: Arc::clone(bus),
                 events: events.clone(),
-                kick,
+                kick: kick.clone(),
             };
             let own = Arc::clone(&fd);
             let (tid_in, tid) = std::sync::mpsc::channel();
@@ -149,6 +170,35 @@ impl Vcpus {
         self.wish(Wish::Run);
     }
 
+    /// Keeps the vCPUs from running for `share` of the time; 0 removes the throttle. They can be stopped under it as fast
+    /// as without.
+    pub(crate) fn throttle(&self, share: f64) -> Result<(), MicrovmError> {
+        let slices = Slices::of(share)?;
+        let mut throttle = lock(&self.throttle);
+        match (&*throttle, slices) {
+            (Some(throttle), Some(slices)) if throttle.set(slices) => return Ok(()),
+            (Some(_), Some(_)) => {
+                *throttle = None;
+                let source = std::io::Error::other("its thread has ended");
+                return Err(MicrovmError::System {
+                    action: "throttle the guest, which runs at full speed",
+                    source,
+                });
+            }
+            (_, None) => *throttle = None,
+            (None, Some(slices)) => {
+                let gate = Gate {
+                    shared: Arc::clone(&self.shared),
+                    kicks: self.kicks.clone(),
+                    tids: self.tids.clone(),
+                };
+                let started = Throttle::start(gate, slices);
+                *throttle = Some(started.map_err(crate::error::system("start a thread for the throttle"))?);
+            }
+        }
+        Ok(())
+    }
+
     /// Stops all vCPUs; returns when the first of them was told.
     pub(crate) fn stop(&self) -> Result<Instant, MicrovmError> {
         let told = Instant::now();
@@ -174,6 +224,7 @@ impl Vcpus {
             self.shared.run.store(wish == Wish::Run, Ordering::SeqCst);
         }
         self.shared.changed.notify_all();
+        self.shared.freed.notify_all();
     }
 
     /// Makes every vCPU look at the wish. The field is for one that is about to enter the guest, the signal for one
@@ -187,8 +238,47 @@ impl Vcpus {
     }
 }
 
+/// What holds the vCPUs and lets them go, for the throttle's thread. It ends before the threads do, so their numbers are
+/// theirs. Dropping it lets go: that thread cannot leave anybody held.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    shared: Arc<Shared>,
+    kicks: Vec<Kick>,
+    tids: Vec<i32>,
+}
+
+impl Gate {
+    /// Has all vCPUs wait outside of the guest. Does not wait for them.
+    pub(crate) fn hold(&self) {
+        {
+            let _wish = lock(&self.shared.wish);
+            self.shared.held.store(true, Ordering::SeqCst);
+        }
+        for (kick, tid) in self.kicks.iter().zip(&self.tids) {
+            kick.set(1);
+            // SAFETY: tgkill takes three numbers; the handler of the signal does nothing.
+            unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), *tid, SIGRTMIN()) };
+        }
+    }
+
+    /// Lets them enter the guest again.
+    pub(crate) fn free(&self) {
+        let _wish = lock(&self.shared.wish);
+        self.shared.held.store(false, Ordering::SeqCst);
+        self.shared.freed.notify_all();
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        self.free();
+    }
+}
+
 impl Drop for Vcpus {
     fn drop(&mut self) {
+        // First, since it signals the threads.
+        *lock(&self.throttle) = None;
         self.wish(Wish::End);
         self.kick();
         for thread in self.threads.drain(..) {
@@ -325,10 +415,16 @@ impl Thread {
         }
     }
 
-    /// Whether a vCPU that was interrupted goes on. The field is cleared before the wish is looked at: a wish that comes
-    /// in between sets it again.
+    /// Whether a vCPU that was interrupted goes on, when it is not held any longer. The field is cleared before the wish
+    /// is looked at: a wish that comes in between sets it again.
     fn goes_on(&self) -> bool {
         self.kick.set(0);
+        if self.shared.held.load(Ordering::SeqCst) {
+            let mut wish = lock(&self.shared.wish);
+            while *wish == Wish::Run && self.shared.held.load(Ordering::SeqCst) {
+                wish = self.shared.freed.wait(wish).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
         self.shared.run.load(Ordering::SeqCst)
     }
 

@@ -3,6 +3,7 @@
 use std::io;
 
 use godwit_memory::MemoryError;
+use godwit_throttle::ThrottleError;
 use godwit_track::{TrackError, Writer};
 
 use crate::qmp::QmpError;
@@ -20,6 +21,9 @@ pub enum QemuError {
     /// The process cannot be tracked.
     #[error(transparent)]
     Track(#[from] TrackError),
+    /// The vCPUs cannot be throttled.
+    #[error(transparent)]
+    Throttle(#[from] ThrottleError),
     /// Guest RAM is not in a shared named file.
     #[error(
         "{what}, so godwit cannot reach it: start QEMU with -object memory-backend-file,id=mem,size=SIZE,share=on,mem-path=/dev/shm/NAME -machine memory-backend=mem"

@@ -27,6 +27,13 @@ impl Machine {
         Ok(Self { qmp, pid })
     }
 
+    /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one.
+    pub(crate) fn vcpu_threads(&mut self) -> Result<Vec<i32>, QmpError> {
+        let cpus = self.qmp.execute("query-cpus-fast", Value::Null)?;
+        let thread = |cpu: &Value| cpu["thread-id"].as_i64().and_then(|tid| i32::try_from(tid).ok());
+        Ok(cpus.as_array().into_iter().flatten().filter_map(thread).collect())
+    }
+
     /// QEMU's run state (`query-status`).
     pub(crate) fn run_state(&mut self) -> Result<String, QmpError> {
         let status = self.qmp.execute("query-status", Value::Null)?;

@@ -6,6 +6,9 @@
 //!   release_state   migrate-continue -> the device state flows, end of file -> completed
 //!   resume          migrate_cancel or cont, from wherever it was; settings put back
 //! ```
+//!
+//! A throttle may be in force from the start to the moment the guest has stopped. Invariant: it is gone after `resume`,
+//! `retire`, a `stop` that failed, and when this is dropped.
 
 use std::io::Read;
 use std::net::Shutdown;
@@ -17,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
+use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
 use serde_json::{Value, json};
 
@@ -45,6 +49,9 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// Whether `migrate` was issued.
     migrating: bool,
+    /// The vCPUs' threads, as they were when last asked for.
+    vcpus: Vec<i32>,
+    throttle: VcpuThrottle,
 }
 
 impl QemuSource {
@@ -76,7 +83,10 @@ impl QemuSource {
         let ram = machine.ram()?;
         machine.check_mappings(&ram)?;
         machine.check_source(&ram)?;
+        let vcpus = machine.vcpu_threads()?;
         Ok(Self {
+            throttle: VcpuThrottle::new(machine.pid, &vcpus),
+            vcpus,
             machine,
             ram: Arc::new(ram),
             was_running: state == "running",
@@ -97,6 +107,42 @@ impl QemuSource {
     #[must_use]
     pub fn version(&self) -> (u64, u64, u64) {
         self.machine.qmp.version()
+    }
+
+    /// What the throttle did since it was put in force last.
+    #[must_use]
+    pub fn throttle_measures(&self) -> Measures {
+        self.throttle.measures()
+    }
+
+    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
+    fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+        // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
+        // the guest runs freely and stops all the sooner.
+        let _ = self.throttle.set_short(true);
+        let Self { machine, throttle, .. } = self;
+        let qmp = &mut machine.qmp;
+        qmp.forget_events();
+        self.migrating = true;
+        qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+        let mut stopped = None;
+        let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
+            if event.name == "STOP" {
+                stopped.get_or_insert(event.at);
+                let _ = throttle.set(0.0);
+            }
+            matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
+        })?;
+        match migration_event(&reached).as_str() {
+            "pre-switchover" => Ok(stopped.unwrap_or(reached.at)),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
+        }
+    }
+
+    /// Lets the vCPUs run freely. There is nothing to report: what failed has let go of them.
+    fn remove_throttle(&mut self) {
+        let _ = self.throttle.set(0.0);
+        let _ = self.throttle.set_short(false);
     }
 
     fn cancel_own_migration(&mut self) -> Result<(), QemuError> {
@@ -217,6 +263,28 @@ impl SourceVm for QemuSource {
         self.tracking_stop
     }
 
+    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+        if share == 0.0 {
+            // Not by way of the monitor, which may be what has failed.
+            return Ok(self.throttle.set(share)?);
+        }
+        // vCPUs may have been plugged or unplugged.
+        self.vcpus = self.machine.vcpu_threads().map_err(QemuError::from)?;
+        self.throttle.set_threads(&self.vcpus)?;
+        Ok(self.throttle.set(share)?)
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        let mut threads = self.vcpus.clone();
+        threads.sort_unstable();
+        threads.dedup();
+        vcpu_time(self.machine.pid, &threads)
+    }
+
+    fn vcpus(&self) -> usize {
+        self.vcpus.len()
+    }
+
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
@@ -230,21 +298,9 @@ impl SourceVm for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
-        let qmp = &mut self.machine.qmp;
-        qmp.forget_events();
-        self.migrating = true;
-        qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
-        let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
-            if event.name == "STOP" {
-                stopped.get_or_insert(event.at);
-            }
-            matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
-        })?;
-        match migration_event(&reached).as_str() {
-            "pre-switchover" => Ok(stopped.unwrap_or(reached.at)),
-            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }.into()),
-        }
+        let stopped = self.stop_by_migration();
+        self.remove_throttle();
+        Ok(stopped?)
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
@@ -264,10 +320,12 @@ impl SourceVm for QemuSource {
     }
 
     fn resume(&mut self) -> Result<(), VmError> {
+        self.remove_throttle();
         Ok(self.bring_back()?)
     }
 
     fn retire(&mut self, keep: bool) -> Result<(), VmError> {
+        self.remove_throttle();
         self.state = None;
         if keep {
             if let Some(settings) = self.settings.take() {

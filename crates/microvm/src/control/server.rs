@@ -306,13 +306,7 @@ impl Meter {
 fn own_time(machine: &Machine) -> Duration {
     let process = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     let process = Duration::new(process.tv_sec.unsigned_abs(), process.tv_nsec.unsigned_abs() as u32);
-    let thread = |tid: &i32| {
-        // The first word is time on the CPU in nanoseconds (Documentation/scheduler/sched-stats.rst).
-        let text = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap_or_default();
-        let nanos = text.split_ascii_whitespace().next().and_then(|word| word.parse().ok());
-        Duration::from_nanos(nanos.unwrap_or(0))
-    };
-    process.saturating_sub(machine.vcpu_threads().iter().map(thread).sum())
+    process.saturating_sub(machine.vcpu_time().unwrap_or_default())
 }
 
 /// Resident memory that is not the guest's: `RssAnon` and `RssFile` of proc(5); the guest's is `RssShmem`.

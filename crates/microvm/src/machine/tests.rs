@@ -3,10 +3,10 @@
 use std::io::{self, Write};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
 use godwit_memory::RamBlock;
 use godwit_units::{ByteCount, PageIndex};
+use godwit_verify::heartbeat::Heartbeat;
 
 use super::*;
 use crate::{GuestMode, plain_layout};
@@ -192,4 +192,115 @@ fn a_machine_takes_as_many_slots_as_kvm_has() {
     assert_eq!(rig.machine.slots().len(), 32_764);
     rig.machine.run();
     rig.output.wait_for("HB n=1 ");
+}
+
+/// How the guest fares for a while.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    /// For how much of the time its vCPUs ran.
+    ran: f64,
+    /// That, and the time in which they waited for a processor, since others are busy, too.
+    at_most: f64,
+    /// By its own count.
+    writes_per_second: f64,
+}
+
+fn pace(rig: &Rig) -> Pace {
+    // Times in nanoseconds, on a CPU and waiting for one (Documentation/scheduler/sched-stats.rst).
+    let word = |tid: &i32, number: usize| {
+        let text = std::fs::read_to_string(format!("/proc/self/task/{tid}/schedstat")).unwrap();
+        text.split(' ').nth(number).unwrap().parse::<f64>().unwrap()
+    };
+    let threads = rig.machine.vcpu_threads();
+    let sum = |number| threads.iter().map(|tid| word(tid, number)).sum::<f64>();
+    let heartbeat = || -> Heartbeat {
+        let printed = String::from_utf8(rig.output.0.lock().unwrap().clone()).unwrap();
+        printed.lines().rev().find_map(|line| line.parse().ok()).unwrap()
+    };
+    let (began, ran, waited, before) = (Instant::now(), sum(0), sum(1), heartbeat());
+    std::thread::sleep(Duration::from_millis(1500));
+    let (ran, waited, after) = (sum(0) - ran, sum(1) - waited, heartbeat());
+    let all = began.elapsed().as_nanos() as f64 * threads.len() as f64;
+    let seconds = (after.t_ms - before.t_ms).max(1) as f64 / 1e3;
+    let writes_per_second = (after.writes - before.writes) as f64 / seconds;
+    Pace { ran: ran / all, at_most: (ran + waited) / all, writes_per_second }
+}
+
+#[test]
+fn a_throttled_guest_works_less_and_then_runs_free() {
+    let name = "a_throttled_guest_works_less_and_then_runs_free";
+    let Some(rig) = rig(name, &plan(2), Some(GuestMode::Full)) else { return };
+    rig.machine.run();
+    rig.output.wait_for("HB n=2 ");
+    let paces = [0.0, 0.5, 0.9, 0.0].map(|share| {
+        rig.machine.throttle(share).unwrap();
+        pace(&rig)
+    });
+    println!("{paces:.3?}");
+    let [free, half, tenth, freed] = paces;
+    assert!(free.at_most > 0.9 && freed.at_most > 0.9);
+    assert!(half.at_most > 0.35 && half.ran < 0.6, "{half:?}");
+    assert!(tenth.at_most > 0.05 && tenth.ran < 0.2, "{tenth:?}");
+    assert!(tenth.writes_per_second < free.writes_per_second * 0.4);
+    assert!(freed.writes_per_second > tenth.writes_per_second * 2.5);
+    assert!(!rig.output.wait_for("HB n=2 ").contains("BUG"));
+    assert!(rig.machine.throttle(1.0).is_err());
+}
+
+#[test]
+fn under_a_throttle_the_guest_stops_runs_and_ends_as_always() {
+    let name = "under_a_throttle_the_guest_stops_runs_and_ends_as_always";
+    let Some(rig) = rig(name, &plan(2), Some(GuestMode::Full)) else { return };
+    rig.machine.throttle(0.99).unwrap();
+    rig.machine.run();
+    rig.machine.throttle(0.9).unwrap();
+    let mut stops = Vec::new();
+    for number in 0..50 {
+        std::thread::sleep(Duration::from_micros(3700 * (number % 4)));
+        let began = Instant::now();
+        rig.machine.stop().unwrap();
+        stops.push(began.elapsed());
+        let state = rig.machine.save().unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+        // Held and freed by the throttle meanwhile, but stopped all the same.
+        assert_eq!(regs(&rig.machine.save().unwrap()), regs(&state));
+        rig.machine.run();
+    }
+    stops.sort_unstable();
+    println!("stopped within {:?} (median), {:?} (most)", stops[25], stops[49]);
+    // It need not wait for the end of a hold, which lasts 9 ms.
+    assert!(stops[25] < Duration::from_millis(5), "{stops:?}");
+    rig.machine.throttle(0.0).unwrap();
+    let printed = rig.output.wait_for("HB n=8 ");
+    assert!(!printed.contains("BUG"), "{printed}");
+    // Dropped while its vCPUs are held.
+    rig.machine.throttle(0.99).unwrap();
+}
+
+/// The registers of both vCPUs in a state.
+fn regs(state: &[u8]) -> Vec<Vec<u8>> {
+    let blob = Blob::read(state).unwrap();
+    (0..2).map(|cpu| blob.section(Tag::Regs, cpu).unwrap().to_vec()).collect()
+}
+
+#[test]
+fn a_source_that_goes_away_takes_its_throttle_along() {
+    use godwit_engine::vm::SourceVm;
+    let name = "a_source_that_goes_away_takes_its_throttle_along";
+    let Some(rig) = rig(name, &plan(1), Some(GuestMode::Full)) else { return };
+    rig.machine.run();
+    rig.output.wait_for("HB n=2 ");
+    let mut source = crate::MicrovmSource::new(&rig.machine);
+    source.throttle(0.9).unwrap();
+    let slow = pace(&rig).ran;
+    source.stop().unwrap();
+    source.resume().unwrap();
+    let resumed = pace(&rig).at_most;
+    source.throttle(0.9).unwrap();
+    assert_eq!(source.vcpus(), 1);
+    assert!(source.vcpu_time().is_some_and(|time| time > Duration::ZERO));
+    drop(source);
+    let dropped = pace(&rig).at_most;
+    println!("{slow:.3} {resumed:.3} {dropped:.3}");
+    assert!(slow < 0.2 && resumed > 0.9 && dropped > 0.9, "{slow} {resumed} {dropped}");
 }
