@@ -269,7 +269,13 @@ impl SourceVm for QemuSource {
             return Ok(self.throttle.set(share)?);
         }
         // vCPUs may have been plugged or unplugged.
-        self.vcpus = self.machine.vcpu_threads().map_err(QemuError::from)?;
+        match self.machine.vcpu_threads() {
+            Ok(threads) => self.vcpus = threads,
+            Err(error) => {
+                self.remove_throttle();
+                return Err(QemuError::from(error).into());
+            }
+        }
         self.throttle.set_threads(&self.vcpus)?;
         Ok(self.throttle.set(share)?)
     }

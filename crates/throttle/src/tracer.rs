@@ -63,7 +63,7 @@ impl Tracer {
             Arc::new(Shared { state: Mutex::new(state), ordered: Condvar::new(), answered: Condvar::new() });
         let own = Arc::clone(&shared);
         let run = move || {
-            let _end = End(&own);
+            let _end = End { pid, shared: &own };
             become_punctual();
             let outcome = trace(pid, &own);
             own.lock().outcome = Some(outcome);
@@ -125,13 +125,16 @@ impl Drop for Tracer {
     }
 }
 
-/// Tells at the end of the thread, even of one that panics, that nobody need wait.
-struct End<'a>(&'a Shared);
+/// Tells at the end of the thread that nobody need wait; of one that panics, too.
+struct End<'a> {
+    pid: i32,
+    shared: &'a Shared,
+}
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
-        self.0.lock().outcome.get_or_insert(Ok(()));
-        self.0.answered.notify_all();
+        self.shared.lock().outcome.get_or_insert(Err(ThrottleError::NoAnswer { pid: self.pid }));
+        self.shared.answered.notify_all();
     }
 }
 
