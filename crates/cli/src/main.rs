@@ -7,6 +7,7 @@ mod migrate;
 mod output;
 mod process;
 mod receive;
+mod simulate;
 mod vm;
 
 use std::process::ExitCode;
@@ -35,6 +36,8 @@ enum Command {
     Receive(receive::Arguments),
     /// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
     Demo(demo::Arguments),
+    /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
+    Simulate(simulate::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -43,5 +46,6 @@ fn main() -> ExitCode {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Simulate(arguments) => simulate::run(&arguments),
     }
 }
