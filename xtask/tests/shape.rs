@@ -10,14 +10,14 @@ const ROWS: [&[&str]; 8] = [
     &["units"],
     &["bitmap", "wire", "policy"],
     &["memory", "protocol"],
-    &["track", "throttle", "verify"],
+    &["track", "throttle", "verify", "sim"],
     &["engine"],
     &["qemu", "microvm"],
     &["testbed"],
     &["cli"],
 ];
 /// No clock, thread, file or socket: their clippy.toml bans them.
-const PURE: [&str; 3] = ["wire", "policy", "protocol"];
+const PURE: [&str; 4] = ["wire", "policy", "protocol", "sim"];
 /// Crates that may allow unsafe code in a file.
 const UNSAFE: [&str; 5] = ["bitmap", "memory", "track", "throttle", "microvm"];
 

@@ -8,6 +8,7 @@ mod migrate;
 mod output;
 mod process;
 mod receive;
+mod simulate;
 mod steer;
 mod vm;
 
@@ -48,6 +49,8 @@ enum Command {
     Microvm(microvm::Command),
     /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
     Demo(demo::Arguments),
+    /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
+    Simulate(simulate::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -61,5 +64,6 @@ fn main() -> ExitCode {
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Simulate(arguments) => simulate::run(&arguments),
     }
 }

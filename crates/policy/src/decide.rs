@@ -10,10 +10,10 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageCount, Rate};
 
 use crate::guest::{Class, Guest, Link, time_to_finish};
 use crate::hot::{Bounds, Hot};
-use crate::observe::{Advice, Decision, Estimate, Plan, RemainingTime, Round, Tick};
+use crate::observe::{Advice, Decision, Delayed, Estimate, Plan, RemainingTime, Round, Tick};
 use crate::settings::{SettingError, Settings, ThrottleMode};
 use crate::share::Share;
-use crate::throttle::{Throttle, View};
+use crate::throttle::{SEVERE, Throttle, View};
 use crate::{Bandwidth, downtime};
 
 /// A round is worth making, once within the limit, if the last one brought the remaining data down to this share.
@@ -26,6 +26,8 @@ const SEARCH_ROUNDS: u32 = 8;
 const PROGRESS: f64 = 0.95;
 /// The share of the limit that plans aim at.
 const AIM: f64 = 0.85;
+/// The share of the limit that the last round before the switchover aims at.
+const FINALE: f64 = 0.93;
 /// Steps in which the limit grows to its ceiling.
 const STEPS: u32 = 8;
 /// With the patience at its end this many times over, it ends whatever is in force.
@@ -227,12 +229,22 @@ impl Policy {
         if !round.dirty.is_empty() {
             self.hot.round(round.dirty, self.guest.segment_pages(), round.remaining.0 as f64, bounds);
         }
+        let (share, disk_limit) = match &round.disk {
+            Some(disk) => {
+                let enough = enough * self.page_bytes;
+                self.share.round(disk, round.time.as_secs_f64(), enough, self.settings.disk_limit)
+            }
+            None => (crate::share::ALL, None),
+        };
         let sent = round.sent.0 as f64 / self.page_bytes;
         let mut view = self.view(&classes, self.clock, round.remaining, bandwidth, dirty_rate, sent);
         view.dirtied = dirtied;
+        // As long as memory waits for disks, nothing is gained by a slower guest.
+        view.delaying |= share < crate::share::ALL;
         let mut throttle = self.throttle.clone();
         throttle.round(self.settings.throttle, &view, round.time);
         let estimated = self.remaining_time(&view, throttle.value(), bandwidth);
+        let spared = self.spared(&view, throttle.value());
         self.throttle = throttle;
         estimate.remaining_time = estimated;
         if self.throttle.exhausted() {
@@ -241,16 +253,9 @@ impl Policy {
         if self.is_hopeless() {
             return (Decision::GiveUp(self.advice(&estimate, round.throttle)), estimate);
         }
-        let (share, disk_limit) = match &round.disk {
-            Some(disk) => {
-                let enough = enough * self.page_bytes;
-                self.share.round(disk, round.time.as_secs_f64(), enough, self.settings.disk_limit)
-            }
-            None => (crate::share::ALL, None),
-        };
         self.plan = Plan {
             throttle: self.throttle.value().min(self.settings.max_throttle),
-            delayed: self.hot.delayed().clone(),
+            delayed: spared.unwrap_or_else(|| self.hot.delayed().clone()),
             memory_share: self.settings.memory_share.unwrap_or(share),
             disk_limit,
         };
@@ -326,6 +331,20 @@ impl Policy {
         }
     }
 
+    /// Under a throttle that leaves the guest hardly anything: what the next round need not send.
+    fn spared(&self, view: &View, throttle: f64) -> Option<Delayed> {
+        if self.settings.throttle != ThrottleMode::Adaptive
+            || throttle < SEVERE
+            || view.delaying
+            || view.idle > 0.0
+        {
+            return None;
+        }
+        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let enough = view.enough * FINALE / AIM;
+        Some(Delayed::new(self.guest.spared(view.unsent, self.guest.speed(throttle), link, enough)))
+    }
+
     fn is_minimum(&mut self, remaining: PageCount, previous: Option<PageCount>, transfer: Duration) -> bool {
         if self.plan.throttle > 0.0 {
             return true;
@@ -363,8 +382,9 @@ impl Policy {
         };
         let growing = self.settings.downtime_ceiling.is_some() && self.step < STEPS;
         let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
-        waiting && (strongest && !growing || self.without_progress >= patience * LAST_STRAW)
-            || self.stuck_rounds >= 100_000
+        let lowering = self.share.may_lower(self.settings.disk_limit);
+        let long = self.without_progress >= patience * LAST_STRAW && self.stuck_rounds >= 12;
+        waiting && (strongest && !growing && !lowering || long) || self.stuck_rounds >= 100_000
     }
 
     fn advice(&self, estimate: &Estimate, throttle: f64) -> Advice {

@@ -59,6 +59,8 @@ impl Default for Guest {
 
 /// Growth, in pages, below which a look under throttle says too little.
 const TELLING: f64 = 64.0;
+/// How finely a last round is cut.
+const PARTS: usize = 16;
 
 impl Guest {
     /// Takes in a look at all segments, `time` after the one before, with the guest running the share `1 − throttle`.
@@ -139,6 +141,40 @@ impl Guest {
     /// The share of its speed at which the guest is expected to dirty under `throttle`.
     pub(crate) fn speed(&self, throttle: f64) -> f64 {
         if throttle <= 0.0 { 1.0 } else { ((1.0 - throttle) * self.gain).min(1.0) }
+    }
+
+    /// For a guest that hardly runs, the segments that need not be sent in the next round: the fewer are sent, the
+    /// sooner it is over. Those with most dirty pages are sent, as few as bring what remains, with what is dirtied
+    /// meanwhile, to `enough`. Empty when all have to be.
+    pub(crate) fn spared(&self, unsent: f64, speed: f64, link: Link, enough: f64) -> Vec<usize> {
+        let size = self.size as f32;
+        let lines: Vec<(f64, f64, f64)> = self
+            .segments
+            .iter()
+            .map(|segment| {
+                let dirty = f64::from(segment.last);
+                let (pages, rate) = segment.line(size).unwrap_or((segment.last, 0.0));
+                (dirty, f64::from(pages).max(dirty), speed * f64::from(rate))
+            })
+            .collect();
+        let mut order: Vec<usize> = (0..lines.len()).filter(|index| lines[*index].1 > 0.0).collect();
+        order.sort_unstable_by(|a, b| lines[*b].0.total_cmp(&lines[*a].0));
+        for part in 1..PARTS {
+            let (sent, spared) = order.split_at(order.len() * part / PARTS);
+            let mut time = (unsent + sent.iter().map(|index| lines[*index].0).sum::<f64>()) / link.pages;
+            for _ in 0..4 {
+                let pages =
+                    sent.iter().map(|index| lines[*index]).map(|(d, n, l)| n - (n - d) * kept(l * time));
+                time = (unsent + pages.sum::<f64>()) / link.pages;
+            }
+            let left = sent.iter().map(|index| lines[*index]).map(|(_, n, l)| n * (1.0 - kept(l * time)));
+            let grown =
+                spared.iter().map(|index| lines[*index]).map(|(d, n, l)| n - (n - d) * (-l * time).exp());
+            if left.chain(grown).sum::<f64>() <= enough {
+                return spared.to_vec();
+            }
+        }
+        Vec::new()
     }
 
     /// The guest as a few classes of pages, from the last look.
@@ -246,6 +282,14 @@ pub(crate) fn time_to_finish(
         }
     }
     None
+}
+
+/// The classes after a round at full speed, and the seconds it takes.
+pub(crate) fn after_round(classes: &[Class], unsent: f64, link: Link) -> (Vec<Class>, f64) {
+    let mut classes = classes.to_vec();
+    let total = unsent + classes.iter().map(|class| class.dirty).sum::<f64>();
+    let time = round(&mut classes, unsent, total, 1.0, link);
+    (classes, time)
 }
 
 /// One round over all classes; returns what it takes.

@@ -77,8 +77,9 @@ pub struct Plan {
     pub throttle: f64,
     /// Segments not to be sent now.
     pub delayed: Delayed,
-    /// Of the time of the link, the parts of 1024 that memory gets while disks move. What one does not use, the
-    /// other may. 0: no memory is sent.
+    /// While disks move: the parts of the link's time that memory gets for each 1024 that disks get; at 1024 both get
+    /// half. What one does not use, the other may, but memory is passed over once in a round at the most. 0: no memory
+    /// is sent. Below 1024 a round ends with the pass over disks, and the pass over memory goes on in the next.
     pub memory_share: u16,
     /// The most that the guest may write to its disks.
     pub disk_limit: Option<Rate>,

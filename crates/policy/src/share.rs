@@ -62,6 +62,12 @@ impl Share {
         (share, self.limit)
     }
 
+    /// Whether a lower limit of disk writes could still help.
+    pub(crate) fn may_lower(&self, allowed: DiskLimit) -> bool {
+        let least = self.limit.is_some_and(|limit| limit.bytes_per_second() <= LEAST);
+        self.stuck > 0 && allowed == DiskLimit::Auto && !least
+    }
+
     fn lower(&self, disk: &DiskRound, seconds: f64) -> Rate {
         let next = match self.limit {
             Some(limit) => limit.bytes_per_second() * LOWER,

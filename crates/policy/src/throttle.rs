@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::guest::{Class, Guest, Link, time_to_finish};
+use crate::guest::{Class, Guest, Link, after_round, time_to_finish};
 use crate::settings::ThrottleMode;
 
 /// Two rounds whose remaining data differ by less than this do not converge.
@@ -29,8 +29,14 @@ const SEVERE_TIME: f64 = 3.0;
 /// Share of the severe time that is planned with: mechanisms and estimates are not exact.
 const RESERVE: f64 = 0.7;
 /// Shares of time left to the guest that adaptive throttling chooses from, mild ones first.
-const MILD: [f64; 11] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1];
+const MILD: [f64; 10] = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1];
 const STRONG: [f64; 9] = [0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01];
+/// A milder throttle may cost this much more of the guest's work than the best.
+const DEARER: f64 = 1.25;
+/// A round without a throttle is made when it brings the cost down to this share.
+const CHEAPER: f64 = 0.9;
+/// A round that leaves at most this share of what the one before left has shrunk.
+const SHRINKS: f64 = 0.8;
 /// A throttle above [`SEVERE`] that leaves the dirty rate at more than this does not help.
 const DEAF: f64 = 0.7;
 
@@ -76,6 +82,8 @@ pub(crate) struct Throttle {
     bad_periods: u32,
     severe: f64,
     deaf_rounds: u32,
+    /// The last round left clearly less than the one before: rounds do some good by themselves.
+    shrinking: bool,
 }
 
 impl Throttle {
@@ -92,6 +100,7 @@ impl Throttle {
     pub(crate) fn round(&mut self, mode: ThrottleMode, view: &View, time: Duration) {
         self.pass(view);
         let previous = self.previous.replace(view.remaining);
+        self.shrinking = previous.is_none_or(|previous| view.remaining < SHRINKS * previous);
         if self.exhausted {
             self.value = 0.0;
             return;
@@ -190,30 +199,52 @@ impl Throttle {
         }
     }
 
-    /// The least throttle that finishes in time. Above 90 % the guest hardly works, so that what is better for it is
-    /// to be through with it: then time is bounded by [`SEVERE_TIME`], downtime and all such times before included.
+    /// The mildest throttle that finishes in time and costs hardly more work than the best; none where a round without
+    /// one makes it cheaper later.
     fn adapt(&self, view: &View) -> f64 {
         if view.delaying || view.bandwidth <= 0.0 {
             return 0.0;
         }
         let link = Link { pages: view.bandwidth, idle: view.idle };
-        let time = |share: f64| {
-            let speed = view.guest.speed(1.0 - share);
-            time_to_finish(view.classes, view.unsent, speed, link, view.enough).unwrap_or(f64::INFINITY)
-        };
-        if time(1.0) <= view.free_time {
+        let free = time_to_finish(view.classes, view.unsent, 1.0, link, view.enough);
+        if free.is_some_and(|time| time <= view.free_time) {
             return 0.0;
         }
-        let least = 1.0 - view.most;
-        let mild: Vec<f64> = MILD.iter().copied().filter(|share| *share >= least && *share < 1.0).collect();
-        let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
-        if let Some(share) = largest(&mild, |share| time(share) <= view.time_left) {
-            return self.settle(1.0 - share);
+        let (share, cost) = self.best(view, view.classes, view.unsent, view.time_left);
+        let (later, spent) = after_round(view.classes, view.unsent, link);
+        if self.shrinking && self.best(view, &later, 0.0, view.time_left - spent).1 < CHEAPER * cost {
+            return 0.0;
         }
+        self.settle(1.0 - share)
+    }
+
+    /// The share of time to leave to the guest, and what that costs of its work. Above 90 % the guest hardly works, so
+    /// that what is better for it is to be through with it: then time is bounded by [`SEVERE_TIME`], downtime and all such
+    /// times before included.
+    fn best(&self, view: &View, classes: &[Class], unsent: f64, time_left: f64) -> (f64, f64) {
+        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let time = |share: f64| {
+            let speed = view.guest.speed(1.0 - share);
+            time_to_finish(classes, unsent, speed, link, view.enough).unwrap_or(f64::INFINITY)
+        };
+        let least = 1.0 - view.most;
+        // Half as slow for twice as long is no gain.
+        let mild: Vec<(f64, f64)> = MILD
+            .iter()
+            .filter(|share| **share >= least)
+            .map(|share| (*share, time(*share)))
+            .filter(|(_, time)| *time <= time_left)
+            .map(|(share, time)| (share, (1.0 - share) * time))
+            .collect();
+        let cheapest = mild.iter().map(|(_, cost)| *cost).fold(f64::INFINITY, f64::min);
+        if let Some(level) = mild.iter().find(|(_, cost)| *cost <= DEARER * cheapest) {
+            return *level;
+        }
+        let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
         let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
         let bound = severe_left.max(1.1 * time(least));
         let share = largest(&strong, |share| time(share) <= bound).unwrap_or(least);
-        self.settle(1.0 - share)
+        (share, (1.0 - share) * time(share))
     }
 
     /// Small changes are not worth making.

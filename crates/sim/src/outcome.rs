@@ -1,0 +1,133 @@
+//! What came of a simulated migration.
+
+use serde::Serialize;
+
+/// How it ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum End {
+    /// The guest runs at the destination.
+    Moved,
+    /// The policy gave up; the guest runs at the source.
+    GaveUp,
+    /// Something broke; the guest runs at the source.
+    Stayed,
+    /// Nobody could be asked who runs the guest.
+    InDoubt,
+    /// It did not end in the time allowed.
+    Endless,
+}
+
+/// One round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct RoundRow {
+    /// Its number.
+    pub round: u32,
+    /// When it began, in seconds.
+    pub start: f64,
+    /// How long it took, in seconds.
+    pub seconds: f64,
+    /// Bytes of memory sent.
+    pub sent: f64,
+    /// Bytes of memory left at its end.
+    pub remaining: f64,
+    /// The highest throttle in it.
+    pub throttle: f64,
+    /// The guest's speed, on average.
+    pub speed: f64,
+    /// Segments delayed at its end.
+    pub delayed: usize,
+    /// Downtime expected at its end, in seconds, if known.
+    pub expected: Option<f64>,
+    /// Share of the link's time for memory, of 1024, at its beginning.
+    pub memory_share: u16,
+    /// Bytes of disks sent.
+    pub disk_sent: f64,
+    /// Bytes of disks left.
+    pub disk_remaining: f64,
+    /// Limit of disk writes at its end, bytes each second.
+    pub disk_limit: Option<f64>,
+}
+
+/// A moment, for charts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Point {
+    /// Seconds since the start.
+    pub at: f64,
+    /// Throttle asked for.
+    pub throttle: f64,
+    /// The guest's speed.
+    pub speed: f64,
+    /// Bytes of memory that remain.
+    pub remaining: f64,
+}
+
+/// All of it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Outcome {
+    /// How it ended.
+    pub end: End,
+    /// Why it did not work, in a line.
+    pub reason: Option<String>,
+    /// Whole time, in seconds.
+    pub total: f64,
+    /// Downtime, in seconds; 0 when the guest was never stopped.
+    pub downtime: f64,
+    /// The downtime that was expected when it was decided to switch over.
+    pub expected_downtime: f64,
+    /// The highest limit that the policy held it against.
+    pub limit: f64,
+    /// Bytes of memory sent.
+    pub sent: f64,
+    /// Bytes of disks sent.
+    pub disk_sent: f64,
+    /// Passes over memory.
+    pub memory_passes: u32,
+    /// Seconds of the guest's work lost, downtime included.
+    pub lost_work: f64,
+    /// Seconds in which the guest ran under 10 % of its speed, downtime included.
+    pub under_10: f64,
+    /// Seconds in which it ran under 50 % of its speed, downtime included.
+    pub under_50: f64,
+    /// The highest throttle.
+    pub throttle: f64,
+    /// The lowest limit of disk writes, bytes each second.
+    pub disk_limit: Option<f64>,
+    /// The most sides that could run the guest at one time. More than one must not be.
+    pub owners: u8,
+    /// All rounds, the last with the guest stopped.
+    pub rounds: Vec<RoundRow>,
+    /// Moments, about ten each second or a hundred each round.
+    #[serde(skip)]
+    pub points: Vec<Point>,
+}
+
+impl Outcome {
+    pub(crate) fn new() -> Self {
+        Self {
+            end: End::Endless,
+            reason: None,
+            total: 0.0,
+            downtime: 0.0,
+            expected_downtime: 0.0,
+            limit: 0.0,
+            sent: 0.0,
+            disk_sent: 0.0,
+            memory_passes: 0,
+            lost_work: 0.0,
+            under_10: 0.0,
+            under_50: 0.0,
+            throttle: 0.0,
+            disk_limit: None,
+            owners: 0,
+            rounds: Vec::new(),
+            points: Vec::new(),
+        }
+    }
+
+    /// Whether the guest moved.
+    #[must_use]
+    pub fn moved(&self) -> bool {
+        self.end == End::Moved
+    }
+}

@@ -1,0 +1,328 @@
+//! What the source's engine does, in virtual time: copies rounds, asks the policy, puts its plans into force.
+
+use std::time::Duration;
+
+use godwit_policy::{Decision, Delayed, DiskRound, Plan, Policy, Round, Tick};
+use godwit_units::{ByteCount, PageCount};
+
+use crate::disk::Disk;
+use crate::memory::Memory;
+use crate::outcome::{Outcome, Point, RoundRow};
+use crate::scenario::{Scenario, Synchronisation};
+use crate::{guest, link};
+
+/// A link that broke is noticed after this many seconds.
+const NOTICE: f64 = 1.0;
+/// Looks within a round, at the most.
+const LOOKS: f64 = 100.0;
+
+/// How often the conversation changes its direction while the guest is stopped, and a little for luck.
+const TURNS: u32 = 6;
+
+/// The link broke while a round was copied.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Broken;
+
+#[derive(Debug)]
+pub(crate) struct Source<'a> {
+    scenario: &'a Scenario,
+    memory: Memory,
+    disk: Option<Disk>,
+    policy: Policy,
+    plan: Plan,
+    pub(crate) now: f64,
+    stopped: Option<f64>,
+    row: RoundRow,
+    /// A pass over memory is in progress and goes on in the next round.
+    midway: bool,
+    pub(crate) outcome: Outcome,
+}
+
+impl<'a> Source<'a> {
+    pub(crate) fn new(scenario: &'a Scenario) -> Self {
+        let at_once = matches!(scenario.synchronisation, Synchronisation::AtOnce(_));
+        let mut policy = Policy::new(scenario.settings);
+        let plan = policy.start(scenario.disk.is_some());
+        Self {
+            memory: Memory::new(&scenario.guest, at_once),
+            disk: scenario.disk.map(Disk::new),
+            policy,
+            plan,
+            now: 0.0,
+            stopped: None,
+            row: RoundRow::default(),
+            midway: false,
+            scenario,
+            outcome: Outcome::new(),
+        }
+    }
+
+    fn speed(&self) -> f64 {
+        if self.stopped.is_some() { 0.0 } else { self.scenario.vcpus.speed(self.plan.throttle) }
+    }
+
+    /// Time passes; the guest's losses are counted.
+    fn account(&mut self, time: f64) {
+        let speed = self.speed();
+        self.now += time;
+        self.row.speed += speed * time;
+        self.outcome.lost_work += (1.0 - speed) * time;
+        if speed < 0.1 {
+            self.outcome.under_10 += time;
+        }
+        if speed < 0.5 {
+            self.outcome.under_50 += time;
+        }
+    }
+
+    /// The guest runs on while nothing is sent.
+    pub(crate) fn wait(&mut self, time: f64) {
+        let factor = guest::factor(&self.scenario.guest.phases, self.now);
+        let speed = self.speed();
+        self.memory.advance(time, speed, factor);
+        if let Some(disk) = &mut self.disk {
+            disk.advance(time, speed, self.plan.disk_limit.map(|rate| rate.bytes_per_second()));
+        }
+        self.account(time);
+    }
+
+    fn link(&self) -> f64 {
+        link::pages(&self.scenario.link, self.scenario.seed, self.now)
+    }
+
+    fn is_cut(&self) -> bool {
+        let at = self.scenario.cut.and_then(|cut| cut.at);
+        at.is_some_and(|at| self.now >= at.as_secs_f64())
+    }
+
+    /// Copies a round; the last one with the guest stopped.
+    pub(crate) fn copy_round(&mut self, round: u32, last: bool) -> Result<(), Broken> {
+        self.row = RoundRow {
+            round,
+            start: self.now,
+            throttle: self.plan.throttle,
+            memory_share: self.plan.memory_share,
+            ..RoundRow::default()
+        };
+        if last {
+            self.plan = Plan { delayed: Delayed::default(), memory_share: 1024, ..self.plan.clone() };
+        }
+        if !self.midway {
+            self.memory.begin();
+        }
+        self.midway = false;
+        if let Some(disk) = &mut self.disk {
+            disk.begin();
+        }
+        match self.scenario.synchronisation {
+            Synchronisation::AtOnce(time) => self.wait(time.as_secs_f64()),
+            Synchronisation::Pieces(time) if last => self.wait(time.as_secs_f64()),
+            Synchronisation::Pieces(_) => {}
+        }
+        let expected = self.memory.remaining() / self.link().max(1.0);
+        let disk_time = self.disk.as_ref().map_or(0.0, |disk| disk.pending() / disk.speed());
+        let step = self.scenario.tick.as_secs_f64().max((expected + disk_time) / LOOKS);
+        let mut passed = false;
+        loop {
+            if self.is_cut() {
+                self.wait(NOTICE);
+                self.end_row(round);
+                return Err(Broken);
+            }
+            let through =
+                if self.disk.is_some() { self.step_with_disk(step, &mut passed) } else { self.step(step) };
+            if through || self.now > self.scenario.longest.as_secs_f64() {
+                break;
+            }
+            self.look();
+        }
+        if self.disk.is_none() || passed {
+            self.outcome.memory_passes += 1;
+        }
+        self.end_row(round);
+        Ok(())
+    }
+
+    /// Sends memory for up to `step` seconds; true when the round is through.
+    fn step(&mut self, step: f64) -> bool {
+        let rate = self.link();
+        let effort = (self.speed(), guest::factor(&self.scenario.guest.phases, self.now));
+        let (used, sent) = self.memory.send(rate, step, effort, &self.plan.delayed);
+        self.row.sent += sent * self.scenario.link.page_bytes;
+        self.account(used);
+        used < step
+    }
+
+    /// The same with a disk beside: each has its share of the link.
+    fn step_with_disk(&mut self, step: f64, passed: &mut bool) -> bool {
+        let bytes = self.link() * self.scenario.link.page_bytes;
+        let fixed = self.scenario.settings.memory_share.is_some();
+        let parts = f64::from(self.plan.memory_share);
+        let share = parts / (1024.0 + parts);
+        let pending = self.disk.as_ref().map_or(0.0, Disk::pending);
+        let most = self.disk.as_ref().map_or(0.0, Disk::speed);
+        let last = self.stopped.is_some();
+        let full = self.plan.memory_share == 1024;
+        // With a share that was given, memory is sent over and over, as where no policy looks after it.
+        let memory_done = *passed && !(fixed && pending > 0.0);
+        let (to_disk, to_memory) = if pending <= 0.0 {
+            (0.0, if fixed || full || last { bytes } else { 0.0 })
+        } else if memory_done {
+            (most.min(bytes), 0.0)
+        } else {
+            let disk = most.min(bytes * (1.0 - share));
+            // At equal shares memory takes what a slow disk leaves.
+            (disk, if full { bytes - disk } else { bytes * share })
+        };
+        let time = if to_disk > 0.0 { step.min(pending / to_disk) } else { step };
+        let effort = (self.speed(), guest::factor(&self.scenario.guest.phases, self.now));
+        let rate = to_memory / self.scenario.link.page_bytes;
+        let (used, sent) = self.memory.send(rate, time, effort, &self.plan.delayed);
+        self.row.sent += sent * self.scenario.link.page_bytes;
+        let memory_through = used < time;
+        // Without a disk to wait for, time ends with memory.
+        let time = if to_disk > 0.0 { time } else { used };
+        self.memory.advance(time - used, effort.0, effort.1);
+        let limit = self.plan.disk_limit.map(|rate| rate.bytes_per_second());
+        if let Some(disk) = &mut self.disk {
+            disk.advance(time, effort.0, limit);
+            disk.send(to_disk * time);
+        }
+        self.row.disk_sent += to_disk * time;
+        self.account(time);
+        let disk_through = self.disk.as_ref().is_none_or(|disk| disk.pending() <= 0.0);
+        if memory_through {
+            *passed = true;
+            if fixed && !disk_through {
+                // It begins anew, while the disk goes on.
+                self.outcome.memory_passes += 1;
+                self.memory.begin();
+                *passed = false;
+            }
+        }
+        if disk_through && !(full || fixed || last) {
+            self.midway = true;
+            return true;
+        }
+        disk_through && *passed
+    }
+
+    /// A look within a round.
+    fn look(&mut self) {
+        if self.stopped.is_some() {
+            return;
+        }
+        let remaining = PageCount(self.memory.remaining().ceil() as u64);
+        let in_round = seconds(self.now - self.row.start);
+        let throttle = self.plan.throttle;
+        let sent = ByteCount((self.row.sent + self.row.disk_sent) as u64);
+        let dirty = self.memory.look();
+        let tick = Tick { in_round, sent, remaining, dirty, throttle, guest_speed: None };
+        if let Some(plan) = self.policy.tick(&tick) {
+            self.plan = plan;
+        }
+        self.row.throttle = self.row.throttle.max(self.plan.throttle);
+        self.point();
+    }
+
+    fn point(&mut self) {
+        self.outcome.throttle = self.outcome.throttle.max(self.plan.throttle);
+        self.outcome.points.push(Point {
+            at: self.now,
+            throttle: self.plan.throttle,
+            speed: self.speed(),
+            remaining: self.memory.remaining() * 4096.0,
+        });
+    }
+
+    fn end_row(&mut self, round: u32) {
+        let row = &mut self.row;
+        row.round = round;
+        row.seconds = self.now - row.start;
+        row.speed = if row.seconds > 0.0 { row.speed / row.seconds } else { 1.0 };
+        row.remaining = self.memory.remaining() * 4096.0;
+        row.delayed = self.plan.delayed.count();
+        row.disk_remaining = self.disk.as_ref().map_or(0.0, Disk::remaining);
+        row.disk_limit = self.plan.disk_limit.map(|rate| rate.bytes_per_second());
+        self.outcome.sent += row.sent;
+        self.outcome.disk_sent += row.disk_sent;
+        self.outcome.rounds.push(*row);
+    }
+
+    /// Asks the policy at the end of a round.
+    pub(crate) fn ask(&mut self) -> Decision {
+        let row = self.row;
+        let idle = match self.scenario.synchronisation {
+            Synchronisation::AtOnce(time) => time,
+            Synchronisation::Pieces(_) => Duration::ZERO,
+        };
+        let last = match self.scenario.synchronisation {
+            Synchronisation::AtOnce(time) | Synchronisation::Pieces(time) => time,
+        };
+        let disk = self.disk.as_ref().map(|disk| DiskRound {
+            full_pass: disk.full_pass && disk.pending() > 0.0,
+            sent: ByteCount(row.disk_sent as u64),
+            remaining: ByteCount(disk.remaining() as u64),
+            written: ByteCount(disk.written as u64),
+        });
+        let pages = row.sent / self.scenario.link.page_bytes;
+        let remaining = PageCount(self.memory.remaining().ceil() as u64);
+        let memory = PageCount(self.memory.all_pages());
+        let dirty = self.memory.look();
+        let (decision, estimate) = self.policy.round(&Round {
+            time: seconds(row.seconds),
+            idle,
+            sent: ByteCount(row.sent as u64),
+            pages: PageCount(pages as u64),
+            remaining,
+            fixed: last + self.scenario.handover + self.scenario.link.latency * TURNS,
+            lead: self.scenario.lead,
+            memory,
+            dirty,
+            throttle: self.plan.throttle,
+            guest_speed: None,
+            disk,
+        });
+        if let Some(row) = self.outcome.rounds.last_mut() {
+            row.expected = estimate.expected_downtime.map(|time| time.as_secs_f64());
+        }
+        self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
+        self.outcome.expected_downtime = estimate.expected_downtime.unwrap_or_default().as_secs_f64();
+        match &decision {
+            Decision::NextRound(plan) => {
+                self.plan = plan.clone();
+                if let Some(limit) = plan.disk_limit {
+                    let limit = limit.bytes_per_second();
+                    self.outcome.disk_limit =
+                        Some(self.outcome.disk_limit.map_or(limit, |low| low.min(limit)));
+                }
+                self.point();
+            }
+            Decision::SwitchOver => {}
+            Decision::GiveUp(advice) => {
+                self.outcome.reason = Some(advice.to_string());
+                self.plan = Plan::default();
+            }
+        }
+        decision
+    }
+
+    /// The guest stands still.
+    pub(crate) fn stop(&mut self) {
+        self.point();
+        self.stopped = Some(self.now);
+    }
+
+    /// It runs again, here or there.
+    pub(crate) fn runs_again(&mut self) {
+        if let Some(stopped) = self.stopped.take() {
+            self.outcome.downtime = self.now - stopped;
+        }
+        self.plan = Plan::default();
+        self.point();
+    }
+}
+
+fn seconds(time: f64) -> Duration {
+    Duration::try_from_secs_f64(time).unwrap_or_default()
+}

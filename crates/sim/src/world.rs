@@ -1,0 +1,244 @@
+//! Both state machines, the messages between them, and a link that may break at any of them.
+
+use std::collections::VecDeque;
+
+use godwit_policy::Decision;
+use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+
+use crate::outcome::{End, Outcome};
+use crate::scenario::Scenario;
+use crate::source::Source;
+
+/// A source in doubt asks again this often, for as long.
+const ASK_EVERY: f64 = 0.2;
+const ASK_FOR: f64 = 60.0;
+/// Steps of the machines beside rounds: a conversation is far shorter.
+const STEPS: u32 = 1_000_000;
+
+/// A message of the conversation, as the input that it is to the other side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Message {
+    ToDestination(Di),
+    ToSource(Si),
+}
+
+struct World<'a> {
+    scenario: &'a Scenario,
+    engine: Source<'a>,
+    source: Ss,
+    destination: Ds,
+    source_todo: VecDeque<Si>,
+    destination_todo: VecDeque<Di>,
+    /// What is on its way. Both sides wait for each other, so that one queue keeps their order.
+    wire: VecDeque<Message>,
+    messages: u32,
+    /// The direction of the message that was read last.
+    to_source: bool,
+    link: bool,
+    cut_done: bool,
+    broke_at: f64,
+    source_knows: bool,
+    destination_knows: bool,
+}
+
+/// Takes `scenario` to its end.
+#[must_use]
+pub fn run(scenario: &Scenario) -> Outcome {
+    let mut world = World {
+        scenario,
+        engine: Source::new(scenario),
+        source: Ss::Idle,
+        destination: Ds::Listening,
+        source_todo: [Si::Start].into(),
+        destination_todo: VecDeque::new(),
+        wire: VecDeque::new(),
+        messages: 0,
+        to_source: true,
+        link: true,
+        cut_done: false,
+        broke_at: 0.0,
+        source_knows: false,
+        destination_knows: false,
+    };
+    for _ in 0..STEPS {
+        let goes_on = world.turn();
+        world.count_owners();
+        if !goes_on || world.engine.now > scenario.longest.as_secs_f64() {
+            break;
+        }
+    }
+    world.end()
+}
+
+impl World<'_> {
+    fn count_owners(&mut self) {
+        let owners = u8::from(self.source.may_run_guest()) + u8::from(self.destination.may_run_guest());
+        let seen = &mut self.engine.outcome.owners;
+        *seen = (*seen).max(owners);
+    }
+
+    /// One thing that happens next; false when nothing does any more.
+    fn turn(&mut self) -> bool {
+        if let Some(input) = self.source_todo.pop_front() {
+            self.source_takes(input);
+        } else if let Some(input) = self.destination_todo.pop_front() {
+            self.destination_takes(input);
+        } else if let Some(message) = self.wire.pop_front() {
+            // What follows in the same direction was on its way at the same time.
+            let to_source = matches!(message, Message::ToSource(_));
+            if std::mem::replace(&mut self.to_source, to_source) != to_source {
+                self.engine.wait(self.scenario.link.latency.as_secs_f64());
+            }
+            match message {
+                Message::ToDestination(input) => self.destination_takes(input),
+                // Nobody waits for the last round to be in place, unless digests are to be compared.
+                Message::ToSource(Si::RoundPlaced)
+                    if !self.scenario.verify && !matches!(self.source, Ss::PreCopy { .. }) => {}
+                Message::ToSource(input) => self.source_takes(input),
+            }
+        } else if !self.link && !self.source_knows {
+            self.source_knows = true;
+            self.source_takes(Si::Failed);
+        } else if !self.link && !self.destination_knows {
+            self.destination_knows = true;
+            self.destination_takes(Di::LinkLost);
+        } else {
+            return self.ask_again();
+        }
+        true
+    }
+
+    /// In doubt: tries to reach the destination again.
+    fn ask_again(&mut self) -> bool {
+        let asks = self.source == Ss::InDoubt && !self.destination.is_final();
+        if !asks || self.engine.now > self.broke_at + ASK_FOR {
+            return false;
+        }
+        self.engine.wait(ASK_EVERY);
+        let heals = self.scenario.cut.and_then(|cut| cut.heals);
+        if heals.is_some_and(|time| self.engine.now >= self.broke_at + time.as_secs_f64()) {
+            (self.link, self.source_knows, self.destination_knows) = (true, false, false);
+            self.source_takes(Si::Reconnected);
+        }
+        true
+    }
+
+    fn send(&mut self, message: Message) {
+        self.messages += 1;
+        if let (Some(cut), false) = (self.scenario.cut, self.cut_done) {
+            let at = cut.at.is_some_and(|at| self.engine.now >= at.as_secs_f64());
+            if at || cut.message.is_some_and(|message| self.messages > message) {
+                self.cut();
+            }
+        }
+        if self.link {
+            self.wire.push_back(message);
+        }
+    }
+
+    fn cut(&mut self) {
+        self.link = false;
+        self.cut_done = true;
+        self.broke_at = self.engine.now;
+    }
+
+    fn source_takes(&mut self, input: Si) {
+        let verify = self.scenario.verify;
+        let stepped = src::step(self.source, input, verify)
+            .or_else(|_| src::step(self.source, Si::Failed, verify))
+            .unwrap_or((self.source, Vec::new()));
+        self.source = stepped.0;
+        for action in stepped.1 {
+            self.source_does(action);
+        }
+    }
+
+    fn source_does(&mut self, action: S) {
+        match action {
+            S::SendOffer => self.send(Message::ToDestination(Di::Offer)),
+            S::CopyRound(round) => self.copy(round, false),
+            S::CopyLastRound(round) => {
+                self.copy(round, true);
+                if self.link && !self.scenario.verify {
+                    self.source_todo.push_back(Si::RoundSent);
+                }
+            }
+            S::AskPolicy => {
+                let input = match self.engine.ask() {
+                    Decision::NextRound(_) => Si::NextRound,
+                    Decision::SwitchOver => Si::SwitchOver,
+                    Decision::GiveUp(_) => Si::Failed,
+                };
+                self.source_todo.push_back(input);
+            }
+            S::SendPrepare => self.send(Message::ToDestination(Di::Prepare)),
+            S::StopGuest => {
+                let spent = 2.0 * self.scenario.link.latency.as_secs_f64();
+                self.engine.wait((self.scenario.lead.as_secs_f64() - spent).max(0.0));
+                self.engine.stop();
+                self.source_todo.push_back(Si::GuestStopped);
+            }
+            S::CompareDigests => self.send(Message::ToDestination(Di::DigestRequest)),
+            S::FinishState => {
+                self.engine.wait(self.scenario.handover.as_secs_f64());
+                self.send(Message::ToDestination(Di::State));
+                self.send(Message::ToDestination(Di::StateEnd));
+                self.source_todo.push_back(Si::StateSent);
+            }
+            S::SendCommit => self.send(Message::ToDestination(Di::Commit)),
+            S::SendFarewell => self.send(Message::ToDestination(Di::Farewell)),
+            S::SendAbort => self.send(Message::ToDestination(Di::Aborted)),
+            S::ResumeGuest => self.engine.runs_again(),
+            S::StartTracking | S::StartLastRound(_) | S::ReleaseState | S::Resolve | S::RetireGuest => {}
+        }
+    }
+
+    fn copy(&mut self, round: u32, last: bool) {
+        if !self.link {
+            return;
+        }
+        match self.engine.copy_round(round, last) {
+            Ok(()) => self.send(Message::ToDestination(Di::RoundEnd)),
+            Err(_) => self.cut(),
+        }
+    }
+
+    fn destination_takes(&mut self, input: Di) {
+        let stepped = dst::step(self.destination, input)
+            .or_else(|_| dst::step(self.destination, Di::Failed))
+            .unwrap_or((self.destination, Vec::new()));
+        self.destination = stepped.0;
+        for action in stepped.1 {
+            match action {
+                D::SendAccept => self.send(Message::ToSource(Si::Accepted)),
+                D::SendRoundAck => self.send(Message::ToSource(Si::RoundPlaced)),
+                D::Prepare => self.send(Message::ToSource(Si::Prepared)),
+                D::SendDigests => self.send(Message::ToSource(Si::DigestsEqual)),
+                D::FinishLoad => self.destination_todo.push_back(Di::Loaded),
+                D::SendReady => self.send(Message::ToSource(Si::Ready)),
+                D::RunGuest => {
+                    self.engine.runs_again();
+                    self.destination_todo.push_back(Di::Started);
+                }
+                D::SendRunning => self.send(Message::ToSource(Si::Running)),
+                D::SendDiscarded => self.send(Message::ToSource(Si::Discarded)),
+                D::WriteState | D::AwaitResolve | D::DiscardGuest => {}
+            }
+        }
+    }
+
+    fn end(self) -> Outcome {
+        let mut outcome = self.engine.outcome;
+        outcome.total = self.engine.now;
+        outcome.end = match self.source {
+            _ if self.engine.now > self.scenario.longest.as_secs_f64() => End::Endless,
+            Ss::Done => End::Moved,
+            Ss::Cancelled if outcome.reason.is_some() => End::GaveUp,
+            Ss::Cancelled => End::Stayed,
+            Ss::InDoubt => End::InDoubt,
+            _ => End::Endless,
+        };
+        outcome
+    }
+}
