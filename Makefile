@@ -65,6 +65,14 @@ bench-microvm: ## downtime of a 1 GiB microvm, moved twenty times over loopback
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin microvm
 	@$(CARGO) run --quiet --release --package godwit-bench --bin microvm -- $(BENCH_MICROVM)
 
+# `make bench-policy BENCH_POLICY='--patience 60'` for other figures; see the program's own usage line.
+BENCH_POLICY ?= --rounds 3
+
+.PHONY: bench-policy
+bench-policy: guest qemu ## busy guests over a slow link: every throttle against every way of QEMU's (eight minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin policy
+	@$(CARGO) run --quiet --release --package godwit-bench --bin policy -- $(BENCH_POLICY)
+
 .PHONY: bench-sync
 bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)
 	@$(CARGO) run --quiet --release --package godwit-bench --bin sync

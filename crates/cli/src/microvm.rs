@@ -97,7 +97,7 @@ pub(crate) struct Run {
     #[arg(long, default_value = "rate")]
     mode: ModeName,
 
-    /// Pages the guest writes each second in the modes rate, hot-cold and sequential; 0: as fast as it can
+    /// Pages the guest writes each second in the modes rate, hot-cold, hot-tenth and sequential; 0: as fast as it can
     #[arg(long, value_name = "PAGES", default_value_t = 2000)]
     rate: u64,
 
@@ -130,6 +130,8 @@ enum ModeName {
     Full,
     /// Write few pages often and many seldom, by Zipf's law
     HotCold,
+    /// Write nine times of ten to a tenth of the working set
+    HotTenth,
     /// Write one page after the other
     Sequential,
     /// Work for a second, then fault for good
@@ -182,6 +184,7 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
             ModeName::Rate => GuestMode::Rate,
             ModeName::Full => GuestMode::Full,
             ModeName::HotCold => GuestMode::HotCold,
+            ModeName::HotTenth => GuestMode::HotTenth,
             ModeName::Sequential => GuestMode::Sequential,
             ModeName::Crash => GuestMode::Crash,
         },

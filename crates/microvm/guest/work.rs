@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use crate::beacon::Beacon;
 use crate::boot_block::{
     BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD,
-    ORDER_SEQUENTIAL, PAGES_WINDOW,
+    ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
 };
 use crate::disk::DiskWork;
 use crate::heartbeat::{Heartbeat, READY};
@@ -101,6 +101,7 @@ fn part(number: usize, boot: &BootBlock) -> Workload<&'static mut [Page], &'stat
     }
     let order = match boot.order {
         ORDER_HOT_COLD => Order::HotCold,
+        ORDER_HOT_TENTH => Order::HotTenth,
         ORDER_SEQUENTIAL => Order::Sequential,
         _ => Order::Random,
     };

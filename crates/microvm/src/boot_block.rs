@@ -41,6 +41,8 @@ pub const ORDER_RANDOM: u32 = 0;
 pub const ORDER_HOT_COLD: u32 = 1;
 /// Pages are written in turn.
 pub const ORDER_SEQUENTIAL: u32 = 2;
+/// Nine writes of ten go to the first tenth of the pages.
+pub const ORDER_HOT_TENTH: u32 = 3;
 
 /// The page itself.
 #[repr(C, align(4096))]

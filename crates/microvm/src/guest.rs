@@ -23,7 +23,7 @@ use kvm_ioctls::VcpuFd;
 use crate::MicrovmError;
 use crate::boot_block::{
     BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE,
-    ORDER_HOT_COLD, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGES_WINDOW, PROGRAM,
+    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGES_WINDOW, PROGRAM,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -57,6 +57,8 @@ pub enum GuestMode {
     Full,
     /// Writes by Zipf's law: few pages often, many seldom. At the rate, or with rate 0 as fast as it can.
     HotCold,
+    /// Writes nine times of ten to the first tenth of the working set. At the rate, or with rate 0 as fast as it can.
+    HotTenth,
     /// Writes one page after the other. At the rate, or with rate 0 as fast as it can.
     Sequential,
     /// Works for a second and then triple-faults, for tests.
@@ -112,6 +114,7 @@ pub(crate) fn place(
         GuestMode::Rate => (MODE_RATE, ORDER_RANDOM),
         GuestMode::Full => (MODE_FULL, ORDER_RANDOM),
         GuestMode::HotCold => (paced, ORDER_HOT_COLD),
+        GuestMode::HotTenth => (paced, ORDER_HOT_TENTH),
         GuestMode::Sequential => (paced, ORDER_SEQUENTIAL),
         GuestMode::Crash => (MODE_CRASH, ORDER_RANDOM),
     };

@@ -10,6 +10,7 @@
 
 mod children;
 mod console;
+mod course;
 mod cpu;
 mod flavour;
 mod gap;
@@ -24,6 +25,7 @@ mod vm;
 
 pub use children::end_children;
 pub use console::{Beat, Console, longest_pause};
+pub use course::{Course, Loss, WINDOW};
 pub use cpu::{CpuTime, peak_rss};
 pub use flavour::{Flavour, flavours, flavours_for};
 pub use gap::{Gap, Observation};
@@ -32,5 +34,5 @@ pub use guest::{GuestConfig, GuestFiles};
 pub use machine::Movable;
 pub use microvm::{MicroVm, kvm_for};
 pub use observer::{BeaconPlace, Observer};
-pub use own::{OwnMigration, Style, own_migration};
+pub use own::{OwnMigration, Style, own_migration, own_migration_within};
 pub use vm::{Backend, TestVm, VmConfig};

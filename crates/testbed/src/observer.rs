@@ -1,13 +1,13 @@
 //! The observer: looks at the guest's beacon from outside, in the RAM files of both sides.
 //!
-//! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of each file and only for reading,
-//! and never fills a hole of the destination's file. It takes the time around each look, and drops a look that was
-//! interrupted. And it believes only a beacon that moves. What follows from the samples is `gap`'s.
+//! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of the source's file and only for
+//! reading, and never fills a hole of the destination's file. It takes the time around each look, and drops a look that
+//! was interrupted. And it believes only a beacon that moves. What follows from the samples is `gap`'s and `course`'s.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -20,6 +20,7 @@ use godwit_verify::beacon::{COUNTER_OFFSET, HEADER_LEN, is_beacon};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
+use crate::course::Course;
 use crate::gap::{GapFinder, Observation};
 
 const INTERVAL: Duration = Duration::from_micros(100);
@@ -104,7 +105,8 @@ fn seek(file: &File, target: SeekFrom) -> io::Result<Option<u64>> {
 #[derive(Debug)]
 pub struct Observer {
     ending: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Observation>>,
+    started: Instant,
+    thread: Option<JoinHandle<(Observation, Course)>>,
 }
 
 impl Observer {
@@ -114,24 +116,39 @@ impl Observer {
     /// When a file cannot be opened or mapped.
     pub fn start(place: BeaconPlace, source: &Path, destination: &Path) -> anyhow::Result<Self> {
         let source = place.map(&open(source)?)?;
-        let destination = LateMapping::new(place, destination)?;
+        let destination = Arrival { file: open(destination)?, place };
         let ending = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&ending);
-        let sampling = move || sample(&source, destination, &flag);
+        let started = Instant::now();
+        let sampling = move || sample(&source, &destination, started, &flag);
         let thread = std::thread::Builder::new().name("beacon".to_owned()).spawn(sampling)?;
-        Ok(Self { ending, thread: Some(thread) })
+        Ok(Self { ending, started, thread: Some(thread) })
+    }
+
+    /// What the times of gaps and of the course are counted from.
+    #[must_use]
+    pub fn started(&self) -> Instant {
+        self.started
     }
 
     /// Stops sampling.
     ///
     /// # Errors
     /// When the sampling thread has failed.
-    pub fn finish(mut self) -> anyhow::Result<Observation> {
+    pub fn finish(self) -> anyhow::Result<Observation> {
+        self.finish_with_course().map(|(seen, _)| seen)
+    }
+
+    /// Stops sampling, and tells also how the guest got on.
+    ///
+    /// # Errors
+    /// As [`Self::finish`].
+    pub fn finish_with_course(mut self) -> anyhow::Result<(Observation, Course)> {
         self.ending.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("the observer has ended before")?;
-        let seen = thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
+        let (seen, course) = thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
         ensure!(seen.counted > 0, "the guest did not count at all while it was observed");
-        Ok(seen)
+        Ok((seen, course))
     }
 }
 
@@ -141,50 +158,49 @@ impl Drop for Observer {
     }
 }
 
-/// The beacon page of the destination, which is a hole until something is written there.
-struct LateMapping {
+/// The beacon page of the destination, which is a hole until something is written there, and under post-copy once more
+/// later. It is read and never mapped: reading a hole through a mapping would fill it.
+struct Arrival {
     file: File,
     place: BeaconPlace,
-    mapping: Option<Mapping>,
 }
 
-impl LateMapping {
-    fn new(place: BeaconPlace, path: &Path) -> anyhow::Result<Self> {
-        let path: PathBuf = path.to_owned();
-        Ok(Self { file: open(&path)?, place, mapping: None })
-    }
-
-    fn word(&mut self, offset: usize) -> Option<u64> {
-        if self.mapping.is_none() {
-            let data = seek(&self.file, SeekFrom::Data(self.place.offset)).ok().flatten();
-            if data == Some(self.place.offset) {
-                self.mapping = self.place.map(&self.file).ok();
-            }
-        }
-        self.mapping.as_ref().map(|mapping| mapping.word(offset))
+impl Arrival {
+    fn word(&self, offset: usize) -> Option<u64> {
+        let mut word = [0; 8];
+        let read = self.file.read_exact_at(&mut word, self.place.offset + offset as u64);
+        read.ok().map(|()| u64::from_le_bytes(word)).filter(|word| *word > 0)
     }
 }
 
-fn sample(source: &Mapping, mut destination: LateMapping, ending: &AtomicBool) -> Observation {
+fn sample(
+    source: &Mapping,
+    destination: &Arrival,
+    started: Instant,
+    ending: &AtomicBool,
+) -> (Observation, Course) {
     // Both are refused without privilege, and only make the samples more even.
     let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), -20);
     let _ = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1));
-    let mut finder = GapFinder::default();
-    let started = Instant::now();
+    let (mut finder, mut course) = (GapFinder::default(), Course::default());
     while !ending.load(Ordering::Relaxed) {
         let before = Instant::now();
         let there = destination.word(COUNTER_OFFSET);
         let here = source.word(COUNTER_OFFSET);
         if before.elapsed() <= LOOK_LIMIT {
-            finder.sample(before.duration_since(started), here, there);
+            let at = before.duration_since(started);
+            finder.sample(at, here, there);
+            course.note(at, there.map_or(here, |there| there.max(here)));
         }
         std::thread::sleep(INTERVAL);
     }
-    finder.observation()
+    (finder.observation(), course)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use godwit_verify::beacon::{check_word, magic};
 
     use super::*;

@@ -47,6 +47,8 @@ pub enum Order {
     Random,
     /// At random by Zipf's law, with the exponent 1: page `n` about `1/n` as often as the first.
     HotCold,
+    /// At random, nine writes of ten to the first tenth of the pages.
+    HotTenth,
     /// One after the other, and from the start again.
     Sequential,
 }
@@ -114,6 +116,12 @@ impl<P: DerefMut<Target = [Page]>, G: DerefMut<Target = [u64]>> Workload<P, G> {
         let random = self.next_random();
         if self.order == Order::Random {
             return below(random, self.working_set);
+        }
+        if self.order == Order::HotTenth {
+            let hot = self.working_set.div_ceil(10);
+            let at = self.next_random();
+            let is_hot = hot == self.working_set || below(random, 10) < 9;
+            return if is_hot { below(at, hot) } else { hot + below(at, self.working_set - hot) };
         }
         // Each power of two as likely as any other, and within it each page: that is a staircase under 1/n, and takes
         // no floating point.
@@ -233,6 +241,16 @@ mod tests {
         // Six steps of 1, 2, 4, 8, 16 and 19 pages, 10,000 writes each.
         assert!((9_000..11_000).contains(&written[0]), "{}", written[0]);
         assert!((8_000..12_000).contains(&written[31..50].iter().sum::<u64>()));
+    }
+
+    #[test]
+    fn nine_writes_of_ten_go_to_a_tenth() {
+        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotTenth);
+        (0..60_000).for_each(|_| workload.write());
+        let written = &workload.generations;
+        assert!((53_000..55_000).contains(&written[..5].iter().sum::<u64>()));
+        assert!(written[5..50].iter().all(|&generation| generation > 0));
+        assert!(written[50..].iter().all(|&generation| generation == 0));
     }
 
     #[test]
