@@ -169,8 +169,8 @@ fn a_guest_that_outruns_the_link() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Full)))?;
-    let (migrate, _) =
-        pair.migrate(&["--max-bandwidth", "20MiB/s", "--patience", "3s", "--downtime-limit", "50ms"])?;
+    let limits = ["--max-bandwidth", "20MiB/s", "--patience", "3s", "--downtime-limit", "50ms"];
+    let (migrate, _) = pair.migrate(&[&limits[..], &["--throttle", "off"]].concat())?;
     ensure!(migrate.errors.contains("not converging"), "{}", migrate.errors);
     ensure!(migrate.errors.contains("--downtime-limit"), "{}", migrate.errors);
     check_untouched(&mut pair.source)

@@ -6,6 +6,7 @@ mod demo;
 mod microvm;
 mod migrate;
 mod output;
+mod plan;
 mod process;
 mod receive;
 mod simulate;
@@ -36,6 +37,8 @@ enum Command {
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
+    /// Tell what a migration would be like, without migrating.
+    Plan(plan::Arguments),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
         Command::Switchover(arguments) => steer::switchover(&arguments),

@@ -20,6 +20,7 @@ mod error;
 mod limiter;
 pub mod limits;
 mod link;
+pub mod measure;
 pub mod report;
 pub mod source;
 pub mod steering;

@@ -262,6 +262,18 @@ fn options(to: Address, channels: u8, verify: bool) -> Options {
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Survivor>, Source, Found) {
+    // Generous, so that the last round has much to carry.
+    let settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    move_steered(channels, verify, refuse_to_load, &Steering::new(settings, None, Cancel::default()))
+}
+
+fn move_steered(
+    channels: u8,
+    verify: bool,
+    refuse_to_load: bool,
+    steering: &Steering,
+) -> (Result<(), Survivor>, Source, Found) {
     let mut source = Source::start();
     let found: Arc<Mutex<Found>> = Arc::default();
     let mut destination = Destination {
@@ -276,11 +288,7 @@ fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Su
         let cancel = Cancel::default();
         receive(&mut destination, &listener, Some(Duration::from_secs(60)), &cancel, &mut |_| {}).map(drop)
     });
-    // Generous, so that the last round has much to carry.
-    let settings =
-        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    let steering = Steering::new(settings, None, Cancel::default());
-    let result = migrate(&mut source, &options(to, channels, verify), &steering, &mut |_| {});
+    let result = migrate(&mut source, &options(to, channels, verify), steering, &mut |_| {});
     let received = receiving.join().unwrap();
     assert_eq!(result.is_ok(), received.is_ok(), "{result:?} {received:?}");
     let found = std::mem::take(&mut *found.lock().unwrap());
@@ -294,6 +302,19 @@ fn device_state_never_overtakes_the_last_pages() {
         assert_eq!(result, Ok(()));
         assert_eq!(found.pages_first, Some(true), "migration {round}");
         assert_eq!(found.state_bytes, STATE);
+        assert!(found.ran && source.retired);
+    }
+}
+
+#[test]
+fn what_was_never_sent_goes_with_the_last_round() {
+    for verify in [false, true] {
+        let steering = Steering::new(Settings::default(), None, Cancel::default());
+        // Asked for before it begins: the first round passes by every segment.
+        steering.switch_over(true).unwrap();
+        let (result, source, found) = move_steered(2, verify, false, &steering);
+        assert_eq!(result, Ok(()));
+        assert_eq!(found.pages_first, Some(true));
         assert!(found.ran && source.retired);
     }
 }

@@ -32,6 +32,8 @@ const FINALE: f64 = 0.93;
 const STEPS: u32 = 8;
 /// With the patience at its end this many times over, it ends whatever is in force.
 const LAST_STRAW: u32 = 5;
+/// Nor are more rounds made than this without progress, however short they are.
+const MOST_ROUNDS: u32 = 1000;
 /// A round's own bandwidth is believed within it after this.
 const SETTLED: Duration = Duration::from_millis(500);
 
@@ -57,6 +59,7 @@ pub struct Policy {
     page_bytes: f64,
     fixed: Duration,
     idle: Duration,
+    lead: Duration,
     previous: Option<PageCount>,
     searched: u32,
     best: Option<Duration>,
@@ -86,6 +89,7 @@ impl Policy {
             page_bytes: PAGE_SIZE as f64,
             fixed: Duration::ZERO,
             idle: Duration::ZERO,
+            lead: Duration::ZERO,
             previous: None,
             searched: 0,
             best: None,
@@ -192,14 +196,16 @@ impl Policy {
         }
         self.rounds += 1;
         self.last_look = Duration::ZERO;
-        (self.fixed, self.idle) = (round.fixed, round.idle);
+        (self.fixed, self.idle, self.lead) = (round.fixed, round.idle, round.lead);
 
         let bandwidth = self.bandwidth.average();
         let classes = self.guest.classes();
         let dirtied = std::mem::take(&mut self.dirtied);
         let dirty_rate = dirtied / round.time.as_secs_f64().max(1e-6);
-        let left = self.left(&classes, round, &disk);
-        let expected = downtime::expected(left, bandwidth, round.fixed);
+        let left = self.left(&classes, round);
+        let disks = self.share.transfer(&disk, round.time, round.lead);
+        let expected =
+            downtime::expected(left, bandwidth, round.fixed).and_then(|time| time.checked_add(disks?));
         let limit = self.limit();
         let previous = self.previous.replace(round.remaining);
         let mut estimate = Estimate {
@@ -273,13 +279,13 @@ impl Policy {
         }
     }
 
-    /// All that stop-and-copy would have to send.
-    fn left(&self, classes: &[Class], round: &Round, disk: &crate::DiskRound) -> ByteCount {
+    /// All of memory that stop-and-copy would have to send.
+    fn left(&self, classes: &[Class], round: &Round) -> ByteCount {
         let lead = round.lead.as_secs_f64() * self.guest.speed(round.throttle);
         let growth: f64 =
             classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * lead).exp())).sum();
         let pages = round.remaining.0 as f64 + growth;
-        ByteCount((pages * self.page_bytes) as u64) + disk.remaining
+        ByteCount((pages * self.page_bytes) as u64)
     }
 
     fn limit(&self) -> Duration {
@@ -322,6 +328,7 @@ impl Policy {
             classes,
             unsent: (remaining.0 as f64 - known).max(0.0),
             idle: self.idle.as_secs_f64(),
+            lead: self.lead.as_secs_f64(),
             enough: self.enough(bandwidth),
             free_time: free - used,
             time_left: throttled - used,
@@ -340,7 +347,7 @@ impl Policy {
         {
             return None;
         }
-        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
         let enough = view.enough * FINALE / AIM;
         Some(Delayed::new(self.guest.spared(view.unsent, self.guest.speed(throttle), link, enough)))
     }
@@ -384,7 +391,9 @@ impl Policy {
         let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
         let lowering = self.share.may_lower(self.settings.disk_limit);
         let long = self.without_progress >= patience * LAST_STRAW && self.stuck_rounds >= 12;
-        waiting && (strongest && !growing && !lowering || long) || self.stuck_rounds >= 100_000
+        waiting && (strongest && !growing && !lowering || long)
+            || self.stuck_rounds >= MOST_ROUNDS
+            || self.stuck_rounds >= 8 && self.fixed > self.limit() && !growing
     }
 
     fn advice(&self, estimate: &Estimate, throttle: f64) -> Advice {
@@ -400,7 +409,7 @@ impl Policy {
     fn remaining_time(&self, view: &View, throttle: f64, bandwidth: Rate) -> Option<RemainingTime> {
         let speed = self.guest.speed(throttle);
         let time = |faster: f64, busier: f64| {
-            let link = Link { pages: view.bandwidth * faster, idle: view.idle };
+            let link = Link { pages: view.bandwidth * faster, idle: view.idle, lead: view.lead };
             let seconds =
                 time_to_finish(view.classes, view.unsent, (speed * busier).min(1.0), link, view.enough)?;
             let last = view.enough.min(view.remaining) / link.pages;

@@ -247,6 +247,8 @@ pub(crate) struct Link {
     /// Time of each round in which nothing is sent, and all segments are harvested at once then. Zero: each is
     /// harvested just before it is sent.
     pub(crate) idle: f64,
+    /// From the decision to switch over until the guest stands still.
+    pub(crate) lead: f64,
 }
 
 /// Seconds until at most `enough` pages remain at the end of a round, with the guest dirtying at the share `speed`
@@ -267,7 +269,9 @@ pub(crate) fn time_to_finish(
     let mut best = f64::INFINITY;
     for _ in 0..32 {
         let total = unsent + classes.iter().map(|class| class.dirty).sum::<f64>();
-        if total <= enough {
+        let last: f64 =
+            classes.iter().map(|c| (c.pages - c.dirty) * (1.0 - (-speed * c.rate * link.lead).exp())).sum();
+        if total + last <= enough {
             return Some(elapsed);
         }
         if total > 0.98 * best {

@@ -8,6 +8,8 @@ use crate::observe::Delayed;
 
 /// A segment with fewer dirty pages than this share of it is not hot.
 const HOT: f64 = 1.0 / 16.0;
+/// Nor one with less than this share of the heat of the hottest: what is hot stands out.
+const HOTTEST: f32 = 0.5;
 /// Rounds of the other segments go on while each leaves at most this share of what the one before left.
 const SHRINKS: f64 = 0.75;
 
@@ -102,7 +104,8 @@ impl Hot {
 
 /// The up to `most` hottest of the segments that `eligible` names, those that are hot at all.
 fn hottest(heat: &[f32], segment_pages: f64, most: usize, eligible: impl Fn(usize) -> bool) -> Vec<usize> {
-    let least = (segment_pages * HOT) as f32;
+    let top = heat.iter().copied().fold(0.0, f32::max);
+    let least = ((segment_pages * HOT) as f32).max(HOTTEST * top);
     let mut found: Vec<usize> =
         (0..heat.len()).filter(|index| heat[*index] >= least.max(1.0) && eligible(*index)).collect();
     if found.len() > most {
@@ -124,7 +127,7 @@ mod tests {
     #[test]
     fn the_hottest_are_delayed_until_the_others_are_done() {
         let mut hot = Hot::default();
-        let busy = [4000, 3000, 2000, 400, 300, 300, 0, 0, 0, 0];
+        let busy = [4000, 3000, 2200, 400, 300, 300, 0, 0, 0, 0];
         hot.round(&busy, 4096.0, 10_000.0, BOUNDS);
         assert_eq!((0..10).filter(|index| hot.delayed().contains(*index)).collect::<Vec<_>>(), [0, 1, 2]);
         // The others have stopped to shrink.

@@ -4,6 +4,8 @@
 //! takes its full pass is dirty again long before the end. So memory gets nothing then, almost nothing when the
 //! incremental disk rounds begin, and more as the dirty data of disks falls.
 
+use std::time::Duration;
+
 use godwit_units::Rate;
 
 use crate::observe::DiskRound;
@@ -13,6 +15,9 @@ use crate::settings::DiskLimit;
 const CLEARLY: f64 = 0.9;
 /// Each further round that does not shrink lowers the limit to this share.
 const LOWER: f64 = 0.7;
+/// Of the best rate of disks, so much is kept each round, and so much of it is planned with.
+const FORGET: f64 = 0.98;
+const CAREFUL: f64 = 0.95;
 /// No limit is lower.
 const LEAST: f64 = 1024.0 * 1024.0;
 /// All parts of the link's time.
@@ -24,9 +29,26 @@ pub(crate) struct Share {
     previous: Option<f64>,
     stuck: u32,
     limit: Option<Rate>,
+    /// The best rate at which disks were sent, slowly forgotten: most rounds send memory as well.
+    rate: f64,
 }
 
 impl Share {
+    /// How long disks would take in stop-and-copy, with what they get dirty until then; `None`: unknown. Counted in
+    /// full beside memory, although they may overlap.
+    pub(crate) fn transfer(&mut self, disk: &DiskRound, time: Duration, lead: Duration) -> Option<Duration> {
+        let seconds = time.as_secs_f64();
+        if disk.sent.0 >= 1 << 20 {
+            self.rate = disk.sent.per(seconds).bytes_per_second().max(FORGET * self.rate);
+        }
+        let growth = if seconds > 0.0 { lead.as_secs_f64() / seconds } else { 0.0 };
+        let left = disk.remaining.0 as f64 * (1.0 + growth.min(1.0));
+        if left <= 0.0 {
+            return Some(Duration::ZERO);
+        }
+        Duration::try_from_secs_f64(left / (CAREFUL * self.rate)).ok()
+    }
+
     /// What memory gets of the link, and the limit of disk writes, after a round of `seconds`. `enough` are the bytes
     /// that fit into the downtime.
     pub(crate) fn round(

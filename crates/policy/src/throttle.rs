@@ -54,6 +54,7 @@ pub(crate) struct View<'a> {
     pub(crate) classes: &'a [Class],
     pub(crate) unsent: f64,
     pub(crate) idle: f64,
+    pub(crate) lead: f64,
     /// What may remain when the guest is stopped.
     pub(crate) enough: f64,
     /// What is left of the time to finish in, without and with a throttle.
@@ -84,6 +85,10 @@ pub(crate) struct Throttle {
     deaf_rounds: u32,
     /// The last round left clearly less than the one before: rounds do some good by themselves.
     shrinking: bool,
+    /// It left hot segments out.
+    delayed: bool,
+    /// This round goes without a throttle.
+    waiting: bool,
 }
 
 impl Throttle {
@@ -113,7 +118,11 @@ impl Throttle {
                 let deaf = self.value >= SEVERE && view.guest.speed(self.value) > DEAF;
                 self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
                 self.exhausted = self.deaf_rounds >= 3;
-                self.value = if self.exhausted { 0.0 } else { self.adapt(view) };
+                self.waiting = false;
+                self.value =
+                    if self.exhausted { 0.0 } else { self.adapt(view, self.shrinking || self.delayed) };
+                self.waiting = self.value <= 0.0;
+                self.delayed = view.delaying;
             }
         }
     }
@@ -126,7 +135,10 @@ impl Throttle {
         }
         match mode {
             ThrottleMode::Direct | ThrottleMode::Staged => self.hold(view.most),
-            ThrottleMode::Adaptive if self.previous.is_some() => self.value = self.adapt(view),
+            // Within a round the throttle only rises. How much of the memory just sent is dirty again is known at its end.
+            ThrottleMode::Adaptive if self.previous.is_some() && !self.waiting => {
+                self.value = self.adapt(view, false).max(self.value);
+            }
             _ => {}
         }
     }
@@ -201,19 +213,21 @@ impl Throttle {
 
     /// The mildest throttle that finishes in time and costs hardly more work than the best; none where a round without
     /// one makes it cheaper later.
-    fn adapt(&self, view: &View) -> f64 {
+    fn adapt(&self, view: &View, may_wait: bool) -> f64 {
         if view.delaying || view.bandwidth <= 0.0 {
             return 0.0;
         }
-        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
         let free = time_to_finish(view.classes, view.unsent, 1.0, link, view.enough);
         if free.is_some_and(|time| time <= view.free_time) {
             return 0.0;
         }
         let (share, cost) = self.best(view, view.classes, view.unsent, view.time_left);
-        let (later, spent) = after_round(view.classes, view.unsent, link);
-        if self.shrinking && self.best(view, &later, 0.0, view.time_left - spent).1 < CHEAPER * cost {
-            return 0.0;
+        if may_wait {
+            let (later, spent) = after_round(view.classes, view.unsent, link);
+            if self.best(view, &later, 0.0, view.time_left - spent).1 < CHEAPER * cost {
+                return 0.0;
+            }
         }
         self.settle(1.0 - share)
     }
@@ -222,7 +236,7 @@ impl Throttle {
     /// that what is better for it is to be through with it: then time is bounded by [`SEVERE_TIME`], downtime and all such
     /// times before included.
     fn best(&self, view: &View, classes: &[Class], unsent: f64, time_left: f64) -> (f64, f64) {
-        let link = Link { pages: view.bandwidth, idle: view.idle };
+        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
         let time = |share: f64| {
             let speed = view.guest.speed(1.0 - share);
             time_to_finish(classes, unsent, speed, link, view.enough).unwrap_or(f64::INFINITY)
@@ -242,7 +256,11 @@ impl Throttle {
         }
         let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
         let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
-        let bound = severe_left.max(1.1 * time(least));
+        let fastest = time(least);
+        let bound = severe_left.max(1.1 * fastest);
+        if fastest.is_infinite() {
+            return (least, f64::INFINITY);
+        }
         let share = largest(&strong, |share| time(share) <= bound).unwrap_or(least);
         (share, (1.0 - share) * time(share))
     }
@@ -259,3 +277,6 @@ fn largest(shares: &[f64], fits: impl Fn(f64) -> bool) -> Option<f64> {
     let at = shares.partition_point(|share| !fits(*share));
     shares.get(at).copied()
 }
+
+#[cfg(test)]
+mod tests;

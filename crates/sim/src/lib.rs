@@ -27,7 +27,7 @@ mod world;
 pub use chart::chart;
 pub use dice::Dice;
 pub use forecast::{Forecast, Sample, fit, forecast};
-pub use named::{NAMES, named, random};
+pub use named::{NAMES, named, plain, random};
 pub use outcome::{End, Outcome, Point, RoundRow};
 pub use scenario::{Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Region, Scenario, Synchronisation, Vcpus};
 pub use table::{comparison, rounds};

@@ -199,18 +199,17 @@ fn walk(region: &mut Region, segments: &mut [Segment], effort: f64) {
             segment.dirty = segment.written;
         }
     } else {
+        // By the number of the segment, since adding to a large position may not move it.
+        let mut number = ((region.at / size) as usize).min(segments.len() - 1);
+        let mut room = ((number + 1) as f64 * size - region.at).max(0.0);
         let mut left = length;
-        let mut at = region.at;
-        while left > 1e-9 {
-            let number = ((at / size) as usize).min(segments.len() - 1);
-            let step = ((number + 1) as f64 * size - at).min(left).max(1e-9);
+        while left > 0.0 {
+            let step = room.min(left);
             let segment = &mut segments[number];
             segment.dirty = (segment.dirty + step).min(segment.written);
-            at += step;
             left -= step;
-            if at >= region.pages - 1e-9 {
-                at = 0.0;
-            }
+            number = (number + 1) % segments.len();
+            room = size;
         }
     }
     region.at = (region.at + length) % region.pages;

@@ -40,7 +40,8 @@ fn ms(ms: u64) -> Duration {
 }
 
 /// A guest on a link, with all else as usual.
-fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
+#[must_use]
+pub fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
     Scenario {
         title: title.to_owned(),
         guest,

@@ -132,3 +132,89 @@ impl Board {
         Ok(look)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicU64;
+
+    use godwit_memory::SEGMENT_PAGES;
+    use godwit_units::{ByteCount, PAGE_SIZE, PageIndex};
+
+    use super::*;
+
+    /// A tracker that says what it is told to.
+    struct Told(Mutex<Vec<(usize, PageRun)>>);
+
+    impl DirtyTracker for Told {
+        fn harvest(
+            &self,
+            _: usize,
+            within: PageRun,
+            _: PageCount,
+            _: &mut dyn FnMut(PageRun),
+        ) -> Result<PageIndex, TrackError> {
+            Ok(within.end())
+        }
+
+        fn peek(&self, block: usize, _: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+            let told = self.0.lock().unwrap();
+            told.iter().filter(|(of, _)| *of == block).for_each(|(_, run)| found(*run));
+            Ok(())
+        }
+    }
+
+    fn board() -> Board {
+        let block = |name: &str, pages: u64| {
+            static NEXT: AtomicU64 = AtomicU64::new(0);
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let path = format!("/dev/shm/godwit-board-{}-{number}-{name}", std::process::id());
+            let path = std::path::PathBuf::from(path);
+            let file = std::fs::File::create(&path).unwrap();
+            file.set_len(pages * PAGE_SIZE).unwrap();
+            let block = RamBlock::open(name, &path, 0, ByteCount(pages * PAGE_SIZE), false).unwrap();
+            std::fs::remove_file(path).unwrap();
+            block
+        };
+        Board::new(&[block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)]).unwrap()
+    }
+
+    #[test]
+    fn runs_are_counted_by_segment() {
+        let board = board();
+        let tracker = Told(Mutex::new(vec![
+            (0, PageRun::new(3, 2)),
+            (0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3)),
+            (1, PageRun::new(4, 1)),
+        ]));
+        let look = board.look(&tracker).unwrap();
+        assert_eq!(look.dirty, [3, SEGMENT_PAGES as u32, 2, 1]);
+        // Nothing but holes: unsent segments remain as far as they were written.
+        assert_eq!(look.remaining, PageCount(SEGMENT_PAGES + 6));
+    }
+
+    #[test]
+    fn a_tracker_that_starts_with_everything_dirty_says_nothing_of_unsent_segments() {
+        let mut board = board();
+        let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
+        board.note_baseline(&tracker).unwrap();
+        assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
+        board.mark_sent(1);
+        let look = board.look(&tracker).unwrap();
+        assert_eq!(look.dirty, [0, SEGMENT_PAGES as u32, 0, 0]);
+        assert_eq!(look.remaining, PageCount(SEGMENT_PAGES));
+    }
+
+    #[test]
+    fn delays_and_hurry() {
+        let board = board();
+        assert!(!board.passes_by(1));
+        board.delay(Delayed::new([1]));
+        assert!(board.passes_by(1) && !board.passes_by(2));
+        board.hurry(true);
+        assert!(board.passes_by(2));
+        board.hurry(false);
+        board.delay(Delayed::default());
+        assert!(!board.passes_by(1));
+    }
+}

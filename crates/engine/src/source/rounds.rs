@@ -53,7 +53,7 @@ impl Source<'_> {
         let find_holes = last && self.options.verify;
         let order = Order { round, last, find_holes };
         if let Some(board) = &self.board {
-            board.hurry(false);
+            board.hurry(!last && self.steering.wants_switch_over());
         }
         if let Some(tracker) = &self.tracker {
             tracker.begin_round();

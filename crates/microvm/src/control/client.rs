@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use godwit_engine::address::Address;
 use godwit_engine::destination::{Notice, Received};
+use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::Options;
 use godwit_engine::steering::Steering;
@@ -124,6 +125,20 @@ pub fn status(path: &Path) -> Result<Status, MicrovmError> {
 
 fn other(path: &Path) -> MicrovmError {
     MicrovmError::Control { path: path.to_owned(), problem: "answers something else".to_owned() }
+}
+
+/// Has the machine track its guest's writes for `time`, as [`godwit_engine::measure::measure`] does.
+///
+/// # Errors
+/// When it refuses, or tracking fails.
+pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured, MicrovmError> {
+    let time_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let mut connection = Connection::open(path, &Request::Measure { time_ms })?;
+    match connection.next(cancel, Some(time + ANSWER_LIMIT))? {
+        Answer::Measured(measured) => Ok(measured),
+        Answer::Refused { error } => Err(connection.problem(&error)),
+        _ => Err(other(path)),
+    }
 }
 
 /// The last look at the migration under way, if there was one, and its settings.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use godwit_engine::destination::{Notice, Received};
+use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options};
 use godwit_engine::{EngineError, Failure, Phase, Survivor};
@@ -24,6 +25,11 @@ pub enum Request {
     Quit,
     /// Move the guest away.
     Migrate(MigrateRequest),
+    /// Track the guest's writes for so many milliseconds and tell what was seen.
+    Measure {
+        /// How long.
+        time_ms: u64,
+    },
     /// Look at the migration that is under way.
     Progress,
     /// Change settings of it, all or none.
@@ -115,6 +121,8 @@ pub enum Answer {
     Progress(Box<Progress>),
     /// The migration that was asked about: its last look, if there was one, and its settings.
     Migration { progress: Option<Box<Progress>>, settings: Vec<(String, String)> },
+    /// What was seen of the guest.
+    Measured(Measured),
     /// The guest has moved away.
     Migrated { measures: Box<Measures>, cost: Cost },
     /// A source is waited for.

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use godwit_engine::address::Listener;
+use godwit_engine::measure::measure;
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
 
@@ -109,6 +110,7 @@ impl Host {
                 let _ = self.events.send(MachineEvent::Quit);
                 return;
             }
+            Ok(Request::Measure { time_ms }) => self.measure(time_ms, reader),
             Ok(Request::Migrate(request)) => return self.migrate(&request, &line, reader),
             Ok(
                 request @ (Request::Progress
@@ -191,6 +193,18 @@ impl Host {
             State::Gone => refused("the guest has gone elsewhere: it must not run twice".to_owned()),
             _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
         }
+    }
+
+    fn measure(&self, time_ms: u64, reader: impl BufRead + Send + 'static) -> Answer {
+        if let Err(error) = self.take(State::Here, State::Leaving) {
+            return refused(error.to_string());
+        }
+        let cancel = Cancel::default();
+        cancel_at_end(reader, cancel.clone());
+        let mut vm = MicrovmSource::new(&self.machine);
+        let measured = measure(&mut vm, Duration::from_millis(time_ms), &cancel);
+        *self.state() = State::Here;
+        measured.map_or_else(|error| refused(error.to_string()), Answer::Measured)
     }
 
     fn migrate(&self, request: &MigrateRequest, line: &Arc<Line>, reader: impl BufRead + Send + 'static) {

@@ -34,7 +34,7 @@ fn what_a_throttle_leaves_is_measured() {
 #[test]
 fn a_guest_that_rewrites_its_pages_is_not_slowed_by_a_mild_throttle() {
     let hot = [Class { pages: 65_536.0, rate: 11.4, dirty: 65_536.0 }];
-    let link = Link { pages: 32_768.0, idle: 0.0 };
+    let link = Link { pages: 32_768.0, idle: 0.0, lead: 0.0 };
     assert_eq!(time_to_finish(&hot, 0.0, 1.0, link, 9000.0), None);
     assert_eq!(time_to_finish(&hot, 0.0, 0.2, link, 9000.0), None);
     let strong = time_to_finish(&hot, 0.0, 0.01, link, 9000.0).unwrap();
@@ -44,7 +44,7 @@ fn a_guest_that_rewrites_its_pages_is_not_slowed_by_a_mild_throttle() {
 #[test]
 fn a_synchronisation_at_once_costs_more_than_one_in_pieces() {
     let class = [Class { pages: 1e6, rate: 0.1, dirty: 1e6 }];
-    let pieces = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.0 }, 1e4).unwrap();
-    let once = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.07 }, 1e4);
+    let pieces = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.0, lead: 0.0 }, 1e4).unwrap();
+    let once = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.07, lead: 0.0 }, 1e4);
     assert!(once.is_none_or(|once| once > pieces));
 }

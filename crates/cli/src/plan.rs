@@ -1,0 +1,223 @@
+//! `godwit plan`: what a migration would be like, told before it is begun.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use godwit_engine::measure::{Measured, measure};
+use godwit_engine::steering::Steering;
+use godwit_engine::{Cancel, EngineError};
+use godwit_microvm::control::client;
+use godwit_policy::{Settings, ThrottleMode};
+use godwit_qemu::QemuSource;
+use godwit_sim::{Forecast, GuestSpec, Sample, Scenario, Synchronisation, fit, forecast, plain};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, Rate, format_duration, parse_duration};
+use serde_json::{Value, json};
+
+use crate::output::{self, json_line};
+use crate::process::{self, CANCELLED, FAILED};
+use crate::steer::assignment;
+use crate::vm::VmName;
+
+/// What is foretold when no link was named.
+const LINKS: [&str; 3] = ["1Gbit", "10Gbit", "25Gbit"];
+
+/// Tell what a migration would be like, without migrating.
+///
+/// The guest's writes are tracked for a few seconds, which costs it about what a migration costs it while copying. What was
+/// seen is made into a guest for the simulator, which then migrates that under the policy of real migrations, with several
+/// settings.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// The VM, as for `godwit migrate`
+    #[arg(long, value_name = "VM")]
+    vm: VmName,
+
+    /// What the link carries, in bits (10Gbit) or bytes (128MiB/s) per second; more than once for several [default: 1Gbit,
+    /// 10Gbit and 25Gbit]
+    #[arg(long, value_name = "RATE")]
+    link: Vec<Rate>,
+
+    /// How long to measure
+    #[arg(long = "for", value_name = "TIME", default_value = "4s", value_parser = measuring)]
+    time: Duration,
+
+    /// A setting of the migration, as `godwit migrate --set` takes it; then only that is foretold
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
+    settings: Vec<(String, String)>,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+fn measuring(text: &str) -> Result<Duration, String> {
+    let time = parse_duration(text).map_err(|error| error.to_string())?;
+    let bounds = Duration::from_millis(200)..=Duration::from_secs(600);
+    if bounds.contains(&time) { Ok(time) } else { Err("use a time from 200ms to 10min".to_owned()) }
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let cancel = process::cancel_on_signals();
+    if !arguments.json {
+        eprintln!("godwit: looking at the guest for {}", format_duration(arguments.time));
+    }
+    let settings = match settings(&arguments.settings) {
+        Ok(settings) => settings,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(process::USAGE);
+        }
+    };
+    let measured = match look(&arguments.vm, arguments.time, &cancel) {
+        Ok(measured) => measured,
+        Err(_) if cancel.is_cancelled() => {
+            output::refusal(&EngineError::Cancelled, arguments.json);
+            return ExitCode::from(CANCELLED);
+        }
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
+        }
+    };
+    let links = if arguments.link.is_empty() {
+        LINKS.iter().filter_map(|link| link.parse().ok()).collect()
+    } else {
+        arguments.link.clone()
+    };
+    let guest = guest(&measured);
+    let plans: Vec<(Rate, Vec<Forecast>)> = links
+        .into_iter()
+        .map(|link| {
+            let cases: Vec<Settings> = settings.iter().map(|(_, settings)| *settings).collect();
+            (link, forecast(&scenario(&measured, guest.clone(), link), &cases))
+        })
+        .collect();
+    if arguments.json {
+        json_line(&as_json(&measured, &settings, &plans));
+    } else {
+        print!("{}", as_text(&measured, &settings, &plans));
+    }
+    ExitCode::SUCCESS
+}
+
+fn look(vm: &VmName, time: Duration, cancel: &Cancel) -> Result<Measured, Box<dyn std::error::Error>> {
+    match vm {
+        VmName::Qemu(path) => Ok(measure(&mut QemuSource::open(path)?, time, cancel)?),
+        VmName::Microvm(path) => Ok(client::measure(path, time, cancel)?),
+    }
+}
+
+/// The cases to tell of: what was asked for, or a choice.
+fn settings(given: &[(String, String)]) -> Result<Vec<(String, Settings)>, String> {
+    let default = Settings::default();
+    if !given.is_empty() {
+        // Checked as a migration would.
+        Steering::typed(given.to_vec(), Cancel::default()).map_err(|error| error.to_string())?;
+        let mut settings = default;
+        let own = given.iter().filter(|(key, _)| key != godwit_engine::steering::MAX_BANDWIDTH);
+        own.clone()
+            .try_for_each(|(key, value)| settings.set(key, value))
+            .map_err(|error| error.to_string())?;
+        let names: Vec<String> = given.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        return Ok(vec![(names.join(" "), settings)]);
+    }
+    let with = |throttle, downtime_limit| Settings { throttle, downtime_limit, ..default };
+    let limit = default.downtime_limit;
+    Ok(vec![
+        ("as it is by default".to_owned(), default),
+        ("throttle=off".to_owned(), with(ThrottleMode::Off, limit)),
+        ("throttle=direct".to_owned(), with(ThrottleMode::Direct, limit)),
+        ("downtime-limit=50ms".to_owned(), with(default.throttle, Duration::from_millis(50))),
+        ("downtime-limit=1s".to_owned(), with(default.throttle, Duration::from_secs(1))),
+    ])
+}
+
+fn guest(measured: &Measured) -> GuestSpec {
+    let samples: Vec<Sample> = measured
+        .dirty
+        .iter()
+        .map(|(seconds, pages)| Sample {
+            interval: Duration::try_from_secs_f64(*seconds).unwrap_or_default(),
+            dirty: PageCount(*pages),
+        })
+        .collect();
+    fit(ByteCount(measured.memory_bytes), ByteCount(measured.data_bytes), &samples)
+}
+
+fn scenario(measured: &Measured, guest: GuestSpec, link: Rate) -> Scenario {
+    let mut scenario = plain("plan", guest, link);
+    let look = Duration::try_from_secs_f64(measured.look_seconds).unwrap_or_default();
+    scenario.synchronisation = Synchronisation::Pieces(look);
+    scenario
+}
+
+fn time(seconds: f64) -> String {
+    format_duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
+}
+
+/// How fast pages were dirtied over the first second that was seen.
+fn dirty_rate(measured: &Measured) -> Rate {
+    let sample = measured.dirty.iter().rfind(|(seconds, _)| *seconds <= 1.0).or(measured.dirty.first());
+    let (seconds, pages) = sample.copied().unwrap_or((1.0, 0));
+    Rate::from_bytes_per_second(pages as f64 * PAGE_SIZE as f64 / seconds.max(1e-3))
+}
+
+fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate, Vec<Forecast>)]) -> String {
+    let (seconds, pages) = measured.dirty.last().copied().unwrap_or_default();
+    let mut text = format!(
+        "memory       {}, of which {} would be sent\ndirtied      {} within {}; {} over the first second\n",
+        ByteCount(measured.memory_bytes),
+        ByteCount(measured.data_bytes),
+        PageCount(pages).bytes(),
+        time(seconds),
+        dirty_rate(measured),
+    );
+    for (link, forecasts) in plans {
+        text += &format!("\nover a link of {link}\n");
+        text += &format!(
+            "  {:<22} {:>8} {:>19} {:>9} {:>9} {:>9} {:>10}\n",
+            "settings", "total", "(between)", "sent", "downtime", "throttle", "work lost"
+        );
+        for ((name, _), forecast) in settings.iter().zip(forecasts) {
+            let (low, mid, high) = forecast.seconds;
+            if forecast.finishes {
+                text += &format!(
+                    "  {name:<22} {:>8} {:>19} {:>9} {:>9} {:>8.0}% {:>10}\n",
+                    time(mid),
+                    format!("({} to {})", time(low), time(high)),
+                    ByteCount(forecast.bytes as u64).to_string(),
+                    time(forecast.downtime),
+                    forecast.throttle * 100.0,
+                    time(forecast.lost_work),
+                );
+            } else {
+                text += &format!("  {name:<22} would not finish: it gives up after {}\n", time(mid));
+            }
+        }
+    }
+    text
+}
+
+fn as_json(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate, Vec<Forecast>)]) -> Value {
+    let plans: Vec<Value> = plans
+        .iter()
+        .map(|(link, forecasts)| {
+            let cases: Vec<Value> = settings
+                .iter()
+                .zip(forecasts)
+                .map(|((name, settings), forecast)| {
+                    let shown: serde_json::Map<String, Value> = settings
+                        .shown()
+                        .into_iter()
+                        .map(|(key, value)| (key.to_owned(), value.into()))
+                        .collect();
+                    json!({ "case": name, "settings": shown, "forecast": forecast })
+                })
+                .collect();
+            json!({ "link_bytes_per_second": link.bytes_per_second(), "cases": cases })
+        })
+        .collect();
+    json!({ "measured": measured, "plans": plans })
+}

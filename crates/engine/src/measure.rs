@@ -1,0 +1,105 @@
+//! A look at a guest without migrating it: how much memory it holds and how fast it dirties it.
+//!
+//! Writes are tracked for a few seconds, which costs the guest a fault for each page that it writes, and nothing when it is
+//! over. All pages are made clean once; looks at growing intervals give the curve of dirty pages over time, from which
+//! working sets and their rates can be told.
+
+use std::time::{Duration, Instant};
+
+use godwit_memory::{DataHint, RamBlock};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageRun};
+use serde::{Deserialize, Serialize};
+
+use crate::vm::SourceVm;
+use crate::{Cancel, EngineError};
+
+/// The first look; each one after it comes half as late again.
+const FIRST: Duration = Duration::from_millis(20);
+const GROWTH: f64 = 1.5;
+/// Pages read to tell how many are zero, at the most.
+const SAMPLED: u64 = 16_384;
+
+/// What was seen.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// All memory, in bytes.
+    pub memory_bytes: u64,
+    /// Of it, what holds data that would be sent: neither holes nor zeros, as far as a sample tells.
+    pub data_bytes: u64,
+    /// Time since all was clean, in seconds, and pages dirty then.
+    pub dirty: Vec<(f64, u64)>,
+    /// The time it took to count the dirty pages, in seconds: the last synchronisation costs as much.
+    pub look_seconds: f64,
+    /// vCPUs.
+    pub vcpus: usize,
+}
+
+/// Tracks `vm` for about `time`.
+///
+/// # Errors
+/// When it cannot be tracked, or `cancel` was wished. The guest is as before.
+pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result<Measured, EngineError> {
+    let ram = vm.ram();
+    let tracker = vm.start_tracking().map_err(EngineError::Vm)?;
+    tracker.begin_round();
+    for (number, block) in ram.iter().enumerate() {
+        tracker.harvest(number, block.all(), PageCount::ZERO, &mut |_| {})?;
+    }
+    let began = Instant::now();
+    let mut measured = Measured { vcpus: vm.vcpus(), ..Measured::default() };
+    let mut next = FIRST;
+    while next <= time {
+        loop {
+            if cancel.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            let left = next.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            std::thread::sleep(left.min(crate::limits::TICK));
+        }
+        let at = began.elapsed();
+        let mut dirty = PageCount::ZERO;
+        for (number, block) in ram.iter().enumerate() {
+            dirty += tracker.count(number, block.all())?;
+        }
+        let cost = began.elapsed().saturating_sub(at);
+        measured.look_seconds = measured.look_seconds.max(cost.as_secs_f64());
+        measured.dirty.push((at.as_secs_f64(), dirty.0));
+        next = next.mul_f64(GROWTH).max(at + cost * 4);
+    }
+    drop(tracker);
+    let memory: PageCount = ram.iter().map(RamBlock::pages).sum();
+    measured.memory_bytes = memory.bytes().0;
+    measured.data_bytes = data(&ram)?.0;
+    Ok(measured)
+}
+
+/// What holds data: of the pages that the files have, the share that is not zero in a sample.
+fn data(ram: &[RamBlock]) -> Result<ByteCount, EngineError> {
+    let mut present = 0;
+    for block in ram {
+        for run in block.data(block.all(), &mut DataHint::default()) {
+            present += run?.count.0;
+        }
+    }
+    let step = (present / SAMPLED).max(1);
+    let (mut number, mut sampled, mut full) = (0, 0u64, 0u64);
+    let mut bytes = vec![0; PAGE_SIZE as usize];
+    for block in ram {
+        for run in block.data(block.all(), &mut DataHint::default()) {
+            let run = run?;
+            let mut offset = (step - number % step) % step;
+            while offset < run.count.0 {
+                block.read(PageRun::new(run.start.0 + offset, 1).start, &mut bytes)?;
+                sampled += 1;
+                full += u64::from(bytes.iter().any(|byte| *byte != 0));
+                offset += step;
+            }
+            number += run.count.0;
+        }
+    }
+    let share = full as f64 / sampled.max(1) as f64;
+    Ok(ByteCount((PageCount(present).bytes().0 as f64 * share) as u64))
+}

@@ -1,0 +1,74 @@
+//! Ten thousand migrations by chance: they end, within their limits, and with one owner.
+//!
+//! Four tests of 2,500, so that they share the processors. A seed that fails is named; `random(seed)` is the scenario.
+#![allow(clippy::unwrap_used)]
+
+use godwit_policy::ThrottleMode;
+use godwit_sim::{End, Outcome, Scenario, random, run};
+
+const EACH: u64 = 2500;
+
+/// What is wrong with `outcome`, if anything.
+fn fault(scenario: &Scenario, outcome: &Outcome) -> Option<&'static str> {
+    let settings = &scenario.settings;
+    let ceiling = settings.downtime_ceiling.unwrap_or(settings.downtime_limit).as_secs_f64();
+    let moved = outcome.end == End::Moved;
+    // What the link loses after the decision is nobody's to foresee, nor a phase that begins then.
+    let steady = scenario.link.loss <= 0.0 && scenario.guest.phases.is_empty() && scenario.cut.is_none();
+    let extra = if scenario.verify { 4.0 * scenario.link.latency.as_secs_f64() } else { 0.0 };
+    let checks = [
+        (outcome.end == End::Endless, "it does not end"),
+        (outcome.owners > 1, "two owners"),
+        (outcome.owners == 0, "no owner"),
+        (moved && outcome.expected_downtime > ceiling + 1e-9, "switched over above the limit"),
+        (outcome.limit > ceiling + 1e-9, "the limit grew above the ceiling"),
+        (moved && steady && outcome.downtime > 1.1 * ceiling + extra + 0.002, "downtime above the limit"),
+        (outcome.throttle > settings.max_throttle + 1e-9, "throttled above max-throttle"),
+        (settings.throttle == ThrottleMode::Off && outcome.throttle > 0.0, "throttled though off"),
+        (scenario.cut.is_none() && !moved && outcome.end != End::GaveUp, "failed without a fault"),
+        (outcome.end == End::GaveUp && outcome.reason.is_none(), "gave up without advice"),
+    ];
+    checks.iter().find(|(wrong, _)| *wrong).map(|(_, what)| *what)
+}
+
+fn faults(part: u64) -> Vec<(u64, &'static str)> {
+    let seeds = part * EACH..(part + 1) * EACH;
+    let check = |seed| {
+        let scenario = random(seed);
+        fault(&scenario, &run(&scenario)).map(|what| (seed, what))
+    };
+    seeds.filter_map(check).collect()
+}
+
+#[test]
+fn first_quarter() {
+    assert_eq!(faults(0), []);
+}
+
+#[test]
+fn second_quarter() {
+    assert_eq!(faults(1), []);
+}
+
+#[test]
+fn third_quarter() {
+    assert_eq!(faults(2), []);
+}
+
+#[test]
+fn fourth_quarter() {
+    assert_eq!(faults(3), []);
+}
+
+#[test]
+fn chance_reaches_every_end() {
+    let outcomes: Vec<Outcome> = (0..400).map(|seed| run(&random(seed))).collect();
+    for end in [End::Moved, End::GaveUp, End::Stayed, End::InDoubt] {
+        assert!(outcomes.iter().any(|outcome| outcome.end == end), "{end:?}");
+    }
+}
+
+#[test]
+fn a_seed_always_gives_the_same() {
+    assert_eq!(run(&random(7)), run(&random(7)));
+}

@@ -1,0 +1,64 @@
+//! `godwit plan`: it tells what would be, and leaves the guest as it was.
+
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, check_untouched};
+use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, flavours_for, kvm_for};
+use godwit_verify::settings::Mode;
+use serde_json::Value;
+
+/// Plans for `vm` and checks the answer.
+fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
+    let name = vm.vm_name();
+    let arguments =
+        ["plan", "--vm", &name, "--for", "700ms", "--link", "5MiB/s", "--link", "10Gbit", "--json"];
+    let output = Command::new(godwit.program()).args(arguments).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let answer: Value = serde_json::from_slice(&output.stdout)?;
+    let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);
+    ensure!(samples >= 5, "{answer}");
+    ensure!(answer["measured"]["dirty"][samples - 1][1].as_u64() > Some(1000), "{answer}");
+    let finishes =
+        |link: usize, case: usize| answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone();
+    ensure!(finishes(0, 1) == false, "without a throttle it does not: {answer}");
+    ensure!(finishes(1, 1) == true, "over a fast link it does: {answer}");
+    let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
+    ensure!(seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64());
+
+    let wrong = Command::new(godwit.program()).args(["plan", "--vm", &name, "--for", "1ms"]).output()?;
+    ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
+    let wrong = Command::new(godwit.program()).args(["plan", "--vm", &name, "--set", "speed=9"]).output()?;
+    ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
+    Ok(())
+}
+
+#[test]
+fn a_plan_for_a_busy_qemu_guest() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_plan_for_a_busy_qemu_guest");
+    let Some(flavour) = flavours.last() else { return Ok(()) };
+    let mut vm = TestVm::source(&VmConfig::new(flavour, GuestConfig::small(Mode::Full)))?;
+    vm.wait_ready(LIMIT)?;
+    plan(&Godwit::built()?, &vm)?;
+    check_untouched(&mut vm)
+}
+
+#[test]
+fn a_plan_for_a_busy_microvm() -> anyhow::Result<()> {
+    if !kvm_for("a_plan_for_a_busy_microvm") {
+        return Ok(());
+    }
+    let godwit = Godwit::built()?;
+    for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
+        let options =
+            ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", tracker];
+        let vm = MicroVm::start(&godwit, &options)?;
+        vm.wait_ready(LIMIT)?;
+        plan(&godwit, &vm)?;
+        ensure!(vm.status()? == "running");
+        vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    }
+    Ok(())
+}

@@ -1,0 +1,223 @@
+//! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked, changed, switched over and
+//! cancelled. With QEMU and with microvms.
+
+use std::process::{Command, Output};
+use std::time::Instant;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
+use godwit_testbed::{
+    Ended, Godwit, GuestConfig, MicroVm, Movable, Running, VmConfig, flavours_for, kvm_for,
+};
+use godwit_verify::settings::Mode;
+use serde_json::Value;
+
+/// What would never end by itself.
+const ENDLESS: &[&str] =
+    &["--max-bandwidth", "20MiB/s", "--downtime-limit", "5ms", "--patience", "0s", "--throttle", "off"];
+
+/// Two machines of one kind, the first with a guest that writes as fast as it can.
+enum Machines {
+    Qemu(Box<Pair>),
+    Microvm { godwit: Godwit, source: MicroVm, destination: MicroVm },
+}
+
+/// All kinds that there are here.
+fn machines(test: &str) -> anyhow::Result<Vec<Machines>> {
+    let mut all = Vec::new();
+    if let Some(flavour) = flavours_for(test).last() {
+        all.push(Machines::Qemu(Box::new(Pair::start(&VmConfig::new(
+            flavour,
+            GuestConfig::small(Mode::Full),
+        ))?)));
+    }
+    if kvm_for(&format!("microvm: {test}")) {
+        let godwit = Godwit::built()?;
+        let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB"];
+        let source = MicroVm::start(&godwit, &options)?;
+        let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
+        source.wait_ready(LIMIT)?;
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        all.push(Machines::Microvm { godwit, source, destination });
+    }
+    Ok(all)
+}
+
+impl Machines {
+    fn godwit(&self) -> &Godwit {
+        match self {
+            Self::Qemu(pair) => &pair.godwit,
+            Self::Microvm { godwit, .. } => godwit,
+        }
+    }
+
+    fn source(&self) -> &dyn Movable {
+        match self {
+            Self::Qemu(pair) => &pair.source,
+            Self::Microvm { source, .. } => source,
+        }
+    }
+
+    fn destination(&self) -> &dyn Movable {
+        match self {
+            Self::Qemu(pair) => &pair.destination,
+            Self::Microvm { destination, .. } => destination,
+        }
+    }
+
+    /// A migration under `name`, with `options`, that is copying.
+    fn start(&self, name: &str, options: &[&str]) -> anyhow::Result<(Running, Running)> {
+        let (receive, address) = self.godwit().receive(self.destination(), &[])?;
+        let options = [&["--name", name], options].concat();
+        let migrate = self.godwit().migrate(self.source(), &address, &options)?;
+        await_copying(&migrate)?;
+        Ok((migrate, receive))
+    }
+
+    fn check_moved(&mut self, migrate: &Ended) -> anyhow::Result<()> {
+        match self {
+            Self::Qemu(pair) => check_moved(pair, migrate),
+            Self::Microvm { source, destination, .. } => {
+                ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
+                destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+                let bugs = [source.bugs(), destination.bugs()].concat();
+                ensure!(bugs.is_empty(), "{bugs:?}");
+                Ok(())
+            }
+        }
+    }
+
+    fn check_untouched(&mut self) -> anyhow::Result<()> {
+        match self {
+            Self::Qemu(pair) => check_untouched(&mut pair.source),
+            Self::Microvm { source, .. } => {
+                let until = Instant::now() + LIMIT;
+                while source.status()? == "leaving" && Instant::now() < until {
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                ensure!(source.status()? == "running", "the guest is '{}'", source.status()?);
+                source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+                ensure!(source.bugs().is_empty(), "{:?}", source.bugs());
+                Ok(())
+            }
+        }
+    }
+
+    fn run(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        Ok(Command::new(self.godwit().program()).args(arguments).output()?)
+    }
+
+    /// Runs a command that is to be refused with one line that contains `words`.
+    fn refused(&self, arguments: &[&str], words: &str) -> anyhow::Result<()> {
+        let output = self.run(arguments)?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1), "{arguments:?}: {}", output.status);
+        ensure!(errors.contains(words) && errors.trim().lines().count() == 1, "{arguments:?}: {errors}");
+        Ok(())
+    }
+
+    fn done(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        let output = self.run(arguments)?;
+        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(output)
+    }
+
+    /// What `godwit status` says of `name`.
+    fn status(&self, name: &str) -> anyhow::Result<Value> {
+        let output = self.done(&["status", "--migration", name, "--json"])?;
+        Ok(serde_json::from_slice::<Value>(&output.stdout)?["migrations"][0].clone())
+    }
+}
+
+/// A name for the migrations of one test.
+fn name(test: &str) -> String {
+    format!("{test}-{}", std::process::id())
+}
+
+#[test]
+fn a_busy_guest_is_throttled_and_arrives() -> anyhow::Result<()> {
+    for mut machines in machines("a_busy_guest_is_throttled_and_arrives")? {
+        let options = ["--max-bandwidth", "40MiB/s", "--downtime-limit", "200ms", "--verify"];
+        let (migrate, receive) = machines.start(&name("throttled"), &options)?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(receive.wait(LIMIT)?.status.success());
+        ensure!(migrate.last()["throttled_ms"].as_f64() > Some(0.0), "{}", migrate.last());
+        ensure!(migrate.last()["lost_ms"].as_f64() > Some(0.0), "{}", migrate.last());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_migration_is_steered() -> anyhow::Result<()> {
+    for mut machines in machines("a_migration_is_steered")? {
+        let name = name("steered");
+        let of = ["--migration", name.as_str()];
+        let (migrate, receive) = machines.start(&name, ENDLESS)?;
+
+        let status = machines.status(&name)?;
+        ensure!(status["progress"]["sent_bytes"].as_u64() > Some(0), "{status}");
+        ensure!(status["settings"]["downtime-limit"] == "5ms", "{status}");
+        ensure!(status["settings"]["max-bandwidth"] == "20MiB/s", "{status}");
+
+        // What is wrong changes nothing, nor does what stands beside it.
+        machines.refused(&[&["set"], &of[..], &["speed=9"]].concat(), "there is no setting 'speed'")?;
+        let two = [&["set"], &of[..], &["downtime-limit=1h", "patience=soon"]].concat();
+        machines.refused(&two, "patience=soon is not possible: use a time")?;
+        ensure!(machines.status(&name)?["settings"]["downtime-limit"] == "5ms");
+        machines.refused(&["cancel", "--migration", "nobody"], "cannot be reached")?;
+
+        machines.done(&[&["set"], &of[..], &["max-bandwidth=100MiB/s", "delay-hot-percent=0"]].concat())?;
+        ensure!(machines.status(&name)?["settings"]["max-bandwidth"] == "100MiB/s");
+        migrate.wait_for("the second round", LIMIT, |line| line["round"].as_u64() > Some(0))?;
+        machines.refused(&[&["switchover"], &of[..]].concat(), "above the limit of 5ms")?;
+
+        machines.done(&[&["switchover"], &of[..], &["--force"]].concat())?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(receive.wait(LIMIT)?.status.success());
+        machines.refused(&[&["set"], &of[..], &["patience=5s"]].concat(), "cannot be reached")?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_switchover_is_forced_within_the_first_round() -> anyhow::Result<()> {
+    for mut machines in machines("a_switchover_is_forced_within_the_first_round")? {
+        let name = name("forced");
+        let (migrate, receive) = machines.start(&name, &[ENDLESS, &["--verify"]].concat())?;
+        machines.refused(&["switchover", "--migration", &name], "the downtime not known yet")?;
+        machines.done(&["set", "--migration", &name, "max-bandwidth=off"])?;
+        machines.done(&["switchover", "--migration", &name, "--force"])?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(migrate.last()["verified"] == true);
+        ensure!(receive.wait(LIMIT)?.status.success());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_migration_is_cancelled_from_outside() -> anyhow::Result<()> {
+    for mut machines in machines("a_migration_is_cancelled_from_outside")? {
+        let name = name("cancelled");
+        let (migrate, _receive) = machines.start(&name, ENDLESS)?;
+        machines.done(&["cancel", "--migration", &name])?;
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(migrate.status.code() == Some(130), "{}", migrate.status);
+        machines.check_untouched()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_throttle_ends_with_the_godwit_that_held_it() -> anyhow::Result<()> {
+    for mut machines in machines("a_throttle_ends_with_the_godwit_that_held_it")? {
+        let options = ["--max-bandwidth", "20MiB/s", "--downtime-limit", "1ms", "--throttle", "direct"];
+        let (mut migrate, _receive) = machines.start(&name("killed"), &options)?;
+        migrate.wait_for("a throttle", LIMIT, |line| line["throttle"].as_f64() > Some(0.5))?;
+        migrate.kill();
+        machines.check_untouched()?;
+    }
+    Ok(())
+}
