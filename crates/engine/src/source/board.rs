@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock, Segment, segments};
 use godwit_policy::Delayed;
@@ -61,6 +62,22 @@ impl Board {
     /// Notes what `tracker` reports before the first harvest.
     pub(super) fn note_baseline(&mut self, tracker: &dyn DirtyTracker) -> Result<(), TrackError> {
         self.baseline = self.look(tracker)?.dirty;
+        Ok(())
+    }
+
+    /// Makes segments clean in `tracker` before anything is sent, so that a look shows what is written from now on: which
+    /// of them are hot is then known before their turn comes. Nothing is lost, as all are unsent. With much memory only
+    /// what can be done in `time`.
+    pub(super) fn arm(&mut self, tracker: &dyn DirtyTracker, time: Duration) -> Result<(), TrackError> {
+        let until = Instant::now() + time;
+        tracker.begin_round();
+        for (segment, baseline) in self.segments.iter().zip(&mut self.baseline) {
+            if Instant::now() >= until {
+                break;
+            }
+            tracker.harvest(segment.block, segment.run, PageCount::ZERO, &mut |_| {})?;
+            *baseline = 0;
+        }
         Ok(())
     }
 
@@ -203,6 +220,20 @@ mod tests {
         let look = board.look(&tracker).unwrap();
         assert_eq!(look.dirty, [0, SEGMENT_PAGES as u32, 0, 0]);
         assert_eq!(look.remaining, PageCount(SEGMENT_PAGES));
+    }
+
+    #[test]
+    fn of_armed_segments_it_says_what_was_written_since() {
+        let mut board = board();
+        let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
+        board.note_baseline(&tracker).unwrap();
+        board.arm(&tracker, Duration::from_secs(60)).unwrap();
+        *tracker.0.lock().unwrap() = vec![(0, PageRun::new(7, 3))];
+        assert_eq!(board.look(&tracker).unwrap().dirty, [3, 0, 0, 0]);
+        // Out of time at once: all is as it was.
+        board.note_baseline(&tracker).unwrap();
+        board.arm(&tracker, Duration::ZERO).unwrap();
+        assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
     }
 
     #[test]

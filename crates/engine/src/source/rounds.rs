@@ -6,6 +6,8 @@ use super::*;
 const LEAD: Duration = Duration::from_millis(10);
 /// Device state and handover, which are measured only once, likewise.
 const FIXED: Duration = Duration::from_millis(15);
+/// How long memory is made clean before the first round, at the most.
+const ARMING: Duration = Duration::from_millis(500);
 /// Of the time between two looks, the part that a look may take: with much memory they come less often.
 const LOOK_SHARE: u32 = 20;
 
@@ -18,6 +20,9 @@ impl Source<'_> {
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
         board.note_baseline(tracker.as_ref())?;
+        if self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 {
+            board.arm(tracker.as_ref(), ARMING)?;
+        }
         self.remaining = board.look(tracker.as_ref())?.remaining;
         let board = Arc::new(board);
         for (number, stream) in streams.into_iter().enumerate() {
