@@ -60,6 +60,8 @@ pub struct Policy {
     fixed: Duration,
     idle: Duration,
     lead: Duration,
+    /// Disks move as well.
+    disks: bool,
     previous: Option<PageCount>,
     searched: u32,
     best: Option<Duration>,
@@ -90,6 +92,7 @@ impl Policy {
             fixed: Duration::ZERO,
             idle: Duration::ZERO,
             lead: Duration::ZERO,
+            disks: false,
             previous: None,
             searched: 0,
             best: None,
@@ -170,6 +173,9 @@ impl Policy {
             throttle.tick(self.settings.throttle, &view);
             self.throttle = throttle;
             self.plan.throttle = self.throttle.value().min(self.settings.max_throttle);
+            if self.may_end_round(tick) {
+                self.plan.delayed = Delayed::new(0..tick.dirty.len());
+            }
         }
         (self.plan != before).then(|| self.plan.clone())
     }
@@ -197,6 +203,7 @@ impl Policy {
         self.rounds += 1;
         self.last_look = Duration::ZERO;
         (self.fixed, self.idle, self.lead) = (round.fixed, round.idle, round.lead);
+        self.disks = round.disk.is_some();
 
         let bandwidth = self.bandwidth.average();
         let classes = self.guest.classes();
@@ -268,6 +275,24 @@ impl Policy {
         (Decision::NextRound(self.plan.clone()), estimate)
     }
 
+    /// Whether what remains, within a round, fits into the downtime already. Then a throttled guest is not kept waiting
+    /// for the round's end: all that is left of it is passed by, and goes with the last one.
+    fn may_end_round(&self, tick: &Tick) -> bool {
+        let growth = self.growth(&self.guest.classes(), self.lead, tick.throttle);
+        let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
+        let expected = downtime::expected(ByteCount(bytes as u64), self.bandwidth.average(), self.fixed);
+        self.plan.throttle > 0.0
+            && !self.disks
+            && self.idle.is_zero()
+            && expected.is_some_and(|expected| expected <= self.limit().mul_f64(AIM))
+    }
+
+    /// Pages that a guest under `throttle` dirties anew in a time.
+    fn growth(&self, classes: &[Class], time: Duration, throttle: f64) -> f64 {
+        let time = time.as_secs_f64() * self.guest.speed(throttle);
+        classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp())).sum()
+    }
+
     /// A look at segments, in the model and in the count of what was dirtied in this round.
     fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
         self.guest.look(dirty, time, throttle);
@@ -281,10 +306,7 @@ impl Policy {
 
     /// All of memory that stop-and-copy would have to send.
     fn left(&self, classes: &[Class], round: &Round) -> ByteCount {
-        let lead = round.lead.as_secs_f64() * self.guest.speed(round.throttle);
-        let growth: f64 =
-            classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * lead).exp())).sum();
-        let pages = round.remaining.0 as f64 + growth;
+        let pages = round.remaining.0 as f64 + self.growth(classes, round.lead, round.throttle);
         ByteCount((pages * self.page_bytes) as u64)
     }
 

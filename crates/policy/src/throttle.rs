@@ -23,14 +23,16 @@ const INITIAL: f64 = 0.20;
 const INCREMENT: f64 = 0.10;
 const TRIGGER: f64 = 0.5;
 const PERIOD: Duration = Duration::from_secs(1);
-/// Above this the guest hardly works; the whole time above it is to stay within [`SEVERE_TIME`].
+/// From this on the guest hardly works; the whole time under it is to stay within [`SEVERE_TIME`].
 pub(crate) const SEVERE: f64 = 0.9;
 const SEVERE_TIME: f64 = 3.0;
 /// Share of the severe time that is planned with: mechanisms and estimates are not exact.
-const RESERVE: f64 = 0.7;
+const RESERVE: f64 = 0.85;
+/// Of throttles that strong the mildest that takes hardly longer than the fastest: the guest loses its work either way.
+const LONGER: f64 = 1.1;
 /// Shares of time left to the guest that adaptive throttling chooses from, mild ones first.
-const MILD: [f64; 10] = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1];
-const STRONG: [f64; 9] = [0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01];
+const MILD: [f64; 9] = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15];
+const STRONG: [f64; 10] = [0.1, 0.08, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.015, 0.01];
 /// A milder throttle may cost this much more of the guest's work than the best.
 const DEARER: f64 = 1.25;
 /// A round without a throttle is made when it brings the cost down to this share.
@@ -144,7 +146,7 @@ impl Throttle {
     }
 
     fn pass(&mut self, view: &View) {
-        if self.value > SEVERE {
+        if self.value >= SEVERE {
             self.severe += view.clock.saturating_sub(self.clock).as_secs_f64();
         }
         self.clock = view.clock;
@@ -232,9 +234,10 @@ impl Throttle {
         self.settle(1.0 - share)
     }
 
-    /// The share of time to leave to the guest, and what that costs of its work. Above 90 % the guest hardly works, so
-    /// that what is better for it is to be through with it: then time is bounded by [`SEVERE_TIME`], downtime and all such
-    /// times before included.
+    /// The share of time to leave to the guest, and what that costs of its work. From 90 % on the guest hardly works, so
+    /// that what is better for it is to be through with it. That is chosen where it costs clearly less work than any
+    /// milder throttle and fits into [`SEVERE_TIME`], downtime and all such times before included; and where no milder one
+    /// finishes in time.
     fn best(&self, view: &View, classes: &[Class], unsent: f64, time_left: f64) -> (f64, f64) {
         let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
         let time = |share: f64| {
@@ -251,18 +254,19 @@ impl Throttle {
             .map(|(share, time)| (share, (1.0 - share) * time))
             .collect();
         let cheapest = mild.iter().map(|(_, cost)| *cost).fold(f64::INFINITY, f64::min);
-        if let Some(level) = mild.iter().find(|(_, cost)| *cost <= DEARER * cheapest) {
-            return *level;
-        }
+        let milder = mild.iter().copied().find(|(_, cost)| *cost <= DEARER * cheapest);
         let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
         let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
         let fastest = time(least);
-        let bound = severe_left.max(1.1 * fastest);
         if fastest.is_infinite() {
-            return (least, f64::INFINITY);
+            return milder.unwrap_or((least, f64::INFINITY));
         }
-        let share = largest(&strong, |share| time(share) <= bound).unwrap_or(least);
-        (share, (1.0 - share) * time(share))
+        let share = largest(&strong, |share| time(share) <= LONGER * fastest).unwrap_or(least);
+        let stronger = (share, (1.0 - share) * time(share));
+        match milder {
+            Some(level) if time(share) > severe_left || level.1 <= DEARER * stronger.1 => level,
+            _ => stronger,
+        }
     }
 
     /// Small changes are not worth making.

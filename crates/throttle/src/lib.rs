@@ -14,6 +14,7 @@
 //! How far to throttle, and when, is not decided here.
 
 mod cycle;
+mod debt;
 mod error;
 mod punctual;
 mod sys;

@@ -9,7 +9,8 @@ pub fn vcpu_time(pid: i32, tids: &[i32]) -> Option<Duration> {
     tids.iter().map(|&tid| thread_time(pid, tid)).sum()
 }
 
-fn thread_time(pid: i32, tid: i32) -> Option<Duration> {
+/// The same of one thread.
+pub(crate) fn thread_time(pid: i32, tid: i32) -> Option<Duration> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/schedstat")).ok()?;
     // The first word is time on the CPU in nanoseconds (Documentation/scheduler/sched-stats.rst).
     text.split_ascii_whitespace().next()?.parse().ok().map(Duration::from_nanos)

@@ -9,9 +9,12 @@ use std::time::{Duration, Instant};
 
 use crate::ThrottleError;
 use crate::sys::{self, Seen};
+use crate::time::thread_time;
 
 /// To let go of a running thread it has to stop for a moment. What does not is let go when the tracer ends.
 const RELEASE_LIMIT: Duration = Duration::from_millis(100);
+/// Threads whose time is asked for in every period, at the most.
+const SOME: usize = 8;
 /// Between two looks at threads that are about to stop: about what it takes them.
 pub(crate) const SOON: Duration = Duration::from_micros(20);
 
@@ -85,6 +88,12 @@ impl Tracees {
     /// Whether all have stopped, by us or with their process.
     pub(crate) fn all_stopped(&self) -> bool {
         self.threads.iter().all(|thread| thread.state != State::Loose)
+    }
+
+    /// The CPU time of the first few threads, which stand for all; of one that runs it may be older than now.
+    pub(crate) fn times(&self) -> Vec<(i32, Duration)> {
+        let some = self.threads.iter().take(SOME);
+        some.filter_map(|thread| Some((thread.tid, thread_time(self.pid, thread.tid)?))).collect()
     }
 
     /// Takes note of what happened to the threads. One that has stopped is held if that is wanted, and else goes on.

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::debt::Debt;
 use crate::punctual::become_punctual;
 use crate::tracees::{SOON, Tracees};
 use crate::{Slices, ThrottleError};
@@ -142,7 +143,7 @@ impl Drop for End<'_> {
 fn trace(pid: i32, shared: &Shared) -> Result<(), ThrottleError> {
     let mut orders = shared.lock().orders.clone();
     let mut tracees = Tracees::seize(pid, &orders.tids)?;
-    let mut known = 0;
+    let (mut known, mut debt) = (0, Debt::default());
     loop {
         let began = Instant::now();
         tracees.interrupt()?;
@@ -159,6 +160,8 @@ fn trace(pid: i32, shared: &Shared) -> Result<(), ThrottleError> {
                 break;
             }
         }
+        let slice = orders.slices.map_or(Duration::ZERO, |slices| slices.run);
+        let owed = debt.settle(tracees.times(), slice);
         tracees.go_on()?;
         let running = Instant::now();
         note_stop(shared, running - began);
@@ -171,7 +174,7 @@ fn trace(pid: i32, shared: &Shared) -> Result<(), ThrottleError> {
             let Some(slices) = take(shared, &mut known, &mut orders, &mut tracees, pid)? else {
                 return Ok(());
             };
-            if !sleep(shared, known, running + slices.run, pause) {
+            if !sleep(shared, known, running + slices.run + owed, pause) {
                 break;
             }
         }

@@ -163,6 +163,10 @@ impl Channel {
         let everything = self.shared.board.is_unsent(owned.number);
         let mut at = run.start;
         while at < run.end() {
+            if order.round == 0 && !order.last && self.shared.board.passes_by(owned.number) {
+                // It was found to be hot while it was sent. It stays unsent, and is sent whole when it has its turn.
+                return Ok(());
+            }
             let mut rest = PageRun::new(at.0, run.end().0 - at.0);
             if everything {
                 // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page

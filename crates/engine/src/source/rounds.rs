@@ -8,6 +8,9 @@ const LEAD: Duration = Duration::from_millis(10);
 const FIXED: Duration = Duration::from_millis(15);
 /// How long memory is made clean before the first round, at the most.
 const ARMING: Duration = Duration::from_millis(500);
+/// In the first moments of the first round looks come more often: what is hot is best left before it is sent.
+const EARLY: Duration = Duration::from_millis(300);
+const EARLY_TICK: Duration = Duration::from_millis(20);
 /// Of the time between two looks, the part that a look may take: with much memory they come less often.
 const LOOK_SHARE: u32 = 20;
 
@@ -105,7 +108,9 @@ impl Source<'_> {
     /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on, and progress is reported.
     fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
         loop {
-            match self.next_event(limits::TICK)? {
+            let tick =
+                if round == 0 && self.round_began.elapsed() < EARLY { EARLY_TICK } else { limits::TICK };
+            match self.next_event(tick)? {
                 // A thread that ended without a word will never send one.
                 None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
                     match self.events.try_recv() {
@@ -137,7 +142,9 @@ impl Source<'_> {
             return Ok(());
         }
         let look = self.look()?;
-        self.next_look = now + (now.elapsed() * LOOK_SHARE).max(limits::TICK);
+        let early = self.measures.round_list.is_empty() && self.round_began.elapsed() < EARLY;
+        let tick = if early { EARLY_TICK } else { limits::TICK };
+        self.next_look = now + (now.elapsed() * LOOK_SHARE).max(tick);
         self.remaining = look.remaining;
         let sent = self.counters.sent.load(Ordering::Relaxed) - self.sent_before;
         let plan = self.policy.tick(&Tick {
