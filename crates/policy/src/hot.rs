@@ -73,7 +73,10 @@ impl Hot {
         }
         self.rounds += 1;
         let most = dirty.len() * usize::from(bounds.percent) / 100;
-        if self.ended || most == 0 || remaining < bounds.until || self.rounds > bounds.rounds {
+        // When all fits into the downtime as it is, what is hot need not be sent before.
+        let fits = remaining <= bounds.enough;
+        let little = !fits && remaining < bounds.until;
+        if self.ended || most == 0 || little || self.rounds > bounds.rounds {
             return self.end();
         }
         let hot = Delayed::new(hottest(&self.heat, segment_pages, most, |_| true));
@@ -85,7 +88,7 @@ impl Hot {
             .sum();
         let stuck = self.outside.is_some_and(|before| outside > SHRINKS * before);
         self.outside = Some(outside);
-        if hot.is_empty() || stuck || outside <= bounds.enough {
+        if hot.is_empty() || !fits && (stuck || outside <= bounds.enough) {
             return self.end();
         }
         self.delayed = hot;
