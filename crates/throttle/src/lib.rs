@@ -1,5 +1,5 @@
-//! Slowing a guest: its vCPU threads are stopped for a share of each period of 10 ms (up to 50 ms
-//! above 95 %).
+//! Slowing a guest: its vCPU threads are stopped for a share of each period of 10 ms (up to 100 ms
+//! above 90 %).
 //!
 //! ```text
 //!             one period, 10 ms

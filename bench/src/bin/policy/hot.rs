@@ -25,8 +25,8 @@ const GUEST: [&str; 10] = [
     "--rate",
     RATE,
 ];
-const RATE: &str = "400000";
-const LINK: [&str; 6] = ["--max-bandwidth", "256MiB/s", "--downtime-limit", "480ms", "--throttle", "off"];
+const RATE: &str = "600000";
+const LINK: [&str; 6] = ["--max-bandwidth", "256MiB/s", "--downtime-limit", "580ms", "--throttle", "off"];
 const WAYS: [(&str, &str); 2] =
     [("nothing delayed", "delay-hot-percent=0"), ("default", "delay-hot-percent=30")];
 
