@@ -13,6 +13,8 @@ const HOT: f64 = 1.0 / 16.0;
 const HOTTEST: f32 = 0.75;
 /// Rounds of the other segments go on while each leaves at most this share of what the one before left.
 const SHRINKS: f64 = 0.75;
+/// Nor when it is at most this share of what is delayed.
+const LITTLE: f64 = 0.5;
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Hot {
@@ -89,7 +91,9 @@ impl Hot {
             .sum();
         let stuck = self.outside.is_some_and(|before| outside > SHRINKS * before);
         self.outside = Some(outside);
-        if hot.is_empty() || !fits && (stuck || outside <= bounds.enough) {
+        // Little beside what is delayed: another round without that would gain little.
+        let done = outside <= bounds.enough && outside <= LITTLE * (remaining - outside);
+        if hot.is_empty() || !fits && (stuck || done) {
             return self.end();
         }
         self.delayed = hot;
