@@ -144,6 +144,25 @@ mod tests {
     }
 
     #[test]
+    fn the_hot_are_not_sent_while_the_others_shrink_or_when_all_fits() {
+        let mut hot = Hot::default();
+        let bounds = Bounds { enough: 3000.0, ..BOUNDS };
+        let look = |others: u32| [4000, others, others, others, others, 0, 0, 0, 0, 0];
+        hot.round(&look(1000), 4096.0, 8000.0, bounds);
+        assert_eq!(hot.delayed().count(), 1);
+        // The others alone would fit, and go on shrinking.
+        hot.round(&look(600), 4096.0, 6400.0, bounds);
+        assert_eq!(hot.delayed().count(), 1);
+        // Little beside what is delayed.
+        hot.round(&look(200), 4096.0, 4800.0, bounds);
+        assert!(hot.delayed().is_empty());
+        // All of it fits: another round need not touch it.
+        let mut hot = Hot::default();
+        hot.round(&look(100), 4096.0, 4400.0, Bounds { enough: 5000.0, ..BOUNDS });
+        assert_eq!(hot.delayed().count(), 1);
+    }
+
+    #[test]
     fn a_delay_ends_when_little_remains_and_after_its_rounds() {
         let mut hot = Hot::default();
         hot.round(&[4000, 0, 0, 0], 4096.0, 99.0, BOUNDS);

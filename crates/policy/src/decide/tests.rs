@@ -147,6 +147,24 @@ fn a_throttled_guest_is_not_kept_for_the_minimum() {
 }
 
 #[test]
+fn a_round_under_a_throttle_ends_when_what_remains_fits_into_the_downtime() {
+    let mut policy = Policy::new(Settings::default());
+    let (none, hot) = (busy(0), busy(3));
+    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
+    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
+    policy.round(&adaptive_round(&hot, 0.0));
+    let throttle = policy.plan().throttle;
+    // 40 MiB/s: 10 MiB fit into 300 ms, 20 MiB do not.
+    let passed_by = |policy: &mut Policy, in_round: u64, remaining: u64| {
+        let in_round = Duration::from_millis(in_round);
+        policy.tick(&Tick { in_round, remaining: PageCount(remaining), dirty: &none, throttle, ..Tick::default() });
+        policy.plan().delayed.count()
+    };
+    assert!(passed_by(&mut policy, 100, 5120) < 10);
+    assert_eq!(passed_by(&mut policy, 200, 1280), 10);
+}
+
+#[test]
 fn the_limit_grows_to_its_ceiling_only_without_progress() {
     let settings = Settings {
         downtime_ceiling: Some(Duration::from_secs(3)),

@@ -96,6 +96,24 @@ fn adaptive_leaves_a_guest_alone_that_finishes_by_itself() {
 }
 
 #[test]
+fn adaptive_is_strong_and_brief_where_that_costs_less_work() {
+    let guest = Guest::default();
+    // At 85 % it would take many rounds to get there.
+    let classes = [Class { pages: 2000.0, rate: 6.0, dirty: 2000.0 }];
+    let mut throttle = Throttle::default();
+    let busy = View { classes: &classes, enough: 200.0, time_left: 60.0, ..view(&guest, 1, 2000.0, 1000.0) };
+    // Two rounds alike: to wait is no use.
+    (0..2).for_each(|_| throttle.round(ThrottleMode::Adaptive, &busy, SECOND));
+    assert!(throttle.value() > SEVERE, "{}", throttle.value());
+    // Where that would take longer than a guest may be held like this, a milder one is taken.
+    let mut throttle = Throttle::default();
+    let large = [Class { pages: 20_000.0, rate: 0.3, dirty: 20_000.0 }];
+    let large = View { classes: &large, enough: 2000.0, remaining: 20_000.0, ..busy };
+    (0..2).for_each(|_| throttle.round(ThrottleMode::Adaptive, &large, SECOND));
+    assert!((0.5..SEVERE).contains(&throttle.value()), "{}", throttle.value());
+}
+
+#[test]
 fn adaptive_takes_no_more_than_it_may() {
     let guest = Guest::default();
     let classes = [Class { pages: 10_000.0, rate: 10.0, dirty: 10_000.0 }];
