@@ -37,7 +37,7 @@
 
 #![forbid(unsafe_code)]
 
-//mod chooser;
+mod chooser;
 mod codec;
 mod compress;
 mod decompress;
@@ -45,7 +45,7 @@ mod error;
 pub mod synthetic;
 mod zero;
 
-//pub use chooser::{Batch, Chooser, Plan, SAMPLE_LEN, Sampled};
+pub use chooser::{Batch, Chooser, Plan, SAMPLE_LEN, Sampled};
 pub use codec::{Codec, CodecId};
 pub use compress::{Compressor, worth};
 pub use decompress::Decompressor;
