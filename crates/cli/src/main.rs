@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
 mod migrate;
 mod output;
@@ -35,6 +36,9 @@ enum Command {
     Receive(receive::Arguments),
     /// Show it: two QEMUs on this machine, a Linux guest that checks itself, and a migration between them.
     Demo(demo::Arguments),
+    /// Measure what this machine can do.
+    #[command(subcommand)]
+    Bench(bench::Command),
 }
 
 fn main() -> ExitCode {
@@ -43,5 +47,6 @@ fn main() -> ExitCode {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
         Command::Demo(arguments) => demo::run(&arguments),
+        Command::Bench(command) => bench::run(&command),
     }
 }
