@@ -131,10 +131,10 @@ fn text(random: &mut Random, page: &mut [u8]) {
 /// A page of one of the kinds that make up a busy guest's memory.
 fn mixed(random: &mut Random, number: u64, page: &mut [u8]) {
     match random.below(16) {
-        0..=3 => records(random, number, page),
-        4..=6 => pointers(random, page),
-        7..=9 => text(random, page),
-        10..=12 => code(random, page),
+        0..=4 => records(random, number, page),
+        5..=8 => pointers(random, page),
+        9..=11 => text(random, page),
+        12..=14 => code(random, page),
         _ => random.fill(page),
     }
 }
@@ -147,10 +147,9 @@ fn records(random: &mut Random, number: u64, page: &mut [u8]) {
         piece.extend_from_slice(&row.to_le_bytes());
         piece.extend_from_slice(&(1 + random.below(3) as u32).to_le_bytes());
         piece.extend_from_slice(&(random.below(1_000_000) as u32).to_le_bytes());
-        piece.extend_from_slice(&random.next().to_le_bytes());
         word(random, piece);
         word(random, piece);
-        piece.resize(piece.len().next_multiple_of(16), 0);
+        piece.resize(piece.len().next_multiple_of(64), 0);
     });
 }
 
@@ -161,7 +160,7 @@ fn pointers(random: &mut Random, page: &mut [u8]) {
         piece.extend_from_slice(&address.to_le_bytes());
         piece.extend_from_slice(&random.below(4096).to_le_bytes());
         if random.below(2) == 0 {
-            piece.extend_from_slice(&[0; 16]);
+            piece.extend_from_slice(&[0; 24]);
         }
     });
 }
