@@ -5,6 +5,7 @@
 //!   allocated per page or per frame.
 //! - [`is_zero`], [`content_runs`]: zero pages, at the speed of memory.
 //! - [`Chooser`]: `--compression auto`. Observations in, a codec out; no clock.
+//! - [`delta`]: the XOR of two versions of a page.
 //! - [`synthetic`]: memory images that anyone can make again.
 //!
 //! # At the source
@@ -41,6 +42,7 @@ mod chooser;
 mod codec;
 mod compress;
 mod decompress;
+pub mod delta;
 mod error;
 pub mod synthetic;
 mod zero;

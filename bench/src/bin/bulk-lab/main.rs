@@ -4,8 +4,11 @@
 //! `bulk-lab [--send A,B] [--receive A,B] [--streams 1,2] [--frames 256] [--buffers 0,4096] [--size 1024] [--runs 5]
 //! [--dir /dev/shm]`: sizes of frames and socket buffers in KiB (0: the system's default), of the file in MiB. All
 //! combinations are run, by turns; figures are medians. The source holds random bytes; the destination is a new
-//! file each time; digests of both are compared after the first run of each combination.
+//! file each time; both are compared after the first run of each combination.
+//!
+//! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas save.
 
+mod content;
 mod sys;
 mod ways;
 
@@ -52,6 +55,9 @@ struct Settings {
 }
 
 fn main() -> anyhow::Result<()> {
+    if std::env::args().nth(1).as_deref() == Some("content") {
+        return content::run();
+    }
     let settings = settings(std::env::args().skip(1))?;
     println!("{}", machine());
     let huge =
@@ -116,6 +122,9 @@ fn transfer(
     // Mapped anew each time: a migration pays for its first look at each page, too.
     let source_map = Mapping::new(source, settings.size)?;
     let target_map = Mapping::new(&target, settings.size)?;
+    if combination.receive.1 == Receive::Huge {
+        target_map.advise(0, settings.size, libc::MADV_HUGEPAGE)?;
+    }
     let frames: Vec<Vec<usize>> = (0..streams)
         .map(|stream| {
             (0..settings.size).step_by(frame).filter(|at| at / SEGMENT % streams == stream).collect()

@@ -120,14 +120,8 @@ pub(crate) fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> 
 
 /// Processor time of the calling thread.
 pub(crate) fn thread_time() -> Duration {
-    // SAFETY: rusage is plain data for which zeros are a valid value; the kernel fills it.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: the kernel writes one rusage into one that is alive.
-    unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-    let part = |time: libc::timeval| {
-        Duration::from_secs(time.tv_sec.unsigned_abs()) + Duration::from_micros(time.tv_usec.unsigned_abs())
-    };
-    part(usage.ru_utime) + part(usage.ru_stime)
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 /// Moves bytes between a pipe and something else, without a buffer of ours.

@@ -38,6 +38,8 @@ pub(crate) enum Receive {
     Populate,
     /// Another thread populates ahead.
     Ahead,
+    /// recv(2) into a mapping with MADV_HUGEPAGE, which the file system must allow (huge=advise).
+    Huge,
     /// recv(2) into a buffer, pwrite(2) of whole pages.
     Buffer,
     /// splice(2): socket, pipe, file.
@@ -51,10 +53,11 @@ pub(crate) const SENDS: [(&str, Send); 5] = [
     ("zerocopy", Send::Zerocopy),
     ("splice", Send::Splice),
 ];
-pub(crate) const RECEIVES: [(&str, Receive); 5] = [
+pub(crate) const RECEIVES: [(&str, Receive); 6] = [
     ("mapping", Receive::Mapping),
     ("populate", Receive::Populate),
     ("ahead", Receive::Ahead),
+    ("huge", Receive::Huge),
     ("buffer", Receive::Buffer),
     ("splice", Receive::Splice),
 ];
@@ -145,7 +148,7 @@ pub(crate) fn receive(
     for (number, at) in frames.iter().copied().enumerate() {
         socket.read_exact(&mut header)?;
         match way {
-            Receive::Mapping | Receive::Populate | Receive::Ahead => {
+            Receive::Mapping | Receive::Populate | Receive::Ahead | Receive::Huge => {
                 if way == Receive::Populate {
                     map.advise(at, len, libc::MADV_POPULATE_WRITE)?;
                 }
