@@ -173,20 +173,19 @@ impl Chooser {
             let (true, Some(ratio)) = (self.allowed[candidate], known.known(candidate)) else { continue };
             let bonus = if candidate == self.last { MARGIN } else { 1.0 };
             let price = self.price(candidate, ratio) * bonus;
-            // What does not compress is sent raw in the end, and the attempt is for nothing.
             if price < least * if best == 0 { MARGIN } else { 1.0 } {
                 (best, least) = (candidate, price);
             }
         }
         let mut sample = None;
         let mut promise = least * MARGIN;
-        for candidate in 1..COUNT {
+        for (candidate, codec) in CANDIDATES.into_iter().enumerate().skip(1) {
             if !self.allowed[candidate] || candidate == best || known.stale & (1 << candidate) == 0 {
                 continue;
             }
             let price = self.price(candidate, known.hope(candidate));
             if price < promise {
-                (sample, promise) = (Some(CANDIDATES[candidate]), price);
+                (sample, promise) = (Some(codec), price);
             }
         }
         if self.link.probing() {

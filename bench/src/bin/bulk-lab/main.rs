@@ -179,8 +179,9 @@ fn connect(buffer: usize) -> anyhow::Result<(TcpStream, TcpStream)> {
     let (into, _) = listener.accept()?;
     out.set_nodelay(true)?;
     if buffer > 0 {
-        sys::option(out.as_fd(), libc::SO_SNDBUF, buffer as i32)?;
-        sys::option(into.as_fd(), libc::SO_RCVBUF, buffer as i32)?;
+        let buffer = i32::try_from(buffer)?;
+        sys::option(out.as_fd(), libc::SO_SNDBUF, buffer)?;
+        sys::option(into.as_fd(), libc::SO_RCVBUF, buffer)?;
     }
     Ok((out, into))
 }

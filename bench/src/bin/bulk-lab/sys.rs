@@ -133,8 +133,7 @@ pub(crate) fn splice(
     len: usize,
     more: bool,
 ) -> io::Result<usize> {
-    let (mut from_at, mut to_at) =
-        (from_offset.map(|at| at as libc::loff_t), to_offset.map(|at| at as libc::loff_t));
+    let (mut from_at, mut to_at) = (from_offset.map(u64::cast_signed), to_offset.map(u64::cast_signed));
     let pointer =
         |at: &mut Option<libc::loff_t>| at.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut);
     let flags = libc::SPLICE_F_MOVE | if more { libc::SPLICE_F_MORE } else { 0 };
@@ -147,15 +146,16 @@ pub(crate) fn splice(
 
 /// Sends bytes of a file.
 pub(crate) fn sendfile(socket: BorrowedFd<'_>, file: &File, offset: u64, len: usize) -> io::Result<usize> {
-    let mut at = offset as libc::off_t;
+    let mut at = offset.cast_signed();
     // SAFETY: the offset points to a number that is alive; no other memory is involved.
     check(unsafe { libc::sendfile(socket.as_raw_fd(), file.as_raw_fd(), &raw mut at, len) })
 }
 
 /// A pipe with room for `len` bytes.
 pub(crate) fn pipe(len: usize) -> io::Result<(io::PipeReader, io::PipeWriter)> {
+    let len = i32::try_from(len).map_err(io::Error::other)?;
     let (reader, writer) = io::pipe()?;
     // SAFETY: fcntl with a number; no memory is involved.
-    check(unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, len as i32) } as isize)?;
+    check(unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, len) } as isize)?;
     Ok((reader, writer))
 }

@@ -148,7 +148,9 @@ fn regret(link: Link, memory: Memory<'_>) -> f64 {
     auto(link, memory) / best
 }
 
-const MEMORIES: [(&str, fn(usize) -> Data); 5] = [
+type Named = (&'static str, fn(usize) -> Data);
+
+const MEMORIES: [Named; 5] = [
     ("random", |_| RANDOM),
     ("text", |_| TEXT),
     ("zero-heavy", |_| ZERO_HEAVY),
