@@ -42,7 +42,7 @@ impl Share {
             self.rate = disk.sent.per(seconds).bytes_per_second().max(FORGET * self.rate);
         }
         let growth = if seconds > 0.0 { lead.as_secs_f64() / seconds } else { 0.0 };
-        let left = disk.remaining.0 as f64 * (1.0 + growth.min(1.0));
+        let left = disk.remaining.0 as f64 * (1.0 + growth.min(100.0));
         if left <= 0.0 {
             return Some(Duration::ZERO);
         }
