@@ -181,7 +181,7 @@ impl<'a> Source<'a> {
         self.row.sent += sent * self.scenario.link.page_bytes;
         let memory_through = used < time;
         // What the disk gets changes when memory is through, and without a disk to wait for that is the end.
-        let time = if to_disk > 0.0 && (memory_done || !memory_through) { time } else { used };
+        let time = if to_disk > 0.0 && (memory_done || fixed || !memory_through) { time } else { used };
         self.memory.advance(time - used, effort.0, effort.1);
         let limit = self.plan.disk_limit.map(|rate| rate.bytes_per_second());
         if let Some(disk) = &mut self.disk {
