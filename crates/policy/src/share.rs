@@ -72,7 +72,7 @@ impl Share {
         } else {
             // Disks that go round in balance must not keep memory waiting for ever.
             let falling = f64::from(ALL) * (1.0 - remaining / first);
-            let waiting = 2f64.powi(self.stuck.min(10) as i32);
+            let waiting = f64::from(1u32 << self.stuck.min(10));
             falling.max(waiting).clamp(1.0, f64::from(ALL)) as u16
         };
         self.limit = match allowed {
