@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
 mod microvm;
 mod migrate;
@@ -54,6 +55,9 @@ enum Command {
     Demo(demo::Arguments),
     /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
     Simulate(simulate::Arguments),
+    /// Measure what this machine can do.
+    #[command(subcommand)]
+    Bench(bench::Command),
 }
 
 fn main() -> ExitCode {
@@ -69,5 +73,6 @@ fn main() -> ExitCode {
         Command::Microvm(command) => microvm::run(&command),
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),
+        Command::Bench(command) => bench::run(&command),
     }
 }

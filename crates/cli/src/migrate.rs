@@ -59,9 +59,19 @@ pub(crate) struct Arguments {
     #[arg(long)]
     verify: bool,
 
-    /// Connections that carry pages
-    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..=16))]
+    /// How pages are compressed: auto, none, lz4, lz4:ACCELERATION (1 to 1000), zstd, zstd:LEVEL (-50 to 19) [default: auto,
+    /// which chooses by link, processor and pages, and changes its mind]
+    #[arg(long, value_name = "CODEC", value_parser = setting("compression"))]
+    compression: Option<String>,
+
+    /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: u8,
+
+    /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent again that were written and did not
+    /// change; needed where disks use direct I/O
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = on_off)]
+    ledger: bool,
 
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
@@ -104,6 +114,23 @@ fn setting(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone
     }
 }
 
+fn channels(text: &str) -> Result<u8, String> {
+    if text == "auto" {
+        let processors = std::thread::available_parallelism().map_or(2, usize::from);
+        return Ok(processors.clamp(2, 8) as u8);
+    }
+    let number = text.parse().ok().filter(|number| (1..=16).contains(number));
+    number.ok_or_else(|| "use 1 to 16, or auto".to_owned())
+}
+
+fn on_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("use on or off".to_owned()),
+    }
+}
+
 /// A name that makes a file name.
 fn name(text: &str) -> Result<String, String> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -122,6 +149,7 @@ impl Arguments {
             ("max-bandwidth", &self.max_bandwidth),
             ("patience", &self.patience),
             ("throttle", &self.throttle),
+            ("compression", &self.compression),
         ];
         let flags = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value.clone()?)));
         flags.chain(self.settings.iter().cloned()).collect()
@@ -142,6 +170,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         to: arguments.to.clone(),
         verify: arguments.verify,
         channels: arguments.channels,
+        ledger: arguments.ledger,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };

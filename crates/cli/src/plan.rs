@@ -113,13 +113,8 @@ fn look(vm: &VmName, time: Duration, cancel: &Cancel) -> Result<Measured, Box<dy
 fn settings(given: &[(String, String)]) -> Result<Vec<(String, Settings)>, String> {
     let default = Settings::default();
     if !given.is_empty() {
-        // Checked as a migration would.
-        Steering::typed(given.to_vec(), Cancel::default()).map_err(|error| error.to_string())?;
-        let mut settings = default;
-        let own = given.iter().filter(|(key, _)| key != godwit_engine::steering::MAX_BANDWIDTH);
-        own.clone()
-            .try_for_each(|(key, value)| settings.set(key, value))
-            .map_err(|error| error.to_string())?;
+        let steering = Steering::typed(given.to_vec(), Cancel::default());
+        let settings = steering.map_err(|error| error.to_string())?.policy();
         let names: Vec<String> = given.iter().map(|(key, value)| format!("{key}={value}")).collect();
         return Ok(vec![(names.join(" "), settings)]);
     }

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use clap::Args;
 use godwit_engine::address::{Address, Listener};
-use godwit_engine::destination::{Notice, Received, receive};
+use godwit_engine::compression::Compression;
+use godwit_engine::destination::{Fault, Notice, Options, Received, receive};
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::Cost;
@@ -37,9 +38,23 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
     wait: Duration,
 
+    /// Codecs that are taken: auto for all of them, none, lz4 or zstd
+    #[arg(long, value_name = "CODEC", default_value = "auto")]
+    compression: Compression,
+
+    /// Make up a fault, for tests: the number of a channel that places every frame so late, as NUMBER:TIME
+    #[arg(long, hide = true, value_parser = slow_channel)]
+    slow_channel: Option<Fault>,
+
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
+}
+
+fn slow_channel(text: &str) -> Result<Fault, String> {
+    let (number, late) = text.split_once(':').ok_or("write NUMBER:TIME")?;
+    let number = number.parse().map_err(|_| "the number of a channel")?;
+    Ok(Fault::SlowChannel { number, late: parse_duration(late).map_err(|error| error.to_string())? })
 }
 
 /// Runs the command.
@@ -80,11 +95,15 @@ fn take_in(
                 RequestError::Refused(error.into())
             })?;
             listening(&address.to_string());
-            let received = receive(&mut vm, &listener, wait, cancel, notice).map_err(RequestError::Failed)?;
+            let options =
+                Options { wait, codecs: arguments.compression.codecs(), fault: arguments.slow_channel };
+            let received =
+                receive(&mut vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
             Ok((received, process::cost()))
         }
         VmName::Microvm(path) => {
-            Ok(client::receive(path, &arguments.listen, wait, cancel, &mut listening, notice)?)
+            let codecs = arguments.compression.to_string();
+            Ok(client::receive(path, &arguments.listen, wait, &codecs, cancel, &mut listening, notice)?)
         }
     }
 }

@@ -4,10 +4,12 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
+use godwit_codec::CodecError;
 use godwit_memory::MemoryError;
 use godwit_policy::Advice;
 use godwit_protocol::Unexpected;
 use godwit_track::TrackError;
+use godwit_units::PageIndex;
 use godwit_wire::{AbortCode, WireError};
 
 use crate::vm::VmError;
@@ -94,6 +96,26 @@ pub enum EngineError {
     /// Guest memory could not be accessed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// Pages could not be compressed.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
+    /// A frame of compressed pages is corrupt.
+    #[error(
+        "the source sent pages that cannot be decompressed, of RAM block '{block}' from {page} on: {source}"
+    )]
+    Corrupt {
+        /// The block.
+        block: String,
+        /// The first page in the frame.
+        page: PageIndex,
+        /// What is wrong.
+        source: CodecError,
+    },
+    /// Disks use direct I/O, and what was sent would not be remembered.
+    #[error(
+        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the ledger notices; leave out --ledger off"
+    )]
+    NeedsLedger,
     /// Tracking failed.
     #[error(transparent)]
     Track(#[from] TrackError),

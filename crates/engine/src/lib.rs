@@ -14,6 +14,7 @@
 
 pub mod address;
 mod cancel;
+pub mod compression;
 pub mod destination;
 mod digests;
 mod error;

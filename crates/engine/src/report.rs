@@ -100,6 +100,12 @@ pub struct RoundMeasures {
     /// Bytes put on the wire.
     #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
+    /// Pages that were written and hold what was sent before: not sent again.
+    #[serde(rename = "unchanged_pages", with = "pages")]
+    pub unchanged: PageCount,
+    /// Bytes of the data pages, before compression.
+    #[serde(rename = "raw_bytes", with = "bytes")]
+    pub raw: ByteCount,
     /// Pages dirty at its end.
     #[serde(rename = "remaining_pages", with = "pages")]
     pub remaining: PageCount,
@@ -169,6 +175,17 @@ pub struct Measures {
     /// Of these, device state.
     #[serde(rename = "device_state_bytes", with = "bytes")]
     pub device_state: ByteCount,
+    /// Bytes of the pages that were sent, before compression.
+    #[serde(rename = "raw_bytes", with = "bytes")]
+    pub raw: ByteCount,
+    /// Pages that were written and hold what was sent before: not sent again.
+    #[serde(rename = "unchanged_pages", with = "pages")]
+    pub unchanged: PageCount,
+    /// Memory that the ledger took.
+    #[serde(rename = "ledger_bytes", with = "bytes")]
+    pub ledger: ByteCount,
+    /// Codecs that both sides know.
+    pub codecs: String,
     /// Guest memory, of which holes and zero pages were not sent.
     #[serde(rename = "ram_bytes", with = "bytes")]
     pub ram: ByteCount,

@@ -10,10 +10,13 @@ use godwit_policy::{SettingError, Settings};
 use godwit_units::{Rate, format_duration};
 
 use crate::Cancel;
+use crate::compression::Compression;
 use crate::report::Progress;
 
-/// The setting that is the engine's own and not the policy's.
+/// The settings that are the engine's own and not the policy's.
 pub const MAX_BANDWIDTH: &str = "max-bandwidth";
+/// See [`Compression`].
+pub const COMPRESSION: &str = "compression";
 /// What `max-bandwidth` may be set to.
 const ALLOWED: &str = "use a rate such as 10Gbit or 128MiB/s, or off for all that the link carries";
 
@@ -27,13 +30,22 @@ pub struct Steering {
 #[derive(Debug)]
 struct Live {
     settings: Settings,
-    max_bandwidth: Option<Rate>,
+    own: Own,
     changes: Vec<Change>,
     switch_over: bool,
     closed: bool,
     progress: Option<Progress>,
     /// What was set before it began, as it was typed.
     typed: Vec<(String, String)>,
+}
+
+/// The settings that are the engine's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Own {
+    /// The most that is sent; `None`: all that the link carries.
+    pub max_bandwidth: Option<Rate>,
+    /// How pages are compressed.
+    pub compression: Compression,
 }
 
 /// A change that was taken and is not in force yet.
@@ -43,6 +55,8 @@ pub(crate) enum Change {
     Setting(String, String),
     /// One for the limiter.
     MaxBandwidth(Option<Rate>),
+    /// One for the channels.
+    Compression(Compression),
 }
 
 /// Why a change was refused. Nothing has changed.
@@ -71,10 +85,10 @@ pub enum SteeringError {
 impl Steering {
     /// A handle on a migration that begins with these settings.
     #[must_use]
-    pub fn new(settings: Settings, max_bandwidth: Option<Rate>, cancel: Cancel) -> Self {
+    pub fn new(settings: Settings, own: Own, cancel: Cancel) -> Self {
         let live = Live {
             settings,
-            max_bandwidth,
+            own,
             changes: Vec::new(),
             switch_over: false,
             closed: false,
@@ -89,7 +103,7 @@ impl Steering {
     /// # Errors
     /// The first that cannot be taken.
     pub fn typed(typed: Vec<(String, String)>, cancel: Cancel) -> Result<Self, SteeringError> {
-        let steering = Self::new(Settings::default(), None, cancel);
+        let steering = Self::new(Settings::default(), Own::default(), cancel);
         steering.set(&typed)?;
         let mut live = steering.live();
         live.changes.clear();
@@ -119,23 +133,36 @@ impl Steering {
         if live.closed {
             return Err(SteeringError::TooLate);
         }
-        let (mut settings, mut max_bandwidth) = (live.settings, live.max_bandwidth);
+        let (mut settings, mut own) = (live.settings, live.own);
         let mut changes = Vec::new();
         for (key, value) in typed {
-            if key.trim() == MAX_BANDWIDTH {
-                max_bandwidth = parse_bandwidth(value)?;
-                changes.push(Change::MaxBandwidth(max_bandwidth));
-                continue;
+            match key.trim() {
+                MAX_BANDWIDTH => {
+                    own.max_bandwidth = parse_bandwidth(value)?;
+                    changes.push(Change::MaxBandwidth(own.max_bandwidth));
+                    continue;
+                }
+                COMPRESSION => {
+                    own.compression = value.parse().map_err(|allowed| SettingError::Value {
+                        key: key.clone(),
+                        value: value.clone(),
+                        allowed,
+                    })?;
+                    changes.push(Change::Compression(own.compression));
+                    continue;
+                }
+                _ => {}
             }
             settings.set(key, value).map_err(|error| match error {
-                SettingError::UnknownKey { key, known } => {
-                    SettingError::UnknownKey { key, known: format!("{known}, {MAX_BANDWIDTH}") }
-                }
+                SettingError::UnknownKey { key, known } => SettingError::UnknownKey {
+                    key,
+                    known: format!("{known}, {MAX_BANDWIDTH}, {COMPRESSION}"),
+                },
                 error => error,
             })?;
             changes.push(Change::Setting(key.clone(), value.clone()));
         }
-        (live.settings, live.max_bandwidth) = (settings, max_bandwidth);
+        (live.settings, live.own) = (settings, own);
         live.changes.append(&mut changes);
         Ok(())
     }
@@ -172,14 +199,21 @@ impl Steering {
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         let live = self.live();
         let mut shown = live.settings.shown();
-        shown.push((MAX_BANDWIDTH, live.max_bandwidth.map_or_else(|| "off".to_owned(), |r| r.to_string())));
+        let most = live.own.max_bandwidth.map_or_else(|| "off".to_owned(), |rate| rate.to_string());
+        shown.extend([(MAX_BANDWIDTH, most), (COMPRESSION, live.own.compression.to_string())]);
         shown
     }
 
+    /// The policy's settings as they are now.
+    #[must_use]
+    pub fn policy(&self) -> Settings {
+        self.live().settings
+    }
+
     /// The settings to begin with.
-    pub(crate) fn begin(&self) -> (Settings, Option<Rate>) {
+    pub(crate) fn begin(&self) -> (Settings, Own) {
         let live = self.live();
-        (live.settings, live.max_bandwidth)
+        (live.settings, live.own)
     }
 
     /// Changes since the last call.
@@ -229,7 +263,7 @@ mod tests {
     use super::*;
 
     fn steering() -> Steering {
-        Steering::new(Settings::default(), None, Cancel::default())
+        Steering::new(Settings::default(), Own::default(), Cancel::default())
     }
 
     fn typed(pairs: &[(&str, &str)]) -> Vec<(String, String)> {

@@ -48,6 +48,16 @@ pub trait SourceVm {
     /// How many vCPUs there are.
     fn vcpus(&self) -> usize;
 
+    /// Whether devices write guest memory by direct I/O: pages are pinned, which the tracker sees as a write, and data lands
+    /// later, which it does not see.
+    fn direct_io(&self) -> bool;
+
+    /// Waits until all direct I/O has landed that was in flight when this was called. Only called where there is such.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn drain(&mut self) -> Result<(), VmError>;
+
     /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
     /// after [`Self::release_state`].
     ///

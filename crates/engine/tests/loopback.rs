@@ -15,9 +15,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_engine::address::{Address, Listener};
-use godwit_engine::destination::receive;
+use godwit_engine::destination::{self, receive};
 use godwit_engine::source::{Options, migrate};
-use godwit_engine::steering::Steering;
+use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Survivor};
 use godwit_memory::RamBlock;
@@ -141,6 +141,14 @@ impl SourceVm for Source {
         1
     }
 
+    fn direct_io(&self) -> bool {
+        false
+    }
+
+    fn drain(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) = UnixStream::pair()?;
         self.state = Some(theirs);
@@ -257,7 +265,7 @@ impl DestinationVm for Destination {
 }
 
 fn options(to: Address, channels: u8, verify: bool) -> Options {
-    Options { to, verify, channels, keep_source: false, fault: None }
+    Options { to, verify, channels, ledger: true, keep_source: false, fault: None }
 }
 
 /// One migration; the outcome at the source, and what the destination found.
@@ -265,7 +273,12 @@ fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Su
     // Generous, so that the last round has much to carry.
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    move_steered(channels, verify, refuse_to_load, &Steering::new(settings, None, Cancel::default()))
+    move_steered(
+        channels,
+        verify,
+        refuse_to_load,
+        &Steering::new(settings, Own::default(), Cancel::default()),
+    )
 }
 
 fn move_steered(
@@ -286,7 +299,9 @@ fn move_steered(
     let to = listener.address().unwrap();
     let receiving = std::thread::spawn(move || {
         let cancel = Cancel::default();
-        receive(&mut destination, &listener, Some(Duration::from_secs(60)), &cancel, &mut |_| {}).map(drop)
+        let options =
+            destination::Options { wait: Some(Duration::from_secs(60)), ..destination::Options::default() };
+        receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)
     });
     let result = migrate(&mut source, &options(to, channels, verify), steering, &mut |_| {});
     let received = receiving.join().unwrap();
@@ -309,7 +324,7 @@ fn device_state_never_overtakes_the_last_pages() {
 #[test]
 fn what_was_never_sent_goes_with_the_last_round() {
     for verify in [false, true] {
-        let steering = Steering::new(Settings::default(), None, Cancel::default());
+        let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
         // Asked for before it begins: the first round passes by every segment.
         steering.switch_over(true).unwrap();
         let (result, source, found) = move_steered(2, verify, false, &steering);

@@ -75,6 +75,14 @@ impl SourceVm for MicrovmSource<'_> {
         self.machine.vcpu_threads().len()
     }
 
+    fn direct_io(&self) -> bool {
+        false
+    }
+
+    fn drain(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         // What the disk has to write now it need not write when the guest is stopped.
         self.machine.flush()?;

@@ -424,7 +424,11 @@ impl Policy {
             limit: estimate.limit,
             dirty_rate: estimate.dirty_rate,
             bandwidth: estimate.bandwidth,
-            throttle: throttle.max(self.throttle.value()),
+            throttle: if self.throttle.exhausted() {
+                self.settings.max_throttle
+            } else {
+                throttle.max(self.throttle.value())
+            },
         }
     }
 

@@ -103,7 +103,7 @@ impl Guest {
         self.pending.1 += expected;
         let (seen, expected, _) = self.pending;
         if expected * (1.0 - throttle) > TELLING {
-            let gain = (seen / (expected * (1.0 - throttle))).clamp(0.05, 50.0);
+            let gain = (seen / (expected * (1.0 - throttle))).clamp(0.05, 150.0);
             self.gain = if self.measured { 0.6 * self.gain + 0.4 * gain } else { gain };
             self.measured = true;
             self.pending = (0.0, 0.0, throttle);

@@ -42,7 +42,7 @@ impl Share {
             self.rate = disk.sent.per(seconds).bytes_per_second().max(FORGET * self.rate);
         }
         let growth = if seconds > 0.0 { lead.as_secs_f64() / seconds } else { 0.0 };
-        let left = disk.remaining.0 as f64 * (1.0 + growth.min(1.0));
+        let left = disk.remaining.0 as f64 * (1.0 + growth.min(100.0));
         if left <= 0.0 {
             return Some(Duration::ZERO);
         }
@@ -72,7 +72,7 @@ impl Share {
         } else {
             // Disks that go round in balance must not keep memory waiting for ever.
             let falling = f64::from(ALL) * (1.0 - remaining / first);
-            let waiting = f64::from(1_u32 << self.stuck.min(10));
+            let waiting = f64::from(1u32 << self.stuck.min(10));
             falling.max(waiting).clamp(1.0, f64::from(ALL)) as u16
         };
         self.limit = match allowed {

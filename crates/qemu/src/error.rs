@@ -70,14 +70,6 @@ pub enum QemuError {
     /// Another process could write guest memory.
     #[error("process {} ({}) maps RAM block '{}' writable; its writes are not tracked yet: end it, or let it map the file read-only", .0.pid, .0.command, .0.block)]
     OtherWriter(Writer),
-    /// A disk with direct I/O.
-    #[error(
-        "disk '{node}' has cache.direct=on: its reads could change guest memory unseen, which is not handled yet; use cache=writeback for the migration"
-    )]
-    DirectIo {
-        /// The node or drive.
-        node: String,
-    },
     /// The machine changed during the migration.
     #[error("{0} during the migration: start it again")]
     Changed(&'static str),

@@ -120,7 +120,6 @@ impl Machine {
         self.check_blockers()?;
         self.check_devices()?;
         self.check_descriptors()?;
-        self.check_disks()?;
         self.check_writers(blocks)
     }
 
@@ -175,21 +174,16 @@ impl Machine {
         Ok(())
     }
 
-    fn check_disks(&mut self) -> Result<(), QemuError> {
+    /// Whether a disk uses direct I/O into guest memory.
+    pub(crate) fn direct_io(&mut self) -> Result<bool, QemuError> {
         let nodes = self.qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-        for node in nodes.as_array().into_iter().flatten() {
-            if node["cache"]["direct"] == true {
-                return Err(QemuError::DirectIo { node: text(&node["node-name"]) });
-            }
+        let direct = |cache: &Value| cache["direct"] == true;
+        if nodes.as_array().into_iter().flatten().any(|node| direct(&node["cache"])) {
+            return Ok(true);
         }
         // Drives made by -drive show the setting at the drive.
         let drives = self.qmp.execute("query-block", Value::Null)?;
-        for drive in drives.as_array().into_iter().flatten() {
-            if drive["inserted"]["cache"]["direct"] == true {
-                return Err(QemuError::DirectIo { node: text(&drive["device"]) });
-            }
-        }
-        Ok(())
+        Ok(drives.as_array().into_iter().flatten().any(|drive| direct(&drive["inserted"]["cache"])))
     }
 }
 

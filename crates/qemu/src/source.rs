@@ -43,6 +43,8 @@ pub struct QemuSource {
     machine: Machine,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
+    /// Whether a disk writes guest memory by direct I/O.
+    direct_io: bool,
     tracking_stop: Duration,
     settings: Option<Settings>,
     /// Another handle to our end of the state stream, to end it.
@@ -84,12 +86,14 @@ impl QemuSource {
         machine.check_mappings(&ram)?;
         machine.check_source(&ram)?;
         let vcpus = machine.vcpu_threads()?;
+        let direct_io = machine.direct_io()?;
         Ok(Self {
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             vcpus,
             machine,
             ram: Arc::new(ram),
             was_running: state == "running",
+            direct_io,
             tracking_stop: Duration::ZERO,
             settings: None,
             state: None,
@@ -210,6 +214,9 @@ impl QemuSource {
     /// Checks again what was checked at the start and may have changed since.
     fn check_unchanged(&mut self) -> Result<(), QemuError> {
         self.machine.check_source(&self.ram)?;
+        if self.machine.direct_io()? && !self.direct_io {
+            return Err(QemuError::Changed("a disk was switched to direct I/O"));
+        }
         let now = self.machine.ram()?;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
@@ -289,6 +296,16 @@ impl SourceVm for QemuSource {
 
     fn vcpus(&self) -> usize {
         self.vcpus.len()
+    }
+
+    fn direct_io(&self) -> bool {
+        self.direct_io
+    }
+
+    fn drain(&mut self) -> Result<(), VmError> {
+        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
+        self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
+        Ok(())
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

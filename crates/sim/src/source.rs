@@ -180,8 +180,8 @@ impl<'a> Source<'a> {
         let (used, sent) = self.memory.send(rate, time, effort, &self.plan.delayed);
         self.row.sent += sent * self.scenario.link.page_bytes;
         let memory_through = used < time;
-        // Without a disk to wait for, time ends with memory.
-        let time = if to_disk > 0.0 { time } else { used };
+        // What the disk gets changes when memory is through, and without a disk to wait for that is the end.
+        let time = if to_disk > 0.0 && (memory_done || fixed || !memory_through) { time } else { used };
         self.memory.advance(time - used, effort.0, effort.1);
         let limit = self.plan.disk_limit.map(|rate| rate.bytes_per_second());
         if let Some(disk) = &mut self.disk {

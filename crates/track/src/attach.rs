@@ -239,6 +239,8 @@ impl StoppedThread {
             }
             let signal = libc::WSTOPSIG(status) as u64;
             ptrace(libc::PTRACE_CONT, self.tid, 0, signal)?;
+            // Any other stop has used up the interrupt (ptrace_stop in kernel/signal.c: "any trap clears pending STOP trap").
+            ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
         }
     }
 

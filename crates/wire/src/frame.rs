@@ -13,8 +13,9 @@ use crate::WireError;
 
 /// Bytes in a frame header.
 pub const HEADER_LEN: usize = 24;
-/// The longest payload of any frame; a header that announces more is refused before anything is allocated.
-pub const PAYLOAD_LIMIT: usize = 1 << 20;
+/// The longest payload of any frame: 1 MiB of pages and a run table. A header that announces more is refused before anything
+/// is allocated.
+pub const PAYLOAD_LIMIT: usize = (1 << 20) + (16 << 10);
 
 /// What a frame holds. The numbers are the wire's and are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

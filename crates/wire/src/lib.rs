@@ -25,4 +25,4 @@ pub use message::{
     AbortCode, BLOCKS_LIMIT, BlockOffer, DEVICE_STATE_CHUNK, DIGESTS_PER_MESSAGE, Message, NAME_LIMIT, Offer,
     TEXT_LIMIT,
 };
-pub use pages::{Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun};
+pub use pages::{Added, Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun};

@@ -32,6 +32,8 @@ pub struct BlockOffer {
 pub struct Offer {
     /// How many data channels it will open.
     pub channels: u8,
+    /// Codecs that it would like to use: a bit for each, by its number ([`PageFrame::codec`](crate::PageFrame::codec)).
+    pub codecs: u32,
     /// Whether digests will be compared.
     pub verify: bool,
     /// Whether the guest runs now and shall run at the destination.
@@ -90,7 +92,10 @@ pub enum Message {
     /// S: what will be sent.
     Offer(Offer),
     /// D: the offer fits, go on.
-    Accept,
+    Accept {
+        /// Of the codecs in the offer, those that it takes.
+        codecs: u32,
+    },
     /// Both: the sender gives up; the guest stays where it may run.
     Abort {
         /// Why, for a program.
@@ -145,7 +150,7 @@ impl Message {
     pub fn kind(&self) -> FrameKind {
         match self {
             Self::Offer(_) => FrameKind::Offer,
-            Self::Accept => FrameKind::Accept,
+            Self::Accept { .. } => FrameKind::Accept,
             Self::Abort { .. } => FrameKind::Abort,
             Self::RoundEnd { .. } => FrameKind::RoundEnd,
             Self::RoundAck { .. } => FrameKind::RoundAck,
@@ -176,6 +181,7 @@ impl Message {
             Self::Offer(offer) => {
                 assert!(offer.blocks.len() <= BLOCKS_LIMIT, "{} RAM blocks", offer.blocks.len());
                 frame.extend([offer.channels, offer.verify.into(), offer.running.into()]);
+                frame.extend(offer.codecs.to_le_bytes());
                 put_text(&mut frame, &offer.machine, NAME_LIMIT);
                 frame.extend((offer.blocks.len() as u16).to_le_bytes());
                 for block in &offer.blocks {
@@ -194,8 +200,8 @@ impl Message {
                 frame.extend(digests.iter().flat_map(|digest| digest.to_le_bytes()));
             }
             Self::DeviceState(bytes) => frame.extend(bytes),
-            Self::Accept
-            | Self::Prepare
+            Self::Accept { codecs } => aux = (*codecs).into(),
+            Self::Prepare
             | Self::Prepared
             | Self::DigestRequest
             | Self::DeviceStateEnd
@@ -221,17 +227,15 @@ impl Message {
                 Err(WireError::Length { what: "message without payload" })
             }
         };
-        let round = || {
-            u32::try_from(header.aux).map_err(|_| WireError::Field {
-                what: "round",
-                field: "number",
-                value: header.aux,
-            })
+        let number = |what| {
+            let wrong = |_| WireError::Field { what, field: "number", value: header.aux };
+            u32::try_from(header.aux).map_err(wrong)
         };
+        let round = || number("round");
         match header.kind {
             FrameKind::Pages | FrameKind::Barrier => Err(WireError::Kind { kind: header.kind as u16 }),
             FrameKind::Offer => decode_offer(payload).map(Self::Offer),
-            FrameKind::Accept => empty(Self::Accept),
+            FrameKind::Accept => empty(Self::Accept { codecs: number("codecs")? }),
             FrameKind::Abort => {
                 let code = AbortCode::ALL
                     .into_iter()
@@ -294,6 +298,7 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
         other => Err(WireError::Field { what: WHAT, field, value: other.into() }),
     };
     let [channels, verify, running] = reader.take()?;
+    let codecs = u32::from_le_bytes(reader.take()?);
     let machine = reader.text(NAME_LIMIT)?;
     let count = u16::from_le_bytes(reader.take()?);
     if usize::from(count) > BLOCKS_LIMIT {
@@ -307,6 +312,7 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
     reader.end()?;
     Ok(Offer {
         channels,
+        codecs,
         verify: flag("verify", verify)?,
         running: flag("running", running)?,
         machine,

@@ -4,17 +4,20 @@
 //! before it knows which pages turn out to be zero:
 //!
 //! ```text
-//!  header (aux: RAM block) | bytes of all data runs, in order | run table: {start u64, count u32, content u32} …
+//!  header (aux: RAM block, codec) | bytes of all data runs, in order | run table: {start u64, count u32, content u32} …
 //! ```
+//!
+//! With a codec, the bytes of all data runs are compressed as one. How many they become again follows from the run table,
+//! which is never compressed: the codec has no say in it. Codecs are numbers here; what they mean is for others.
 
-use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::WireError;
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
 
-/// Pages whose bytes one frame may hold: 256 KiB, which stays in a core's second-level cache from the read of
-/// guest memory over checksum to socket.
-pub const FRAME_PAGES: usize = 64;
+/// Pages whose bytes one frame may hold: 1 MiB. Larger than what stays in a core's caches for sure, and still cheaper than
+/// smaller frames, since there are fewer system calls (docs/bulk.md).
+pub const FRAME_PAGES: usize = 256;
 /// Runs in one frame.
 pub const RUNS_LIMIT: usize = 512;
 /// Bytes of an entry in the run table.
@@ -80,7 +83,8 @@ impl PageFrameBuilder {
     }
 
     /// Takes in the pages of `run`, at most [`Self::room`] of them: `read` fills in their bytes, and those that
-    /// turn out to be zero are left out and only named. Returns how many were zero.
+    /// turn out to be zero are left out and only named. Pages to which `wanted` says no are left out altogether; it is told
+    /// their bytes, empty for a page that is zero. Returns how many went in.
     ///
     /// # Errors
     /// Those of `read`; the frame is then as it was.
@@ -91,20 +95,27 @@ impl PageFrameBuilder {
         &mut self,
         run: PageRun,
         read: impl FnOnce(&mut [u8]) -> Result<(), E>,
-    ) -> Result<PageCount, E> {
+        mut wanted: impl FnMut(PageIndex, &[u8]) -> bool,
+    ) -> Result<Added, E> {
         assert!(run.count.0 <= self.room() as u64, "{} do not fit into the frame", run.count);
         let start = HEADER_LEN + self.data;
         let pages = run.count.0 as usize;
         read(&mut self.buffer[start..start + pages * PAGE])?;
-        let mut zero = PageCount::ZERO;
+        let mut added = Added::default();
         for index in 0..pages {
             let from = start + index * PAGE;
             let page = PageRun::new(run.start.0 + index as u64, 1);
-            if is_zero(&self.buffer[from..from + PAGE]) {
-                zero += page.count;
+            let bytes = &self.buffer[from..from + PAGE];
+            let zero = is_zero(bytes);
+            if !wanted(page.start, if zero { &[] } else { bytes }) {
+                continue;
+            }
+            if zero {
+                added.zero += page.count;
                 self.push(page, Content::Zero);
                 continue;
             }
+            added.data += page.count;
             let to = HEADER_LEN + self.data;
             if from != to {
                 self.buffer.copy_within(from..from + PAGE, to);
@@ -112,7 +123,7 @@ impl PageFrameBuilder {
             self.data += PAGE;
             self.push(page, Content::Data);
         }
-        Ok(zero)
+        Ok(added)
     }
 
     /// Says that the pages of `run` are zero; needs [`Self::room`] for one.
@@ -132,23 +143,58 @@ impl PageFrameBuilder {
         self.runs.push(WireRun { run, content });
     }
 
+    /// The bytes of all data runs so far, in order.
+    #[must_use]
+    pub fn data(&self) -> &[u8] {
+        &self.buffer[HEADER_LEN..HEADER_LEN + self.data]
+    }
+
     /// Completes the frame for RAM block `block` and returns its bytes; the builder is empty afterwards.
     pub fn finish(&mut self, block: u32) -> &[u8] {
-        let mut end = HEADER_LEN + self.data;
-        for WireRun { run, content } in &self.runs {
-            let entry = &mut self.buffer[end..end + RUN_LEN];
-            entry[..8].copy_from_slice(&run.start.0.to_le_bytes());
-            entry[8..12].copy_from_slice(&(run.count.0 as u32).to_le_bytes());
-            entry[12..].copy_from_slice(&(*content as u32).to_le_bytes());
-            end += RUN_LEN;
-        }
-        let runs = self.runs.len() as u16;
+        complete(&mut self.buffer, self.data, &self.runs, block, 0);
+        let length = HEADER_LEN + self.data + self.runs.len() * RUN_LEN;
+        self.clear();
+        &self.buffer[..length]
+    }
+
+    /// Completes the frame in `other`, where behind room for the header ([`HEADER_LEN`]) stand the `length` bytes that codec
+    /// number `codec` has made of [`Self::data`]; behind them must be room for [`RUNS_LIMIT`] entries of [`RUN_LEN`] bytes.
+    ///
+    /// # Panics
+    /// When there is no such room: a mistake of the caller.
+    pub fn finish_in<'o>(&mut self, other: &'o mut [u8], length: usize, block: u32, codec: u8) -> &'o [u8] {
+        complete(other, length, &self.runs, block, codec);
+        let length = HEADER_LEN + length + self.runs.len() * RUN_LEN;
+        self.clear();
+        &other[..length]
+    }
+
+    fn clear(&mut self) {
         self.runs.clear();
         self.data = 0;
-        let frame = &mut self.buffer[..end];
-        seal(frame, FrameKind::Pages, runs, block.into());
-        frame
     }
+}
+
+/// What of a run went into a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Added {
+    /// Pages with their bytes.
+    pub data: PageCount,
+    /// Pages that are zero.
+    pub zero: PageCount,
+}
+
+/// Puts the run table behind `data` bytes of data and seals the frame.
+fn complete(buffer: &mut [u8], data: usize, runs: &[WireRun], block: u32, codec: u8) {
+    let end = HEADER_LEN + data + runs.len() * RUN_LEN;
+    let entries = buffer[HEADER_LEN + data..end].chunks_exact_mut(RUN_LEN);
+    for (entry, WireRun { run, content }) in entries.zip(runs) {
+        entry[..8].copy_from_slice(&run.start.0.to_le_bytes());
+        entry[8..12].copy_from_slice(&(run.count.0 as u32).to_le_bytes());
+        entry[12..].copy_from_slice(&(*content as u32).to_le_bytes());
+    }
+    let aux = u64::from(codec) << 32 | u64::from(block);
+    seal(&mut buffer[..end], FrameKind::Pages, runs.len() as u16, aux);
 }
 
 /// A received page frame whose checksum was found right.
@@ -156,7 +202,12 @@ impl PageFrameBuilder {
 pub struct PageFrame<'a> {
     /// The index of the RAM block, as both sides numbered it.
     pub block: u32,
-    data: &'a [u8],
+    /// The number of the codec that made [`Self::data`]; 0: they are the bytes of the pages.
+    pub codec: u8,
+    /// The bytes of all data runs, as the codec left them.
+    pub data: &'a [u8],
+    /// Bytes of all data runs: at most [`FRAME_PAGES`] pages.
+    pub raw_len: usize,
     table: &'a [u8],
 }
 
@@ -167,39 +218,49 @@ impl<'a> PageFrame<'a> {
     /// When they do not.
     pub fn decode(header: &FrameHeader, payload: &'a [u8]) -> Result<Self, WireError> {
         const WHAT: &str = "page frame";
-        let block = u32::try_from(header.aux).map_err(|_| WireError::Field {
-            what: WHAT,
-            field: "block",
-            value: header.aux,
-        })?;
+        let field = |field, value| WireError::Field { what: WHAT, field, value };
+        let block = header.aux as u32;
+        let codec = u8::try_from(header.aux >> 32).map_err(|_| field("codec", header.aux >> 32))?;
         let table = usize::from(header.runs) * RUN_LEN;
         let data = payload.len().checked_sub(table).ok_or(WireError::Length { what: WHAT })?;
         let (data, table) = payload.split_at(data);
-        let frame = Self { block, data, table };
         let mut pages = 0u64;
-        for entry in frame.table.chunks_exact(RUN_LEN) {
+        for entry in table.chunks_exact(RUN_LEN) {
             let start = u64_at(entry, 0);
             let run = PageRun::new(start, u32_at(entry, 8).into());
             if run.count.0 == 0 || start.checked_add(run.count.0).is_none() {
-                return Err(WireError::Field { what: WHAT, field: "run", value: start });
+                return Err(field("run", start));
             }
             match u32_at(entry, 12) {
                 0 => pages += run.count.0,
                 1 => {}
-                other => {
-                    return Err(WireError::Field { what: WHAT, field: "content", value: other.into() });
-                }
+                other => return Err(field("content", other.into())),
             }
         }
-        if pages.checked_mul(PAGE_SIZE) != Some(data.len() as u64) {
+        if pages > FRAME_PAGES as u64 {
+            return Err(field("pages", pages));
+        }
+        let raw_len = pages as usize * PAGE;
+        if codec == 0 && raw_len != data.len() {
             return Err(WireError::Length { what: WHAT });
         }
-        Ok(frame)
+        Ok(Self { block, codec, data, raw_len, table })
     }
 
-    /// The runs in order, each with its bytes; those of a zero run are empty.
-    pub fn runs(&self) -> impl Iterator<Item = (WireRun, &'a [u8])> + '_ {
-        let mut data = self.data;
+    /// The first page that it says something of; 0 in an empty frame.
+    #[must_use]
+    pub fn first_page(&self) -> PageIndex {
+        PageIndex(if self.table.is_empty() { 0 } else { u64_at(self.table, 0) })
+    }
+
+    /// The runs in order, each with its bytes out of `raw`, which are [`Self::raw_len`] bytes: [`Self::data`] where there is
+    /// no codec, else what the codec makes of them. Those of a zero run are empty.
+    ///
+    /// # Panics
+    /// When `raw` has another length: a mistake of the caller.
+    pub fn runs<'b>(&self, raw: &'b [u8]) -> impl Iterator<Item = (WireRun, &'b [u8])> + use<'a, 'b> {
+        assert_eq!(raw.len(), self.raw_len, "the bytes of the data runs");
+        let mut data = raw;
         self.table.chunks_exact(RUN_LEN).map(move |entry| {
             let run = PageRun::new(u64_at(entry, 0), u32_at(entry, 8).into());
             if u32_at(entry, 12) == 1 {

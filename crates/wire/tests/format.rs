@@ -21,6 +21,7 @@ fn parse(frame: &[u8]) -> Result<Message, WireError> {
 fn offer() -> Message {
     Message::Offer(Offer {
         channels: 2,
+        codecs: 6,
         verify: true,
         running: true,
         machine: "qemu".to_owned(),
@@ -30,13 +31,18 @@ fn offer() -> Message {
 
 fn pages_frame() -> Vec<u8> {
     let mut builder = PageFrameBuilder::new();
-    let zero = builder.add(PageRun::new(10, 3), |bytes| {
-        for (page, fill) in bytes.chunks_mut(4096).zip([1, 0, 3]) {
+    let read = |bytes: &mut [u8]| {
+        for (page, fill) in bytes.chunks_mut(4096).zip([1, 0, 9, 3, 0]) {
             page.fill(fill);
         }
         Ok::<(), ()>(())
+    };
+    // Of five pages, two are not wanted: one of data and one of zeros.
+    let added = builder.add(PageRun::new(10, 5), read, |page, bytes| {
+        assert_eq!(bytes.is_empty(), page.0 == 11 || page.0 == 14);
+        page.0 != 12 && page.0 != 14
     });
-    assert_eq!(zero, Ok(PageCount(1)));
+    assert_eq!(added, Ok(Added { data: PageCount(2), zero: PageCount(1) }));
     builder.finish(7).to_vec()
 }
 
@@ -73,16 +79,59 @@ fn page_frames_come_back_as_they_went() {
     let header = FrameHeader::decode(header).unwrap();
     header.verify(payload).unwrap();
     let pages = PageFrame::decode(&header, payload).unwrap();
-    let runs: Vec<_> = pages.runs().map(|(run, bytes)| (run.run, run.content, bytes.to_vec())).collect();
+    let runs: Vec<_> =
+        pages.runs(pages.data).map(|(run, bytes)| (run.run, run.content, bytes.to_vec())).collect();
     assert_eq!(pages.block, 7);
     assert_eq!(
         runs,
         [
             (PageRun::new(10, 1), Content::Data, vec![1; 4096]),
             (PageRun::new(11, 1), Content::Zero, vec![]),
-            (PageRun::new(12, 1), Content::Data, vec![3; 4096]),
+            (PageRun::new(13, 1), Content::Data, vec![3; 4096]),
         ]
     );
+}
+
+#[test]
+fn compressed_frames_keep_their_table_in_the_clear() {
+    let mut builder = PageFrameBuilder::new();
+    builder
+        .add(
+            PageRun::new(10, 2),
+            |bytes| {
+                bytes.fill(5);
+                Ok::<(), ()>(())
+            },
+            |_, _| true,
+        )
+        .unwrap();
+    builder.zero(PageRun::new(40, 9));
+    assert_eq!(builder.data(), [5; 8192]);
+    let mut other = vec![0xee; HEADER_LEN + 3 + RUNS_LIMIT * RUN_LEN];
+    let frame = builder.finish_in(&mut other, 3, 7, 2).to_vec();
+    assert!(builder.is_empty());
+    let (header, payload) = frame.split_first_chunk().unwrap();
+    let header = FrameHeader::decode(header).unwrap();
+    header.verify(payload).unwrap();
+    let pages = PageFrame::decode(&header, payload).unwrap();
+    assert_eq!((pages.block, pages.codec, pages.data, pages.raw_len), (7, 2, [0xee; 3].as_slice(), 8192));
+    let raw = [5; 8192];
+    let runs: Vec<_> = pages.runs(&raw).map(|(run, bytes)| (run.run, bytes.len())).collect();
+    assert_eq!(runs, [(PageRun::new(10, 2), 8192), (PageRun::new(40, 9), 0)]);
+}
+
+#[test]
+fn a_page_frame_cannot_announce_more_pages_than_fit() {
+    let mut builder = PageFrameBuilder::new();
+    builder.add(PageRun::new(0, 1), |_| Ok::<(), ()>(()), |_, _| true).unwrap();
+    let mut frame = builder.finish(0).to_vec();
+    // One page of zeros; now with a codec, and as 257 pages of data.
+    frame[24 + 8..24 + 16].copy_from_slice(&[1, 1, 0, 0, 0, 0, 0, 0]);
+    seal(&mut frame, FrameKind::Pages, 1, 1 << 32);
+    let (header, payload) = frame.split_first_chunk().unwrap();
+    let header = FrameHeader::decode(header).unwrap();
+    let error = PageFrame::decode(&header, payload).unwrap_err();
+    assert!(matches!(error, WireError::Field { field: "pages", value: 257, .. }), "{error}");
 }
 
 #[test]
@@ -104,7 +153,7 @@ fn a_failed_read_leaves_the_frame_as_it_was() {
     let mut builder = PageFrameBuilder::new();
     builder.zero(PageRun::new(0, 5));
     let room = builder.room();
-    assert_eq!(builder.add(PageRun::new(9, 2), |_| Err("gone")), Err("gone"));
+    assert_eq!(builder.add(PageRun::new(9, 2), |_| Err("gone"), |_, _| true), Err("gone"));
     assert_eq!(builder.room(), room);
 }
 
@@ -136,22 +185,25 @@ fn a_hostile_text_cannot_write_to_the_terminal() {
 fn any_message() -> impl Strategy<Value = Message> {
     prop_oneof![
         (
-            any::<u8>(),
+            any::<(u8, u32)>(),
             any::<bool>(),
             any::<bool>(),
             "[a-z]{0,9}",
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5)
         )
-            .prop_map(|(channels, verify, running, machine, blocks)| Message::Offer(Offer {
-                channels,
-                verify,
-                running,
-                machine,
-                blocks: blocks
-                    .into_iter()
-                    .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
-                    .collect(),
-            })),
+            .prop_map(|((channels, codecs), verify, running, machine, blocks)| Message::Offer(
+                Offer {
+                    channels,
+                    codecs,
+                    verify,
+                    running,
+                    machine,
+                    blocks: blocks
+                        .into_iter()
+                        .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
+                        .collect(),
+                }
+            )),
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),
@@ -159,7 +211,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         (any::<u32>(), any::<u32>(), prop::collection::vec(any::<u128>(), 0..9))
             .prop_map(|(block, first, digests)| Message::Digests { block, first, digests }),
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::DeviceState),
-        Just(Message::Accept),
+        any::<u32>().prop_map(|codecs| Message::Accept { codecs }),
         Just(Message::Prepare),
         Just(Message::Prepared),
         Just(Message::DigestRequest),
@@ -195,7 +247,9 @@ proptest! {
         let header = FrameHeader::decode(header).unwrap();
         let _ = Message::decode(&header, payload);
         if let Ok(pages) = PageFrame::decode(&header, payload) {
-            prop_assert!(pages.runs().count() <= usize::from(runs));
+            prop_assert!(pages.raw_len <= FRAME_PAGES * 4096);
+            let raw = vec![0; pages.raw_len];
+            prop_assert!(pages.runs(&raw).count() <= usize::from(runs));
         }
     }
 

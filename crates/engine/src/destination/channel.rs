@@ -5,10 +5,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use godwit_codec::{CodecId, Decompressor};
 use godwit_memory::{RamBlock, channel_of};
 use godwit_units::{PageIndex, PageRun};
-use godwit_wire::{Content, FrameKind, HEADER_LEN, PageFrame};
+use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame};
 
 use super::barriers::Barriers;
 use crate::EngineError;
@@ -25,6 +27,11 @@ pub(super) struct Channel {
     pub(super) order: Arc<Vec<usize>>,
     pub(super) received: Arc<AtomicU64>,
     pub(super) barriers: Arc<Barriers>,
+    pub(super) decompressor: Decompressor,
+    /// The bytes of the pages of a compressed frame.
+    pub(super) pages: Vec<u8>,
+    /// A fault made up: frames are placed so late.
+    pub(super) late: Duration,
 }
 
 impl Channel {
@@ -55,7 +62,24 @@ impl Channel {
             broke(format!("it sent pages of RAM block {}, which it did not offer", frame.block))
         })?;
         let block = &self.blocks[own];
-        for (wire_run, bytes) in frame.runs() {
+        if !self.late.is_zero() {
+            std::thread::sleep(self.late);
+        }
+        let raw = if frame.codec == 0 {
+            frame.data
+        } else {
+            let corrupt = |source| EngineError::Corrupt {
+                block: block.name().to_owned(),
+                page: frame.first_page(),
+                source,
+            };
+            let codec = CodecId::from_wire(frame.codec).map_err(corrupt)?;
+            self.pages.resize(FRAME_PAGES << 12, 0);
+            let pages = &mut self.pages[..frame.raw_len];
+            self.decompressor.decompress(codec, frame.data, pages).map_err(corrupt)?;
+            pages
+        };
+        for (wire_run, bytes) in frame.runs(raw) {
             let run = wire_run.run;
             let source_block = frame.block as usize;
             if !belongs(source_block, run, self.number, self.channels) {

@@ -16,12 +16,14 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_codec::Decompressor;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
 use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Listener, Stream};
+use crate::compression::Codecs;
 use crate::digests;
 use crate::link::{ControlWriter, FrameReader, link_error, read_messages, receive_greeting, send_greeting};
 use crate::vm::{DestinationVm, RunError};
@@ -81,15 +83,43 @@ pub struct Received {
     pub total: Duration,
 }
 
-/// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of;
-/// `wait` limits how long a source is waited for.
+/// How a guest is to be taken in.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How long a source is waited for; `None`: for ever.
+    pub wait: Option<Duration>,
+    /// Codecs that are taken.
+    pub codecs: Codecs,
+    /// A fault to make up, for tests.
+    pub fault: Option<Fault>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { wait: None, codecs: Codecs::ALL, fault: None }
+    }
+}
+
+/// Faults made up on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// One channel places each of its frames only after this time.
+    SlowChannel {
+        /// Which channel.
+        number: usize,
+        /// How late.
+        late: Duration,
+    },
+}
+
+/// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of.
 ///
 /// # Errors
 /// Says what failed, when, and what became of the guest.
 pub fn receive(
     vm: &mut dyn DestinationVm,
     listener: &Listener,
-    wait: Option<Duration>,
+    options: &Options,
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Received, Failure> {
@@ -98,6 +128,8 @@ pub fn receive(
         ram: vm.ram(),
         vm,
         listener,
+        codecs: options.codecs,
+        fault: options.fault,
         cancel,
         notice,
         events,
@@ -120,13 +152,15 @@ pub fn receive(
         accepted: Instant::now(),
         measures: Received::default(),
     };
-    destination.run(wait)
+    destination.run(options.wait)
 }
 
 struct Destination<'a> {
     vm: &'a mut dyn DestinationVm,
     ram: Arc<Vec<RamBlock>>,
     listener: &'a Listener,
+    codecs: Codecs,
+    fault: Option<Fault>,
     cancel: &'a Cancel,
     notice: &'a mut dyn FnMut(&Notice),
     events: Receiver<Event>,
@@ -364,7 +398,8 @@ impl Destination<'_> {
     fn perform(&mut self, action: Action) -> Result<Option<Input>, EngineError> {
         match action {
             Action::SendAccept => {
-                self.say(&Message::Accept)?;
+                let offered = Codecs(self.offer.as_ref().map_or(0, |offer| offer.codecs));
+                self.say(&Message::Accept { codecs: self.codecs.common(offered).0 })?;
                 self.accept_channels()?;
             }
             Action::SendRoundAck => {
@@ -457,6 +492,12 @@ impl Destination<'_> {
                 order: Arc::clone(&self.order),
                 received: Arc::clone(&self.received),
                 barriers: Arc::clone(&self.barriers),
+                decompressor: Decompressor::new(),
+                pages: Vec::new(),
+                late: match self.fault {
+                    Some(Fault::SlowChannel { number: slow, late }) if slow == number => late,
+                    _ => Duration::ZERO,
+                },
             };
             self.channels.push((handle, std::thread::spawn(move || channel.run())));
         }

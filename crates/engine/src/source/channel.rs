@@ -4,12 +4,12 @@
 //! what is sent is never older than the harvest, and what is written later is found by the next one. In the last round
 //! nobody writes any more, and the bits are only read.
 
-use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender};
 
 use godwit_bitmap::DirtyBitmap;
+use godwit_ledger::{Key, Ledger, SegmentLedger};
 use godwit_memory::{DataHint, RamBlock, Segment};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
@@ -17,10 +17,9 @@ use godwit_wire::PageFrameBuilder;
 
 use super::Event;
 use super::board::Board;
+use super::packer::Packer;
 use crate::EngineError;
-use crate::address::Stream;
-use crate::limiter::Limiter;
-use crate::link::{barrier, link_error};
+use crate::link::barrier;
 
 /// Pages harvested at once, at the most: 4 MiB. Few enough that they are sent soon after, while the rest of a
 /// busy segment may still be overwritten at no cost.
@@ -42,6 +41,10 @@ pub(super) struct Order {
 pub(super) struct Carried {
     pub(super) data: PageCount,
     pub(super) zero: PageCount,
+    /// Pages that were written and hold what was sent before.
+    pub(super) unchanged: PageCount,
+    /// Bytes of the data pages.
+    pub(super) raw: ByteCount,
     pub(super) sent: ByteCount,
 }
 
@@ -56,9 +59,9 @@ pub(super) struct Counters {
 pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
-    pub(super) limiter: Arc<Limiter>,
-    pub(super) counters: Arc<Counters>,
     pub(super) board: Arc<Board>,
+    /// Where what was sent is remembered, and the key of its fingerprints.
+    pub(super) ledger: Option<(Ledger, Key)>,
 }
 
 /// A segment, and which of its pages the destination holds with other bytes than zero.
@@ -67,15 +70,19 @@ struct Owned {
     number: usize,
     segment: Segment,
     held: Option<DirtyBitmap>,
+    ledger: Option<SegmentLedger>,
+    /// With direct I/O: pages that were harvested in the last round, into which data may have landed since.
+    recent: Option<DirtyBitmap>,
 }
 
 pub(super) struct Channel {
-    stream: Stream,
+    packer: Packer,
     shared: Shared,
     segments: Vec<Owned>,
     builder: PageFrameBuilder,
-    /// The block that the frame being built is for.
+    /// The block that the frame being built is for, and the segment of its first page.
     frame_block: usize,
+    frame_segment: usize,
     dirty: Vec<PageRun>,
     /// Where data was seen to be in this round, and in which block.
     hint: DataHint,
@@ -85,22 +92,26 @@ pub(super) struct Channel {
 
 impl Channel {
     pub(super) fn new(
-        stream: Stream,
+        packer: Packer,
         shared: Shared,
         segments: impl Iterator<Item = (usize, Segment)>,
         keep_held: bool,
+        direct_io: bool,
     ) -> Self {
         let owned = |(number, segment): (usize, Segment)| Owned {
             number,
             held: keep_held.then(|| DirtyBitmap::new(segment.run.count)),
+            ledger: shared.ledger.as_ref().map(|(ledger, _)| ledger.segment(segment.run)),
+            recent: direct_io.then(|| DirtyBitmap::new(segment.run.count)),
             segment,
         };
         Self {
-            stream,
+            packer,
             segments: segments.map(owned).collect(),
             shared,
             builder: PageFrameBuilder::new(),
             frame_block: 0,
+            frame_segment: 0,
             dirty: Vec::new(),
             hint: DataHint::default(),
             hint_block: 0,
@@ -124,12 +135,13 @@ impl Channel {
     fn round(&mut self, order: Order) -> Result<Carried, EngineError> {
         self.carried = Carried::default();
         self.hint = DataHint::default();
+        self.packer.begin();
         let mut segments = std::mem::take(&mut self.segments);
         let result = self.segments(&mut segments, order);
         self.segments = segments;
         result?;
         self.flush()?;
-        put(&mut self.stream, &barrier(order.round), &mut self.carried, &self.shared.counters)?;
+        self.packer.put(&barrier(order.round), &mut self.carried)?;
         Ok(self.carried)
     }
 
@@ -161,6 +173,8 @@ impl Channel {
             self.discard_holes(owned)?;
         }
         let everything = self.shared.board.is_unsent(owned.number);
+        let recheck =
+            owned.recent.as_mut().map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
         let mut at = run.start;
         while at < run.end() {
             if order.round == 0 && !order.last && self.shared.board.passes_by(owned.number) {
@@ -182,6 +196,11 @@ impl Channel {
             } else {
                 self.shared.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?
             };
+            if let Some(recent) = &mut owned.recent {
+                dirty.iter().for_each(|harvested| {
+                    recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
+                });
+            }
             if everything {
                 self.send_all(owned, PageRun::new(at.0, next.0 - at.0))?;
             } else {
@@ -191,6 +210,11 @@ impl Channel {
             }
             self.dirty = dirty;
             at = next;
+        }
+        // What was in flight when these were harvested has landed by now: the machine was drained since. What did not
+        // change is not sent.
+        for again in recheck.iter().flat_map(DirtyBitmap::runs) {
+            self.send(owned, PageRun::new(run.start.0 + again.start.0, again.count.0))?;
         }
         self.shared.board.mark_sent(owned.number);
         Ok(())
@@ -204,40 +228,51 @@ impl Channel {
         let mut hint = self.hint;
         for data in blocks[block].data(run, &mut hint) {
             let data = data?;
-            self.send_zero(block, at, data.start)?;
+            self.send_zero(owned, at, data.start)?;
             self.send(owned, data)?;
             at = data.end();
         }
         self.hint = hint;
-        self.send_zero(block, at, run.end())
+        self.send_zero(owned, at, run.end())
     }
 
-    fn send_zero(&mut self, block: usize, start: PageIndex, end: PageIndex) -> Result<(), EngineError> {
+    fn send_zero(&mut self, owned: &mut Owned, start: PageIndex, end: PageIndex) -> Result<(), EngineError> {
         if start < end {
-            self.frame_for(block)?;
+            self.frame_for(owned)?;
             let run = PageRun::new(start.0, end.0 - start.0);
             self.builder.zero(run);
             self.carried.zero += run.count;
+            if let (Some(ledger), Some((_, key))) = (&mut owned.ledger, &self.shared.ledger) {
+                ledger.record_run(run, key.zero());
+            }
         }
         Ok(())
     }
 
-    /// Reads and sends the pages of `run`.
+    /// Reads and sends the pages of `run`; but not those that the ledger knows to be at the destination as they are.
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
         let mut at = run.start.0;
         while at < run.end().0 {
-            self.frame_for(block)?;
+            self.frame_for(owned)?;
             let count = (run.end().0 - at).min(self.builder.room() as u64);
             let part = PageRun::new(at, count);
-            let zero = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes))?;
+            let mut ledger = owned.ledger.as_mut().zip(self.shared.ledger.as_ref());
+            let wanted = |page, bytes: &[u8]| match &mut ledger {
+                Some((ledger, (_, key))) => {
+                    ledger.update(page, if bytes.is_empty() { key.zero() } else { key.page(bytes) })
+                }
+                None => true,
+            };
+            let added = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), wanted)?;
             if let Some(held) = &mut owned.held {
                 // Zero pages among them do no harm: to zero a page twice is to zero it.
                 held.set(PageRun::new(at - owned.segment.run.start.0, count));
             }
-            self.carried.zero += zero;
-            self.carried.data += part.count - zero;
+            self.carried.zero += added.zero;
+            self.carried.data += added.data;
+            self.carried.unchanged += part.count - added.zero - added.data;
             at += count;
         }
         Ok(())
@@ -259,17 +294,19 @@ impl Channel {
         for hole in holes.runs() {
             held.clear(hole);
             let start = run.start.0 + hole.start.0;
-            self.send_zero(block, PageIndex(start), PageIndex(start + hole.count.0))?;
+            self.send_zero(owned, PageIndex(start), PageIndex(start + hole.count.0))?;
         }
         owned.held = Some(held);
         Ok(())
     }
 
-    /// Makes sure that the frame being built is for `block` and has room.
-    fn frame_for(&mut self, block: usize) -> Result<(), EngineError> {
-        if self.frame_block != block || self.builder.room() == 0 {
+    /// Makes sure that the frame being built is for the block of `owned` and has room.
+    fn frame_for(&mut self, owned: &Owned) -> Result<(), EngineError> {
+        if self.frame_block != owned.segment.block || self.builder.room() == 0 {
             self.flush()?;
-            self.frame_block = block;
+        }
+        if self.builder.is_empty() {
+            (self.frame_block, self.frame_segment) = (owned.segment.block, owned.number);
         }
         Ok(())
     }
@@ -278,21 +315,6 @@ impl Channel {
         if self.builder.is_empty() {
             return Ok(());
         }
-        let frame = self.builder.finish(self.frame_block as u32);
-        self.shared.limiter.take(frame.len());
-        put(&mut self.stream, frame, &mut self.carried, &self.shared.counters)
+        self.packer.send(&mut self.builder, self.frame_block as u32, self.frame_segment, &mut self.carried)
     }
-}
-
-/// Sends and counts `bytes`.
-fn put(
-    stream: &mut Stream,
-    bytes: &[u8],
-    carried: &mut Carried,
-    counters: &Counters,
-) -> Result<(), EngineError> {
-    stream.write_all(bytes).map_err(link_error("destination"))?;
-    carried.sent += ByteCount(bytes.len() as u64);
-    counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-    Ok(())
 }

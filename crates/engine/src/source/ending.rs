@@ -218,6 +218,9 @@ impl Source<'_> {
         self.measures.downtime =
             self.stopped_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         self.measures.rounds = self.measures.round_list.len();
+        self.measures.raw = self.measures.round_list.iter().map(|round| round.raw).sum();
+        self.measures.unchanged = self.measures.round_list.iter().map(|round| round.unchanged).sum();
+        self.measures.ledger = self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
         let losses = self.speed.losses();
         self.measures.throttled = losses.throttled;
         self.measures.lost = losses.lost;

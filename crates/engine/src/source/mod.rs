@@ -9,6 +9,8 @@
 mod board;
 mod channel;
 mod ending;
+mod live;
+mod packer;
 mod rounds;
 mod speed;
 mod state;
@@ -19,6 +21,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_ledger::{Key, Ledger};
 use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
@@ -27,16 +30,19 @@ use godwit_units::{ByteCount, PageCount};
 use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
+use crate::compression::{Codecs, Compression};
 use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
 use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
-use crate::steering::{Change, Steering};
+use crate::steering::{Change, Own, Steering};
 use crate::vm::{SourceVm, VmError};
 use crate::{EngineError, Failure, Phase, Survivor, limits};
 
 use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
+use live::{IdleWatch, Live};
+use packer::Packer;
 use speed::Speed;
 use state::StatePump;
 
@@ -51,6 +57,9 @@ pub struct Options {
     pub verify: bool,
     /// Data channels, at least 1.
     pub channels: u8,
+    /// Remember what was sent, so that pages are not sent again that were written and did not change. Needed where disks use
+    /// direct I/O.
+    pub ledger: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, for tests.
@@ -94,7 +103,7 @@ pub fn migrate(
 ) -> Result<Measures, Failure> {
     let (events_in, events) = mpsc::channel();
     let started = Instant::now();
-    let (settings, max_bandwidth) = steering.begin();
+    let (settings, Own { max_bandwidth, compression }) = steering.begin();
     let source = Source {
         ram: vm.ram(),
         vm,
@@ -110,6 +119,11 @@ pub fn migrate(
         channels: Vec::new(),
         counters: Arc::default(),
         limiter: Arc::new(Limiter::new(max_bandwidth)),
+        live: Arc::new(Live::new(compression)),
+        idle: IdleWatch::new(),
+        codecs: Codecs::NONE,
+        ledger: options.ledger.then(|| (Ledger::new(), Key::new(random_seed()))),
+        direct_io: false,
         tracker: None,
         board: None,
         pump: None,
@@ -138,7 +152,18 @@ pub fn migrate(
     source.run()
 }
 
+/// The seed of the ledger's fingerprints, which the guest must not know.
+fn random_seed() -> u64 {
+    let [seed, _] = random();
+    seed
+}
+
 fn new_session() -> SessionId {
+    let [high, low] = random();
+    SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+}
+
+fn random() -> [u64; 2] {
     use std::io::Read;
     let mut bytes = [0; 16];
     // /dev/urandom is always there and never short (random(4)); should it not be, time and pid still tell sessions apart.
@@ -147,7 +172,8 @@ fn new_session() -> SessionId {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         bytes = (now.as_nanos() ^ u128::from(std::process::id()) << 96).to_le_bytes();
     }
-    SessionId(bytes)
+    let bits = u128::from_le_bytes(bytes);
+    [(bits >> 64) as u64, bits as u64]
 }
 
 struct ChannelHandle {
@@ -172,6 +198,13 @@ struct Source<'a> {
     channels: Vec<ChannelHandle>,
     counters: Arc<Counters>,
     limiter: Arc<Limiter>,
+    live: Arc<Live>,
+    idle: IdleWatch,
+    /// What the destination takes.
+    codecs: Codecs,
+    ledger: Option<(Ledger, Key)>,
+    /// Whether data may land in guest memory without the tracker's knowledge.
+    direct_io: bool,
     tracker: Option<Arc<dyn DirtyTracker>>,
     board: Option<Arc<Board>>,
     pump: Option<StatePump>,
@@ -327,6 +360,10 @@ impl Source<'_> {
     }
 
     fn connect_and_offer(&mut self) -> Result<Option<Input>, EngineError> {
+        self.direct_io = self.vm.direct_io();
+        if self.direct_io && self.ledger.is_none() {
+            return Err(EngineError::NeedsLedger);
+        }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
         let blocks = self.ram.iter();
@@ -334,6 +371,7 @@ impl Source<'_> {
             blocks.map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() }).collect();
         self.say(&Message::Offer(Offer {
             channels: self.options.channels,
+            codecs: Codecs::ALL.0,
             verify: self.options.verify,
             running: self.vm.was_running(),
             machine: self.vm.machine().to_owned(),
@@ -443,8 +481,12 @@ impl Source<'_> {
             _ => ("the destination to run the guest", limits::RUNNING),
         };
         let committed = self.commit_sent;
+        let mut accepted = self.codecs;
         let input = self.await_message(what, limit, |message| match message {
-            Message::Accept => Some(Input::Accepted),
+            Message::Accept { codecs } => {
+                accepted = Codecs::ALL.common(Codecs(*codecs));
+                Some(Input::Accepted)
+            }
             Message::Ready => Some(Input::Ready),
             Message::Running => Some(Input::Running),
             // A destination that aborts has discarded the guest; after COMMIT that is all that matters.
@@ -452,6 +494,7 @@ impl Source<'_> {
             _ => None,
         })?;
         match input {
+            Input::Accepted => self.take_codecs(accepted),
             Input::Ready => self.measures.parts.load = self.lap(),
             Input::Running => self.measures.parts.handover = self.lap(),
             Input::Discarded => {

@@ -20,6 +20,8 @@ impl Source<'_> {
         let streams = (0..self.options.channels).map(|number| self.connect(Role::Channel(number)));
         let streams = streams.collect::<Result<Vec<_>, _>>()?;
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
+        // From here on direct I/O that begins is seen to begin; what began before must be over.
+        self.drain()?;
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
         board.note_baseline(tracker.as_ref())?;
@@ -33,12 +35,19 @@ impl Source<'_> {
             let shared = Shared {
                 tracker: Arc::clone(&tracker),
                 blocks: Arc::clone(&self.ram),
-                limiter: Arc::clone(&self.limiter),
-                counters: Arc::clone(&self.counters),
                 board: Arc::clone(&board),
+                ledger: self.ledger.clone(),
             };
+            let packer = Packer::new(
+                stream,
+                Arc::clone(&self.limiter),
+                Arc::clone(&self.counters),
+                Arc::clone(&self.live),
+                board.segments().count(),
+                self.codecs,
+            );
             let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
-            let channel = Channel::new(stream, shared, own, self.options.verify);
+            let channel = Channel::new(packer, shared, own, self.options.verify, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
             let events = self.events_in.clone();
             let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
@@ -51,6 +60,31 @@ impl Source<'_> {
         let plan = self.policy.start(false);
         self.enforce(&plan);
         Ok(None)
+    }
+
+    /// What the destination takes; what it does not is said aloud.
+    pub(super) fn take_codecs(&mut self, codecs: Codecs) {
+        self.codecs = codecs;
+        self.measures.codecs = codecs.to_string();
+        self.check_compression();
+    }
+
+    fn check_compression(&mut self) {
+        let wanted = self.live.compression();
+        let lacking = match wanted {
+            Compression::Auto => self.codecs == Codecs::NONE,
+            Compression::Fixed(codec) => !self.codecs.contains(codec.id()),
+        };
+        if lacking {
+            self.warning = Some(format!(
+                "compression={wanted}: the destination does not take it; pages are sent as they are"
+            ));
+        }
+    }
+
+    /// Waits until direct I/O that is in flight has landed.
+    fn drain(&mut self) -> Result<(), EngineError> {
+        if self.direct_io { self.vm.drain().map_err(EngineError::Vm) } else { Ok(()) }
     }
 
     /// Has the channels copy what is dirty.
@@ -81,6 +115,8 @@ impl Source<'_> {
             total.data += carried.data;
             total.zero += carried.zero;
             total.sent += carried.sent;
+            total.unchanged += carried.unchanged;
+            total.raw += carried.raw;
         }
         self.say(&Message::RoundEnd { round })?;
         let waits = !last || self.options.verify;
@@ -133,6 +169,9 @@ impl Source<'_> {
     /// Within a round: takes in what the operator changed, and lets the policy look.
     fn tick(&mut self) -> Result<(), EngineError> {
         self.take_changes();
+        if let Some(idle) = self.idle.look() {
+            self.live.set_idle(idle / f64::from(self.options.channels.max(1)));
+        }
         if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
             board.hurry(true);
         }
@@ -194,6 +233,7 @@ impl Source<'_> {
         match decision {
             Decision::NextRound(plan) => {
                 self.enforce(&plan);
+                self.drain()?;
                 Ok(Some(Input::NextRound))
             }
             Decision::SwitchOver => {
@@ -226,6 +266,10 @@ impl Source<'_> {
         for change in self.steering.take_changes() {
             match change {
                 Change::MaxBandwidth(rate) => self.limiter.set(rate),
+                Change::Compression(compression) => {
+                    self.live.set_compression(compression);
+                    self.check_compression();
+                }
                 // It was found possible when it was taken.
                 Change::Setting(key, value) => {
                     if let Ok(plan) = self.policy.set(&key, &value) {

@@ -193,8 +193,8 @@ pub fn migrate(
     }
 }
 
-/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does. `listening` is told where
-/// it listens.
+/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does, by the codecs that a compression
+/// of this name may come to. `listening` is told where it listens.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
@@ -202,12 +202,13 @@ pub fn receive(
     path: &Path,
     listen: &Address,
     wait: Option<Duration>,
+    codecs: &str,
     cancel: &Cancel,
     listening: &mut dyn FnMut(&str),
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
     let wait_ms = wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
-    let request = Request::Receive { listen: listen.to_string(), wait_ms };
+    let request = Request::Receive { listen: listen.to_string(), wait_ms, codecs: Some(codecs.to_owned()) };
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     loop {
         match connection.next(cancel, None).map_err(|error| lost(error, Survivor::Source))? {

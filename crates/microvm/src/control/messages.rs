@@ -50,6 +50,9 @@ pub enum Request {
         listen: String,
         /// How long to wait for a source, in milliseconds; none: for ever.
         wait_ms: Option<u64>,
+        /// Codecs that are taken: auto for all, none, or one.
+        #[serde(default)]
+        codecs: Option<String>,
     },
 }
 
@@ -65,10 +68,17 @@ pub struct MigrateRequest {
     pub verify: bool,
     /// Data channels.
     pub channels: u8,
+    /// Remember what was sent.
+    #[serde(default = "yes")]
+    pub ledger: bool,
     /// Leave the machine stopped instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, by its number.
     pub fault: Option<u8>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 impl MigrateRequest {
@@ -80,6 +90,7 @@ impl MigrateRequest {
             settings,
             verify: options.verify,
             channels: options.channels,
+            ledger: options.ledger,
             keep_source: options.keep_source,
             fault: options.fault.map(|fault| fault as u8),
         }
@@ -100,6 +111,7 @@ impl MigrateRequest {
             to,
             verify: self.verify,
             channels: self.channels,
+            ledger: self.ledger,
             keep_source: self.keep_source,
             fault: self.fault.and_then(fault),
         })
@@ -297,7 +309,7 @@ mod tests {
         let line = r#"{"command":"status"}"#;
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
-        let receive = Request::Receive { listen: "[::1]:0".to_owned(), wait_ms: None };
+        let receive = Request::Receive { listen: "[::1]:0".to_owned(), wait_ms: None, codecs: None };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), receive);
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }
@@ -308,6 +320,7 @@ mod tests {
             to: "127.0.0.1:7000".parse().unwrap(),
             verify: true,
             channels: 3,
+            ledger: false,
             keep_source: true,
             fault: Some(Fault::LoseCommit),
         };

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use godwit_engine::address::Listener;
+use godwit_engine::compression::Compression;
 use godwit_engine::measure::measure;
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
@@ -121,7 +122,9 @@ impl Host {
                 Some(steering) => steer(steering, &request),
                 None => refused("its guest does not migrate".to_owned()),
             },
-            Ok(Request::Receive { listen, wait_ms }) => return self.receive(&listen, wait_ms, &line, reader),
+            Ok(Request::Receive { listen, wait_ms, codecs }) => {
+                return self.receive(&listen, wait_ms, codecs.as_deref(), &line, reader);
+            }
             Err(error) => refused(format!("not understood: {error}")),
         };
         line.say(&answer);
@@ -245,9 +248,14 @@ impl Host {
         &self,
         listen: &str,
         wait_ms: Option<u64>,
+        codecs: Option<&str>,
         line: &Arc<Line>,
         reader: impl BufRead + Send + 'static,
     ) {
+        let codecs = match codecs.unwrap_or("auto").parse::<Compression>() {
+            Ok(compression) => compression.codecs(),
+            Err(error) => return line.say(&refused(format!("\"codecs\": {error}"))),
+        };
         let listening = listen
             .parse()
             .map_err(|error| format!("\"listen\" {listen:?}: {error}"))
@@ -271,9 +279,10 @@ impl Host {
         cancel_at_end(reader, cancel.clone());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
-        let wait = wait_ms.map(Duration::from_millis);
-        let result =
-            destination::receive(&mut vm, &listener, wait, &cancel, &mut |notice| line.say(&notice.into()));
+        let options = destination::Options { wait: wait_ms.map(Duration::from_millis), codecs, fault: None };
+        let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {
+            line.say(&notice.into());
+        });
         *self.state() = match &result {
             Ok(_) => State::Here,
             Err(failure) if failure.survivor == Survivor::Unknown => State::Gone,

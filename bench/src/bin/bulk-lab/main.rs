@@ -1,0 +1,267 @@
+//! Which way of sending and receiving uncompressed pages takes the least processor time, over loopback TCP between two
+//! RAM files.
+//!
+//! `bulk-lab [--send A,B] [--receive A,B] [--streams 1,2] [--frames 256] [--buffers 0,4096] [--size 1024] [--runs 5]
+//! [--dir /dev/shm]`: sizes of frames and socket buffers in KiB (0: the system's default), of the file in MiB. All
+//! combinations are run, by turns; figures are medians. The source holds random bytes; the destination is a new
+//! file each time; both are compared after the first run of each combination.
+//!
+//! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas save.
+
+mod content;
+mod sys;
+mod ways;
+
+use std::fs::File;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicUsize;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use godwit_bench::report::{Report, machine, median};
+use serde_json::json;
+
+use crate::sys::Mapping;
+use crate::ways::{RECEIVES, Receive, SENDS, Send};
+
+/// Streams take turns in pieces of so many bytes, as channels do.
+const SEGMENT: usize = 16 << 20;
+
+#[derive(Clone, Copy, Debug)]
+struct Combination {
+    send: (&'static str, Send),
+    receive: (&'static str, Receive),
+    streams: usize,
+    frame: usize,
+    buffer: usize,
+}
+
+/// One run, in seconds.
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    wall: f64,
+    sender: f64,
+    receiver: f64,
+}
+
+struct Settings {
+    combinations: Vec<Combination>,
+    size: usize,
+    runs: usize,
+    dir: PathBuf,
+}
+
+fn main() -> anyhow::Result<()> {
+    if std::env::args().nth(1).as_deref() == Some("content") {
+        return content::run();
+    }
+    let settings = settings(std::env::args().skip(1))?;
+    println!("{}", machine());
+    let huge =
+        std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    println!("huge pages of shared memory: {}", huge.trim());
+    let source = ram_file(&settings.dir, "source", settings.size)?;
+    fill(&source, settings.size)?;
+    let mut runs: Vec<Vec<Run>> = vec![Vec::new(); settings.combinations.len()];
+    for round in 0..settings.runs {
+        for (combination, runs) in settings.combinations.iter().zip(&mut runs) {
+            let run = transfer(combination, &source, &settings, round == 0)
+                .with_context(|| format!("{combination:?}"))?;
+            runs.push(run);
+        }
+    }
+    print(&settings, &runs)
+}
+
+fn print(settings: &Settings, runs: &[Vec<Run>]) -> anyhow::Result<()> {
+    let gib = settings.size as f64 / f64::from(1 << 30);
+    let mut report = Report::new("bulk-lab");
+    let mut rows = Vec::new();
+    println!(
+        "{:<10}{:<10}{:>8}{:>8}{:>9}{:>9}{:>10}{:>10}{:>10}",
+        "send", "receive", "streams", "frame", "buffers", "GB/s", "sender", "receiver", "CPU s/GiB"
+    );
+    for (combination, runs) in settings.combinations.iter().zip(runs) {
+        let of = |pick: fn(&Run) -> f64| median(&runs.iter().map(pick).collect::<Vec<f64>>());
+        let speed = settings.size as f64 / 1e9 / of(|run| run.wall);
+        let (sender, receiver) = (of(|run| run.sender) / gib, of(|run| run.receiver) / gib);
+        let both = of(|run| run.sender + run.receiver) / gib;
+        let Combination { send, receive, streams, frame, buffer } = *combination;
+        println!(
+            "{:<10}{:<10}{streams:>8}{:>8}{:>9}{speed:>9.2}{sender:>10.3}{receiver:>10.3}{both:>10.3}",
+            send.0,
+            receive.0,
+            frame >> 10,
+            if buffer == 0 { "default".to_owned() } else { (buffer >> 10).to_string() },
+        );
+        rows.push(json!({
+            "send": send.0, "receive": receive.0, "streams": streams, "frame_bytes": frame, "buffer_bytes": buffer,
+            "gb_per_second": speed, "sender_cpu_s_per_gib": sender, "receiver_cpu_s_per_gib": receiver,
+            "cpu_s_per_gib": both,
+        }));
+    }
+    report.figure("rows", rows);
+    report.finish()?;
+    Ok(())
+}
+
+/// Moves all of `source` into a new file, once.
+fn transfer(
+    combination: &Combination,
+    source: &File,
+    settings: &Settings,
+    check: bool,
+) -> anyhow::Result<Run> {
+    let Combination { streams, frame, .. } = *combination;
+    let target = ram_file(&settings.dir, "target", settings.size)?;
+    let connections =
+        (0..streams).map(|_| connect(combination.buffer)).collect::<anyhow::Result<Vec<_>>>()?;
+    // Mapped anew each time: a migration pays for its first look at each page, too.
+    let source_map = Mapping::new(source, settings.size)?;
+    let target_map = Mapping::new(&target, settings.size)?;
+    if combination.receive.1 == Receive::Huge {
+        target_map.advise(0, settings.size, libc::MADV_HUGEPAGE)?;
+    }
+    let frames: Vec<Vec<usize>> = (0..streams)
+        .map(|stream| {
+            (0..settings.size).step_by(frame).filter(|at| at / SEGMENT % streams == stream).collect()
+        })
+        .collect();
+    let ahead: Vec<AtomicUsize> = (0..streams).map(|_| AtomicUsize::new(0)).collect();
+    let start = Instant::now();
+    let (sender, receiver) = std::thread::scope(|scope| {
+        let mut senders = Vec::new();
+        let mut receivers = Vec::new();
+        for (((out, into), frames), ahead) in connections.iter().zip(&frames).zip(&ahead) {
+            let (send, receive) = (combination.send.1, combination.receive.1);
+            let (source_map, target_map, target) = (&source_map, &target_map, &target);
+            senders.push(
+                scope.spawn(move || timed(|| ways::send(send, out, source, source_map, frames, frame))),
+            );
+            receivers.push(scope.spawn(move || {
+                timed(|| ways::receive(receive, into, target, target_map, frames, frame, ahead))
+            }));
+            if receive == Receive::Ahead {
+                receivers.push(
+                    scope.spawn(move || timed(|| ways::populate_ahead(target_map, frames, frame, ahead))),
+                );
+            }
+        }
+        (sum(senders), sum(receivers))
+    });
+    let wall = start.elapsed().as_secs_f64();
+    let run = Run { wall, sender: sender?.as_secs_f64(), receiver: receiver?.as_secs_f64() };
+    if check {
+        ensure!(same(source, &target, settings.size)?, "the files differ afterwards");
+    }
+    Ok(run)
+}
+
+/// The processor time that `work` takes.
+fn timed(work: impl FnOnce() -> std::io::Result<()>) -> anyhow::Result<Duration> {
+    work()?;
+    Ok(sys::thread_time())
+}
+
+fn sum(
+    threads: Vec<std::thread::ScopedJoinHandle<'_, anyhow::Result<Duration>>>,
+) -> anyhow::Result<Duration> {
+    threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked"))).sum()
+}
+
+/// A pair of connected sockets: the sender's, the receiver's.
+fn connect(buffer: usize) -> anyhow::Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let out = TcpStream::connect(listener.local_addr()?)?;
+    let (into, _) = listener.accept()?;
+    out.set_nodelay(true)?;
+    if buffer > 0 {
+        let buffer = i32::try_from(buffer)?;
+        sys::option(out.as_fd(), libc::SO_SNDBUF, buffer)?;
+        sys::option(into.as_fd(), libc::SO_RCVBUF, buffer)?;
+    }
+    Ok((out, into))
+}
+
+/// A new file without a name in `dir`, of `size` bytes, all hole.
+fn ram_file(dir: &Path, name: &str, size: usize) -> anyhow::Result<File> {
+    let path = dir.join(format!("bulk-lab-{name}-{}", std::process::id()));
+    let file = File::options().read(true).write(true).create_new(true).open(&path);
+    let file = file.with_context(|| format!("cannot create {}", path.display()))?;
+    std::fs::remove_file(&path)?;
+    file.set_len(size as u64)?;
+    Ok(file)
+}
+
+/// Random bytes.
+fn fill(file: &File, size: usize) -> anyhow::Result<()> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut piece = vec![0; 1 << 20];
+    for at in (0..size).step_by(piece.len()) {
+        for word in piece.chunks_exact_mut(8) {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word.copy_from_slice(&state.to_le_bytes());
+        }
+        file.write_all_at(&piece, at as u64)?;
+    }
+    Ok(())
+}
+
+fn same(one: &File, other: &File, size: usize) -> anyhow::Result<bool> {
+    let (mut left, mut right) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    for at in (0..size).step_by(left.len()) {
+        one.read_exact_at(&mut left, at as u64)?;
+        other.read_exact_at(&mut right, at as u64)?;
+        if left != right {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+fn settings(words: impl Iterator<Item = String>) -> anyhow::Result<Settings> {
+    let words: Vec<String> = words.collect();
+    let list = |name: &str, default: &str| -> Vec<String> {
+        let given = words.iter().position(|word| word == name).and_then(|at| words.get(at + 1));
+        given.map_or(default, String::as_str).split(',').map(str::to_owned).collect()
+    };
+    let known = ["--send", "--receive", "--streams", "--frames", "--buffers", "--size", "--runs", "--dir"];
+    if let Some(unknown) = words.iter().step_by(2).find(|word| !known.contains(&word.as_str())) {
+        bail!("there is no option {unknown}: use {}", known.join(" "));
+    }
+    let numbers = |name: &str, default: &str| -> anyhow::Result<Vec<usize>> {
+        list(name, default)
+            .iter()
+            .map(|text| text.parse().with_context(|| format!("{name} {text}")))
+            .collect()
+    };
+    let mut combinations = Vec::new();
+    for streams in numbers("--streams", "1,2")? {
+        for send in list("--send", "buffer,mapping,sendfile,zerocopy,splice") {
+            for receive in list("--receive", "mapping,populate,ahead,buffer,splice") {
+                for frame in numbers("--frames", "256")? {
+                    for buffer in numbers("--buffers", "0")? {
+                        let send = SENDS.into_iter().find(|(name, _)| *name == send);
+                        let receive = RECEIVES.into_iter().find(|(name, _)| *name == receive);
+                        let (Some(send), Some(receive)) = (send, receive) else {
+                            bail!("there is no such way to send or receive");
+                        };
+                        let (frame, buffer) = (frame << 10, buffer << 10);
+                        ensure!(frame > 0 && SEGMENT.is_multiple_of(frame), "frames must divide 16 MiB");
+                        combinations.push(Combination { send, receive, streams, frame, buffer });
+                    }
+                }
+            }
+        }
+    }
+    let one = |name: &str, default: &str| -> anyhow::Result<usize> { Ok(numbers(name, default)?[0]) };
+    let size = one("--size", "1024")? << 20;
+    ensure!(size > 0 && size.is_multiple_of(SEGMENT), "the size must be a multiple of 16 MiB");
+    let dir = PathBuf::from(&list("--dir", "/dev/shm")[0]);
+    Ok(Settings { combinations, size, runs: one("--runs", "5")?, dir })
+}

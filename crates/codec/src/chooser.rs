@@ -1,0 +1,246 @@
+//! `--compression auto`: which codec the next batch of a segment is sent with.
+//!
+//! One [`Chooser`] for each channel thread. For each codec `c` it estimates what a byte of pages costs in time:
+//!
+//! ```text
+//!  time(c) = max( compress(c) + other(c),  ratio(c) / (link × worth(c)) )
+//! ```
+//!
+//! *Compress* is processor time by codec and ratio, *other* the rest of the thread's (reading, sending), *ratio* belongs to the
+//! segment, *link* is what the connection really drained while the thread waited for it. *Worth* corrects the link for a
+//! codec under which it drains less: then it is the receiver that limits, and fewer bytes do not help. The smallest time
+//! wins; where no processor is idle, processor time counts twice.
+//!
+//! Ratios are learned from *samples*: [`SAMPLE_LEN`] bytes of a batch are compressed and thrown away, but only if the codec
+//! could win with a ratio as good as may be hoped for. Each segment remembers its ratios. Samples of a segment that
+//! stays as it is become rare. A segment that does not compress is thus bypassed at next to no cost.
+//!
+//! The link is learned from raw pages at the start, and from every window in which the thread waited. While the
+//! thread is busy compressing, the link could be faster than anyone sees; so now and then a few MiB are sent raw.
+
+mod cost;
+mod link;
+
+use std::time::Duration;
+
+use self::cost::{CANDIDATES, COUNT, Costs};
+use self::link::Link;
+use crate::{Codec, CodecId};
+
+/// Bytes of a batch that a sample compresses (or all of the batch, where it is smaller).
+pub const SAMPLE_LEN: usize = 16 << 10;
+/// Batches of a segment between two looks at whether it still compresses as it did; doubled each time that it does.
+const FIRST_PERIOD: u16 = 16;
+const LAST_PERIOD: u16 = 1024;
+/// A codec must be better than the one in use by so much. Less is noise.
+const MARGIN: f64 = 0.97;
+
+/// What to do with the next batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Send it with this codec; raw if it turns out not to fit into [`crate::worth`].
+    pub codec: Codec,
+    /// Before that, compress the first [`SAMPLE_LEN`] bytes with this codec, tell [`Chooser::sampled`], and forget the result.
+    pub sample: Option<Codec>,
+}
+
+/// What became of a sample.
+#[derive(Clone, Copy, Debug)]
+pub struct Sampled {
+    /// The segment, by its number.
+    pub segment: usize,
+    /// The codec that was asked for.
+    pub codec: Codec,
+    /// Bytes that were compressed.
+    pub raw: usize,
+    /// Bytes that they became; `None` where they did not fit into [`crate::worth`].
+    pub made: Option<usize>,
+    /// How long that took.
+    pub took: Duration,
+}
+
+/// What became of a batch.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch {
+    /// The segment, by its number.
+    pub segment: usize,
+    /// The codec that was tried.
+    pub codec: Codec,
+    /// Bytes of its pages: those that are not zero.
+    pub raw: usize,
+    /// Bytes that went to the link, frame and all; those of the pages as they are, where compression was given up.
+    pub wire: usize,
+    /// How long compressing took, whether or not it was of use.
+    pub compress: Duration,
+    /// From the end of the batch before (or the start of the round) to the end of this one, samples among it.
+    pub elapsed: Duration,
+    /// The thread's processor time in `elapsed` (`CLOCK_THREAD_CPUTIME_ID`): what is missing, it waited.
+    pub cpu: Duration,
+}
+
+/// What a segment is like, as far as it is known.
+#[derive(Clone, Copy, Debug)]
+struct Segment {
+    /// Bytes made for each byte, by candidate; NaN where never tried.
+    ratio: [f32; COUNT],
+    /// Candidates, by bit, whose ratio may be looked at again.
+    stale: u8,
+    /// Batches until all are stale again.
+    due: u16,
+    period: u16,
+}
+
+impl Segment {
+    const NEW: Self =
+        Self { ratio: [f32::NAN; COUNT], stale: u8::MAX, due: FIRST_PERIOD, period: FIRST_PERIOD };
+
+    fn known(&self, candidate: usize) -> Option<f64> {
+        let ratio = self.ratio[candidate];
+        (!ratio.is_nan()).then_some(ratio.into())
+    }
+
+    /// The best ratio that one may hope for, from what is known of this segment.
+    fn hope(&self, candidate: usize) -> f64 {
+        if let Some(ratio) = self.known(candidate) {
+            return ratio * 0.85;
+        }
+        let others = (1..COUNT).filter_map(|other| Some(self.known(other)? * cost::hope(candidate, other)));
+        // The worst of the hopes: each of them is an honest bound.
+        others.fold(0.02, f64::max)
+    }
+
+    fn learn(&mut self, candidate: usize, ratio: f64, weight: f32) {
+        let ratio = ratio as f32;
+        let old = &mut self.ratio[candidate];
+        let changed = old.is_nan() || (*old - ratio).abs() > 0.1;
+        *old = if old.is_nan() { ratio } else { *old + (ratio - *old) * weight };
+        self.stale &= !(1 << candidate);
+        if weight == 1.0 && !changed {
+            self.period = (self.period * 2).min(LAST_PERIOD);
+        } else if weight == 1.0 {
+            self.period = FIRST_PERIOD;
+        }
+    }
+
+    fn pass(&mut self) {
+        self.due = self.due.saturating_sub(1);
+        if self.due == 0 {
+            (self.stale, self.due) = (u8::MAX, self.period);
+        }
+    }
+}
+
+/// Chooses codecs; see the module's page.
+#[derive(Debug)]
+pub struct Chooser {
+    segments: Vec<Segment>,
+    allowed: [bool; COUNT],
+    costs: Costs,
+    link: Link,
+    /// Processors that idle, shared among channels.
+    idle: f64,
+    last: usize,
+}
+
+impl Chooser {
+    /// For `segments` segments, numbered from 0 (those of one channel, or all: each takes 32 bytes), and the codecs that
+    /// both sides know.
+    #[must_use]
+    pub fn new(segments: usize, known: &[CodecId]) -> Self {
+        Self {
+            segments: vec![Segment::NEW; segments],
+            allowed: CANDIDATES.map(|codec| codec == Codec::None || known.contains(&codec.id())),
+            costs: Costs::default(),
+            link: Link::default(),
+            idle: 1.0,
+            last: 0,
+        }
+    }
+
+    /// What to do with the next batch of `segment`.
+    ///
+    /// # Panics
+    /// When there is no such segment: a mistake of the caller.
+    pub fn plan(&mut self, segment: usize) -> Plan {
+        let known = &mut self.segments[segment];
+        known.pass();
+        let known = *known;
+        let Some(_) = self.link.rate() else {
+            return Plan { codec: Codec::None, sample: None };
+        };
+        let (mut best, mut least) = (0, self.price(0, 1.0));
+        for candidate in 1..COUNT {
+            let (true, Some(ratio)) = (self.allowed[candidate], known.known(candidate)) else { continue };
+            let bonus = if candidate == self.last { MARGIN } else { 1.0 };
+            let price = self.price(candidate, ratio) * bonus;
+            if price < least * if best == 0 { MARGIN } else { 1.0 } {
+                (best, least) = (candidate, price);
+            }
+        }
+        let mut sample = None;
+        let mut promise = least * MARGIN;
+        for (candidate, codec) in CANDIDATES.into_iter().enumerate().skip(1) {
+            if !self.allowed[candidate] || candidate == best || known.stale & (1 << candidate) == 0 {
+                continue;
+            }
+            let price = self.price(candidate, known.hope(candidate));
+            if price < promise {
+                (sample, promise) = (Some(codec), price);
+            }
+        }
+        if self.link.probing() {
+            best = 0;
+        } else {
+            self.last = best;
+        }
+        Plan { codec: CANDIDATES[best], sample }
+    }
+
+    /// Takes in what became of a sample.
+    pub fn sampled(&mut self, sample: &Sampled) {
+        let Some(candidate) = cost::position(sample.codec) else { return };
+        if sample.raw == 0 {
+            return;
+        }
+        let ratio = sample.made.map_or(1.0, |made| made as f64 / sample.raw as f64);
+        self.segments[sample.segment].learn(candidate, ratio, 1.0);
+        self.costs.observe(candidate, ratio, sample.took.as_secs_f64() / sample.raw as f64);
+    }
+
+    /// Takes in what became of a batch.
+    pub fn batch(&mut self, batch: &Batch) {
+        let Some(candidate) = cost::position(batch.codec) else { return };
+        if batch.raw > 0 && candidate > 0 {
+            let ratio = (batch.wire as f64 / batch.raw as f64).min(1.0);
+            self.segments[batch.segment].learn(candidate, ratio, 0.25);
+            self.costs.observe(candidate, ratio, batch.compress.as_secs_f64() / batch.raw as f64);
+        }
+        self.link.batch(candidate, batch);
+    }
+
+    /// Takes in how many processors of this host idle, divided by the number of channels; look every second or so. Until
+    /// it is told, there is one.
+    pub fn idle(&mut self, processors: f64) {
+        self.idle = processors;
+    }
+
+    /// Bytes a second that the connection drains, as far as is known.
+    #[must_use]
+    pub fn link_rate(&self) -> Option<f64> {
+        self.link.rate()
+    }
+
+    /// Seconds for a byte of pages with `candidate` at `ratio`.
+    fn price(&self, candidate: usize, ratio: f64) -> f64 {
+        let compress = if candidate == 0 { 0.0 } else { self.costs.estimate(candidate, ratio) };
+        let cpu = compress + self.link.other(candidate, ratio);
+        let link = self.link.seconds(candidate, ratio);
+        // Below half an idle processor the guest, or the other side on this host, pays for what we take.
+        let crowd = (1.0 - 2.0 * self.idle).clamp(0.0, 1.0);
+        // A hundredth of the processor time: where two take the same time, the one that works less.
+        cpu.max(link) + cpu * crowd.max(0.01)
+    }
+}
+
+#[cfg(test)]
+mod tests;

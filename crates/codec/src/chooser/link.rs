@@ -1,0 +1,189 @@
+//! What the connection drains, seen through windows of a few MiB.
+//!
+//! Two things disturb the view. Socket buffers swallow the first MiBs at any speed, so those are not counted. And a
+//! receiver that is slower than the link looks like a slow link, but fewer bytes do not make it faster: so each codec
+//! has its own factor, learned from what the connection drained under it.
+
+use super::Batch;
+use super::cost::COUNT;
+
+/// Bytes that the buffers of both sockets may swallow.
+const SLACK: usize = 4 << 20;
+/// A window ends with so many bytes on the wire (the first few with a quarter),
+const WINDOW: usize = 4 << 20;
+/// or after so many seconds.
+const WINDOW_SECONDS: f64 = 0.03;
+/// The share of a window's time that the thread waited, from which on the link (or the receiver) was the limit.
+const WAITED: f64 = 0.15;
+/// Bytes of pages between two probes of the link with raw pages.
+const PROBE_EVERY: u64 = 512 << 20;
+
+/// Windows of a codec that are compared with raw pages before them. The first still drain what the buffers held.
+const TRIALS: u8 = 8;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Window {
+    raw: [u64; COUNT],
+    wire: u64,
+    elapsed: f64,
+    cpu: f64,
+    compress: f64,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Link {
+    rate: Option<f64>,
+    /// Whether two windows in a row have seen the same: until then buffers may have swallowed more than the slack.
+    agreed: bool,
+    /// The factor of each codec; 1: as fast as with raw pages.
+    worth: [f64; COUNT],
+    /// Seconds of processor time for a byte of pages beside compressing; NaN where unknown.
+    other: [f64; COUNT],
+    window: Window,
+    /// Bytes on the wire that are not counted.
+    slack: usize,
+    probing: bool,
+    since_probe: u64,
+    /// The codec of nearly all of the window before.
+    ruled: Option<usize>,
+    /// Bytes on the wire until what drains is of that codec.
+    unsettled: u64,
+    /// Windows in which a difference to raw pages, measured a moment ago, is the codec's and not the link's.
+    fresh: [u8; COUNT],
+}
+
+impl Default for Link {
+    fn default() -> Self {
+        Self {
+            rate: None,
+            agreed: false,
+            worth: [1.0; COUNT],
+            other: [f64::NAN; COUNT],
+            window: Window::default(),
+            slack: SLACK,
+            probing: false,
+            since_probe: 0,
+            ruled: None,
+            unsettled: 0,
+            fresh: [0; COUNT],
+        }
+    }
+}
+
+impl Link {
+    pub(super) fn rate(&self) -> Option<f64> {
+        self.rate.filter(|_| self.agreed)
+    }
+
+    /// Whether raw pages are wanted, to see what the link can do.
+    pub(super) fn probing(&self) -> bool {
+        self.probing
+    }
+
+    /// Seconds that the link takes for what a byte of pages becomes.
+    pub(super) fn seconds(&self, candidate: usize, ratio: f64) -> f64 {
+        self.rate.map_or(0.0, |rate| ratio / (rate * self.worth[candidate]))
+    }
+
+    /// Seconds of processor time for a byte of pages beside compressing.
+    pub(super) fn other(&self, candidate: usize, ratio: f64) -> f64 {
+        let (raw, own) = (self.other[0], self.other[candidate]);
+        match (own.is_nan(), raw.is_nan()) {
+            (false, _) => own,
+            // About half of it is reading, which does not become less.
+            (true, false) => raw * (0.5 + 0.5 * ratio),
+            (true, true) => 0.0,
+        }
+    }
+
+    pub(super) fn batch(&mut self, candidate: usize, batch: &Batch) {
+        self.since_probe += batch.raw as u64;
+        if self.slack > 0 {
+            self.slack = self.slack.saturating_sub(batch.wire);
+            return;
+        }
+        let window = &mut self.window;
+        window.raw[candidate] += batch.raw as u64;
+        window.wire += batch.wire as u64;
+        window.elapsed += batch.elapsed.as_secs_f64();
+        window.cpu += batch.cpu.as_secs_f64();
+        window.compress += batch.compress.as_secs_f64();
+        let full = if self.agreed { WINDOW } else { WINDOW / 4 };
+        if window.wire >= full as u64 || (window.elapsed >= WINDOW_SECONDS && window.wire > 0) {
+            let window = std::mem::take(window);
+            self.close(&window);
+        }
+    }
+
+    fn close(&mut self, window: &Window) {
+        let total: u64 = window.raw.iter().sum();
+        if total == 0 || window.elapsed <= 0.0 {
+            return;
+        }
+        let rate = window.wire as f64 / window.elapsed;
+        let waited = window.cpu < window.elapsed * (1.0 - WAITED);
+        // The codec of nearly all of the window; where there is none, only the link as a whole can be judged.
+        let ruling = (0..COUNT).find(|c| window.raw[*c] * 10 >= total * 9);
+        if let Some(ruling) = ruling {
+            let other = (window.cpu - window.compress).max(0.0) / total as f64;
+            blend(&mut self.other[ruling], other, 0.3);
+        }
+        if ruling != self.ruled {
+            self.unsettled = if self.rate.is_none() { 0 } else { 2 * SLACK as u64 };
+            self.ruled = ruling;
+        }
+        let settled = self.unsettled == 0;
+        self.unsettled = self.unsettled.saturating_sub(window.wire);
+        if waited && !settled {
+            // What drained is what the buffers still held, of another codec.
+            return;
+        }
+        match (ruling, self.rate) {
+            (_, None) => self.rate = Some(rate),
+            (_, Some(old)) if !self.agreed => {
+                self.agreed = (old * 0.8..old * 1.25).contains(&rate);
+                self.rate = Some(rate);
+                self.fresh = [TRIALS; COUNT];
+            }
+            (Some(0), Some(old)) => {
+                // Without waiting the link could do more: what was seen before may still hold.
+                let seen = if waited || self.probing { rate } else { rate.max(old) };
+                // A first look may have seen buffers larger than the slack, so a fall is believed at once.
+                let weight = if self.probing || rate * 1.5 < old { 1.0 } else { 0.5 };
+                self.rate = Some(old + (seen - old) * weight);
+                self.fresh = [TRIALS; COUNT];
+            }
+            (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
+                self.fresh[codec] -= 1;
+                // Where the receiver limits, as many bytes of pages pass as before, and so fewer on the wire. Where the
+                // link does, the wire is as full as before. Whichever is nearer; halfway between is the root.
+                let ratio = window.wire as f64 / total as f64;
+                if rate < old * ratio.min(1.0).sqrt() {
+                    self.worth[codec] = (rate / old).max(0.02);
+                } else {
+                    (self.worth[codec], self.rate) = (1.0, Some(rate));
+                }
+            }
+            (Some(codec), Some(old)) if waited => {
+                self.rate = Some(old + (rate / self.worth[codec] - old) * 0.5);
+            }
+            (None, Some(old)) if waited => self.rate = Some(old + (rate - old) * 0.25),
+            (codec, Some(old)) => {
+                let worth = codec.map_or(1.0, |codec| self.worth[codec]);
+                self.rate = Some(old.max(rate / worth));
+            }
+        }
+        let doubtful = ruling.is_some_and(|codec| self.worth[codec] < 0.7);
+        if self.probing {
+            (self.probing, self.since_probe) = (false, 0);
+        } else if ruling == Some(0) {
+            self.since_probe = 0;
+        } else if self.since_probe >= PROBE_EVERY && (!waited || doubtful) {
+            (self.probing, self.slack) = (true, SLACK);
+        }
+    }
+}
+
+fn blend(value: &mut f64, seen: f64, weight: f64) {
+    *value = if value.is_nan() { seen } else { *value + (seen - *value) * weight };
+}

@@ -1,0 +1,85 @@
+//! What channels look at while they run and the main thread may change.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::compression::Compression;
+
+/// How often the host's idle processors are looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+pub(super) struct Live {
+    compression: Mutex<Compression>,
+    /// Idle processors for each channel, as the bits of an f64.
+    idle: AtomicU64,
+}
+
+impl Live {
+    pub(super) fn new(compression: Compression) -> Self {
+        Self { compression: Mutex::new(compression), idle: AtomicU64::new(1f64.to_bits()) }
+    }
+
+    pub(super) fn compression(&self) -> Compression {
+        *self.compression.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set_compression(&self, compression: Compression) {
+        *self.compression.lock().unwrap_or_else(PoisonError::into_inner) = compression;
+    }
+
+    /// Idle processors for each channel.
+    pub(super) fn idle(&self) -> f64 {
+        f64::from_bits(self.idle.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set_idle(&self, processors: f64) {
+        self.idle.store(processors.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// Watches how many processors of this host idle.
+#[derive(Debug)]
+pub(super) struct IdleWatch {
+    last: Option<(Instant, f64)>,
+}
+
+impl IdleWatch {
+    pub(super) fn new() -> Self {
+        Self { last: idle_seconds().map(|idle| (Instant::now(), idle)) }
+    }
+
+    /// Processors that idled since the last answer, once a second.
+    pub(super) fn look(&mut self) -> Option<f64> {
+        let (then, before) = self.last?;
+        let passed = then.elapsed();
+        if passed < LOOK {
+            return None;
+        }
+        let idle = idle_seconds()?;
+        self.last = Some((Instant::now(), idle));
+        Some(((idle - before) / passed.as_secs_f64()).max(0.0))
+    }
+}
+
+/// The second number of /proc/uptime: the seconds that all processors have idled, summed up (proc(5)).
+fn idle_seconds() -> Option<f64> {
+    std::fs::read_to_string("/proc/uptime").ok()?.split_whitespace().nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn idle_processors_are_a_number_of_processors() {
+        assert!(idle_seconds().unwrap() > 0.0);
+        let mut watch = IdleWatch::new();
+        assert_eq!(watch.look(), None);
+        let (then, idle) = watch.last.unwrap();
+        watch.last = Some((then.checked_sub(Duration::from_secs(2)).unwrap(), idle - 3.0));
+        let seen = watch.look().unwrap();
+        assert!((1.4..1.7).contains(&seen), "{seen}");
+    }
+}

@@ -1,0 +1,149 @@
+//! Frames on their way from the builder to the link: compressed or not, limited, counted.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use godwit_codec::{Batch, Chooser, Codec, Compressor, SAMPLE_LEN, Sampled, worth};
+use godwit_units::ByteCount;
+use godwit_wire::{FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
+
+use super::channel::{Carried, Counters};
+use super::live::Live;
+use crate::EngineError;
+use crate::address::Stream;
+use crate::compression::{Codecs, Compression};
+use crate::limiter::Limiter;
+use crate::link::link_error;
+
+/// The sending end of a channel.
+pub(super) struct Packer {
+    stream: Stream,
+    limiter: Arc<Limiter>,
+    counters: Arc<Counters>,
+    live: Arc<Live>,
+    codecs: Codecs,
+    compressor: Compressor,
+    chooser: Chooser,
+    /// A frame with compressed pages.
+    other: Vec<u8>,
+    /// When the last frame was gone, and the processor time of this thread then.
+    last: (Instant, Duration),
+}
+
+impl Packer {
+    /// A packer for `stream`, of a VM with `segments` segments, to a destination that takes `codecs`.
+    pub(super) fn new(
+        stream: Stream,
+        limiter: Arc<Limiter>,
+        counters: Arc<Counters>,
+        live: Arc<Live>,
+        segments: usize,
+        codecs: Codecs,
+    ) -> Self {
+        Self {
+            stream,
+            limiter,
+            counters,
+            live,
+            codecs,
+            compressor: Compressor::new(),
+            chooser: Chooser::new(segments, &codecs.list()),
+            other: vec![0; HEADER_LEN + worth(FRAME_PAGES << 12) + RUNS_LIMIT * RUN_LEN],
+            last: (Instant::now(), Duration::ZERO),
+        }
+    }
+
+    /// A round begins: what was before it is no measure of the link.
+    pub(super) fn begin(&mut self) {
+        self.last = (Instant::now(), thread_time());
+        self.chooser.idle(self.live.idle());
+    }
+
+    /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to `segment`.
+    pub(super) fn send(
+        &mut self,
+        builder: &mut PageFrameBuilder,
+        block: u32,
+        segment: usize,
+        carried: &mut Carried,
+    ) -> Result<(), EngineError> {
+        let raw = builder.data().len();
+        let mut codec = match self.live.compression() {
+            Compression::Auto if raw > 0 => self.choose(builder, segment),
+            Compression::Auto => Codec::None,
+            Compression::Fixed(codec) => codec,
+        };
+        if !self.codecs.contains(codec.id()) {
+            codec = Codec::None;
+        }
+        let began = Instant::now();
+        let made = if codec == Codec::None || raw == 0 {
+            None
+        } else {
+            let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(raw)];
+            self.compressor.compress(codec, &[builder.data()], room)?
+        };
+        let compress = if codec == Codec::None { Duration::ZERO } else { began.elapsed() };
+        let frame = match made {
+            Some(length) => builder.finish_in(&mut self.other, length, block, codec.id() as u8),
+            None => builder.finish(block),
+        };
+        self.limiter.take(frame.len());
+        put(&mut self.stream, frame, carried, &self.counters)?;
+        carried.raw += ByteCount(raw as u64);
+        let (now, cpu) = (Instant::now(), thread_time());
+        self.chooser.batch(&Batch {
+            segment,
+            codec,
+            raw,
+            wire: frame.len(),
+            compress,
+            elapsed: now.saturating_duration_since(self.last.0),
+            cpu: cpu.saturating_sub(self.last.1),
+        });
+        self.last = (now, cpu);
+        Ok(())
+    }
+
+    /// Sends what is no page frame.
+    pub(super) fn put(&mut self, bytes: &[u8], carried: &mut Carried) -> Result<(), EngineError> {
+        put(&mut self.stream, bytes, carried, &self.counters)
+    }
+
+    /// The codec for the pages in `builder`, after a sample where one is asked for.
+    fn choose(&mut self, builder: &PageFrameBuilder, segment: usize) -> Codec {
+        let plan = self.chooser.plan(segment);
+        if let Some(codec) = plan.sample {
+            let data = builder.data();
+            let data = &data[..data.len().min(SAMPLE_LEN)];
+            let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(data.len())];
+            let began = Instant::now();
+            // An error shows again, and is told, when pages are compressed with it.
+            let made = self.compressor.compress(codec, &[data], room).unwrap_or_default();
+            let took = began.elapsed();
+            self.chooser.sampled(&Sampled { segment, codec, raw: data.len(), made, took });
+        }
+        plan.codec
+    }
+}
+
+/// Sends and counts `bytes`.
+fn put(
+    stream: &mut Stream,
+    bytes: &[u8],
+    carried: &mut Carried,
+    counters: &Counters,
+) -> Result<(), EngineError> {
+    stream.write_all(bytes).map_err(link_error("destination"))?;
+    carried.sent += ByteCount(bytes.len() as u64);
+    counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Processor time of this thread.
+fn thread_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}

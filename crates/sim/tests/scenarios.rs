@@ -1,0 +1,102 @@
+//! What the named scenarios show, and the figures of docs/convergence.md.
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use godwit_policy::{Settings, ThrottleMode};
+use godwit_sim::{GuestSpec, NAMES, Outcome, Sample, Vcpus, fit, forecast, named, run};
+use godwit_units::{ByteCount, PageCount};
+
+fn with(name: &str, settings: &[&str]) -> Outcome {
+    let mut scenario = named(name).unwrap();
+    for setting in settings {
+        scenario.settings.assign(setting).unwrap();
+    }
+    run(&scenario)
+}
+
+#[test]
+fn every_name_is_a_scenario_that_finishes_with_what_is_usual() {
+    let unfinished: Vec<&str> = NAMES
+        .iter()
+        .map(|(name, _)| *name)
+        .filter(|name| *name != "a3" && !with(name, &[]).moved())
+        .collect();
+    assert_eq!(unfinished, Vec::<&str>::new());
+    assert!(named("nonsense").is_none());
+}
+
+#[test]
+fn the_busy_guest_moves_with_a_quarter_of_what_auto_converge_costs() {
+    let [adaptive, ramp] =
+        ["adaptive", "auto-converge"].map(|mode| with("busy", &[&format!("throttle={mode}")]));
+    assert!(adaptive.moved() && adaptive.total < 7.5 && adaptive.downtime <= 0.3);
+    assert!(adaptive.under_10 < 3.1, "{}", adaptive.under_10);
+    assert!(adaptive.lost_work < ramp.lost_work / 4.0 && adaptive.total < ramp.total / 4.0);
+    // What auto-converge did to the real guest: 37.6 s, half of its work lost.
+    assert!((30.0..50.0).contains(&ramp.total) && (14.0..25.0).contains(&ramp.lost_work));
+    assert!(!with("busy", &["throttle=off"]).moved());
+}
+
+#[test]
+fn delaying_what_is_hot_sends_less_in_less_time() {
+    let [without, delayed] =
+        ["0", "30"].map(|percent| with("hot-cold", &[&format!("delay-hot-percent={percent}")]));
+    assert!(delayed.sent < 0.9 * without.sent && delayed.total < without.total);
+}
+
+#[test]
+fn a_short_synchronisation_meets_limits_that_a_long_one_cannot() {
+    let converges =
+        |name, limit: &str| with(name, &[&format!("downtime-limit={limit}"), "patience=20s"]).moved();
+    // D·x/(B − D) alone is 292 ms with 73 ms and 48 ms with 12 ms.
+    assert!(!converges("a3", "300ms") && converges("a3-merged", "300ms"));
+    assert!(converges("a3", "600ms"));
+}
+
+#[test]
+fn memory_that_waits_for_disks_is_sent_once_instead_of_hundreds_of_times() {
+    let [equal, policy] = ["1024", "auto"].map(|share| with("b2", &[&format!("memory-share={share}")]));
+    assert!(equal.memory_passes > 200 && policy.memory_passes < 20);
+    assert!(policy.sent < 0.25 * equal.sent && policy.total < 1.02 * equal.total);
+}
+
+#[test]
+fn limited_disk_writes_let_a_migration_finish_that_could_not() {
+    let mut coarse = named("b4").unwrap();
+    coarse.disk.as_mut().unwrap().granularity = ByteCount(1 << 20);
+    coarse.settings.assign("disk-limit=2MB/s").unwrap();
+    assert!(!run(&coarse).moved());
+    assert!(!with("b4", &["disk-limit=off"]).moved());
+    let limited = with("b4", &[]);
+    assert!(limited.moved() && limited.disk_limit.is_some());
+}
+
+#[test]
+fn a_guest_that_no_throttle_slows_is_told_so_and_released() {
+    let mut scenario = named("busy").unwrap();
+    scenario.vcpus = Vcpus::Deaf;
+    let outcome = run(&scenario);
+    assert!(!outcome.moved() && outcome.rounds.last().unwrap().throttle < 0.01);
+    assert!(outcome.reason.unwrap().contains("force the switchover"));
+}
+
+#[test]
+fn a_forecast_from_samples_comes_near_what_happens() {
+    let scenario = named("busy").unwrap();
+    let curve = |seconds: f64| 65_536.0 * (1.0 - (-750_000.0 / 65_536.0 * seconds).exp());
+    let samples: Vec<Sample> = [0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+        .map(|seconds| Sample {
+            interval: Duration::from_secs_f64(seconds),
+            dirty: PageCount(curve(seconds) as u64),
+        })
+        .into();
+    let guest: GuestSpec = fit(scenario.guest.memory, scenario.guest.data, &samples);
+    let foreseen = godwit_sim::Scenario { guest, ..scenario.clone() };
+    let off = Settings { throttle: ThrottleMode::Off, ..Settings::default() };
+    let forecasts = forecast(&foreseen, &[Settings::default(), off]);
+    let outcome = run(&scenario);
+    assert!(forecasts[0].finishes && !forecasts[1].finishes);
+    assert!((forecasts[0].seconds.1 / outcome.total - 1.0).abs() < 0.25, "{:?}", forecasts[0]);
+    assert!((0.5..2.0).contains(&(forecasts[0].downtime / outcome.downtime)));
+}
