@@ -25,7 +25,8 @@ impl Source<'_> {
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
         board.note_baseline(tracker.as_ref())?;
-        if self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 {
+        // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
+        if self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io {
             board.arm(tracker.as_ref(), ARMING)?;
         }
         self.remaining = board.look(tracker.as_ref())?.remaining;
