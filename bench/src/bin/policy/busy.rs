@@ -39,11 +39,15 @@ const QEMU: [(&str, Style); 7] = [
 /// QEMU's ways that are known to end, given time.
 const ENDS: [Style; 3] =
     [Style::AutoConverge, Style::PostCopy { limited: true }, Style::PostCopy { limited: false }];
-const THROTTLES: [(&str, &str); 4] = [
-    ("godwit direct", "direct"),
-    ("godwit staged", "staged"),
-    ("godwit auto-converge", "auto-converge"),
-    (ADAPTIVE, "adaptive"),
+/// Throttle and compression. What is compared with QEMU sends pages as they are.
+const THROTTLES: [(&str, &str, &str); 7] = [
+    ("godwit direct", "direct", "none"),
+    ("godwit staged", "staged", "none"),
+    ("godwit auto-converge", "auto-converge", "none"),
+    (ADAPTIVE, "adaptive", "none"),
+    ("compressed, direct", "direct", "auto"),
+    ("compressed, staged", "staged", "auto"),
+    ("compressed, adaptive", "adaptive", "auto"),
 ];
 const ADAPTIVE: &str = "godwit adaptive";
 
@@ -87,12 +91,12 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
         }
     }
     for round in 0..options.rounds {
-        for (name, throttle) in THROTTLES.into_iter().filter(|(name, _)| wanted(name)) {
+        for (name, throttle, compression) in THROTTLES.into_iter().filter(|(name, ..)| wanted(name)) {
             if round == 0 {
                 names.push(name);
             }
             let by = |source: &mut TestVm, destination: &mut TestVm| {
-                by_godwit(&godwit, source, destination, throttle)
+                by_godwit(&godwit, source, destination, [throttle, compression])
             };
             rows.push(ground.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
         }
@@ -208,13 +212,13 @@ fn by_godwit(
     godwit: &Godwit,
     source: &TestVm,
     destination: &mut TestVm,
-    throttle: &str,
+    [throttle, compression]: [&str; 2],
 ) -> anyhow::Result<Moved> {
     let cpu_before = ended_children()?;
     let (receive, address) = godwit.receive(destination, &[])?;
     destination.qmp().forget_events();
     let began = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-    let options = [&GODWIT[..], &["--throttle", throttle]].concat();
+    let options = [&GODWIT[..], &["--throttle", throttle, "--compression", compression]].concat();
     let migrate = godwit.migrate(source, &address, &options)?.wait(LIMIT)?;
     let ended = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
     let last = migrate.last();

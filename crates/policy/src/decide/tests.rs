@@ -157,7 +157,13 @@ fn a_round_under_a_throttle_ends_when_what_remains_fits_into_the_downtime() {
     // 40 MiB/s: 10 MiB fit into 300 ms, 20 MiB do not.
     let passed_by = |policy: &mut Policy, in_round: u64, remaining: u64| {
         let in_round = Duration::from_millis(in_round);
-        policy.tick(&Tick { in_round, remaining: PageCount(remaining), dirty: &none, throttle, ..Tick::default() });
+        policy.tick(&Tick {
+            in_round,
+            remaining: PageCount(remaining),
+            dirty: &none,
+            throttle,
+            ..Tick::default()
+        });
         policy.plan().delayed.count()
     };
     assert!(passed_by(&mut policy, 100, 5120) < 10);
