@@ -27,7 +27,14 @@ const GUEST: [&str; 10] = [
 ];
 const RATE: &str = "600000";
 const LINK: [&str; 8] = [
-    "--max-bandwidth", "256MiB/s", "--downtime-limit", "490ms", "--throttle", "off", "--compression", "none",
+    "--max-bandwidth",
+    "256MiB/s",
+    "--downtime-limit",
+    "490ms",
+    "--throttle",
+    "off",
+    "--compression",
+    "none",
 ];
 const WAYS: [(&str, &str); 2] =
     [("nothing delayed", "delay-hot-percent=0"), ("default", "delay-hot-percent=30")];
