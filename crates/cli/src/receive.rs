@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Fault, Notice, Options, Received, receive};
+use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::Cost;
@@ -44,17 +44,17 @@ pub(crate) struct Arguments {
 
     /// Make up a fault, for tests: the number of a channel that places every frame so late, as NUMBER:TIME
     #[arg(long, hide = true, value_parser = slow_channel)]
-    slow_channel: Option<Fault>,
+    slow_channel: Option<(usize, Duration)>,
 
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
 }
 
-fn slow_channel(text: &str) -> Result<Fault, String> {
+fn slow_channel(text: &str) -> Result<(usize, Duration), String> {
     let (number, late) = text.split_once(':').ok_or("write NUMBER:TIME")?;
     let number = number.parse().map_err(|_| "the number of a channel")?;
-    Ok(Fault::SlowChannel { number, late: parse_duration(late).map_err(|error| error.to_string())? })
+    Ok((number, parse_duration(late).map_err(|error| error.to_string())?))
 }
 
 /// Runs the command.
@@ -95,8 +95,8 @@ fn take_in(
                 RequestError::Refused(error.into())
             })?;
             listening(&address.to_string());
-            let options =
-                Options { wait, codecs: arguments.compression.codecs(), fault: arguments.slow_channel };
+            let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
+            let options = Options { wait, codecs: arguments.compression.codecs(), faults };
             let received =
                 receive(&mut vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
             Ok((received, process::cost()))

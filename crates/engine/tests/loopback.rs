@@ -14,12 +14,14 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_codec::Codec;
 use godwit_engine::address::{Address, Listener};
+use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, receive};
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
-use godwit_engine::{Cancel, Survivor};
+use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_track::{DirtyTracker, TrackError};
@@ -90,10 +92,12 @@ struct Source {
     guest: Option<JoinHandle<()>>,
     state: Option<UnixStream>,
     retired: bool,
+    /// The guest writes for so long, and then no more.
+    busy: Duration,
 }
 
 impl Source {
-    fn start() -> Self {
+    fn start(busy: Duration) -> Self {
         let ram = blocks("source");
         let mut source = Self {
             ram,
@@ -102,6 +106,7 @@ impl Source {
             guest: None,
             state: None,
             retired: false,
+            busy,
         };
         source.resume().unwrap();
         source
@@ -174,11 +179,16 @@ impl SourceVm for Source {
     fn resume(&mut self) -> Result<(), VmError> {
         if self.guest.is_none() {
             self.running.store(true, Ordering::Relaxed);
+            let until = Instant::now() + self.busy;
             let (ram, marks, running) =
                 (Arc::clone(&self.ram), Arc::clone(&self.marks), Arc::clone(&self.running));
             self.guest = Some(std::thread::spawn(move || {
                 let mut seed = 1u64;
                 while running.load(Ordering::Relaxed) {
+                    if Instant::now() >= until {
+                        std::thread::sleep(Duration::from_millis(1));
+                        continue;
+                    }
                     seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let block = (seed >> 60) as usize % SIZES.len();
                     let page = (seed >> 20) % SIZES[block];
@@ -264,30 +274,31 @@ impl DestinationVm for Destination {
     }
 }
 
-fn options(to: Address, channels: u8, verify: bool) -> Options {
+fn options(channels: u8, verify: bool) -> Options {
+    let to = Address::Tcp(String::new());
     Options { to, verify, channels, ledger: true, keep_source: false, fault: None }
 }
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Survivor>, Source, Found) {
-    // Generous, so that the last round has much to carry.
+    // So generous that the last round has much to carry.
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    move_steered(
-        channels,
-        verify,
-        refuse_to_load,
-        &Steering::new(settings, Own::default(), Cancel::default()),
-    )
+    let steering = Steering::new(settings, Own::default(), Cancel::default());
+    let (result, source, found) =
+        move_steered(&options(channels, verify), &destination::Faults::default(), refuse_to_load, &steering);
+    (result.map_err(|failure| failure.survivor), source, found)
 }
 
 fn move_steered(
-    channels: u8,
-    verify: bool,
+    options: &Options,
+    faults: &destination::Faults,
     refuse_to_load: bool,
     steering: &Steering,
-) -> (Result<(), Survivor>, Source, Found) {
-    let mut source = Source::start();
+) -> (Result<(), Failure>, Source, Found) {
+    // A guest that leaves its pages alone in the end: what was wrong then stays wrong.
+    let busy = if faults.slow_channel.is_some() { BUSY } else { Duration::from_secs(60) };
+    let mut source = Source::start(busy);
     let found: Arc<Mutex<Found>> = Arc::default();
     let mut destination = Destination {
         ram: blocks("destination"),
@@ -297,17 +308,22 @@ fn move_steered(
     };
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
+    let faults = *faults;
     let receiving = std::thread::spawn(move || {
         let cancel = Cancel::default();
-        let options =
-            destination::Options { wait: Some(Duration::from_secs(60)), ..destination::Options::default() };
+        let options = destination::Options {
+            wait: Some(Duration::from_secs(60)),
+            faults,
+            ..destination::Options::default()
+        };
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)
     });
-    let result = migrate(&mut source, &options(to, channels, verify), steering, &mut |_| {});
+    let options = Options { to, ..options.clone() };
+    let result = migrate(&mut source, &options, steering, &mut |_| {});
     let received = receiving.join().unwrap();
     assert_eq!(result.is_ok(), received.is_ok(), "{result:?} {received:?}");
     let found = std::mem::take(&mut *found.lock().unwrap());
-    (result.map(drop).map_err(|failure| failure.survivor), source, found)
+    (result.map(drop), source, found)
 }
 
 #[test]
@@ -327,8 +343,9 @@ fn what_was_never_sent_goes_with_the_last_round() {
         let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
         // Asked for before it begins: the first round passes by every segment.
         steering.switch_over(true).unwrap();
-        let (result, source, found) = move_steered(2, verify, false, &steering);
-        assert_eq!(result, Ok(()));
+        let (result, source, found) =
+            move_steered(&options(2, verify), &destination::Faults::default(), false, &steering);
+        assert!(result.is_ok(), "{result:?}");
         assert_eq!(found.pages_first, Some(true));
         assert!(found.ran && source.retired);
     }
@@ -349,4 +366,39 @@ fn a_state_that_does_not_load_leaves_the_guest_at_the_source() {
     assert_eq!(result, Err(Survivor::Source));
     assert!(source.running.load(Ordering::Relaxed) && source.guest.is_some());
     assert!(!found.ran && !source.retired);
+}
+
+/// How long the guest writes where a channel is slow.
+const BUSY: Duration = Duration::from_millis(1200);
+/// How late a slow channel is with each frame.
+const LATE: Duration = Duration::from_millis(60);
+
+/// A link on which rounds take a while, and a switchover after some of them.
+fn some_rounds() -> Steering {
+    let settings =
+        Settings { downtime_limit: Duration::from_millis(50), patience: None, ..Settings::default() };
+    let own = Own {
+        max_bandwidth: Some("100MiB/s".parse().unwrap()),
+        compression: Compression::Fixed(Codec::None),
+    };
+    let steering = Steering::new(settings, own, Cancel::default());
+    let forced = steering.clone();
+    // The guest of this test cannot be throttled.
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(1500));
+        let _ = forced.switch_over(true);
+    });
+    steering
+}
+
+#[test]
+fn an_old_page_never_lands_on_a_newer_one() {
+    // One channel is late with each frame, in all phases; the other is not.
+    for slow in 0..2 {
+        let slow_channel = Some((slow, LATE));
+        let faults = destination::Faults { slow_channel, any_channel: false };
+        let (result, _, found) = move_steered(&options(2, true), &faults, false, &some_rounds());
+        assert!(result.is_ok(), "channel {slow}: {result:?}");
+        assert_eq!(found.pages_first, Some(true));
+    }
 }

@@ -50,11 +50,11 @@ impl Barriers {
         self.lock().failed.take()
     }
 
-    /// Waits until every channel has ended `round`.
+    /// Waits until every channel has ended `round`, or a later one.
     pub(super) fn wait(&self, round: u64, cancelled: impl Fn() -> bool) -> Result<(), EngineError> {
         let until = Instant::now() + limits::ANSWER;
         let mut placed = self.lock();
-        while placed.rounds.iter().any(|ended| *ended != Some(round)) {
+        while placed.rounds.iter().any(|ended| *ended < Some(round)) {
             if let Some(error) = placed.failed.take() {
                 return Err(error);
             }

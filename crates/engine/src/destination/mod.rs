@@ -90,26 +90,23 @@ pub struct Options {
     pub wait: Option<Duration>,
     /// Codecs that are taken.
     pub codecs: Codecs,
-    /// A fault to make up, for tests.
-    pub fault: Option<Fault>,
+    /// Faults to make up, for tests.
+    pub faults: Faults,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: None, codecs: Codecs::ALL, fault: None }
+        Self { wait: None, codecs: Codecs::ALL, faults: Faults::default() }
     }
 }
 
 /// Faults made up on purpose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// One channel places each of its frames only after this time.
-    SlowChannel {
-        /// Which channel.
-        number: usize,
-        /// How late.
-        late: Duration,
-    },
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// A channel, by its number, that places each of its frames only after this time.
+    pub slow_channel: Option<(usize, Duration)>,
+    /// Pages are taken over any channel.
+    pub any_channel: bool,
 }
 
 /// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of.
@@ -129,7 +126,7 @@ pub fn receive(
         vm,
         listener,
         codecs: options.codecs,
-        fault: options.fault,
+        faults: options.faults,
         cancel,
         notice,
         events,
@@ -160,7 +157,7 @@ struct Destination<'a> {
     ram: Arc<Vec<RamBlock>>,
     listener: &'a Listener,
     codecs: Codecs,
-    fault: Option<Fault>,
+    faults: Faults,
     cancel: &'a Cancel,
     notice: &'a mut dyn FnMut(&Notice),
     events: Receiver<Event>,
@@ -494,10 +491,11 @@ impl Destination<'_> {
                 barriers: Arc::clone(&self.barriers),
                 decompressor: Decompressor::new(),
                 pages: Vec::new(),
-                late: match self.fault {
-                    Some(Fault::SlowChannel { number: slow, late }) if slow == number => late,
+                late: match self.faults.slow_channel {
+                    Some((slow, late)) if slow == number => late,
                     _ => Duration::ZERO,
                 },
+                any_channel: self.faults.any_channel,
             };
             self.channels.push((handle, std::thread::spawn(move || channel.run())));
         }

@@ -279,7 +279,11 @@ impl Host {
         cancel_at_end(reader, cancel.clone());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
-        let options = destination::Options { wait: wait_ms.map(Duration::from_millis), codecs, fault: None };
+        let options = destination::Options {
+            wait: wait_ms.map(Duration::from_millis),
+            codecs,
+            ..destination::Options::default()
+        };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {
             line.say(&notice.into());
         });
