@@ -69,9 +69,14 @@ pub(crate) struct Arguments {
     channels: u8,
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent again that were written and did not
-    /// change; needed where disks use direct I/O
+    /// change
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = on_off)]
     ledger: bool,
+
+    /// Move the VM though a disk of it has cache.direct=on: before each round the machine is drained, and what may have changed
+    /// unseen is looked at again. New, and not proven under load; --verify tells whether the copy is exact
+    #[arg(long)]
+    direct_io: bool,
 
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
@@ -171,6 +176,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         verify: arguments.verify,
         channels: arguments.channels,
         ledger: arguments.ledger,
+        direct_io: arguments.direct_io,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };

@@ -4,6 +4,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_codec::Codec;
+use godwit_engine::compression::Compression;
 use godwit_engine::measure::{Measured, measure};
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError};
@@ -19,6 +21,10 @@ use crate::process::{self, CANCELLED, FAILED};
 use crate::steer::assignment;
 use crate::vm::VmName;
 
+/// Bytes on the wire for a page as it is, its share of the run table among them.
+const PAGE_ON_WIRE: f64 = 4100.0;
+/// Bytes a second that LZ4 takes in, on the two processors that a migration may count on.
+const LZ4: f64 = 1.2e9;
 /// What is foretold when no link was named.
 const LINKS: [&str; 3] = ["1Gbit", "10Gbit", "25Gbit"];
 
@@ -63,7 +69,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     if !arguments.json {
         eprintln!("godwit: looking at the guest for {}", format_duration(arguments.time));
     }
-    let settings = match settings(&arguments.settings) {
+    let (settings, compression) = match settings(&arguments.settings) {
         Ok(settings) => settings,
         Err(error) => {
             output::refusal(&error, arguments.json);
@@ -91,7 +97,14 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         .into_iter()
         .map(|link| {
             let cases: Vec<Settings> = settings.iter().map(|(_, settings)| *settings).collect();
-            (link, forecast(&scenario(&measured, guest.clone(), link), &cases))
+            let mut scenario = scenario(&measured, guest.clone(), link);
+            scenario.handover = handover(&arguments.vm);
+            if compression != Compression::Auto {
+                let share =
+                    if compression == Compression::Fixed(Codec::None) { 1.0 } else { measured.compressed };
+                scenario.link.page_bytes = PAGE_ON_WIRE * share;
+            }
+            (link, forecast(&scenario, &cases))
         })
         .collect();
     if arguments.json {
@@ -110,23 +123,24 @@ fn look(vm: &VmName, time: Duration, cancel: &Cancel) -> Result<Measured, Box<dy
 }
 
 /// The cases to tell of: what was asked for, or a choice.
-fn settings(given: &[(String, String)]) -> Result<Vec<(String, Settings)>, String> {
+fn settings(given: &[(String, String)]) -> Result<(Vec<(String, Settings)>, Compression), String> {
     let default = Settings::default();
     if !given.is_empty() {
         let steering = Steering::typed(given.to_vec(), Cancel::default());
-        let settings = steering.map_err(|error| error.to_string())?.policy();
+        let steering = steering.map_err(|error| error.to_string())?;
         let names: Vec<String> = given.iter().map(|(key, value)| format!("{key}={value}")).collect();
-        return Ok(vec![(names.join(" "), settings)]);
+        return Ok((vec![(names.join(" "), steering.policy())], steering.compression()));
     }
     let with = |throttle, downtime_limit| Settings { throttle, downtime_limit, ..default };
     let limit = default.downtime_limit;
-    Ok(vec![
+    let cases = vec![
         ("as it is by default".to_owned(), default),
         ("throttle=off".to_owned(), with(ThrottleMode::Off, limit)),
         ("throttle=direct".to_owned(), with(ThrottleMode::Direct, limit)),
         ("downtime-limit=50ms".to_owned(), with(default.throttle, Duration::from_millis(50))),
         ("downtime-limit=1s".to_owned(), with(default.throttle, Duration::from_secs(1))),
-    ])
+    ];
+    Ok((cases, Compression::Auto))
 }
 
 fn guest(measured: &Measured) -> GuestSpec {
@@ -145,11 +159,23 @@ fn scenario(measured: &Measured, guest: GuestSpec, link: Rate) -> Scenario {
     let mut scenario = plain("plan", guest, link);
     let look = Duration::try_from_secs_f64(measured.look_seconds).unwrap_or_default();
     scenario.synchronisation = Synchronisation::Pieces(look);
+    // What `auto` comes to: LZ4 on two processors, where the link is slower than that.
+    let rate = link.bytes_per_second();
+    scenario.link.page_bytes =
+        (PAGE_ON_WIRE * measured.compressed).max(PAGE_SIZE as f64 * rate / LZ4).min(PAGE_ON_WIRE);
     scenario
 }
 
 fn time(seconds: f64) -> String {
     format_duration(Duration::try_from_secs_f64(seconds).unwrap_or_default())
+}
+
+/// Device state and handover, as measured (docs/benchmarks.md).
+fn handover(vm: &VmName) -> Duration {
+    match vm {
+        VmName::Qemu(_) => Duration::from_millis(8),
+        VmName::Microvm(_) => Duration::from_millis(1),
+    }
 }
 
 /// How fast pages were dirtied over the first second that was seen.
@@ -162,9 +188,10 @@ fn dirty_rate(measured: &Measured) -> Rate {
 fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate, Vec<Forecast>)]) -> String {
     let (seconds, pages) = measured.dirty.last().copied().unwrap_or_default();
     let mut text = format!(
-        "memory       {}, of which {} would be sent\ndirtied      {} within {}; {} over the first second\n",
+        "memory       {}, of which {} would be sent; LZ4 makes {:.0} % of that\ndirtied      {} within {}; {} over the first second\n",
         ByteCount(measured.memory_bytes),
         ByteCount(measured.data_bytes),
+        measured.compressed * 100.0,
         PageCount(pages).bytes(),
         time(seconds),
         dirty_rate(measured),

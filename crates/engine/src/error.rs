@@ -111,11 +111,11 @@ pub enum EngineError {
         /// What is wrong.
         source: CodecError,
     },
-    /// Disks use direct I/O, and what was sent would not be remembered.
+    /// Disks use direct I/O.
     #[error(
-        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the ledger notices; leave out --ledger off"
+        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen; use cache=writeback for the migration, or --direct-io (without --ledger off) to look again at what may have changed, which is new and not proven under load"
     )]
-    NeedsLedger,
+    DirectIo,
     /// Tracking failed.
     #[error(transparent)]
     Track(#[from] TrackError),

@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use godwit_codec::{BLOCK_LEN, Codec, Compressor, is_zero, worth};
 use godwit_memory::{DataHint, RamBlock};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageRun};
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,8 @@ pub struct Measured {
     pub memory_bytes: u64,
     /// Of it, what holds data that would be sent: neither holes nor zeros, as far as a sample tells.
     pub data_bytes: u64,
+    /// What LZ4 makes of a byte of that, in a sample; 1 where it makes nothing smaller.
+    pub compressed: f64,
     /// Time since all was clean, in seconds, and pages dirty then.
     pub dirty: Vec<(f64, u64)>,
     /// The time it took to count the dirty pages, in seconds: the last synchronisation costs as much.
@@ -72,12 +75,19 @@ pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result
     drop(tracker);
     let memory: PageCount = ram.iter().map(RamBlock::pages).sum();
     measured.memory_bytes = memory.bytes().0;
-    measured.data_bytes = data(&ram)?.0;
+    let data = data(&ram)?;
+    (measured.data_bytes, measured.compressed) = (data.bytes.0, data.compressed);
     Ok(measured)
 }
 
-/// What holds data: of the pages that the files have, the share that is not zero in a sample.
-fn data(ram: &[RamBlock]) -> Result<ByteCount, EngineError> {
+/// What would be sent.
+struct Data {
+    bytes: ByteCount,
+    compressed: f64,
+}
+
+/// What holds data: of the pages that the files have, the share that is not zero in a sample; and how far that compresses.
+fn data(ram: &[RamBlock]) -> Result<Data, EngineError> {
     let mut present = 0;
     for block in ram {
         for run in block.data(block.all(), &mut DataHint::default()) {
@@ -87,6 +97,9 @@ fn data(ram: &[RamBlock]) -> Result<ByteCount, EngineError> {
     let step = (present / SAMPLED).max(1);
     let (mut number, mut sampled, mut full) = (0, 0u64, 0u64);
     let mut bytes = vec![0; PAGE_SIZE as usize];
+    let mut compressor = Compressor::new();
+    let (mut batch, mut room) = (Vec::new(), vec![0; BLOCK_LEN]);
+    let (mut before, mut after) = (0u64, 0u64);
     for block in ram {
         for run in block.data(block.all(), &mut DataHint::default()) {
             let run = run?;
@@ -94,12 +107,24 @@ fn data(ram: &[RamBlock]) -> Result<ByteCount, EngineError> {
             while offset < run.count.0 {
                 block.read(PageRun::new(run.start.0 + offset, 1).start, &mut bytes)?;
                 sampled += 1;
-                full += u64::from(bytes.iter().any(|byte| *byte != 0));
+                if !is_zero(&bytes) {
+                    full += 1;
+                    batch.extend_from_slice(&bytes);
+                }
+                if batch.len() == BLOCK_LEN {
+                    let room = &mut room[..worth(BLOCK_LEN)];
+                    let made = compressor.compress(Codec::Lz4 { acceleration: 1 }, &[&batch], room)?;
+                    before += batch.len() as u64;
+                    after += made.unwrap_or(batch.len()) as u64;
+                    batch.clear();
+                }
                 offset += step;
             }
             number += run.count.0;
         }
     }
     let share = full as f64 / sampled.max(1) as f64;
-    Ok(ByteCount((PageCount(present).bytes().0 as f64 * share) as u64))
+    let compressed = if before == 0 { 1.0 } else { after as f64 / before as f64 };
+    let bytes = ByteCount((PageCount(present).bytes().0 as f64 * share) as u64);
+    Ok(Data { bytes, compressed })
 }

@@ -210,6 +210,12 @@ impl Steering {
         self.live().settings
     }
 
+    /// How pages are compressed now.
+    #[must_use]
+    pub fn compression(&self) -> Compression {
+        self.live().own.compression
+    }
+
     /// The settings to begin with.
     pub(crate) fn begin(&self) -> (Settings, Own) {
         let live = self.live();

@@ -57,9 +57,10 @@ pub struct Options {
     pub verify: bool,
     /// Data channels, at least 1.
     pub channels: u8,
-    /// Remember what was sent, so that pages are not sent again that were written and did not change. Needed where disks use
-    /// direct I/O.
+    /// Remember what was sent, so that pages are not sent again that were written and did not change.
     pub ledger: bool,
+    /// Move the VM though a disk of it uses direct I/O; needs the ledger.
+    pub direct_io: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, for tests.
@@ -361,8 +362,8 @@ impl Source<'_> {
 
     fn connect_and_offer(&mut self) -> Result<Option<Input>, EngineError> {
         self.direct_io = self.vm.direct_io();
-        if self.direct_io && self.ledger.is_none() {
-            return Err(EngineError::NeedsLedger);
+        if self.direct_io && !(self.options.direct_io && self.ledger.is_some()) {
+            return Err(EngineError::DirectIo);
         }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
