@@ -199,4 +199,46 @@ mod tests {
         assert!(failure.is_none());
         assert_eq!(version, 1);
     }
+
+    #[test]
+    fn a_corrupt_compressed_frame_names_block_and_page() {
+        let blocks = block();
+        let barriers = Arc::new(Barriers::new(1));
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let channel = Channel {
+            number: 0,
+            channels: 1,
+            reader: FrameReader::new(Stream::Unix(theirs), PEER),
+            blocks: Arc::clone(&blocks),
+            order: Arc::new(vec![0]),
+            received: Arc::default(),
+            barriers: Arc::clone(&barriers),
+            decompressor: Decompressor::new(),
+            pages: Vec::new(),
+            late: Duration::ZERO,
+            any_channel: false,
+        };
+        let thread = std::thread::spawn(move || channel.run());
+        let mut builder = PageFrameBuilder::new();
+        builder.add(PageRun::new(2, 1), |_| Ok::<(), ()>(()), |_, _| true).unwrap();
+        builder
+            .add(
+                PageRun::new(3, 1),
+                |bytes| {
+                    bytes.fill(7);
+                    Ok::<(), ()>(())
+                },
+                |_, _| true,
+            )
+            .unwrap();
+        // The frame's checksum is right; what the codec finds is not what it makes.
+        let mut other = vec![0x55; HEADER_LEN + 40 + 512 * 16];
+        ours.write_all(builder.finish_in(&mut other, 40, 0, CodecId::Lz4 as u8)).unwrap();
+        thread.join().unwrap();
+        let error = barriers.failure().unwrap().to_string();
+        assert!(error.contains("RAM block 'ram'") && error.contains("page 2"), "{error}");
+        let mut bytes = [1; PAGE_SIZE as usize];
+        blocks[0].read(PageIndex(3), &mut bytes).unwrap();
+        assert_eq!(bytes, [0; PAGE_SIZE as usize], "nothing was placed");
+    }
 }
