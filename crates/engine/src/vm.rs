@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
+use godwit_units::Rate;
 
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
@@ -40,6 +41,13 @@ pub trait SourceVm {
     /// When it is no share: nothing changes. When the vCPUs cannot be throttled, or have not been since some moment after
     /// the last call: the guest runs at full speed.
     fn throttle(&mut self, share: f64) -> Result<(), VmError>;
+
+    /// Limits what the guest may write to each of its disks; `None` lifts the limit. [`Self::resume`] and [`Self::retire`] lift it,
+    /// too.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError>;
 
     /// The CPU time that all vCPUs together have consumed since they were started; `None` where it is not known. It may
     /// lag by a tick of the host's clock, and falls when a vCPU is unplugged.

@@ -25,7 +25,7 @@ use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_track::{DirtyTracker, TrackError};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun, Rate};
 
 const SIZES: [u64; 2] = [6000, 1300];
 const STATE: usize = 700_000;
@@ -135,6 +135,10 @@ impl SourceVm for Source {
     }
 
     fn throttle(&mut self, _share: f64) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
         Ok(())
     }
 

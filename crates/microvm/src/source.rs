@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
+use godwit_units::Rate;
 
 use crate::{Machine, MicrovmError};
 
@@ -65,6 +66,11 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn throttle(&mut self, share: f64) -> Result<(), VmError> {
         Ok(self.machine.throttle(share)?)
+    }
+
+    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+        // Disks do not move yet, and nothing else limits them.
+        Ok(())
     }
 
     fn vcpu_time(&self) -> Option<Duration> {

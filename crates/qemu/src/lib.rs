@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod destination;
+mod disks;
 mod error;
 mod machine;
 pub mod qmp;

@@ -22,9 +22,11 @@ use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
+use godwit_units::Rate;
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::disks::DiskLimits;
 use crate::machine::{Machine, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
 use crate::settings::Settings;
@@ -54,6 +56,7 @@ pub struct QemuSource {
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,
+    disk_limits: DiskLimits,
 }
 
 impl QemuSource {
@@ -89,6 +92,7 @@ impl QemuSource {
         let direct_io = machine.direct_io()?;
         Ok(Self {
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
+            disk_limits: DiskLimits::default(),
             vcpus,
             machine,
             ram: Arc::new(ram),
@@ -174,14 +178,12 @@ impl QemuSource {
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
         let running = if std::mem::take(&mut self.migrating) { self.run_again() } else { Ok(()) };
-        if let Some(settings) = self.settings.take() {
-            // The guest first: an error here must not hide one there.
-            let restored = settings.restore(&mut self.machine.qmp);
-            running?;
-            restored?;
-            return Ok(());
-        }
-        running
+        // The guest first: an error here must not hide one there.
+        let limits = self.disk_limits.restore(&mut self.machine.qmp);
+        let settings = self.settings.take().map_or(Ok(()), |it| it.restore(&mut self.machine.qmp));
+        running?;
+        settings?;
+        Ok(limits?)
     }
 
     fn run_again(&mut self) -> Result<(), QemuError> {
@@ -287,6 +289,10 @@ impl SourceVm for QemuSource {
         Ok(self.throttle.set(share)?)
     }
 
+    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
+        Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
+    }
+
     fn vcpu_time(&self) -> Option<Duration> {
         let mut threads = self.vcpus.clone();
         threads.sort_unstable();
@@ -351,6 +357,7 @@ impl SourceVm for QemuSource {
         self.remove_throttle();
         self.state = None;
         if keep {
+            self.disk_limits.restore(&mut self.machine.qmp)?;
             if let Some(settings) = self.settings.take() {
                 settings.restore(&mut self.machine.qmp)?;
             }

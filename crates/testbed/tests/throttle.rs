@@ -182,3 +182,31 @@ fn the_end_of_qemu_is_told_at_the_next_call() {
         assert!(source.throttle(0.5).is_err());
     }
 }
+
+#[test]
+fn disk_writes_are_limited_and_put_back() {
+    let image = std::env::temp_dir().join(format!("godwit-limits-{}", std::process::id()));
+    std::fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},if=none,id=d,format=raw,throttling.bps-read=7000000", image.display());
+    for flavour in flavours_for("disk_writes_are_limited_and_put_back") {
+        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+        let config = config.with_extra(&["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+        let mut vm = TestVm::source(&config).unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        // A monitor of its own serves the test.
+        let limits = |vm: &mut TestVm| {
+            let blocks = vm.qmp().execute("query-block", serde_json::Value::Null).unwrap();
+            let disk = blocks.as_array().unwrap().iter().find(|block| block["device"] == "d").unwrap();
+            (disk["inserted"]["bps_wr"].as_u64(), disk["inserted"]["bps_rd"].as_u64())
+        };
+        assert_eq!(limits(&mut vm), (Some(0), Some(7_000_000)));
+        let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
+        source.limit_disks(Some("1MiB/s".parse().unwrap())).unwrap();
+        assert_eq!(limits(&mut vm), (Some(1 << 20), Some(7_000_000)), "{flavour}");
+        source.limit_disks(Some("2MiB/s".parse().unwrap())).unwrap();
+        assert_eq!(limits(&mut vm).0, Some(2 << 20));
+        source.resume().unwrap();
+        assert_eq!(limits(&mut vm), (Some(0), Some(7_000_000)), "{flavour}");
+    }
+    std::fs::remove_file(image).unwrap();
+}

@@ -26,7 +26,7 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount};
+use godwit_units::{ByteCount, PageCount, Rate};
 use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
@@ -131,6 +131,7 @@ pub fn migrate(
         unawaited: None,
         policy: Policy::new(settings),
         throttle: 0.0,
+        disk_limit: None,
         delayed: 0,
         speed: Speed::default(),
         guest_speed: None,
@@ -214,6 +215,7 @@ struct Source<'a> {
     policy: Policy,
     /// The throttle in force, and how many segments are delayed.
     throttle: f64,
+    disk_limit: Option<Rate>,
     delayed: usize,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.

@@ -287,6 +287,12 @@ impl Source<'_> {
             self.delayed = plan.delayed.count();
             board.delay(plan.delayed.clone());
         }
+        if plan.disk_limit != self.disk_limit {
+            match self.vm.limit_disks(plan.disk_limit) {
+                Ok(()) => self.disk_limit = plan.disk_limit,
+                Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
+            }
+        }
         if plan.throttle == self.throttle || !self.vm.was_running() {
             return;
         }
