@@ -70,7 +70,7 @@ pub(crate) struct Arguments {
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent again that were written and did not
     /// change
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = on_off)]
+    #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
     ledger: bool,
 
     /// Move the VM though a disk of it has cache.direct=on: before each round the machine is drained, and what may have changed

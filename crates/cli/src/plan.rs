@@ -143,7 +143,8 @@ fn settings(given: &[(String, String)]) -> Result<(Vec<(String, Settings)>, Comp
     Ok((cases, Compression::Auto))
 }
 
-fn guest(measured: &Measured) -> GuestSpec {
+/// A guest for the simulator that dirties memory as the real one was seen to.
+pub(crate) fn guest(measured: &Measured) -> GuestSpec {
     let samples: Vec<Sample> = measured
         .dirty
         .iter()

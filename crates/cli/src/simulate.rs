@@ -11,9 +11,10 @@ use godwit_sim::{
     NAMES, Outcome, Scenario, Synchronisation, chart, comparison, named, rounds, run as simulate,
 };
 use godwit_units::{ByteCount, Rate, parse_duration};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::output::json_line;
+use crate::plan;
 use crate::process::FAILED;
 
 /// Simulate a migration: nothing real is touched.
@@ -29,6 +30,10 @@ pub(crate) struct Arguments {
     /// List the scenarios and the settings
     #[arg(long)]
     list: bool,
+
+    /// The guest as `godwit plan --json` has seen a real one (the file that it wrote), instead of the scenario's
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["memory", "working_set", "writes"])]
+    measured: Option<PathBuf>,
 
     /// The guest's memory, all of it holding data, instead of the scenario's
     #[arg(long, value_name = "SIZE")]
@@ -133,6 +138,14 @@ fn scenario(arguments: &Arguments) -> anyhow::Result<Scenario> {
         let names: Vec<&str> = NAMES.iter().map(|(name, _)| *name).collect();
         bail!("there is no scenario '{}': use one of {}", arguments.scenario, names.join(", "));
     };
+    if let Some(path) = &arguments.measured {
+        let shown = path.display();
+        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
+        let answer: Value = serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
+        let measured = serde_json::from_value(answer["measured"].clone())
+            .with_context(|| format!("{shown} is no answer of `godwit plan --json`"))?;
+        scenario.guest = plan::guest(&measured);
+    }
     if let Some(memory) = arguments.memory {
         (scenario.guest.memory, scenario.guest.data) = (memory, memory);
     }

@@ -239,6 +239,8 @@ impl Source<'_> {
             }
             Decision::SwitchOver => {
                 self.steering.close();
+                // What was taken until just now: a limit of bandwidth still matters.
+                self.take_changes();
                 // The throttle stays until the guest stands still.
                 Ok(Some(Input::SwitchOver))
             }
