@@ -13,6 +13,8 @@ const HOT: f64 = 1.0 / 16.0;
 const HOTTEST: f32 = 0.75;
 /// Rounds of the other segments go on while each leaves at most this share of what the one before left.
 const SHRINKS: f64 = 0.75;
+/// A round that leaves at most this share of what remained is worth making.
+const PAYS: f64 = 0.5;
 /// Nor when it is at most this share of what is delayed.
 const LITTLE: f64 = 0.5;
 
@@ -36,6 +38,8 @@ pub(crate) struct Bounds {
     pub(crate) until: f64,
     /// Pages that fit into the downtime.
     pub(crate) enough: f64,
+    /// Pages that would be dirty after a round that sends all that remains.
+    pub(crate) again: f64,
 }
 
 impl Hot {
@@ -76,9 +80,11 @@ impl Hot {
         }
         self.rounds += 1;
         let most = dirty.len() * usize::from(bounds.percent) / 100;
-        // When all fits into the downtime as it is, what is hot need not be sent before.
+        // When all fits into the downtime as it is, what is hot need not be sent before; unless that is worth a round, after
+        // which far less is left to send while the guest stands still.
         let fits = remaining <= bounds.enough;
-        let little = !fits && remaining < bounds.until;
+        let pays = fits && bounds.again <= PAYS * remaining;
+        let little = pays || !fits && remaining < bounds.until;
         if self.ended || most == 0 || little || self.rounds > bounds.rounds {
             return self.end();
         }
@@ -130,7 +136,7 @@ fn hottest(heat: &[f32], segment_pages: f64, most: usize, eligible: impl Fn(usiz
 mod tests {
     use super::*;
 
-    const BOUNDS: Bounds = Bounds { percent: 30, rounds: 50, until: 100.0, enough: 10.0 };
+    const BOUNDS: Bounds = Bounds { percent: 30, rounds: 50, until: 100.0, enough: 10.0, again: 1e9 };
 
     #[test]
     fn the_hottest_are_delayed_until_the_others_are_done() {
@@ -184,5 +190,19 @@ mod tests {
         assert!(!hot.look(&[4000, 3000, 10, 0], 4096.0, 30));
         assert_eq!(hot.delayed().count(), 1);
         assert!(!Hot::default().look(&[0, 3000], 4096.0, 0));
+    }
+
+    #[test]
+    fn what_would_be_far_less_after_one_more_round_is_sent_before_the_guest_stops() {
+        let dirty = [900, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        let bounds = |again| Bounds { enough: 5000.0, again, ..BOUNDS };
+        let mut hot = Hot::default();
+        // Written again as soon as it is sent: it waits for the guest to stop.
+        hot.round(&dirty, 4096.0, 900.0, bounds(880.0));
+        assert!(hot.delayed().contains(0));
+        // Written now and then.
+        let mut hot = Hot::default();
+        hot.round(&dirty, 4096.0, 900.0, bounds(40.0));
+        assert!(hot.delayed().is_empty());
     }
 }
