@@ -31,7 +31,8 @@ pub struct Measured {
     pub compressed: f64,
     /// Time since all was clean, in seconds, and pages dirty then.
     pub dirty: Vec<(f64, u64)>,
-    /// The time it took to count the dirty pages, in seconds: the last synchronisation costs as much.
+    /// The least time it took to count the dirty pages, in seconds: the last synchronisation, with the guest stopped, costs as
+    /// much.
     pub look_seconds: f64,
     /// vCPUs.
     pub vcpus: usize,
@@ -68,7 +69,8 @@ pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result
             dirty += tracker.count(number, block.all())?;
         }
         let cost = began.elapsed().saturating_sub(at);
-        measured.look_seconds = measured.look_seconds.max(cost.as_secs_f64());
+        let least = if measured.look_seconds == 0.0 { f64::MAX } else { measured.look_seconds };
+        measured.look_seconds = least.min(cost.as_secs_f64());
         measured.dirty.push((at.as_secs_f64(), dirty.0));
         next = next.mul_f64(GROWTH).max(at + cost * 4);
     }
