@@ -53,6 +53,13 @@ bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest un
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin qemu
 	@$(CARGO) run --quiet --release --package godwit-bench --bin qemu -- $(BENCH_QEMU)
 
+# `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
+BENCH_BULK ?=
+
+.PHONY: bench-bulk
+bench-bulk: ## what a page costs on its way: uncompressed, compressed, limited (six minutes)
+	@$(CARGO) run --quiet --release --package godwit-bench --bin bulk -- $(BENCH_BULK)
+
 .PHONY: bench-structures
 bench-structures: ## dirty bitmaps and memory slots against the limits of the machine (three minutes)
 	@$(CARGO) run --quiet --release --package godwit-bench --bin structures

@@ -3,3 +3,4 @@
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 
 pub mod report;
+pub mod sys;

@@ -15,7 +15,7 @@
 //! could win with a ratio as good as may be hoped for. Each segment remembers its ratios. Samples of a segment that
 //! stays as it is become rare. A segment that does not compress is thus bypassed at next to no cost.
 //!
-//! The link is learned from raw pages at the start, and from every window in which the thread waited. While the
+//! The link is learned from raw pages at the start (unless there is a limit, which is believed until seen otherwise), and from every window in which the thread waited. While the
 //! thread is busy compressing, the link could be faster than anyone sees; so now and then a few MiB are sent raw.
 
 mod cost;
@@ -222,6 +222,12 @@ impl Chooser {
     /// it is told, there is one.
     pub fn idle(&mut self, processors: f64) {
         self.idle = processors;
+    }
+
+    /// Takes in how many bytes a second the connection may drain, by the operator's word; `None`: all that it can. A link
+    /// known to be slow need not be looked at with raw pages first. It may be slower still, which is found out.
+    pub fn limit(&mut self, bytes_per_second: Option<f64>) {
+        self.link.limit(bytes_per_second);
     }
 
     /// Bytes a second that the connection drains, as far as is known.

@@ -10,6 +10,10 @@ use crate::limits;
 
 /// Tokens that may be saved up: what the link may carry in one burst after a pause.
 const BURST: Duration = Duration::from_millis(5);
+/// What one write may take of the link's time: with larger ones no second would be like the next.
+const PIECE: Duration = Duration::from_millis(4);
+/// Smaller pieces cost more than they are worth.
+const LEAST_PIECE: usize = 4 << 10;
 
 #[derive(Debug)]
 struct Account {
@@ -23,13 +27,14 @@ struct Account {
 pub(crate) struct Limiter {
     account: Mutex<Account>,
     stopped: AtomicBool,
+    channels: usize,
 }
 
 impl Limiter {
-    /// A limiter for `rate`; `None` limits nothing.
-    pub(crate) fn new(rate: Option<Rate>) -> Self {
+    /// A limiter for `rate`, shared by `channels`; `None` limits nothing.
+    pub(crate) fn new(rate: Option<Rate>, channels: usize) -> Self {
         let account = Account { rate, paid_until: Instant::now() };
-        Self { account: Mutex::new(account), stopped: AtomicBool::new(false) }
+        Self { account: Mutex::new(account), stopped: AtomicBool::new(false), channels: channels.max(1) }
     }
 
     /// Waits until `bytes` may be sent.
@@ -55,6 +60,19 @@ impl Limiter {
         }
     }
 
+    /// Bytes to be sent at once, at the most.
+    pub(crate) fn piece(&self) -> usize {
+        let rate = self.account().rate;
+        rate.map_or(usize::MAX, |rate| {
+            ((rate.bytes_per_second() * PIECE.as_secs_f64()) as usize).max(LEAST_PIECE)
+        })
+    }
+
+    /// A channel's share of the rate, in bytes a second.
+    pub(crate) fn share(&self) -> Option<f64> {
+        self.account().rate.map(|rate| rate.bytes_per_second() / self.channels as f64)
+    }
+
     /// Changes the rate, for all that is sent from now on.
     pub(crate) fn set(&self, rate: Option<Rate>) {
         self.account().rate = rate;
@@ -67,5 +85,33 @@ impl Limiter {
     /// Ends all waits.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_and_shares_follow_the_rate() {
+        let limiter = Limiter::new(None, 2);
+        assert_eq!((limiter.piece(), limiter.share()), (usize::MAX, None));
+        limiter.set(Some(Rate::from_bytes_per_second(12.5e6)));
+        assert_eq!((limiter.piece(), limiter.share()), (50_000, Some(6.25e6)));
+        limiter.set(Some(Rate::from_bytes_per_second(1000.0)));
+        assert_eq!(limiter.piece(), LEAST_PIECE);
+    }
+
+    #[test]
+    fn two_channels_together_keep_the_rate() {
+        let limiter = Limiter::new(Some(Rate::from_bytes_per_second(20e6)), 2);
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| (0..20).for_each(|_| limiter.take(100_000)));
+            }
+        });
+        // 4 MB, of which one piece each and the burst need not be waited for.
+        assert!(began.elapsed() >= Duration::from_millis(180));
     }
 }

@@ -3,12 +3,11 @@
 use std::hint::black_box;
 
 use godwit_bench::report::{Better, Report, machine, median};
+use godwit_bench::sys::thread_time;
 use godwit_codec::synthetic::Image;
 use godwit_codec::{Codec, Compressor, delta, is_zero, worth};
 use godwit_ledger::Key;
 use serde_json::json;
-
-use crate::sys::thread_time;
 
 const PAGE: usize = 4096;
 const SIZE: usize = 512 << 20;

@@ -9,7 +9,6 @@
 //! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas save.
 
 mod content;
-mod sys;
 mod ways;
 
 use std::fs::File;
@@ -24,8 +23,8 @@ use anyhow::{Context, bail, ensure};
 use godwit_bench::report::{Report, machine, median};
 use serde_json::json;
 
-use crate::sys::Mapping;
 use crate::ways::{RECEIVES, Receive, SENDS, Send};
+use godwit_bench::sys::{self, Mapping};
 
 /// Streams take turns in pieces of so many bytes, as channels do.
 const SEGMENT: usize = 16 << 20;

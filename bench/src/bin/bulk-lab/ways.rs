@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::sys::{self, Mapping};
+use godwit_bench::sys::{self, Mapping};
 
 const HEADER: usize = 24;
 

@@ -33,6 +33,8 @@ struct Window {
 #[derive(Clone, Debug)]
 pub(super) struct Link {
     rate: Option<f64>,
+    /// What it may be at the most, by the operator's word.
+    limit: Option<f64>,
     /// Whether two windows in a row have seen the same: until then buffers may have swallowed more than the slack.
     agreed: bool,
     /// The factor of each codec; 1: as fast as with raw pages.
@@ -56,6 +58,7 @@ impl Default for Link {
     fn default() -> Self {
         Self {
             rate: None,
+            limit: None,
             agreed: false,
             worth: [1.0; COUNT],
             other: [f64::NAN; COUNT],
@@ -73,6 +76,14 @@ impl Default for Link {
 impl Link {
     pub(super) fn rate(&self) -> Option<f64> {
         self.rate.filter(|_| self.agreed)
+    }
+
+    /// Begins with `limit` where there is one; without, the link has to be seen.
+    pub(super) fn limit(&mut self, limit: Option<f64>) {
+        if limit != self.limit {
+            (self.limit, self.rate, self.agreed) = (limit, limit, limit.is_some());
+            (self.window, self.slack, self.probing) = (Window::default(), SLACK, false);
+        }
     }
 
     /// Whether raw pages are wanted, to see what the link can do.

@@ -205,6 +205,16 @@ fn nothing_is_tried_before_the_link_is_known() {
 }
 
 #[test]
+fn a_limit_is_believed_before_the_link_is_known() {
+    let mut chooser = Chooser::new(2, &CodecId::ALL);
+    chooser.limit(Some(6e6));
+    assert!(chooser.plan(1).sample.is_some());
+    // Without it the link has to be seen again.
+    chooser.limit(None);
+    assert_eq!(chooser.plan(1), Plan { codec: Codec::None, sample: None });
+}
+
+#[test]
 fn what_the_peer_does_not_know_is_not_chosen() {
     let mut chooser = started(&[CodecId::None, CodecId::Lz4], 12e6);
     for _ in 0..100 {

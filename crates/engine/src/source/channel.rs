@@ -25,6 +25,9 @@ use crate::link::barrier;
 /// busy segment may still be overwritten at no cost.
 const HARVEST_LIMIT: PageCount = PageCount(1024);
 
+/// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are looked at.
+const READ_LIMIT: u64 = 16;
+
 /// What a round is to do.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order {
@@ -256,7 +259,7 @@ impl Channel {
         let mut at = run.start.0;
         while at < run.end().0 {
             self.frame_for(owned)?;
-            let count = (run.end().0 - at).min(self.builder.room() as u64);
+            let count = (run.end().0 - at).min(self.builder.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
             let mut ledger = owned.ledger.as_mut().zip(self.shared.ledger.as_ref());
             let wanted = |page, bytes: &[u8]| match &mut ledger {

@@ -119,7 +119,7 @@ pub fn migrate(
         connection: 0,
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth)),
+        limiter: Arc::new(Limiter::new(max_bandwidth, options.channels.into())),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,

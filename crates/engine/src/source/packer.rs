@@ -70,6 +70,7 @@ impl Packer {
         carried: &mut Carried,
     ) -> Result<(), EngineError> {
         let raw = builder.data().len();
+        self.chooser.limit(self.limiter.share());
         let mut codec = match self.live.compression() {
             Compression::Auto if raw > 0 => self.choose(builder, segment),
             Compression::Auto => Codec::None,
@@ -90,15 +91,21 @@ impl Packer {
             Some(length) => builder.finish_in(&mut self.other, length, block, codec.id() as u8),
             None => builder.finish(block),
         };
-        self.limiter.take(frame.len());
-        put(&mut self.stream, frame, carried, &self.counters)?;
+        let length = frame.len();
+        let mut rest = frame;
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at(self.limiter.piece().min(rest.len()));
+            self.limiter.take(piece.len());
+            put(&mut self.stream, piece, carried, &self.counters)?;
+            rest = after;
+        }
         carried.raw += ByteCount(raw as u64);
         let (now, cpu) = (Instant::now(), thread_time());
         self.chooser.batch(&Batch {
             segment,
             codec,
             raw,
-            wire: frame.len(),
+            wire: length,
             compress,
             elapsed: now.saturating_duration_since(self.last.0),
             cpu: cpu.saturating_sub(self.last.1),

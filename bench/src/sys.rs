@@ -1,4 +1,4 @@
-//! The system calls of this bench that have no safe wrapper, each in a function that is safe to call.
+//! The system calls of the benches that have no safe wrapper, each in a function that is safe to call.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// A shared mapping of a whole file.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mapping {
     base: *mut u8,
     len: usize,
 }
@@ -19,7 +19,11 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    pub(crate) fn new(file: &File, len: usize) -> io::Result<Self> {
+    /// Maps the first `len` bytes of `file`.
+    ///
+    /// # Errors
+    /// Those of mmap(2).
+    pub fn new(file: &File, len: usize) -> io::Result<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the kernel picks a free place; nothing that exists is touched.
         let base = unsafe {
@@ -38,21 +42,21 @@ impl Mapping {
     }
 
     /// Tells the kernel what is wanted of a part.
-    pub(crate) fn advise(&self, offset: usize, len: usize, advice: i32) -> io::Result<()> {
+    pub fn advise(&self, offset: usize, len: usize, advice: i32) -> io::Result<()> {
         let at = self.at(offset, len);
         // SAFETY: a part of our own mapping; none of the advices used here changes what it holds.
         check(unsafe { libc::madvise(at.cast(), len, advice) } as isize).map(drop)
     }
 
     /// Receives into a part, at most all of it.
-    pub(crate) fn receive(&self, socket: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<usize> {
+    pub fn receive(&self, socket: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<usize> {
         let at = self.at(offset, len);
         // SAFETY: the kernel writes at most `len` bytes into our mapping; nobody holds a reference into it.
         check(unsafe { libc::recv(socket.as_raw_fd(), at.cast(), len, libc::MSG_WAITALL) })
     }
 
     /// Sends `header` and a part behind it, at most all of both; with `flags` of send(2).
-    pub(crate) fn send(
+    pub fn send(
         &self,
         socket: BorrowedFd<'_>,
         header: &[u8],
@@ -83,7 +87,7 @@ fn check(result: isize) -> io::Result<usize> {
 }
 
 /// Sets an option of the socket layer to a number.
-pub(crate) fn option(socket: BorrowedFd<'_>, name: i32, value: i32) -> io::Result<()> {
+pub fn option(socket: BorrowedFd<'_>, name: i32, value: i32) -> io::Result<()> {
     let size = size_of::<i32>() as u32;
     // SAFETY: the kernel reads `size` bytes from `value`, which is alive.
     let result = unsafe {
@@ -94,7 +98,7 @@ pub(crate) fn option(socket: BorrowedFd<'_>, name: i32, value: i32) -> io::Resul
 
 /// Takes all notes of finished zero-copy sends from the socket's error queue; returns how many sends they were about, and
 /// whether the kernel copied after all.
-pub(crate) fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> {
+pub fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> {
     let (mut sends, mut copied) = (0, false);
     loop {
         let mut control = [0_u64; 16];
@@ -119,13 +123,13 @@ pub(crate) fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> 
 }
 
 /// Processor time of the calling thread.
-pub(crate) fn thread_time() -> Duration {
+pub fn thread_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 /// Moves bytes between a pipe and something else, without a buffer of ours.
-pub(crate) fn splice(
+pub fn splice(
     from: impl AsFd,
     to: impl AsFd,
     to_offset: Option<u64>,
@@ -145,14 +149,14 @@ pub(crate) fn splice(
 }
 
 /// Sends bytes of a file.
-pub(crate) fn sendfile(socket: BorrowedFd<'_>, file: &File, offset: u64, len: usize) -> io::Result<usize> {
+pub fn sendfile(socket: BorrowedFd<'_>, file: &File, offset: u64, len: usize) -> io::Result<usize> {
     let mut at = offset.cast_signed();
     // SAFETY: the offset points to a number that is alive; no other memory is involved.
     check(unsafe { libc::sendfile(socket.as_raw_fd(), file.as_raw_fd(), &raw mut at, len) })
 }
 
 /// A pipe with room for `len` bytes.
-pub(crate) fn pipe(len: usize) -> io::Result<(io::PipeReader, io::PipeWriter)> {
+pub fn pipe(len: usize) -> io::Result<(io::PipeReader, io::PipeWriter)> {
     let len = i32::try_from(len).map_err(io::Error::other)?;
     let (reader, writer) = io::pipe()?;
     // SAFETY: fcntl with a number; no memory is involved.

@@ -1,0 +1,114 @@
+//! Uncompressed pages: the engine, with and without its ledger, against a plain send and receive of the same bytes.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::time::Instant;
+
+use anyhow::{anyhow, ensure};
+use godwit_bench::report::{Better, Report, median};
+use godwit_bench::sys::Mapping;
+use godwit_codec::synthetic::Image;
+use serde_json::json;
+
+use crate::machine::{Cost, Ram, Way, process_time, transfer};
+
+/// Streams take turns in pieces of so many bytes, as channels do; one call sends as much as a frame.
+const SEGMENT: usize = 16 << 20;
+const PIECE: usize = 1 << 20;
+const STREAMS: usize = 2;
+
+pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Result<()> {
+    let gib = size as f64 / f64::from(1 << 30);
+    println!("\nuncompressed: {gib} GiB of random bytes, {STREAMS} channels, medians of {rounds}");
+    let ram = Ram::filled(Image::Random, size)?;
+    let mut runs: [Vec<Cost>; 3] = [const { Vec::new() }; 3];
+    for round in 0..rounds {
+        // The order rotates: nobody is always first.
+        for turn in 0..3 {
+            let who = (round + turn) % 3;
+            let check = round == 0;
+            runs[who].push(match who {
+                0 => plain(&ram, check)?,
+                1 => transfer(&ram, Way::PLAIN, check)?,
+                _ => transfer(&ram, Way { ledger: false, ..Way::PLAIN }, check)?,
+            });
+        }
+    }
+    let of = |who: usize, pick: fn(&Cost) -> f64| median(&runs[who].iter().map(pick).collect::<Vec<_>>());
+    // Times of the rounds by pairs: what drifts between rounds is not in their ratios.
+    let ratio = |who: usize, to: usize, pick: fn(&Cost) -> f64| {
+        let pairs = runs[who].iter().zip(&runs[to]);
+        median(&pairs.map(|(who, to)| pick(who) / pick(to)).collect::<Vec<_>>())
+    };
+    let mut rows = Vec::new();
+    println!("{:<24}{:>8}{:>12}", "", "GiB/s", "CPU s/GiB");
+    for (who, name) in ["plain send and recv", "godwit", "godwit, ledger off"].into_iter().enumerate() {
+        let (speed, cpu) = (gib / of(who, |cost| cost.wall), of(who, |cost| cost.cpu) / gib);
+        println!("{name:<24}{speed:>8.2}{cpu:>12.3}");
+        let walls: Vec<f64> = runs[who].iter().map(|cost| cost.wall).collect();
+        rows.push(json!({ "name": name, "gib_per_second": speed, "cpu_s_per_gib": cpu, "seconds": walls }));
+    }
+    report.figure("uncompressed", rows);
+    let cpu = of(1, |cost| cost.cpu) / gib;
+    let share = ratio(0, 1, |cost| cost.wall);
+    report.target("uncompressed: throughput, share of plain send and recv", share, 0.85, Better::Higher);
+    report.target("uncompressed: CPU s/GiB, both sides", cpu, 0.9, Better::Lower);
+    report.target("uncompressed: CPU s/GiB, both sides: the goal", cpu, 0.6, Better::Lower);
+    let ledger = |pick| (ratio(1, 2, pick) - 1.0) * 100.0;
+    report.target("ledger: % of time", ledger(|cost| cost.wall), 8.0, Better::Lower);
+    report.target("ledger: % of processor time", ledger(|cost| cost.cpu), 8.0, Better::Lower);
+    Ok(())
+}
+
+/// send(2) from a mapping of the one file, recv(2) into a mapping of the other, nothing looked at.
+fn plain(ram: &Ram, check: bool) -> anyhow::Result<Cost> {
+    let target = Ram::empty(ram.size)?;
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let (began, before) = (Instant::now(), process_time());
+    let (from, into) = (Mapping::new(&ram.file, ram.size)?, Mapping::new(&target.file, ram.size)?);
+    let mut pairs = Vec::new();
+    for _ in 0..STREAMS {
+        let out = TcpStream::connect(listener.local_addr()?)?;
+        out.set_nodelay(true)?;
+        pairs.push((out, listener.accept()?.0));
+    }
+    let results: Vec<std::io::Result<()>> = std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (stream, (out, back)) in pairs.iter().enumerate() {
+            let places =
+                move || (0..ram.size).step_by(PIECE).filter(move |at| at / SEGMENT % STREAMS == stream);
+            let (from, into) = (&from, &into);
+            threads.push(
+                scope.spawn(move || whole(places(), |at, len| from.send(out.as_fd(), &[], at, len, 0))),
+            );
+            threads.push(scope.spawn(move || whole(places(), |at, len| into.receive(back.as_fd(), at, len))));
+        }
+        let join = |thread: std::thread::ScopedJoinHandle<'_, std::io::Result<()>>| {
+            thread.join().unwrap_or_else(|_| Err(std::io::Error::other("a thread panicked")))
+        };
+        threads.into_iter().map(join).collect()
+    });
+    let (wall, cpu) = (began.elapsed().as_secs_f64(), (process_time() - before).as_secs_f64());
+    results.into_iter().collect::<std::io::Result<()>>().map_err(|error| anyhow!("plain: {error}"))?;
+    if check {
+        ensure!(ram.same(&target)?, "the memories differ after a plain transfer");
+    }
+    Ok(Cost { wall, cpu, sent: ram.size as u64 })
+}
+
+/// Calls `part` (place, bytes at the most) until all pieces are done.
+fn whole(
+    places: impl Iterator<Item = usize>,
+    part: impl Fn(usize, usize) -> std::io::Result<usize>,
+) -> std::io::Result<()> {
+    for at in places {
+        let mut done = 0;
+        while done < PIECE {
+            match part(at + done, PIECE - done)? {
+                0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                some => done += some,
+            }
+        }
+    }
+    Ok(())
+}
