@@ -220,6 +220,10 @@ impl SourceVm for Still {
         Ok(())
     }
 
+    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+        Ok(())
+    }
+
     fn vcpu_time(&self) -> Option<Duration> {
         None
     }
