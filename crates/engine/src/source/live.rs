@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::compression::Compression;
 
 /// How often the host's idle processors are looked at.
-const LOOK: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(200);
 
 #[derive(Debug)]
 pub(super) struct Live {
@@ -50,7 +50,7 @@ impl IdleWatch {
         Self { last: idle_seconds().map(|idle| (Instant::now(), idle)) }
     }
 
-    /// Processors that idled since the last answer, once a second.
+    /// Processors that idled since the last answer, five times a second.
     pub(super) fn look(&mut self) -> Option<f64> {
         let (then, before) = self.last?;
         let passed = then.elapsed();

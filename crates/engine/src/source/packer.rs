@@ -58,7 +58,6 @@ impl Packer {
     /// A round begins: what was before it is no measure of the link.
     pub(super) fn begin(&mut self) {
         self.last = (Instant::now(), thread_time());
-        self.chooser.idle(self.live.idle());
     }
 
     /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to `segment`.
@@ -71,6 +70,7 @@ impl Packer {
     ) -> Result<(), EngineError> {
         let raw = builder.data().len();
         self.chooser.limit(self.limiter.share());
+        self.chooser.idle(self.live.idle());
         let mut codec = match self.live.compression() {
             Compression::Auto if raw > 0 => self.choose(builder, segment),
             Compression::Auto => Codec::None,
