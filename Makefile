@@ -23,8 +23,7 @@ demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof th
 	  else exit 1; fi; \
 	fi; \
 	echo "building godwit"; \
-	$(CARGO) build --quiet --release --bin godwit && \
-	target/release/godwit demo --machine $$machine $(DEMO_ARGUMENTS)
+	$(CARGO) run --quiet --release --bin godwit -- demo --machine $$machine $(DEMO_ARGUMENTS)
 
 .PHONY: test
 test: guest qemu ## run all tests, those with real QEMUs and guests among them
