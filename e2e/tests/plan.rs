@@ -62,3 +62,41 @@ fn a_plan_for_a_busy_microvm() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// The simulator held against real migrations: the forecast is a simulation of the guest that was looked at. The bounds
+/// are those of a busy host; `make bench-policy` measures how far it is off.
+#[test]
+fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
+    let test = "a_simulated_migration_is_like_the_real_one";
+    let godwit = Godwit::built()?;
+    let alike = |source: &dyn Movable, destination: &dyn Movable| -> anyhow::Result<()> {
+        let name = source.vm_name();
+        let arguments = ["plan", "--vm", &name, "--for", "1s", "--link", "400Mbit", "--json"];
+        let output = Command::new(godwit.program()).args(arguments).output()?;
+        let plan: Value = serde_json::from_slice(&output.stdout)?;
+        let simulated = &plan["plans"][0]["cases"][0]["forecast"];
+        let (receive, address) = godwit.receive(destination, &[])?;
+        let migrate = godwit.migrate(source, &address, &["--max-bandwidth", "400Mbit"])?.wait(LIMIT)?;
+        ensure!(receive.wait(LIMIT)?.status.success(), "{}", migrate.errors);
+        let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+        let time = number(&simulated["seconds"][1]) * 1e3 / number(&migrate.last()["total_ms"]);
+        let bytes = number(&simulated["bytes"]) / number(&migrate.last()["sent_bytes"]);
+        ensure!((0.4..2.5).contains(&time), "{name}: simulated time / real time = {time}");
+        ensure!((0.5..2.0).contains(&bytes), "{name}: simulated bytes / real bytes = {bytes}");
+        Ok(())
+    };
+    if let Some(flavour) = flavours_for(test).last() {
+        let config = VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+        let (source, destination) = (TestVm::source(&config)?, TestVm::destination(&config)?);
+        source.wait_ready(LIMIT)?;
+        alike(&source, &destination)?;
+    }
+    if kvm_for(&format!("microvm: {test}")) {
+        let options = ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
+        let source = MicroVm::start(&godwit, &options)?;
+        let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
+        source.wait_ready(LIMIT)?;
+        alike(&source, &destination)?;
+    }
+    Ok(())
+}
