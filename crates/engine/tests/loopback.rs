@@ -5,11 +5,9 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
-use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -25,23 +23,15 @@ use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_track::{DirtyTracker, TrackError};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun, Rate};
+use godwit_units::{PageCount, PageIndex, PageRun, Rate};
 
 const SIZES: [u64; 2] = [6000, 1300];
 const STATE: usize = 700_000;
 
-fn blocks(name: &str) -> Arc<Vec<RamBlock>> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let open = |(i, pages): (usize, &u64)| {
-        let path =
-            PathBuf::from(format!("/dev/shm/godwit-loopback-{}-{number}-{name}-{i}", std::process::id()));
-        File::create(&path).unwrap().set_len(pages * PAGE_SIZE).unwrap();
-        let block = RamBlock::open(&format!("ram{i}"), &path, 0, PageCount(*pages).bytes(), false).unwrap();
-        std::fs::remove_file(path).unwrap();
-        block
-    };
-    Arc::new(SIZES.iter().enumerate().map(open).collect())
+fn blocks() -> Arc<Vec<RamBlock>> {
+    let block =
+        |(i, pages): (usize, &u64)| RamBlock::anonymous(&format!("ram{i}"), PageCount(*pages)).unwrap();
+    Arc::new(SIZES.iter().enumerate().map(block).collect())
 }
 
 fn bytes(blocks: &[RamBlock]) -> Vec<Vec<u8>> {
@@ -98,7 +88,7 @@ struct Source {
 
 impl Source {
     fn start(busy: Duration) -> Self {
-        let ram = blocks("source");
+        let ram = blocks();
         let mut source = Self {
             ram,
             marks: Arc::default(),
@@ -305,7 +295,7 @@ fn move_steered(
     let mut source = Source::start(busy);
     let found: Arc<Mutex<Found>> = Arc::default();
     let mut destination = Destination {
-        ram: blocks("destination"),
+        ram: blocks(),
         source_ram: Arc::clone(&source.ram),
         found: Arc::clone(&found),
         refuse_to_load,

@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -94,9 +95,34 @@ impl RamBlock {
         keep_allocated: bool,
     ) -> Result<Self, MemoryError> {
         let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
+        let file = File::options().read(true).write(true).open(path).map_err(open)?;
+        Self::over(name, path, file, file_offset, size, keep_allocated)
+    }
+
+    /// A new RAM block of `pages`, all hole, in a file of its own without a name (memfd_create(2)).
+    ///
+    /// # Errors
+    /// When there are no pages, or the kernel refuses.
+    pub fn anonymous(name: &str, pages: PageCount) -> Result<Self, MemoryError> {
+        let failed = |source| MemoryError::Open { block: name.to_owned(), path: "memfd".into(), source };
+        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC);
+        let file = File::from(file.map_err(|errno| failed(errno.into()))?);
+        file.set_len(pages.bytes().0).map_err(failed)?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Self::over(name, &path, file, 0, pages.bytes(), false)
+    }
+
+    fn over(
+        name: &str,
+        path: &Path,
+        file: File,
+        file_offset: u64,
+        size: ByteCount,
+        keep_allocated: bool,
+    ) -> Result<Self, MemoryError> {
+        let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
         let unsuitable =
             |problem| MemoryError::Unsuitable { block: name.to_owned(), path: path.to_owned(), problem };
-        let file = File::options().read(true).write(true).open(path).map_err(open)?;
         let kind = rustix::fs::fstatfs(&file).map_err(|errno| open(errno.into()))?.f_type;
         if kind == HUGETLBFS_MAGIC {
             return Err(unsuitable(
@@ -238,15 +264,9 @@ impl RamBlock {
 pub(crate) mod tests {
     use super::*;
 
-    /// A RAM block of `pages` on /dev/shm, removed from the directory at once.
+    /// A RAM block of `pages` in memory.
     pub(crate) fn block(pages: u64, keep_allocated: bool) -> RamBlock {
-        static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let path = PathBuf::from(format!("/dev/shm/godwit-memory-test-{}-{number}", std::process::id()));
-        File::create(&path).unwrap().set_len(pages * PAGE_SIZE).unwrap();
-        let block = RamBlock::open("mem", &path, 0, PageCount(pages).bytes(), keep_allocated).unwrap();
-        std::fs::remove_file(path).unwrap();
-        block
+        RamBlock { keep_allocated, ..RamBlock::anonymous("mem", PageCount(pages)).unwrap() }
     }
 
     #[test]

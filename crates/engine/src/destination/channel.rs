@@ -114,7 +114,7 @@ mod tests {
     use std::io::Write;
     use std::os::unix::net::UnixStream;
 
-    use godwit_units::{ByteCount, PAGE_SIZE};
+    use godwit_units::{PAGE_SIZE, PageCount};
     use godwit_wire::PageFrameBuilder;
 
     use super::*;
@@ -132,14 +132,30 @@ mod tests {
     }
 
     fn block() -> Arc<Vec<RamBlock>> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = format!("/dev/shm/godwit-channel-{}-{number}", std::process::id());
-        let path = std::path::PathBuf::from(path);
-        std::fs::File::create(&path).unwrap().set_len(4 * PAGE_SIZE).unwrap();
-        let block = RamBlock::open("ram", &path, 0, ByteCount(4 * PAGE_SIZE), false).unwrap();
-        std::fs::remove_file(path).unwrap();
-        Arc::new(vec![block])
+        Arc::new(vec![RamBlock::anonymous("ram", PageCount(4)).unwrap()])
+    }
+
+    /// Channel `number` of `channels`, which reads from `stream`.
+    fn channel(
+        number: usize,
+        channels: usize,
+        stream: UnixStream,
+        blocks: &Arc<Vec<RamBlock>>,
+        barriers: &Arc<Barriers>,
+    ) -> Channel {
+        Channel {
+            number,
+            channels,
+            reader: FrameReader::new(Stream::Unix(stream), PEER),
+            blocks: Arc::clone(blocks),
+            order: Arc::new(vec![0]),
+            received: Arc::default(),
+            barriers: Arc::clone(barriers),
+            decompressor: Decompressor::new(),
+            pages: Vec::new(),
+            late: Duration::ZERO,
+            any_channel: false,
+        }
     }
 
     /// Sends page 1, which belongs to channel 0, twice: first the old version over `first`, then the new one over `second`.
@@ -152,19 +168,9 @@ mod tests {
         for number in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             sending.push(ours);
-            let channel = Channel {
-                number,
-                channels: 2,
-                reader: FrameReader::new(Stream::Unix(theirs), PEER),
-                blocks: Arc::clone(&blocks),
-                order: Arc::new(vec![0]),
-                received: Arc::default(),
-                barriers: Arc::clone(&barriers),
-                decompressor: Decompressor::new(),
-                pages: Vec::new(),
-                late: Duration::from_millis(if number == 0 { 400 } else { 0 }),
-                any_channel,
-            };
+            let mut channel = channel(number, 2, theirs, &blocks, &barriers);
+            channel.late = Duration::from_millis(if number == 0 { 400 } else { 0 });
+            channel.any_channel = any_channel;
             threads.push(std::thread::spawn(move || channel.run()));
         }
         let mut builder = PageFrameBuilder::new();
@@ -205,19 +211,7 @@ mod tests {
         let blocks = block();
         let barriers = Arc::new(Barriers::new(1));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let channel = Channel {
-            number: 0,
-            channels: 1,
-            reader: FrameReader::new(Stream::Unix(theirs), PEER),
-            blocks: Arc::clone(&blocks),
-            order: Arc::new(vec![0]),
-            received: Arc::default(),
-            barriers: Arc::clone(&barriers),
-            decompressor: Decompressor::new(),
-            pages: Vec::new(),
-            late: Duration::ZERO,
-            any_channel: false,
-        };
+        let channel = channel(0, 1, theirs, &blocks, &barriers);
         let thread = std::thread::spawn(move || channel.run());
         let mut builder = PageFrameBuilder::new();
         builder.add(PageRun::new(2, 1), |_| Ok::<(), ()>(()), |_, _| true).unwrap();
