@@ -250,7 +250,7 @@ impl Steering {
 ///
 /// # Errors
 /// One line that says what would do.
-pub fn parse_bandwidth(value: &str) -> Result<Option<Rate>, SettingError> {
+fn parse_bandwidth(value: &str) -> Result<Option<Rate>, SettingError> {
     match value.trim() {
         "off" => Ok(None),
         text => match text.parse::<Rate>() {

@@ -59,26 +59,31 @@ impl Board {
         Ok(Self { segments, unsent, data, delayed, hurry: AtomicBool::new(false), baseline })
     }
 
-    /// Notes what `tracker` reports before the first harvest.
-    pub(super) fn note_baseline(&mut self, tracker: &dyn DirtyTracker) -> Result<(), TrackError> {
-        self.baseline = self.look(tracker)?.dirty;
-        Ok(())
+    /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so that later looks show what
+    /// was written since: which of them are hot is then known before their turn comes. Nothing is lost, as all are unsent.
+    /// With much memory only what can be done in that time.
+    pub(super) fn begin(
+        &mut self,
+        tracker: &dyn DirtyTracker,
+        arming: Option<Duration>,
+    ) -> Result<Look, TrackError> {
+        let armed = arming.map_or(Ok(0), |time| self.arm(tracker, time))?;
+        let dirty = self.dirty(tracker)?;
+        self.baseline[armed..].copy_from_slice(&dirty[armed..]);
+        Ok(self.judge(dirty))
     }
 
-    /// Makes segments clean in `tracker` before anything is sent, so that a look shows what is written from now on: which
-    /// of them are hot is then known before their turn comes. Nothing is lost, as all are unsent. With much memory only
-    /// what can be done in `time`.
-    pub(super) fn arm(&mut self, tracker: &dyn DirtyTracker, time: Duration) -> Result<(), TrackError> {
+    /// Makes segments clean, from the first on; returns how many.
+    fn arm(&self, tracker: &dyn DirtyTracker, time: Duration) -> Result<usize, TrackError> {
         let until = Instant::now() + time;
         tracker.begin_round();
-        for (segment, baseline) in self.segments.iter().zip(&mut self.baseline) {
+        for (number, segment) in self.segments() {
             if Instant::now() >= until {
-                break;
+                return Ok(number);
             }
             tracker.harvest(segment.block, segment.run, PageCount::ZERO, &mut |_| {})?;
-            *baseline = 0;
         }
-        Ok(())
+        Ok(self.segments.len())
     }
 
     /// The segments with their numbers.
@@ -89,6 +94,11 @@ impl Board {
     /// Puts `delayed` in force, for segments that channels have yet to come to.
     pub(super) fn delay(&self, delayed: Delayed) {
         *self.delayed.lock().unwrap_or_else(PoisonError::into_inner) = delayed;
+    }
+
+    /// How many segments are to be left for later.
+    pub(super) fn delayed(&self) -> usize {
+        self.delayed.lock().unwrap_or_else(PoisonError::into_inner).count()
     }
 
     /// Ends this round as soon as may be, or no longer so.
@@ -114,14 +124,19 @@ impl Board {
 
     /// What is dirty and what remains now. Clears nothing.
     pub(super) fn look(&self, tracker: &dyn DirtyTracker) -> Result<Look, TrackError> {
-        let mut look = Look { dirty: vec![0; self.segments.len()], remaining: PageCount::ZERO };
+        Ok(self.judge(self.dirty(tracker)?))
+    }
+
+    /// What `tracker` reports, by segment.
+    fn dirty(&self, tracker: &dyn DirtyTracker) -> Result<Vec<u32>, TrackError> {
+        let mut all = vec![0; self.segments.len()];
         let mut first = 0;
         while first < self.segments.len() {
             let block = self.segments[first].block;
             let count = self.segments[first..].iter().take_while(|segment| segment.block == block).count();
             let own = &self.segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
-            let (dirty, mut at) = (&mut look.dirty[first..first + count], 0);
+            let (dirty, mut at) = (&mut all[first..first + count], 0);
             tracker.look(block, PageRun::new(0, pages), &mut |run| {
                 // Runs come in order and may go over the ends of segments.
                 let mut start = run.start.0;
@@ -138,25 +153,30 @@ impl Board {
             })?;
             first += count;
         }
-        for (number, dirty) in look.dirty.iter_mut().enumerate() {
-            if self.unsent[number].load(Ordering::Relaxed) {
+        Ok(all)
+    }
+
+    /// What was written and what remains, where `dirty` is reported.
+    fn judge(&self, mut dirty: Vec<u32>) -> Look {
+        let mut remaining = 0;
+        for (number, dirty) in dirty.iter_mut().enumerate() {
+            if self.is_unsent(number) {
                 *dirty = dirty.saturating_sub(self.baseline[number]);
-                look.remaining += PageCount(u64::from(self.data[number].max(*dirty)));
+                remaining += u64::from(self.data[number].max(*dirty));
             } else {
-                look.remaining += PageCount(u64::from(*dirty));
+                remaining += u64::from(*dirty);
             }
         }
-        Ok(look)
+        Look { dirty, remaining: PageCount(remaining) }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicU64;
 
     use godwit_memory::SEGMENT_PAGES;
-    use godwit_units::{ByteCount, PAGE_SIZE, PageIndex};
+    use godwit_units::PageIndex;
 
     use super::*;
 
@@ -166,11 +186,13 @@ mod tests {
     impl DirtyTracker for Told {
         fn harvest(
             &self,
-            _: usize,
+            block: usize,
             within: PageRun,
             _: PageCount,
             _: &mut dyn FnMut(PageRun),
         ) -> Result<PageIndex, TrackError> {
+            let inside = |run: &PageRun| run.start < within.end() && within.start < run.end();
+            self.0.lock().unwrap().retain(|(of, run)| *of != block || !inside(run));
             Ok(within.end())
         }
 
@@ -182,17 +204,7 @@ mod tests {
     }
 
     fn board() -> Board {
-        let block = |name: &str, pages: u64| {
-            static NEXT: AtomicU64 = AtomicU64::new(0);
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let path = format!("/dev/shm/godwit-board-{}-{number}-{name}", std::process::id());
-            let path = std::path::PathBuf::from(path);
-            let file = std::fs::File::create(&path).unwrap();
-            file.set_len(pages * PAGE_SIZE).unwrap();
-            let block = RamBlock::open(name, &path, 0, ByteCount(pages * PAGE_SIZE), false).unwrap();
-            std::fs::remove_file(path).unwrap();
-            block
-        };
+        let block = |name, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
         Board::new(&[block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)]).unwrap()
     }
 
@@ -214,7 +226,7 @@ mod tests {
     fn a_tracker_that_starts_with_everything_dirty_says_nothing_of_unsent_segments() {
         let mut board = board();
         let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
-        board.note_baseline(&tracker).unwrap();
+        assert_eq!(board.begin(&tracker, None).unwrap().dirty, [0, 0, 0, 0]);
         assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
         board.mark_sent(1);
         let look = board.look(&tracker).unwrap();
@@ -226,13 +238,11 @@ mod tests {
     fn of_armed_segments_it_says_what_was_written_since() {
         let mut board = board();
         let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
-        board.note_baseline(&tracker).unwrap();
-        board.arm(&tracker, Duration::from_secs(60)).unwrap();
+        assert_eq!(board.begin(&tracker, Some(Duration::from_secs(60))).unwrap().dirty, [0, 0, 0, 0]);
         *tracker.0.lock().unwrap() = vec![(0, PageRun::new(7, 3))];
         assert_eq!(board.look(&tracker).unwrap().dirty, [3, 0, 0, 0]);
         // Out of time at once: all is as it was.
-        board.note_baseline(&tracker).unwrap();
-        board.arm(&tracker, Duration::ZERO).unwrap();
+        assert_eq!(board.begin(&tracker, Some(Duration::ZERO)).unwrap().dirty, [0, 0, 0, 0]);
         assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
     }
 

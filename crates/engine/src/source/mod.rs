@@ -132,7 +132,6 @@ pub fn migrate(
         policy: Policy::new(settings),
         throttle: 0.0,
         disk_limit: None,
-        delayed: 0,
         speed: Speed::default(),
         guest_speed: None,
         warning: None,
@@ -213,10 +212,9 @@ struct Source<'a> {
     /// The round whose acknowledgement nobody waits for.
     unawaited: Option<u32>,
     policy: Policy,
-    /// The throttle in force, and how many segments are delayed.
+    /// The throttle in force.
     throttle: f64,
     disk_limit: Option<Rate>,
-    delayed: usize,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
@@ -528,7 +526,7 @@ impl Source<'_> {
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.throttle,
             guest_speed: self.guest_speed,
-            delayed_segments: self.delayed,
+            delayed_segments: self.board.as_ref().map_or(0, |board| board.delayed()),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
             warning: self.warning.clone(),
         };

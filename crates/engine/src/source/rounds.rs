@@ -24,12 +24,9 @@ impl Source<'_> {
         self.drain()?;
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
-        board.note_baseline(tracker.as_ref())?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
-        if self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io {
-            board.arm(tracker.as_ref(), ARMING)?;
-        }
-        self.remaining = board.look(tracker.as_ref())?.remaining;
+        let arms = self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io;
+        self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
         let board = Arc::new(board);
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
@@ -286,7 +283,6 @@ impl Source<'_> {
     /// Puts `plan` in force.
     fn enforce(&mut self, plan: &Plan) {
         if let Some(board) = &self.board {
-            self.delayed = plan.delayed.count();
             board.delay(plan.delayed.clone());
         }
         if plan.disk_limit != self.disk_limit {
