@@ -82,9 +82,8 @@ impl PageFrameBuilder {
         (FRAME_PAGES - self.data / PAGE).min(RUNS_LIMIT - self.runs.len())
     }
 
-    /// Takes in the pages of `run`, at most [`Self::room`] of them: `read` fills in their bytes, and those that
-    /// turn out to be zero are left out and only named. Pages to which `wanted` says no are left out altogether; it is told
-    /// their bytes, empty for a page that is zero. Returns how many went in.
+    /// Takes in the pages of `run`, at most [`Self::room`] of them: `read` fills in their bytes, and `judge` looks at each page
+    /// and says what it goes in as: with its bytes, as zero and only named, or not at all. Returns how many went in.
     ///
     /// # Errors
     /// Those of `read`; the frame is then as it was.
@@ -95,7 +94,7 @@ impl PageFrameBuilder {
         &mut self,
         run: PageRun,
         read: impl FnOnce(&mut [u8]) -> Result<(), E>,
-        mut wanted: impl FnMut(PageIndex, &[u8]) -> bool,
+        mut judge: impl FnMut(PageIndex, &[u8]) -> Option<Content>,
     ) -> Result<Added, E> {
         assert!(run.count.0 <= self.room() as u64, "{} do not fit into the frame", run.count);
         let start = HEADER_LEN + self.data;
@@ -105,23 +104,19 @@ impl PageFrameBuilder {
         for index in 0..pages {
             let from = start + index * PAGE;
             let page = PageRun::new(run.start.0 + index as u64, 1);
-            let bytes = &self.buffer[from..from + PAGE];
-            let zero = is_zero(bytes);
-            if !wanted(page.start, if zero { &[] } else { bytes }) {
-                continue;
+            let Some(content) = judge(page.start, &self.buffer[from..from + PAGE]) else { continue };
+            self.push(page, content);
+            match content {
+                Content::Zero => added.zero += page.count,
+                Content::Data => {
+                    added.data += page.count;
+                    let to = HEADER_LEN + self.data;
+                    if from != to {
+                        self.buffer.copy_within(from..from + PAGE, to);
+                    }
+                    self.data += PAGE;
+                }
             }
-            if zero {
-                added.zero += page.count;
-                self.push(page, Content::Zero);
-                continue;
-            }
-            added.data += page.count;
-            let to = HEADER_LEN + self.data;
-            if from != to {
-                self.buffer.copy_within(from..from + PAGE, to);
-            }
-            self.data += PAGE;
-            self.push(page, Content::Data);
         }
         Ok(added)
     }
@@ -271,12 +266,6 @@ impl<'a> PageFrame<'a> {
             (WireRun { run, content: Content::Data }, bytes)
         })
     }
-}
-
-/// Whether all of `bytes` are zero; ends at the first block that is not.
-fn is_zero(bytes: &[u8]) -> bool {
-    // Blocks of a few cache lines: the inner fold has no branch and becomes vector code.
-    bytes.chunks(256).all(|block| block.iter().fold(0, |sum, byte| sum | byte) == 0)
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {

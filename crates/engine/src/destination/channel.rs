@@ -179,7 +179,7 @@ mod tests {
                 bytes.fill(version);
                 Ok::<(), ()>(())
             };
-            builder.add(PageRun::new(1, 1), fill, |_, _| true).unwrap();
+            builder.add(PageRun::new(1, 1), fill, |_, _| Some(Content::Data)).unwrap();
             sending[channel].write_all(builder.finish(0)).unwrap();
         }
         // The channels end when there is nothing more to read; that is an error, too, behind any other.
@@ -214,7 +214,7 @@ mod tests {
         let channel = channel(0, 1, theirs, &blocks, &barriers);
         let thread = std::thread::spawn(move || channel.run());
         let mut builder = PageFrameBuilder::new();
-        builder.add(PageRun::new(2, 1), |_| Ok::<(), ()>(()), |_, _| true).unwrap();
+        builder.zero(PageRun::new(2, 1));
         builder
             .add(
                 PageRun::new(3, 1),
@@ -222,7 +222,7 @@ mod tests {
                     bytes.fill(7);
                     Ok::<(), ()>(())
                 },
-                |_, _| true,
+                |_, _| Some(Content::Data),
             )
             .unwrap();
         // The frame's checksum is right; what the codec finds is not what it makes.

@@ -9,11 +9,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender};
 
 use godwit_bitmap::DirtyBitmap;
+use godwit_codec::is_zero;
 use godwit_ledger::{Key, Ledger, SegmentLedger};
 use godwit_memory::{DataHint, RamBlock, Segment};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use godwit_wire::PageFrameBuilder;
+use godwit_wire::{Content, PageFrameBuilder};
 
 use super::Event;
 use super::board::Board;
@@ -262,13 +263,14 @@ impl Channel {
             let count = (run.end().0 - at).min(self.builder.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
             let mut ledger = owned.ledger.as_mut().zip(self.shared.ledger.as_ref());
-            let wanted = |page, bytes: &[u8]| match &mut ledger {
-                Some((ledger, (_, key))) => {
-                    ledger.update(page, if bytes.is_empty() { key.zero() } else { key.page(bytes) })
-                }
-                None => true,
+            let judge = |page, bytes: &[u8]| {
+                let zero = is_zero(bytes);
+                let sent_before = ledger.as_mut().is_some_and(|(ledger, (_, key))| {
+                    !ledger.update(page, if zero { key.zero() } else { key.page(bytes) })
+                });
+                (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
             };
-            let added = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), wanted)?;
+            let added = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
             if let Some(held) = &mut owned.held {
                 // Zero pages among them do no harm: to zero a page twice is to zero it.
                 held.set(PageRun::new(at - owned.segment.run.start.0, count));
