@@ -6,8 +6,10 @@
 #![forbid(unsafe_code)]
 
 mod link;
+mod microvm;
 
 pub use link::Link;
+pub use microvm::MicroPair;
 
 use std::time::{Duration, Instant};
 

@@ -1,76 +1,16 @@
 //! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine in the VMM.
 
-use std::time::Instant;
-
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, Link, await_copying, check_refused};
-use godwit_testbed::{BeaconPlace, Ended, Godwit, MicroVm, Movable, Observer, kvm_for};
+use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused};
+use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
 use rustix::process::Signal;
 
 /// Slow enough that a pre-copy lasts for seconds.
 const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
 const SMALL: &[&str] = &["--memory", "128MiB", "--mode", "rate", "--working-set", "16MiB"];
 
-struct Pair {
-    godwit: Godwit,
-    source: MicroVm,
-    destination: MicroVm,
-}
-
-/// Two machines with the same options, or nothing where there is no KVM.
-fn pair(test: &str, options: &[&str]) -> anyhow::Result<Option<Pair>> {
-    if !kvm_for(test) {
-        return Ok(None);
-    }
-    let godwit = Godwit::built()?;
-    let source = MicroVm::start(&godwit, options)?;
-    let destination = MicroVm::start(&godwit, &[options, &["--incoming"]].concat())?;
-    source.wait_ready(LIMIT)?;
-    source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
-    Ok(Some(Pair { godwit, source, destination }))
-}
-
-impl Pair {
-    fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
-        let (receive, address) = self.godwit.receive(&self.destination, &[])?;
-        let migrate = self.godwit.migrate(&self.source, &address, options)?;
-        Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
-    }
-
-    fn check_moved(&self, migrate: &Ended) -> anyhow::Result<()> {
-        ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
-        ensure!(migrate.status.success(), "exit status {}", migrate.status);
-        ensure!(self.destination.status()? == "running");
-        self.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-        let beats = self.source.heartbeats_across(&self.destination);
-        ensure!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
-        let bugs = [self.source.bugs(), self.destination.bugs()].concat();
-        ensure!(bugs.is_empty(), "{bugs:?}");
-        Ok(())
-    }
-
-    /// The guest runs at the source as if nothing had been.
-    fn check_untouched(&self) -> anyhow::Result<()> {
-        // The command may have been killed; the engine in the VMM then takes its time to notice.
-        let until = Instant::now() + LIMIT;
-        while self.source.status()? == "leaving" && Instant::now() < until {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-        let status = self.source.status()?;
-        ensure!(status == "running", "the guest is '{status}'");
-        self.source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-        ensure!(self.source.bugs().is_empty(), "{:?}", self.source.bugs());
-        Ok(())
-    }
-
-    fn second_attempt(&self) -> anyhow::Result<()> {
-        let (migrate, _) = self.migrate(&["--verify"])?;
-        self.check_moved(&migrate)
-    }
-}
-
 fn moves(test: &str, options: &[&str]) -> anyhow::Result<()> {
-    let Some(mut pair) = pair(test, options)? else { return Ok(()) };
+    let Some(mut pair) = MicroPair::start(test, options)? else { return Ok(()) };
     let (migrate, receive) = pair.migrate(&["--verify"])?;
     pair.check_moved(&migrate)?;
     ensure!(migrate.last()["verified"] == true);
@@ -86,7 +26,7 @@ fn an_idle_guest() -> anyhow::Result<()> {
 
 #[test]
 fn a_writing_guest_with_all_witnesses() -> anyhow::Result<()> {
-    let Some(pair) = pair("a_writing_guest_with_all_witnesses", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("a_writing_guest_with_all_witnesses", SMALL)? else { return Ok(()) };
     let place = BeaconPlace::find(pair.source.ram_file())?;
     let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -133,7 +73,7 @@ fn odd_blocks_many_slots_two_vcpus_and_a_disk() -> anyhow::Result<()> {
 
 #[test]
 fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: a_link_cut_in_pre_copy", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: a_link_cut_in_pre_copy", SMALL)? else { return Ok(()) };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let link = Link::to(&address)?;
     let migrate = pair.godwit.migrate(&pair.source, link.address(), SLOW)?;
@@ -153,7 +93,7 @@ fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
 
 #[test]
 fn the_destination_killed() -> anyhow::Result<()> {
-    let Some(mut pair) = pair("microvm: the_destination_killed", SMALL)? else { return Ok(()) };
+    let Some(mut pair) = MicroPair::start("microvm: the_destination_killed", SMALL)? else { return Ok(()) };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -171,7 +111,7 @@ fn the_destination_killed() -> anyhow::Result<()> {
 
 #[test]
 fn ctrl_c_on_either_side() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: ctrl_c_on_either_side", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: ctrl_c_on_either_side", SMALL)? else { return Ok(()) };
     for at_source in [true, false] {
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
@@ -195,7 +135,7 @@ fn ctrl_c_on_either_side() -> anyhow::Result<()> {
 
 #[test]
 fn the_migrating_command_killed() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: the_migrating_command_killed", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: the_migrating_command_killed", SMALL)? else { return Ok(()) };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let mut migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -211,7 +151,9 @@ fn the_migrating_command_killed() -> anyhow::Result<()> {
 #[test]
 fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
     for fault in ["cut-after-commit", "lose-commit", "lose-farewell"] {
-        let Some(pair) = pair("microvm: the_link_breaks_at_the_handover", SMALL)? else { return Ok(()) };
+        let Some(pair) = MicroPair::start("microvm: the_link_breaks_at_the_handover", SMALL)? else {
+            return Ok(());
+        };
         let (migrate, receive) = pair.migrate(&["--fault", fault])?;
         pair.check_moved(&migrate)?;
         assert_eq!(receive.last()["outcome"], "running", "{fault}");
@@ -221,7 +163,9 @@ fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
 
 #[test]
 fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: a_copy_that_is_not_exact_never_runs", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: a_copy_that_is_not_exact_never_runs", SMALL)? else {
+        return Ok(());
+    };
     let (migrate, receive) = pair.migrate(&["--verify", "--fault", "wrong-digest"])?;
     ensure!(migrate.errors.contains("NOT exact: 1 of 128 chunks"), "{}", migrate.errors);
     assert_eq!(receive.status.code(), Some(1));
@@ -232,7 +176,9 @@ fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
 
 #[test]
 fn a_source_that_is_kept_never_runs_again() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: a_source_that_is_kept_never_runs_again", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: a_source_that_is_kept_never_runs_again", SMALL)? else {
+        return Ok(());
+    };
     let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1"])?;
     pair.check_moved(&migrate)?;
     assert_eq!(pair.source.status()?, "gone");
@@ -245,7 +191,9 @@ fn a_source_that_is_kept_never_runs_again() -> anyhow::Result<()> {
 
 #[test]
 fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
-    let Some(pair) = pair("microvm: a_paused_guest_arrives_paused", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: a_paused_guest_arrives_paused", SMALL)? else {
+        return Ok(());
+    };
     assert_eq!(pair.source.ask("pause")?["answer"], "done");
     let (migrate, receive) = pair.migrate(&["--verify"])?;
     assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
@@ -257,7 +205,7 @@ fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
 
 #[test]
 fn machines_that_do_not_fit() -> anyhow::Result<()> {
-    let Some(mut pair) = pair("machines_that_do_not_fit", SMALL)? else { return Ok(()) };
+    let Some(mut pair) = MicroPair::start("machines_that_do_not_fit", SMALL)? else { return Ok(()) };
     // Sizes are compared before anything is copied; the rest when the state is loaded, and the guest runs on.
     let low = "name=ram,size=128MiB,gpa=0";
     let cases: [(&[&str], &str); 4] = [
@@ -280,7 +228,7 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
 
 #[test]
 fn exchanged_and_missing_machines() -> anyhow::Result<()> {
-    let Some(pair) = pair("exchanged_and_missing_machines", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("exchanged_and_missing_machines", SMALL)? else { return Ok(()) };
     let exchanged = pair.godwit.migrate(&pair.destination, "127.0.0.1:1", &[])?.wait(LIMIT)?;
     check_refused(&exchanged, 1, &["are source and destination exchanged?"])?;
     let nobody = pair.godwit.migrate(&pair.source, "127.0.0.1:1", &[])?.wait(LIMIT)?;

@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, check_untouched};
+use godwit_e2e::{LIMIT, MicroPair, check_untouched};
 use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, flavours_for, kvm_for};
 use godwit_verify::settings::Mode;
 use serde_json::Value;
@@ -91,12 +91,9 @@ fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
         source.wait_ready(LIMIT)?;
         alike(&source, &destination)?;
     }
-    if kvm_for(&format!("microvm: {test}")) {
-        let options = ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
-        let source = MicroVm::start(&godwit, &options)?;
-        let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
-        source.wait_ready(LIMIT)?;
-        alike(&source, &destination)?;
+    let options = ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
+    if let Some(pair) = MicroPair::start(&format!("microvm: {test}"), &options)? {
+        alike(&pair.source, &pair.destination)?;
     }
     Ok(())
 }

@@ -2,13 +2,10 @@
 //! cancelled. With QEMU and with microvms.
 
 use std::process::{Command, Output};
-use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
-use godwit_testbed::{
-    Ended, Godwit, GuestConfig, MicroVm, Movable, Running, VmConfig, flavours_for, kvm_for,
-};
+use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
+use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, flavours_for};
 use godwit_verify::settings::Mode;
 use serde_json::Value;
 
@@ -19,7 +16,7 @@ const ENDLESS: &[&str] =
 /// Two machines of one kind, the first with a guest that writes as fast as it can.
 enum Machines {
     Qemu(Box<Pair>),
-    Microvm { godwit: Godwit, source: MicroVm, destination: MicroVm },
+    Microvm(MicroPair),
 }
 
 /// All kinds that there are here.
@@ -31,15 +28,8 @@ fn machines(test: &str) -> anyhow::Result<Vec<Machines>> {
             GuestConfig::small(Mode::Full),
         ))?)));
     }
-    if kvm_for(&format!("microvm: {test}")) {
-        let godwit = Godwit::built()?;
-        let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB"];
-        let source = MicroVm::start(&godwit, &options)?;
-        let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
-        source.wait_ready(LIMIT)?;
-        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
-        all.push(Machines::Microvm { godwit, source, destination });
-    }
+    let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB"];
+    all.extend(MicroPair::start(&format!("microvm: {test}"), &options)?.map(Machines::Microvm));
     Ok(all)
 }
 
@@ -47,21 +37,21 @@ impl Machines {
     fn godwit(&self) -> &Godwit {
         match self {
             Self::Qemu(pair) => &pair.godwit,
-            Self::Microvm { godwit, .. } => godwit,
+            Self::Microvm(pair) => &pair.godwit,
         }
     }
 
     fn source(&self) -> &dyn Movable {
         match self {
             Self::Qemu(pair) => &pair.source,
-            Self::Microvm { source, .. } => source,
+            Self::Microvm(pair) => &pair.source,
         }
     }
 
     fn destination(&self) -> &dyn Movable {
         match self {
             Self::Qemu(pair) => &pair.destination,
-            Self::Microvm { destination, .. } => destination,
+            Self::Microvm(pair) => &pair.destination,
         }
     }
 
@@ -77,29 +67,14 @@ impl Machines {
     fn check_moved(&mut self, migrate: &Ended) -> anyhow::Result<()> {
         match self {
             Self::Qemu(pair) => check_moved(pair, migrate),
-            Self::Microvm { source, destination, .. } => {
-                ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
-                destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-                let bugs = [source.bugs(), destination.bugs()].concat();
-                ensure!(bugs.is_empty(), "{bugs:?}");
-                Ok(())
-            }
+            Self::Microvm(pair) => pair.check_moved(migrate),
         }
     }
 
     fn check_untouched(&mut self) -> anyhow::Result<()> {
         match self {
             Self::Qemu(pair) => check_untouched(&mut pair.source),
-            Self::Microvm { source, .. } => {
-                let until = Instant::now() + LIMIT;
-                while source.status()? == "leaving" && Instant::now() < until {
-                    std::thread::sleep(std::time::Duration::from_millis(20));
-                }
-                ensure!(source.status()? == "running", "the guest is '{}'", source.status()?);
-                source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-                ensure!(source.bugs().is_empty(), "{:?}", source.bugs());
-                Ok(())
-            }
+            Self::Microvm(pair) => pair.check_untouched(),
         }
     }
 

@@ -1,0 +1,89 @@
+//! A pair of microvms, and what it means that their guest has moved or is untouched.
+
+use std::time::Instant;
+
+use anyhow::ensure;
+use godwit_testbed::{Ended, Godwit, MicroVm, Movable, kvm_for};
+
+use crate::LIMIT;
+
+/// A source with a guest at work and a destination that waits.
+#[derive(Debug)]
+pub struct MicroPair {
+    /// The command.
+    pub godwit: Godwit,
+    /// Where the guest is.
+    pub source: MicroVm,
+    /// Where it is to go.
+    pub destination: MicroVm,
+}
+
+impl MicroPair {
+    /// Starts two machines with the same options, or says that `test` is skipped where there is no KVM.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn start(test: &str, options: &[&str]) -> anyhow::Result<Option<Self>> {
+        if !kvm_for(test) {
+            return Ok(None);
+        }
+        let godwit = Godwit::built()?;
+        let source = MicroVm::start(&godwit, options)?;
+        let destination = MicroVm::start(&godwit, &[options, &["--incoming"]].concat())?;
+        source.wait_ready(LIMIT)?;
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        Ok(Some(Self { godwit, source, destination }))
+    }
+
+    /// Runs both commands to their ends: migrate, receive.
+    ///
+    /// # Errors
+    /// When one of them does not start or does not end.
+    pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
+        let (receive, address) = self.godwit.receive(&self.destination, &[])?;
+        let migrate = self.godwit.migrate(&self.source, &address, options)?;
+        Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
+    }
+
+    /// Checks that the guest runs at the destination, counts on and finds no damage.
+    ///
+    /// # Errors
+    /// What is not as it should be.
+    pub fn check_moved(&self, migrate: &Ended) -> anyhow::Result<()> {
+        ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
+        ensure!(migrate.status.success(), "exit status {}", migrate.status);
+        ensure!(self.destination.status()? == "running");
+        self.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        let beats = self.source.heartbeats_across(&self.destination);
+        ensure!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
+        let bugs = [self.source.bugs(), self.destination.bugs()].concat();
+        ensure!(bugs.is_empty(), "{bugs:?}");
+        Ok(())
+    }
+
+    /// Checks that the guest runs at the source as if nothing had been.
+    ///
+    /// # Errors
+    /// What is not as it should be.
+    pub fn check_untouched(&self) -> anyhow::Result<()> {
+        // The command may have been killed; the engine in the VMM then takes its time to notice.
+        let until = Instant::now() + LIMIT;
+        while self.source.status()? == "leaving" && Instant::now() < until {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        let status = self.source.status()?;
+        ensure!(status == "running", "the guest is '{status}'");
+        self.source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        ensure!(self.source.bugs().is_empty(), "{:?}", self.source.bugs());
+        Ok(())
+    }
+
+    /// Moves it once more, with digests compared.
+    ///
+    /// # Errors
+    /// When that does not come to a good end.
+    pub fn second_attempt(&self) -> anyhow::Result<()> {
+        let (migrate, _) = self.migrate(&["--verify"])?;
+        self.check_moved(&migrate)
+    }
+}
