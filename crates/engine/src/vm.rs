@@ -6,9 +6,10 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use godwit_block::{Disk, DiskRound, DiskSink};
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
-use godwit_units::Rate;
+use godwit_units::{ByteCount, Rate};
 
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
@@ -48,6 +49,48 @@ pub trait SourceVm {
     /// # Errors
     /// When the machine refuses.
     fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError>;
+
+    /// The disks that are to move along, in the order in which all calls below have them; empty where storage is shared.
+    fn disks(&self) -> Vec<Disk> {
+        Vec::new()
+    }
+
+    /// Starts tracking the guest's writes to the disks, in blocks of [`Self::disk_granularity`]. [`Self::resume`] and [`Self::retire`] end it
+    /// and remove whatever it left in the machine.
+    ///
+    /// # Errors
+    /// When the machine refuses; it is then as before.
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    /// The granularity of each disk, from [`Self::start_disk_tracking`] on.
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        Vec::new()
+    }
+
+    /// Begins a round for all disks in one moment. In the first one a disk is dirty wherever it is not known to be zero, in each other
+    /// one where the guest wrote since the last call. May be called with the guest running or after [`Self::stop`]. The rounds of the
+    /// call before must have been dropped.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        Ok(Vec::new())
+    }
+
+    /// Bytes of each disk written since the last round began, in whole dirty blocks. Clears nothing.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        Ok(Vec::new())
+    }
+
+    /// Bytes that the guest has written to all these disks since they were opened, if that is known.
+    fn disk_writes(&mut self) -> Option<ByteCount> {
+        None
+    }
 
     /// The CPU time that all vCPUs together have consumed since they were started; `None` where it is not known. It may
     /// lag by a tick of the host's clock, and falls when a vCPU is unplugged.
@@ -113,6 +156,20 @@ pub trait DestinationVm {
 
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
+
+    /// Opens the disks that the source wants to send, in its order. They are closed by [`Self::prepare`] at the latest, before device
+    /// state is loaded, and by [`Self::discard`]; the sinks must have been dropped by then.
+    ///
+    /// # Errors
+    /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
+    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        match wanted.first() {
+            None => Ok(Vec::new()),
+            Some(disk) => {
+                Err(format!("disk '{}' cannot be received by this kind of machine", disk.name).into())
+            }
+        }
+    }
 
     /// Makes the machine ready to load device state and returns where to write it. The guest must not run when it is
     /// loaded.
