@@ -79,6 +79,17 @@ pub trait SourceVm {
         Ok(Vec::new())
     }
 
+    /// While the first round of the disks is under way, from time to time (a second or so): lets the adapter tell apart writes ahead of
+    /// what the round has asked for, which the round will still read, from those behind it, which are the next round's. An adapter
+    /// that does so leaves the former out of the next round; so the first round must be taken to its end. It knows the point
+    /// itself, from its [`DiskRound`]s: it must be looked at after the writes were divided.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn disk_progress(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Bytes of each disk written since the last round began, in whole dirty blocks. Clears nothing.
     ///
     /// # Errors
