@@ -1,5 +1,6 @@
 //! Which disks move along, as an operator says it.
 
+use std::fmt;
 use std::str::FromStr;
 
 /// Which disks of a VM move along with it.
@@ -39,6 +40,17 @@ impl DiskChoice {
     }
 }
 
+impl fmt::Display for DiskChoice {
+    /// As it is typed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.pad("none"),
+            Self::All => f.pad("all"),
+            Self::Named(names) => f.pad(&names.join(",")),
+        }
+    }
+}
+
 impl FromStr for DiskChoice {
     type Err = ChoiceError;
 
@@ -73,6 +85,9 @@ mod tests {
         assert_eq!("none".parse(), Ok(DiskChoice::None));
         assert_eq!("a".parse(), Ok(DiskChoice::Named(vec!["a".to_owned()])));
         assert_eq!("a, b".parse(), Ok(DiskChoice::Named(vec!["a".to_owned(), "b".to_owned()])));
+        for text in ["all", "none", "a", "a,b"] {
+            assert_eq!(text.parse::<DiskChoice>().unwrap().to_string(), text);
+        }
     }
 
     #[test]

@@ -3,12 +3,15 @@
 //! [`migrate`] is a loop around the state machine: each action is carried out, waits for what it needs, and yields
 //! the next input. Whatever fails becomes the input `Failed`, and the machine says what that means.
 //!
-//! Threads: this one; one that reads the control connection; one a data channel; one that passes the device state
+//! Threads: this one; one that reads the control connection; one a data channel, of memory or of a disk; one that passes the device state
 //! on. They all report through one queue of events.
 
 mod board;
 mod channel;
+mod disk;
+mod disks;
 mod ending;
+mod gate;
 mod live;
 mod packer;
 mod rounds;
@@ -41,6 +44,9 @@ use crate::{EngineError, Failure, Phase, Survivor, limits};
 
 use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
+use disk::DiskCarried;
+use disks::{Disks, begin_passes};
+use gate::Gate;
 use live::{IdleWatch, Live};
 use packer::Packer;
 use speed::Speed;
@@ -86,6 +92,8 @@ enum Event {
     Peer { connection: u32, message: Result<Message, EngineError> },
     /// A channel has carried its part of a round, barrier included.
     Carried { round: u32, result: Result<Carried, EngineError> },
+    /// The channel of a disk has carried its part of a round, barrier included.
+    DiskCarried { disk: usize, round: u32, result: Result<DiskCarried, EngineError> },
     /// The device state has been passed on to its end.
     StatePassed(Result<ByteCount, EngineError>),
 }
@@ -105,7 +113,13 @@ pub fn migrate(
     let (events_in, events) = mpsc::channel();
     let started = Instant::now();
     let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let disks = Disks::new(vm.disks());
+    let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
+        gate: Arc::new(Gate::new(!disks.is_empty())),
+        disks,
+        unfinished: 0,
+        release_waits: false,
         ram: vm.ram(),
         vm,
         options,
@@ -119,7 +133,7 @@ pub fn migrate(
         connection: 0,
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, options.channels.into())),
+        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
@@ -177,6 +191,7 @@ fn random() -> [u64; 2] {
     [(bits >> 64) as u64, bits as u64]
 }
 
+/// A channel of memory.
 struct ChannelHandle {
     orders: Sender<Order>,
     stream: Stream,
@@ -197,6 +212,12 @@ struct Source<'a> {
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
     connection: u32,
     channels: Vec<ChannelHandle>,
+    disks: Disks,
+    gate: Arc<Gate>,
+    /// Disks whose pass was cut short and is being finished.
+    unfinished: usize,
+    /// The device state is released when disks are read.
+    release_waits: bool,
     counters: Arc<Counters>,
     limiter: Arc<Limiter>,
     live: Arc<Live>,
@@ -322,11 +343,11 @@ impl Source<'_> {
             Action::SendOffer => self.connect_and_offer(),
             Action::StartTracking => self.start_tracking(),
             Action::CopyRound(round) => {
-                self.start_round(round, Stage::PreCopy);
+                self.start_round(round, Stage::PreCopy)?;
                 self.copy_round(round, Stage::PreCopy)
             }
             Action::StartLastRound(round) => {
-                self.start_round(round, Stage::StopAndCopy);
+                self.start_round(round, Stage::StopAndCopy)?;
                 Ok(None)
             }
             Action::AskPolicy => self.ask_policy(),
@@ -377,6 +398,7 @@ impl Source<'_> {
             running: self.vm.was_running(),
             machine: self.vm.machine().to_owned(),
             blocks,
+            disks: self.disks.offers(&self.vm.disk_granularity()),
         }))?;
         Ok(None)
     }
@@ -444,12 +466,14 @@ impl Source<'_> {
                 peer: PEER,
                 what: format!("it said {:?} out of place", message.kind()),
             },
-            Event::Carried { result: Err(error), .. } | Event::StatePassed(Err(error)) => error,
+            Event::Carried { result: Err(error), .. }
+            | Event::DiskCarried { result: Err(error), .. }
+            | Event::StatePassed(Err(error)) => error,
             Event::StatePassed(Ok(_)) => EngineError::State(std::io::Error::new(
                 std::io::ErrorKind::UnexpectedEof,
                 "it ended too early",
             )),
-            Event::Carried { .. } => EngineError::Panicked("channel"),
+            Event::Carried { .. } | Event::DiskCarried { .. } => EngineError::Panicked("channel"),
         }
     }
 
@@ -526,6 +550,9 @@ impl Source<'_> {
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.throttle,
             guest_speed: self.guest_speed,
+            disks: self.disks.progress(),
+            memory_share: self.gate.share(),
+            disk_limit: self.disk_limit,
             delayed_segments: self.board.as_ref().map_or(0, |board| board.delayed()),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
             warning: self.warning.clone(),
