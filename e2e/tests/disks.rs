@@ -1,0 +1,235 @@
+//! Disks that move along: microvms with an image on each side. The guest stamps the first 16 MiB of its disk, writes and checks them
+//! all the time; what is behind them is compared here.
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, MicroPair, check_refused};
+use godwit_testbed::{Ended, MicroVm, Running};
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// No whole number of pages, and of no dirty block.
+const SIZE: u64 = (96 << 20) + 512;
+/// The guest uses no more.
+const USED: u64 = 16 << 20;
+/// Slow enough that the full pass lasts for seconds.
+const SLOW: &[&str] = &["--disks", "all", "--max-bandwidth", "10MiB/s", "--compression", "none"];
+const OPTIONS: &[&str] = &["--memory", "64MiB", "--mode", "rate", "--working-set", "8MiB"];
+
+/// An image file; it goes with this value.
+struct Image(PathBuf);
+
+impl Image {
+    /// One of zeros.
+    fn new(name: &str, size: u64) -> anyhow::Result<Self> {
+        let path = std::env::temp_dir().join(format!("godwit-e2e-{name}-{}", std::process::id()));
+        File::create(&path)?.set_len(size)?;
+        Ok(Self(path))
+    }
+
+    /// One with data of which no two pages are alike, and holes.
+    fn filled(name: &str) -> anyhow::Result<Self> {
+        let image = Self::new(name, SIZE)?;
+        let file = File::options().write(true).open(&image.0)?;
+        let mut word = 1u64;
+        let mut bytes = vec![0; 8 << 20];
+        for at in [USED, USED + (32 << 20), SIZE - (8 << 20)] {
+            for eight in bytes.chunks_mut(8) {
+                word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                eight.copy_from_slice(&(word ^ word >> 31).to_le_bytes());
+            }
+            file.write_all_at(&bytes, at)?;
+        }
+        Ok(image)
+    }
+
+    /// One that is full of something else.
+    fn stale(name: &str) -> anyhow::Result<Self> {
+        let image = Self::new(name, SIZE)?;
+        std::fs::write(&image.0, vec![0xee; SIZE as usize])?;
+        Ok(image)
+    }
+
+    fn option(&self) -> [&str; 2] {
+        ["--disk", self.0.to_str().unwrap_or_default()]
+    }
+
+    fn bytes_from(&self, offset: u64) -> anyhow::Result<Vec<u8>> {
+        Ok(std::fs::read(&self.0)?.split_off(usize::try_from(offset)?))
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Two machines with an image each.
+struct DiskPair {
+    pair: MicroPair,
+    from: Image,
+    to: Image,
+}
+
+impl DiskPair {
+    fn start(test: &str) -> anyhow::Result<Option<Self>> {
+        let (from, to) = (Image::filled(&format!("{test}-from"))?, Image::stale(&format!("{test}-to"))?);
+        let source = [OPTIONS, &from.option()].concat();
+        let destination = [OPTIONS, &to.option()].concat();
+        let pair = MicroPair::start_apart(&format!("disks: {test}"), &source, &destination)?;
+        Ok(pair.map(|pair| Self { pair, from, to }))
+    }
+
+    /// A migration with [`SLOW`] that is in the full pass.
+    fn in_full_pass(&self, more: &[&str]) -> anyhow::Result<(Running, Running)> {
+        let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &[])?;
+        let migrate = self.pair.godwit.migrate(&self.pair.source, &address, &[SLOW, more].concat())?;
+        let copying = |line: &Value| {
+            line["disks"][0]["full_pass"] == true && line["disks"][0]["sent_bytes"].as_u64() > Some(4 << 20)
+        };
+        migrate.wait_for("full pass", LIMIT, copying)?;
+        Ok((migrate, receive))
+    }
+
+    fn check_moved(&self, migrate: &Ended) -> anyhow::Result<()> {
+        self.pair.check_moved(migrate)?;
+        let disk = &migrate.last()["disks"][0];
+        ensure!(disk["name"] == "disk" && disk["size_bytes"] == SIZE, "{disk}");
+        ensure!(
+            self.from.bytes_from(USED)? == self.to.bytes_from(USED)?,
+            "what the guest does not write differs"
+        );
+        Ok(())
+    }
+
+    fn second_attempt(&self) -> anyhow::Result<()> {
+        let (migrate, _) = self.pair.migrate(&["--disks", "disk", "--verify"])?;
+        self.check_moved(&migrate)
+    }
+}
+
+#[test]
+fn a_disk_moves_along_in_blocks_of_any_size() -> anyhow::Result<()> {
+    for granularity in ["auto", "4KiB", "1MiB"] {
+        let Some(disks) = DiskPair::start("any_size")? else { return Ok(()) };
+        let options = ["--disks", "all", "--disk-granularity", granularity, "--channels", "2"];
+        let (migrate, receive) = disks.pair.migrate(&options)?;
+        disks.check_moved(&migrate)?;
+        assert_eq!(receive.last()["outcome"], "running");
+        let accepted = receive.lines.iter().find(|line| line["event"] == "accepted");
+        ensure!(accepted.is_some_and(|line| line["disks"][0]["size_bytes"] == SIZE), "{:?}", receive.lines);
+        let last = migrate.last();
+        let expected = if granularity == "1MiB" { 1 << 20 } else { 4 << 10 };
+        ensure!(last["disks"][0]["granularity_bytes"] == expected, "{}", last["disks"]);
+        let first = &last["round_list"][0];
+        ensure!(first["data_pages"] == 0 && first["zero_pages"] == 0, "memory in the full pass: {first}");
+        // Holes were neither read nor filled: of what was stale before, nothing is allocated any more.
+        let allocated = disks.to.0.metadata()?.blocks() * 512;
+        ensure!(allocated < 45 << 20, "{allocated} bytes are allocated at the destination");
+    }
+    Ok(())
+}
+
+#[test]
+fn the_disk_of_a_paused_guest_is_equal_afterwards() -> anyhow::Result<()> {
+    let Some(disks) = DiskPair::start("paused")? else { return Ok(()) };
+    assert_eq!(disks.pair.source.ask("pause")?["answer"], "done");
+    let (migrate, receive) = disks.pair.migrate(&["--disks", "all", "--verify"])?;
+    assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
+    assert_eq!(receive.last()["outcome"], "paused");
+    ensure!(disks.from.bytes_from(0)? == disks.to.bytes_from(0)?, "the images differ");
+    assert_eq!(disks.pair.destination.ask("resume")?["answer"], "done");
+    disks.check_moved(&migrate)
+}
+
+#[test]
+fn the_destination_killed_in_the_full_pass() -> anyhow::Result<()> {
+    let Some(mut disks) = DiskPair::start("killed")? else { return Ok(()) };
+    let (migrate, _receive) = disks.in_full_pass(&[])?;
+
+    disks.pair.destination.kill();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    disks.pair.check_untouched()?;
+    let options = [OPTIONS, &disks.to.option(), &["--incoming"]].concat();
+    disks.pair.destination = MicroVm::start(&disks.pair.godwit, &options)?;
+    disks.second_attempt()
+}
+
+#[test]
+fn cancelled_in_the_full_pass() -> anyhow::Result<()> {
+    let Some(disks) = DiskPair::start("cancelled")? else { return Ok(()) };
+    let (migrate, receive) = disks.in_full_pass(&[])?;
+
+    migrate.signal(Signal::INT)?;
+
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    ensure!(migrate.status.code() == Some(130), "{} {}", migrate.status, migrate.errors);
+    ensure!(receive.errors.contains("gave up: cancelled"), "{}", receive.errors);
+    disks.pair.check_untouched()?;
+    disks.second_attempt()
+}
+
+#[test]
+fn a_switchover_is_forced_in_the_full_pass() -> anyhow::Result<()> {
+    let Some(disks) = DiskPair::start("forced")? else { return Ok(()) };
+    let name = format!("forced-{}", std::process::id());
+    let (migrate, _receive) = disks.in_full_pass(&["--name", &name])?;
+    // All at once: the guest is stopped for what is left.
+    for arguments in [["set", "max-bandwidth=off"], ["switchover", "--force"]] {
+        let mut command = Command::new(disks.pair.godwit.program());
+        let output = command.args(arguments).args(["--migration", &name]).output()?;
+        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+    let migrate = migrate.wait(LIMIT)?;
+    disks.check_moved(&migrate)?;
+    let rounds = migrate.last()["rounds"].as_u64();
+    ensure!(rounds == Some(2), "{rounds:?} rounds: the one that was cut short, and the last");
+    Ok(())
+}
+
+#[test]
+fn the_guests_writes_are_limited_until_it_has_moved() -> anyhow::Result<()> {
+    let Some(disks) = DiskPair::start("limited")? else { return Ok(()) };
+    let options = ["--set", "disk-limit=100KiB/s", "--downtime-limit", "1ms", "--name", "limited-disk"];
+    let (migrate, _receive) = disks.in_full_pass(&options)?;
+    let limited = |line: &Value| line["disk_limit_bytes_per_second"].as_f64() == Some(102_400.0);
+    migrate.wait_for("limit", LIMIT, limited)?;
+    // A round later the guest has felt it.
+    let felt = |line: &Value| limited(line) && line["round"].as_u64() > Some(2);
+    migrate.wait_for("round with a limit", LIMIT, felt)?;
+    migrate.signal(Signal::INT)?;
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(130), "{}", migrate.status);
+    disks.pair.check_untouched()?;
+    disks.second_attempt()
+}
+
+#[test]
+fn disks_that_do_not_fit_are_refused_and_nothing_is_written() -> anyhow::Result<()> {
+    let Some(mut disks) = DiskPair::start("unfit")? else { return Ok(()) };
+    let small = Image::new("unfit-small", SIZE - 512)?;
+    let shared = disks.from.0.display().to_string();
+    let cases: [(&[&str], &[&str]); 3] = [
+        (&[], &["the machine has no disk 'disk' (it has none)", "start both machines with --disk"]),
+        (&small.option(), &["has 96MiB and the source's has", "truncate -s 100663808 FILE"]),
+        (&["--disk", &shared], &["is open in another machine", "leave out --disks"]),
+    ];
+    for (option, words) in cases {
+        let options = [OPTIONS, option, &["--incoming"]].concat();
+        disks.pair.destination = MicroVm::start(&disks.pair.godwit, &options)?;
+        let (migrate, _) = disks.pair.migrate(&["--disks", "all"])?;
+        check_refused(&migrate, 1, words)?;
+        disks.pair.check_untouched()?;
+    }
+    ensure!(small.bytes_from(0)?.iter().all(|byte| *byte == 0), "something was written");
+    let unknown = disks.pair.godwit.migrate(&disks.pair.source, "127.0.0.1:1", &["--disks", "vda"])?;
+    check_refused(&unknown.wait(LIMIT)?, 1, &["no disk 'vda' (it has 'disk')"])?;
+    disks.pair.check_untouched()
+}
