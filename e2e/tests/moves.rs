@@ -98,25 +98,6 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_disk_with_direct_io() -> anyhow::Result<()> {
-    // O_DIRECT needs a file system that has it, which a tmpfs may not.
-    let image =
-        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("move-{}", std::process::id()));
-    std::fs::write(&image, vec![0; 1 << 20])?;
-    let drive = format!("file={},if=virtio,format=raw,cache=none", image.display());
-    for flavour in flavours_for("a_disk_with_direct_io") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full)).with_extra(&["-drive", &drive]);
-        let mut pair = Pair::start(&config)?;
-        // The machine is drained before each round, and what was harvested is looked at again. The guest has no driver for
-        // the disk; what that does under load is not shown here.
-        let (migrate, _) = pair.migrate(&["--direct-io", "--verify", "--max-bandwidth", "200MiB/s"])?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
-    }
-    std::fs::remove_file(image)?;
-    Ok(())
-}
-
-#[test]
 fn each_codec_carries_a_guest() -> anyhow::Result<()> {
     let flavours = flavours_for("each_codec_carries_a_guest");
     if flavours.is_empty() {

@@ -21,6 +21,7 @@ mod machine;
 mod microvm;
 mod observer;
 mod own;
+mod soak;
 mod vm;
 
 pub use children::end_children;
@@ -35,4 +36,5 @@ pub use machine::Movable;
 pub use microvm::{MicroVm, kvm_for};
 pub use observer::{BeaconPlace, Observer};
 pub use own::{OwnMigration, Style, own_migration, own_migration_within};
+pub use soak::soak;
 pub use vm::{Backend, TestVm, VmConfig};
