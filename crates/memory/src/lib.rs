@@ -7,6 +7,7 @@
 
 mod block;
 mod extents;
+mod huge;
 mod mapping;
 mod segment;
 mod slots;
