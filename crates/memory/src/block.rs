@@ -191,6 +191,14 @@ impl RamBlock {
         self.file.metadata().map(|meta| (meta.dev(), meta.ino()))
     }
 
+    /// The tmpfs that holds the file, if it keeps to pages of 4 KiB: filling it then takes about twice the processor time
+    /// (docs/bulk.md).
+    #[must_use]
+    pub fn in_small_pages(&self) -> Option<PathBuf> {
+        let (device, _) = self.identity().ok().filter(|_| self.huge.is_none())?;
+        crate::tmpfs::small_pages(&std::fs::read_to_string("/proc/self/mountinfo").ok()?, device)
+    }
+
     fn check(&self, run: PageRun) -> Result<u64, MemoryError> {
         let end = run.start.0.checked_add(run.count.0);
         if end.is_none_or(|end| end > self.pages.0) {

@@ -11,6 +11,7 @@ mod huge;
 mod mapping;
 mod segment;
 mod slots;
+mod tmpfs;
 
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
