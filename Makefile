@@ -30,6 +30,14 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@$(CARGO) build --workspace --bins
 	@scripts/run-tests.sh
 
+# How often each of them repeats itself.
+GODWIT_SOAK ?= 40
+
+.PHONY: soak
+soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
+	@$(CARGO) build --workspace --bins
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
+
 .PHONY: check
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check

@@ -75,11 +75,6 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
     ledger: bool,
 
-    /// Move the VM though a disk of it has cache.direct=on: before each round the machine is drained, and what may have changed
-    /// unseen is looked at again. New, and not proven under load; --verify tells whether the copy is exact
-    #[arg(long)]
-    direct_io: bool,
-
     /// Disks that move along: all, none, or names with commas between. Those that do not must be on storage that both sides share;
     /// those that do need an image of the same size at the destination, which is overwritten
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
@@ -109,6 +104,7 @@ enum FaultName {
     LoseCommit,
     WrongDigest,
     LoseFarewell,
+    TrustTracker,
 }
 
 impl From<FaultName> for Fault {
@@ -118,6 +114,7 @@ impl From<FaultName> for Fault {
             FaultName::LoseCommit => Self::LoseCommit,
             FaultName::WrongDigest => Self::WrongDigest,
             FaultName::LoseFarewell => Self::LoseFarewell,
+            FaultName::TrustTracker => Self::TrustTracker,
         }
     }
 }
@@ -194,7 +191,6 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         verify: arguments.verify,
         channels: arguments.channels,
         ledger: arguments.ledger,
-        direct_io: arguments.direct_io,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };

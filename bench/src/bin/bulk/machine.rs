@@ -127,7 +127,6 @@ pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost>
         verify: false,
         channels: way.channels,
         ledger: way.ledger,
-        direct_io: false,
         keep_source: false,
         fault: None,
     };
