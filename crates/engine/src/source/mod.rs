@@ -18,6 +18,7 @@ mod rounds;
 mod speed;
 mod state;
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -131,6 +132,7 @@ pub fn migrate(
         session: new_session(),
         control: None,
         connection: 0,
+        control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
         limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
@@ -211,6 +213,8 @@ struct Source<'a> {
     control: Option<Arc<ControlWriter>>,
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
     connection: u32,
+    /// The control connection was seen to end.
+    control_ended: Cell<bool>,
     channels: Vec<ChannelHandle>,
     disks: Disks,
     gate: Arc<Gate>,
@@ -286,6 +290,7 @@ impl Source<'_> {
                 }
             }
         }
+        self.take_peers_words();
         self.shut_down();
         let survivor = match (state, &self.resume_failed) {
             (State::Done, None) => return Ok(self.measures),
@@ -297,10 +302,9 @@ impl Source<'_> {
         let (phase, cause) = match (self.cause.take(), self.resume_failed.take()) {
             (None, Some(source)) => (Phase::Handover, EngineError::Vm(source)),
             (Some((phase, cause)), Some(source)) => {
-                let cause = Box::new(self.peers_words(cause));
-                (phase, EngineError::NotResumed { cause, source })
+                (phase, EngineError::NotResumed { cause: Box::new(cause), source })
             }
-            (Some((phase, cause)), None) => (phase, self.peers_words(cause)),
+            (Some((phase, cause)), None) => (phase, cause),
             (None, None) => (Phase::Setup, EngineError::Cancelled),
         };
         Err(Failure { phase, survivor, cause })
@@ -311,17 +315,23 @@ impl Source<'_> {
         self.cause.get_or_insert((phase_of(state), error));
     }
 
-    /// When the link broke since the destination gave up, its reason is on the way or already here, behind what the
-    /// channels noticed first. The guest runs again by now, so there is time to look.
-    fn peers_words(&self, cause: EngineError) -> EngineError {
-        if matches!(cause, EngineError::Link { .. }) {
-            while let Ok(event) = self.events.recv_timeout(limits::TICK * 3) {
-                if let Event::Peer { message: Ok(Message::Abort { code, text }), .. } = event {
-                    return EngineError::Aborted { peer: PEER, code, text };
+    /// When a channel broke since the destination gave up, its reason is on the way or already here. The guest runs again by now, so there is
+    /// time to wait for it, as long as the destination can still speak.
+    fn take_peers_words(&mut self) {
+        let broke = matches!(self.cause, Some((_, EngineError::Link { .. })));
+        let until = Instant::now() + limits::WORDS;
+        while broke && !self.commit_sent && !self.control_ended.get() && Instant::now() < until {
+            match self.events.recv_timeout(limits::TICK) {
+                Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
+                    let words = EngineError::Aborted { peer: PEER, code, text };
+                    self.cause = self.cause.take().map(|(phase, _)| (phase, words));
+                    return;
                 }
+                Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => return,
+                Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
-        cause
     }
 
     /// Carries out `actions`; returns the next input, which the destination gives if no action does.
@@ -450,7 +460,10 @@ impl Source<'_> {
             {
                 Ok(None)
             }
-            Ok(event) => Ok(Some(event)),
+            Ok(event) => {
+                self.control_ended.set(matches!(event, Event::Peer { message: Err(_), .. }));
+                Ok(Some(event))
+            }
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
         }
