@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use crate::error::NbdError;
 use crate::handshake::{Export, Wish, negotiate};
 use crate::pending::{Pending, Stretch};
-use crate::protocol::{Command, REQUEST};
+use crate::protocol::{Command, REQUEST, REQUEST_DF};
 use crate::reply::{Bad, take_one};
 use crate::stream::{Address, Stream};
 
@@ -224,7 +224,11 @@ impl Client {
             complaint: None,
             done: false,
         });
-        let head = head(command, cookie, offset, length);
+        // QEMU looks for holes in a read that may be answered in parts, and ends the connection when such a read fails
+        // (nbd_co_send_sparse_read in nbd/server.c). One in a single part is answered with the error.
+        let whole = command == Command::Read && self.export.can_answer_in_one();
+        let flags = if whole { REQUEST_DF } else { 0 };
+        let head = head(flags, command, cookie, offset, length);
         let stream = self.stream.get_mut();
         let sent = stream.write_all(&head).and_then(|()| stream.write_all(payload));
         sent.map_err(|source| {
@@ -286,15 +290,16 @@ impl Drop for Client {
     /// A server that is told does not log a connection that broke.
     fn drop(&mut self) {
         if !self.broken {
-            let _ = self.stream.get_mut().write_all(&head(Command::Disconnect, self.next_cookie, 0, 0));
+            let _ = self.stream.get_mut().write_all(&head(0, Command::Disconnect, self.next_cookie, 0, 0));
         }
     }
 }
 
-/// A request (proto, "Request message"). None has a flag: a stretch of zeros may become a hole.
-fn head(command: Command, cookie: u64, offset: u64, length: u32) -> [u8; 28] {
+/// A request (proto, "Request message"). NBD_CMD_FLAG_NO_HOLE is never set: a stretch of zeros may become a hole.
+fn head(flags: u16, command: Command, cookie: u64, offset: u64, length: u32) -> [u8; 28] {
     let mut head = [0; 28];
     head[0..4].copy_from_slice(&REQUEST.to_be_bytes());
+    head[4..6].copy_from_slice(&flags.to_be_bytes());
     head[6..8].copy_from_slice(&(command as u16).to_be_bytes());
     head[8..16].copy_from_slice(&cookie.to_be_bytes());
     head[16..24].copy_from_slice(&offset.to_be_bytes());

@@ -4,9 +4,9 @@ use std::io::{self, BufReader, Read, Write};
 
 use crate::error::NbdError;
 use crate::protocol::{
-    FIXED_NEWSTYLE, FLAG_FLUSH, FLAG_READ_ONLY, FLAG_WRITE_ZEROES, GREETING, INFO_BLOCK_SIZE, INFO_EXPORT,
-    NO_ZEROES, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION, OPTION_REPLY, REP_ACK, REP_ERROR,
-    REP_INFO, REP_META_CONTEXT, STRING_MAX,
+    FIXED_NEWSTYLE, FLAG_FLUSH, FLAG_READ_ONLY, FLAG_SEND_DF, FLAG_WRITE_ZEROES, GREETING, INFO_BLOCK_SIZE,
+    INFO_EXPORT, NO_ZEROES, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION, OPTION_REPLY,
+    REP_ACK, REP_ERROR, REP_INFO, REP_META_CONTEXT, STRING_MAX,
 };
 use crate::stream::Stream;
 
@@ -64,6 +64,10 @@ pub struct Export {
 impl Export {
     pub(crate) fn can_flush(&self) -> bool {
         self.flags & FLAG_FLUSH != 0
+    }
+
+    pub(crate) fn can_answer_in_one(&self) -> bool {
+        self.flags & FLAG_SEND_DF != 0
     }
 }
 

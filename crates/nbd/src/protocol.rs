@@ -30,6 +30,10 @@ pub(crate) const INFO_BLOCK_SIZE: u16 = 3;
 pub(crate) const FLAG_READ_ONLY: u16 = 1 << 1;
 pub(crate) const FLAG_FLUSH: u16 = 1 << 2;
 pub(crate) const FLAG_WRITE_ZEROES: u16 = 1 << 6;
+pub(crate) const FLAG_SEND_DF: u16 = 1 << 7;
+
+/// The flag of a read that asks for one chunk.
+pub(crate) const REQUEST_DF: u16 = 1 << 2;
 
 /// Requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

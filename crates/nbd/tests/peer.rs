@@ -217,23 +217,36 @@ fn the_context_must_be_the_one_that_was_asked_for() {
     assert!(error.contains("does not know the context 'qemu:dirty-bitmap:x'"), "{error}");
 }
 
-#[test]
-fn zeros_may_become_holes() {
+/// Flags and command of the request that `ask` makes of an export with the flags `flags`.
+fn request<T>(flags: u16, ask: impl FnOnce(&mut Client) -> T) -> [u8; 4] {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let thread = std::thread::spawn(move || {
-        theirs.write_all(&handshake(false, 0b100_0101)).unwrap();
+        theirs.write_all(&handshake(false, flags)).unwrap();
         let mut heard = Vec::new();
         theirs.read_to_end(&mut heard).unwrap();
         heard
     });
     let mut client = Client::over_unix(ours, &Wish::new("disk").writable()).unwrap();
-    client.ask_zeros(4096, 8192).unwrap();
+    ask(&mut client);
     drop(client);
     let heard = thread.join().unwrap();
+    // The last one is the farewell.
     let requests = &heard[heard.len() - 56..];
-    // Flags, then the command: no flag at all, write zeroes; then disconnect.
-    assert_eq!(requests[4..8], [0, 0, 0, 6]);
     assert_eq!(requests[28 + 4..28 + 8], [0, 0, 0, 2]);
+    requests[4..8].try_into().unwrap()
+}
+
+#[test]
+fn zeros_may_become_holes() {
+    assert_eq!(request(0b100_0101, |client| client.ask_zeros(4096, 8192).unwrap()), [0, 0, 0, 6]);
+}
+
+/// A read that QEMU may answer in parts ends the connection when it fails.
+#[test]
+fn a_read_is_answered_in_one_part_where_the_server_can() {
+    let read = |client: &mut Client| client.ask_read(4096, 8192).unwrap();
+    assert_eq!(request(0b1100_0101, read), [0, 4, 0, 0]);
+    assert_eq!(request(0b0100_0101, read), [0, 0, 0, 0]);
 }
 
 proptest! {
