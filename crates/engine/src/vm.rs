@@ -168,8 +168,8 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
-    /// Opens the disks that the source wants to send, in its order. They are closed by [`Self::prepare`] at the latest, before device
-    /// state is loaded, and by [`Self::discard`]; the sinks must have been dropped by then.
+    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`]; the sinks have been
+    /// dropped, all they wrote being durable, before the first piece of device state is written, and before [`Self::discard`].
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.

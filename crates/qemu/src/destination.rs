@@ -105,7 +105,6 @@ impl DestinationVm for QemuDestination {
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
-        self.close_disks()?;
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         ours.set_write_timeout(Some(WRITE_LIMIT))
@@ -132,7 +131,9 @@ impl DestinationVm for QemuDestination {
         match reached {
             // Told to stop while it waited, it must not have started by itself. The event tells, at no cost in downtime.
             Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
-            Ok(event) if migration_event(&event) == "completed" => Ok(()),
+            // The devices claim their disks when the guest runs, and a writable export would be in the way. Loading is not held up by it;
+            // libvirt ends its NBD server at this point, too.
+            Ok(event) if migration_event(&event) == "completed" => Ok(self.close_disks()?),
             Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
             Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
             Err(error) => Err(error.into()),

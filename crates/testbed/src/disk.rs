@@ -30,10 +30,10 @@ impl DiskImage {
         Ok(image)
     }
 
-    /// The file.
+    /// The file. It is in memory: a test of many writes must not wait for the disk of its host.
     #[must_use]
     pub fn path(&self) -> PathBuf {
-        self.place.file("disk")
+        self.place.ram().to_owned()
     }
 
     /// `raw` or `qcow2`.

@@ -1,7 +1,7 @@
 //! The destination's half: disks of the QEMU that waits, written through exports of its own.
 //!
 //! QEMU opens its images when it starts, and leaves them alone until its guest runs; a writable export is allowed meanwhile
-//! (`blk_root_activate` in block/block-backend.c puts the device's claim off). All exports are gone before the device state is loaded.
+//! (`blk_root_activate` in block/block-backend.c puts the device's claim off until the guest runs). All exports are gone before it does.
 
 use std::collections::VecDeque;
 

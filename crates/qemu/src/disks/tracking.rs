@@ -4,7 +4,8 @@
 //!   start      bitmap 0 of every disk; the server; an export a disk
 //!   round 0    bitmap 0 is cleared: all that is no zero is dirty
 //!   progress   bitmap n+1 begins and n ends, in one transaction; of n only the part behind the copy counts
-//!   round r    bitmap n+1 begins and n ends, in one transaction for all disks; n is read through an export of its own
+//!   round r    bitmap n+1 begins and n ends, in one transaction for all disks; n is read through an export of its own, and removed
+//!              when godwit asks for something else
 //!   end        the server, with it all exports; all bitmaps
 //! ```
 //!
@@ -54,6 +55,8 @@ pub(crate) struct Tracking {
     /// The bitmap that records.
     number: u32,
     rounds: u32,
+    /// A bitmap that was read, and whose exports and itself are still to be removed: not while the guest stands still.
+    spent: Option<u32>,
 }
 
 impl Tracking {
@@ -75,7 +78,7 @@ impl Tracking {
         });
         let disks = disks.collect();
         let server = Server::start(machine)?;
-        let tracking = Self { disks, server, number: 0, rounds: 0 };
+        let tracking = Self { disks, server, number: 0, rounds: 0, spent: None };
         match tracking.begin(&mut machine.qmp) {
             Ok(()) => Ok(tracking),
             Err(error) => {
@@ -161,7 +164,8 @@ impl Tracking {
     }
 
     /// Bytes of each disk that the next round would have to copy.
-    pub(crate) fn dirty(&self, qmp: &mut Qmp) -> Result<Vec<ByteCount>, QemuError> {
+    pub(crate) fn dirty(&mut self, qmp: &mut Qmp) -> Result<Vec<ByteCount>, QemuError> {
+        self.remove_spent(qmp)?;
         let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
         let name = bitmap(self.number);
         let recorded = |disk: &Tracked| {
@@ -186,6 +190,7 @@ impl Tracking {
 
     /// Lets another bitmap record, for all disks in one moment. Returns the number of the one that has ended.
     fn rotate(&mut self, qmp: &mut Qmp) -> Result<u32, QmpError> {
+        self.remove_spent(qmp)?;
         let (ended, next) = (self.number, self.number + 1);
         let disable = |disk: &Tracked| action("block-dirty-bitmap-disable", disk, ended, &json!({}));
         let pair = |disk: &Tracked| [add(disk, next), disable(disk)];
@@ -195,34 +200,46 @@ impl Tracking {
         Ok(ended)
     }
 
-    /// The dirty blocks of each disk in a bitmap that has ended, which is removed then.
-    fn read_bitmaps(&self, qmp: &mut Qmp, ended: u32) -> Result<Vec<DirtyBitmap>, QemuError> {
-        let id = |place: usize| format!("{}-{place}-{ended}", Mark::own());
+    /// The dirty blocks of each disk in a bitmap that has ended.
+    fn read_bitmaps(&mut self, qmp: &mut Qmp, ended: u32) -> Result<Vec<DirtyBitmap>, QemuError> {
+        self.spent = Some(ended);
         let mut read = Vec::new();
         for (place, disk) in self.disks.iter().enumerate() {
             // The name is what errors tell of.
             let name = format!("{} (bitmap {ended})", disk.found.name);
-            let export = json!({ "type": "nbd", "id": id(place), "node-name": disk.found.node,
+            let export = json!({ "type": "nbd", "id": export_of(place, ended), "node-name": disk.found.node,
                 "name": name, "writable": false, "bitmaps": [bitmap(ended)] });
             qmp.execute("block-export-add", export)?;
             let wish = Wish::new(&name).with_context(&dirty_bitmap(&bitmap(ended)));
             let mut client = Client::connect(&self.server.address(), &wish)?;
             read.push(read_bitmap(&mut client, disk)?);
         }
+        Ok(read)
+    }
+
+    /// Removes the bitmap that was read last, and its exports.
+    fn remove_spent(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let Some(spent) = self.spent.take() else { return Ok(()) };
         for place in 0..self.disks.len() {
-            qmp.execute("block-export-del", json!({ "id": id(place), "mode": "hard" }))?;
+            let export = json!({ "id": export_of(place, spent), "mode": "hard" });
+            qmp.execute("block-export-del", export)?;
         }
-        let remove = |disk: &Tracked| action("block-dirty-bitmap-remove", disk, ended, &json!({}));
+        let remove = |disk: &Tracked| action("block-dirty-bitmap-remove", disk, spent, &json!({}));
         let actions: Vec<Value> = self.disks.iter().map(remove).collect();
         let until = Instant::now() + BUSY_LIMIT;
         while let Err(error) = qmp.execute("transaction", json!({ "actions": actions })) {
             if !matches!(error, QmpError::Refused { .. }) || Instant::now() > until {
-                return Err(error.into());
+                return Err(error);
             }
             std::thread::sleep(Duration::from_millis(1));
         }
-        Ok(read)
+        Ok(())
     }
+}
+
+/// The export of a disk with a bitmap that has ended.
+fn export_of(place: usize, ended: u32) -> String {
+    format!("{}-{place}-{ended}", Mark::own())
 }
 
 fn reading(name: &str) -> Wish {
