@@ -241,6 +241,62 @@ fn three_disks_are_the_same_one_of_which_ends_within_a_page() {
 }
 
 #[test]
+fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() {
+    for flavour in qemus("a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped") {
+        let images = [0, 1].map(|_| DiskImage::create("qcow2", ByteCount(128 * MIB)).unwrap());
+        let mut guest = GuestConfig::small(Mode::Idle);
+        guest.disk = DiskWork { write: 8 * MIB, span: ByteCount(128 * MIB), threads: 2, ..guest.disk };
+        let config = || VmConfig::new(&flavour, guest);
+        let mut vm = TestVm::source(&config().with_disk("disk0", &images[0])).unwrap();
+        let waiting = TestVm::destination(&config().with_disk("disk0", &images[1])).unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        let mut source = source(&vm, 4096);
+        let mut destination = QemuDestination::open(&waiting.qmp_socket()).unwrap();
+        let mut sinks = destination.open_disks(&source.disks()).unwrap();
+        source.start_disk_tracking().unwrap();
+
+        let mut first = source.begin_disk_round().unwrap().remove(0);
+        let before = source.disk_writes().unwrap();
+        while let Some(extent) = first.next().unwrap() {
+            source.disk_progress().unwrap();
+            copy_extent(&mut *first, &mut *sinks[0], extent);
+        }
+        sinks[0].settle(false).unwrap();
+        drop(first);
+        let rounds: Vec<_> = (0..5).flat_map(|_| copy_round(&mut source, &mut sinks)).collect();
+        let written = source.disk_writes().unwrap().saturating_sub(before);
+        let _state = source.open_state().unwrap();
+        source.stop().unwrap();
+        copy_round(&mut source, &mut sinks);
+        sinks[0].settle(true).unwrap();
+
+        // Stopped by its migration, QEMU has flushed the disk; what is cached of the image, this does.
+        monitor(&mut vm, "qemu-io -d /machine/peripheral/disk0-device/virtio-backend flush");
+        images[0].compare(&images[1]).unwrap();
+        println!("{flavour}: {written} written during {rounds:?}");
+        assert!(written.0 > 0 && rounds.iter().any(|(dirty, _)| dirty.unwrap().0 > 0), "{flavour}");
+        drop(sinks);
+        source.resume().unwrap();
+        assert_eq!((leftovers(&mut vm), vm.bugs()), (Vec::new(), Vec::new()), "{flavour}");
+    }
+}
+
+#[test]
+fn behind_the_end_of_a_disk_there_are_zeros() {
+    for flavour in qemus("behind_the_end_of_a_disk_there_are_zeros") {
+        let mut pair = Pair::start(&flavour, &[("raw", 8192 + 512)]);
+        pair.disk(0, "write -P 7 0 8704");
+        let mut source = source(&pair.source, 4096);
+        source.start_disk_tracking().unwrap();
+        let mut round = source.begin_disk_round().unwrap().remove(0);
+        assert_eq!(round.next().unwrap().unwrap().run, PageRun::new(0, 3));
+        let mut bytes = vec![0xee; 4096];
+        round.ask(PageRun::new(2, 1)).and_then(|()| round.take(&mut bytes)).unwrap();
+        assert_eq!(bytes, [vec![7; 512], vec![0; 3584]].concat(), "{flavour}");
+    }
+}
+
+#[test]
 fn holes_and_zeros_are_not_read_and_stay_holes() {
     for flavour in qemus("holes_and_zeros_are_not_read_and_stay_holes") {
         for format in ["raw", "qcow2"] {
