@@ -241,15 +241,12 @@ fn move_guest(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match vm {
-        VmName::Qemu(_) if !disks.choice.is_none() => {
-            let error = format!(
-                "--disks {}: disks of a QEMU do not move along yet: use storage that both sides share",
-                disks.choice
-            );
-            Err(RequestError::Refused(error.into()))
-        }
         VmName::Qemu(path) => {
-            let mut vm = QemuSource::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
+                DiskChoice::None => Ok(vm),
+                choice => vm.with_disks(choice, disks.granularity),
+            });
+            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
+use crate::disk::DiskImage;
 use crate::flavour::Flavour;
 use crate::guest::{GuestConfig, GuestFiles};
 use crate::leftovers::Place;
@@ -71,6 +72,13 @@ impl VmConfig {
     #[must_use]
     pub fn with_ram_in(mut self, dir: &Path) -> Self {
         self.ram_in = Some(dir.to_owned());
+        self
+    }
+
+    /// The same with one more disk, whose block node is called `name`.
+    #[must_use]
+    pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
+        self.extra.extend(image.arguments(name));
         self
     }
 

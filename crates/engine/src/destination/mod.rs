@@ -418,9 +418,6 @@ impl Destination<'_> {
                 self.accept_channels()?;
             }
             Action::SendRoundAck => {
-                if self.last_round.load(Ordering::Acquire) && self.channels.len() > self.memory_channels() {
-                    self.vm.close_disks().map_err(EngineError::Vm)?;
-                }
                 self.say(&Message::RoundAck { round: self.round })?;
                 let received = ByteCount(self.received.load(Ordering::Relaxed));
                 (self.notice)(&Notice::Round { round: self.round, received });
@@ -480,12 +477,8 @@ impl Destination<'_> {
         Ok(None)
     }
 
-    fn memory_channels(&self) -> usize {
-        usize::from(self.offer.as_ref().map_or(0, |offer| offer.channels))
-    }
-
     fn accept_channels(&mut self) -> Result<(), EngineError> {
-        let channels = self.memory_channels();
+        let channels = usize::from(self.offer.as_ref().map_or(0, |offer| offer.channels));
         let all = channels + self.disks.len();
         let mut streams: Vec<Option<Stream>> = (0..all).map(|_| None).collect();
         let until = Instant::now() + limits::CONNECT;
