@@ -1,5 +1,5 @@
-//! Disks that move along: microvms with an image on each side. The guest stamps the first 16 MiB of its disk, writes and checks them
-//! all the time; what is behind them is compared here.
+//! Disks that move along: microvms and QEMUs with an image on each side. The guest stamps a part of its disk, writes and checks it
+//! all the time; of a microvm's, which uses the first 16 MiB, what is behind them is compared here.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -7,8 +7,10 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, MicroPair, check_refused};
-use godwit_testbed::{Ended, MicroVm, Running};
+use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
+use godwit_testbed::{DiskImage, Ended, GuestConfig, MicroVm, Running, VmConfig, flavours_for, images_for};
+use godwit_units::ByteCount;
+use godwit_verify::settings::{DiskWork, Mode};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -247,4 +249,55 @@ fn disks_that_do_not_fit_are_refused_and_nothing_is_written() -> anyhow::Result<
     let unknown = disks.pair.godwit.migrate(&disks.pair.source, "127.0.0.1:1", &["--disks", "vda"])?;
     check_refused(&unknown.wait(LIMIT)?, 1, &["no disk 'vda' (it has 'disk')"])?;
     disks.pair.check_untouched()
+}
+
+/// QEMUs, each with a disk of the same name and an image of its own, whose guest writes and checks it.
+fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskImage; 2])>> {
+    if !images_for(test) {
+        return Ok(Vec::new());
+    }
+    let start = |flavour| {
+        let image = || DiskImage::create(format, ByteCount(64 << 20));
+        let images = [image()?, image()?];
+        let rate = 2 << 20;
+        let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
+        let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
+        let config = |image| VmConfig::new(flavour, guest.clone()).with_disk("disk0", image);
+        let pair = Pair::start_apart(&config(&images[0]), &config(&images[1]))?;
+        Ok((pair, images))
+    };
+    flavours_for(test).iter().map(start).collect()
+}
+
+#[test]
+fn the_disk_of_a_qemu_moves_along_with_its_guest() -> anyhow::Result<()> {
+    for format in ["raw", "qcow2"] {
+        for (mut pair, _images) in qemus("the_disk_of_a_qemu_moves_along_with_its_guest", format)? {
+            let (migrate, _) = pair.migrate(&["--disks", "all", "--verify"])?;
+            check_moved(&mut pair, &migrate)?;
+            let disk = &migrate.last()["disks"][0];
+            ensure!(disk["name"] == "disk0" && disk["data_pages"].as_u64() >= Some(4096), "{disk}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_qemu_whose_disk_was_on_its_way_is_untouched() -> anyhow::Result<()> {
+    for (mut pair, _images) in qemus("a_qemu_whose_disk_was_on_its_way_is_untouched", "raw")? {
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let slow = ["--disks", "disk0", "--max-bandwidth", "2MiB/s", "--compression", "none"];
+        let migrate = pair.godwit.migrate(&pair.source, &address, &slow)?;
+        let copying = |line: &Value| line["disks"][0]["sent_bytes"].as_u64() > Some(1 << 20);
+        migrate.wait_for("full pass", LIMIT, copying)?;
+
+        migrate.signal(Signal::INT)?;
+
+        ensure!(migrate.wait(LIMIT)?.status.code() == Some(130), "not cancelled");
+        drop(receive.wait(LIMIT)?);
+        check_untouched(&mut pair.source)?;
+        let (migrate, _) = pair.migrate(&["--disks", "disk0"])?;
+        check_moved(&mut pair, &migrate)?;
+    }
+    Ok(())
 }
