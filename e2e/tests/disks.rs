@@ -262,7 +262,7 @@ fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskIma
         let rate = 2 << 20;
         let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
         let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
-        let config = |image| VmConfig::new(flavour, guest.clone()).with_disk("disk0", image);
+        let config = |image| VmConfig::new(flavour, guest).with_disk("disk0", image);
         let pair = Pair::start_apart(&config(&images[0]), &config(&images[1]))?;
         Ok((pair, images))
     };

@@ -14,8 +14,8 @@ use super::channel::{PEER, Place};
 use crate::EngineError;
 
 /// Bytes that may be written and not be on stable storage yet. It bounds how long a flush takes, for which the guest may wait in the
-/// end, and the source before that.
-const UNSTABLE: ByteCount = ByteCount(256 << 20);
+/// end, and the source before that: no longer than [`limits::WRITE`](crate::limits::WRITE) on a disk that writes 7 MB/s.
+const UNSTABLE: ByteCount = ByteCount(128 << 20);
 
 /// What one channel of a disk fills.
 pub(super) struct DiskPlace {
@@ -184,6 +184,6 @@ mod tests {
         for index in 0..300 {
             place.place(0, PageRun::new(index * 256, 256), Content::Data, &bytes).unwrap();
         }
-        assert_eq!(noted.take().iter().position(|call| call == "settle true"), Some(256));
+        assert_eq!(noted.take().iter().position(|call| call == "settle true"), Some(128));
     }
 }

@@ -32,7 +32,7 @@ pub struct SourceDisk {
 impl SourceDisk {
     /// A disk of `size` bytes, of which every third block is zero.
     pub fn new(name: &str, size: u64) -> Self {
-        let block = |at: u64| if at / BLOCK % 3 == 0 { 0 } else { (at / PAGE_SIZE % 251) as u8 };
+        let block = |at: u64| if (at / BLOCK).is_multiple_of(3) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
         Self {
             name: name.to_owned(),
             bytes: Mutex::new((0..size).map(block).collect()),
@@ -106,7 +106,7 @@ impl DiskRound for Round {
         // A hole is one as long as nothing was written there; what is written behind this look is dirty in the next round.
         let bytes = self.disk.bytes.lock().unwrap();
         let (from, to) = (run.start.offset() as usize, bytes.len().min(run.end().offset() as usize));
-        let hole = self.all && block % 3 == 0 && bytes[from..to].iter().all(|byte| *byte == 0);
+        let hole = self.all && block.is_multiple_of(3) && bytes[from..to].iter().all(|byte| *byte == 0);
         Ok(Some(Extent { run, content: if hole { Content::Zero } else { Content::Data } }))
     }
 
