@@ -454,7 +454,7 @@ fn what_cannot_be_is_refused_and_nothing_is_touched() {
         }
 
         let error = source.start_disk_tracking().unwrap_err().to_string();
-        assert!(error.contains("NBD server") && error.contains("nbd-server-stop"), "{error}");
+        assert!(error.contains("(exports: none)") && error.contains("nbd-server-stop"), "{error}");
         let error = destination.open_disks(&source.disks()).err().unwrap().to_string();
         assert!(error.contains("NBD server") && error.contains("nbd-server-stop"), "{error}");
         assert_eq!(leftovers(&mut pair.source), ["the server"]);

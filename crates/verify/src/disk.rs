@@ -13,6 +13,9 @@ use godwit_units::{PageCount, PageIndex};
 
 use crate::stamp::{Fault, Page, mix};
 
+/// Pages that are written at once to fill a disk: 1 MiB.
+const FILL: usize = 256;
+
 /// A disk, in pages of 4 KiB.
 pub trait Blocks {
     /// Reads the pages from `start` on into `pages`.
@@ -122,8 +125,22 @@ impl<B: Blocks> DiskWorkload<B> {
             next_look: 0,
             random: first.0 + 1,
         };
-        (0..blocks).try_for_each(|at| workload.write_block(at))?;
+        workload.write_first()?;
         Ok(workload)
+    }
+
+    /// Writes the first version of all blocks, many at once.
+    fn write_first(&mut self) -> io::Result<()> {
+        let mut at = 0;
+        while at < self.generations.len() * self.block {
+            let start = self.first.0 + at as u64;
+            let count = FILL.min(self.generations.len() * self.block - at);
+            let pages: Vec<Page> = (start..).take(count).map(|index| Page::expected(index, 1)).collect();
+            self.disk.write(PageIndex(start), &pages)?;
+            at += count;
+        }
+        self.generations.fill(1);
+        Ok(())
     }
 
     /// Writes the next version of a block, at random.

@@ -30,7 +30,6 @@ const BUGS_IN_FULL: u64 = 20;
 const IDLE_SLEEP: Duration = Duration::from_micros(200);
 /// Reads or writes that may be owed; what cannot be kept up with is forgotten.
 const OWED: u64 = 64;
-const LOOKS: u32 = 4;
 
 /// Starts the work on all disks; the counter is of bugs.
 pub(crate) fn start(work: &DiskWork) -> Result<Arc<AtomicU64>, Box<dyn Error>> {
@@ -67,7 +66,7 @@ pub(crate) fn start(work: &DiskWork) -> Result<Arc<AtomicU64>, Box<dyn Error>> {
                 reads: Pace::new(per_second(work.read), 0),
                 bugs: Arc::clone(&bugs),
                 told: 0,
-                latency: Latency { micros: Vec::new(), next: 0 },
+                latency: Latency::default(),
             };
             let name = format!("{name}/{thread}");
             std::thread::spawn(move || worker.run(&name));
@@ -141,12 +140,11 @@ impl Worker {
             if reads > 0 {
                 let bug = self.workload.read()?;
                 self.told(bug);
+                self.latency.reads += 1;
                 reads -= 1;
             }
-            for _ in 0..LOOKS {
-                let bug = self.workload.check();
-                self.told(bug);
-            }
+            let bug = self.workload.check();
+            self.told(bug);
             if writes + reads == 0 {
                 std::thread::sleep(IDLE_SLEEP);
             }
@@ -164,8 +162,10 @@ impl Worker {
     }
 }
 
-/// How long writes took, told once a second.
+/// What was done, and how long writes took; told once a second.
+#[derive(Default)]
 struct Latency {
+    reads: u64,
     micros: Vec<u64>,
     next: u64,
 }
@@ -181,10 +181,13 @@ impl Latency {
         }
         self.next = now + 1_000_000;
         self.micros.sort_unstable();
-        if let (Some(last), count) = (self.micros.last(), self.micros.len()) {
-            let at = |share: usize| self.micros[(count - 1) * share / 100];
-            println!("{DISK} {name} writes={count} median_us={} p99_us={} max_us={last} .", at(50), at(99));
-        }
+        let (reads, writes) = (self.reads, self.micros.len());
+        let at = |share: usize| self.micros.get(writes.saturating_sub(1) * share / 100).unwrap_or(&0);
+        let [median, p99, max] = [50, 99, 100].map(at);
+        println!(
+            "{DISK} {name} reads={reads} writes={writes} median_us={median} p99_us={p99} max_us={max} ."
+        );
         self.micros.clear();
+        self.reads = 0;
     }
 }
