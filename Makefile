@@ -48,6 +48,10 @@ check: ## format, lints and the tests that need no QEMU
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
 	@$(CARGO) run --quiet --package xtask -- guest
 
+.PHONY: guest-database
+guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit bench codecs`
+	@$(CARGO) run --quiet --package xtask -- guest-database
+
 .PHONY: qemu
 qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu-10.0
 	@$(CARGO) run --quiet --package xtask -- qemu

@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
-    /// Where `godwit receive` listens: HOST:PORT, [IPV6]:PORT or unix:PATH
+    /// Where `godwit receive` listens: HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT
     #[arg(long, value_name = "ADDR")]
     to: Address,
 

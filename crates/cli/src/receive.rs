@@ -35,7 +35,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
-    /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT or unix:PATH
+    /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT, unix:PATH or vsock:any:PORT
     #[arg(long, value_name = "ADDR")]
     listen: Address,
 

@@ -168,8 +168,8 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
-    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`]; the sinks have been
-    /// dropped, all they wrote being durable, before the first piece of device state is written, and before [`Self::discard`].
+    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
+    /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
@@ -180,6 +180,15 @@ pub trait DestinationVm {
                 Err(format!("disk '{}' cannot be received by this kind of machine", disk.name).into())
             }
         }
+    }
+
+    /// The last round of all disks is on stable storage and the sinks have been dropped: lets the machine have its disks. Comes before the
+    /// first piece of device state is written. Not called where no disk moves.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        Ok(())
     }
 
     /// Makes the machine ready to load device state and returns where to write it. The guest must not run when it is

@@ -98,10 +98,15 @@ impl DestinationVm for QemuDestination {
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
-        self.close_disks()?;
+        self.stop_receiving()?;
         let (receiving, sinks) = Receiving::open(&mut self.machine, wanted)?;
         self.receiving = Some(receiving);
         Ok(sinks)
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        // The devices claim their disks when the guest runs, and a writable export would be in the way.
+        Ok(self.stop_receiving()?)
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
@@ -131,9 +136,7 @@ impl DestinationVm for QemuDestination {
         match reached {
             // Told to stop while it waited, it must not have started by itself. The event tells, at no cost in downtime.
             Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
-            // The devices claim their disks when the guest runs, and a writable export would be in the way. Loading is not held up by it;
-            // libvirt ends its NBD server at this point, too.
-            Ok(event) if migration_event(&event) == "completed" => Ok(self.close_disks()?),
+            Ok(event) if migration_event(&event) == "completed" => Ok(()),
             Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
             Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
             Err(error) => Err(error.into()),
@@ -164,7 +167,7 @@ impl DestinationVm for QemuDestination {
         // A QEMU that only had pages written into its RAM goes on waiting: another attempt overwrites them all.
         if !self.prepared {
             // A QEMU that does not answer may have died, and then nothing is open any more.
-            return match self.close_disks() {
+            return match self.stop_receiving() {
                 Err(QmpError::Closed { .. }) | Ok(()) => Ok(()),
                 Err(error) => Err(error.into()),
             };
@@ -175,7 +178,7 @@ impl DestinationVm for QemuDestination {
 }
 
 impl QemuDestination {
-    fn close_disks(&mut self) -> Result<(), QmpError> {
+    fn stop_receiving(&mut self) -> Result<(), QmpError> {
         self.receiving.take().map_or(Ok(()), |receiving| receiving.close(&mut self.machine.qmp))
     }
 
@@ -202,6 +205,6 @@ impl QemuDestination {
 
 impl Drop for QemuDestination {
     fn drop(&mut self) {
-        let _ = self.close_disks();
+        let _ = self.stop_receiving();
     }
 }

@@ -68,17 +68,17 @@ impl VmConfig {
         self
     }
 
-    /// The same with its RAM file in `dir`.
-    #[must_use]
-    pub fn with_ram_in(mut self, dir: &Path) -> Self {
-        self.ram_in = Some(dir.to_owned());
-        self
-    }
-
     /// The same with one more disk, whose block node is called `name`.
     #[must_use]
     pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
         self.extra.extend(image.arguments(name));
+        self
+    }
+
+    /// The same with its RAM file in `dir`.
+    #[must_use]
+    pub fn with_ram_in(mut self, dir: &Path) -> Self {
+        self.ram_in = Some(dir.to_owned());
         self
     }
 

@@ -143,6 +143,7 @@ pub fn receive(
         offer: None,
         order: Arc::default(),
         disks: Vec::new(),
+        disks_open: false,
         last_round: Arc::default(),
         channels: Vec::new(),
         barriers: Arc::new(Barriers::new(0)),
@@ -177,6 +178,8 @@ struct Destination<'a> {
     order: Arc<Vec<usize>>,
     /// The disks that come along, until their channels have them.
     disks: Vec<(Disk, Box<dyn DiskSink>)>,
+    /// The machine's disks are open for us.
+    disks_open: bool,
     /// Set before the guest is stopped.
     last_round: Arc<AtomicBool>,
     channels: Vec<(Stream, JoinHandle<()>)>,
@@ -281,6 +284,7 @@ impl Destination<'_> {
             return Err(EngineError::Panicked("main"));
         }
         self.disks = disks.iter().cloned().zip(sinks).collect();
+        self.disks_open = !self.disks.is_empty();
         self.measures.verified = offer.verify;
         self.offer = Some(offer);
         let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
@@ -418,6 +422,11 @@ impl Destination<'_> {
                 self.accept_channels()?;
             }
             Action::SendRoundAck => {
+                // Behind the last round nobody has a sink any more.
+                if self.disks_open && self.last_round.load(Ordering::Acquire) {
+                    self.disks_open = false;
+                    self.vm.close_disks().map_err(EngineError::Vm)?;
+                }
                 self.say(&Message::RoundAck { round: self.round })?;
                 let received = ByteCount(self.received.load(Ordering::Relaxed));
                 (self.notice)(&Notice::Round { round: self.round, received });

@@ -62,7 +62,10 @@ impl Server {
             Err(QmpError::Refused { description, .. }) => {
                 // Only a server that starts takes the descriptor.
                 let _ = qmp.execute("closefd", json!({ "fdname": FD_NAME }));
-                let exports = exports(qmp)?.join(", ");
+                let exports = match exports(qmp)?.join(", ") {
+                    none if none.is_empty() => "none".to_owned(),
+                    exports => exports,
+                };
                 Err(QemuError::NbdServer { words: description, exports })
             }
             Err(error) => Err(error.into()),

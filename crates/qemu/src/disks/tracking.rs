@@ -184,8 +184,9 @@ impl Tracking {
 
     /// Removes everything from QEMU.
     pub(crate) fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        self.server.stop(qmp)?;
-        leftovers::remove_bitmaps(qmp, |mark| mark == Mark::own())
+        let stopped = self.server.stop(qmp);
+        let removed = leftovers::remove_bitmaps(qmp, |mark| mark == Mark::own());
+        stopped.and(removed)
     }
 
     /// Lets another bitmap record, for all disks in one moment. Returns the number of the one that has ended.
