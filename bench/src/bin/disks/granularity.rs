@@ -61,8 +61,10 @@ fn row(block: u64, span: u64, intervals: usize) -> anyhow::Result<Row> {
     let mut vm = TestVm::source(&VmConfig::new(&flavour()?, guest(work)).with_disk(DISK, &image))?;
     vm.wait_ready(LIMIT)?;
     std::thread::sleep(Duration::from_secs(2));
-    let so_far = writes(&mut vm)?;
-    let chosen = granularity_for(so_far).0;
+    // As `godwit migrate` does: two looks, half a second apart.
+    let before = writes(&mut vm)?;
+    std::thread::sleep(Duration::from_millis(500));
+    let chosen = granularity_for(writes(&mut vm)?.recent(before)).0;
 
     let sizes = [FIXED[0], FIXED[1], FIXED[2], chosen];
     for (place, size) in sizes.into_iter().enumerate() {

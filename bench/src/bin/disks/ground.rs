@@ -49,9 +49,10 @@ pub(crate) struct Moved {
     pub(crate) total_s: f64,
     pub(crate) wire_mib: f64,
     pub(crate) downtime_ms: f64,
-    /// What the guest wrote each second meanwhile, in MiB; the median, and of the seconds' 99th percentiles of a write's time the median and the
-    /// greatest.
+    /// What the guest wrote each second meanwhile, in MiB; of the seconds' medians of a write's time the median, and of their 99th percentiles
+    /// the median and the greatest.
     pub(crate) written_mib_s: f64,
+    pub(crate) median_ms: f64,
     pub(crate) p99_ms: f64,
     pub(crate) worst_p99_ms: f64,
     pub(crate) bugs: usize,
@@ -119,6 +120,7 @@ impl Ground<'_> {
             wire_mib: (after.0 - before.0) as f64 / MIB as f64,
             downtime_ms: seen.switchover.map_or(f64::NAN, |gap| gap.length.as_secs_f64() * 1e3),
             written_mib_s: median(&of(|second| second.writes)) * block * f64::from(self.guest.disk.threads),
+            median_ms: median(&of(|second| second.median_us)) / 1e3,
             p99_ms: median(&p99) / 1e3,
             worst_p99_ms: p99.iter().copied().fold(f64::NAN, f64::max) / 1e3,
             bugs: bugs.len(),

@@ -22,7 +22,7 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         ..DiskWork::default()
     };
     println!(
-        "QEMU, 512 MiB of RAM, 512 MiB of disk; 64 KiB written at random at 30 MiB/s; --max-bandwidth 20MiB/s"
+        "QEMU, 512 MiB of RAM, 512 MiB of disk; 64 KiB written at random at 30 MiB/s; --max-bandwidth 20MiB/s, no compression"
     );
     let mut figures = Vec::new();
     let ways = [
@@ -37,14 +37,17 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
             let images = [DiskImage::create("raw", size)?, DiskImage::create("raw", size)?];
             let ground =
                 Ground { guest: guest(work), images: [&images[0], &images[1]], link: None, patience };
-            let moved = ground.one_move(Mover::Godwit(&[
+            let options = [
                 "--max-bandwidth",
                 "20MiB/s",
+                "--compression",
+                "none",
                 "--patience",
                 "30s",
                 "--set",
                 setting,
-            ]))?;
+            ];
+            let moved = ground.one_move(Mover::Godwit(&options))?;
             let limits = limits(&moved.own_words["progress"]);
             let last = limits
                 .last()
