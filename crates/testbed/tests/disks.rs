@@ -287,7 +287,7 @@ fn the_size_of_dirty_blocks_follows_the_writes_of_late() {
     for flavour in qemus("the_size_of_dirty_blocks_follows_the_writes_of_late") {
         let mut pair = Pair::start(&flavour, &[("raw", 32 * MIB), ("raw", 32 * MIB)]);
         // QEMU counts these as it counts a guest's; plain writes it does not.
-        let mut write = |pair: &mut Pair, place, at: String| {
+        let write = |pair: &mut Pair, place, at: String| {
             pair.disk(place, &format!("aio_write -P 1 {at}"));
             pair.disk(place, "aio_flush");
         };
