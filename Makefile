@@ -37,6 +37,8 @@ GODWIT_SOAK ?= 40
 soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
 	@$(CARGO) build --workspace --bins
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
+	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
 .PHONY: check
 check: ## format, lints and the tests that need no QEMU
@@ -90,6 +92,14 @@ BENCH_POLICY ?= --rounds 3
 bench-policy: guest qemu ## busy guests over a slow link: every throttle against every way of QEMU's (eight minutes)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin policy
 	@$(CARGO) run --quiet --release --package godwit-bench --bin policy -- $(BENCH_POLICY)
+
+# `make bench-free BENCH_FREE='--rounds 1 --only idle'` for other figures; see the program's own usage line.
+BENCH_FREE ?= --rounds 3
+
+.PHONY: bench-free
+bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU plain, QEMU's free-page hints (fifteen minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin free
+	@$(CARGO) run --quiet --release --package godwit-bench --bin free -- $(BENCH_FREE)
 
 .PHONY: bench-sync
 bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)

@@ -2,5 +2,6 @@
 //!
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 
+pub mod moving;
 pub mod report;
 pub mod sys;

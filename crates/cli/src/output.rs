@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
-use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_units::{ByteCount, PageCount, Rate, format_duration};
 use serde_json::{Value, json};
 
 /// Prints one line of JSON to standard output, at once.
@@ -178,10 +178,21 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
             format_duration(measures.under_tenth),
         )
     };
-    let verified = if measures.verified {
+    let verified = if measures.verified && measures.hinted > PageCount::ZERO {
+        let free = measures.hinted.bytes();
+        format!(
+            "yes: digests of all {} equal on both sides; pages that the guest said are free ({free} at first) count as zero",
+            measures.ram
+        )
+    } else if measures.verified {
         format!("yes: digests of all {} equal on both sides", measures.ram)
     } else {
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
+    };
+    let free = if measures.hinted == PageCount::ZERO {
+        String::new()
+    } else {
+        format!("; {} left out, which the guest said are free", measures.hinted.bytes())
     };
     let disks: String = measures.disks.iter().map(disk_line).collect();
     let verified = if measures.disks.is_empty() {
@@ -193,7 +204,7 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
         "set-up    {}  (a thread of the VM was stopped for {})\n\
          total     {}  in {} rounds\n\
          downtime  {}  ({})\n\
-         sent      {} of {} RAM{disks}\n\
+         sent      {} of {} RAM{free}{disks}\n\
          slower    {} with writes tracked; {slower}\n\
          used      {:.0} ms CPU, {} memory at most (this side)\n\
          verified  {verified}",

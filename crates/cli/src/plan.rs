@@ -82,7 +82,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(process::USAGE);
         }
     };
-    let (measured, images) = match look(arguments, &cancel) {
+    let (measured, told) = match look(arguments, &cancel) {
         Ok(seen) => seen,
         Err(_) if cancel.is_cancelled() => {
             output::refusal(&EngineError::Cancelled, arguments.json);
@@ -115,25 +115,35 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         .collect();
     if arguments.json {
         let mut plan = as_json(&measured, &settings, &plans);
-        plan["images"] = json!(images);
+        plan["images"] = json!(told.images);
+        plan["advice"] = json!(told.advice);
         json_line(&plan);
     } else {
         print!("{}", as_text(&measured, &settings, &plans));
-        if !images.is_empty() {
+        if let Some(advice) = told.advice {
+            println!("\nadvice: {advice}");
+        }
+        if !told.images.is_empty() {
             println!(
                 "\nimages at the destination, to be made before its VM is started:\n  {}",
-                images.join("\n  ")
+                told.images.join("\n  ")
             );
         }
     }
     ExitCode::SUCCESS
 }
 
-/// What was seen of the guest, and the commands that make images for its disks.
-fn look(
-    arguments: &Arguments,
-    cancel: &Cancel,
-) -> Result<(Measured, Vec<String>), Box<dyn std::error::Error>> {
+/// What there is to tell beside figures.
+#[derive(Debug, Default)]
+struct Told {
+    /// The commands that make images for the guest's disks.
+    images: Vec<String>,
+    /// What could be done about free memory.
+    advice: Option<&'static str>,
+}
+
+/// What was seen of the guest, and what there is to tell beside it.
+fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
     let Arguments { vm, disks, time, .. } = arguments;
     match vm {
         VmName::Qemu(path) => {
@@ -141,13 +151,13 @@ fn look(
             if !disks.is_none() {
                 vm = vm.with_disks(disks, None)?;
             }
-            let images = vm.image_commands();
-            Ok((measure(&mut vm, *time, cancel)?, images))
+            let told = Told { images: vm.image_commands(), advice: vm.reporting()?.advice() };
+            Ok((measure(&mut vm, *time, cancel)?, told))
         }
         VmName::Microvm(_) if !disks.is_none() => {
             Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE".into())
         }
-        VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Vec::new())),
+        VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Told::default())),
     }
 }
 

@@ -150,6 +150,9 @@ pub struct RoundMeasures {
     /// Pages that were only named, being zero.
     #[serde(rename = "zero_pages", with = "pages")]
     pub zero: PageCount,
+    /// Of these, pages that the guest had said are free.
+    #[serde(rename = "hinted_pages", with = "pages", default)]
+    pub hinted: PageCount,
     /// Bytes put on the wire for memory.
     #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
@@ -246,6 +249,9 @@ pub struct Measures {
     /// Pages that were written and hold what was sent before: not sent again.
     #[serde(rename = "unchanged_pages", with = "pages")]
     pub unchanged: PageCount,
+    /// Pages that were not sent since the guest had said that they are free.
+    #[serde(rename = "hinted_pages", with = "pages", default)]
+    pub hinted: PageCount,
     /// Memory that the ledger took.
     #[serde(rename = "ledger_bytes", with = "bytes")]
     pub ledger: ByteCount,

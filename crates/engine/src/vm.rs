@@ -6,6 +6,7 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_block::{Disk, DiskRound, DiskSink};
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
@@ -30,6 +31,22 @@ pub trait SourceVm {
     /// # Errors
     /// When the machine cannot be tracked; it is then as before.
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError>;
+
+    /// Whether the guest can say which of its pages are free while it migrates (virtio-balloon, VIRTIO_BALLOON_F_FREE_PAGE_HINT).
+    fn hints_free_pages(&self) -> bool {
+        false
+    }
+
+    /// Asks the guest to hint free pages, from now on, to `hints`. Only called after [`Self::start_tracking`]: no hint may be older than the
+    /// tracking. Returns whether the guest takes part.
+    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
+        let _ = hints;
+        false
+    }
+
+    /// Hints are of no use any more. The guest should keep the pages to itself, as they are still left out. [`Self::stop`], [`Self::resume`] and
+    /// [`Self::retire`] end that, too.
+    fn stop_free_page_hints(&mut self) {}
 
     /// How long a part of the machine was stopped to start the tracking.
     fn tracking_stop(&self) -> Duration;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
@@ -82,6 +83,7 @@ impl<'a> MicrovmSource<'a> {
 impl Drop for MicrovmSource<'_> {
     fn drop(&mut self) {
         self.remove_throttle();
+        self.machine.finish_free_page_hints();
         self.release_disk();
     }
 }
@@ -105,6 +107,18 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn tracking_stop(&self) -> Duration {
         Duration::ZERO
+    }
+
+    fn hints_free_pages(&self) -> bool {
+        self.machine.hints_free_pages()
+    }
+
+    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
+        self.machine.start_free_page_hints(hints)
+    }
+
+    fn stop_free_page_hints(&mut self) {
+        self.machine.stop_free_page_hints();
     }
 
     fn throttle(&mut self, share: f64) -> Result<(), VmError> {
@@ -175,6 +189,8 @@ impl SourceVm for MicrovmSource<'_> {
         self.limit_disks(None)?;
         let stopped = self.machine.stop();
         self.remove_throttle();
+        // The destination's guest finds this in the state.
+        self.machine.finish_free_page_hints();
         let stopped = stopped?;
         // Another host reads the image after the handover.
         self.flush_shared()?;
@@ -196,6 +212,7 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
+        self.machine.finish_free_page_hints();
         self.release_disk();
         self.state = None;
         if self.was_running {

@@ -20,4 +20,5 @@ mod source;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
+pub use machine::Reporting;
 pub use source::QemuSource;

@@ -29,7 +29,7 @@ use serde_json::{Value, json};
 use crate::QemuError;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Tracking};
-use crate::machine::{Machine, is_over, text};
+use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
 use crate::settings::Settings;
 
@@ -142,6 +142,14 @@ impl QemuSource {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.machine.pid
+    }
+
+    /// Whether its guest tells of free memory.
+    ///
+    /// # Errors
+    /// When the monitor fails.
+    pub fn reporting(&mut self) -> Result<Reporting, QemuError> {
+        Ok(self.machine.reporting()?)
     }
 
     /// QEMU's version: major, minor, micro.

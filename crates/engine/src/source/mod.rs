@@ -11,6 +11,7 @@ mod channel;
 mod disk;
 mod disks;
 mod ending;
+mod free;
 mod gate;
 mod live;
 mod packer;
@@ -25,12 +26,13 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_ledger::{Key, Ledger};
 use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
 use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
@@ -142,6 +144,8 @@ pub fn migrate(
         ledger: options.ledger.then(|| (Ledger::new(), Key::new(random_seed()))),
         direct_io: false,
         tracker: None,
+        free: None,
+        allocated: PageCount::ZERO,
         board: None,
         pump: None,
         unawaited: None,
@@ -232,6 +236,10 @@ struct Source<'a> {
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     tracker: Option<Arc<dyn DirtyTracker>>,
+    /// What the guest says is free, where it can say so.
+    free: Option<Arc<FreeHints>>,
+    /// The most that the RAM files took since holes were last looked for.
+    allocated: PageCount,
     board: Option<Arc<Board>>,
     pump: Option<StatePump>,
     /// The round whose acknowledgement nobody waits for.

@@ -34,22 +34,28 @@ impl Source<'_> {
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
-        let arms = self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io;
+        let may_arm = self.vm.was_running() && !self.direct_io;
+        self.free = self.make_free_hints();
+        self.was_given_back();
+        // A page that counts as dirty from the start cannot be left out.
+        let arms = may_arm && (self.policy.settings().delay_hot_percent > 0 || self.free.is_some());
         self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
         let board = Arc::new(board);
         self.start_disks(disk_streams, &board)?;
+        self.ask_for_free_pages()?;
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let shared = Shared {
                 tracker: Arc::clone(&tracker),
                 blocks: Arc::clone(&self.ram),
                 board: Arc::clone(&board),
+                free: self.free.clone(),
                 gate: Arc::clone(&self.gate),
                 ledger: self.ledger.clone(),
             };
             let packer = self.packer(stream, board.segments().count());
             let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
-            let channel = Channel::new(packer, shared, own, self.options.verify, self.direct_io);
+            let channel = Channel::new(packer, shared, own, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
             let events = self.events_in.clone();
             let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
@@ -133,7 +139,9 @@ impl Source<'_> {
         self.round_began = Instant::now();
         self.sent_before = self.counters.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
-        let find_holes = last && self.options.verify;
+        // What a balloon gave back is a hole and was not written. The destination need not keep it, and where digests are compared it must
+        // not; but when the guest is stopped otherwise, there is no time for that.
+        let find_holes = if last { self.options.verify } else { self.was_given_back() && round > 0 };
         let order = Order { round, last, find_holes };
         if let Some(board) = &self.board {
             board.hurry(!last && self.steering.wants_switch_over());
@@ -174,6 +182,7 @@ impl Source<'_> {
                     total.sent += carried.sent;
                     total.unchanged += carried.unchanged;
                     total.raw += carried.raw;
+                    total.hinted += carried.hinted;
                 }
                 Part::Disk(disk, carried) => {
                     total.disk_sent += carried.carried.sent;
@@ -192,6 +201,7 @@ impl Source<'_> {
                 }
             }
         }
+        self.have_free_pages(round);
         self.say(&Message::RoundEnd { round })?;
         let waits = !last || self.options.verify;
         if waits {
