@@ -87,10 +87,13 @@ fn writers(path: &Path) -> anyhow::Result<()> {
             while threads.iter().zip(&before).any(|(thread, before)| writes(thread) <= *before + 1) {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            println!(
-                "{}",
-                threads.iter().map(|thread| thread.freed.load(Ordering::Relaxed)).max().unwrap_or(0)
-            );
+            let at: u64 = line.parse()?;
+            let after = |thread: &Thread| {
+                let long = std::mem::take(&mut *thread.long.lock().unwrap_or_else(PoisonError::into_inner));
+                let waited = long.into_iter().filter(|(began, ended)| *began < at && at < *ended);
+                waited.map(|(_, ended)| ended - at).max()
+            };
+            println!("{}", threads.iter().filter_map(after).max().unwrap_or(0));
         }
         std::process::exit(0)
     })
