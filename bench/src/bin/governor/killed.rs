@@ -19,7 +19,8 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
 const ROLE: &str = "GODWIT_BENCH_ROLE";
 const MEMORY: u64 = 256 << 20;
-const WRITERS: usize = 2000;
+/// As many as a large guest has vCPUs, and thousands.
+const WRITERS: [usize; 2] = [64, 2000];
 /// A write that took longer, in nanoseconds, has waited.
 const LONG: u64 = 1_000_000;
 
@@ -28,7 +29,7 @@ pub(crate) fn is_role() -> anyhow::Result<bool> {
     let Ok(role) = std::env::var(ROLE) else { return Ok(false) };
     let words: Vec<&str> = role.split(' ').collect();
     match words[0] {
-        "writers" => writers(Path::new(words[1]))?,
+        "writers" => writers(Path::new(words[1]), words[2].parse()?)?,
         _ => govern(Path::new(words[1]), words[2].parse()?)?,
     }
     Ok(true)
@@ -44,13 +45,13 @@ struct Thread {
     long: Mutex<Vec<(u64, u64)>>,
 }
 
-/// Two thousand threads that each write their own pages in turn. To the line `waiting` it answers how many are writing, to the
+/// `count` threads that each write their own pages in turn. To the line `waiting` it answers how many are writing, to the
 /// line with a time how much later the last of those that waited then was through, once all have written again.
-fn writers(path: &Path) -> anyhow::Result<()> {
+fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let memory = Mapping::new(&file, MEMORY as usize)?;
-    let each = MEMORY / PAGE_SIZE / WRITERS as u64;
-    let threads: Vec<Thread> = (0..WRITERS).map(|_| Thread::default()).collect();
+    let each = MEMORY / PAGE_SIZE / count as u64;
+    let threads: Vec<Thread> = (0..count).map(|_| Thread::default()).collect();
     std::thread::scope(|scope| -> anyhow::Result<()> {
         for (number, thread) in threads.iter().enumerate() {
             let memory = &memory;
@@ -163,19 +164,19 @@ impl Drop for Role {
 pub(crate) fn run(kills: usize, report: &mut Report) -> anyhow::Result<()> {
     let path = PathBuf::from(format!("/dev/shm/godwit-bench-governor-{}", std::process::id()));
     File::create(&path)?.set_len(MEMORY)?;
-    let result = kill_all(kills, &path, report);
+    let result = WRITERS.iter().try_for_each(|writers| kill_all(kills, *writers, &path, report));
     let _ = std::fs::remove_file(&path);
     result
 }
 
-fn kill_all(kills: usize, path: &Path, report: &mut Report) -> anyhow::Result<()> {
-    let mut writers = Role::start(&format!("writers {}", path.display()))?;
+fn kill_all(kills: usize, count: usize, path: &Path, report: &mut Report) -> anyhow::Result<()> {
+    let mut writers = Role::start(&format!("writers {} {count}", path.display()))?;
     let (mut times, mut waited) = (Vec::new(), Vec::new());
     for _ in 0..kills {
         let mut governor = Role::start(&format!("govern {} {}", path.display(), writers.child.id()))?;
         let until = Instant::now() + Duration::from_secs(5);
         let mut blocked = 0.0;
-        while blocked < 0.75 * WRITERS as f64 && Instant::now() < until {
+        while blocked < 0.75 * count as f64 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(20));
             blocked = writers.ask("waiting")?;
         }
@@ -191,8 +192,9 @@ fn kill_all(kills: usize, path: &Path, report: &mut Report) -> anyhow::Result<()
         median(&waited),
         median(&times)
     );
-    report.figure("killed_writers_waiting", median(&waited));
-    report.figure("killed_free_after_ms", median(&times));
-    report.target("SIGKILL with writers waiting: all free after, worst, ms", worst, 10.0, Better::Lower);
+    report.figure(&format!("killed_{count}_writers_waiting"), median(&waited));
+    report.figure(&format!("killed_{count}_writers_free_after_ms"), median(&times));
+    let name = format!("SIGKILL with {count} writers: all free after, worst of {kills}, ms");
+    report.target(name, worst, 10.0, Better::Lower);
     Ok(())
 }
