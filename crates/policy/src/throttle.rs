@@ -116,6 +116,8 @@ impl Throttle {
             ThrottleMode::Off => self.value = 0.0,
             ThrottleMode::Direct | ThrottleMode::Staged => self.chosen(mode, view, previous),
             ThrottleMode::AutoConverge => self.ramp(view, time),
+            // Where the governor is forced it takes the place of this one ([`crate::govern`]).
+            ThrottleMode::Governor => self.value = 0.0,
             ThrottleMode::Adaptive => {
                 let deaf = self.value >= SEVERE && view.guest.speed(self.value) > DEAF;
                 self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
@@ -143,6 +145,21 @@ impl Throttle {
             }
             _ => {}
         }
+    }
+
+    /// Whether a guest that is not slowed would keep this from finishing in time, at the end of a round.
+    pub(crate) fn is_needed(&self, view: &View) -> bool {
+        let previous = self.previous;
+        let shrinking = previous.is_none_or(|previous| view.remaining < SHRINKS * previous);
+        self.adapt(view, shrinking || self.delayed) > 0.0
+    }
+
+    /// What a round leaves that the governor looks after.
+    pub(crate) fn look_on(&mut self, view: &View) {
+        self.pass(view);
+        self.previous = Some(view.remaining);
+        self.delayed = view.delaying;
+        self.value = 0.0;
     }
 
     fn pass(&mut self, view: &View) {

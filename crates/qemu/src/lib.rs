@@ -12,6 +12,7 @@
 mod destination;
 mod disks;
 mod error;
+mod governor;
 mod machine;
 pub mod qmp;
 mod settings;

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use godwit_ledger::{Key, Ledger};
 use godwit_memory::RamBlock;
-use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
+use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, Rate};
@@ -131,6 +131,8 @@ pub fn migrate(
         unawaited: None,
         policy: Policy::new(settings),
         throttle: 0.0,
+        first_writes: None,
+        can_govern: false,
         disk_limit: None,
         speed: Speed::default(),
         guest_speed: None,
@@ -214,6 +216,10 @@ struct Source<'a> {
     policy: Policy,
     /// The throttle in force.
     throttle: f64,
+    /// The governor's rate in force.
+    first_writes: Option<f64>,
+    /// Whether the policy may use a governor.
+    can_govern: bool,
     disk_limit: Option<Rate>,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
@@ -525,6 +531,7 @@ impl Source<'_> {
             expected_downtime: estimate.and_then(|estimate| estimate.expected_downtime),
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.throttle,
+            first_writes: self.first_writes,
             guest_speed: self.guest_speed,
             delayed_segments: self.board.as_ref().map_or(0, |board| board.delayed()),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
