@@ -399,7 +399,7 @@ impl Policy {
 
     /// Under a throttle that leaves the guest hardly anything: what the next round need not send.
     fn spared(&self, view: &View, throttle: f64) -> Option<Delayed> {
-        if self.settings.throttle != ThrottleMode::Adaptive
+        if !matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Vcpus)
             || throttle < SEVERE
             || view.delaying
             || view.idle > 0.0

@@ -26,17 +26,20 @@ pub enum ThrottleMode {
     Adaptive,
     /// The write governor where `Adaptive` would throttle, and nothing else.
     Governor,
+    /// As `Adaptive`, by vCPUs only.
+    Vcpus,
 }
 
 impl ThrottleMode {
     /// All modes, by the names that are typed.
-    pub const ALL: [(Self, &'static str); 6] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Off, "off"),
         (Self::Direct, "direct"),
         (Self::Staged, "staged"),
         (Self::AutoConverge, "auto-converge"),
         (Self::Adaptive, "adaptive"),
         (Self::Governor, "governor"),
+        (Self::Vcpus, "vcpus"),
     ];
 }
 
@@ -153,7 +156,7 @@ pub enum SettingError {
     },
 }
 
-const MODES: &str = "use off, direct, staged, auto-converge, adaptive or governor";
+const MODES: &str = "use off, direct, staged, auto-converge, adaptive, governor or vcpus";
 const DOWNTIME: &str = "use a time from 1ms to 1h, such as 300ms";
 const LONG: &str = "use a time from 1s to 1000h, such as 60s, or 0s for none";
 
@@ -184,7 +187,7 @@ const KEYS: [Key; 11] = [
     },
     Key {
         name: "throttle",
-        unit: "off, direct, staged, auto-converge, adaptive or governor",
+        unit: "off, direct, staged, auto-converge, adaptive, governor or vcpus",
         default: "adaptive",
         meaning: "how the guest is slowed down when it outruns the link",
     },

@@ -118,7 +118,7 @@ impl Throttle {
             ThrottleMode::AutoConverge => self.ramp(view, time),
             // Where the governor is forced it takes the place of this one ([`crate::govern`]).
             ThrottleMode::Governor => self.value = 0.0,
-            ThrottleMode::Adaptive => {
+            ThrottleMode::Adaptive | ThrottleMode::Vcpus => {
                 let deaf = self.value >= SEVERE && view.guest.speed(self.value) > DEAF;
                 self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
                 self.exhausted = self.deaf_rounds >= 3;
@@ -140,7 +140,7 @@ impl Throttle {
         match mode {
             ThrottleMode::Direct | ThrottleMode::Staged => self.hold(view.most),
             // Within a round the throttle only rises. How much of the memory just sent is dirty again is known at its end.
-            ThrottleMode::Adaptive if self.previous.is_some() && !self.waiting => {
+            ThrottleMode::Adaptive | ThrottleMode::Vcpus if self.previous.is_some() && !self.waiting => {
                 self.value = self.adapt(view, false).max(self.value);
             }
             _ => {}

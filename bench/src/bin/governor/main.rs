@@ -8,6 +8,7 @@
 
 mod hold;
 mod killed;
+mod moves;
 mod own;
 
 use anyhow::{Context, bail};
@@ -54,6 +55,9 @@ fn main() -> anyhow::Result<()> {
     }
     if wanted("killed") {
         killed::run(options.kills, &mut report)?;
+    }
+    if wanted("moves") {
+        moves::run(options.rounds, &mut report)?;
     }
     report.finish()?;
     Ok(())
