@@ -21,7 +21,7 @@ use crate::throttle::View;
 /// Of the link, the part that the guest may make dirty again at the most: each round leaves half of the one before.
 const SHARE: f64 = 0.5;
 /// Of what may remain at the end, the part that is planned with.
-const CAREFUL: f64 = 0.8;
+const CAREFUL: f64 = 0.95;
 /// A rest that is sent within this is sent in one round.
 const SHORT: f64 = 3.0;
 /// No guest is held to less than this many pages a second: its kernel has a house to keep.
@@ -123,7 +123,7 @@ mod tests {
     fn what_is_sent_soon_is_sent_in_one_round() {
         // 256 MiB in two seconds, of which 32 MiB may remain.
         let budget = budget_for(65_536.0, 10.0);
-        assert!((budget * 2.0 - 0.8 * 8192.0).abs() < 1.0, "{budget}");
+        assert!((budget * 2.0 - CAREFUL * 8192.0).abs() < 1.0, "{budget}");
         assert_eq!(
             budget_for(8192.0, 10.0),
             0.5 * 32_768.0,
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(budget_for(327_680.0, 1000.0), 0.5 * 32_768.0);
         // With no time left it is one round.
         let budget = budget_for(327_680.0, -3.0);
-        assert!((budget * 10.0 - 0.8 * 8192.0).abs() < 1.0, "{budget}");
+        assert!((budget * 10.0 - CAREFUL * 8192.0).abs() < 1.0, "{budget}");
         assert_eq!(budget_for(1e9, 1.0), LEAST);
     }
 

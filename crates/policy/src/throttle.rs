@@ -147,11 +147,13 @@ impl Throttle {
         }
     }
 
-    /// Whether a guest that is not slowed would keep this from finishing in time, at the end of a round.
+    /// Whether a guest that is not slowed would keep this from finishing in time, and another round as it is would hardly
+    /// leave less.
     pub(crate) fn is_needed(&self, view: &View) -> bool {
-        let previous = self.previous;
-        let shrinking = previous.is_none_or(|previous| view.remaining < SHRINKS * previous);
-        self.adapt(view, shrinking || self.delayed) > 0.0
+        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let (later, _) = after_round(view.classes, view.unsent, link);
+        let left: f64 = later.iter().map(|class| class.dirty).sum();
+        left > SHRINKS * view.remaining && self.adapt(view, false) > 0.0
     }
 
     /// What a round leaves that the governor looks after.
