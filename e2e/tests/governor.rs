@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched, oldest};
+use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_testbed::{Ended, Flavour, GuestConfig, Running, VmConfig, flavours_for};
 use godwit_verify::settings::Mode;
 use rustix::process::Signal;
@@ -174,4 +174,14 @@ fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
     ensure!(migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)), "{}", migrate.last());
     ensure!(!migrate.lines.iter().any(is_governed), "{}", migrate.last());
     Ok(())
+}
+
+#[test]
+fn a_microvm_that_tracks_by_page_tables_governs_itself() -> anyhow::Result<()> {
+    let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", "pagemap"];
+    let test = "a_microvm_that_tracks_by_page_tables_governs_itself";
+    let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
+    pair.check_moved(&migrate)?;
+    check_governed(&migrate)
 }

@@ -4,13 +4,13 @@
 //! of another process: stopping is a signal to the vCPU threads, the state is a piece of memory.
 
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::DirtyTracker;
+use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
 use godwit_units::Rate;
 
 use crate::{Machine, MicrovmError};
@@ -20,6 +20,9 @@ use crate::{Machine, MicrovmError};
 pub struct MicrovmSource<'a> {
     machine: &'a Machine,
     was_running: bool,
+    /// The tracker that can govern, as long as the engine holds it.
+    tracker: Weak<PagemapTracker>,
+    governed: GovernorMeasures,
     /// Where the state goes; dropped when all of it went.
     state: Option<Sender<Vec<u8>>>,
 }
@@ -28,11 +31,21 @@ impl<'a> MicrovmSource<'a> {
     /// Prepares nothing yet.
     #[must_use]
     pub fn new(machine: &'a Machine) -> Self {
-        Self { machine, was_running: machine.is_running(), state: None }
+        Self {
+            machine,
+            was_running: machine.is_running(),
+            tracker: Weak::new(),
+            governed: GovernorMeasures::default(),
+            state: None,
+        }
     }
 
-    /// Lets the vCPUs run freely when they run. There is nothing to report: what failed has let go of them.
-    fn remove_throttle(&self) {
+    /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed has let go of them.
+    fn remove_throttle(&mut self) {
+        if let Some(tracker) = self.tracker.upgrade() {
+            tracker.govern(Some(f64::INFINITY));
+            self.governed = tracker.governor_measures();
+        }
         let _ = self.machine.throttle(0.0);
     }
 }
@@ -57,6 +70,11 @@ impl SourceVm for MicrovmSource<'_> {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        if self.machine.tracks_page_tables() {
+            let tracker = Arc::new(PagemapTracker::start_own(&self.machine.ram().mappings())?);
+            self.tracker = Arc::downgrade(&tracker);
+            return Ok(tracker);
+        }
         Ok(self.machine.start_tracking()?)
     }
 
@@ -66,6 +84,30 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn throttle(&mut self, share: f64) -> Result<(), VmError> {
         Ok(self.machine.throttle(share)?)
+    }
+
+    fn cannot_govern(&self) -> Option<String> {
+        (!self.machine.tracks_page_tables())
+            .then(|| "it takes page tables as tracker (--tracker pagemap)".to_owned())
+    }
+
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
+        if first_writes.is_some() {
+            tracker.prepare_own_governor(self.machine.vcpu_threads())?;
+        }
+        tracker.govern(first_writes);
+        match tracker.governor_failure() {
+            Some(words) if first_writes.is_some() => {
+                tracker.govern(Some(f64::INFINITY));
+                Err(format!("a segment could not be handed over: {words}").into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn governor_measures(&self) -> GovernorMeasures {
+        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
     fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
