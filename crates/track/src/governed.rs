@@ -16,10 +16,11 @@
 //! What was rejected: to keep a log of the answers. It would not see pages that lose their protection otherwise.
 
 use std::io;
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
@@ -37,8 +38,8 @@ const MOST: usize = 16_384;
 #[derive(Debug)]
 struct Segment {
     governed: bool,
-    /// Pages of the block that count as dirty.
-    unseen: Range<u64>,
+    /// Pages, counted from the first of the segment, that count as dirty.
+    unseen: Option<Box<DirtyBitmap>>,
 }
 
 /// The segments of all blocks, and their governor.
@@ -57,7 +58,7 @@ pub(crate) struct Governed {
 impl Governed {
     /// All segments of `blocks`, none of which is governed.
     pub(crate) fn new(governor: Governor, blocks: &[Vec<BlockMapping>]) -> Self {
-        let free = || Mutex::new(Segment { governed: false, unseen: 0..0 });
+        let free = || Mutex::new(Segment { governed: false, unseen: None });
         let of_block = |mapped: &Vec<BlockMapping>| {
             let pages = mapped.last().map_or(0, |mapping| mapping.pages.end().0);
             (0..pages.div_ceil(SEGMENT_PAGES)).map(|_| free()).collect()
@@ -129,14 +130,17 @@ impl Governed {
         let mut joined = Joined::new(found);
         let mut at = within.start.0;
         for number in within.start.0 / SEGMENT_PAGES..within.end().0.div_ceil(SEGMENT_PAGES) {
-            let unseen = self.segment(block, number).unseen.clone();
-            let unseen = unseen.start.max(at)..unseen.end.min(within.end().0);
-            if unseen.is_empty() {
-                continue;
+            let segment = self.segment(block, number);
+            let end = ((number + 1) * SEGMENT_PAGES).min(within.end().0);
+            // What lies before this segment and was not reported yet goes with the next scan.
+            let mut from = at.max(number * SEGMENT_PAGES);
+            while from < end
+                && let Some(unseen) = segment.next_unseen(from..end)
+            {
+                tracker.scan(block, run_of(at..unseen.start), Then::Leave, 0, &mut |run| joined.add(run))?;
+                joined.add(run_of(unseen.clone()));
+                (at, from) = (unseen.end, unseen.end);
             }
-            tracker.scan(block, run_of(at..unseen.start), Then::Leave, 0, &mut |run| joined.add(run))?;
-            joined.add(run_of(unseen.clone()));
-            at = unseen.end;
         }
         tracker.scan(block, run_of(at..within.end().0), Then::Leave, 0, &mut |run| joined.add(run))?;
         joined.end();
@@ -165,7 +169,9 @@ impl Governed {
         }
         let (from, to) =
             if wanted { (Hand::Tracker, Hand::Governor) } else { (Hand::Governor, Hand::Tracker) };
-        segment.unseen = pages.clone();
+        let mut unseen = DirtyBitmap::new(PageCount(SEGMENT_PAGES));
+        unseen.set(PageRun::new(0, pages.end - pages.start));
+        segment.unseen = Some(Box::new(unseen));
         let moved = self.pass(tracker, block, &pages, from, to);
         let Err(source) = moved else {
             segment.governed = wanted;
@@ -243,7 +249,7 @@ enum Hand {
 }
 
 impl Segment {
-    /// Harvests `part` of this segment; how many pages were reported, and the page to go on from.
+    /// Harvests `part` of this segment, in order; how many pages were reported, and the page to go on from.
     fn harvest(
         &mut self,
         governed: &Governed,
@@ -253,26 +259,45 @@ impl Segment {
         limit: u64,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(u64, u64), TrackError> {
-        let unseen = self.unseen.start.max(part.start.0)..self.unseen.end.min(part.end().0);
-        if unseen.is_empty() {
-            return self.scan(governed, tracker, block, part, limit, found);
+        let (mut at, end) = (part.start.0, part.end().0);
+        let mut pages = 0;
+        while at < end && (limit == 0 || pages < limit) {
+            let left = if limit == 0 { 0 } else { limit - pages };
+            let unseen = self.next_unseen(at..end);
+            let known = run_of(at..unseen.as_ref().map_or(end, |unseen| unseen.start));
+            if known.count > PageCount::ZERO {
+                let (found_here, next) = self.scan(governed, tracker, block, known, left, found)?;
+                (pages, at) = (pages + found_here, next);
+            } else if let Some(unseen) = unseen {
+                let most = if left == 0 { u64::MAX } else { left };
+                let reported = run_of(at..unseen.end.min(at.saturating_add(most)));
+                // Protected before it is read, like all that is reported.
+                self.scan(governed, tracker, block, reported, 0, &mut |_| {})?;
+                found(reported);
+                self.see(reported);
+                (pages, at) = (pages + reported.count.0, reported.end().0);
+            }
         }
-        // What comes first in the part was seen already.
-        let before = run_of(part.start.0..unseen.start);
-        let (mut pages, next) = self.scan(governed, tracker, block, before, limit, found)?;
-        if next < unseen.start || limit > 0 && pages >= limit {
-            return Ok((pages, next));
+        Ok((pages, at))
+    }
+
+    /// The first stretch of pages of the block, within `pages` and this segment, that count as dirty.
+    fn next_unseen(&self, pages: Range<u64>) -> Option<Range<u64>> {
+        let unseen = self.unseen.as_ref()?;
+        let first = pages.start / SEGMENT_PAGES * SEGMENT_PAGES;
+        let within = run_of(pages.start - first..(pages.end - first).min(SEGMENT_PAGES));
+        let found = unseen.try_for_each_run_in(within, ControlFlow::Break).break_value()?;
+        Some(first + found.start.0..first + found.end().0)
+    }
+
+    /// `run` was reported.
+    fn see(&mut self, run: PageRun) {
+        if let Some(unseen) = &mut self.unseen {
+            unseen.clear(PageRun::new(run.start.0 % SEGMENT_PAGES, run.count.0));
+            if unseen.count() == PageCount::ZERO {
+                self.unseen = None;
+            }
         }
-        let most = if limit == 0 { u64::MAX } else { limit - pages };
-        let reported = run_of(unseen.start..unseen.end.min(unseen.start.saturating_add(most)));
-        // Protected before it is read, like all that is reported.
-        self.scan(governed, tracker, block, reported, 0, &mut |_| {})?;
-        found(reported);
-        pages += reported.count.0;
-        if self.unseen.start == reported.start.0 {
-            self.unseen.start = reported.end().0;
-        }
-        Ok((pages, reported.end().0))
     }
 
     /// Reports what is not protected in `part` and protects it.

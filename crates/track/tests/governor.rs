@@ -315,8 +315,10 @@ fn what_a_harvest_did_not_come_to_is_seen_by_the_last_one() {
     // One harvest takes the segment over and reports but the first pages of it.
     let next = tracker.harvest(0, PageRun::new(0, 4096), PageCount(10), &mut |_| {}).unwrap();
     assert_eq!(next.0, 10);
+    // The others are taken over and reported.
+    harvest(&tracker, PageRun::new(4096, PAGES - 4096));
     let mut seen = Vec::new();
-    tracker.peek(0, PageRun::new(0, 4096), &mut |run| seen.push(run)).unwrap();
+    tracker.peek(0, ALL, &mut |run| seen.push(run)).unwrap();
     assert_eq!(seen, [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), []);
