@@ -30,6 +30,14 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@$(CARGO) build --workspace --bins
 	@scripts/run-tests.sh
 
+# How often each of them repeats itself.
+GODWIT_SOAK ?= 40
+
+.PHONY: soak
+soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
+	@$(CARGO) build --workspace --bins
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
+
 .PHONY: check
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check
@@ -39,6 +47,10 @@ check: ## format, lints and the tests that need no QEMU
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
 	@$(CARGO) run --quiet --package xtask -- guest
+
+.PHONY: guest-database
+guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit bench codecs`
+	@$(CARGO) run --quiet --package xtask -- guest-database
 
 .PHONY: qemu
 qemu: ## install QEMU if missing; unpack QEMU 10 into target/qemu-10.0

@@ -4,6 +4,7 @@
 //! the image does not hold the beacon's magic number, which an observer would take for the beacon. What the guest does
 //! is left to `godwit-verify`.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,19 +15,22 @@ use crate::cpio::Archive;
 
 /// The meta-package: it depends on the kernel of the day.
 const KERNEL: &str = "linux-image-cloud-amd64";
+/// Drivers that the kernel has as modules only; what they need is found by their own word.
+const MODULES: [&str; 3] = ["virtio_pci", "virtio_blk", "virtio_balloon"];
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 /// Brings target/guest up to date.
 pub(crate) fn build() -> anyhow::Result<()> {
     let dir = crate::target_dir().join("guest");
     std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    kernel(&dir.join("vmlinuz"))?;
-    initramfs(&dir.join("initramfs.cpio"))
+    let modules = dir.join("modules");
+    kernel(&dir.join("vmlinuz"), &modules)?;
+    initramfs(&dir.join("initramfs.cpio"), &modules)
 }
 
-/// Any kernel will do that is there already: a newer package is fetched after `rm target/guest/vmlinuz`.
-fn kernel(path: &Path) -> anyhow::Result<()> {
-    if path.exists() {
+/// Any kernel will do that is there already, with its modules: a newer package is fetched after `rm -r target/guest`.
+fn kernel(path: &Path, modules: &Path) -> anyhow::Result<()> {
+    if path.exists() && modules.exists() {
         println!("{} is there", path.display());
         return Ok(());
     }
@@ -38,10 +42,17 @@ fn kernel(path: &Path) -> anyhow::Result<()> {
     let file = apt.download(&package, &dir)?;
     let root = dir.join("root");
     apt::unpack(&file, &root)?;
+    // The modules last: whoever finds them finds the kernel, too.
+    let chosen = dir.join("modules");
+    choose_modules(&root.join("lib/modules"), &chosen)?;
     let image = kernel_image(&root.join("boot"))?;
+    if modules.exists() {
+        std::fs::remove_dir_all(modules).with_context(|| format!("cannot remove {}", modules.display()))?;
+    }
     std::fs::rename(&image, path).with_context(|| format!("cannot move {}", image.display()))?;
+    std::fs::rename(&chosen, modules).with_context(|| format!("cannot move {}", chosen.display()))?;
     std::fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
-    println!("{} made from {package}", path.display());
+    println!("{} and {} made from {package}", path.display(), modules.display());
     Ok(())
 }
 
@@ -53,14 +64,71 @@ fn kernel_image(boot: &Path) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("the kernel package has no vmlinuz in {}", boot.display()))
 }
 
-fn initramfs(path: &Path) -> anyhow::Result<()> {
+/// Copies [`MODULES`] and what they need from below `from` to `to`, with names that sort in the order of loading.
+fn choose_modules(from: &Path, to: &Path) -> anyhow::Result<()> {
+    let mut found = BTreeMap::new();
+    find_modules(from, &mut found)?;
+    let mut order = Vec::new();
+    MODULES.iter().try_for_each(|name| require(name, &found, &mut order))?;
+    apt::empty(to)?;
+    for (number, name) in order.iter().enumerate() {
+        let file = to.join(format!("{number:02}-{name}.ko"));
+        std::fs::copy(&found[name], &file).with_context(|| format!("cannot write {}", file.display()))?;
+    }
+    Ok(())
+}
+
+/// All modules below `dir`, by name.
+fn find_modules(dir: &Path, found: &mut BTreeMap<String, PathBuf>) -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
+        let path = entry?.path();
+        if path.is_dir() {
+            find_modules(&path, found)?;
+        } else if let Some(name) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(".ko")) {
+            found.insert(name.replace('-', "_"), path);
+        }
+    }
+    Ok(())
+}
+
+/// Puts `name` into `order`, behind what it needs. A module that is not there is part of the kernel.
+fn require(name: &str, found: &BTreeMap<String, PathBuf>, order: &mut Vec<String>) -> anyhow::Result<()> {
+    let Some(path) = found.get(name) else { return Ok(()) };
+    if order.iter().any(|there| there == name) {
+        return Ok(());
+    }
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    for needed in needs(&bytes) {
+        require(&needed, found, order)?;
+    }
+    order.push(name.to_owned());
+    Ok(())
+}
+
+/// What a module says that it needs: strings `depends=NAME,NAME` of its section .modinfo (kernel, include/linux/module.h).
+fn needs(module: &[u8]) -> Vec<String> {
+    let fields = module.split(|&byte| byte == 0).filter_map(|field| field.strip_prefix(b"depends="));
+    let names = fields.flat_map(|list| list.split(|&byte| byte == b','));
+    names
+        .filter(|name| !name.is_empty())
+        .map(|name| String::from_utf8_lossy(name).replace('-', "_"))
+        .collect()
+}
+
+fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     let mut archive = Archive::default();
-    for directory in ["dev", "proc", "sys"] {
+    for directory in ["dev", "proc", "sys", "modules"] {
         archive.directory(directory);
     }
     // The kernel opens this for init's standard streams before anything could be mounted.
     archive.character_device("dev/console", 5, 1);
     archive.program("init", &std::fs::read(guest_program()?).context("cannot read the guest program")?);
+    let mut files: Vec<_> = std::fs::read_dir(modules)?.collect::<Result<_, _>>()?;
+    files.sort_by_key(std::fs::DirEntry::file_name);
+    for file in files {
+        let name = format!("modules/{}", file.file_name().to_string_lossy());
+        archive.program(&name, &std::fs::read(file.path()).context("cannot read a module")?);
+    }
     let image = archive.finish();
     let magic = godwit_verify::beacon::magic();
     ensure!(
@@ -93,4 +161,16 @@ fn guest_program() -> anyhow::Result<PathBuf> {
         .context("cannot run cargo")?;
     ensure!(status.success(), "the guest program does not build");
     Ok(target.join(TRIPLE).join("release/godwit-guest"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_names_what_it_needs() {
+        let module = b"\x7fELF\0license=GPL\0depends=virtio,virtio-ring\0name=x\0";
+        assert_eq!(needs(module), ["virtio", "virtio_ring"]);
+        assert!(needs(b"\x7fELF\0depends=\0").is_empty());
+    }
 }

@@ -7,20 +7,23 @@
 
 mod apt;
 mod cpio;
+mod database;
 mod guest;
 mod qemu;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: cargo run -p xtask -- guest|qemu
+const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
+  guest-database  runs a guest that fills a database, and leaves its memory as target/guest/database.ram
   qemu    installs QEMU if it is missing, and unpacks QEMU 10 into target/qemu-10.0";
 
 fn main() -> ExitCode {
     let chore = std::env::args().nth(1).unwrap_or_default();
     let outcome = match chore.as_str() {
         "guest" => guest::build(),
+        "guest-database" => database::dump(),
         "qemu" => qemu::provide(),
         _ => {
             eprintln!("{USAGE}");

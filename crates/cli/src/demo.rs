@@ -13,7 +13,7 @@ use godwit_testbed::{
     end_children, flavours, longest_pause,
 };
 use godwit_units::{ByteCount, Rate, format_duration};
-use godwit_verify::settings::Mode;
+use godwit_verify::settings::{DiskWork, Mode};
 use serde_json::{Value, json};
 
 use crate::output::json_line;
@@ -141,6 +141,7 @@ fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
         rate: arguments.rate,
         working_set: arguments.working_set,
         fill,
+        disk: DiskWork::default(),
     })
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
-    /// Where `godwit receive` listens: HOST:PORT, [IPV6]:PORT or unix:PATH
+    /// Where `godwit receive` listens: HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT
     #[arg(long, value_name = "ADDR")]
     to: Address,
 
@@ -73,11 +73,6 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
     ledger: bool,
 
-    /// Move the VM though a disk of it has cache.direct=on: before each round the machine is drained, and what may have changed
-    /// unseen is looked at again. New, and not proven under load; --verify tells whether the copy is exact
-    #[arg(long)]
-    direct_io: bool,
-
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
@@ -98,6 +93,7 @@ enum FaultName {
     LoseCommit,
     WrongDigest,
     LoseFarewell,
+    TrustTracker,
 }
 
 impl From<FaultName> for Fault {
@@ -107,6 +103,7 @@ impl From<FaultName> for Fault {
             FaultName::LoseCommit => Self::LoseCommit,
             FaultName::WrongDigest => Self::WrongDigest,
             FaultName::LoseFarewell => Self::LoseFarewell,
+            FaultName::TrustTracker => Self::TrustTracker,
         }
     }
 }
@@ -176,7 +173,6 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         verify: arguments.verify,
         channels: arguments.channels,
         ledger: arguments.ledger,
-        direct_io: arguments.direct_io,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };

@@ -7,16 +7,21 @@ use clap::Args;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
+use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_memory::RamBlock;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::Cost;
 use godwit_qemu::QemuDestination;
-use godwit_units::{format_duration, parse_duration};
+use godwit_units::{ByteCount, format_duration, parse_duration};
 use serde_json::json;
 
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
 use crate::vm::{RequestError, VmName};
+
+/// With less RAM than this nobody cares what it costs to fill.
+const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 
 /// Take a guest into a VM on this host that waits for one.
 ///
@@ -30,7 +35,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
-    /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT or unix:PATH
+    /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT, unix:PATH or vsock:any:PORT
     #[arg(long, value_name = "ADDR")]
     listen: Address,
 
@@ -84,7 +89,6 @@ fn take_in(
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
-    let mut listening = |address: &str| tell_listening(address, arguments.json);
     match &arguments.vm {
         VmName::Qemu(path) => {
             let mut vm = QemuDestination::open(path).map_err(|error| RequestError::Refused(error.into()))?;
@@ -94,7 +98,7 @@ fn take_in(
                 let error = EngineError::Listen { address: arguments.listen.to_string(), source };
                 RequestError::Refused(error.into())
             })?;
-            listening(&address.to_string());
+            tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
             let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
             let options = Options { wait, codecs: arguments.compression.codecs(), faults };
             let received =
@@ -103,17 +107,31 @@ fn take_in(
         }
         VmName::Microvm(path) => {
             let codecs = arguments.compression.to_string();
+            let mut listening = |address: &str| tell_listening(address, None, arguments.json);
             Ok(client::receive(path, &arguments.listen, wait, &codecs, cancel, &mut listening, notice)?)
         }
     }
 }
 
-fn tell_listening(address: &str, json: bool) {
+/// What would make it cheaper, where that is much.
+fn advice(ram: &[RamBlock]) -> Option<String> {
+    let total: ByteCount = ram.iter().map(|block| block.pages().bytes()).sum();
+    let mount = ram.iter().find_map(RamBlock::in_small_pages).filter(|_| total >= WORTH_ADVICE)?;
+    let mount = mount.display();
+    Some(format!(
+        "RAM files on {mount} take half the processor time to fill with huge pages: mount -o remount,huge=within_size {mount}"
+    ))
+}
+
+fn tell_listening(address: &str, advice: Option<&str>, json: bool) {
     if json {
-        json_line(&json!({ "event": "listening", "address": address }));
-    } else {
-        eprintln!("listening on {address}");
+        json_line(&json!({ "event": "listening", "address": address, "advice": advice }));
+        return;
     }
+    if let Some(advice) = advice {
+        eprintln!("{advice}");
+    }
+    eprintln!("listening on {address}");
 }
 
 fn tell_notice(notice: &Notice, json: bool) {

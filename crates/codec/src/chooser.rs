@@ -12,7 +12,8 @@
 //! wins; where no processor is idle, processor time counts twice.
 //!
 //! Ratios are learned from *samples*: [`SAMPLE_LEN`] bytes of a batch are compressed and thrown away, but only if the codec
-//! could win with a ratio as good as may be hoped for. Each segment remembers its ratios. Samples of a segment that
+//! could win with a ratio as good as may be hoped for, and before the batch itself is sent: frames are large, and the first of a
+//! segment would be a sixteenth of it. Each segment remembers its ratios. Samples of a segment that
 //! stays as it is become rare. A segment that does not compress is thus bypassed at next to no cost.
 //!
 //! The link is learned from raw pages at the start (unless there is a limit, which is believed until seen otherwise), and from every window in which the thread waited. While the
@@ -37,11 +38,12 @@ const MARGIN: f64 = 0.97;
 
 /// What to do with the next batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub enum Plan {
+    /// Compress the first [`SAMPLE_LEN`] bytes of it with this codec, tell [`Chooser::sampled`], forget the result, and ask again. It
+    /// comes for each codec once at the most before the batch is sent.
+    Sample(Codec),
     /// Send it with this codec; raw if it turns out not to fit into [`crate::worth`].
-    pub codec: Codec,
-    /// Before that, compress the first [`SAMPLE_LEN`] bytes with this codec, tell [`Chooser::sampled`], and forget the result.
-    pub sample: Option<Codec>,
+    Send(Codec),
 }
 
 /// What became of a sample.
@@ -162,12 +164,11 @@ impl Chooser {
     /// # Panics
     /// When there is no such segment: a mistake of the caller.
     pub fn plan(&mut self, segment: usize) -> Plan {
-        let known = &mut self.segments[segment];
-        known.pass();
-        let known = *known;
-        let Some(_) = self.link.rate() else {
-            return Plan { codec: Codec::None, sample: None };
-        };
+        if self.link.rate().is_none() {
+            self.segments[segment].pass();
+            return Plan::Send(Codec::None);
+        }
+        let known = self.segments[segment];
         let (mut best, mut least) = (0, self.price(0, 1.0));
         for candidate in 1..COUNT {
             let (true, Some(ratio)) = (self.allowed[candidate], known.known(candidate)) else { continue };
@@ -188,18 +189,24 @@ impl Chooser {
                 (sample, promise) = (Some(codec), price);
             }
         }
+        if let Some(codec) = sample {
+            return Plan::Sample(codec);
+        }
+        self.segments[segment].pass();
         if self.link.probing() {
             best = 0;
         } else {
             self.last = best;
         }
-        Plan { codec: CANDIDATES[best], sample }
+        Plan::Send(CANDIDATES[best])
     }
 
     /// Takes in what became of a sample.
     pub fn sampled(&mut self, sample: &Sampled) {
         let Some(candidate) = cost::position(sample.codec) else { return };
         if sample.raw == 0 {
+            // There is nothing to learn, and nothing to ask for again.
+            self.segments[sample.segment].stale &= !(1 << candidate);
             return;
         }
         let ratio = sample.made.map_or(1.0, |made| made as f64 / sample.raw as f64);

@@ -113,7 +113,7 @@ pub enum EngineError {
     },
     /// Disks use direct I/O.
     #[error(
-        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen; use cache=writeback for the migration, or --direct-io (without --ledger off) to look again at what may have changed, which is new and not proven under load"
+        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the ledger finds; migrate without --ledger off, or use cache=writeback for the migration"
     )]
     DirectIo,
     /// Tracking failed.

@@ -270,7 +270,7 @@ impl DestinationVm for Destination {
 
 fn options(channels: u8, verify: bool) -> Options {
     let to = Address::Tcp(String::new());
-    Options { to, verify, channels, ledger: true, direct_io: false, keep_source: false, fault: None }
+    Options { to, verify, channels, ledger: true, keep_source: false, fault: None }
 }
 
 /// One migration; the outcome at the source, and what the destination found.

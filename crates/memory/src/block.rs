@@ -9,10 +9,11 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
 
 use crate::extents::seek;
-use crate::{DataExtents, DataHint};
+use crate::huge::HugeFile;
+use crate::{DataExtents, DataHint, SEGMENT_PAGES};
 
 /// `statfs.f_type` of tmpfs, from `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -73,6 +74,8 @@ pub struct RamBlock {
     name: String,
     path: PathBuf,
     file: File,
+    /// How it is written where write(2) cannot.
+    huge: Option<HugeFile>,
     /// Where the block begins in the file, in bytes.
     file_offset: u64,
     pages: PageCount,
@@ -86,7 +89,7 @@ impl RamBlock {
     /// With `keep_allocated`, zero pages are written rather than punched out of the file.
     ///
     /// # Errors
-    /// When the file cannot be opened, is shorter than the block, or does not lie on a tmpfs.
+    /// When the file cannot be opened, is shorter than the block, or lies neither on a tmpfs nor on a hugetlbfs with pages of 2 MiB.
     pub fn open(
         name: &str,
         path: &Path,
@@ -104,8 +107,12 @@ impl RamBlock {
     /// # Errors
     /// When there are no pages, or the kernel refuses.
     pub fn anonymous(name: &str, pages: PageCount) -> Result<Self, MemoryError> {
+        Self::in_memfd(name, pages, MemfdFlags::CLOEXEC)
+    }
+
+    pub(crate) fn in_memfd(name: &str, pages: PageCount, flags: MemfdFlags) -> Result<Self, MemoryError> {
         let failed = |source| MemoryError::Open { block: name.to_owned(), path: "memfd".into(), source };
-        let file = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC);
+        let file = rustix::fs::memfd_create(name, flags);
         let file = File::from(file.map_err(|errno| failed(errno.into()))?);
         file.set_len(pages.bytes().0).map_err(failed)?;
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
@@ -123,14 +130,15 @@ impl RamBlock {
         let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
         let unsuitable =
             |problem| MemoryError::Unsuitable { block: name.to_owned(), path: path.to_owned(), problem };
-        let kind = rustix::fs::fstatfs(&file).map_err(|errno| open(errno.into()))?.f_type;
-        if kind == HUGETLBFS_MAGIC {
-            return Err(unsuitable(
-                "is on hugetlbfs, which is not supported yet: use a mem-path on a tmpfs such as /dev/shm",
-            ));
+        let status = rustix::fs::fstatfs(&file).map_err(|errno| open(errno.into()))?;
+        if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&status.f_type) {
+            return Err(unsuitable("is not on a tmpfs or hugetlbfs: use a mem-path such as /dev/shm/NAME"));
         }
-        if kind != TMPFS_MAGIC {
-            return Err(unsuitable("is not on a tmpfs: use a mem-path such as /dev/shm/NAME"));
+        let page = status.f_bsize.cast_unsigned();
+        if status.f_type == HUGETLBFS_MAGIC && page > SEGMENT_PAGES * PAGE_SIZE {
+            return Err(unsuitable(
+                "has pages of 1 GiB, in which writes cannot be tracked: use a hugetlbfs mounted with pagesize=2M",
+            ));
         }
         let pages = size
             .whole_pages()
@@ -140,7 +148,9 @@ impl RamBlock {
         if needed.is_none_or(|needed| file.metadata().is_ok_and(|meta| meta.len() < needed)) {
             return Err(unsuitable("is shorter than the RAM block it backs"));
         }
-        Ok(Self { name: name.to_owned(), path: path.to_owned(), file, file_offset, pages, keep_allocated })
+        let huge = (status.f_type == HUGETLBFS_MAGIC).then(|| HugeFile::new(&file, page)).transpose();
+        let (name, path, huge) = (name.to_owned(), path.to_owned(), huge.map_err(open)?);
+        Ok(Self { name, path, file, huge, file_offset, pages, keep_allocated })
     }
 
     /// The name under which both sides know the block.
@@ -153,6 +163,12 @@ impl RamBlock {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether its memory comes in huge pages only (hugetlbfs), which are protected as a whole.
+    #[must_use]
+    pub fn has_huge_pages(&self) -> bool {
+        self.huge.is_some()
     }
 
     /// Its size.
@@ -181,6 +197,14 @@ impl RamBlock {
         self.file.metadata().map(|meta| (meta.dev(), meta.ino()))
     }
 
+    /// The tmpfs that holds the file, if it keeps to pages of 4 KiB: filling it then takes about twice the processor time
+    /// (docs/bulk.md).
+    #[must_use]
+    pub fn in_small_pages(&self) -> Option<PathBuf> {
+        let (device, _) = self.identity().ok().filter(|_| self.huge.is_none())?;
+        crate::tmpfs::small_pages(&std::fs::read_to_string("/proc/self/mountinfo").ok()?, device)
+    }
+
     fn check(&self, run: PageRun) -> Result<u64, MemoryError> {
         let end = run.start.0.checked_add(run.count.0);
         if end.is_none_or(|end| end > self.pages.0) {
@@ -206,11 +230,15 @@ impl RamBlock {
     /// Writes `bytes`, a whole number of pages, to the pages from `start` on.
     ///
     /// # Errors
-    /// When the pages lie outside the block or the write fails (no memory left on the tmpfs).
+    /// When the pages lie outside the block or the write fails (no memory or huge page left).
     pub fn write(&self, start: PageIndex, bytes: &[u8]) -> Result<(), MemoryError> {
         let run = PageRun::new(start.0, bytes.len() as u64 / PAGE_SIZE);
         let offset = self.check(run)?;
-        self.file.write_all_at(bytes, offset).map_err(|source| self.failed("write", run, source))
+        let written = match &self.huge {
+            None => self.file.write_all_at(bytes, offset),
+            Some(huge) => huge.write(&self.file, bytes, offset),
+        };
+        written.map_err(|source| self.failed("write", run, source))
     }
 
     /// Makes the pages of `run` read as zeros: a hole stays one, anything else is punched out of the file, or
@@ -222,6 +250,10 @@ impl RamBlock {
         let begin = self.check(run)?;
         let failed = |errno: rustix::io::Errno| self.failed("discard", run, errno.into());
         let end = begin + run.count.bytes().0;
+        if let Some(huge) = &self.huge {
+            let zeroed = huge.zero(&self.file, begin, end, self.keep_allocated);
+            return zeroed.map_err(|source| self.failed("discard", run, source));
+        }
         let data = seek(&self.file, SeekFrom::Data(begin)).map_err(failed)?.unwrap_or(end);
         if data >= end {
             return Ok(());

@@ -7,9 +7,11 @@
 
 mod block;
 mod extents;
+mod huge;
 mod mapping;
 mod segment;
 mod slots;
+mod tmpfs;
 
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};

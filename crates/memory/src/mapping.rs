@@ -1,7 +1,8 @@
-//! A read-only window on a RAM file, for an observer that looks at single words while the guest writes them.
+//! Windows on a RAM file: a read-only one for an observer that looks at single words while the guest writes them, and one
+//! for writing to files that cannot be written otherwise.
 //!
 //! Keeps two promises: a read lies within the window, and it is one aligned load that the compiler neither repeats nor
-//! leaves out, so a counter is never seen half written. Bulk reading and writing is [`crate::RamBlock`]'s, without
+//! leaves out, so a counter is never seen half written. Bulk reading and writing is [`crate::RamBlock`]'s, on a tmpfs without
 //! mappings.
 #![allow(unsafe_code)]
 
@@ -73,6 +74,55 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: base and length are those of the mapping made in `read_only`, and no reference into it is left:
         // none is ever given out. It can only fail for a range that is no mapping.
+        let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// All of a file, mapped shared for writing; see [`crate::huge`].
+#[derive(Debug)]
+pub(crate) struct WritableMapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: as for `Mapping`: memory that is unmapped by its one owner.
+unsafe impl Send for WritableMapping {}
+// SAFETY: `write` makes no reference to the memory, which other processes write as well. Two writes to the same bytes at the same
+// time leave a mixture, as two calls of pwrite(2) may; both are bytes.
+unsafe impl Sync for WritableMapping {}
+
+impl WritableMapping {
+    /// Maps the first `len` bytes of `file`.
+    pub(crate) fn new(file: &File, len: ByteCount) -> io::Result<Self> {
+        let size = usize::try_from(len.0).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: as in `Mapping::read_only`.
+        let base =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, access, MapFlags::SHARED, file, 0)? };
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self { base, len: size })
+    }
+
+    /// Copies `bytes` to `offset` of the file. The pages there must have been allocated.
+    ///
+    /// # Panics
+    /// Beyond the end of the mapping.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8]) {
+        let fits = usize::try_from(offset)
+            .is_ok_and(|at| at.checked_add(bytes.len()).is_some_and(|end| end <= self.len));
+        assert!(fits, "{} bytes at {offset} of {} mapped bytes", bytes.len(), self.len);
+        // SAFETY: source and target are valid for that length, as was just checked, and do not overlap: nobody has a slice of the
+        // mapping. It stays mapped as long as `self` lives.
+        unsafe {
+            let to = self.base.as_ptr().add(offset as usize);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
+    }
+}
+
+impl Drop for WritableMapping {
+    fn drop(&mut self) {
+        // SAFETY: base and length are those of the mapping made in `new`, and no reference into it was ever given out.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

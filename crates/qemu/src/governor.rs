@@ -7,6 +7,7 @@
 use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
 
+use godwit_memory::RamBlock;
 use godwit_track::{PagemapTracker, TrackError, Way};
 use serde_json::json;
 
@@ -19,8 +20,11 @@ const FD_NAME: &str = "godwit-userfaultfd";
 /// CAP_SYS_PTRACE (linux/capability.h).
 const SYS_PTRACE: u64 = 1 << 19;
 
-/// Why process `pid` cannot be governed; `None` if it can. Touches nothing.
-pub(crate) fn refusal(pid: i32) -> Option<String> {
+/// Why process `pid`, with this RAM, cannot be governed; `None` if it can. Touches nothing.
+pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
+    if ram.iter().any(RamBlock::has_huge_pages) {
+        return Some(TrackError::GovernedHugePages.to_string());
+    }
     (!may_call(pid) && File::open(DEVICE).is_err()).then(|| TrackError::NoKernelFaults { pid }.to_string())
 }
 

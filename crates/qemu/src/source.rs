@@ -305,7 +305,7 @@ impl SourceVm for QemuSource {
     }
 
     fn cannot_govern(&self) -> Option<String> {
-        governor::refusal(self.machine.pid)
+        governor::refusal(self.machine.pid, &self.ram)
     }
 
     fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 use godwit_units::ByteCount;
-use godwit_verify::settings::{Mode, Settings};
+use godwit_verify::settings::{DiskWork, Mode, Settings};
 
 /// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a reboot. Without
 /// `tsc=reliable` the kernel may give up on the time-stamp counter after a pause, and then every look at the clock
@@ -58,6 +58,8 @@ pub struct GuestConfig {
     pub working_set: ByteCount,
     /// The buffer that is stamped and checked.
     pub fill: ByteCount,
+    /// What it does with its virtio disks, if it has some.
+    pub disk: DiskWork,
 }
 
 impl GuestConfig {
@@ -70,6 +72,7 @@ impl GuestConfig {
             rate: 2000,
             working_set: ByteCount(128 * MIB),
             fill: ByteCount(512 * MIB),
+            disk: DiskWork::default(),
         }
     }
 
@@ -82,13 +85,14 @@ impl GuestConfig {
             rate: 2000,
             working_set: ByteCount(16 * MIB),
             fill: ByteCount(64 * MIB),
+            disk: DiskWork::default(),
         }
     }
 
     /// The kernel command line.
     #[must_use]
     pub fn command_line(&self) -> String {
-        let Self { memory: _, mode, rate, working_set, fill } = *self;
-        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill })
+        let Self { memory: _, mode, rate, working_set, fill, disk } = *self;
+        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk })
     }
 }

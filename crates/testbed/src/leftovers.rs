@@ -27,11 +27,17 @@ pub(crate) struct Place {
 impl Place {
     /// A place for one more machine of this process.
     pub(crate) fn new() -> anyhow::Result<Self> {
+        Self::with_ram_in(None)
+    }
+
+    /// The same with the RAM file in another directory than /dev/shm.
+    pub(crate) fn with_ram_in(ram_in: Option<&Path>) -> anyhow::Result<Self> {
         if NEXT.load(Ordering::Relaxed) == 0 {
             sweep();
         }
         let name = format!("{PREFIX}{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        let place = Self { dir: std::env::temp_dir().join(&name), ram: Path::new(SHARED_MEMORY).join(&name) };
+        let ram = ram_in.unwrap_or(Path::new(SHARED_MEMORY)).join(&name);
+        let place = Self { dir: std::env::temp_dir().join(&name), ram };
         std::fs::create_dir(&place.dir).with_context(|| format!("cannot create {}", place.dir.display()))?;
         Ok(place)
     }

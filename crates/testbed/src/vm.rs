@@ -46,6 +46,8 @@ pub struct VmConfig {
     pub cpus: u32,
     /// Where its RAM is.
     pub backend: Backend,
+    /// The directory of its RAM file, where it is not /dev/shm.
+    pub ram_in: Option<PathBuf>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -54,13 +56,21 @@ impl VmConfig {
     /// One virtual processor, RAM in a shared file, nothing extra.
     #[must_use]
     pub fn new(flavour: &Flavour, guest: GuestConfig) -> Self {
-        Self { flavour: flavour.clone(), guest, cpus: 1, backend: Backend::default(), extra: Vec::new() }
+        let (flavour, backend) = (flavour.clone(), Backend::default());
+        Self { flavour, guest, cpus: 1, backend, ram_in: None, extra: Vec::new() }
     }
 
     /// The same with RAM elsewhere.
     #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
+        self
+    }
+
+    /// The same with its RAM file in `dir`.
+    #[must_use]
+    pub fn with_ram_in(mut self, dir: &Path) -> Self {
+        self.ram_in = Some(dir.to_owned());
         self
     }
 
@@ -102,7 +112,7 @@ impl TestVm {
 
     fn start(config: &VmConfig, role: &[&str]) -> anyhow::Result<Self> {
         let files = GuestFiles::find()?;
-        let place = Place::new()?;
+        let place = Place::with_ram_in(config.ram_in.as_deref())?;
         let errors = File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
         let child = Command::new(&config.flavour.program)
             .args(arguments(config, &place))

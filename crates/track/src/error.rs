@@ -30,6 +30,11 @@ pub enum TrackError {
         /// The process.
         pid: i32,
     },
+    /// Huge pages are protected as a whole.
+    #[error(
+        "RAM on hugetlbfs cannot be governed: the first write to any 4 KiB of a huge page would count for all of it; use a tmpfs"
+    )]
+    GovernedHugePages,
     /// The write governor's own threads cannot be started.
     #[error("the write governor cannot be started: {step} failed: {source}")]
     Governor {

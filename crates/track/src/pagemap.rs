@@ -46,6 +46,8 @@ pub struct PagemapTracker {
     pub(crate) blocks: Vec<Vec<BlockMapping>>,
     /// The same mappings the other way round: from host addresses to pages of RAM blocks.
     slots: SlotReader,
+    /// Some of the memory comes in huge pages only.
+    huge: bool,
     /// Once there is a governor: which segments it has.
     governed: OnceLock<Governed>,
     /// Held while it is made.
@@ -90,7 +92,9 @@ impl PagemapTracker {
             blocks.iter().map(|block| mappings_of(pid, block)).collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
         let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();
-        Self::protect(pid, attach(pid)?, pagemap, mappings, &names)
+        let mut tracker = Self::protect(pid, attach(pid)?, pagemap, mappings, &names)?;
+        tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
+        Ok(tracker)
     }
 
     /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block, where it is mapped.
@@ -134,6 +138,7 @@ impl PagemapTracker {
             pagemap,
             blocks: mappings,
             slots,
+            huge: false,
             governed: OnceLock::new(),
             making: Mutex::new(()),
         })
@@ -143,7 +148,7 @@ impl PagemapTracker {
     /// threads that run the guest; all others are never kept waiting.
     ///
     /// # Errors
-    /// When the process has no right to it, the kernel lacks the feature or a thread cannot be started. Tracking goes on
+    /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or a thread cannot be started. Tracking goes on
     /// as it did.
     pub fn prepare_governor(&self, way: Way, vcpus: &[i32]) -> Result<(), TrackError> {
         self.prepare(vcpus, || attach_governing(self.pid, way))
@@ -162,6 +167,9 @@ impl PagemapTracker {
         vcpus: &[i32],
         attach: impl FnOnce() -> Result<Attachment, TrackError>,
     ) -> Result<(), TrackError> {
+        if self.huge {
+            return Err(TrackError::GovernedHugePages);
+        }
         let _alone = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         match self.governed.get() {
             Some(governed) => governed.governor.set_vcpus(vcpus),

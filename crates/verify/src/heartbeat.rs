@@ -13,6 +13,9 @@ pub const BUG: &str = "BUG";
 /// The start of a line that says that the guest cannot work at all.
 pub const FAILED: &str = "GUEST FAILED";
 
+/// The start of a line that says how long writes to a disk took within the last second.
+pub const DISK: &str = "DISK";
+
 /// One heartbeat line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heartbeat {

@@ -1,7 +1,7 @@
 //! Proof that a migrated guest is the same guest: the workload that checks its own memory.
 //!
 //! The pure half lives here and is tested on the host: pages that say what they should hold ([`stamp`]), the
-//! buffer of such pages that is written and re-read ([`workload`]), the page that counts for an observer outside
+//! buffer of such pages that is written and re-read ([`workload`]), the same on disks ([`disk`]), the page that counts for an observer outside
 //! ([`beacon`]), and the lines a guest prints and a test reads ([`heartbeat`], [`settings`]). The binary
 //! `godwit-guest` is the other half: the init of a small guest that does nothing else.
 //!
@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod beacon;
+pub mod disk;
 pub mod heap;
 pub mod heartbeat;
 pub mod pace;

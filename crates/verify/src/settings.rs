@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PAGE_SIZE};
 
 /// How the guest spends its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -42,6 +42,36 @@ impl FromStr for Mode {
     }
 }
 
+/// What the guest does with its disks, all of which it overwrites from their start on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskWork {
+    /// Bytes written a second to each disk, at random; 0: none.
+    pub write: u64,
+    /// Bytes read a second from each disk, at random; 0: none.
+    pub read: u64,
+    /// Bytes of one read or write: whole pages.
+    pub block: ByteCount,
+    /// The part of each disk that is used, at the most.
+    pub span: ByteCount,
+    /// Threads for each disk, and so reads or writes that are under way at once.
+    pub threads: u16,
+}
+
+impl Default for DiskWork {
+    /// Nothing, which is made of blocks of 4 KiB and one thread for each disk, over 64 MiB.
+    fn default() -> Self {
+        Self { write: 0, read: 0, block: ByteCount(4 << 10), span: ByteCount(64 << 20), threads: 1 }
+    }
+}
+
+impl DiskWork {
+    /// Whether there is anything to do.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.write == 0 && self.read == 0
+    }
+}
+
 /// Why a command line is not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -60,8 +90,16 @@ pub enum SettingsError {
     /// Not a number.
     #[error("godwit.rate={0} is not a number of pages a second")]
     Rate(String),
+    /// Not a number of threads.
+    #[error("godwit.disk_threads={0}: use 1 to 64")]
+    Threads(String),
+    /// Not whole pages.
+    #[error("godwit.disk_block={0}: use a multiple of 4KiB, up to 4MiB")]
+    Block(ByteCount),
     /// A setting nobody knows, probably misspelt.
-    #[error("godwit.{0} is no setting: use mode, rate, working_set and fill")]
+    #[error(
+        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, disk_span and disk_threads"
+    )]
     Unknown(String),
 }
 
@@ -76,6 +114,8 @@ pub struct Settings {
     pub working_set: ByteCount,
     /// The whole buffer, stamped at start and checked all the time.
     pub fill: ByteCount,
+    /// What it does with its disks.
+    pub disk: DiskWork,
 }
 
 impl FromStr for Settings {
@@ -83,6 +123,7 @@ impl FromStr for Settings {
 
     fn from_str(command_line: &str) -> Result<Self, SettingsError> {
         let (mut mode, mut rate, mut working_set, mut fill) = (Mode::Idle, 2000, ByteCount(128 << 20), None);
+        let mut disk = DiskWork::default();
         let size = |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
             let Some(setting) = word.strip_prefix("godwit.") else { continue };
@@ -93,19 +134,41 @@ impl FromStr for Settings {
                 }
                 Some(("working_set", value)) => working_set = size("working_set", value)?,
                 Some(("fill", value)) => fill = Some(size("fill", value)?),
+                Some(("disk_write", value)) => disk.write = size("disk_write", value)?.0,
+                Some(("disk_read", value)) => disk.read = size("disk_read", value)?.0,
+                Some(("disk_span", value)) => disk.span = size("disk_span", value)?,
+                Some(("disk_block", value)) => {
+                    disk.block = size("disk_block", value)?;
+                    if !disk.block.0.is_multiple_of(PAGE_SIZE) || !(1..=4 << 20).contains(&disk.block.0) {
+                        return Err(SettingsError::Block(disk.block));
+                    }
+                }
+                Some(("disk_threads", value)) => {
+                    let threads = value.parse().ok().filter(|threads| (1..=64).contains(threads));
+                    disk.threads = threads.ok_or_else(|| SettingsError::Threads(value.to_owned()))?;
+                }
                 _ => return Err(SettingsError::Unknown(setting.to_owned())),
             }
         }
-        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set) })
+        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set), disk })
     }
 }
 
 impl fmt::Display for Settings {
     /// As words of a kernel command line; sizes in plain bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mode, rate, working_set, fill } = self;
+        let Self { mode, rate, working_set, fill, disk } = self;
         let (working_set, fill) = (working_set.0, fill.0);
-        write!(f, "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set} godwit.fill={fill}")
+        write!(
+            f,
+            "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set} godwit.fill={fill}"
+        )?;
+        if disk.is_idle() {
+            return Ok(());
+        }
+        let DiskWork { write, read, block, span, threads } = disk;
+        write!(f, " godwit.disk_write={write} godwit.disk_read={read}")?;
+        write!(f, " godwit.disk_block={} godwit.disk_span={} godwit.disk_threads={threads}", block.0, span.0)
     }
 }
 
@@ -124,10 +187,27 @@ mod tests {
                 mode: Mode::Rate,
                 rate: 5000,
                 working_set: ByteCount(64 << 20),
-                fill: ByteCount(1 << 30)
+                fill: ByteCount(1 << 30),
+                disk: DiskWork::default(),
             }
         );
         assert_eq!(settings.to_string().parse(), Ok(settings));
+    }
+
+    #[test]
+    fn disks_are_left_alone_unless_told() {
+        let line = "godwit.disk_write=2M godwit.disk_block=8K godwit.disk_span=1G godwit.disk_threads=4";
+        let settings: Settings = line.parse().unwrap();
+        let disk = DiskWork {
+            write: 2 << 20,
+            block: ByteCount(8 << 10),
+            span: ByteCount(1 << 30),
+            threads: 4,
+            ..DiskWork::default()
+        };
+        assert_eq!(settings.disk, disk);
+        assert_eq!(settings.to_string().parse(), Ok(settings));
+        assert!("".parse::<Settings>().unwrap().disk.is_idle());
     }
 
     #[test]
@@ -145,5 +225,8 @@ mod tests {
         assert!(message("godwit.fill=lots").starts_with("godwit.fill: "));
         assert!(message("godwit.rate=-1").contains("not a number"));
         assert!(message("godwit.speed=1").contains("no setting"));
+        assert!(message("godwit.disk_block=5000").contains("multiple of 4KiB"));
+        assert!(message("godwit.disk_block=0").contains("multiple of 4KiB"));
+        assert!(message("godwit.disk_threads=0").contains("1 to 64"));
     }
 }

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 const SEED: u64 = 6;
 const PAGE: usize = 4096;
 
-/// RAM: a file without a name on /dev/shm.
+/// RAM: a file without a name on a tmpfs.
 #[derive(Debug)]
 pub(crate) struct Ram {
     pub(crate) file: File,
@@ -36,11 +36,16 @@ pub(crate) struct Ram {
 }
 
 impl Ram {
-    /// All hole.
+    /// All hole, on /dev/shm.
     pub(crate) fn empty(size: usize) -> anyhow::Result<Self> {
+        Self::empty_in(Path::new("/dev/shm"), size)
+    }
+
+    /// All hole, in `dir`.
+    pub(crate) fn empty_in(dir: &Path, size: usize) -> anyhow::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = PathBuf::from(format!("/dev/shm/godwit-bulk-{}-{number}", std::process::id()));
+        let path = dir.join(format!("godwit-bulk-{}-{number}", std::process::id()));
         let file = File::options().read(true).write(true).create_new(true).open(&path);
         let file = file.with_context(|| format!("cannot create {}", path.display()))?;
         let opened = file
@@ -119,7 +124,11 @@ pub(crate) struct Cost {
 
 /// Moves `ram` into a new file; with `check`, compares them afterwards.
 pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
-    let target = Ram::empty(ram.size)?;
+    transfer_into(&Ram::empty(ram.size)?, ram, way, check)
+}
+
+/// The same into `target`, which is new.
+pub(crate) fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
     let listener = Listener::bind(&"127.0.0.1:0".parse().map_err(anyhow::Error::msg)?)?;
     let to: Address = listener.address()?;
     let options = Options {
@@ -127,7 +136,6 @@ pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost>
         verify: false,
         channels: way.channels,
         ledger: way.ledger,
-        direct_io: false,
         keep_source: false,
         fault: None,
     };
@@ -152,7 +160,7 @@ pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost>
         .map_err(|_| anyhow!("a thread panicked"))?
         .map_err(|failure| anyhow!("destination: {failure:?}"))?;
     if check {
-        ensure!(ram.same(&target)?, "the memories differ afterwards");
+        ensure!(ram.same(target)?, "the memories differ afterwards");
     }
     let sent = measures.round_list.iter().map(|round| round.sent.0).sum();
     Ok(Cost { wall, cpu, sent })

@@ -2,6 +2,8 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{anyhow, ensure};
@@ -10,7 +12,7 @@ use godwit_bench::sys::Mapping;
 use godwit_codec::synthetic::Image;
 use serde_json::json;
 
-use crate::machine::{Cost, Ram, Way, process_time, transfer};
+use crate::machine::{Cost, Ram, Way, process_time, transfer, transfer_into};
 
 /// Streams take turns in pieces of so many bytes, as channels do; one call sends as much as a frame.
 const SEGMENT: usize = 16 << 20;
@@ -57,7 +59,51 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     let ledger = |pick| (ratio(1, 2, pick) - 1.0) * 100.0;
     report.target("ledger: % of time", ledger(|cost| cost.wall), 8.0, Better::Lower);
     report.target("ledger: % of processor time", ledger(|cost| cost.cpu), 8.0, Better::Lower);
+    if let Err(problem) = in_huge_pages(report, rounds) {
+        println!("huge pages at the destination: not measured: {problem:#}");
+    }
     Ok(())
+}
+
+/// The same into a tmpfs with huge pages. By itself, and with little memory: huge pages that were not used a moment ago may have
+/// been given back to the host of a virtual machine, and to get them again costs more than all else.
+fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
+    const SIZE: usize = 512 << 20;
+    let mount = HugeMount::new()?;
+    let ram = Ram::filled(Image::Random, SIZE)?;
+    let run = |check| transfer_into(&Ram::empty_in(&mount.0, SIZE)?, &ram, Way::PLAIN, check);
+    run(true)?;
+    let runs = (0..rounds + 2).map(|_| run(false)).collect::<anyhow::Result<Vec<_>>>()?;
+    let gib = SIZE as f64 / f64::from(1 << 30);
+    let of = |pick: fn(&Cost) -> f64| median(&runs.iter().map(pick).collect::<Vec<_>>());
+    let (speed, cpu) = (gib / of(|cost| cost.wall), of(|cost| cost.cpu) / gib);
+    println!("{:<24}{speed:>8.2}{cpu:>12.3}", "godwit, huge=within_size");
+    report.figure("huge_pages", json!({ "gib_per_second": speed, "cpu_s_per_gib": cpu }));
+    report.target("huge=within_size at the destination: CPU s/GiB", cpu, 0.9, Better::Lower);
+    report.target("huge=within_size at the destination: CPU s/GiB: the goal", cpu, 0.6, Better::Lower);
+    Ok(())
+}
+
+/// A tmpfs of its own, in huge pages where a file is large enough for them.
+struct HugeMount(PathBuf);
+
+impl HugeMount {
+    fn new() -> anyhow::Result<Self> {
+        let dir = std::env::temp_dir().join(format!("godwit-bulk-huge-{}", std::process::id()));
+        std::fs::create_dir(&dir)?;
+        let mount = Self(dir);
+        let arguments = ["-t", "tmpfs", "-o", "huge=within_size,size=100%", "none"];
+        let status = Command::new("mount").args(arguments).arg(&mount.0).status()?;
+        ensure!(status.success(), "cannot mount a tmpfs (this needs root)");
+        Ok(mount)
+    }
+}
+
+impl Drop for HugeMount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(&self.0).stderr(Stdio::null()).status();
+        let _ = std::fs::remove_dir(&self.0);
+    }
 }
 
 /// send(2) from a mapping of the one file, recv(2) into a mapping of the other, nothing looked at.

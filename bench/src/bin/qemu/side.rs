@@ -146,6 +146,9 @@ fn targets(rows: &[Row], report: &mut Report) {
             report.target(format!("godwit / {}: {what}", rival.name()), ratio, 1.0, Better::Lower);
         }
     }
+    let cpu = |who| median_of(rows, who, |row: &Row| row.cpu_s);
+    let ratio = cpu(Contestant::Godwit) / cpu(Contestant::Multifd);
+    report.target("godwit / multifd: processor time, at most half", ratio, 0.5, Better::Lower);
     let worst = |key: &str, side: &str| {
         let own = rows.iter().filter(|row| row.contestant == Contestant::Godwit.name());
         own.map(|row| row.own_words[side][key].as_f64().unwrap_or(f64::NAN)).fold(0.0, worse)

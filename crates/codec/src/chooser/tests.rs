@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 
 use super::*;
 
-const BATCH: usize = 256 << 10;
-const BATCHES_PER_SEGMENT: usize = 64;
+/// What a frame holds.
+const BATCH: usize = 1 << 20;
+const BATCHES_PER_SEGMENT: usize = 16;
 const SEGMENTS: usize = 64;
 
 /// Compression of one kind of data, by candidate: ratio and nanoseconds a byte, as `godwit bench codecs --synthetic`
@@ -117,20 +118,23 @@ fn auto(link: Link, memory: Memory<'_>) -> f64 {
         for _ in 0..BATCHES_PER_SEGMENT {
             let before = model.now;
             let mut cpu = model.read(raw);
-            let plan = chooser.plan(segment);
-            if let Some(codec) = plan.sample {
+            let codec = loop {
+                let codec = match chooser.plan(segment) {
+                    Plan::Sample(codec) => codec,
+                    Plan::Send(codec) => break codec,
+                };
                 let raw = raw.min(SAMPLE_LEN);
                 let (made, took) = model.compress(data, cost::position(codec).unwrap(), raw);
                 cpu += took;
                 chooser.sampled(&Sampled { segment, codec, raw, made, took: Duration::from_secs_f64(took) });
-            }
-            let candidate = cost::position(plan.codec).unwrap();
+            };
+            let candidate = cost::position(codec).unwrap();
             let (made, took) = if candidate > 0 { model.compress(data, candidate, raw) } else { (None, 0.0) };
             let wire = made.unwrap_or(raw);
             cpu += took + model.send(link, raw, wire);
             chooser.batch(&Batch {
                 segment,
-                codec: plan.codec,
+                codec,
                 raw,
                 wire,
                 compress: Duration::from_secs_f64(took),
@@ -201,37 +205,29 @@ fn raw_batch(elapsed: Duration, cpu: Duration) -> Batch {
 #[test]
 fn nothing_is_tried_before_the_link_is_known() {
     let plan = Chooser::new(2, &CodecId::ALL).plan(1);
-    assert_eq!(plan, Plan { codec: Codec::None, sample: None });
+    assert_eq!(plan, Plan::Send(Codec::None));
 }
 
 #[test]
 fn a_limit_is_believed_before_the_link_is_known() {
     let mut chooser = Chooser::new(2, &CodecId::ALL);
     chooser.limit(Some(6e6));
-    assert!(chooser.plan(1).sample.is_some());
+    assert!(matches!(chooser.plan(1), Plan::Sample(_)));
     // Without it the link has to be seen again.
     chooser.limit(None);
-    assert_eq!(chooser.plan(1), Plan { codec: Codec::None, sample: None });
+    assert_eq!(chooser.plan(1), Plan::Send(Codec::None));
 }
 
 #[test]
 fn what_the_peer_does_not_know_is_not_chosen() {
     let mut chooser = started(&[CodecId::None, CodecId::Lz4], 12e6);
     for _ in 0..100 {
-        let plan = chooser.plan(0);
-        assert!(plan.sample.is_none_or(|codec| codec.id() == CodecId::Lz4));
-        if let Some(codec) = plan.sample {
-            let took = Duration::from_micros(10);
-            chooser.sampled(&Sampled {
-                segment: 0,
-                codec,
-                raw: SAMPLE_LEN,
-                made: Some(SAMPLE_LEN / 3),
-                took,
-            });
-        }
+        let (Plan::Sample(codec) | Plan::Send(codec)) = chooser.plan(0);
+        assert_eq!(codec.id(), CodecId::Lz4);
+        let took = Duration::from_micros(10);
+        let made = Some(SAMPLE_LEN / 3);
+        chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
     }
-    assert_eq!(chooser.plan(0).codec.id(), CodecId::Lz4);
 }
 
 #[test]
@@ -239,9 +235,7 @@ fn what_does_not_compress_is_looked_at_less_and_less() {
     let mut chooser = started(&CodecId::ALL, 117e6);
     let mut samples = [0; 2];
     for index in 0..4096 {
-        let plan = chooser.plan(0);
-        assert_eq!(plan.codec, Codec::None);
-        if let Some(codec) = plan.sample {
+        while let Plan::Sample(codec) = chooser.plan(0) {
             samples[index / 2048] += 1;
             let took = Duration::from_micros(5);
             chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made: None, took });
@@ -258,11 +252,11 @@ fn without_an_idle_processor_less_is_compressed() {
             let took = Duration::from_secs_f64(cost * 1e-9 * SAMPLE_LEN as f64);
             chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
         }
-        chooser.plan(0).codec
+        chooser.plan(0)
     };
     let mut chooser = started(&CodecId::ALL, 400e6);
-    assert_ne!(text(&mut chooser), Codec::None);
+    assert_ne!(text(&mut chooser), Plan::Send(Codec::None));
     let mut chooser = started(&CodecId::ALL, 400e6);
     chooser.idle(0.0);
-    assert_eq!(text(&mut chooser), Codec::None);
+    assert_eq!(text(&mut chooser), Plan::Send(Codec::None));
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use godwit_codec::{Batch, Chooser, Codec, Compressor, SAMPLE_LEN, Sampled, worth};
+use godwit_codec::{Batch, Chooser, Codec, Compressor, Plan, SAMPLE_LEN, Sampled, worth};
 use godwit_units::ByteCount;
 use godwit_wire::{FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
@@ -119,10 +119,13 @@ impl Packer {
         put(&mut self.stream, bytes, carried, &self.counters)
     }
 
-    /// The codec for the pages in `builder`, after a sample where one is asked for.
+    /// The codec for the pages in `builder`, after what samples are asked for.
     fn choose(&mut self, builder: &PageFrameBuilder, segment: usize) -> Codec {
-        let plan = self.chooser.plan(segment);
-        if let Some(codec) = plan.sample {
+        loop {
+            let codec = match self.chooser.plan(segment) {
+                Plan::Sample(codec) => codec,
+                Plan::Send(codec) => return codec,
+            };
             let data = builder.data();
             let data = &data[..data.len().min(SAMPLE_LEN)];
             let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(data.len())];
@@ -132,7 +135,6 @@ impl Packer {
             let took = began.elapsed();
             self.chooser.sampled(&Sampled { segment, codec, raw: data.len(), made, took });
         }
-        plan.codec
     }
 }
 

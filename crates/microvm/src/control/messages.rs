@@ -112,7 +112,6 @@ impl MigrateRequest {
             verify: self.verify,
             channels: self.channels,
             ledger: self.ledger,
-            direct_io: false,
             keep_source: self.keep_source,
             fault: self.fault.and_then(fault),
         })
@@ -322,7 +321,6 @@ mod tests {
             verify: true,
             channels: 3,
             ledger: false,
-            direct_io: false,
             keep_source: true,
             fault: Some(Fault::LoseCommit),
         };

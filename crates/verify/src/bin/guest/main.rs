@@ -2,11 +2,13 @@
 //!
 //! Keeps one promise: nothing it finds stops it. A damaged page is reported and the work goes on, so that a test sees
 //! how many there are; only a setting that makes no sense or a signal (Ctrl-Alt-Del, a stop by hand) ends it. One
-//! thread does all the work, so no page is ever read while it is written. Run by hand, not as process 1, it takes
+//! thread does all the work on memory and each thread on a disk has its own part, so no page is ever read while it is written. Run by hand, not as process 1, it takes
 //! the settings as arguments and is an ordinary program. What the lines mean is defined in the library.
 
 #![forbid(unsafe_code)]
 
+mod disks;
+mod drivers;
 mod init;
 mod work;
 
@@ -15,10 +17,12 @@ use godwit_verify::settings::Settings;
 
 fn main() {
     let as_init = std::process::id() == 1;
-    let settings = if as_init { init::command_line() } else { Ok(arguments()) };
+    let settings =
+        if as_init { drivers::load().and_then(|()| init::command_line()) } else { Ok(arguments()) };
     let outcome = settings.and_then(|line| Ok(line.parse::<Settings>()?)).and_then(|settings| {
         let ending = init::ending_signals()?;
-        work::run(&settings, &ending);
+        let disk_bugs = disks::start(&settings.disk)?;
+        work::run(&settings, &disk_bugs, &ending);
         Ok(())
     });
     if let Err(problem) = &outcome {

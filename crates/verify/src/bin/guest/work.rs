@@ -3,7 +3,7 @@
 //! Keeps two promises: the beacon counts without pause (in idle mode every 100 µs or so), and a heartbeat is due every
 //! 100 ms of guest time. Reading the clock is not free under emulation, so the loops look at it every few steps.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
@@ -24,9 +24,9 @@ const IDLE_SLEEP: Duration = Duration::from_micros(100);
 /// In idle mode, so many looks each millisecond: 512 MiB take 16 s at a few percent of the processor.
 const IDLE_LOOKS: u32 = 8;
 
-/// Works until `ending` is raised.
-pub(crate) fn run(settings: &Settings, ending: &AtomicBool) {
-    let mut guest = Guest::start(settings);
+/// Works until `ending` is raised. What others have found, `disk_bugs`, goes into the heartbeat.
+pub(crate) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBool) {
+    let mut guest = Guest::start(settings, disk_bugs);
     while !ending.load(Ordering::Relaxed) {
         match settings.mode {
             Mode::Full => guest.turn_full(),
@@ -38,12 +38,13 @@ pub(crate) fn run(settings: &Settings, ending: &AtomicBool) {
         "GUEST ENDS writes={} checked={} bugs={}",
         guest.workload.writes(),
         guest.workload.checked(),
-        guest.bugs
+        guest.all_bugs()
     );
 }
 
-struct Guest {
+struct Guest<'a> {
     workload: HeapWorkload,
+    disk_bugs: &'a AtomicU64,
     beacon: Box<Beacon>,
     count: u64,
     bugs: u64,
@@ -55,8 +56,8 @@ struct Guest {
     last: Heartbeat,
 }
 
-impl Guest {
-    fn start(settings: &Settings) -> Self {
+impl<'a> Guest<'a> {
+    fn start(settings: &Settings, disk_bugs: &'a AtomicU64) -> Self {
         let pages = |bytes: ByteCount| PageCount(bytes.0.div_ceil(PAGE_SIZE));
         let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
         if settings.mode == Mode::Idle {
@@ -76,6 +77,7 @@ impl Guest {
         beacon.light();
         Self {
             workload,
+            disk_bugs,
             beacon,
             count: 0,
             bugs: 0,
@@ -140,6 +142,10 @@ impl Guest {
         }
     }
 
+    fn all_bugs(&self) -> u64 {
+        self.bugs + self.disk_bugs.load(Ordering::Relaxed)
+    }
+
     /// Microseconds since the start; prints a heartbeat when one is due.
     fn clock(&mut self) -> u64 {
         let now = self.started.elapsed().as_micros() as u64;
@@ -160,7 +166,7 @@ impl Guest {
             writes,
             rate: (writes - self.last.writes) * 1_000_000 / since,
             checked: self.workload.checked(),
-            bugs: self.bugs,
+            bugs: self.all_bugs(),
             t_ms: now / 1000,
         };
         println!("{}", self.last);

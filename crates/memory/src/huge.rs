@@ -1,0 +1,141 @@
+//! A file on hugetlbfs, which knows neither write(2) nor holes smaller than a huge page.
+//!
+//! Keeps one promise: no store meets a huge page that the kernel cannot supply, which would be SIGBUS. Each is allocated by
+//! fallocate(2) first, which says ENOSPC instead.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use godwit_units::ByteCount;
+use rustix::fs::FallocateFlags;
+
+use crate::mapping::WritableMapping;
+
+/// Bytes that are looked at together to see whether they are zero.
+const LOOK: usize = 64 << 10;
+static ZEROS: [u8; LOOK] = [0; LOOK];
+
+/// How a file on hugetlbfs is written.
+#[derive(Debug)]
+pub(crate) struct HugeFile {
+    /// Bytes of a huge page.
+    page: u64,
+    /// All of the file.
+    window: WritableMapping,
+    /// A bit for each huge page that was allocated here.
+    allocated: Vec<AtomicU64>,
+}
+
+impl HugeFile {
+    /// For `file`, whose pages are `page` bytes.
+    pub(crate) fn new(file: &File, page: u64) -> io::Result<Self> {
+        let length = file.metadata()?.len();
+        let window = WritableMapping::new(file, ByteCount(length))?;
+        let words = length.div_ceil(page).div_ceil(64);
+        Ok(Self { page, window, allocated: (0..words).map(|_| AtomicU64::new(0)).collect() })
+    }
+
+    pub(crate) fn write(&self, file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
+        let end = at + bytes.len() as u64;
+        for page in at / self.page..end.div_ceil(self.page) {
+            let (word, bit) = (&self.allocated[page as usize / 64], 1 << (page % 64));
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                rustix::fs::fallocate(file, FallocateFlags::empty(), page * self.page, self.page)?;
+                word.fetch_or(bit, Ordering::Relaxed);
+            }
+        }
+        self.window.write(at, bytes);
+        Ok(())
+    }
+
+    /// Makes the bytes from `at` to `end` zero: whole huge pages become holes unless `keep_allocated`.
+    pub(crate) fn zero(&self, file: &File, mut at: u64, end: u64, keep_allocated: bool) -> io::Result<()> {
+        while at < end {
+            let next = (at / self.page + 1) * self.page;
+            let whole = at.is_multiple_of(self.page) && next <= end && !keep_allocated;
+            if whole {
+                let page = at / self.page;
+                // Another thread that writes there would be a sender that names a page twice in one round.
+                self.allocated[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Relaxed);
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                rustix::fs::fallocate(file, flags, at, self.page)?;
+            } else {
+                self.clear(file, at, next.min(end))?;
+            }
+            at = next;
+        }
+        Ok(())
+    }
+
+    /// Overwrites what is not zero yet; reading a hole does not fill it.
+    fn clear(&self, file: &File, mut at: u64, end: u64) -> io::Result<()> {
+        let mut buffer = [0; LOOK];
+        while at < end {
+            let part = &mut buffer[..(end - at).min(LOOK as u64) as usize];
+            file.read_exact_at(part, at)?;
+            if part.iter().any(|&byte| byte != 0) {
+                self.write(file, &ZEROS[..part.len()], at)?;
+            }
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+    use rustix::fs::MemfdFlags;
+
+    use crate::{DataHint, RamBlock};
+
+    const HUGE: u64 = (2 << 20) / PAGE_SIZE;
+
+    /// A RAM block of two huge pages, where the host has some to give.
+    fn block(test: &str) -> Option<RamBlock> {
+        let free = || {
+            let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+            let line = text.lines().find(|line| line.starts_with("HugePages_Free:")).unwrap();
+            line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+        };
+        if free() < 2 {
+            // Another test may hold them, so they are not given back.
+            let _ = std::fs::write("/proc/sys/vm/nr_hugepages", "4");
+        }
+        if free() < 2 {
+            eprintln!("SKIPPED {test}: the host has no huge pages (/proc/sys/vm/nr_hugepages)");
+            return None;
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        Some(RamBlock::in_memfd("huge", PageCount(2 * HUGE), flags).unwrap())
+    }
+
+    fn page(block: &RamBlock, at: u64) -> u8 {
+        let mut bytes = [1; PAGE_SIZE as usize];
+        block.read(PageIndex(at), &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == bytes[0]), "page {at} is mixed");
+        bytes[0]
+    }
+
+    #[test]
+    fn pages_within_huge_pages_are_written_and_cleared() {
+        let Some(block) = block("pages_within_huge_pages_are_written_and_cleared") else { return };
+        block.write(PageIndex(HUGE - 1), &[7; 2 * PAGE_SIZE as usize]).unwrap();
+        assert_eq!([HUGE - 2, HUGE - 1, HUGE, HUGE + 1].map(|at| page(&block, at)), [0, 7, 7, 0]);
+        // A part of one is overwritten, the whole of the other becomes a hole, and is written again.
+        block.zero(PageRun::new(HUGE - 1, HUGE + 1)).unwrap();
+        assert_eq!([HUGE - 1, HUGE].map(|at| page(&block, at)), [0, 0]);
+        block.write(PageIndex(HUGE), &[8; PAGE_SIZE as usize]).unwrap();
+        assert_eq!([HUGE - 1, HUGE, HUGE + 1].map(|at| page(&block, at)), [0, 8, 0]);
+    }
+
+    #[test]
+    fn all_of_it_counts_as_data() {
+        let Some(block) = block("all_of_it_counts_as_data") else { return };
+        let extents: Vec<PageRun> =
+            block.data(block.all(), &mut DataHint::default()).map(Result::unwrap).collect();
+        assert_eq!(extents, [block.all()]);
+    }
+}
