@@ -53,7 +53,7 @@ guest-database: guest qemu ## the memory of a guest with a database, target/gues
 	@$(CARGO) run --quiet --package xtask -- guest-database
 
 .PHONY: qemu
-qemu: ## install QEMU if missing; unpack QEMU 10 into target/qemu-10.0
+qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu-10.0
 	@$(CARGO) run --quiet --package xtask -- qemu
 
 # `make bench-qemu BENCH_QEMU='--rounds 1'` for other figures; see the program's own usage line.

@@ -37,9 +37,17 @@ impl Pair {
     /// # Errors
     /// When that does not come about.
     pub fn start(config: &VmConfig) -> anyhow::Result<Self> {
+        Self::start_apart(config, config)
+    }
+
+    /// The same with a machine of its own on each side.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn start_apart(source: &VmConfig, destination: &VmConfig) -> anyhow::Result<Self> {
         let godwit = Godwit::built()?;
-        let source = TestVm::source(config)?;
-        let destination = TestVm::destination(config)?;
+        let source = TestVm::source(source)?;
+        let destination = TestVm::destination(destination)?;
         source.wait_ready(LIMIT)?;
         source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
         Ok(Self { source, destination, godwit })

@@ -24,12 +24,20 @@ impl MicroPair {
     /// # Errors
     /// When they do not come up.
     pub fn start(test: &str, options: &[&str]) -> anyhow::Result<Option<Self>> {
+        Self::start_apart(test, options, options)
+    }
+
+    /// The same with options of its own for each machine.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn start_apart(test: &str, source: &[&str], destination: &[&str]) -> anyhow::Result<Option<Self>> {
         if !kvm_for(test) {
             return Ok(None);
         }
         let godwit = Godwit::built()?;
-        let source = MicroVm::start(&godwit, options)?;
-        let destination = MicroVm::start(&godwit, &[options, &["--incoming"]].concat())?;
+        let source = MicroVm::start(&godwit, source)?;
+        let destination = MicroVm::start(&godwit, &[destination, &["--incoming"]].concat())?;
         source.wait_ready(LIMIT)?;
         source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
         Ok(Some(Self { godwit, source, destination }))

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database, and leaves its memory as target/guest/database.ram
-  qemu    installs QEMU if it is missing, and unpacks QEMU 10 into target/qemu-10.0";
+  qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0";
 
 fn main() -> ExitCode {
     let chore = std::env::args().nth(1).unwrap_or_default();

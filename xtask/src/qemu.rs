@@ -1,4 +1,4 @@
-//! `make qemu`: Debian's own QEMU installed, and QEMU 10 from its backports unpacked beside it.
+//! `make qemu`: Debian's own QEMU and its tools for images installed, and QEMU 10 from its backports unpacked beside it.
 //!
 //! Keeps three promises: the system's package sources stay as they are (backports are looked up with sources, lists
 //! and cache of our own under target/); signatures are checked with the keys that the system trusts; and where
@@ -15,13 +15,16 @@ use anyhow::{Context, ensure};
 use crate::apt::{self, Apt};
 
 const PACKAGE: &str = "qemu-system-x86";
+/// Has qemu-img and qemu-nbd, for the tests of disks.
+const TOOLS: &str = "qemu-utils";
 const BINARY: &str = "qemu-system-x86_64";
 /// Where the multi-arch libraries are inside an unpacked package.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
 /// Installs QEMU where it is missing, and unpacks the newer one where that is possible.
 pub(crate) fn provide() -> anyhow::Result<()> {
-    install()?;
+    install(PACKAGE, BINARY)?;
+    install(TOOLS, "qemu-nbd")?;
     let dir = crate::target_dir().join("qemu-10.0");
     let wrapper = dir.join(BINARY);
     if let Some(version) = version(&wrapper) {
@@ -37,19 +40,20 @@ pub(crate) fn provide() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn install() -> anyhow::Result<()> {
-    if let Some(version) = version(Path::new(BINARY)) {
-        println!("{BINARY} is installed: {version}");
+fn install(package: &str, program: &str) -> anyhow::Result<()> {
+    if let Some(version) = version(Path::new(program)) {
+        println!("{program} is installed: {version}");
         return Ok(());
     }
     apt::ensure_present()?;
     let apt = Apt::default();
-    apt.know(PACKAGE).context("cannot learn of QEMU's package")?;
-    println!("installing {PACKAGE} {}", apt.candidate(PACKAGE)?);
-    apt.get(["install", "-q", "-y", "--no-install-recommends", PACKAGE])
-        .with_context(|| format!("cannot install {PACKAGE} (this needs root)"))?;
-    let version = version(Path::new(BINARY)).context("QEMU was installed and does not run")?;
-    println!("{BINARY} is installed: {version}");
+    apt.know(package).with_context(|| format!("cannot learn of the package {package}"))?;
+    println!("installing {package} {}", apt.candidate(package)?);
+    apt.get(["install", "-q", "-y", "--no-install-recommends", package])
+        .with_context(|| format!("cannot install {package} (this needs root)"))?;
+    let version =
+        version(Path::new(program)).with_context(|| format!("{program} was installed and does not run"))?;
+    println!("{program} is installed: {version}");
     Ok(())
 }
 

@@ -10,7 +10,7 @@ const ROWS: [&[&str]; 8] = [
     &["units"],
     &["bitmap", "wire", "policy", "codec", "ledger", "block"],
     &["memory", "protocol"],
-    &["track", "throttle", "verify", "sim"],
+    &["track", "throttle", "verify", "sim", "nbd"],
     &["engine"],
     &["qemu", "microvm"],
     &["testbed"],

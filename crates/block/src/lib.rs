@@ -7,9 +7,15 @@
 
 #![forbid(unsafe_code)]
 
+mod choice;
+mod granularity;
+
 use std::fmt;
 
 use godwit_units::{ByteCount, PageCount, PageRun};
+
+pub use choice::{ChoiceError, DiskChoice};
+pub use granularity::{GranularityError, Writes, check_granularity, granularity_for, parse_granularity};
 
 /// The finest granularity of dirty blocks.
 pub const GRANULARITY_MIN: ByteCount = ByteCount(4 << 10);

@@ -3,14 +3,16 @@
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
+use godwit_block::{DiskChoice, parse_granularity};
 use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
 use godwit_engine::steering::Steering;
 use godwit_microvm::control::client;
-use godwit_microvm::control::messages::Cost;
+use godwit_microvm::control::messages::{Cost, DiskWish};
 use godwit_qemu::QemuSource;
+use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::output::{self, Display, json_line};
@@ -73,6 +75,15 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
     ledger: bool,
 
+    /// Disks that move along: all, none, or names with commas between. Those that do not must be on storage that both sides share;
+    /// those that do need an image of the same size at the destination, which is overwritten
+    #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
+    disks: DiskChoice,
+
+    /// The size of the blocks in which writes to these disks are tracked, 4KiB to 1MiB; auto: as the guest writes
+    #[arg(long, value_name = "SIZE|auto", default_value = "auto", value_parser = granularity)]
+    disk_granularity: Granularity,
+
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
@@ -123,6 +134,13 @@ fn channels(text: &str) -> Result<u8, String> {
     }
     let number = text.parse().ok().filter(|number| (1..=16).contains(number));
     number.ok_or_else(|| "use 1 to 16, or auto".to_owned())
+}
+
+/// The size of dirty blocks; `None`: as the guest writes.
+type Granularity = Option<ByteCount>;
+
+fn granularity(text: &str) -> Result<Granularity, String> {
+    if text == "auto" { Ok(None) } else { parse_granularity(text).map(Some) }
 }
 
 fn on_off(text: &str) -> Result<bool, String> {
@@ -176,6 +194,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };
+    let disks = DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
     let engine = match &arguments.vm {
         VmName::Qemu(_) => Engine::Here(steering.clone()),
@@ -193,7 +212,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let result = move_guest(&arguments.vm, &options, &steering, &mut |progress| display.progress(progress));
+    let result =
+        move_guest(&arguments.vm, &options, &disks, &steering, &mut |progress| display.progress(progress));
     drop(socket);
     display.finish();
     match result {
@@ -216,16 +236,21 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 fn move_guest(
     vm: &VmName,
     options: &Options,
+    disks: &DiskWish,
     steering: &Steering,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuSource::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
+                DiskChoice::None => Ok(vm),
+                choice => vm.with_disks(choice, disks.granularity),
+            });
+            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }
-        VmName::Microvm(path) => Ok(client::migrate(path, options, steering, progress)?),
+        VmName::Microvm(path) => Ok(client::migrate(path, options, disks, steering, progress)?),
     }
 }
 

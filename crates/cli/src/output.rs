@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
 use godwit_units::{ByteCount, Rate, format_duration};
 use serde_json::{Value, json};
@@ -76,6 +76,18 @@ fn optional<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "?".to_owned(), show)
 }
 
+/// What is said of disks beside memory: what is sent and what remains of all of them.
+fn disks_text(progress: &Progress) -> String {
+    if progress.disks.is_empty() {
+        return String::new();
+    }
+    let sent: ByteCount = progress.disks.iter().map(|disk| disk.sent).sum();
+    let remaining: ByteCount = progress.disks.iter().map(|disk| disk.remaining).sum();
+    let full = if progress.disks.iter().any(|disk| disk.full_pass) { " (full pass)" } else { "" };
+    let limit = progress.disk_limit.map(|rate| format!("  disk writes limited to {rate}"));
+    format!("  disks: sent {sent}, remaining {remaining}{full}{}", limit.unwrap_or_default())
+}
+
 /// One line about a migration in progress.
 pub(crate) fn progress_line(progress: &Progress) -> String {
     let throttle = if progress.throttle > 0.0 {
@@ -93,13 +105,14 @@ pub(crate) fn progress_line(progress: &Progress) -> String {
         Stage::Handover => "handover".to_owned(),
     };
     format!(
-        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}{throttle}",
+        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}{}{throttle}",
         format_duration(progress.elapsed),
         progress.sent,
         progress.remaining,
         optional(progress.dirty_rate, |rate: Rate| rate.to_string()),
         optional(progress.bandwidth, |rate: Rate| rate.to_string()),
         optional(progress.expected_downtime, format_duration),
+        disks_text(progress),
     )
 }
 
@@ -113,6 +126,15 @@ pub(crate) fn remarks(progress: &Progress) -> Vec<String> {
     if let Some(rate) = progress.first_writes {
         let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
         remarks.push(format!("governed: {rate:.0} first writes a second{}", seen.unwrap_or_default()));
+    }
+    for disk in &progress.disks {
+        let pass = if disk.full_pass { "in its full pass" } else { "in rounds" };
+        let (sent, remaining, size) = (disk.sent, disk.remaining, disk.size);
+        remarks.push(format!("disk '{}' of {size}, {pass}: sent {sent}, remaining {remaining}", disk.name));
+    }
+    if !progress.disks.is_empty() {
+        remarks
+            .push(format!("memory gets {} parts of the link for each 1024 of disks", progress.memory_share));
     }
     if progress.delayed_segments > 0 {
         remarks.push(format!("{} hot segments are left for later", progress.delayed_segments));
@@ -179,11 +201,17 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
     } else {
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
     };
+    let disks: String = measures.disks.iter().map(disk_line).collect();
+    let verified = if measures.disks.is_empty() {
+        verified
+    } else {
+        format!("{verified}; disks: checksums of all frames")
+    };
     format!(
         "set-up    {}  (a thread of the VM was stopped for {})\n\
          total     {}  in {} rounds\n\
          downtime  {}  ({})\n\
-         sent      {} of {} RAM\n\
+         sent      {} of {} RAM{disks}\n\
          slower    {} with writes tracked; {slower}\n\
          used      {:.0} ms CPU, {} memory at most (this side)\n\
          verified  {verified}",
@@ -198,6 +226,15 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
         format_duration(measures.tracked),
         cpu_ms,
         ByteCount(rss),
+    )
+}
+
+/// What moved of a disk, as the rest of a line.
+fn disk_line(disk: &DiskMeasures) -> String {
+    let data = disk.data.bytes();
+    format!(
+        ", disk '{}': {} of {} ({data} of data, blocks of {})",
+        disk.name, disk.sent, disk.size, disk.granularity
     )
 }
 

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_block::DiskChoice;
 use godwit_codec::Codec;
 use godwit_engine::compression::Compression;
 use godwit_engine::measure::{Measured, measure};
@@ -52,6 +53,11 @@ pub(crate) struct Arguments {
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
     settings: Vec<(String, String)>,
 
+    /// Disks that would move along, as for `godwit migrate`: prints the commands that make images for them at the destination, where
+    /// they must be before its VM is started. What they add to the migration is not foretold
+    #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
+    disks: DiskChoice,
+
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -76,8 +82,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(process::USAGE);
         }
     };
-    let measured = match look(&arguments.vm, arguments.time, &cancel) {
-        Ok(measured) => measured,
+    let (measured, images) = match look(arguments, &cancel) {
+        Ok(seen) => seen,
         Err(_) if cancel.is_cancelled() => {
             output::refusal(&EngineError::Cancelled, arguments.json);
             return ExitCode::from(CANCELLED);
@@ -108,17 +114,40 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         })
         .collect();
     if arguments.json {
-        json_line(&as_json(&measured, &settings, &plans));
+        let mut plan = as_json(&measured, &settings, &plans);
+        plan["images"] = json!(images);
+        json_line(&plan);
     } else {
         print!("{}", as_text(&measured, &settings, &plans));
+        if !images.is_empty() {
+            println!(
+                "\nimages at the destination, to be made before its VM is started:\n  {}",
+                images.join("\n  ")
+            );
+        }
     }
     ExitCode::SUCCESS
 }
 
-fn look(vm: &VmName, time: Duration, cancel: &Cancel) -> Result<Measured, Box<dyn std::error::Error>> {
+/// What was seen of the guest, and the commands that make images for its disks.
+fn look(
+    arguments: &Arguments,
+    cancel: &Cancel,
+) -> Result<(Measured, Vec<String>), Box<dyn std::error::Error>> {
+    let Arguments { vm, disks, time, .. } = arguments;
     match vm {
-        VmName::Qemu(path) => Ok(measure(&mut QemuSource::open(path)?, time, cancel)?),
-        VmName::Microvm(path) => Ok(client::measure(path, time, cancel)?),
+        VmName::Qemu(path) => {
+            let mut vm = QemuSource::open(path)?;
+            if !disks.is_none() {
+                vm = vm.with_disks(disks, None)?;
+            }
+            let images = vm.image_commands();
+            Ok((measure(&mut vm, *time, cancel)?, images))
+        }
+        VmName::Microvm(_) if !disks.is_none() => {
+            Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE".into())
+        }
+        VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Vec::new())),
     }
 }
 

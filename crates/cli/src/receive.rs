@@ -138,8 +138,16 @@ fn tell_notice(notice: &Notice, json: bool) {
     match notice {
         // On standard error in any case: somebody knocks who should not.
         Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
-        Notice::Accepted { ram } if json => json_line(&json!({ "event": "accepted", "ram_bytes": ram.0 })),
-        Notice::Accepted { ram } => eprintln!("a source has connected: {ram} of RAM to come"),
+        Notice::Accepted { ram, disks } if json => {
+            let disks: Vec<_> =
+                disks.iter().map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 })).collect();
+            json_line(&json!({ "event": "accepted", "ram_bytes": ram.0, "disks": disks }));
+        }
+        Notice::Accepted { ram, disks } => {
+            let disks: String =
+                disks.iter().map(|disk| format!(", {} of disk '{}'", disk.size, disk.name)).collect();
+            eprintln!("a source has connected: {ram} of RAM{disks} to come");
+        }
         Notice::Round { round, received } if json => {
             json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
         }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
+use godwit_block::DiskError;
 use godwit_codec::CodecError;
 use godwit_memory::MemoryError;
 use godwit_policy::Advice;
@@ -96,16 +97,17 @@ pub enum EngineError {
     /// Guest memory could not be accessed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// A disk could not be read or written.
+    #[error("{0}")]
+    Disk(#[source] DiskError),
     /// Pages could not be compressed.
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// A frame of compressed pages is corrupt.
-    #[error(
-        "the source sent pages that cannot be decompressed, of RAM block '{block}' from {page} on: {source}"
-    )]
+    #[error("the source sent pages that cannot be decompressed, of {of} from {page} on: {source}")]
     Corrupt {
-        /// The block.
-        block: String,
+        /// The RAM block or disk.
+        of: String,
         /// The first page in the frame.
         page: PageIndex,
         /// What is wrong.
@@ -156,7 +158,7 @@ impl EngineError {
     pub fn abort_code(&self) -> AbortCode {
         match self {
             Self::Layout(_) => AbortCode::Layout,
-            Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } => AbortCode::Machine,
+            Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => AbortCode::Machine,
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,

@@ -23,5 +23,7 @@ pub const RESOLVE: Duration = Duration::from_secs(60);
 pub const LINGER: Duration = Duration::from_secs(120);
 /// The attempt to tell the peer that it is over.
 pub const ABORT: Duration = Duration::from_secs(1);
+/// The wait for the reason of a peer whose channel broke.
+pub const WORDS: Duration = Duration::from_secs(5);
 /// How often waits look whether the operator cancelled, and progress is reported.
 pub const TICK: Duration = Duration::from_millis(100);

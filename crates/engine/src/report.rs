@@ -59,10 +59,63 @@ pub struct Progress {
     pub guest_speed: Option<f64>,
     /// Hot segments that are left for later.
     pub delayed_segments: usize,
+    /// The disks that move along; what is said above of bytes to be sent is of memory.
+    #[serde(default)]
+    pub disks: Vec<DiskProgress>,
+    /// Parts of the link's time that memory gets for each 1024 of the disks.
+    #[serde(default = "all_parts")]
+    pub memory_share: u16,
+    /// The most that the guest may write to its disks.
+    #[serde(rename = "disk_limit_bytes_per_second", with = "optional_rate", default)]
+    pub disk_limit: Option<Rate>,
     /// What only the operator can do now.
     pub advice: Option<String>,
     /// What went wrong and is no reason to stop.
     pub warning: Option<String>,
+}
+
+fn all_parts() -> u16 {
+    1024
+}
+
+/// A disk that moves along, as it is now.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DiskProgress {
+    /// Its name.
+    pub name: String,
+    /// Its size.
+    #[serde(rename = "size_bytes", with = "bytes")]
+    pub size: ByteCount,
+    /// Bytes put on the wire for it so far.
+    #[serde(rename = "sent_bytes", with = "bytes")]
+    pub sent: ByteCount,
+    /// What is still to be sent of it, in whole dirty blocks: of this pass, and what the guest wrote since that began.
+    #[serde(rename = "remaining_bytes", with = "bytes")]
+    pub remaining: ByteCount,
+    /// Whether it is in its first pass, over all of it.
+    pub full_pass: bool,
+}
+
+/// A disk that moved along.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DiskMeasures {
+    /// Its name.
+    pub name: String,
+    /// Its size.
+    #[serde(rename = "size_bytes", with = "bytes")]
+    pub size: ByteCount,
+    /// The size of its dirty blocks.
+    #[serde(rename = "granularity_bytes", with = "bytes")]
+    pub granularity: ByteCount,
+    /// Bytes put on the wire for it.
+    #[serde(rename = "sent_bytes", with = "bytes")]
+    pub sent: ByteCount,
+    /// Pages of it whose bytes were sent, in all rounds.
+    #[serde(rename = "data_pages", with = "pages")]
+    pub data: PageCount,
+    /// Pages of it that were only named, being zero.
+    #[serde(rename = "zero_pages", with = "pages")]
+    pub zero: PageCount,
 }
 
 /// A time with bounds.
@@ -100,7 +153,7 @@ pub struct RoundMeasures {
     /// Pages that were only named, being zero.
     #[serde(rename = "zero_pages", with = "pages")]
     pub zero: PageCount,
-    /// Bytes put on the wire.
+    /// Bytes put on the wire for memory.
     #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
     /// Pages that were written and hold what was sent before: not sent again.
@@ -114,6 +167,18 @@ pub struct RoundMeasures {
     pub remaining: PageCount,
     /// The throttle in force at its end.
     pub throttle: f64,
+    /// Bytes put on the wire for disks.
+    #[serde(rename = "disk_sent_bytes", with = "bytes", default)]
+    pub disk_sent: ByteCount,
+    /// Bytes of disks dirty at its end, in whole dirty blocks.
+    #[serde(rename = "disk_remaining_bytes", with = "bytes", default)]
+    pub disk_remaining: ByteCount,
+    /// Bytes that the guest wrote to disks in it, where that is known.
+    #[serde(rename = "disk_written_bytes", with = "bytes", default)]
+    pub disk_written: ByteCount,
+    /// The share of memory that was in force at its end, of 1024.
+    #[serde(default = "all_parts")]
+    pub memory_share: u16,
 }
 
 /// Where the downtime went.
@@ -207,8 +272,11 @@ pub struct Measures {
     pub round_list: Vec<RoundMeasures>,
     /// Whether the digests of both sides were compared and found equal.
     pub verified: bool,
-    /// Data channels used.
+    /// Data channels of memory used.
     pub channels: usize,
+    /// The disks that moved along.
+    #[serde(default)]
+    pub disks: Vec<DiskMeasures>,
 }
 
 /// Durations as milliseconds, to the microsecond; both ways, since a VMM with the engine inside reports to the command.

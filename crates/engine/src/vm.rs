@@ -103,6 +103,17 @@ pub trait SourceVm {
         Ok(Vec::new())
     }
 
+    /// While the first round of the disks is under way, from time to time (a second or so): lets the adapter tell apart writes ahead of
+    /// what the round has asked for, which the round will still read, from those behind it, which are the next round's. An adapter
+    /// that does so leaves the former out of the next round; so the first round must be taken to its end. It knows the point
+    /// itself, from its [`DiskRound`]s: it must be looked at after the writes were divided.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn disk_progress(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Bytes of each disk written since the last round began, in whole dirty blocks. Clears nothing.
     ///
     /// # Errors
@@ -181,8 +192,8 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
-    /// Opens the disks that the source wants to send, in its order. They are closed by [`Self::prepare`] at the latest, before device
-    /// state is loaded, and by [`Self::discard`]; the sinks must have been dropped by then.
+    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
+    /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
@@ -193,6 +204,15 @@ pub trait DestinationVm {
                 Err(format!("disk '{}' cannot be received by this kind of machine", disk.name).into())
             }
         }
+    }
+
+    /// The last round of all disks is on stable storage and the sinks have been dropped: lets the machine have its disks. Comes before the
+    /// first piece of device state is written. Not called where no disk moves.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        Ok(())
     }
 
     /// Makes the machine ready to load device state and returns where to write it. The guest must not run when it is

@@ -6,9 +6,11 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use godwit_block::{Disk, DiskSink};
 use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 
+use crate::disk::NAME;
 use crate::{Machine, MicrovmError, blob};
 
 /// A machine that waits for a guest.
@@ -34,6 +36,16 @@ impl DestinationVm for MicrovmDestination<'_> {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         self.machine.ram().blocks()
+    }
+
+    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        let own = self.machine.disk();
+        let missing = |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
+        let open = |wanted: &Disk| match own {
+            Some(disk) if wanted.name == NAME => Ok(disk.fill(wanted)?),
+            _ => Err(missing(&wanted.name).into()),
+        };
+        wanted.iter().map(open).collect()
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {

@@ -7,10 +7,19 @@
 //! Keeps one promise: nothing in guest memory makes it leave the image, allocate by the guest's word, or go on for
 //! ever. A queue that makes no sense sets DEVICE_NEEDS_RESET, as the standard asks.
 
+mod marks;
+mod moving;
+mod pace;
+
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use godwit_block::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
+use godwit_units::{ByteCount, Rate};
+use rustix::fs::FlockOperation;
 
 use crate::boot_block::DISK_MMIO;
 use crate::ram::GuestRam;
@@ -31,12 +40,22 @@ const NEXT: u16 = 1;
 const DEVICE_WRITES: u16 = 2;
 const STATE_WORDS: usize = 15;
 
+/// What both sides of a migration call it.
+pub(crate) const NAME: &str = "disk";
+
 /// The device.
 #[derive(Debug)]
 pub(crate) struct Disk {
-    image: File,
+    image: Arc<File>,
+    path: PathBuf,
     sectors: u64,
     registers: Mutex<Registers>,
+    /// What the guest writes while the disk moves.
+    marks: Arc<marks::Marks>,
+    pace: pace::Pace,
+    /// Bytes and requests that the guest has written.
+    written: AtomicU64,
+    requests: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -72,7 +91,86 @@ impl Disk {
             let cure = "make one with `truncate -s 64M FILE`";
             return Err(problem(format!("has {length} bytes, which are no sectors of {SECTOR}: {cure}")));
         }
-        Ok(Self { image, sectors: length / SECTOR, registers: Mutex::default() })
+        // Whoever has an image open shares it, since a guest may move to another machine with the same storage; whoever takes a copy
+        // of a disk in has it for itself. So a disk is never copied onto itself.
+        if matches!(flock(&image, FlockOperation::NonBlockingLockShared), Err(rustix::io::Errno::WOULDBLOCK))
+        {
+            return Err(problem("is being filled by another machine: wait for that to end".to_owned()));
+        }
+        Ok(Self {
+            image: Arc::new(image),
+            path: path.to_owned(),
+            sectors: length / SECTOR,
+            registers: Mutex::default(),
+            marks: Arc::default(),
+            pace: pace::Pace::default(),
+            written: AtomicU64::new(0),
+            requests: AtomicU64::new(0),
+        })
+    }
+
+    /// The disk as it moves along.
+    pub(crate) fn moving(&self) -> MovingDisk {
+        MovingDisk { name: NAME.to_owned(), size: ByteCount(self.sectors * SECTOR) }
+    }
+
+    /// What the guest has written since the image was opened.
+    pub(crate) fn writes(&self) -> Writes {
+        let bytes = ByteCount(self.written.load(Ordering::Relaxed));
+        Writes { bytes, operations: self.requests.load(Ordering::Relaxed) }
+    }
+
+    /// Limits what the guest may write; `None` lifts the limit, for a request that waits as well.
+    pub(crate) fn limit(&self, rate: Option<Rate>) {
+        self.pace.set(rate);
+    }
+
+    /// Marks what the guest writes, in blocks of `granularity`. The first pass begins at once.
+    pub(crate) fn track(&self, granularity: ByteCount) {
+        self.marks.start(self.moving().size, granularity);
+    }
+
+    /// Marks nothing any more.
+    pub(crate) fn untrack(&self) {
+        self.marks.stop();
+    }
+
+    /// The next round, if writes are marked.
+    pub(crate) fn round(&self) -> Option<Box<dyn DiskRound>> {
+        let pass = self.marks.begin()?;
+        Some(Box::new(moving::ImageRound::new(
+            Arc::clone(&self.image),
+            self.moving(),
+            pass,
+            Arc::clone(&self.marks),
+        )))
+    }
+
+    /// Written since the round began, in whole blocks.
+    pub(crate) fn dirty(&self) -> ByteCount {
+        self.marks.dirty()
+    }
+
+    /// Takes the contents of another disk in, of the same size, while no other machine has the image open.
+    ///
+    /// # Errors
+    /// When the size is another, or another machine has it open.
+    pub(crate) fn fill(&self, wanted: &MovingDisk) -> Result<Box<dyn DiskSink>, MicrovmError> {
+        let problem = |problem: String| MicrovmError::Disk { path: self.path.clone(), problem };
+        let size = self.moving().size;
+        if size != wanted.size {
+            return Err(problem(format!(
+                "has {size} and the source's has {}: make it anew with `truncate -s {} FILE`",
+                wanted.size, wanted.size.0
+            )));
+        }
+        let sink = moving::ImageSink::new(Arc::clone(&self.image), size);
+        sink.ok_or_else(|| {
+            problem(
+                "is open in another machine, perhaps the source itself: give this machine an image of its own, or leave out --disks where both sides share storage".to_owned(),
+            )
+        })
+        .map(|sink| Box::new(sink) as Box<dyn DiskSink>)
     }
 
     /// Brings what was written to the image where another host with the same storage finds it.
@@ -234,9 +332,18 @@ impl Disk {
                 written += len;
             } else {
                 ram.read(address, &mut bytes).ok_or(IO_ERROR)?;
-                self.image.write_all_at(&bytes, at).map_err(|_| IO_ERROR)?;
+                let result = self.image.write_all_at(&bytes, at);
+                // After the data has landed, and before the guest is told: a round that reads the block in between reads it again. What
+                // failed may have landed in part.
+                self.marks.mark(at, len.into());
+                self.written.fetch_add(len.into(), Ordering::Relaxed);
+                result.map_err(|_| IO_ERROR)?;
             }
             at = end;
+        }
+        if !reads {
+            self.requests.fetch_add(1, Ordering::Relaxed);
+            self.pace.pay(at - sector * SECTOR);
         }
         Ok(written)
     }
@@ -299,6 +406,11 @@ impl Disk {
         };
         Ok(())
     }
+}
+
+/// Locks for as long as the file is open (flock(2)). Where that is not to be had, nobody is kept out.
+fn flock(image: &File, operation: FlockOperation) -> rustix::io::Result<()> {
+    rustix::fs::flock(image, operation)
 }
 
 fn u16_at(ram: &GuestRam, gpa: u64) -> Result<u16, Nonsense> {

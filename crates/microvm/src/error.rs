@@ -71,6 +71,17 @@ pub enum MicrovmError {
         /// What is wrong, and the cure.
         problem: String,
     },
+    /// Disks are to move along, and there is none.
+    #[error("the machine has no disk that could move: leave out --disks")]
+    NoDisks,
+    /// A disk is to move along that the machine has not.
+    #[error("the machine has no disk '{name}' ({}): name the disks it has, and start both machines with --disk", own.map_or("it has none".to_owned(), |own| format!("it has '{own}'")))]
+    NoDisk {
+        /// What was asked for.
+        name: String,
+        /// What there is.
+        own: Option<&'static str>,
+    },
     /// The control socket cannot be used.
     #[error("control socket {}: {problem}", path.display())]
     Control {

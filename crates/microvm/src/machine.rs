@@ -198,6 +198,11 @@ impl Machine {
         Ok(told)
     }
 
+    /// Its disk, if it has one.
+    pub(crate) fn disk(&self) -> Option<&Disk> {
+        self.bus.disk.as_ref()
+    }
+
     /// Brings what the guest wrote to the disk image.
     ///
     /// # Errors

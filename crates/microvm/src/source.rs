@@ -8,11 +8,13 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
-use godwit_units::Rate;
+use godwit_units::{ByteCount, Rate};
 
+use crate::disk::{Disk, NAME};
 use crate::{Machine, MicrovmError};
 
 /// A machine whose guest is to leave.
@@ -23,6 +25,8 @@ pub struct MicrovmSource<'a> {
     /// The tracker that can govern, as long as the engine holds it.
     tracker: Weak<PagemapTracker>,
     governed: GovernorMeasures,
+    /// Its disk, if that moves along, and the size of its dirty blocks.
+    disk: Option<(&'a Disk, ByteCount)>,
     /// Where the state goes; dropped when all of it went.
     state: Option<Sender<Vec<u8>>>,
 }
@@ -36,8 +40,47 @@ impl<'a> MicrovmSource<'a> {
             was_running: machine.is_running(),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
+            disk: None,
             state: None,
         }
+    }
+
+    /// Has disks move along, in dirty blocks of `granularity`; `None`: as the guest writes.
+    ///
+    /// # Errors
+    /// When it has no such disk.
+    pub fn with_disks(
+        mut self,
+        choice: &DiskChoice,
+        granularity: Option<ByteCount>,
+    ) -> Result<Self, MicrovmError> {
+        let disk = self.machine.disk();
+        if disk.is_none() && *choice == DiskChoice::All {
+            return Err(MicrovmError::NoDisks);
+        }
+        if let DiskChoice::Named(names) = choice
+            && let Some(name) = names.iter().find(|name| *name != NAME || disk.is_none())
+        {
+            let own = disk.map(|_| NAME);
+            return Err(MicrovmError::NoDisk { name: name.clone(), own });
+        }
+        if let (false, Some(disk)) = (choice.is_none(), disk) {
+            self.disk = Some((disk, granularity.unwrap_or_else(|| granularity_for(disk.writes()))));
+        }
+        Ok(self)
+    }
+
+    /// Lets the guest write to its disk as it likes, and marks nothing of it.
+    fn release_disk(&self) {
+        if let Some(disk) = self.machine.disk() {
+            disk.limit(None);
+            disk.untrack();
+        }
+    }
+
+    /// What the disk has to write need not be written when it is copied anyway.
+    fn flush_shared(&self) -> Result<(), MicrovmError> {
+        if self.disk.is_some() { Ok(()) } else { self.machine.flush() }
     }
 
     /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed has let go of them.
@@ -53,6 +96,7 @@ impl<'a> MicrovmSource<'a> {
 impl Drop for MicrovmSource<'_> {
     fn drop(&mut self) {
         self.remove_throttle();
+        self.release_disk();
     }
 }
 
@@ -110,9 +154,39 @@ impl SourceVm for MicrovmSource<'_> {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
-        // Disks do not move yet, and nothing else limits them.
+    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
+        if let Some(disk) = self.machine.disk() {
+            disk.limit(rate);
+        }
         Ok(())
+    }
+
+    fn disks(&self) -> Vec<MovingDisk> {
+        self.disk.iter().map(|(disk, _)| disk.moving()).collect()
+    }
+
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        if let Some((disk, granularity)) = self.disk {
+            disk.track(granularity);
+        }
+        Ok(())
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.disk.iter().map(|(_, granularity)| *granularity).collect()
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        let rounds = self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
+        rounds.collect()
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        Ok(self.disk.iter().map(|(disk, _)| disk.dirty()).collect())
+    }
+
+    fn disk_writes(&mut self) -> Option<ByteCount> {
+        self.disk.map(|(disk, _)| disk.writes().bytes)
     }
 
     fn vcpu_time(&self) -> Option<Duration> {
@@ -133,18 +207,20 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         // What the disk has to write now it need not write when the guest is stopped.
-        self.machine.flush()?;
+        self.flush_shared()?;
         let (state, pieces) = mpsc::channel();
         self.state = Some(state);
         Ok(Box::new(Pieces { pieces, piece: Vec::new(), read: 0 }))
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
+        // A vCPU whose request waits to be paid for would not stop.
+        self.limit_disks(None)?;
         let stopped = self.machine.stop();
         self.remove_throttle();
         let stopped = stopped?;
         // Another host reads the image after the handover.
-        self.machine.flush()?;
+        self.flush_shared()?;
         Ok(stopped)
     }
 
@@ -163,6 +239,7 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
+        self.release_disk();
         self.state = None;
         if self.was_running {
             self.machine.run();
@@ -172,6 +249,7 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
         self.remove_throttle();
+        self.release_disk();
         // Stopped it is; that it stays so, and whether the process ends, is decided by the owner of the machine.
         if self.machine.is_running() {
             let error = MicrovmError::WrongState { state: "running", cure: "this is a bug in godwit" };

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use godwit_block::{Disk, DiskSink};
 use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,6 +18,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::disks::{self, Receiving};
 use crate::machine::Machine;
 use crate::qmp::QmpError;
 use crate::settings::Settings;
@@ -41,10 +43,13 @@ pub struct QemuDestination {
     settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
     prepared: bool,
+    /// The disks that are being received.
+    receiving: Option<Receiving>,
 }
 
 impl QemuDestination {
-    /// Looks at the QEMU behind the monitor at `path`. Changes nothing.
+    /// Looks at the QEMU behind the monitor at `path`. Changes nothing, but for the removal of what a godwit that was killed
+    /// has left there.
     ///
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
@@ -65,11 +70,12 @@ impl QemuDestination {
         // agree. The other way round, another machine's memory must not be overwritten.
         machine.check_mappings(&ram)?;
         machine.check_writers(&ram)?;
+        disks::clear(&mut machine)?;
         let process = Pid::from_raw(machine.pid)
             .ok_or(rustix::io::Errno::SRCH)
             .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
             .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })?;
-        Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false })
+        Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
     }
 
     /// The QEMU process.
@@ -86,6 +92,21 @@ impl DestinationVm for QemuDestination {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         Arc::clone(&self.ram)
+    }
+
+    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        if wanted.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.stop_receiving()?;
+        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted)?;
+        self.receiving = Some(receiving);
+        Ok(sinks)
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        // The devices claim their disks when the guest runs, and a writable export would be in the way.
+        Ok(self.stop_receiving()?)
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
@@ -145,7 +166,11 @@ impl DestinationVm for QemuDestination {
     fn discard(&mut self) -> Result<(), VmError> {
         // A QEMU that only had pages written into its RAM goes on waiting: another attempt overwrites them all.
         if !self.prepared {
-            return Ok(());
+            // A QEMU that does not answer may have died, and then nothing is open any more.
+            return match self.stop_receiving() {
+                Err(QmpError::Closed { .. }) | Ok(()) => Ok(()),
+                Err(error) => Err(error.into()),
+            };
         }
         let _ = self.machine.qmp.execute("quit", Value::Null);
         Ok(self.see_it_end()?)
@@ -153,6 +178,10 @@ impl DestinationVm for QemuDestination {
 }
 
 impl QemuDestination {
+    fn stop_receiving(&mut self) -> Result<(), QmpError> {
+        self.receiving.take().map_or(Ok(()), |receiving| receiving.close(&mut self.machine.qmp))
+    }
+
     /// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
     fn see_it_end(&self) -> Result<(), QemuError> {
         let undead =
@@ -171,5 +200,11 @@ impl QemuDestination {
             }
         }
         Err(undead(rustix::io::Errno::TIMEDOUT))
+    }
+}
+
+impl Drop for QemuDestination {
+    fn drop(&mut self) {
+        let _ = self.stop_receiving();
     }
 }

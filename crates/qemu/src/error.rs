@@ -1,10 +1,13 @@
 //! What makes a QEMU unfit, each with its cure.
 
 use std::io;
+use std::path::PathBuf;
 
 use godwit_memory::MemoryError;
+use godwit_nbd::NbdError;
 use godwit_throttle::ThrottleError;
 use godwit_track::{TrackError, Writer};
+use godwit_units::ByteCount;
 
 use crate::qmp::QmpError;
 
@@ -107,5 +110,92 @@ pub enum QemuError {
         state: String,
         /// What to do.
         cure: &'static str,
+    },
+    /// A disk could not be read or written.
+    #[error(transparent)]
+    Nbd(#[from] NbdError),
+    /// There is no such disk at the source.
+    #[error("the VM has no disk '{name}'; its drives are {there}")]
+    NoSuchDisk {
+        /// The name that was given.
+        name: String,
+        /// The names that there are.
+        there: String,
+    },
+    /// There is nothing to move.
+    #[error("the VM has no disk that its guest can write to: migrate it without --disks")]
+    NoDisks,
+    /// A disk stays where it is.
+    #[error("disk '{disk}' cannot move: {why}")]
+    DiskUnmovable {
+        /// The disk.
+        disk: String,
+        /// Why, and what to do.
+        why: &'static str,
+    },
+    /// QEMU's NBD server is taken.
+    #[error(
+        "QEMU's NBD server cannot be started: {words} (exports: {exports}); a QEMU has one only: end it with nbd-server-stop"
+    )]
+    NbdServer {
+        /// QEMU's words.
+        words: String,
+        /// What it exports.
+        exports: String,
+    },
+    /// The server's socket cannot be made.
+    #[error("cannot make a socket for QEMU's NBD server in {}: {source}", path.display())]
+    Socket {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Somebody moves the disks already.
+    #[error("godwit (process {pid}) is moving disks of this QEMU already: wait for it, or end it")]
+    OtherGodwit {
+        /// The other one.
+        pid: u32,
+    },
+    /// A capability that cannot be on.
+    #[error(
+        "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn it off with migrate-set-capabilities"
+    )]
+    BitmapsOn,
+    /// The destination lacks a disk.
+    #[error(
+        "disk '{disk}' ({size}) does not exist at the destination, whose drives are {there}: start the destination QEMU with the source's drives, under the same names"
+    )]
+    DiskMissing {
+        /// What the source calls it.
+        disk: String,
+        /// Its size.
+        size: ByteCount,
+        /// What there is.
+        there: String,
+    },
+    /// The guest would see another size.
+    #[error(
+        "disk '{disk}' has {} bytes at the source and {} here: make the image anew before the destination QEMU is started, with qemu-img create -f {format} {file} {}", .source_size.0, .here.0, .source_size.0
+    )]
+    DiskSize {
+        /// What the source calls it.
+        disk: String,
+        /// Bytes there.
+        source_size: ByteCount,
+        /// Bytes here.
+        here: ByteCount,
+        /// The image here.
+        file: String,
+        /// Its format.
+        format: String,
+    },
+    /// Somebody else writes it.
+    #[error("disk '{disk}' cannot be written to at the destination: {words}; end whatever uses it")]
+    DiskInUse {
+        /// The disk.
+        disk: String,
+        /// QEMU's words.
+        words: String,
     },
 }

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod destination;
+mod disk_limits;
 mod disks;
 mod error;
 mod governor;

@@ -18,15 +18,17 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use godwit_block::{Disk, DiskChoice, DiskRound};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
-use godwit_units::Rate;
+use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::disks::DiskLimits;
+use crate::disk_limits::DiskLimits;
+use crate::disks::{self, Found, Tracking};
 use crate::governor;
 use crate::machine::{Machine, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
@@ -61,10 +63,15 @@ pub struct QemuSource {
     tracker: Weak<PagemapTracker>,
     governed: GovernorMeasures,
     disk_limits: DiskLimits,
+    /// The disks that move along.
+    moving: Vec<Found>,
+    granularity: Option<ByteCount>,
+    tracking: Option<Tracking>,
 }
 
 impl QemuSource {
-    /// Looks at the QEMU behind the monitor at `path` and refuses what cannot be migrated. Changes nothing.
+    /// Looks at the QEMU behind the monitor at `path` and refuses what cannot be migrated. Changes nothing, but for the removal of what a
+    /// godwit that was killed has left there.
     ///
     /// # Errors
     /// What stands against it, with the cure.
@@ -94,7 +101,11 @@ impl QemuSource {
         machine.check_source(&ram)?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
+        disks::clear(&mut machine)?;
         Ok(Self {
+            moving: Vec::new(),
+            granularity: None,
+            tracking: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -109,6 +120,28 @@ impl QemuSource {
             state: None,
             migrating: false,
         })
+    }
+
+    /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a size that suits each disk's writes so far
+    /// ([`godwit_block::granularity_for`]). Changes nothing.
+    ///
+    /// # Errors
+    /// When there is no such disk, or it cannot move.
+    pub fn with_disks(
+        mut self,
+        choice: &DiskChoice,
+        granularity: Option<ByteCount>,
+    ) -> Result<Self, QemuError> {
+        let drives = disks::drives(&mut self.machine.qmp)?;
+        self.moving = disks::choose(&drives, choice)?;
+        self.granularity = granularity;
+        Ok(self)
+    }
+
+    /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
+    #[must_use]
+    pub fn image_commands(&self) -> Vec<String> {
+        self.moving.iter().map(Found::image_command).collect()
     }
 
     /// The QEMU process.
@@ -195,9 +228,22 @@ impl QemuSource {
         // The guest first: an error here must not hide one there.
         let limits = self.disk_limits.restore(&mut self.machine.qmp);
         let settings = self.settings.take().map_or(Ok(()), |it| it.restore(&mut self.machine.qmp));
+        let tracking = self.end_disk_tracking();
         running?;
         settings?;
+        tracking?;
         Ok(limits?)
+    }
+
+    fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
+        self.tracking.take().map_or(Ok(()), |tracking| tracking.end(&mut self.machine.qmp))
+    }
+
+    fn tracking(&mut self) -> Result<(&mut Tracking, &mut Qmp), QemuError> {
+        match &mut self.tracking {
+            Some(tracking) => Ok((tracking, &mut self.machine.qmp)),
+            None => Err(QemuError::Changed("the disks were not tracked")),
+        }
     }
 
     fn run_again(&mut self) -> Result<(), QemuError> {
@@ -332,6 +378,51 @@ impl SourceVm for QemuSource {
         Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
     }
 
+    fn disks(&self) -> Vec<Disk> {
+        self.moving.iter().map(|found| Disk { name: found.name.clone(), size: found.size }).collect()
+    }
+
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        if !self.moving.is_empty() {
+            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, self.granularity)?);
+        }
+        Ok(())
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.tracking.as_ref().map_or_else(Vec::new, Tracking::granularity)
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        if self.moving.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (tracking, qmp) = self.tracking()?;
+        Ok(tracking.round(qmp)?)
+    }
+
+    fn disk_progress(&mut self) -> Result<(), VmError> {
+        match &mut self.tracking {
+            Some(tracking) => Ok(tracking.progress(&mut self.machine.qmp)?),
+            None => Ok(()),
+        }
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        if self.moving.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (tracking, qmp) = self.tracking()?;
+        Ok(tracking.dirty(qmp)?)
+    }
+
+    fn disk_writes(&mut self) -> Option<ByteCount> {
+        if self.moving.is_empty() {
+            return None;
+        }
+        disks::written(&mut self.machine.qmp, &self.moving).ok()
+    }
+
     fn vcpu_time(&self) -> Option<Duration> {
         let mut threads = self.vcpus.clone();
         threads.sort_unstable();
@@ -396,6 +487,7 @@ impl SourceVm for QemuSource {
         self.remove_throttle();
         self.state = None;
         if keep {
+            self.end_disk_tracking()?;
             self.disk_limits.restore(&mut self.machine.qmp)?;
             if let Some(settings) = self.settings.take() {
                 settings.restore(&mut self.machine.qmp)?;
@@ -406,5 +498,12 @@ impl SourceVm for QemuSource {
             Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+}
+
+impl Drop for QemuSource {
+    /// Whoever only looked, or gave up without a word, leaves nothing behind either.
+    fn drop(&mut self) {
+        let _ = self.end_disk_tracking();
     }
 }

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
+use crate::disk::DiskImage;
 use crate::flavour::Flavour;
 use crate::guest::{GuestConfig, GuestFiles};
 use crate::leftovers::Place;
@@ -64,6 +65,13 @@ impl VmConfig {
     #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
+        self
+    }
+
+    /// The same with one more disk, whose block node is called `name`.
+    #[must_use]
+    pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
+        self.extra.extend(image.arguments(name));
         self
     }
 

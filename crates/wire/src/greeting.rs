@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 use crate::WireError;
 
 /// Version of the protocol spoken here.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Bytes in a greeting.
 pub const GREETING_LEN: usize = 40;
 /// Not ASCII throughout, so that no text protocol begins like this.
@@ -34,7 +34,7 @@ impl fmt::Display for SessionId {
 pub enum Role {
     /// The conversation, the device state and the handover.
     Control,
-    /// Pages of guest memory.
+    /// Pages of guest memory, or behind those channels, of a disk.
     Channel(u8),
     /// A source in doubt asks who runs the guest.
     Resolve,

@@ -1,13 +1,15 @@
 //! Messages of the control connection: one frame each.
 
-use godwit_units::PageCount;
+use godwit_units::{ByteCount, PageCount};
 
 use crate::WireError;
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
 
 /// RAM blocks in an offer.
 pub const BLOCKS_LIMIT: usize = 1024;
-/// Bytes in the name of a RAM block.
+/// Disks in an offer: with the channels of memory, their channels are numbered in one byte.
+pub const DISKS_LIMIT: usize = 64;
+/// Bytes in the name of a RAM block or a disk.
 pub const NAME_LIMIT: usize = 255;
 /// Bytes in the text of an abort.
 pub const TEXT_LIMIT: usize = 1024;
@@ -27,6 +29,17 @@ pub struct BlockOffer {
     pub pages: PageCount,
 }
 
+/// A disk as the source offers it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskOffer {
+    /// Its name.
+    pub name: String,
+    /// Bytes that the guest sees.
+    pub size: ByteCount,
+    /// The size of the blocks in which the source tracks writes to it, for the destination's information; 0: not chosen yet.
+    pub granularity: ByteCount,
+}
+
 /// What the source wants to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
@@ -42,6 +55,8 @@ pub struct Offer {
     pub machine: String,
     /// The RAM blocks, in the order in which frames number them.
     pub blocks: Vec<BlockOffer>,
+    /// The disks that move along, numbered on from the RAM blocks. Each has one more channel, numbered on from [`Self::channels`].
+    pub disks: Vec<DiskOffer>,
 }
 
 /// Why a side gave up; the numbers are the wire's.
@@ -171,7 +186,7 @@ impl Message {
     /// The frame to send. Texts and names are cut to their limits.
     ///
     /// # Panics
-    /// When there are more blocks, digests or bytes of device state than a message may carry: a mistake of the
+    /// When there are more blocks, disks, digests or bytes of device state than a message may carry: a mistake of the
     /// caller.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
@@ -187,6 +202,13 @@ impl Message {
                 for block in &offer.blocks {
                     put_text(&mut frame, &block.name, NAME_LIMIT);
                     frame.extend(block.pages.0.to_le_bytes());
+                }
+                assert!(offer.disks.len() <= DISKS_LIMIT, "{} disks", offer.disks.len());
+                frame.push(offer.disks.len() as u8);
+                for disk in &offer.disks {
+                    put_text(&mut frame, &disk.name, NAME_LIMIT);
+                    frame.extend(disk.size.0.to_le_bytes());
+                    frame.extend((disk.granularity.0 as u32).to_le_bytes());
                 }
             }
             Self::Abort { code, text } => {
@@ -309,6 +331,20 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
         let name = reader.text(NAME_LIMIT)?;
         blocks.push(BlockOffer { name, pages: PageCount(u64::from_le_bytes(reader.take()?)) });
     }
+    let [count] = reader.take()?;
+    if usize::from(count) > DISKS_LIMIT {
+        return Err(WireError::Field { what: WHAT, field: "disks", value: count.into() });
+    }
+    let mut disks = Vec::new();
+    for _ in 0..count {
+        let name = reader.text(NAME_LIMIT)?;
+        let size = ByteCount(u64::from_le_bytes(reader.take()?));
+        disks.push(DiskOffer {
+            name,
+            size,
+            granularity: ByteCount(u32::from_le_bytes(reader.take()?).into()),
+        });
+    }
     reader.end()?;
     Ok(Offer {
         channels,
@@ -317,6 +353,7 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
         running: flag("running", running)?,
         machine,
         blocks,
+        disks,
     })
 }
 

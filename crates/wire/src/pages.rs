@@ -1,4 +1,4 @@
-//! Page frames: runs of pages of one RAM block, with their bytes or the word that they are zero.
+//! Page frames: runs of pages of one RAM block or one disk, with their bytes or the word that they are zero.
 //!
 //! The bytes come first and the run table last, so that a sender can read guest memory straight into the frame
 //! before it knows which pages turn out to be zero:

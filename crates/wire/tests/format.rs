@@ -3,7 +3,7 @@
 //! Golden bytes are only ever added to: a change to one of them is a change of the protocol's version.
 #![allow(clippy::unwrap_used)]
 
-use godwit_units::{PageCount, PageRun};
+use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::*;
 use proptest::prelude::*;
 
@@ -26,6 +26,11 @@ fn offer() -> Message {
         running: true,
         machine: "qemu".to_owned(),
         blocks: vec![BlockOffer { name: "mem".to_owned(), pages: PageCount(262_144) }],
+        disks: vec![DiskOffer {
+            name: "vda".to_owned(),
+            size: ByteCount(10 << 30),
+            granularity: ByteCount(64 << 10),
+        }],
     })
 }
 
@@ -191,10 +196,11 @@ fn any_message() -> impl Strategy<Value = Message> {
             any::<bool>(),
             any::<bool>(),
             "[a-z]{0,9}",
-            prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5)
+            prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5),
+            prop::collection::vec(("[a-z/.0-9]{0,40}", any::<(u64, u32)>()), 0..5)
         )
-            .prop_map(|((channels, codecs), verify, running, machine, blocks)| Message::Offer(
-                Offer {
+            .prop_map(
+                |((channels, codecs), verify, running, machine, blocks, disks)| Message::Offer(Offer {
                     channels,
                     codecs,
                     verify,
@@ -204,8 +210,16 @@ fn any_message() -> impl Strategy<Value = Message> {
                         .into_iter()
                         .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
                         .collect(),
-                }
-            )),
+                    disks: disks
+                        .into_iter()
+                        .map(|(name, (size, granularity))| DiskOffer {
+                            name,
+                            size: ByteCount(size),
+                            granularity: ByteCount(granularity.into()),
+                        })
+                        .collect(),
+                })
+            ),
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),

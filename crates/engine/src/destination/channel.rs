@@ -1,30 +1,51 @@
 //! A data channel at the destination: one thread that reads frames and places their pages, in order.
 //!
-//! Invariant: a segment's pages come over its own channel only, which is checked; and no byte is placed before the
-//! checksum of its frame was found right.
+//! Invariant: no byte is placed before the checksum of its frame was found right. Whether a page may come over this channel at
+//! all is for the [`Place`] behind it to say.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use godwit_codec::{CodecId, Decompressor};
-use godwit_memory::{RamBlock, channel_of};
-use godwit_units::{PageIndex, PageRun};
+use godwit_units::PageRun;
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame};
 
 use super::barriers::Barriers;
 use crate::EngineError;
 use crate::link::{FrameReader, wire_error};
 
-const PEER: &str = "source";
+pub(super) const PEER: &str = "source";
 
+/// Where the pages of a channel go: memory or a disk.
+pub(super) trait Place: Send {
+    /// Refuses what must not come over this channel; `number` is the frame's.
+    fn check(&self, number: usize) -> Result<(), EngineError>;
+
+    /// What frames call number `number`, in words.
+    fn name(&self, number: usize) -> String;
+
+    /// Places `run` of number `number`; `bytes` are those of a data run.
+    fn place(
+        &mut self,
+        number: usize,
+        run: PageRun,
+        content: Content,
+        bytes: &[u8],
+    ) -> Result<(), EngineError>;
+
+    /// A round has ended: nothing that comes later may be overtaken by what was placed.
+    fn settle(&mut self) -> Result<(), EngineError>;
+
+    /// The end of the round was told: there is time until the next one.
+    fn rest(&mut self) -> Result<(), EngineError>;
+}
+
+/// The thread's state.
 pub(super) struct Channel {
     pub(super) number: usize,
-    pub(super) channels: usize,
     pub(super) reader: FrameReader,
-    pub(super) blocks: Arc<Vec<RamBlock>>,
-    /// The source's number of a block -> ours.
-    pub(super) order: Arc<Vec<usize>>,
+    pub(super) place: Box<dyn Place>,
     pub(super) received: Arc<AtomicU64>,
     pub(super) barriers: Arc<Barriers>,
     pub(super) decompressor: Decompressor,
@@ -32,49 +53,45 @@ pub(super) struct Channel {
     pub(super) pages: Vec<u8>,
     /// A fault made up: frames are placed so late.
     pub(super) late: Duration,
-    /// Another: pages are taken over any channel.
-    pub(super) any_channel: bool,
 }
 
 impl Channel {
     /// Places pages until the connection ends.
     pub(super) fn run(mut self) {
         loop {
-            match self.frame() {
-                Ok(None) => {}
-                Ok(Some(round)) => self.barriers.reached(self.number, round),
-                Err(error) => return self.barriers.failed(error),
+            if let Err(error) = self.frame() {
+                return self.barriers.failed(error);
             }
         }
     }
 
-    /// Takes one frame; returns the round that it ends, if it is a barrier.
-    fn frame(&mut self) -> Result<Option<u64>, EngineError> {
+    /// Takes one frame.
+    fn frame(&mut self) -> Result<(), EngineError> {
         let (header, payload) = self.reader.frame()?;
         self.received.fetch_add((HEADER_LEN + header.length) as u64, Ordering::Relaxed);
-        let broke = |what: String| EngineError::Protocol { peer: PEER, what };
         match header.kind {
-            FrameKind::Barrier if header.length == 0 => return Ok(Some(header.aux)),
+            FrameKind::Barrier if header.length == 0 => {
+                self.place.settle()?;
+                self.barriers.reached(self.number, header.aux);
+                return self.place.rest();
+            }
             FrameKind::Pages => {}
-            other => return Err(broke(format!("it sent {other:?} on a data channel"))),
+            other => {
+                let what = format!("it sent {other:?} on a data channel");
+                return Err(EngineError::Protocol { peer: PEER, what });
+            }
         }
         let frame = PageFrame::decode(&header, payload).map_err(wire_error(PEER))?;
-        let own = self.order.get(frame.block as usize);
-        let own = *own.ok_or_else(|| {
-            broke(format!("it sent pages of RAM block {}, which it did not offer", frame.block))
-        })?;
-        let block = &self.blocks[own];
+        let number = frame.block as usize;
+        self.place.check(number)?;
         if !self.late.is_zero() {
             std::thread::sleep(self.late);
         }
         let raw = if frame.codec == 0 {
             frame.data
         } else {
-            let corrupt = |source| EngineError::Corrupt {
-                block: block.name().to_owned(),
-                page: frame.first_page(),
-                source,
-            };
+            let of = || self.place.name(number);
+            let corrupt = |source| EngineError::Corrupt { of: of(), page: frame.first_page(), source };
             let codec = CodecId::from_wire(frame.codec).map_err(corrupt)?;
             self.pages.resize(FRAME_PAGES << 12, 0);
             let pages = &mut self.pages[..frame.raw_len];
@@ -82,31 +99,10 @@ impl Channel {
             pages
         };
         for (wire_run, bytes) in frame.runs(raw) {
-            let run = wire_run.run;
-            let source_block = frame.block as usize;
-            if !self.any_channel && !belongs(source_block, run, self.number, self.channels) {
-                return Err(broke(format!(
-                    "it sent {} from {} over channel {}",
-                    run.count, run.start, self.number
-                )));
-            }
-            match wire_run.content {
-                Content::Data => block.write(run.start, bytes)?,
-                Content::Zero => block.zero(run)?,
-            }
+            self.place.place(number, wire_run.run, wire_run.content, bytes)?;
         }
-        Ok(None)
+        Ok(())
     }
-}
-
-/// Whether all of `run` lies in segments of channel `number`. A run is joined over segments only where neighbours
-/// share a channel, that is where there is but one.
-fn belongs(block: usize, run: PageRun, number: usize, channels: usize) -> bool {
-    let last = PageIndex(run.end().0 - 1);
-    channels == 1
-        || (channel_of(block, run.start, channels) == number
-            && channel_of(block, last, channels) == number
-            && run.count.0 <= godwit_memory::SEGMENT_PAGES)
 }
 
 #[cfg(test)]
@@ -114,22 +110,13 @@ mod tests {
     use std::io::Write;
     use std::os::unix::net::UnixStream;
 
-    use godwit_units::{PAGE_SIZE, PageCount};
+    use godwit_memory::RamBlock;
+    use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
     use godwit_wire::PageFrameBuilder;
 
+    use super::super::memory::MemoryPlace;
     use super::*;
     use crate::address::Stream;
-
-    #[test]
-    fn a_run_must_lie_in_segments_of_its_channel() {
-        let pages = godwit_memory::SEGMENT_PAGES;
-        assert!(belongs(0, PageRun::new(0, pages), 0, 2));
-        assert!(!belongs(0, PageRun::new(0, pages), 1, 2));
-        assert!(!belongs(0, PageRun::new(pages - 1, 2), 0, 2));
-        assert!(!belongs(0, PageRun::new(0, 2 * pages + 1), 0, 2));
-        assert!(belongs(1, PageRun::new(0, 1), 1, 2));
-        assert!(belongs(0, PageRun::new(pages - 1, 2), 0, 1));
-    }
 
     fn block() -> Arc<Vec<RamBlock>> {
         Arc::new(vec![RamBlock::anonymous("ram", PageCount(4)).unwrap()])
@@ -142,19 +129,24 @@ mod tests {
         stream: UnixStream,
         blocks: &Arc<Vec<RamBlock>>,
         barriers: &Arc<Barriers>,
+        any_channel: bool,
     ) -> Channel {
-        Channel {
+        let place = MemoryPlace {
             number,
             channels,
-            reader: FrameReader::new(Stream::Unix(stream), PEER),
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
+            any_channel,
+        };
+        Channel {
+            number,
+            reader: FrameReader::new(Stream::Unix(stream), PEER),
+            place: Box::new(place),
             received: Arc::default(),
             barriers: Arc::clone(barriers),
             decompressor: Decompressor::new(),
             pages: Vec::new(),
             late: Duration::ZERO,
-            any_channel: false,
         }
     }
 
@@ -168,9 +160,8 @@ mod tests {
         for number in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             sending.push(ours);
-            let mut channel = channel(number, 2, theirs, &blocks, &barriers);
+            let mut channel = channel(number, 2, theirs, &blocks, &barriers, any_channel);
             channel.late = Duration::from_millis(if number == 0 { 400 } else { 0 });
-            channel.any_channel = any_channel;
             threads.push(std::thread::spawn(move || channel.run()));
         }
         let mut builder = PageFrameBuilder::new();
@@ -211,7 +202,7 @@ mod tests {
         let blocks = block();
         let barriers = Arc::new(Barriers::new(1));
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let channel = channel(0, 1, theirs, &blocks, &barriers);
+        let channel = channel(0, 1, theirs, &blocks, &barriers, false);
         let thread = std::thread::spawn(move || channel.run());
         let mut builder = PageFrameBuilder::new();
         builder.zero(PageRun::new(2, 1));

@@ -1,5 +1,6 @@
 //! Does the offered VM fit the one that waits here?
 
+use godwit_block::Disk;
 use godwit_memory::RamBlock;
 use godwit_wire::Offer;
 
@@ -52,6 +53,24 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         ));
     }
     Ok(order)
+}
+
+/// The disks that the source wants to send.
+///
+/// # Errors
+/// What cannot be, in one line.
+pub(super) fn disks(offer: &Offer) -> Result<Vec<Disk>, String> {
+    let mut disks: Vec<Disk> = Vec::new();
+    for theirs in &offer.disks {
+        if disks.iter().any(|disk| disk.name == theirs.name) {
+            return Err(format!("disk '{}' was offered twice", theirs.name));
+        }
+        if theirs.size.0 == 0 || i64::try_from(theirs.size.0).is_err() {
+            return Err(format!("disk '{}' was offered with {} bytes", theirs.name, theirs.size.0));
+        }
+        disks.push(Disk { name: theirs.name.clone(), size: theirs.size });
+    }
+    Ok(disks)
 }
 
 fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {

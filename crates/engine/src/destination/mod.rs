@@ -1,21 +1,24 @@
 //! The destination of a migration.
 //!
 //! [`receive`] is a loop around the state machine, as at the source. Threads: this one; one that reads the control
-//! connection; one a data channel. Messages come through a queue, which is bounded: a machine that loads its state
+//! connection; one a data channel, of memory or of a disk. Messages come through a queue, which is bounded: a machine that loads its state
 //! slowly slows the source down instead of filling memory. They are taken in order: what follows the end of a round is
 //! looked at when every channel has placed that round.
 
 mod barriers;
 mod channel;
+mod disk;
 mod layout;
+mod memory;
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_block::{Disk, DiskSink};
 use godwit_codec::Decompressor;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
@@ -30,9 +33,10 @@ use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use barriers::Barriers;
-use channel::Channel;
+use channel::{Channel, PEER, Place};
+use disk::DiskPlace;
+use memory::MemoryPlace;
 
-const PEER: &str = "source";
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
 const EVENTS_LIMIT: usize = 32;
 
@@ -51,6 +55,8 @@ pub enum Notice {
     Accepted {
         /// Guest memory to come.
         ram: ByteCount,
+        /// Disks that come along, and their sizes.
+        disks: Vec<Disk>,
     },
     /// A round is in place.
     Round {
@@ -103,7 +109,7 @@ impl Default for Options {
 /// Faults made up on purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// A channel, by its number, that places each of its frames only after this time.
+    /// A channel, by its number (those of disks behind those of memory), that places each of its frames only after this time.
     pub slow_channel: Option<(usize, Duration)>,
     /// Pages are taken over any channel.
     pub any_channel: bool,
@@ -136,6 +142,9 @@ pub fn receive(
         connection: 0,
         offer: None,
         order: Arc::default(),
+        disks: Vec::new(),
+        disks_open: false,
+        last_round: Arc::default(),
         channels: Vec::new(),
         barriers: Arc::new(Barriers::new(0)),
         received: Arc::default(),
@@ -167,6 +176,12 @@ struct Destination<'a> {
     connection: u32,
     offer: Option<Offer>,
     order: Arc<Vec<usize>>,
+    /// The disks that come along, until their channels have them.
+    disks: Vec<(Disk, Box<dyn DiskSink>)>,
+    /// The machine's disks are open for us.
+    disks_open: bool,
+    /// Set before the guest is stopped.
+    last_round: Arc<AtomicBool>,
     channels: Vec<(Stream, JoinHandle<()>)>,
     barriers: Arc<Barriers>,
     received: Arc<AtomicU64>,
@@ -263,10 +278,17 @@ impl Destination<'_> {
         };
         let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
         self.order = Arc::new(order);
+        let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
+        let sinks = self.vm.open_disks(&disks).map_err(|error| EngineError::Layout(error.to_string()))?;
+        if sinks.len() != disks.len() {
+            return Err(EngineError::Panicked("main"));
+        }
+        self.disks = disks.iter().cloned().zip(sinks).collect();
+        self.disks_open = !self.disks.is_empty();
         self.measures.verified = offer.verify;
         self.offer = Some(offer);
         let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
-        (self.notice)(&Notice::Accepted { ram });
+        (self.notice)(&Notice::Accepted { ram, disks });
         Ok(())
     }
 
@@ -400,12 +422,19 @@ impl Destination<'_> {
                 self.accept_channels()?;
             }
             Action::SendRoundAck => {
+                // Behind the last round nobody has a sink any more.
+                if self.disks_open && self.last_round.load(Ordering::Acquire) {
+                    self.disks_open = false;
+                    self.vm.close_disks().map_err(EngineError::Vm)?;
+                }
                 self.say(&Message::RoundAck { round: self.round })?;
                 let received = ByteCount(self.received.load(Ordering::Relaxed));
                 (self.notice)(&Notice::Round { round: self.round, received });
             }
             Action::Prepare => {
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
+                // The source stops the guest and begins the last round when it has heard that we are prepared.
+                self.last_round.store(true, Ordering::Release);
                 self.say(&Message::Prepared)?;
             }
             Action::SendDigests => self.send_digests()?,
@@ -440,6 +469,7 @@ impl Destination<'_> {
             Action::AwaitResolve => self.await_resolve()?,
             Action::DiscardGuest => {
                 self.sink = None;
+                self.close_channels();
                 self.vm.discard().map_err(EngineError::Uncertain)?;
             }
             Action::SendDiscarded => {
@@ -458,7 +488,8 @@ impl Destination<'_> {
 
     fn accept_channels(&mut self) -> Result<(), EngineError> {
         let channels = usize::from(self.offer.as_ref().map_or(0, |offer| offer.channels));
-        let mut streams: Vec<Option<Stream>> = (0..channels).map(|_| None).collect();
+        let all = channels + self.disks.len();
+        let mut streams: Vec<Option<Stream>> = (0..all).map(|_| None).collect();
         let until = Instant::now() + limits::CONNECT;
         while streams.iter().any(Option::is_none) {
             let (greeting, stream) = self.next_connection(Some(until)).map_err(|error| match error {
@@ -478,15 +509,27 @@ impl Destination<'_> {
                 _ => (self.notice)(&Notice::Refused("a connection of another session".to_owned())),
             }
         }
-        self.barriers = Arc::new(Barriers::new(channels));
-        for (number, stream) in streams.into_iter().flatten().enumerate() {
+        self.barriers = Arc::new(Barriers::new(all));
+        let memory = |number| -> Box<dyn Place> {
+            Box::new(MemoryPlace {
+                number,
+                channels,
+                blocks: Arc::clone(&self.ram),
+                order: Arc::clone(&self.order),
+                any_channel: self.faults.any_channel,
+            })
+        };
+        let mut places: Vec<Box<dyn Place>> = (0..channels).map(memory).collect();
+        for (disk, sink) in self.disks.drain(..) {
+            let number = self.order.len() + places.len() - channels;
+            places.push(Box::new(DiskPlace::new(number, disk, sink, Arc::clone(&self.last_round))));
+        }
+        for (number, (stream, place)) in streams.into_iter().flatten().zip(places).enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel {
                 number,
-                channels,
                 reader: FrameReader::new(stream, PEER),
-                blocks: Arc::clone(&self.ram),
-                order: Arc::clone(&self.order),
+                place,
                 received: Arc::clone(&self.received),
                 barriers: Arc::clone(&self.barriers),
                 decompressor: Decompressor::new(),
@@ -495,7 +538,6 @@ impl Destination<'_> {
                     Some((slow, late)) if slow == number => late,
                     _ => Duration::ZERO,
                 },
-                any_channel: self.faults.any_channel,
             };
             self.channels.push((handle, std::thread::spawn(move || channel.run())));
         }
@@ -562,13 +604,19 @@ impl Destination<'_> {
                 Ok(_) | Err(_) => {}
             }
         }
+        self.close_channels();
+        last_words
+    }
+
+    /// Ends all channels; whatever disks were open are closed.
+    fn close_channels(&mut self) {
+        self.disks.clear();
         for (stream, _) in &self.channels {
             stream.shut_down();
         }
         for (_, thread) in self.channels.drain(..) {
             let _ = thread.join();
         }
-        last_words
     }
 }
 

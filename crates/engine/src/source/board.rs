@@ -106,10 +106,14 @@ impl Board {
         self.hurry.store(hurry, Ordering::Relaxed);
     }
 
+    /// Whether this round is to end as soon as may be.
+    pub(super) fn hurries(&self) -> bool {
+        self.hurry.load(Ordering::Relaxed)
+    }
+
     /// Whether segment `number` is to be left for later.
     pub(super) fn passes_by(&self, number: usize) -> bool {
-        self.hurry.load(Ordering::Relaxed)
-            || self.delayed.lock().unwrap_or_else(PoisonError::into_inner).contains(number)
+        self.hurries() || self.delayed.lock().unwrap_or_else(PoisonError::into_inner).contains(number)
     }
 
     /// Whether all of segment `number` is still to be sent.

@@ -18,6 +18,7 @@ use godwit_wire::{Content, PageFrameBuilder};
 
 use super::Event;
 use super::board::Board;
+use super::gate::Gate;
 use super::packer::Packer;
 use crate::EngineError;
 use crate::link::barrier;
@@ -64,6 +65,8 @@ pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
     pub(super) board: Arc<Board>,
+    /// Where memory waits while disks have the link.
+    pub(super) gate: Arc<Gate>,
     /// Where what was sent is remembered, and the key of its fingerprints.
     pub(super) ledger: Option<(Ledger, Key)>,
 }
@@ -83,6 +86,8 @@ pub(super) struct Channel {
     packer: Packer,
     shared: Shared,
     segments: Vec<Owned>,
+    /// The segment to begin with: where the last pass was cut short.
+    first: usize,
     builder: PageFrameBuilder,
     /// The block that the frame being built is for, and the segment of its first page.
     frame_block: usize,
@@ -112,6 +117,7 @@ impl Channel {
         Self {
             packer,
             segments: segments.map(owned).collect(),
+            first: 0,
             shared,
             builder: PageFrameBuilder::new(),
             frame_block: 0,
@@ -150,18 +156,27 @@ impl Channel {
     }
 
     /// Deals with all segments but those that are to be left for later; at the end of the round with those that no longer
-    /// are.
+    /// are. A pass that disks cut short goes on where it was cut.
     fn segments(&mut self, segments: &mut [Owned], order: Order) -> Result<(), EngineError> {
+        let (board, gate) = (Arc::clone(&self.shared.board), Arc::clone(&self.shared.gate));
+        let first = std::mem::take(&mut self.first);
         let mut left = Vec::new();
-        for (at, owned) in segments.iter_mut().enumerate() {
-            if !order.last && self.shared.board.passes_by(owned.number) {
+        for at in (first..segments.len()).chain(0..first) {
+            if !order.last && !gate.opens(|| board.hurries()) {
+                self.first = at;
+                return Ok(());
+            }
+            if at == 0 {
+                self.hint = DataHint::default();
+            }
+            if !order.last && board.passes_by(segments[at].number) {
                 left.push(at);
             } else {
-                self.segment(owned, order)?;
+                self.segment(&mut segments[at], order)?;
             }
         }
         for at in left {
-            if !self.shared.board.passes_by(segments[at].number) {
+            if !board.passes_by(segments[at].number) && gate.opens(|| board.hurries()) {
                 self.segment(&mut segments[at], order)?;
             }
         }
@@ -169,6 +184,13 @@ impl Channel {
     }
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
+        let before = self.carried.sent;
+        self.copy_segment(owned, order)?;
+        self.shared.gate.memory_sent(self.carried.sent - before);
+        Ok(())
+    }
+
+    fn copy_segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
         if self.hint_block != block {
             (self.hint, self.hint_block) = (DataHint::default(), block);

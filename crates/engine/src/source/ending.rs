@@ -85,7 +85,11 @@ impl Source<'_> {
         if let (Some(pump), false) = (&self.pump, self.options.verify) {
             pump.hold();
         }
-        self.vm.release_state().map_err(EngineError::Vm)?;
+        // A machine that has saved its state may have let go of its disks, so the last of them must be read by then.
+        self.release_waits = !self.disks.is_empty() && !self.options.verify;
+        if !self.release_waits {
+            self.vm.release_state().map_err(EngineError::Vm)?;
+        }
         Ok(None)
     }
 
@@ -183,6 +187,10 @@ impl Source<'_> {
     }
 
     pub(super) fn resume(&mut self) {
+        // The migration is over. Whoever still reads disks must be gone before the machine takes their tracking away.
+        self.limiter.stop();
+        self.gate.close();
+        self.disks.stop();
         if let Err(error) = self.vm.resume() {
             self.resume_failed = Some(error);
         }
@@ -191,6 +199,7 @@ impl Source<'_> {
     /// Ends all threads, and with the last clone of the tracker the tracking.
     pub(super) fn shut_down(&mut self) {
         self.limiter.stop();
+        self.gate.close();
         if let Some(pump) = &self.pump {
             pump.end();
         }
@@ -199,6 +208,7 @@ impl Source<'_> {
             channel.stream.shut_down();
             let _ = channel.thread.join();
         }
+        self.disks.join();
         self.tracker = None;
         if let Some(abort) = self.abort.take() {
             let until = Instant::now() + limits::ABORT;
@@ -221,6 +231,7 @@ impl Source<'_> {
         self.measures.raw = self.measures.round_list.iter().map(|round| round.raw).sum();
         self.measures.unchanged = self.measures.round_list.iter().map(|round| round.unchanged).sum();
         self.measures.ledger = self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
+        self.measures.disks = self.disks.measures();
         let losses = self.speed.losses();
         self.measures.throttled = losses.throttled;
         self.measures.lost = losses.lost;

@@ -3,18 +3,22 @@
 //! [`migrate`] is a loop around the state machine: each action is carried out, waits for what it needs, and yields
 //! the next input. Whatever fails becomes the input `Failed`, and the machine says what that means.
 //!
-//! Threads: this one; one that reads the control connection; one a data channel; one that passes the device state
+//! Threads: this one; one that reads the control connection; one a data channel, of memory or of a disk; one that passes the device state
 //! on. They all report through one queue of events.
 
 mod board;
 mod channel;
+mod disk;
+mod disks;
 mod ending;
+mod gate;
 mod live;
 mod packer;
 mod rounds;
 mod speed;
 mod state;
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -41,6 +45,9 @@ use crate::{EngineError, Failure, Phase, Survivor, limits};
 
 use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
+use disk::DiskCarried;
+use disks::{Disks, begin_passes};
+use gate::Gate;
 use live::{IdleWatch, Live};
 use packer::Packer;
 use speed::Speed;
@@ -86,6 +93,8 @@ enum Event {
     Peer { connection: u32, message: Result<Message, EngineError> },
     /// A channel has carried its part of a round, barrier included.
     Carried { round: u32, result: Result<Carried, EngineError> },
+    /// The channel of a disk has carried its part of a round, barrier included.
+    DiskCarried { disk: usize, round: u32, result: Result<DiskCarried, EngineError> },
     /// The device state has been passed on to its end.
     StatePassed(Result<ByteCount, EngineError>),
 }
@@ -105,7 +114,13 @@ pub fn migrate(
     let (events_in, events) = mpsc::channel();
     let started = Instant::now();
     let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let disks = Disks::new(vm.disks());
+    let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
+        gate: Arc::new(Gate::new(!disks.is_empty())),
+        disks,
+        unfinished: 0,
+        release_waits: false,
         ram: vm.ram(),
         vm,
         options,
@@ -117,9 +132,10 @@ pub fn migrate(
         session: new_session(),
         control: None,
         connection: 0,
+        control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, options.channels.into())),
+        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
@@ -179,6 +195,7 @@ fn random() -> [u64; 2] {
     [(bits >> 64) as u64, bits as u64]
 }
 
+/// A channel of memory.
 struct ChannelHandle {
     orders: Sender<Order>,
     stream: Stream,
@@ -198,7 +215,15 @@ struct Source<'a> {
     control: Option<Arc<ControlWriter>>,
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
     connection: u32,
+    /// The control connection was seen to end.
+    control_ended: Cell<bool>,
     channels: Vec<ChannelHandle>,
+    disks: Disks,
+    gate: Arc<Gate>,
+    /// Disks whose pass was cut short and is being finished.
+    unfinished: usize,
+    /// The device state is released when disks are read.
+    release_waits: bool,
     counters: Arc<Counters>,
     limiter: Arc<Limiter>,
     live: Arc<Live>,
@@ -271,6 +296,7 @@ impl Source<'_> {
                 }
             }
         }
+        self.take_peers_words();
         self.shut_down();
         let survivor = match (state, &self.resume_failed) {
             (State::Done, None) => return Ok(self.measures),
@@ -282,10 +308,9 @@ impl Source<'_> {
         let (phase, cause) = match (self.cause.take(), self.resume_failed.take()) {
             (None, Some(source)) => (Phase::Handover, EngineError::Vm(source)),
             (Some((phase, cause)), Some(source)) => {
-                let cause = Box::new(self.peers_words(cause));
-                (phase, EngineError::NotResumed { cause, source })
+                (phase, EngineError::NotResumed { cause: Box::new(cause), source })
             }
-            (Some((phase, cause)), None) => (phase, self.peers_words(cause)),
+            (Some((phase, cause)), None) => (phase, cause),
             (None, None) => (Phase::Setup, EngineError::Cancelled),
         };
         Err(Failure { phase, survivor, cause })
@@ -296,17 +321,23 @@ impl Source<'_> {
         self.cause.get_or_insert((phase_of(state), error));
     }
 
-    /// When the link broke since the destination gave up, its reason is on the way or already here, behind what the
-    /// channels noticed first. The guest runs again by now, so there is time to look.
-    fn peers_words(&self, cause: EngineError) -> EngineError {
-        if matches!(cause, EngineError::Link { .. }) {
-            while let Ok(event) = self.events.recv_timeout(limits::TICK * 3) {
-                if let Event::Peer { message: Ok(Message::Abort { code, text }), .. } = event {
-                    return EngineError::Aborted { peer: PEER, code, text };
+    /// When a channel broke since the destination gave up, its reason is on the way or already here. The guest runs again by now, so there is
+    /// time to wait for it, as long as the destination can still speak.
+    fn take_peers_words(&mut self) {
+        let broke = matches!(self.cause, Some((_, EngineError::Link { .. })));
+        let until = Instant::now() + limits::WORDS;
+        while broke && !self.commit_sent && !self.control_ended.get() && Instant::now() < until {
+            match self.events.recv_timeout(limits::TICK) {
+                Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
+                    let words = EngineError::Aborted { peer: PEER, code, text };
+                    self.cause = self.cause.take().map(|(phase, _)| (phase, words));
+                    return;
                 }
+                Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => return,
+                Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
-        cause
     }
 
     /// Carries out `actions`; returns the next input, which the destination gives if no action does.
@@ -328,11 +359,11 @@ impl Source<'_> {
             Action::SendOffer => self.connect_and_offer(),
             Action::StartTracking => self.start_tracking(),
             Action::CopyRound(round) => {
-                self.start_round(round, Stage::PreCopy);
+                self.start_round(round, Stage::PreCopy)?;
                 self.copy_round(round, Stage::PreCopy)
             }
             Action::StartLastRound(round) => {
-                self.start_round(round, Stage::StopAndCopy);
+                self.start_round(round, Stage::StopAndCopy)?;
                 Ok(None)
             }
             Action::AskPolicy => self.ask_policy(),
@@ -384,6 +415,7 @@ impl Source<'_> {
             running: self.vm.was_running(),
             machine: self.vm.machine().to_owned(),
             blocks,
+            disks: self.disks.offers(&self.vm.disk_granularity()),
         }))?;
         Ok(None)
     }
@@ -434,7 +466,10 @@ impl Source<'_> {
             {
                 Ok(None)
             }
-            Ok(event) => Ok(Some(event)),
+            Ok(event) => {
+                self.control_ended.set(matches!(event, Event::Peer { message: Err(_), .. }));
+                Ok(Some(event))
+            }
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
         }
@@ -451,12 +486,14 @@ impl Source<'_> {
                 peer: PEER,
                 what: format!("it said {:?} out of place", message.kind()),
             },
-            Event::Carried { result: Err(error), .. } | Event::StatePassed(Err(error)) => error,
+            Event::Carried { result: Err(error), .. }
+            | Event::DiskCarried { result: Err(error), .. }
+            | Event::StatePassed(Err(error)) => error,
             Event::StatePassed(Ok(_)) => EngineError::State(std::io::Error::new(
                 std::io::ErrorKind::UnexpectedEof,
                 "it ended too early",
             )),
-            Event::Carried { .. } => EngineError::Panicked("channel"),
+            Event::Carried { .. } | Event::DiskCarried { .. } => EngineError::Panicked("channel"),
         }
     }
 
@@ -534,6 +571,9 @@ impl Source<'_> {
             throttle: self.throttle,
             first_writes: self.first_writes,
             guest_speed: self.guest_speed,
+            disks: self.disks.progress(),
+            memory_share: self.gate.share(),
+            disk_limit: self.disk_limit,
             delayed_segments: self.board.as_ref().map_or(0, |board| board.delayed()),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
             warning: self.warning.clone(),

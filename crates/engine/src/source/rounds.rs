@@ -14,11 +14,20 @@ const EARLY_TICK: Duration = Duration::from_millis(20);
 /// Of the time between two looks, the part that a look may take: with much memory they come less often.
 const LOOK_SHARE: u32 = 20;
 
+/// What one channel has done.
+enum Part {
+    Memory(Carried),
+    /// Of the disk of this index.
+    Disk(usize, DiskCarried),
+}
+
 impl Source<'_> {
     pub(super) fn start_tracking(&mut self) -> Result<Option<Input>, EngineError> {
         let count = usize::from(self.options.channels);
-        let streams = (0..self.options.channels).map(|number| self.connect(Role::Channel(number)));
-        let streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let all = self.options.channels.saturating_add(self.disks.len() as u8);
+        let streams = (0..all).map(|number| self.connect(Role::Channel(number)));
+        let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let disk_streams = streams.split_off(count);
         let tracker = self.vm.start_tracking().map_err(EngineError::Vm)?;
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         self.drain()?;
@@ -28,22 +37,17 @@ impl Source<'_> {
         let arms = self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io;
         self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
         let board = Arc::new(board);
+        self.start_disks(disk_streams, &board)?;
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let shared = Shared {
                 tracker: Arc::clone(&tracker),
                 blocks: Arc::clone(&self.ram),
                 board: Arc::clone(&board),
+                gate: Arc::clone(&self.gate),
                 ledger: self.ledger.clone(),
             };
-            let packer = Packer::new(
-                stream,
-                Arc::clone(&self.limiter),
-                Arc::clone(&self.counters),
-                Arc::clone(&self.live),
-                board.segments().count(),
-                self.codecs,
-            );
+            let packer = self.packer(stream, board.segments().count());
             let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
             let channel = Channel::new(packer, shared, own, self.options.verify, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
@@ -56,7 +60,7 @@ impl Source<'_> {
         self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
         self.offer_governor();
-        let plan = self.policy.start(false);
+        let plan = self.policy.start(!self.disks.is_empty());
         self.enforce(&plan);
         Ok(None)
     }
@@ -81,6 +85,45 @@ impl Source<'_> {
         if self.policy.settings().throttle == ThrottleMode::Governor {
             let _ = self.policy.set("throttle", "adaptive");
         }
+    }
+
+    /// The sending end of a channel for `segments` segments.
+    fn packer(&self, stream: Stream, segments: usize) -> Packer {
+        Packer::new(
+            stream,
+            Arc::clone(&self.limiter),
+            Arc::clone(&self.counters),
+            Arc::clone(&self.live),
+            segments,
+            self.codecs,
+        )
+    }
+
+    /// Starts tracking the disks that move along, and their channels.
+    fn start_disks(&mut self, streams: Vec<Stream>, board: &Arc<Board>) -> Result<(), EngineError> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        self.vm.start_disk_tracking().map_err(EngineError::Vm)?;
+        self.disks.tracked(&self.vm.disk_granularity());
+        self.disks.note_writes(self.vm);
+        let mut disks = std::mem::take(&mut self.disks);
+        for (index, stream) in streams.into_iter().enumerate() {
+            let handle = stream.try_clone().map_err(link_error(PEER));
+            let handle = match handle {
+                Ok(handle) => handle,
+                Err(error) => {
+                    self.disks = disks;
+                    return Err(error);
+                }
+            };
+            let shared = (Arc::clone(board), Arc::clone(&self.gate));
+            let number = self.ram.len() + index;
+            let packer = |segments| self.packer(stream, segments);
+            disks.start_channel(index, number, handle, packer, shared, self.events_in.clone());
+        }
+        self.disks = disks;
+        Ok(())
     }
 
     /// What the destination takes; what it does not is said aloud.
@@ -109,7 +152,7 @@ impl Source<'_> {
     }
 
     /// Has the channels copy what is dirty.
-    pub(super) fn start_round(&mut self, round: u32, stage: Stage) {
+    pub(super) fn start_round(&mut self, round: u32, stage: Stage) -> Result<(), EngineError> {
         self.round_began = Instant::now();
         self.sent_before = self.counters.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
@@ -118,6 +161,11 @@ impl Source<'_> {
         if let Some(board) = &self.board {
             board.hurry(!last && self.steering.wants_switch_over());
         }
+        self.gate.begin(self.disks.len());
+        self.unfinished = self.disks.finish(round);
+        if self.unfinished == 0 {
+            self.begin_disks(round, last)?;
+        }
         if let Some(tracker) = &self.tracker {
             tracker.begin_round();
         }
@@ -125,19 +173,47 @@ impl Source<'_> {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
         }
+        Ok(())
+    }
+
+    /// Has the channels of disks make their passes.
+    fn begin_disks(&mut self, round: u32, last: bool) -> Result<(), EngineError> {
+        let passes = begin_passes(self.vm, self.disks.len())?;
+        self.disks.begin(round, last, passes);
+        Ok(())
     }
 
     /// Waits until what is dirty is copied and, where that matters, in place at the destination.
     pub(super) fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
         let last = stage == Stage::StopAndCopy;
         let mut total = RoundMeasures { round, ..RoundMeasures::default() };
-        for _ in 0..self.channels.len() {
-            let carried = self.await_carried(round, stage)?;
-            total.data += carried.data;
-            total.zero += carried.zero;
-            total.sent += carried.sent;
-            total.unchanged += carried.unchanged;
-            total.raw += carried.raw;
+        let (mut channels, mut disks) = (self.channels.len(), self.disks.len());
+        while channels + disks > 0 {
+            match self.await_carried(round, stage)? {
+                Part::Memory(carried) => {
+                    channels -= 1;
+                    total.data += carried.data;
+                    total.zero += carried.zero;
+                    total.sent += carried.sent;
+                    total.unchanged += carried.unchanged;
+                    total.raw += carried.raw;
+                }
+                Part::Disk(disk, carried) => {
+                    total.disk_sent += carried.carried.sent;
+                    self.disks.passed(disk, &carried);
+                    if carried.goes_on {
+                        self.unfinished -= 1;
+                        if self.unfinished == 0 {
+                            self.begin_disks(round, last)?;
+                        }
+                        continue;
+                    }
+                    disks -= 1;
+                    if disks == 0 && std::mem::take(&mut self.release_waits) {
+                        self.vm.release_state().map_err(EngineError::Vm)?;
+                    }
+                }
+            }
         }
         self.say(&Message::RoundEnd { round })?;
         let waits = !last || self.options.verify;
@@ -154,6 +230,7 @@ impl Source<'_> {
         }
         total.time = self.round_began.elapsed();
         total.throttle = self.throttle;
+        total.memory_share = self.gate.share();
         self.last_round = Some(total);
         if last {
             self.measures.round_list.push(total);
@@ -163,13 +240,15 @@ impl Source<'_> {
     }
 
     /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on, and progress is reported.
-    fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Carried, EngineError> {
+    fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Part, EngineError> {
         loop {
             let tick =
                 if round == 0 && self.round_began.elapsed() < EARLY { EARLY_TICK } else { limits::TICK };
             match self.next_event(tick)? {
                 // A thread that ended without a word will never send one.
-                None if self.channels.iter().any(|channel| channel.thread.is_finished()) => {
+                None if self.channels.iter().any(|channel| channel.thread.is_finished())
+                    || self.disks.any_ended() =>
+                {
                     match self.events.try_recv() {
                         Ok(event) => return Err(Self::out_of_place(event)),
                         Err(_) => return Err(EngineError::Panicked("channel")),
@@ -181,7 +260,12 @@ impl Source<'_> {
                     }
                     self.report(round, stage, false);
                 }
-                Some(Event::Carried { round: carried, result }) if carried == round => return result,
+                Some(Event::Carried { round: carried, result }) if carried == round => {
+                    return result.map(Part::Memory);
+                }
+                Some(Event::DiskCarried { disk, round: carried, result }) if carried == round => {
+                    return result.map(|carried| Part::Disk(disk, carried));
+                }
                 Some(other) => return Err(Self::out_of_place(other)),
             }
         }
@@ -191,11 +275,14 @@ impl Source<'_> {
     fn tick(&mut self) -> Result<(), EngineError> {
         self.take_changes();
         if let Some(idle) = self.idle.look() {
-            self.live.set_idle(idle / f64::from(self.options.channels.max(1)));
+            let channels = usize::from(self.options.channels.max(1)) + self.disks.len();
+            self.live.set_idle(idle / channels as f64);
         }
         if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
             board.hurry(true);
         }
+        self.vm.disk_progress().map_err(EngineError::Vm)?;
+        self.disks.tick(self.vm).map_err(EngineError::Vm)?;
         let speed = self.sample_speed();
         let now = Instant::now();
         if now < self.next_look {
@@ -234,6 +321,13 @@ impl Source<'_> {
         // The last harvest costs what this look costs.
         let fixed = look_began.elapsed() + FIXED;
         round.remaining = look.remaining;
+        let disk = if self.disks.is_empty() {
+            None
+        } else {
+            let disk = self.disks.end_round(self.vm, round.disk_sent).map_err(EngineError::Vm)?;
+            (round.disk_remaining, round.disk_written) = (disk.remaining, disk.written);
+            Some(disk)
+        };
         let (decision, estimate) = self.policy.round(&Round {
             time: round.time,
             sent: round.sent,
@@ -246,6 +340,7 @@ impl Source<'_> {
             throttle: self.throttle,
             guest_speed: speed,
             can_govern: self.can_govern,
+            disk,
             ..Round::default()
         });
         self.estimate = Some(estimate);
@@ -311,6 +406,7 @@ impl Source<'_> {
         if let Some(board) = &self.board {
             board.delay(plan.delayed.clone());
         }
+        self.gate.set_share(plan.memory_share);
         if plan.disk_limit != self.disk_limit {
             match self.vm.limit_disks(plan.disk_limit) {
                 Ok(()) => self.disk_limit = plan.disk_limit,

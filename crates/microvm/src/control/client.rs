@@ -18,7 +18,7 @@ use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
 
-use super::messages::{Answer, Cost, MigrateRequest, Request, Status};
+use super::messages::{Answer, Cost, DiskWish, MigrateRequest, Request, Status};
 use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
@@ -167,17 +167,18 @@ fn lost(error: MicrovmError, survivor: Survivor) -> RequestError {
     RequestError::Failed(Failure { phase: Phase::Handover, survivor, cause })
 }
 
-/// Has the machine at `path` move its guest away, as [`godwit_engine::source::migrate`] does.
+/// Has the machine at `path` move its guest away, and the disks that `disks` wishes, as [`godwit_engine::source::migrate`] does.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
 pub fn migrate(
     path: &Path,
     options: &Options,
+    disks: &DiskWish,
     steering: &Steering,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed()));
+    let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed(), disks));
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     loop {
         match connection.next(steering.cancel(), None).map_err(|error| lost(error, Survivor::Unknown))? {

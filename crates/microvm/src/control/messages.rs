@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use godwit_block::{Disk, DiskChoice, check_granularity};
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
@@ -75,6 +76,25 @@ pub struct MigrateRequest {
     pub keep_source: bool,
     /// A fault to make up, by its number.
     pub fault: Option<u8>,
+    /// Disks that move along: none, all, or names with commas between.
+    #[serde(default = "none")]
+    pub disks: String,
+    /// Bytes of their dirty blocks; none: as the guest writes.
+    #[serde(default)]
+    pub disk_granularity: Option<u64>,
+}
+
+/// Which disks move along, and the size of their dirty blocks; `None`: as the guest writes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DiskWish {
+    /// Which.
+    pub choice: DiskChoice,
+    /// In blocks of what size.
+    pub granularity: Option<ByteCount>,
+}
+
+fn none() -> String {
+    "none".to_owned()
 }
 
 fn yes() -> bool {
@@ -82,9 +102,9 @@ fn yes() -> bool {
 }
 
 impl MigrateRequest {
-    /// The request for `options`, begun with `settings`.
+    /// The request for `options`, begun with `settings`, with the disks that `disks` wishes.
     #[must_use]
-    pub fn new(options: &Options, settings: Vec<(String, String)>) -> Self {
+    pub fn new(options: &Options, settings: Vec<(String, String)>, disks: &DiskWish) -> Self {
         Self {
             to: options.to.to_string(),
             settings,
@@ -93,7 +113,20 @@ impl MigrateRequest {
             ledger: options.ledger,
             keep_source: options.keep_source,
             fault: options.fault.map(|fault| fault as u8),
+            disks: disks.choice.to_string(),
+            disk_granularity: disks.granularity.map(|size| size.0),
         }
+    }
+
+    /// The disks that are to move along, or what is wrong with the request.
+    ///
+    /// # Errors
+    /// In words for whoever wrote it.
+    pub fn disks(&self) -> Result<DiskWish, String> {
+        let choice = self.disks.parse().map_err(|error| format!("\"disks\": {error}"))?;
+        let granularity = self.disk_granularity.map(|size| check_granularity(ByteCount(size))).transpose();
+        let granularity = granularity.map_err(|error| format!("\"disk_granularity\": {error}"))?;
+        Ok(DiskWish { choice, granularity })
     }
 
     /// The engine's options, or what is wrong with the request.
@@ -188,10 +221,22 @@ pub struct Cost {
 #[serde(tag = "notice", rename_all = "kebab-case")]
 #[allow(missing_docs, reason = "the fields are those of the engine's notices")]
 pub enum NoticeLine {
-    Refused { why: String },
-    Accepted { ram_bytes: u64 },
-    Round { round: u32, received_bytes: u64 },
-    AwaitingSource { limit_ms: u64 },
+    Refused {
+        why: String,
+    },
+    Accepted {
+        ram_bytes: u64,
+        /// Names and bytes.
+        #[serde(default)]
+        disks: Vec<(String, u64)>,
+    },
+    Round {
+        round: u32,
+        received_bytes: u64,
+    },
+    AwaitingSource {
+        limit_ms: u64,
+    },
 }
 
 macro_rules! names {
@@ -250,7 +295,10 @@ impl From<&Notice> for Answer {
     fn from(notice: &Notice) -> Self {
         Self::Notice(match notice {
             Notice::Refused(why) => NoticeLine::Refused { why: why.clone() },
-            Notice::Accepted { ram } => NoticeLine::Accepted { ram_bytes: ram.0 },
+            Notice::Accepted { ram, disks } => NoticeLine::Accepted {
+                ram_bytes: ram.0,
+                disks: disks.iter().map(|disk| (disk.name.clone(), disk.size.0)).collect(),
+            },
             Notice::Round { round, received } => {
                 NoticeLine::Round { round: *round, received_bytes: received.0 }
             }
@@ -265,7 +313,10 @@ impl From<NoticeLine> for Notice {
     fn from(line: NoticeLine) -> Self {
         match line {
             NoticeLine::Refused { why } => Self::Refused(why),
-            NoticeLine::Accepted { ram_bytes } => Self::Accepted { ram: ByteCount(ram_bytes) },
+            NoticeLine::Accepted { ram_bytes, disks } => {
+                let disk = |(name, size)| Disk { name, size: ByteCount(size) };
+                Self::Accepted { ram: ByteCount(ram_bytes), disks: disks.into_iter().map(disk).collect() }
+            }
             NoticeLine::Round { round, received_bytes } => {
                 Self::Round { round, received: ByteCount(received_bytes) }
             }
@@ -324,12 +375,19 @@ mod tests {
             keep_source: true,
             fault: Some(Fault::LoseCommit),
         };
-        let line =
-            serde_json::to_string(&Request::Migrate(MigrateRequest::new(&options, Vec::new()))).unwrap();
+        let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };
+        let request = MigrateRequest::new(&options, Vec::new(), &disks);
+        let line = serde_json::to_string(&Request::Migrate(request)).unwrap();
         let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
-        let wrong = MigrateRequest { channels: 0, ..request };
+        assert_eq!(request.disks().unwrap(), disks);
+        let wrong = MigrateRequest { channels: 0, disk_granularity: Some(5), ..request };
         assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
+        assert!(wrong.disks().unwrap_err().contains("power of two"));
+        // Of a command that knows no disks.
+        let line = r#"{"command":"migrate","to":"[::1]:1","verify":false,"channels":1,"keep_source":false}"#;
+        let Request::Migrate(request) = serde_json::from_str(line).unwrap() else { panic!("{line}") };
+        assert_eq!(request.disks().unwrap(), DiskWish::default());
     }
 
     #[test]

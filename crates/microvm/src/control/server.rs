@@ -215,6 +215,10 @@ impl Host {
             Ok(options) => options,
             Err(error) => return line.say(&refused(error)),
         };
+        let disks = match request.disks() {
+            Ok(disks) => disks,
+            Err(error) => return line.say(&refused(error)),
+        };
         let cancel = Cancel::default();
         let steering = match Steering::typed(request.settings.clone(), cancel.clone()) {
             Ok(steering) => steering,
@@ -223,10 +227,17 @@ impl Host {
         if let Err(error) = self.take(State::Here, State::Leaving) {
             return line.say(&refused(error.to_string()));
         }
+        let vm = MicrovmSource::new(&self.machine).with_disks(&disks.choice, disks.granularity);
+        let mut vm = match vm {
+            Ok(vm) => vm,
+            Err(error) => {
+                *self.state() = State::Here;
+                return line.say(&refused(error.to_string()));
+            }
+        };
         *self.steering() = Some(steering.clone());
         cancel_at_end(reader, cancel);
         let meter = Meter::start(&self.machine);
-        let mut vm = MicrovmSource::new(&self.machine);
         let result =
             source::migrate(&mut vm, &options, &steering, &mut |progress| line.say(&progress.into()));
         let ours = matches!(&result, Err(failure) if failure.survivor != Survivor::Unknown && failure.survivor != Survivor::Destination);

@@ -162,3 +162,31 @@ fn an_image_that_is_none_is_refused() {
     assert!(refused("/nonexistent").contains("cannot be opened"));
     assert!(refused("/dev/null").contains("truncate -s"));
 }
+
+#[test]
+fn what_the_guest_writes_while_the_disk_moves_is_in_the_next_round() {
+    let rig = Rig::new("marked");
+    assert!(rig.disk.round().is_none(), "nothing is marked before");
+    rig.disk.track(ByteCount(64 << 10));
+    let mut first = rig.disk.round().unwrap();
+    while first.next().unwrap().is_some() {}
+    drop(first);
+    // A write, a read, one beyond the end.
+    rig.put(DATA, &[9; 4096]);
+    assert_eq!(rig.request(0, 1, 300), 0);
+    assert_eq!(rig.request(1, 0, 900), 0);
+    assert_eq!(rig.request(2, 1, u64::MAX), 1);
+    assert_eq!(rig.disk.dirty(), ByteCount(64 << 10));
+    assert_eq!(rig.disk.writes(), Writes { bytes: ByteCount(4096), operations: 1 });
+    let mut next = rig.disk.round().unwrap();
+    let extent = next.next().unwrap().unwrap();
+    assert_eq!((extent.run.start.0, extent.run.count.0), (32, 16));
+    let mut bytes = vec![0; 16 << 12];
+    next.ask(extent.run).unwrap();
+    next.take(&mut bytes).unwrap();
+    // Sector 300 lies at byte 22528 of that block.
+    assert_eq!((bytes[22_527], bytes[22_528], bytes[22_528 + 4096]), (7, 9, 7));
+    assert!(next.next().unwrap().is_none());
+    rig.disk.untrack();
+    assert!(rig.disk.round().is_none());
+}

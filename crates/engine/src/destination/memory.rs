@@ -1,0 +1,101 @@
+//! Guest memory as a place for pages.
+//!
+//! Invariant: a segment's pages come over its own channel only, which is checked.
+
+use std::sync::Arc;
+
+use godwit_memory::{RamBlock, channel_of};
+use godwit_units::{PageIndex, PageRun};
+use godwit_wire::Content;
+
+use super::channel::{PEER, Place};
+use crate::EngineError;
+
+/// What one channel of memory fills.
+pub(super) struct MemoryPlace {
+    /// Of how many channels of memory which one this is.
+    pub(super) number: usize,
+    pub(super) channels: usize,
+    pub(super) blocks: Arc<Vec<RamBlock>>,
+    /// The source's number of a block -> ours.
+    pub(super) order: Arc<Vec<usize>>,
+    /// A fault made up: pages are taken over any channel.
+    pub(super) any_channel: bool,
+}
+
+impl MemoryPlace {
+    fn block(&self, number: usize) -> Result<&RamBlock, EngineError> {
+        let own = self.order.get(number).ok_or_else(|| EngineError::Protocol {
+            peer: PEER,
+            what: format!(
+                "it sent pages of number {number} over channel {}, which carries {} RAM blocks",
+                self.number,
+                self.order.len()
+            ),
+        })?;
+        Ok(&self.blocks[*own])
+    }
+}
+
+impl Place for MemoryPlace {
+    fn check(&self, number: usize) -> Result<(), EngineError> {
+        self.block(number).map(drop)
+    }
+
+    fn name(&self, number: usize) -> String {
+        format!("RAM block '{}'", self.block(number).map_or("?", RamBlock::name))
+    }
+
+    fn place(
+        &mut self,
+        number: usize,
+        run: PageRun,
+        content: Content,
+        bytes: &[u8],
+    ) -> Result<(), EngineError> {
+        if !self.any_channel && !belongs(number, run, self.number, self.channels) {
+            let what = format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+        let block = self.block(number)?;
+        match content {
+            Content::Data => block.write(run.start, bytes)?,
+            Content::Zero => block.zero(run)?,
+        }
+        Ok(())
+    }
+
+    fn settle(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    fn rest(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+}
+
+/// Whether all of `run` lies in segments of channel `number`. A run is joined over segments only where neighbours
+/// share a channel, that is where there is but one.
+fn belongs(block: usize, run: PageRun, number: usize, channels: usize) -> bool {
+    let last = PageIndex(run.end().0 - 1);
+    channels == 1
+        || (channel_of(block, run.start, channels) == number
+            && channel_of(block, last, channels) == number
+            && run.count.0 <= godwit_memory::SEGMENT_PAGES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_must_lie_in_segments_of_its_channel() {
+        let pages = godwit_memory::SEGMENT_PAGES;
+        assert!(belongs(0, PageRun::new(0, pages), 0, 2));
+        assert!(!belongs(0, PageRun::new(0, pages), 1, 2));
+        assert!(!belongs(0, PageRun::new(pages - 1, 2), 0, 2));
+        assert!(!belongs(0, PageRun::new(0, 2 * pages + 1), 0, 2));
+        assert!(belongs(1, PageRun::new(0, 1), 1, 2));
+        assert!(belongs(0, PageRun::new(pages - 1, 2), 0, 1));
+    }
+}

@@ -1,0 +1,263 @@
+//! The channel of a disk at the source: one thread that asks for what is dirty, reads ahead and sends.
+//!
+//! Invariant: a pass is taken to its end, also one that was cut short because the operator wants to switch over. It is then finished
+//! with the guest stopped, before the pass over what the guest has written since it began. So nothing is lost, and no older version
+//! of a page is sent after a newer one.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+
+use godwit_block::{Content as Held, DiskRound, Extent};
+use godwit_codec::is_zero;
+use godwit_memory::SEGMENT_PAGES;
+use godwit_units::{ByteCount, PageCount, PageRun};
+use godwit_wire::{Content, FRAME_PAGES, PageFrameBuilder};
+
+use super::Event;
+use super::board::Board;
+use super::channel::Carried;
+use super::gate::Gate;
+use super::packer::Packer;
+use crate::EngineError;
+use crate::link::barrier;
+
+/// Pages of zeros named at once, at the most: 1 TiB, which the run table holds.
+const ZERO_LIMIT: u64 = 1 << 28;
+
+/// What is to be done.
+pub(super) enum DiskOrder {
+    /// Make a pass, and end the round.
+    Pass {
+        /// The round.
+        round: u32,
+        /// The guest is stopped: the pass is not cut short.
+        last: bool,
+        /// What is dirty.
+        pass: Box<dyn DiskRound>,
+    },
+    /// Finish the pass that was cut short; another one follows in this round.
+    Finish {
+        /// The round.
+        round: u32,
+    },
+}
+
+/// What a channel did in a round.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DiskCarried {
+    pub(super) carried: Carried,
+    /// The pass was cut short.
+    pub(super) cut: bool,
+    /// Another pass follows in this round.
+    pub(super) goes_on: bool,
+}
+
+/// Counts that are looked at while a round runs.
+#[derive(Debug, Default)]
+pub(super) struct DiskCounters {
+    /// Bytes on the wire, in all rounds.
+    pub(super) sent: AtomicU64,
+    /// Pages of data that were read, in this round.
+    pub(super) read: AtomicU64,
+    /// Pages that were named as zero without being read, in this round.
+    pub(super) skipped: AtomicU64,
+}
+
+/// The thread's state.
+pub(super) struct DiskChannel {
+    /// Which of the disks, and its number in frames.
+    index: usize,
+    number: u32,
+    packer: Packer,
+    board: Arc<Board>,
+    gate: Arc<Gate>,
+    counters: Arc<DiskCounters>,
+    builder: PageFrameBuilder,
+    /// The segment of the first page in the frame being built, by which the codec is chosen.
+    segment: usize,
+    /// What was asked for and not taken yet.
+    asked: VecDeque<PageRun>,
+    /// The pass that was cut short.
+    unfinished: Option<Box<dyn DiskRound>>,
+    /// The rest of an extent of data that is being asked for.
+    rest: Option<PageRun>,
+    carried: Carried,
+}
+
+impl DiskChannel {
+    /// For disk `index`, which is number `number` in frames.
+    pub(super) fn new(
+        (index, number): (usize, usize),
+        packer: Packer,
+        board: Arc<Board>,
+        gate: Arc<Gate>,
+        counters: Arc<DiskCounters>,
+    ) -> Self {
+        Self {
+            index,
+            number: number as u32,
+            packer,
+            board,
+            gate,
+            counters,
+            builder: PageFrameBuilder::new(),
+            segment: 0,
+            asked: VecDeque::new(),
+            unfinished: None,
+            rest: None,
+            carried: Carried::default(),
+        }
+    }
+
+    /// Carries out orders until there are no more.
+    pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) {
+        for order in orders {
+            self.carried = Carried::default();
+            self.packer.begin();
+            let (round, result) = match order {
+                DiskOrder::Pass { round, last, pass } => {
+                    self.counters.read.store(0, Ordering::Relaxed);
+                    self.counters.skipped.store(0, Ordering::Relaxed);
+                    let result = self.round(round, last, pass);
+                    self.gate.disk_done();
+                    (round, result)
+                }
+                DiskOrder::Finish { round } => (round, self.finish()),
+            };
+            let failed = result.is_err();
+            let _ = events.send(Event::DiskCarried { disk: self.index, round, result });
+            if failed {
+                return;
+            }
+        }
+    }
+
+    fn round(
+        &mut self,
+        round: u32,
+        last: bool,
+        mut pass: Box<dyn DiskRound>,
+    ) -> Result<DiskCarried, EngineError> {
+        let whole = self.copy(pass.as_mut(), last)?;
+        self.flush()?;
+        // The machine may begin the next round only when this pass is gone.
+        self.unfinished = (!whole).then_some(pass);
+        self.packer.put(&barrier(round), &mut self.carried)?;
+        Ok(DiskCarried { carried: self.carried, cut: !whole, goes_on: false })
+    }
+
+    fn finish(&mut self) -> Result<DiskCarried, EngineError> {
+        if let Some(mut pass) = self.unfinished.take() {
+            self.copy(pass.as_mut(), true)?;
+        }
+        Ok(DiskCarried { carried: self.carried, cut: false, goes_on: true })
+    }
+
+    /// Sends all of `pass`, or as much of it as there is time for; whether it was all.
+    fn copy(&mut self, pass: &mut dyn DiskRound, last: bool) -> Result<bool, EngineError> {
+        let depth = pass.depth().max(1);
+        let mut ends = None;
+        loop {
+            while ends.is_none() && self.asked.len() < depth {
+                if !last && self.board.hurries() {
+                    ends = Some(false);
+                    break;
+                }
+                match self.next_data(pass)? {
+                    Some(run) => {
+                        pass.ask(run).map_err(EngineError::Disk)?;
+                        self.asked.push_back(run);
+                    }
+                    None => ends = Some(true),
+                }
+            }
+            match (self.asked.pop_front(), ends) {
+                (Some(run), _) => self.send(pass, run)?,
+                (None, Some(whole)) => return Ok(whole),
+                (None, None) => {}
+            }
+        }
+    }
+
+    /// The next stretch of data to ask for, no longer than a frame; zeros on the way are named.
+    fn next_data(&mut self, pass: &mut dyn DiskRound) -> Result<Option<PageRun>, EngineError> {
+        loop {
+            if let Some(rest) = self.rest.take() {
+                let count = rest.count.0.min(FRAME_PAGES as u64);
+                if count < rest.count.0 {
+                    self.rest = Some(PageRun::new(rest.start.0 + count, rest.count.0 - count));
+                }
+                return Ok(Some(PageRun::new(rest.start.0, count)));
+            }
+            match pass.next().map_err(EngineError::Disk)? {
+                None => return Ok(None),
+                Some(Extent { run, content: Held::Data }) => self.rest = Some(run),
+                Some(Extent { run, content: Held::Zero }) => self.send_zero(run)?,
+            }
+        }
+    }
+
+    fn send_zero(&mut self, run: PageRun) -> Result<(), EngineError> {
+        let mut start = run.start.0;
+        while start < run.end().0 {
+            self.frame_for(start, 1)?;
+            let piece = PageRun::new(start, ZERO_LIMIT.min(run.end().0 - start));
+            self.builder.zero(piece);
+            self.carried.zero += piece.count;
+            self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
+            start += piece.count.0;
+        }
+        Ok(())
+    }
+
+    /// Takes the bytes of `run`, which were asked for first, and sends them.
+    fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
+        self.frame_for(run.start.0, run.count.0 as usize)?;
+        let judge = |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
+        let added = self.builder.add(run, |bytes| pass.take(bytes), judge).map_err(EngineError::Disk)?;
+        self.carried.data += added.data;
+        self.carried.zero += added.zero;
+        self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Makes sure that the frame being built has room for `pages` more, the first of which is `start`.
+    fn frame_for(&mut self, start: u64, pages: usize) -> Result<(), EngineError> {
+        if self.builder.room() < pages {
+            self.flush()?;
+        }
+        if self.builder.is_empty() {
+            self.segment = (start / SEGMENT_PAGES) as usize;
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), EngineError> {
+        if self.builder.is_empty() {
+            return Ok(());
+        }
+        let before = self.carried.sent;
+        self.packer.send(&mut self.builder, self.number, self.segment, &mut self.carried)?;
+        let sent = self.carried.sent - before;
+        self.counters.sent.fetch_add(sent.0, Ordering::Relaxed);
+        self.gate.disk_sent(sent);
+        Ok(())
+    }
+}
+
+/// How many pieces the codec is chosen for, of a disk of `pages`.
+pub(super) fn segments(pages: PageCount) -> usize {
+    pages.0.div_ceil(SEGMENT_PAGES) as usize
+}
+
+/// What is left of a pass, of which `counters` tell; `dirty` is what it had to do, where that was known.
+pub(super) fn left_of_pass(size: ByteCount, dirty: Option<ByteCount>, counters: &DiskCounters) -> ByteCount {
+    let read = PageCount(counters.read.load(Ordering::Relaxed)).bytes();
+    let skipped = PageCount(counters.skipped.load(Ordering::Relaxed)).bytes();
+    match dirty {
+        Some(dirty) => dirty.saturating_sub(read),
+        None => size.saturating_sub(read).saturating_sub(skipped),
+    }
+}

@@ -1,0 +1,206 @@
+//! Disks that move along, between two machines made up for the purpose.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use godwit_engine::destination::Faults;
+use godwit_engine::report::Measures;
+use godwit_engine::steering::{Own, Steering};
+use godwit_engine::vm::SourceVm;
+use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_policy::Settings;
+use godwit_units::PageCount;
+
+use machine::{Destination, Found, Image, Source, SourceDisk, blocks, bytes, options, run};
+
+/// One ends within a page, and within a dirty block.
+const DISKS: [(&str, u64); 2] = [("system", (6 << 20) + 1536), ("data", 3 << 20)];
+
+struct Pair {
+    source: Source,
+    images: Vec<Arc<Image>>,
+    found: Arc<Mutex<Found>>,
+    faults: Faults,
+}
+
+impl Pair {
+    fn new(busy: Duration, change: impl Fn(&mut SourceDisk)) -> Self {
+        let disk = |(name, size): (&str, u64)| {
+            let mut disk = SourceDisk::new(name, size);
+            change(&mut disk);
+            Arc::new(disk)
+        };
+        let source = Source::start(busy, DISKS.map(disk).into());
+        let images = DISKS.map(|(name, size)| Arc::new(Image::new(name, size))).into();
+        Self { source, images, found: Arc::default(), faults: Faults::default() }
+    }
+
+    fn migrate(&mut self, channels: u8, steering: &Steering) -> Result<Measures, Failure> {
+        let destination = Destination {
+            ram: blocks(),
+            source_ram: self.source.ram(),
+            source_disks: self.source.disks.clone(),
+            images: self.images.clone(),
+            found: Arc::clone(&self.found),
+            refuse_to_load: false,
+        };
+        run(&mut self.source, destination, &options(channels, false), self.faults, steering)
+    }
+
+    fn check_moved(&self, result: &Result<Measures, Failure>) {
+        assert!(result.is_ok(), "{result:?}");
+        let found = self.found.lock().unwrap();
+        assert_eq!(found.pages_first, Some(true), "memory and disks were in place before the state");
+        assert!(found.ran && self.source.retired);
+        let disks = self.source.disks.iter().zip(&self.images);
+        disks.for_each(|(from, to)| assert!(to.holds(from), "'{}' differs", from.disk().name));
+    }
+
+    fn check_untouched(&self, result: &Result<Measures, Failure>, words: &str) {
+        let failure = result.as_ref().unwrap_err();
+        assert_eq!(failure.survivor, Survivor::Source);
+        assert!(failure.to_string().contains(words), "{failure}");
+        assert!(self.source.running.load(Ordering::Relaxed) && self.source.guest.is_some());
+        assert!(!self.found.lock().unwrap().ran && !self.source.retired);
+    }
+}
+
+const BUSY: Duration = Duration::from_millis(600);
+
+fn steering(change: impl FnOnce(&mut Settings)) -> Steering {
+    let mut settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    change(&mut settings);
+    Steering::new(settings, Own::default(), Cancel::default())
+}
+
+#[test]
+fn disks_arrive_as_they_are_when_the_guest_stands_still() {
+    for channels in [1, 3] {
+        let mut pair = Pair::new(Duration::from_secs(60), |_| {});
+        let result = pair.migrate(channels, &steering(|_| {}));
+        pair.check_moved(&result);
+        let measures = result.unwrap();
+        let first = measures.round_list[0];
+        assert_eq!(
+            (first.data, first.zero),
+            (PageCount::ZERO, PageCount::ZERO),
+            "memory waits for the full pass"
+        );
+        assert!(first.disk_sent.0 > 0);
+        let names: Vec<_> = measures.disks.iter().map(|disk| (disk.name.as_str(), disk.size.0)).collect();
+        assert_eq!(names, DISKS);
+        assert!(measures.disks.iter().all(|disk| disk.data.0 > 0 && disk.zero.0 > 0 && disk.sent.0 > 0));
+    }
+}
+
+#[test]
+fn an_old_version_never_lands_on_a_newer_one() {
+    // Each channel in turn is late, with many short rounds; the guest leaves the disks alone in the end, so what is wrong stays wrong.
+    for slow in 1..3 {
+        let mut pair = Pair::new(BUSY, |_| {});
+        pair.faults.slow_channel = Some((slow, Duration::from_millis(20)));
+        let steering = steering(|settings| settings.downtime_limit = Duration::from_millis(30));
+        let forced = steering.clone();
+        let wait = BUSY * 2;
+        let force = std::thread::spawn(move || {
+            std::thread::sleep(wait);
+            let _ = forced.switch_over(true);
+        });
+        let result = pair.migrate(1, &steering);
+        pair.check_moved(&result);
+        force.join().unwrap();
+    }
+}
+
+#[test]
+fn a_switchover_is_forced_before_the_full_pass_and_within_it() {
+    for reads in [0, 20] {
+        let mut pair = Pair::new(Duration::from_secs(60), |disk| disk.slow = Duration::from_millis(2));
+        let steering = steering(|_| {});
+        let disk = Arc::clone(&pair.source.disks[0]);
+        let forced = steering.clone();
+        let force = move || {
+            while disk.reads.load(Ordering::SeqCst) < reads {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            forced.switch_over(true).unwrap();
+        };
+        if reads == 0 {
+            force();
+        } else {
+            std::thread::spawn(force);
+        }
+        let result = pair.migrate(2, &steering);
+        pair.check_moved(&result);
+        assert_eq!(result.unwrap().round_list.len(), 2, "the first round, cut short, and the last one");
+    }
+}
+
+#[test]
+fn a_full_disk_at_the_destination_leaves_the_guest_at_the_source() {
+    let mut pair = Pair::new(Duration::from_secs(60), |_| {});
+    pair.images[1].fault.lock().unwrap().writes_left = Some(3);
+    let result = pair.migrate(2, &steering(|_| {}));
+    pair.check_untouched(&result, "no space is left on the disk");
+    // And a second attempt finds everything as it should be.
+    let images = DISKS.map(|(name, size)| Arc::new(Image::new(name, size)));
+    let mut again = Pair { images: images.into(), ..Pair::new(Duration::from_secs(60), |_| {}) };
+    let result = again.migrate(2, &steering(|_| {}));
+    again.check_moved(&result);
+}
+
+#[test]
+fn a_disk_that_cannot_be_read_leaves_the_guest_at_the_source() {
+    let mut pair = Pair::new(Duration::from_secs(60), |disk| disk.reads_left = 30.into());
+    let result = pair.migrate(2, &steering(|_| {}));
+    pair.check_untouched(&result, "cannot be read at");
+}
+
+#[test]
+fn a_destination_without_room_or_without_the_disk_refuses_before_anything_is_written() {
+    for (replaced, words) in [
+        (Image::new("data", (3 << 20) - 1), "disk 'data' has 3145727 bytes, too few for 3145728"),
+        (Image::new("other", 3 << 20), "there is no disk 'data' here"),
+    ] {
+        let mut pair = Pair::new(Duration::from_secs(60), |_| {});
+        pair.images[1] = Arc::new(replaced);
+        let result = pair.migrate(2, &steering(|_| {}));
+        pair.check_untouched(&result, words);
+        assert!(
+            pair.images.iter().all(|image| image.written.load(Ordering::SeqCst) == 0 && !image.is_open())
+        );
+    }
+}
+
+#[test]
+fn a_slow_disk_holds_up_nobody_else() {
+    // The guest is at rest; the first disk's sink does not go on until memory and the other disk are in place.
+    let mut pair = Pair::new(Duration::ZERO, |_| {});
+    let (source_ram, ram) = (pair.source.ram(), blocks());
+    source_ram[0].write(godwit_units::PageIndex(5), &[5; 4096]).unwrap();
+    let (other, disk) = (Arc::clone(&pair.images[1]), Arc::clone(&pair.source.disks[1]));
+    let until = Instant::now() + Duration::from_secs(60);
+    let held_up = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (watched, told) = (Arc::clone(&ram), Arc::clone(&held_up));
+    pair.images[0].fault.lock().unwrap().waits_for = Some(Box::new(move || {
+        told.store(Instant::now() > until, Ordering::SeqCst);
+        Instant::now() > until || bytes(&watched) == bytes(&source_ram) && other.holds(&disk)
+    }));
+    let destination = Destination {
+        ram,
+        source_ram: pair.source.ram(),
+        source_disks: pair.source.disks.clone(),
+        images: pair.images.clone(),
+        found: Arc::clone(&pair.found),
+        refuse_to_load: false,
+    };
+    let steering = steering(|settings| settings.memory_share = Some(1024));
+    let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);
+    pair.check_moved(&result);
+    assert!(!held_up.load(Ordering::SeqCst), "memory or the other disk waited for the slow one");
+}

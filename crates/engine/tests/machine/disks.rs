@@ -1,0 +1,241 @@
+//! Its disks.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use godwit_block::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
+use godwit_engine::vm::VmError;
+use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
+
+/// Bytes of a dirty block.
+const BLOCK: u64 = 16 << 10;
+/// What the guest writes at once.
+const PIECE: u64 = 512;
+
+/// A disk that the guest writes to.
+#[derive(Debug)]
+pub struct SourceDisk {
+    name: String,
+    bytes: Mutex<Vec<u8>>,
+    dirty: Mutex<BTreeSet<u64>>,
+    read: AtomicBool,
+    /// Each read takes so long.
+    pub slow: Duration,
+    /// This many reads succeed.
+    pub reads_left: AtomicU64,
+    /// Reads that were made.
+    pub reads: AtomicU64,
+}
+
+impl SourceDisk {
+    /// A disk of `size` bytes, of which every third block is zero.
+    pub fn new(name: &str, size: u64) -> Self {
+        let block = |at: u64| if (at / BLOCK).is_multiple_of(3) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
+        Self {
+            name: name.to_owned(),
+            bytes: Mutex::new((0..size).map(block).collect()),
+            dirty: Mutex::default(),
+            read: AtomicBool::new(false),
+            slow: Duration::ZERO,
+            reads_left: AtomicU64::new(u64::MAX),
+            reads: AtomicU64::new(0),
+        }
+    }
+
+    pub fn disk(&self) -> Disk {
+        Disk { name: self.name.clone(), size: ByteCount(self.bytes.lock().unwrap().len() as u64) }
+    }
+
+    pub fn granularity(&self) -> ByteCount {
+        ByteCount(BLOCK)
+    }
+
+    /// Whether a round is under way.
+    pub fn is_read(&self) -> bool {
+        self.read.load(Ordering::SeqCst)
+    }
+
+    /// The guest writes something, somewhere in the upper half: holes remain in the lower one.
+    pub fn guest_writes(&self, seed: u64) {
+        let mut bytes = self.bytes.lock().unwrap();
+        let pieces = bytes.len() as u64 / PIECE;
+        let at = (pieces / 2 + (seed >> 17) % (pieces - pieces / 2)) * PIECE;
+        bytes[at as usize..(at + PIECE) as usize].fill((seed >> 41) as u8);
+        drop(bytes);
+        self.dirty.lock().unwrap().insert(at / BLOCK);
+    }
+
+    pub fn dirty(&self) -> ByteCount {
+        ByteCount(self.dirty.lock().unwrap().len() as u64 * BLOCK)
+    }
+
+    pub fn round(self: &Arc<Self>, all: bool) -> Box<dyn DiskRound> {
+        assert!(!self.read.swap(true, Ordering::SeqCst), "the round before is still under way");
+        let dirty = std::mem::take(&mut *self.dirty.lock().unwrap());
+        let blocks = self.disk().size.0.div_ceil(BLOCK);
+        let extents = if all { (0..blocks).collect() } else { dirty.into_iter().collect() };
+        Box::new(Round { disk: Arc::clone(self), extents, all, asked: VecDeque::new() })
+    }
+}
+
+struct Round {
+    disk: Arc<SourceDisk>,
+    extents: VecDeque<u64>,
+    all: bool,
+    asked: VecDeque<PageRun>,
+}
+
+impl Drop for Round {
+    fn drop(&mut self) {
+        self.disk.read.store(false, Ordering::SeqCst);
+    }
+}
+
+impl DiskRound for Round {
+    fn dirty(&self) -> Option<ByteCount> {
+        (!self.all).then_some(ByteCount(self.extents.len() as u64 * BLOCK))
+    }
+
+    fn next(&mut self) -> Result<Option<Extent>, DiskError> {
+        let Some(block) = self.extents.pop_front() else { return Ok(None) };
+        let pages = self.disk.disk().pages().0;
+        let start = block * (BLOCK / PAGE_SIZE);
+        let run = PageRun::new(start, (BLOCK / PAGE_SIZE).min(pages - start));
+        // A hole is one as long as nothing was written there; what is written behind this look is dirty in the next round.
+        let bytes = self.disk.bytes.lock().unwrap();
+        let (from, to) = (run.start.offset() as usize, bytes.len().min(run.end().offset() as usize));
+        let hole = self.all && block.is_multiple_of(3) && bytes[from..to].iter().all(|byte| *byte == 0);
+        Ok(Some(Extent { run, content: if hole { Content::Zero } else { Content::Data } }))
+    }
+
+    fn ask(&mut self, run: PageRun) -> Result<(), DiskError> {
+        assert!(self.asked.len() < self.depth() && run.count.0 <= 256);
+        self.asked.push_back(run);
+        Ok(())
+    }
+
+    fn depth(&self) -> usize {
+        3
+    }
+
+    fn take(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
+        let run = self.asked.pop_front().unwrap();
+        std::thread::sleep(self.disk.slow);
+        self.disk.reads.fetch_add(1, Ordering::SeqCst);
+        let left = self.disk.reads_left.fetch_sub(1, Ordering::SeqCst);
+        if left == 0 {
+            return Err(format!("disk '{}' cannot be read at {}", self.disk.name, run.start.offset()).into());
+        }
+        let held = self.disk.bytes.lock().unwrap();
+        let start = run.start.offset() as usize;
+        let inside = bytes.len().min(held.len() - start);
+        bytes[..inside].copy_from_slice(&held[start..start + inside]);
+        bytes[inside..].fill(0);
+        Ok(())
+    }
+}
+
+/// What goes wrong at a sink.
+#[derive(Default)]
+pub struct SinkFault {
+    /// This many writes succeed.
+    pub writes_left: Option<u64>,
+    /// The first write waits for this.
+    pub waits_for: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+}
+
+/// A disk at the destination, full of something else.
+pub struct Image {
+    name: String,
+    bytes: Mutex<Vec<u8>>,
+    open: AtomicBool,
+    pub written: AtomicU64,
+    pub fault: Mutex<SinkFault>,
+}
+
+impl Image {
+    pub fn new(name: &str, size: u64) -> Self {
+        Self {
+            name: name.to_owned(),
+            bytes: Mutex::new(vec![0xee; size as usize]),
+            open: AtomicBool::new(false),
+            written: AtomicU64::new(0),
+            fault: Mutex::default(),
+        }
+    }
+
+    pub fn holds(&self, disk: &SourceDisk) -> bool {
+        *self.bytes.lock().unwrap() == *disk.bytes.lock().unwrap()
+    }
+
+    pub fn is_open(&self) -> bool {
+        self.open.load(Ordering::SeqCst)
+    }
+
+    /// Opens the one of `images` that is `wanted`.
+    pub fn open(images: &[Arc<Self>], wanted: &Disk) -> Result<Box<dyn DiskSink>, VmError> {
+        let image = images.iter().find(|image| image.name == wanted.name);
+        let image = image.ok_or_else(|| format!("there is no disk '{}' here", wanted.name))?;
+        let size = image.bytes.lock().unwrap().len() as u64;
+        if size < wanted.size.0 {
+            return Err(
+                format!("disk '{}' has {size} bytes, too few for {}", wanted.name, wanted.size.0).into()
+            );
+        }
+        image.open.store(true, Ordering::SeqCst);
+        Ok(Box::new(Sink { image: Arc::clone(image), kept: Vec::new() }))
+    }
+
+    fn put(&self, run: PageRun, fill: impl Fn(usize) -> u8) {
+        let mut bytes = self.bytes.lock().unwrap();
+        let start = run.start.offset() as usize;
+        let end = bytes.len().min(run.end().offset() as usize);
+        bytes[start..end].iter_mut().enumerate().for_each(|(index, byte)| *byte = fill(index));
+        self.written.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Keeps writes back until it has to settle, and then makes them in the wrong order, as a queue may.
+struct Sink {
+    image: Arc<Image>,
+    kept: Vec<(PageRun, Option<Vec<u8>>)>,
+}
+
+impl Drop for Sink {
+    fn drop(&mut self) {
+        self.image.open.store(false, Ordering::SeqCst);
+    }
+}
+
+impl DiskSink for Sink {
+    fn write(&mut self, run: PageRun, bytes: &[u8]) -> Result<(), DiskError> {
+        let mut fault = self.image.fault.lock().unwrap();
+        if let Some(left) = &mut fault.writes_left {
+            *left = left.checked_sub(1).ok_or("no space is left on the disk")?;
+        }
+        let waits_for = fault.waits_for.take();
+        drop(fault);
+        while waits_for.as_ref().is_some_and(|came| !came()) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.kept.push((run, Some(bytes.to_vec())));
+        Ok(())
+    }
+
+    fn zero(&mut self, run: PageRun) -> Result<(), DiskError> {
+        self.kept.push((run, None));
+        Ok(())
+    }
+
+    fn settle(&mut self, _durable: bool) -> Result<(), DiskError> {
+        for (run, bytes) in self.kept.drain(..).rev() {
+            match bytes {
+                Some(bytes) => self.image.put(run, |index| bytes[index]),
+                None => self.image.put(run, |_| 0),
+            }
+        }
+        Ok(())
+    }
+}

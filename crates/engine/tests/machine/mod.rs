@@ -1,0 +1,352 @@
+//! A machine made up for the purpose: the shortest example of what a VMM has to provide. Its guest writes memory and disks as fast as it
+//! can, and it looks whether the engine keeps its promises.
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
+
+mod disks;
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::destination::{self, receive};
+use godwit_engine::report::Measures;
+use godwit_engine::source::{Options, migrate};
+use godwit_engine::steering::Steering;
+use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
+use godwit_engine::{Cancel, Failure};
+use godwit_memory::RamBlock;
+use godwit_track::{DirtyTracker, TrackError};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
+
+pub use disks::{Image, SourceDisk};
+
+pub const SIZES: [u64; 2] = [6000, 1300];
+pub const STATE: usize = 700_000;
+
+pub fn blocks() -> Arc<Vec<RamBlock>> {
+    let block =
+        |(i, pages): (usize, &u64)| RamBlock::anonymous(&format!("ram{i}"), PageCount(*pages)).unwrap();
+    Arc::new(SIZES.iter().enumerate().map(block).collect())
+}
+
+pub fn bytes(blocks: &[RamBlock]) -> Vec<Vec<u8>> {
+    let read = |block: &RamBlock| {
+        let mut bytes = vec![0; block.pages().bytes().0 as usize];
+        block.read(PageIndex(0), &mut bytes).unwrap();
+        bytes
+    };
+    blocks.iter().map(read).collect()
+}
+
+/// Dirty pages as a set; the guest marks a page after it has written it.
+#[derive(Default)]
+struct Marks(Mutex<BTreeSet<(usize, u64)>>);
+
+impl DirtyTracker for Marks {
+    fn harvest(
+        &self,
+        block: usize,
+        within: PageRun,
+        limit: PageCount,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<PageIndex, TrackError> {
+        let mut marks = self.0.lock().unwrap();
+        let range = (block, within.start.0)..(block, within.end().0);
+        let most = if limit.0 == 0 { usize::MAX } else { limit.0 as usize };
+        let pages: Vec<u64> = marks.range(range).take(most).map(|(_, page)| *page).collect();
+        for page in &pages {
+            marks.remove(&(block, *page));
+            found(PageRun::new(*page, 1));
+        }
+        let stopped = pages.len() == most;
+        Ok(if stopped { PageIndex(pages[most - 1] + 1) } else { within.end() })
+    }
+
+    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        let range = (block, within.start.0)..(block, within.end().0);
+        self.0.lock().unwrap().range(range).for_each(|(_, page)| found(PageRun::new(*page, 1)));
+        Ok(())
+    }
+}
+
+/// A machine whose guest writes as fast as it can.
+pub struct Source {
+    ram: Arc<Vec<RamBlock>>,
+    marks: Arc<Marks>,
+    pub running: Arc<AtomicBool>,
+    pub guest: Option<JoinHandle<()>>,
+    state: Option<UnixStream>,
+    pub retired: bool,
+    /// Disks that move along.
+    pub disks: Vec<Arc<SourceDisk>>,
+    begun: bool,
+    /// The guest writes for so long, and then no more.
+    busy: Duration,
+}
+
+impl Source {
+    /// One whose guest is at work.
+    pub fn start(busy: Duration, disks: Vec<Arc<SourceDisk>>) -> Self {
+        let ram = blocks();
+        let mut source = Self {
+            ram,
+            marks: Arc::default(),
+            running: Arc::default(),
+            guest: None,
+            state: None,
+            retired: false,
+            disks,
+            begun: false,
+            busy,
+        };
+        source.resume().unwrap();
+        source
+    }
+}
+
+impl SourceVm for Source {
+    fn machine(&self) -> &'static str {
+        "made-up"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        Arc::clone(&self.ram)
+    }
+
+    fn was_running(&self) -> bool {
+        true
+    }
+
+    fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        Ok(Arc::clone(&self.marks) as Arc<dyn DirtyTracker>)
+    }
+
+    fn tracking_stop(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn throttle(&mut self, _share: f64) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        self.disks.iter().map(|disk| disk.disk()).collect()
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.disks.iter().map(|disk| disk.granularity()).collect()
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        let all = !std::mem::replace(&mut self.begun, true);
+        Ok(self.disks.iter().map(|disk| disk.round(all)).collect())
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        Ok(self.disks.iter().map(|disk| disk.dirty()).collect())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        None
+    }
+
+    fn vcpus(&self) -> usize {
+        1
+    }
+
+    fn direct_io(&self) -> bool {
+        false
+    }
+
+    fn drain(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
+        let (ours, theirs) = UnixStream::pair()?;
+        self.state = Some(theirs);
+        Ok(Box::new(ours))
+    }
+
+    fn stop(&mut self) -> Result<Instant, VmError> {
+        self.running.store(false, Ordering::Relaxed);
+        self.guest.take().unwrap().join().unwrap();
+        Ok(Instant::now())
+    }
+
+    fn release_state(&mut self) -> Result<(), VmError> {
+        assert!(self.disks.iter().all(|disk| !disk.is_read()), "a disk is read behind the release");
+        let mut state = self.state.take().unwrap();
+        std::thread::spawn(move || state.write_all(&vec![7; STATE]));
+        Ok(())
+    }
+
+    fn state_saved(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn resume(&mut self) -> Result<(), VmError> {
+        assert!(self.disks.iter().all(|disk| !disk.is_read()), "a disk is read when its tracking ends");
+        if self.guest.is_none() {
+            self.running.store(true, Ordering::Relaxed);
+            let until = Instant::now() + self.busy;
+            let (ram, marks, running) =
+                (Arc::clone(&self.ram), Arc::clone(&self.marks), Arc::clone(&self.running));
+            let disks = self.disks.clone();
+            self.guest = Some(std::thread::spawn(move || {
+                let mut seed = 1u64;
+                while running.load(Ordering::Relaxed) {
+                    if Instant::now() >= until {
+                        std::thread::sleep(Duration::from_millis(1));
+                        continue;
+                    }
+                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let block = (seed >> 60) as usize % SIZES.len();
+                    let page = (seed >> 20) % SIZES[block];
+                    ram[block].write(PageIndex(page), &[(seed >> 33) as u8 | 1; 4096]).unwrap();
+                    marks.0.lock().unwrap().insert((block, page));
+                    disks.iter().for_each(|disk| disk.guest_writes(seed));
+                }
+            }));
+        }
+        Ok(())
+    }
+
+    fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
+        self.retired = true;
+        Ok(())
+    }
+}
+
+/// What the destination found.
+#[derive(Debug, Default)]
+pub struct Found {
+    pub state_bytes: usize,
+    /// Whether all pages were in place when the first device state came, those of disks too.
+    pub pages_first: Option<bool>,
+    pub ran: bool,
+    /// The machine was let have its disks.
+    pub disks_closed: bool,
+}
+
+pub struct Destination {
+    pub ram: Arc<Vec<RamBlock>>,
+    pub source_ram: Arc<Vec<RamBlock>>,
+    pub source_disks: Vec<Arc<SourceDisk>>,
+    /// Its own.
+    pub images: Vec<Arc<Image>>,
+    pub found: Arc<Mutex<Found>>,
+    pub refuse_to_load: bool,
+}
+
+struct Sink {
+    ram: Arc<Vec<RamBlock>>,
+    source_ram: Arc<Vec<RamBlock>>,
+    source_disks: Vec<Arc<SourceDisk>>,
+    images: Vec<Arc<Image>>,
+    found: Arc<Mutex<Found>>,
+}
+
+impl Write for Sink {
+    fn write(&mut self, state: &[u8]) -> std::io::Result<usize> {
+        let mut found = self.found.lock().unwrap();
+        assert!(found.disks_closed || self.images.is_empty(), "device state before the disks are closed");
+        found.state_bytes += state.len();
+        // The source's guest is stopped when there is device state, so its memory stands still.
+        found.pages_first.get_or_insert_with(|| {
+            let disks = self.source_disks.iter().zip(&self.images);
+            bytes(&self.ram) == bytes(&self.source_ram) && disks.into_iter().all(|(from, to)| to.holds(from))
+        });
+        Ok(state.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+impl DestinationVm for Destination {
+    fn machine(&self) -> &'static str {
+        "made-up"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        Arc::clone(&self.ram)
+    }
+
+    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the last round");
+        self.found.lock().unwrap().disks_closed = true;
+        Ok(())
+    }
+
+    fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
+        let (ram, source_ram) = (Arc::clone(&self.ram), Arc::clone(&self.source_ram));
+        let (source_disks, images) = (self.source_disks.clone(), self.images.clone());
+        Ok(Box::new(Sink { ram, source_ram, source_disks, images, found: Arc::clone(&self.found) }))
+    }
+
+    fn finish_load(&mut self) -> Result<(), VmError> {
+        if self.refuse_to_load { Err("this state is not to my taste".into()) } else { Ok(()) }
+    }
+
+    fn run(&mut self) -> Result<(), RunError> {
+        self.found.lock().unwrap().ran = true;
+        Ok(())
+    }
+
+    fn announce(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn discard(&mut self) -> Result<(), VmError> {
+        assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the discard");
+        Ok(())
+    }
+}
+
+/// Options for a migration over loopback.
+pub fn options(channels: u8, verify: bool) -> Options {
+    let to = Address::Tcp(String::new());
+    Options { to, verify, channels, ledger: true, keep_source: false, fault: None }
+}
+
+/// Runs one migration of `source` into `destination`; the outcome at the source.
+pub fn run(
+    source: &mut Source,
+    mut destination: Destination,
+    options: &Options,
+    faults: destination::Faults,
+    steering: &Steering,
+) -> Result<Measures, Failure> {
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let receiving = std::thread::spawn(move || {
+        let cancel = Cancel::default();
+        let options = destination::Options {
+            wait: Some(Duration::from_secs(60)),
+            faults,
+            ..destination::Options::default()
+        };
+        receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)
+    });
+    let options = Options { to, ..options.clone() };
+    let result = migrate(source, &options, steering, &mut |_| {});
+    let received = receiving.join().unwrap();
+    assert_eq!(result.is_ok(), received.is_ok(), "{result:?} {received:?}");
+    result
+}

@@ -1,0 +1,297 @@
+//! The guest's disks, the names that they go by, and which of them may move.
+//!
+//! Source: `query-block` and `query-blockstats` of QEMU's QMP reference. A disk may be named by its block node, by the id of its
+//! `-drive`, by the id of the guest's device, or by that device's path. The first of these that there is, is what both sides call it.
+
+use godwit_block::{Disk, DiskChoice, Writes};
+use godwit_units::ByteCount;
+use serde_json::Value;
+
+use crate::QemuError;
+use crate::machine::text;
+use crate::qmp::{Qmp, QmpError};
+
+/// What is in a drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Medium {
+    node: String,
+    size: ByteCount,
+    read_only: bool,
+    file: String,
+    format: String,
+}
+
+/// A drive of the guest, with or without a medium.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Drive {
+    /// All names, the best first.
+    names: Vec<String>,
+    /// Whether a device of the guest uses it.
+    attached: bool,
+    medium: Option<Medium>,
+}
+
+/// A disk that can move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// What both sides call it.
+    pub(crate) name: String,
+    /// The block node that the guest's device uses.
+    pub(crate) node: String,
+    pub(crate) size: ByteCount,
+    /// QEMU's words for the image.
+    pub(crate) file: String,
+    pub(crate) format: String,
+}
+
+impl Found {
+    /// The command that makes an empty image for it. The file is that of the source, which QEMU tells only of plain files as a path.
+    pub(crate) fn image_command(&self) -> String {
+        let file = if self.file.starts_with('/') { quoted(&self.file) } else { "FILE".to_owned() };
+        format!("qemu-img create -f {} {file} {}   # {}", self.format, self.size.0, self.name)
+    }
+}
+
+/// As a shell reads it: in quotes where it has to be.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+".contains(c);
+    if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', "'\\''")) }
+}
+
+/// All drives, in QEMU's order.
+pub(crate) fn drives(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
+    let blocks = qmp.execute("query-block", Value::Null)?;
+    Ok(blocks.as_array().into_iter().flatten().map(drive).collect())
+}
+
+fn drive(block: &Value) -> Drive {
+    let inserted = &block["inserted"];
+    let node = text(&inserted["node-name"]);
+    let (device, path) = (text(&block["device"]), text(&block["qdev"]));
+    // QEMU itself names nodes that nobody has named, and differently each time: `#block123`.
+    let named = if node.starts_with('#') { String::new() } else { node.clone() };
+    let mut names = vec![named, device, device_id(&path), path.clone()];
+    names.retain(|name| !name.is_empty());
+    names.dedup();
+    let medium = inserted.is_object().then(|| Medium {
+        node,
+        size: ByteCount(inserted["image"]["virtual-size"].as_u64().unwrap_or(0)),
+        read_only: inserted["ro"] == true,
+        file: text(&inserted["image"]["filename"]),
+        format: text(&inserted["image"]["format"]),
+    });
+    Drive { names, attached: !path.is_empty(), medium }
+}
+
+/// The id in `/machine/peripheral/ID/virtio-backend`; an id by itself stays; empty where the device has none.
+fn device_id(path: &str) -> String {
+    match path.strip_prefix("/machine/peripheral/") {
+        Some(rest) => rest.split('/').next().unwrap_or_default().to_owned(),
+        None if path.starts_with('/') => String::new(),
+        None => path.to_owned(),
+    }
+}
+
+impl Drive {
+    /// Why it cannot move.
+    fn movable(&self, name: &str) -> Result<Found, QemuError> {
+        let refused = |why| QemuError::DiskUnmovable { disk: name.to_owned(), why };
+        let medium = self.medium.as_ref().ok_or_else(|| refused("it has no medium"))?;
+        if medium.read_only {
+            return Err(refused("it is read-only: let both sides use the same file, or a copy"));
+        }
+        if medium.node.is_empty() || medium.size.0 == 0 {
+            return Err(refused("QEMU does not tell its node or its size"));
+        }
+        let name = self.names.first().cloned().unwrap_or_default();
+        let Medium { node, size, file, format, .. } = medium.clone();
+        Ok(Found { name, node, size, file, format })
+    }
+}
+
+/// The drive that goes by `name`.
+fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, QemuError> {
+    let mut found = drives.iter().filter(|drive| drive.names.iter().any(|other| other == name));
+    match (found.next(), found.next()) {
+        (Some(drive), None) => Ok(drive),
+        (None, _) => Err(QemuError::NoSuchDisk { name: name.to_owned(), there: list(drives) }),
+        (Some(_), Some(_)) => Err(QemuError::DiskUnmovable {
+            disk: name.to_owned(),
+            why: "several drives go by that name: use the path of the device",
+        }),
+    }
+}
+
+/// What the drives are called, for a message.
+fn list(drives: &[Drive]) -> String {
+    let names: Vec<String> = drives.iter().filter_map(|drive| drive.names.first().cloned()).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+/// The disks that `choice` means. For all, drives that the guest cannot write to or that no device uses are left out.
+pub(crate) fn choose(drives: &[Drive], choice: &DiskChoice) -> Result<Vec<Found>, QemuError> {
+    let mut chosen: Vec<Found> = Vec::new();
+    match choice {
+        DiskChoice::None => {}
+        DiskChoice::All => {
+            let writable = |drive: &&Drive| {
+                drive.attached && drive.medium.as_ref().is_some_and(|medium| !medium.read_only)
+            };
+            for drive in drives.iter().filter(writable) {
+                let disk = drive.movable(&list(std::slice::from_ref(drive)))?;
+                // Two devices on one node are one disk.
+                if chosen.iter().all(|other| other.node != disk.node) {
+                    chosen.push(disk);
+                }
+            }
+            if chosen.is_empty() {
+                return Err(QemuError::NoDisks);
+            }
+        }
+        DiskChoice::Named(names) => {
+            for name in names {
+                let disk = by_name(drives, name)?.movable(name)?;
+                if chosen.iter().any(|other| other.node == disk.node) {
+                    let why = "it is named twice, by two of its names";
+                    return Err(QemuError::DiskUnmovable { disk: name.clone(), why });
+                }
+                chosen.push(disk);
+            }
+        }
+    }
+    Ok(chosen)
+}
+
+/// The disks that take `wanted` in, in its order.
+pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>, QemuError> {
+    let mut found: Vec<Found> = Vec::new();
+    for disk in wanted {
+        let drive = by_name(drives, &disk.name).map_err(|error| match error {
+            QemuError::NoSuchDisk { name, there } => {
+                QemuError::DiskMissing { disk: name, size: disk.size, there }
+            }
+            other => other,
+        })?;
+        let here = drive.movable(&disk.name)?;
+        if here.size != disk.size {
+            return Err(QemuError::DiskSize {
+                disk: disk.name.clone(),
+                source_size: disk.size,
+                here: here.size,
+                file: here.file,
+                format: here.format,
+            });
+        }
+        if found.iter().any(|other| other.node == here.node) {
+            let why = "the source sends two disks that are one here";
+            return Err(QemuError::DiskUnmovable { disk: disk.name.clone(), why });
+        }
+        found.push(Found { name: disk.name.clone(), ..here });
+    }
+    Ok(found)
+}
+
+/// What the guest has written to the disk on `node` since QEMU opened it.
+pub(crate) fn writes(stats: &Value, node: &str) -> Writes {
+    let mut of_node = stats.as_array().into_iter().flatten().filter(|entry| entry["node-name"] == node);
+    let number = |entry: &Value, key: &str| entry["stats"][key].as_u64().unwrap_or(0);
+    let entry = of_node.next();
+    Writes {
+        bytes: ByteCount(entry.map_or(0, |entry| number(entry, "wr_bytes"))),
+        operations: entry.map_or(0, |entry| number(entry, "wr_operations")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn guest() -> Vec<Drive> {
+        let blocks = json!([
+            { "device": "d0", "qdev": "/machine/peripheral-anon/device[0]/virtio-backend", "inserted":
+                { "node-name": "#block226", "ro": false, "image": { "virtual-size": 67108864, "format": "raw" } } },
+            { "device": "", "qdev": "/machine/peripheral/vd1/virtio-backend", "inserted":
+                { "node-name": "n1", "ro": false, "image": { "virtual-size": 67108864, "format": "qcow2" } } },
+            { "device": "rom", "qdev": "scsi7", "inserted":
+                { "node-name": "#block1", "ro": true, "image": { "virtual-size": 512 } } },
+            { "device": "cd", "qdev": "/machine/peripheral-anon/device[1]" },
+            { "device": "spare", "inserted":
+                { "node-name": "#block2", "ro": false, "image": { "virtual-size": 512 } } },
+        ]);
+        blocks.as_array().unwrap().iter().map(drive).collect()
+    }
+
+    fn named(names: &[&str]) -> Result<Vec<String>, String> {
+        let choice = DiskChoice::Named(names.iter().map(|&name| name.to_owned()).collect());
+        let chosen = choose(&guest(), &choice).map_err(|error| error.to_string())?;
+        Ok(chosen.into_iter().map(|disk| disk.name).collect())
+    }
+
+    #[test]
+    fn all_are_those_that_the_guest_writes_to() {
+        let chosen = choose(&guest(), &DiskChoice::All).unwrap();
+        let names: Vec<_> = chosen.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
+        assert_eq!(names, [("d0", "#block226"), ("n1", "n1")]);
+        assert!(matches!(choose(&guest()[2..], &DiskChoice::All), Err(QemuError::NoDisks)));
+    }
+
+    #[test]
+    fn a_disk_goes_by_many_names_and_is_called_by_one() {
+        assert_eq!(named(&["n1"]).unwrap(), ["n1"]);
+        assert_eq!(named(&["vd1"]).unwrap(), ["n1"]);
+        assert_eq!(named(&["/machine/peripheral/vd1/virtio-backend", "d0"]).unwrap(), ["n1", "d0"]);
+        assert_eq!(named(&["spare"]).unwrap(), ["spare"]);
+    }
+
+    #[test]
+    fn what_cannot_move_is_refused_with_the_reason() {
+        let refused = |name: &str| named(&[name]).unwrap_err();
+        assert_eq!(refused("n2"), "the VM has no disk 'n2'; its drives are d0, n1, rom, cd, spare");
+        assert!(refused("#block226").contains("has no disk"));
+        assert_eq!(refused("cd"), "disk 'cd' cannot move: it has no medium");
+        assert!(refused("scsi7").starts_with("disk 'scsi7' cannot move: it is read-only"));
+        assert!(named(&["n1", "vd1"]).unwrap_err().contains("named twice"));
+    }
+
+    #[test]
+    fn the_destination_finds_disks_by_any_name_and_of_the_same_size_only() {
+        let wanted = |name: &str, size| Disk { name: name.to_owned(), size: ByteCount(size) };
+        let received = |wanted: &[Disk]| receiving(&guest(), wanted).map_err(|error| error.to_string());
+        let found = received(&[wanted("vd1", 64 << 20), wanted("d0", 64 << 20)]).unwrap();
+        let nodes: Vec<_> = found.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
+        assert_eq!(nodes, [("vd1", "n1"), ("d0", "#block226")]);
+        let refused = received(&[wanted("other", 64 << 20)]).unwrap_err();
+        assert!(refused.starts_with("disk 'other' (64MiB) does not exist at the destination"), "{refused}");
+        let refused = received(&[wanted("n1", 32 << 20)]).unwrap_err();
+        assert!(refused.contains("33554432 bytes at the source and 67108864 here"), "{refused}");
+        assert!(
+            received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)]).unwrap_err().contains("are one")
+        );
+        assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only"));
+    }
+
+    #[test]
+    fn an_image_is_made_by_a_command_that_a_shell_reads() {
+        let found = |file: &str| Found {
+            name: "n1".to_owned(),
+            node: "n1".to_owned(),
+            size: ByteCount(1 << 20),
+            file: file.to_owned(),
+            format: "qcow2".to_owned(),
+        };
+        let command = |file| found(file).image_command();
+        assert_eq!(command("/vm/a.qcow2"), "qemu-img create -f qcow2 /vm/a.qcow2 1048576   # n1");
+        assert_eq!(command("/vm/it's"), "qemu-img create -f qcow2 '/vm/it'\\''s' 1048576   # n1");
+        assert_eq!(command("json:{...}"), "qemu-img create -f qcow2 FILE 1048576   # n1");
+    }
+
+    #[test]
+    fn a_name_of_two_drives_is_refused() {
+        let mut drives = guest();
+        drives[0].names.push("n1".to_owned());
+        let error = choose(&drives, &DiskChoice::Named(vec!["n1".to_owned()])).unwrap_err();
+        assert!(error.to_string().contains("several drives"), "{error}");
+    }
+}

@@ -1,0 +1,74 @@
+//! Whose a bitmap, an export or a directory is: names begin with the process that made it.
+//!
+//! A process is named by number and start time, since numbers are given again. A godwit in another PID namespace is not seen and
+//! counts as gone; two of them at one QEMU are not provided for.
+
+use std::fmt;
+
+const PREFIX: &str = "godwit-";
+
+/// A process that once was godwit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mark {
+    pub(crate) pid: u32,
+    /// In ticks since the host was started (`starttime` in proc_pid_stat(5)).
+    started: u64,
+}
+
+impl Mark {
+    /// This process.
+    pub(crate) fn own() -> Self {
+        let pid = std::process::id();
+        Self { pid, started: start_time(pid).unwrap_or(0) }
+    }
+
+    /// The mark that `name` begins with, if there is one.
+    pub(crate) fn of(name: &str) -> Option<Self> {
+        let mut numbers = name.strip_prefix(PREFIX)?.split('-');
+        let pid = numbers.next()?.parse().ok()?;
+        Some(Self { pid, started: numbers.next()?.parse().ok()? })
+    }
+
+    /// Whether the process still runs.
+    pub(crate) fn is_alive(self) -> bool {
+        start_time(self.pid) == Some(self.started)
+    }
+}
+
+impl fmt::Display for Mark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{PREFIX}{}-{}", self.pid, self.started)
+    }
+}
+
+fn start_time(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name of the program, in parentheses, may hold anything; start time is the 20th field after it.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_is_known_again_by_its_name() {
+        let mark = Mark::own();
+        assert_eq!(Mark::of(&format!("{mark}-7")), Some(mark));
+        assert_eq!(Mark::of(&mark.to_string()), Some(mark));
+        for other in ["godwit", "godwit-x-7", "bitmap0", "godwit-12"] {
+            assert_eq!(Mark::of(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn only_the_living_are_alive() {
+        assert!(Mark::own().is_alive());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let gone = Mark { pid: child.id(), started: start_time(child.id()).unwrap() };
+        child.wait().unwrap();
+        assert!(!gone.is_alive());
+        let given_again = Mark { started: Mark::own().started + 1, ..Mark::own() };
+        assert!(!given_again.is_alive());
+    }
+}

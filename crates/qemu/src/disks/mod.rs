@@ -1,0 +1,30 @@
+//! Disks that move along with the guest.
+//!
+//! The source is read through an NBD export of QEMU's own, and the guest's writes are found by dirty bitmaps of QEMU's own
+//! (`docs/interop/bitmaps.rst`), so every image format and every node that QEMU can open can move. The destination is written through
+//! a writable export of the QEMU that waits there.
+//!
+//! ```text
+//!   find       which disks, and by what names
+//!   server     QEMU's NBD server, on a socket that godwit opened
+//!   tracking   a bitmap a disk that records, another one with each round
+//!   round      what a round has to copy, and reading it
+//!   sink       writing at the destination
+//!   mark       whose the bitmaps and exports are, so that a killed godwit's are found
+//! ```
+//!
+//! Invariant: all that is added to QEMU bears a mark, and all that bears the mark of a process that is gone is removed when a godwit
+//! looks at that QEMU next.
+
+mod find;
+mod leftovers;
+mod mark;
+mod round;
+mod server;
+mod sink;
+mod tracking;
+
+pub(crate) use find::{Found, choose, drives};
+pub(crate) use leftovers::clear;
+pub(crate) use sink::Receiving;
+pub(crate) use tracking::{Tracking, written};
