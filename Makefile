@@ -101,6 +101,14 @@ bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU 
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin free
 	@$(CARGO) run --quiet --release --package godwit-bench --bin free -- $(BENCH_FREE)
 
+# `make bench-governor BENCH_GOVERNOR='--only hold'` for other figures; see the program's own usage line.
+BENCH_GOVERNOR ?= --rounds 3
+
+.PHONY: bench-governor
+bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (six minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin governor
+	@$(CARGO) run --quiet --release --package godwit-bench --bin governor -- $(BENCH_GOVERNOR)
+
 .PHONY: bench-sync
 bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)
 	@$(CARGO) run --quiet --release --package godwit-bench --bin sync

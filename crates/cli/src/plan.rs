@@ -199,6 +199,7 @@ fn scenario(measured: &Measured, guest: GuestSpec, link: Rate) -> Scenario {
     let mut scenario = plain("plan", guest, link);
     let look = Duration::try_from_secs_f64(measured.look_seconds).unwrap_or_default();
     scenario.synchronisation = Synchronisation::Pieces(look);
+    scenario.governor = measured.can_govern;
     // What `auto` comes to: LZ4 on two processors, where the link is slower than that.
     let rate = link.bytes_per_second();
     scenario.link.page_bytes =

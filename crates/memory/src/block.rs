@@ -165,6 +165,12 @@ impl RamBlock {
         &self.path
     }
 
+    /// Whether its memory comes in huge pages only (hugetlbfs), which are protected as a whole.
+    #[must_use]
+    pub fn has_huge_pages(&self) -> bool {
+        self.huge.is_some()
+    }
+
     /// Its size.
     #[must_use]
     pub fn pages(&self) -> PageCount {

@@ -147,6 +147,11 @@ impl Machine {
         self.tracking.to_string()
     }
 
+    /// Whether writes are tracked in this process's page tables.
+    pub(crate) fn tracks_page_tables(&self) -> bool {
+        matches!(self.tracking, Tracking::Pagemap)
+    }
+
     /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker is dropped, which
     /// must be before the machine is.
     ///

@@ -13,6 +13,7 @@ mod destination;
 mod disk_limits;
 mod disks;
 mod error;
+mod governor;
 mod machine;
 pub mod qmp;
 mod settings;

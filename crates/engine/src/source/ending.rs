@@ -23,7 +23,7 @@ impl Source<'_> {
         self.measures.tracked = stopped.saturating_duration_since(self.started + self.measures.setup);
         self.measures.parts.drain = self.lap();
         self.sample_speed();
-        (self.throttle, self.guest_speed) = (0.0, None);
+        (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
         Ok(Some(Input::GuestStopped))
     }
 
@@ -244,6 +244,10 @@ impl Source<'_> {
         self.measures.lost = losses.lost;
         self.measures.under_half = losses.under_half;
         self.measures.under_tenth = losses.under_tenth;
+        let governor = self.vm.governor_measures();
+        self.measures.first_writes_delayed = governor.delayed;
+        self.measures.vcpus_waited = governor.waited;
+        self.measures.longest_wait = governor.longest_wait;
         let pages = ByteCount(self.counters.sent.load(Ordering::Relaxed));
         self.measures.sent = pages + self.measures.device_state;
     }

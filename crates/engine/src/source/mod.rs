@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 use godwit_balloon::FreeHints;
 use godwit_ledger::{Key, Ledger};
 use godwit_memory::RamBlock;
-use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
+use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
@@ -151,6 +151,8 @@ pub fn migrate(
         unawaited: None,
         policy: Policy::new(settings),
         throttle: 0.0,
+        first_writes: None,
+        can_govern: false,
         disk_limit: None,
         speed: Speed::default(),
         guest_speed: None,
@@ -247,6 +249,10 @@ struct Source<'a> {
     policy: Policy,
     /// The throttle in force.
     throttle: f64,
+    /// The governor's rate in force.
+    first_writes: Option<f64>,
+    /// Whether the policy may use a governor.
+    can_govern: bool,
     disk_limit: Option<Rate>,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
@@ -571,6 +577,7 @@ impl Source<'_> {
             expected_downtime: estimate.and_then(|estimate| estimate.expected_downtime),
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.throttle,
+            first_writes: self.first_writes,
             guest_speed: self.guest_speed,
             disks: self.disks.progress(),
             memory_share: self.gate.share(),

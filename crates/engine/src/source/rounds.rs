@@ -65,9 +65,32 @@ impl Source<'_> {
         self.board = Some(board);
         self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
+        self.offer_governor();
         let plan = self.policy.start(!self.disks.is_empty());
         self.enforce(&plan);
         Ok(None)
+    }
+
+    /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes hands would be sent again.
+    fn offer_governor(&mut self) {
+        let refusal = match &self.ledger {
+            Some(_) => self.vm.cannot_govern(),
+            None => Some("it needs the ledger".to_owned()),
+        };
+        self.can_govern = refusal.is_none() && self.vm.was_running();
+        if let (Some(why), ThrottleMode::Governor) = (refusal, self.policy.settings().throttle) {
+            self.fall_back(&why);
+        }
+    }
+
+    /// The guest cannot be governed: it is throttled instead, if the operator did not forbid it.
+    fn fall_back(&mut self, why: &str) {
+        self.can_govern = false;
+        self.warning =
+            Some(format!("the guest's writes cannot be governed: {why}; its vCPUs are throttled instead"));
+        if self.policy.settings().throttle == ThrottleMode::Governor {
+            let _ = self.policy.set("throttle", "adaptive");
+        }
     }
 
     /// The sending end of a channel for `segments` segments.
@@ -288,6 +311,7 @@ impl Source<'_> {
             dirty: &look.dirty,
             throttle: self.throttle,
             guest_speed: speed,
+            can_govern: self.can_govern,
         });
         if let Some(plan) = plan {
             self.enforce(&plan);
@@ -325,6 +349,7 @@ impl Source<'_> {
             dirty: &look.dirty,
             throttle: self.throttle,
             guest_speed: speed,
+            can_govern: self.can_govern,
             disk,
             ..Round::default()
         });
@@ -359,8 +384,9 @@ impl Source<'_> {
 
     /// The guest's speed since the last sample, and its sum for the measures.
     pub(super) fn sample_speed(&mut self) -> Option<f64> {
-        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle);
-        if speed.is_some() || self.throttle == 0.0 {
+        let governed = self.first_writes.is_some();
+        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle, governed);
+        if speed.is_some() || self.throttle == 0.0 && !governed {
             self.guest_speed = speed;
         }
         speed
@@ -397,7 +423,11 @@ impl Source<'_> {
                 Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
             }
         }
-        if plan.throttle == self.throttle || !self.vm.was_running() {
+        if !self.vm.was_running() {
+            return;
+        }
+        self.govern(plan.first_writes);
+        if plan.throttle == self.throttle {
             return;
         }
         // What was consumed until now was consumed under the old one.
@@ -409,6 +439,21 @@ impl Source<'_> {
                 self.throttle = 0.0;
                 self.warning = Some(format!("the guest cannot be throttled: {error}"));
                 let _ = self.policy.set("throttle", "off");
+            }
+        }
+    }
+
+    /// Puts the governor's rate in force, or lets the guest write freely.
+    fn govern(&mut self, first_writes: Option<f64>) {
+        if first_writes.is_none() && self.first_writes.is_none() {
+            return;
+        }
+        self.sample_speed();
+        match self.vm.govern(first_writes) {
+            Ok(()) => self.first_writes = first_writes,
+            Err(error) => {
+                self.first_writes = None;
+                self.fall_back(&error.to_string());
             }
         }
     }
