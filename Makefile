@@ -37,6 +37,8 @@ GODWIT_SOAK ?= 40
 soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
 	@$(CARGO) build --workspace --bins
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
+	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
+	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
 .PHONY: check
 check: ## format, lints and the tests that need no QEMU
@@ -98,6 +100,22 @@ BENCH_DISKS ?=
 bench-disks: guest qemu ## disks that move along, beside QEMU's own way over a slow link; needs root (twenty minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin disks
 	@$(CARGO) run --quiet --release --package godwit-bench --bin disks -- $(BENCH_DISKS)
+
+# `make bench-free BENCH_FREE='--rounds 1 --only idle'` for other figures; see the program's own usage line.
+BENCH_FREE ?= --rounds 3
+
+.PHONY: bench-free
+bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU plain, QEMU's free-page hints (fifteen minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin free
+	@$(CARGO) run --quiet --release --package godwit-bench --bin free -- $(BENCH_FREE)
+
+# `make bench-governor BENCH_GOVERNOR='--only hold'` for other figures; see the program's own usage line.
+BENCH_GOVERNOR ?= --rounds 3
+
+.PHONY: bench-governor
+bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (six minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin governor
+	@$(CARGO) run --quiet --release --package godwit-bench --bin governor -- $(BENCH_GOVERNOR)
 
 .PHONY: bench-sync
 bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)

@@ -35,6 +35,19 @@ impl Mapping {
         Ok(Self { base: base.cast(), len })
     }
 
+    /// Where it is mapped.
+    pub fn address(&self) -> u64 {
+        self.base as u64
+    }
+
+    /// Writes a number, as a guest would.
+    pub fn store(&self, offset: usize, value: u64) {
+        assert!(offset.is_multiple_of(8));
+        let at = self.at(offset, 8);
+        // SAFETY: aligned and within the mapping; nobody holds a reference into it.
+        unsafe { at.cast::<u64>().write_volatile(value) };
+    }
+
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset <= self.len && len <= self.len - offset, "{len} bytes at {offset} of {}", self.len);
         // SAFETY: within the mapping, as just checked.

@@ -5,7 +5,10 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, check_untouched};
-use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, flavours_for, kvm_for};
+use godwit_testbed::{
+    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, flavours_for, kvm_for,
+};
+use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 use serde_json::Value;
 
@@ -41,6 +44,30 @@ fn a_plan_for_a_busy_qemu_guest() -> anyhow::Result<()> {
     let mut vm = TestVm::source(&VmConfig::new(flavour, GuestConfig::small(Mode::Full)))?;
     vm.wait_ready(LIMIT)?;
     plan(&Godwit::built()?, &vm)?;
+    check_untouched(&mut vm)
+}
+
+#[test]
+fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
+    let flavours = flavours_for("a_plan_tells_how_to_make_images");
+    let Some(flavour) = flavours.last() else { return Ok(()) };
+    let image = DiskImage::create("qcow2", ByteCount(3 << 20))?;
+    let mut config = VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+    config.extra.extend(image.arguments("data"));
+    let mut vm = TestVm::source(&config)?;
+    vm.wait_ready(LIMIT)?;
+    let godwit = Godwit::built()?;
+    let name = vm.vm_name();
+    let plan = |disks: &str| {
+        let arguments = ["plan", "--vm", &name, "--for", "200ms", "--disks", disks, "--json"];
+        Command::new(godwit.program()).args(arguments).output()
+    };
+    let answer: Value = serde_json::from_slice(&plan("all")?.stdout)?;
+    let command = answer["images"][0].as_str().unwrap_or_default();
+    ensure!(command.starts_with("qemu-img create -f qcow2 /dev/shm/"), "{answer}");
+    ensure!(command.contains(" 3145728 ") && command.ends_with("# data"), "{answer}");
+    let unknown = plan("other")?;
+    ensure!(String::from_utf8_lossy(&unknown.stderr).contains("no disk 'other'"), "{unknown:?}");
     check_untouched(&mut vm)
 }
 

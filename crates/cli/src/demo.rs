@@ -13,7 +13,7 @@ use godwit_testbed::{
     end_children, flavours, longest_pause,
 };
 use godwit_units::{ByteCount, Rate, format_duration};
-use godwit_verify::settings::{DiskWork, Mode};
+use godwit_verify::settings::{BuildWork, DiskWork, Mode};
 use serde_json::{Value, json};
 
 use crate::output::json_line;
@@ -142,6 +142,7 @@ fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
         working_set: arguments.working_set,
         fill,
         disk: DiskWork::default(),
+        build: BuildWork::default(),
     })
 }
 

@@ -13,8 +13,8 @@ use godwit_engine::Cancel;
 use godwit_microvm::control::messages::Request;
 use godwit_microvm::control::{client, server};
 use godwit_microvm::{
-    BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError, TrackerKind,
-    plain_layout,
+    BalloonFeatures, BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError,
+    TrackerKind, plain_layout,
 };
 use godwit_units::ByteCount;
 
@@ -77,6 +77,10 @@ pub(crate) struct Run {
     #[arg(long, value_name = "IMAGE")]
     disk: Option<PathBuf>,
 
+    /// Give the guest a balloon that takes hints about free pages during a migration, reports of free pages at any time, or both
+    #[arg(long, value_name = "WHAT", value_delimiter = ',')]
+    balloon: Vec<BalloonName>,
+
     /// Listen here for `godwit migrate`, `godwit receive` and the commands of `godwit microvm`
     #[arg(long, value_name = "SOCKET")]
     control: Option<PathBuf>,
@@ -120,6 +124,14 @@ enum TrackerName {
     Pagemap,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BalloonName {
+    /// Free pages are not sent
+    Hints,
+    /// Free pages are given back to the host
+    Reporting,
+}
+
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ModeName {
     /// Almost nothing
@@ -134,6 +146,8 @@ enum ModeName {
     HotTenth,
     /// Write one page after the other
     Sequential,
+    /// Free pages and take others for them all the time; the working set is what is in use
+    Churn,
     /// Work for a second, then fault for good
     #[value(hide = true)]
     Crash,
@@ -172,6 +186,10 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
         slots: arguments.slots,
         cpus: arguments.cpus,
         disk: arguments.disk.clone(),
+        balloon: (!arguments.balloon.is_empty()).then(|| BalloonFeatures {
+            hints: arguments.balloon.contains(&BalloonName::Hints),
+            reporting: arguments.balloon.contains(&BalloonName::Reporting),
+        }),
         tracker: match arguments.tracker {
             TrackerName::KvmLog => TrackerKind::KvmLog,
             TrackerName::KvmRing => TrackerKind::KvmRing,
@@ -186,6 +204,7 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
             ModeName::HotCold => GuestMode::HotCold,
             ModeName::HotTenth => GuestMode::HotTenth,
             ModeName::Sequential => GuestMode::Sequential,
+            ModeName::Churn => GuestMode::Churn,
             ModeName::Crash => GuestMode::Crash,
         },
         rate: arguments.rate,

@@ -11,7 +11,7 @@ use godwit_engine::source::{Fault, Options, migrate};
 use godwit_engine::steering::Steering;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Cost, DiskWish};
-use godwit_qemu::QemuSource;
+use godwit_qemu::{QemuSource, Reporting};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
@@ -212,8 +212,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let result =
-        move_guest(&arguments.vm, &options, &disks, &steering, &mut |progress| display.progress(progress));
+    let hints = !arguments.json;
+    let result = move_guest(&arguments.vm, &options, &disks, &steering, hints, &mut |progress| {
+        display.progress(progress)
+    });
     drop(socket);
     display.finish();
     match result {
@@ -238,6 +240,7 @@ fn move_guest(
     options: &Options,
     disks: &DiskWish,
     steering: &Steering,
+    hints: bool,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match vm {
@@ -247,6 +250,10 @@ fn move_guest(
                 choice => vm.with_disks(choice, disks.granularity),
             });
             let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            // Only a hint: a monitor that fails now is told of by the migration.
+            if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {
+                eprintln!("godwit: hint: {advice}");
+            }
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }

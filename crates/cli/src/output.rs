@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
-use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_units::{ByteCount, PageCount, Rate, format_duration};
 use serde_json::{Value, json};
 
 /// Prints one line of JSON to standard output, at once.
@@ -95,6 +95,10 @@ pub(crate) fn progress_line(progress: &Progress) -> String {
     } else {
         String::new()
     };
+    let throttle = match progress.first_writes {
+        Some(rate) => format!("{throttle}  {rate:.0} first writes/s"),
+        None => throttle,
+    };
     let stage = match progress.stage {
         Stage::PreCopy => format!("round {}", progress.round),
         Stage::StopAndCopy => "last round".to_owned(),
@@ -118,6 +122,10 @@ pub(crate) fn remarks(progress: &Progress) -> Vec<String> {
     if progress.throttle > 0.0 {
         let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
         remarks.push(format!("throttled by {:.0} %{}", progress.throttle * 100.0, seen.unwrap_or_default()));
+    }
+    if let Some(rate) = progress.first_writes {
+        let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
+        remarks.push(format!("governed: {rate:.0} first writes a second{}", seen.unwrap_or_default()));
     }
     for disk in &progress.disks {
         let pass = if disk.full_pass { "in its full pass" } else { "in rounds" };
@@ -168,20 +176,41 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
     let parts: Vec<String> =
         list.iter().map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
     let slower = if measures.throttled.is_zero() {
-        "never throttled".to_owned()
+        "never slowed".to_owned()
     } else {
         format!(
-            "throttled for {}, guest time lost {}, under 50 % for {}, under 10 % for {}",
+            "slowed for {}, guest time lost {}, under 50 % for {}, under 10 % for {}",
             format_duration(measures.throttled),
             format_duration(measures.lost),
             format_duration(measures.under_half),
             format_duration(measures.under_tenth),
         )
     };
-    let verified = if measures.verified {
+    let slower = if measures.first_writes_delayed == 0 {
+        slower
+    } else {
+        format!(
+            "{slower}; {} first writes waited, vCPUs for {} together, the longest {}",
+            measures.first_writes_delayed,
+            format_duration(measures.vcpus_waited),
+            format_duration(measures.longest_wait),
+        )
+    };
+    let verified = if measures.verified && measures.hinted > PageCount::ZERO {
+        let free = measures.hinted.bytes();
+        format!(
+            "yes: digests of all {} equal on both sides; pages that the guest said are free ({free} at first) count as zero",
+            measures.ram
+        )
+    } else if measures.verified {
         format!("yes: digests of all {} equal on both sides", measures.ram)
     } else {
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
+    };
+    let free = if measures.hinted == PageCount::ZERO {
+        String::new()
+    } else {
+        format!("; {} left out, which the guest said are free", measures.hinted.bytes())
     };
     let disks: String = measures.disks.iter().map(disk_line).collect();
     let verified = if measures.disks.is_empty() {
@@ -193,7 +222,7 @@ pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> Strin
         "set-up    {}  (a thread of the VM was stopped for {})\n\
          total     {}  in {} rounds\n\
          downtime  {}  ({})\n\
-         sent      {} of {} RAM{disks}\n\
+         sent      {} of {} RAM{free}{disks}\n\
          slower    {} with writes tracked; {slower}\n\
          used      {:.0} ms CPU, {} memory at most (this side)\n\
          verified  {verified}",

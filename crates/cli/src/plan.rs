@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_block::DiskChoice;
 use godwit_codec::Codec;
 use godwit_engine::compression::Compression;
 use godwit_engine::measure::{Measured, measure};
@@ -52,6 +53,11 @@ pub(crate) struct Arguments {
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
     settings: Vec<(String, String)>,
 
+    /// Disks that would move along, as for `godwit migrate`: prints the commands that make images for them at the destination, where
+    /// they must be before its VM is started. What they add to the migration is not foretold
+    #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
+    disks: DiskChoice,
+
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -76,8 +82,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(process::USAGE);
         }
     };
-    let measured = match look(&arguments.vm, arguments.time, &cancel) {
-        Ok(measured) => measured,
+    let (measured, told) = match look(arguments, &cancel) {
+        Ok(seen) => seen,
         Err(_) if cancel.is_cancelled() => {
             output::refusal(&EngineError::Cancelled, arguments.json);
             return ExitCode::from(CANCELLED);
@@ -108,17 +114,50 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         })
         .collect();
     if arguments.json {
-        json_line(&as_json(&measured, &settings, &plans));
+        let mut plan = as_json(&measured, &settings, &plans);
+        plan["images"] = json!(told.images);
+        plan["advice"] = json!(told.advice);
+        json_line(&plan);
     } else {
         print!("{}", as_text(&measured, &settings, &plans));
+        if let Some(advice) = told.advice {
+            println!("\nadvice: {advice}");
+        }
+        if !told.images.is_empty() {
+            println!(
+                "\nimages at the destination, to be made before its VM is started:\n  {}",
+                told.images.join("\n  ")
+            );
+        }
     }
     ExitCode::SUCCESS
 }
 
-fn look(vm: &VmName, time: Duration, cancel: &Cancel) -> Result<Measured, Box<dyn std::error::Error>> {
+/// What there is to tell beside figures.
+#[derive(Debug, Default)]
+struct Told {
+    /// The commands that make images for the guest's disks.
+    images: Vec<String>,
+    /// What could be done about free memory.
+    advice: Option<&'static str>,
+}
+
+/// What was seen of the guest, and what there is to tell beside it.
+fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
+    let Arguments { vm, disks, time, .. } = arguments;
     match vm {
-        VmName::Qemu(path) => Ok(measure(&mut QemuSource::open(path)?, time, cancel)?),
-        VmName::Microvm(path) => Ok(client::measure(path, time, cancel)?),
+        VmName::Qemu(path) => {
+            let mut vm = QemuSource::open(path)?;
+            if !disks.is_none() {
+                vm = vm.with_disks(disks, None)?;
+            }
+            let told = Told { images: vm.image_commands(), advice: vm.reporting()?.advice() };
+            Ok((measure(&mut vm, *time, cancel)?, told))
+        }
+        VmName::Microvm(_) if !disks.is_none() => {
+            Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE".into())
+        }
+        VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Told::default())),
     }
 }
 
@@ -160,6 +199,7 @@ fn scenario(measured: &Measured, guest: GuestSpec, link: Rate) -> Scenario {
     let mut scenario = plain("plan", guest, link);
     let look = Duration::try_from_secs_f64(measured.look_seconds).unwrap_or_default();
     scenario.synchronisation = Synchronisation::Pieces(look);
+    scenario.governor = measured.can_govern;
     // What `auto` comes to: LZ4 on two processors, where the link is slower than that.
     let rate = link.bytes_per_second();
     scenario.link.page_bytes =

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use godwit_memory::{MemoryError, RamBlock};
-use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_wire::digest;
 
 /// Pages in a chunk: 1 MiB, which fits a core's second-level cache.
@@ -27,7 +27,12 @@ fn zero_digest() -> u128 {
     *DIGEST.get_or_init(|| digest(&vec![0; CHUNK_BYTES]))
 }
 
-fn chunk_digest(block: &RamBlock, chunk: usize, buffer: &mut [u8]) -> Result<u128, MemoryError> {
+fn chunk_digest(
+    block: &RamBlock,
+    chunk: usize,
+    buffer: &mut [u8],
+    zeroed: &Zeroed<'_>,
+) -> Result<u128, MemoryError> {
     let start = chunk as u64 * CHUNK_PAGES;
     let run = PageRun::new(start, CHUNK_PAGES.min(block.pages().0 - start));
     if run.count.0 == CHUNK_PAGES && !block.has_data(run)? {
@@ -35,11 +40,22 @@ fn chunk_digest(block: &RamBlock, chunk: usize, buffer: &mut [u8]) -> Result<u12
     }
     let buffer = &mut buffer[..run.count.bytes().0 as usize];
     block.read(run.start, buffer)?;
+    zeroed(run, &mut |page| {
+        let at = PageCount(page.0 - run.start.0).bytes().0 as usize;
+        buffer[at..at + PAGE_SIZE as usize].fill(0);
+    });
     Ok(digest(buffer))
 }
 
-/// The digests of the chunks `wanted` of `block`, in order.
-pub(crate) fn digests(block: &RamBlock, wanted: Range<usize>) -> Result<Vec<u128>, MemoryError> {
+/// Calls its second argument with the pages of a run that count as zero whatever they hold.
+type Zeroed<'a> = dyn Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync + 'a;
+
+/// The digests of the chunks `wanted` of `block`, in order, where the pages that `zeroed` names count as zero.
+pub(crate) fn digests(
+    block: &RamBlock,
+    wanted: Range<usize>,
+    zeroed: impl Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync,
+) -> Result<Vec<u128>, MemoryError> {
     /// Chunks a thread takes at once.
     const BATCH: usize = 16;
     let total = wanted.len();
@@ -54,7 +70,7 @@ pub(crate) fn digests(block: &RamBlock, wanted: Range<usize>) -> Result<Vec<u128
             }
             let batch = first..total.min(first + BATCH);
             let digests: Result<Vec<u128>, MemoryError> =
-                batch.map(|i| chunk_digest(block, wanted.start + i, &mut buffer)).collect();
+                batch.map(|i| chunk_digest(block, wanted.start + i, &mut buffer, &zeroed)).collect();
             done.push((first, digests?));
         }
     };

@@ -36,6 +36,9 @@ pub struct Measured {
     pub look_seconds: f64,
     /// vCPUs.
     pub vcpus: usize,
+    /// Whether the guest's writes can be governed.
+    #[serde(default)]
+    pub can_govern: bool,
 }
 
 /// Tracks `vm` for about `time`.
@@ -50,7 +53,8 @@ pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result
         tracker.harvest(number, block.all(), PageCount::ZERO, &mut |_| {})?;
     }
     let began = Instant::now();
-    let mut measured = Measured { vcpus: vm.vcpus(), ..Measured::default() };
+    let mut measured =
+        Measured { vcpus: vm.vcpus(), can_govern: vm.cannot_govern().is_none(), ..Measured::default() };
     let mut next = FIRST;
     while next <= time {
         loop {

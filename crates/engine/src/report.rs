@@ -52,7 +52,10 @@ pub struct Progress {
     pub remaining_time: Option<RemainingTime>,
     /// Share of time in which the vCPUs are kept from running.
     pub throttle: f64,
-    /// The guest's speed under that throttle, as a share of its speed without, if it can be seen.
+    /// Clean pages that the guest may make dirty each second, if it is governed.
+    #[serde(default)]
+    pub first_writes: Option<f64>,
+    /// The guest's speed under that, as a share of its speed without, if it can be seen.
     pub guest_speed: Option<f64>,
     /// Hot segments that are left for later.
     pub delayed_segments: usize,
@@ -150,6 +153,9 @@ pub struct RoundMeasures {
     /// Pages that were only named, being zero.
     #[serde(rename = "zero_pages", with = "pages")]
     pub zero: PageCount,
+    /// Of these, pages that the guest had said are free.
+    #[serde(rename = "hinted_pages", with = "pages", default)]
+    pub hinted: PageCount,
     /// Bytes put on the wire for memory.
     #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
@@ -231,6 +237,15 @@ pub struct Measures {
     /// How long it ran under 10 % of its speed.
     #[serde(rename = "under_tenth_ms", with = "milliseconds")]
     pub under_tenth: Duration,
+    /// First writes of the guest that had to wait for the write governor.
+    #[serde(rename = "first_writes_delayed", default)]
+    pub first_writes_delayed: u64,
+    /// How long its vCPUs waited for it, summed up.
+    #[serde(rename = "vcpus_waited_ms", with = "milliseconds", default)]
+    pub vcpus_waited: Duration,
+    /// The longest of these waits.
+    #[serde(rename = "longest_wait_ms", with = "milliseconds", default)]
+    pub longest_wait: Duration,
     /// How long a thread of the machine was stopped to start tracking.
     #[serde(rename = "tracking_stop_us", with = "microseconds")]
     pub tracking_stop: Duration,
@@ -246,6 +261,9 @@ pub struct Measures {
     /// Pages that were written and hold what was sent before: not sent again.
     #[serde(rename = "unchanged_pages", with = "pages")]
     pub unchanged: PageCount,
+    /// Pages that were not sent since the guest had said that they are free.
+    #[serde(rename = "hinted_pages", with = "pages", default)]
+    pub hinted: PageCount,
     /// Memory that the ledger took.
     #[serde(rename = "ledger_bytes", with = "bytes")]
     pub ledger: ByteCount,

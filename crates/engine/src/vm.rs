@@ -6,9 +6,10 @@ use std::io::{Read, Write};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_block::{Disk, DiskRound, DiskSink};
 use godwit_memory::RamBlock;
-use godwit_track::DirtyTracker;
+use godwit_track::{DirtyTracker, GovernorMeasures};
 use godwit_units::{ByteCount, Rate};
 
 /// An adapter's error; the adapter's words say what to do.
@@ -31,6 +32,22 @@ pub trait SourceVm {
     /// When the machine cannot be tracked; it is then as before.
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError>;
 
+    /// Whether the guest can say which of its pages are free while it migrates (virtio-balloon, VIRTIO_BALLOON_F_FREE_PAGE_HINT).
+    fn hints_free_pages(&self) -> bool {
+        false
+    }
+
+    /// Asks the guest to hint free pages, from now on, to `hints`. Only called after [`Self::start_tracking`]: no hint may be older than the
+    /// tracking. Returns whether the guest takes part.
+    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
+        let _ = hints;
+        false
+    }
+
+    /// Hints are of no use any more. The guest should keep the pages to itself, as they are still left out. [`Self::stop`], [`Self::resume`] and
+    /// [`Self::retire`] end that, too.
+    fn stop_free_page_hints(&mut self) {}
+
     /// How long a part of the machine was stopped to start the tracking.
     fn tracking_stop(&self) -> Duration;
 
@@ -42,6 +59,30 @@ pub trait SourceVm {
     /// When it is no share: nothing changes. When the vCPUs cannot be throttled, or have not been since some moment after
     /// the last call: the guest runs at full speed.
     fn throttle(&mut self, share: f64) -> Result<(), VmError>;
+
+    /// Whether the guest can be governed: `None` if it can, else why not, in one line. Asks without touching the machine.
+    fn cannot_govern(&self) -> Option<String> {
+        Some("this kind of machine has no write governor".to_owned())
+    }
+
+    /// Lets the guest make `first_writes` clean pages dirty each second, in segments that are harvested from now on, until the
+    /// guest is stopped; `None` lets it write freely. [`Self::resume`], [`Self::retire`] and the end of the adapter let it write
+    /// freely, too, and so does the end of this process, however it comes. A segment is reported as dirty as a whole
+    /// when it changes hands, which the ledger makes good.
+    ///
+    /// # Errors
+    /// When it cannot be governed, or has not been in full since some moment after the last call: the guest writes freely.
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        match (first_writes, self.cannot_govern()) {
+            (Some(_), Some(why)) => Err(why.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the governor did so far.
+    fn governor_measures(&self) -> GovernorMeasures {
+        GovernorMeasures::default()
+    }
 
     /// Limits what the guest may write to each of its disks; `None` lifts the limit. [`Self::resume`] and [`Self::retire`] lift it,
     /// too.

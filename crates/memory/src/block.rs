@@ -165,6 +165,12 @@ impl RamBlock {
         &self.path
     }
 
+    /// Whether its memory comes in huge pages only (hugetlbfs), which are protected as a whole.
+    #[must_use]
+    pub fn has_huge_pages(&self) -> bool {
+        self.huge.is_some()
+    }
+
     /// Its size.
     #[must_use]
     pub fn pages(&self) -> PageCount {
@@ -268,6 +274,17 @@ impl RamBlock {
         Ok(())
     }
 
+    /// How many pages of memory its file takes: those of all blocks, where several share a file. One look, however large the file is.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn allocated(&self) -> Result<PageCount, MemoryError> {
+        let blocks = self.file.metadata().map(|meta| meta.blocks());
+        let blocks = blocks.map_err(|source| self.failed("look at", self.all(), source))?;
+        // stat(2): in units of 512 bytes.
+        Ok(PageCount(blocks * 512 / PAGE_SIZE))
+    }
+
     /// Whether any page of `run` holds data.
     ///
     /// # Errors
@@ -332,6 +349,16 @@ pub(crate) mod tests {
             block.read(PageIndex(3), &mut buffer).unwrap();
             assert_eq!(buffer, [0; 4096]);
         }
+    }
+
+    #[test]
+    fn what_is_given_back_is_not_allocated() {
+        let block = block(8, false);
+        assert_eq!(block.allocated().unwrap(), PageCount(0));
+        block.write(PageIndex(2), &[7; 3 * 4096]).unwrap();
+        assert_eq!(block.allocated().unwrap(), PageCount(3));
+        block.zero(PageRun::new(3, 1)).unwrap();
+        assert_eq!(block.allocated().unwrap(), PageCount(2));
     }
 
     #[test]

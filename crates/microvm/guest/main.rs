@@ -11,10 +11,12 @@
 // The shared files say `godwit_units`; of that crate they need these two, which are here.
 extern crate self as godwit_units;
 
+mod balloon;
 #[path = "../../verify/src/beacon.rs"]
 mod beacon;
 #[path = "../src/boot_block.rs"]
 mod boot_block;
+mod churn;
 mod cpu;
 mod disk;
 #[path = "../../verify/src/heartbeat.rs"]
@@ -24,6 +26,7 @@ mod pace;
 mod serial;
 #[path = "../../verify/src/stamp.rs"]
 mod stamp;
+mod virtio;
 mod work;
 #[path = "../../verify/src/workload.rs"]
 mod workload;

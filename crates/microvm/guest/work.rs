@@ -7,11 +7,13 @@
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use crate::balloon;
 use crate::beacon::Beacon;
 use crate::boot_block::{
-    BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD,
-    ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
+    BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE,
+    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
 };
+use crate::churn::Churn;
 use crate::disk::DiskWork;
 use crate::heartbeat::{Heartbeat, READY};
 use crate::pace::Pace;
@@ -27,6 +29,7 @@ const STEPS_RATE: u32 = 8;
 const IDLE_SLEEP_MICROS: u32 = 100;
 const IDLE_LOOKS: u32 = 8;
 const DISK_MICROS: u64 = 10_000;
+const BALLOON_MICROS: u64 = 1_000;
 
 /// What one vCPU did, for the heartbeat; a cache line each.
 #[repr(align(64))]
@@ -46,12 +49,53 @@ struct Lamp(UnsafeCell<Beacon>);
 unsafe impl Sync for Lamp {}
 static BEACON: Lamp = Lamp(UnsafeCell::new(Beacon::dark()));
 
+/// What a vCPU does with its part of the buffer.
+enum Work {
+    /// Writes to pages that are all in use.
+    Stamped(Workload<&'static mut [Page], &'static mut [u64]>),
+    /// Frees pages and takes others.
+    Churning(Churn),
+}
+
+impl Work {
+    #[inline]
+    fn write(&mut self) {
+        match self {
+            Self::Stamped(work) => work.write(),
+            Self::Churning(work) => work.turn_over(),
+        }
+    }
+
+    #[inline]
+    fn check(&mut self) -> Option<Bug> {
+        match self {
+            Self::Stamped(work) => work.check(),
+            Self::Churning(work) => work.check(),
+        }
+    }
+
+    fn writes(&self) -> u64 {
+        match self {
+            Self::Stamped(work) => work.writes(),
+            Self::Churning(work) => work.writes(),
+        }
+    }
+
+    fn checked(&self) -> u64 {
+        match self {
+            Self::Stamped(work) => work.checked(),
+            Self::Churning(work) => work.checked(),
+        }
+    }
+}
+
 struct Guest {
     number: usize,
     boot: &'static BootBlock,
-    workload: Workload<&'static mut [Page], &'static mut [u64]>,
+    workload: Work,
     disk: Option<DiskWork>,
     next_disk: u64,
+    next_balloon: u64,
     beacon: &'static Beacon,
     count: u64,
     bugs: u64,
@@ -72,13 +116,15 @@ pub fn run(number: usize, boot: &'static BootBlock) -> ! {
             MODE_IDLE | MODE_CRASH => guest.turn_idle(),
             MODE_RATE => guest.turn_rate(),
             MODE_FULL => guest.turn_full(),
+            MODE_CHURN if boot.rate == 0 => guest.turn_full(),
+            MODE_CHURN => guest.turn_rate(),
             _ => panic!("mode {} is unknown", boot.mode),
         }
     }
 }
 
 /// This vCPU's part of the buffer, filled.
-fn part(number: usize, boot: &BootBlock) -> Workload<&'static mut [Page], &'static mut [u64]> {
+fn part(number: usize, boot: &BootBlock) -> Work {
     let cpus = u64::from(boot.cpus);
     let (first, end) = (boot.fill * number as u64 / cpus, boot.fill * (number as u64 + 1) / cpus);
     if first == end {
@@ -95,6 +141,9 @@ fn part(number: usize, boot: &BootBlock) -> Workload<&'static mut [Page], &'stat
     for (index, page) in (first..).zip(pages.iter_mut()) {
         *page = Page::first(index);
     }
+    if number == 0 && boot.balloon != 0 {
+        balloon::start(boot.balloon, boot.cpus);
+    }
     FILLED.fetch_add(1, Ordering::AcqRel);
     while FILLED.load(Ordering::Acquire) < cpus {
         core::hint::spin_loop();
@@ -105,20 +154,20 @@ fn part(number: usize, boot: &BootBlock) -> Workload<&'static mut [Page], &'stat
         ORDER_SEQUENTIAL => Order::Sequential,
         _ => Order::Random,
     };
-    Workload::over(pages, generations, first, PageCount(boot.working_set.div_ceil(cpus))).in_order(order)
+    let working_set = boot.working_set.div_ceil(cpus);
+    if boot.mode == MODE_CHURN {
+        return Work::Churning(Churn::over(pages, generations, first, working_set));
+    }
+    Work::Stamped(Workload::over(pages, generations, first, PageCount(working_set)).in_order(order))
 }
 
 impl Guest {
-    fn start(
-        number: usize,
-        boot: &'static BootBlock,
-        workload: Workload<&'static mut [Page], &'static mut [u64]>,
-    ) -> Self {
+    fn start(number: usize, boot: &'static BootBlock, workload: Work) -> Self {
         let disk = if number == 0 && boot.disk != 0 { Some(DiskWork::start()) } else { None };
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
             unsafe { (*BEACON.0.get()).light() };
-            let mode = ["idle", "rate", "full", "crash"][boot.mode as usize & 3];
+            let mode = ["idle", "rate", "full", "crash", "churn"].get(boot.mode as usize).unwrap_or(&"?");
             let (fill, working_set) = (boot.fill, boot.working_set);
             serial::print(format_args!("{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"));
         }
@@ -129,6 +178,7 @@ impl Guest {
             workload,
             disk,
             next_disk: 0,
+            next_balloon: 0,
             // SAFETY: from here on it is only shared; its counter is atomic.
             beacon: unsafe { &*BEACON.0.get() },
             count: 0,
@@ -208,6 +258,14 @@ impl Guest {
             self.next_disk = now + DISK_MICROS;
             if let Some(disk) = &mut self.disk {
                 self.bugs += disk.turn();
+            }
+        }
+        if now >= self.next_balloon && self.boot.balloon != 0 {
+            self.next_balloon = now + BALLOON_MICROS;
+            if let Work::Churning(work) = &mut self.workload {
+                balloon::turn(self.number, self.boot.balloon, work);
+            } else {
+                balloon::turn_without_free_pages(self.number);
             }
         }
         if now >= self.next_heartbeat {

@@ -15,7 +15,7 @@ use crate::StateError;
 
 const MAGIC: [u8; 8] = *b"godwitvm";
 /// Raised with every change of what is written.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 const HEADER: usize = 40;
 /// More than any state; a length beyond it is not believed.
 const LONGEST: u64 = 64 << 20;
@@ -29,6 +29,7 @@ pub(crate) enum Tag {
     Clock = 2,
     Serial = 3,
     Disk = 4,
+    Balloon = 5,
     CpuId = 16,
     TscKhz = 17,
     MpState = 18,
@@ -151,6 +152,16 @@ impl<'a> Blob<'a> {
             .find(|section| (section.0, section.1) == (tag as u32, index))
             .map(|section| section.2)
     }
+}
+
+/// A section that is words of 64 bits, and back; `None` if it is no whole number of them.
+pub(crate) fn bytes_of(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+pub(crate) fn words_of(bytes: &[u8]) -> Option<Vec<u64>> {
+    let (words, []) = bytes.as_chunks::<8>() else { return None };
+    Some(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
 
 /// Whether a blob of which `bytes` have come can be complete; it never is longer than [`LONGEST`].

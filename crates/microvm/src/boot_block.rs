@@ -9,18 +9,24 @@ pub const BOOT_BLOCK: u64 = 0x1000;
 /// Where the program is linked to; below it are boot block, descriptor table and page tables.
 pub const PROGRAM: u64 = 0x10_0000;
 /// What the page begins with; it changes with the layout.
-pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0001;
+pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0002;
 /// The most vCPUs that the guest has stacks for.
 pub const MAX_CPUS: u32 = 32;
 /// The port at which the guest sleeps for so many microseconds. A guest with interrupts would halt; this one runs
 /// without privilege, since only that runs at full speed under every KVM, those of virtual machines among them.
 pub const SLEEP_PORT: u16 = 0x608;
+/// Where the page tables begin.
+pub const PAGE_TABLES: u64 = 0x2000;
+/// The bits of an entry that are an address.
+pub const TABLE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// The virtual address at which the pages to be stamped follow each other without seams, wherever they are.
 pub const PAGES_WINDOW: u64 = 2 << 39;
 /// The same for the numbers that say which generation each of them should have, 8 bytes each.
 pub const GENERATIONS_WINDOW: u64 = 1 << 39;
-/// Where the guest finds its one virtio-mmio device.
+/// Where the guest finds its disk, a virtio-mmio device.
 pub const DISK_MMIO: u64 = 0xd000_0000;
+/// Where it finds its balloon, another one.
+pub const BALLOON_MMIO: u64 = 0xd000_1000;
 /// The port of the serial line, COM1.
 pub const SERIAL_PORT: u16 = 0x3f8;
 /// The port at which the guest switches the machine off.
@@ -34,6 +40,13 @@ pub const MODE_RATE: u32 = 1;
 pub const MODE_FULL: u32 = 2;
 /// Works for a second, then faults with no handler for it: for the test of how that is told.
 pub const MODE_CRASH: u32 = 3;
+/// Frees and takes back pages all the time, and checks those that it has.
+pub const MODE_CHURN: u32 = 4;
+
+/// The balloon takes hints.
+pub const BALLOON_HINTS: u64 = 1;
+/// The balloon takes reports.
+pub const BALLOON_REPORTING: u64 = 2;
 
 /// Pages are written at random.
 pub const ORDER_RANDOM: u32 = 0;
@@ -62,12 +75,14 @@ pub struct BootBlock {
     pub rate: u64,
     /// Pages that are stamped at start and checked all the time.
     pub fill: u64,
-    /// The part of them that is written.
+    /// The part of them that is written; in [`MODE_CHURN`], the part that is in use.
     pub working_set: u64,
     /// How fast the time-stamp counter runs.
     pub tsc_khz: u64,
+    /// What the balloon takes, the `BALLOON_` bits; 0: there is none.
+    pub balloon: u64,
     /// Nothing.
-    pub rest: [u64; 505],
+    pub rest: [u64; 504],
 }
 
 const _: () = assert!(size_of::<BootBlock>() == 4096);

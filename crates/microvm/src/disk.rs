@@ -19,26 +19,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use godwit_block::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
 use godwit_units::{ByteCount, Rate};
+use godwit_virtio::{Effect, GuestMemory, Nonsense, Piece, Transport};
 use rustix::fs::FlockOperation;
 
-use crate::boot_block::DISK_MMIO;
 use crate::ram::GuestRam;
 use crate::{MicrovmError, StateError};
 
-/// Registers and configuration space.
-pub(crate) const MMIO: std::ops::Range<u64> = DISK_MMIO..DISK_MMIO + 0x1000;
 const SECTOR: u64 = 512;
-const QUEUE_MAX: u32 = 256;
 /// Bytes of one descriptor: guests that use pages stay far below.
 const LONGEST: u32 = 4 << 20;
-const NEEDS_RESET: u32 = 64;
-const DRIVER_OK: u32 = 4;
-const FEATURES_OK: u32 = 8;
-/// VIRTIO_F_VERSION_1 is bit 0 of the second word; VIRTIO_BLK_F_FLUSH bit 9 of the first.
-const FEATURES: [u32; 2] = [1 << 9, 1];
-const NEXT: u16 = 1;
-const DEVICE_WRITES: u16 = 2;
-const STATE_WORDS: usize = 15;
+/// A block device (virtio 1.2, 5.2.1), and VIRTIO_BLK_F_FLUSH.
+const BLOCK_DEVICE: u32 = 2;
+const FLUSH: u64 = 1 << 9;
 
 /// What both sides of a migration call it.
 pub(crate) const NAME: &str = "disk";
@@ -49,7 +41,7 @@ pub(crate) struct Disk {
     image: Arc<File>,
     path: PathBuf,
     sectors: u64,
-    registers: Mutex<Registers>,
+    transport: Mutex<Transport>,
     /// What the guest writes while the disk moves.
     marks: Arc<marks::Marks>,
     pace: pace::Pace,
@@ -57,25 +49,6 @@ pub(crate) struct Disk {
     written: AtomicU64,
     requests: AtomicU64,
 }
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Registers {
-    status: u32,
-    device_features_select: u32,
-    driver_features_select: u32,
-    driver_features: [u32; 2],
-    queue_select: u32,
-    queue_size: u32,
-    queue_ready: u32,
-    /// Descriptors, driver's ring, device's ring.
-    queue: [u64; 3],
-    interrupt: u32,
-    next_available: u16,
-    next_used: u16,
-}
-
-/// Why a request could not even be answered.
-struct Nonsense;
 
 impl Disk {
     /// A disk on the raw image at `path`.
@@ -101,7 +74,7 @@ impl Disk {
             image: Arc::new(image),
             path: path.to_owned(),
             sectors: length / SECTOR,
-            registers: Mutex::default(),
+            transport: Mutex::new(Transport::new(BLOCK_DEVICE, FLUSH, 1)),
             marks: Arc::default(),
             pace: pace::Pace::default(),
             written: AtomicU64::new(0),
@@ -180,19 +153,11 @@ impl Disk {
 
     /// The guest reads the register at `offset`.
     pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) {
-        let registers = self.registers.lock().unwrap_or_else(PoisonError::into_inner);
         let value = match offset {
-            0x00 => 0x7472_6976,
-            0x04 | 0x08 => 2,
-            0x0c => 0x5457_4447,
-            0x10 => FEATURES.get(registers.device_features_select as usize).copied().unwrap_or(0),
-            0x34 if registers.queue_select == 0 => QUEUE_MAX,
-            0x44 if registers.queue_select == 0 => registers.queue_ready,
-            0x60 => registers.interrupt,
-            0x70 => registers.status,
             0x100 => self.sectors as u32,
             0x104 => (self.sectors >> 32) as u32,
-            _ => 0,
+            0x108.. => 0,
+            _ => self.transport().read(offset),
         };
         for (to, from) in bytes.iter_mut().zip(value.to_le_bytes()) {
             *to = from;
@@ -202,115 +167,37 @@ impl Disk {
     /// The guest writes the register at `offset`; requests are carried out before this returns.
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], ram: &GuestRam) {
         let Ok(bytes) = <[u8; 4]>::try_from(bytes) else { return };
-        let value = u32::from_le_bytes(bytes);
-        let mut registers = self.registers.lock().unwrap_or_else(PoisonError::into_inner);
-        let registers = &mut *registers;
-        match offset {
-            0x14 => registers.device_features_select = value,
-            0x20 => {
-                let select = registers.driver_features_select as usize;
-                if let Some(word) = registers.driver_features.get_mut(select) {
-                    *word = value;
-                }
-            }
-            0x24 => registers.driver_features_select = value,
-            0x30 => registers.queue_select = value,
-            0x38 if value.is_power_of_two() && value <= QUEUE_MAX => registers.queue_size = value,
-            0x44 => registers.queue_ready = value & 1,
-            0x50 if value == 0 => self.work(registers, ram),
-            0x64 => registers.interrupt &= !value,
-            0x70 => {
-                let offers = |select: usize| registers.driver_features[select] & !FEATURES[select] == 0;
-                let accepted = offers(0) && offers(1) && registers.driver_features[1] & 1 != 0;
-                match value {
-                    0 => *registers = Registers::default(),
-                    _ if value & FEATURES_OK != 0 && !accepted => registers.status = value & !FEATURES_OK,
-                    _ => registers.status = value,
-                }
-            }
-            0x80..=0xa4 => {
-                let (part, high) = ((offset - 0x80) / 16, offset & 4 != 0);
-                if let (Some(address), 0 | 4) = (registers.queue.get_mut(part as usize), offset & 15) {
-                    let (shift, keep) = if high { (32, 0xffff_ffff) } else { (0, !0xffff_ffff) };
-                    *address = *address & keep | u64::from(value) << shift;
-                }
-            }
-            _ => {}
+        let mut transport = self.transport();
+        if let Effect::Notified(queue) = transport.write(offset, u32::from_le_bytes(bytes)) {
+            transport.work(queue, ram, |pieces| self.request(pieces, ram));
         }
     }
 
-    fn work(&self, registers: &mut Registers, ram: &GuestRam) {
-        if registers.status & DRIVER_OK == 0 || registers.queue_ready == 0 || registers.queue_size == 0 {
-            return;
-        }
-        if self.requests(registers, ram).is_err() {
-            registers.status |= NEEDS_RESET;
-        }
-    }
-
-    fn requests(&self, registers: &mut Registers, ram: &GuestRam) -> Result<(), Nonsense> {
-        let [descriptors, driver, device] = registers.queue;
-        let size = registers.queue_size as u16;
-        // What another vCPU adds meanwhile comes with a notification of its own.
-        let available = u16_at(ram, driver.wrapping_add(2))?;
-        if available.wrapping_sub(registers.next_available) > size {
-            return Err(Nonsense);
-        }
-        while registers.next_available != available {
-            let slot = u64::from(registers.next_available % size);
-            let head = u16_at(ram, driver.wrapping_add(4 + 2 * slot))?;
-            let written = self.request(descriptors, head, size, ram)?;
-            let mut entry = [0; 8];
-            entry[..4].copy_from_slice(&u32::from(head).to_le_bytes());
-            entry[4..].copy_from_slice(&written.to_le_bytes());
-            let slot = u64::from(registers.next_used % size);
-            ram.write(device.wrapping_add(4 + 8 * slot), &entry).ok_or(Nonsense)?;
-            registers.next_available = registers.next_available.wrapping_add(1);
-            registers.next_used = registers.next_used.wrapping_add(1);
-            // The index after the entry; x86 keeps stores in order (SDM volume 3, 10.2.2).
-            std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-            ram.write(device.wrapping_add(2), &registers.next_used.to_le_bytes()).ok_or(Nonsense)?;
-            registers.interrupt |= 1;
-        }
-        Ok(())
+    fn transport(&self) -> std::sync::MutexGuard<'_, Transport> {
+        self.transport.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Carries out one request: header, data, status. Returns how many bytes it wrote.
-    fn request(&self, descriptors: u64, head: u16, size: u16, ram: &GuestRam) -> Result<u32, Nonsense> {
-        let mut chain = Vec::new();
-        let mut next = Some(head);
-        while let Some(index) = next {
-            if index >= size || chain.len() >= usize::from(size) {
-                return Err(Nonsense);
-            }
-            let mut bytes = [0; 16];
-            ram.read(descriptors.wrapping_add(16 * u64::from(index)), &mut bytes).ok_or(Nonsense)?;
-            let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-            let address = bytes[..8].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-            let len = u32::from(half(8)) | u32::from(half(10)) << 16;
-            let flags = half(12);
-            chain.push((address, len, flags & DEVICE_WRITES != 0));
-            next = (flags & NEXT != 0).then(|| half(14));
-        }
-        let ([(header, 16.., false), data @ ..], Some((status_at, 1.., true))) = (&chain[..], chain.last())
-        else {
+    fn request(&self, pieces: &[Piece], ram: &GuestRam) -> Result<u32, Nonsense> {
+        let ([header, data @ ..], Some(last)) = (pieces, pieces.last()) else { return Err(Nonsense) };
+        if header.len < 16 || header.device_writes || last.len < 1 || !last.device_writes {
             return Err(Nonsense);
-        };
+        }
         let data = &data[..data.len().saturating_sub(1)];
         let mut bytes = [0; 16];
-        ram.read(*header, &mut bytes).ok_or(Nonsense)?;
+        GuestMemory::read(ram, header.address, &mut bytes).ok_or(Nonsense)?;
         let kind = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         let sector = bytes[8..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
         let (status, written) = match self.transfer(kind, sector, data, ram) {
             Ok(written) => (0_u8, written),
             Err(status) => (status, 0),
         };
-        ram.write(*status_at, &[status]).ok_or(Nonsense)?;
+        GuestMemory::write(ram, last.address, &[status]).ok_or(Nonsense)?;
         Ok(written + 1)
     }
 
     /// Returns how many bytes of guest memory were written, or the status to answer.
-    fn transfer(&self, kind: u32, sector: u64, data: &[(u64, u32, bool)], ram: &GuestRam) -> Result<u32, u8> {
+    fn transfer(&self, kind: u32, sector: u64, data: &[Piece], ram: &GuestRam) -> Result<u32, u8> {
         const IO_ERROR: u8 = 1;
         const UNSUPPORTED: u8 = 2;
         let (reads, mut written) = (kind == 0, 0);
@@ -320,7 +207,7 @@ impl Disk {
             _ => return Err(UNSUPPORTED),
         }
         let mut at = sector.checked_mul(SECTOR).ok_or(IO_ERROR)?;
-        for &(address, len, device_writes) in data {
+        for &Piece { address, len, device_writes } in data {
             let end = at.checked_add(len.into()).ok_or(IO_ERROR)?;
             if len > LONGEST || device_writes != reads || end > self.sectors * SECTOR {
                 return Err(IO_ERROR);
@@ -328,10 +215,10 @@ impl Disk {
             let mut bytes = vec![0; len as usize];
             if reads {
                 self.image.read_exact_at(&mut bytes, at).map_err(|_| IO_ERROR)?;
-                ram.write(address, &bytes).ok_or(IO_ERROR)?;
+                ram.write(address.0, &bytes).ok_or(IO_ERROR)?;
                 written += len;
             } else {
-                ram.read(address, &mut bytes).ok_or(IO_ERROR)?;
+                ram.read(address.0, &mut bytes).ok_or(IO_ERROR)?;
                 let result = self.image.write_all_at(&bytes, at);
                 // After the data has landed, and before the guest is told: a round that reads the block in between reads it again. What
                 // failed may have landed in part.
@@ -348,75 +235,33 @@ impl Disk {
         Ok(written)
     }
 
-    /// The registers and the size, to move.
+    /// The size and the registers, to move.
     pub(crate) fn save(&self) -> Vec<u8> {
-        let r = *self.registers.lock().unwrap_or_else(PoisonError::into_inner);
-        let words: [u64; STATE_WORDS] = [
-            self.sectors,
-            r.status.into(),
-            r.device_features_select.into(),
-            r.driver_features_select.into(),
-            r.driver_features[0].into(),
-            r.driver_features[1].into(),
-            r.queue_select.into(),
-            r.queue_size.into(),
-            r.queue_ready.into(),
-            r.queue[0],
-            r.queue[1],
-            r.queue[2],
-            r.interrupt.into(),
-            r.next_available.into(),
-            r.next_used.into(),
-        ];
-        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+        let mut words = vec![self.sectors];
+        words.extend(self.transport().save());
+        crate::blob::bytes_of(&words)
     }
 
     /// Takes over saved registers.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), StateError> {
-        if bytes.len() != STATE_WORDS * 8 {
-            return Err(StateError::Malformed(format!("the disk's state has {} bytes", bytes.len())));
-        }
-        let mut words = [0_u64; STATE_WORDS];
-        for (word, bytes) in words.iter_mut().zip(bytes.chunks(8)) {
-            *word = bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-        }
-        let [sectors, rest @ ..] = words;
-        if sectors != self.sectors {
+        let words = crate::blob::words_of(bytes)
+            .ok_or_else(|| StateError::Malformed(format!("the disk's state has {} bytes", bytes.len())))?;
+        let [sectors, registers @ ..] = &words[..] else {
+            return Err(StateError::Malformed("the disk's state is empty".to_owned()));
+        };
+        if *sectors != self.sectors {
             return Err(StateError::Misfit(format!(
                 "the disk has {sectors} sectors at the source and {} here: both sides must open the same image",
                 self.sectors
             )));
         }
-        let size = rest[6];
-        if size > u64::from(QUEUE_MAX) || (size != 0 && !size.is_power_of_two()) {
-            return Err(StateError::Malformed(format!("a queue of {size}")));
-        }
-        *self.registers.lock().unwrap_or_else(PoisonError::into_inner) = Registers {
-            status: rest[0] as u32,
-            device_features_select: rest[1] as u32,
-            driver_features_select: rest[2] as u32,
-            driver_features: [rest[3] as u32, rest[4] as u32],
-            queue_select: rest[5] as u32,
-            queue_size: size as u32,
-            queue_ready: rest[7] as u32,
-            queue: [rest[8], rest[9], rest[10]],
-            interrupt: rest[11] as u32,
-            next_available: rest[12] as u16,
-            next_used: rest[13] as u16,
-        };
-        Ok(())
+        self.transport().load(registers).map_err(StateError::from)
     }
 }
 
 /// Locks for as long as the file is open (flock(2)). Where that is not to be had, nobody is kept out.
 fn flock(image: &File, operation: FlockOperation) -> rustix::io::Result<()> {
     rustix::fs::flock(image, operation)
-}
-
-fn u16_at(ram: &GuestRam, gpa: u64) -> Result<u16, Nonsense> {
-    let mut bytes = [0; 2];
-    ram.read(gpa, &mut bytes).ok_or(Nonsense)?;
-    Ok(u16::from_le_bytes(bytes))
 }
 
 #[cfg(test)]

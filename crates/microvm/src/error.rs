@@ -165,6 +165,24 @@ pub enum StateError {
     Misfit(String),
 }
 
+impl From<godwit_virtio::VirtioError> for StateError {
+    fn from(error: godwit_virtio::VirtioError) -> Self {
+        match error {
+            godwit_virtio::VirtioError::Features { .. } => Self::Misfit(error.to_string()),
+            _ => Self::Malformed(error.to_string()),
+        }
+    }
+}
+
+impl From<godwit_balloon::BalloonError> for StateError {
+    fn from(error: godwit_balloon::BalloonError) -> Self {
+        match error {
+            godwit_balloon::BalloonError::Registers(error) => error.into(),
+            _ => Self::Malformed(error.to_string()),
+        }
+    }
+}
+
 /// Makes an error of a failed KVM call.
 pub(crate) fn kvm(call: &'static str) -> impl Fn(kvm_ioctls::Error) -> MicrovmError {
     move |error| MicrovmError::Kvm { call, source: io::Error::from_raw_os_error(error.errno()) }

@@ -16,14 +16,16 @@
 //! wherever its parts are. Accessed and dirty bits are set from the start: the processor then has no reason to write
 //! the tables, and nothing changes memory behind the workload's back.
 
+use godwit_balloon::Features;
 use godwit_units::{ByteCount, PAGE_SIZE};
 use kvm_bindings::{kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
 
 use crate::MicrovmError;
 use crate::boot_block::{
-    BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE,
-    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGES_WINDOW, PROGRAM,
+    BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW, MODE_CHURN,
+    MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM,
+    ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PROGRAM, TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -32,13 +34,11 @@ use crate::ram::GuestRam;
 /// The guest program, built by this crate's build script.
 const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/microvm-guest"));
 const DESCRIPTORS: u64 = 0x800;
-const PAGE_TABLES: u64 = 0x2000;
 const GIB: u64 = 1 << 30;
 /// Present, writable, for everyone, accessed; for pages dirty, and large ones.
 const TABLE: u64 = 0x27;
 const PAGE: u64 = 0x67;
 const LARGE_PAGE: u64 = 0xe7;
-const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// The task segment and its map of ports, a clear bit for each that may be used (SDM volume 1, 19.5.2). The other way,
 /// the privilege level in the flags, is not honoured by every KVM.
 const TASK: u64 = 0x10000;
@@ -61,6 +61,9 @@ pub enum GuestMode {
     HotTenth,
     /// Writes one page after the other. At the rate, or with rate 0 as fast as it can.
     Sequential,
+    /// Frees pages and takes others for them, at the rate, or with rate 0 as fast as it can; the working set is what it has at a
+    /// time, out of all memory that it has filled. It tells a balloon of what is free.
+    Churn,
     /// Works for a second and then triple-faults, for tests.
     Crash,
 }
@@ -78,12 +81,19 @@ pub struct GuestPlan {
     pub working_set: Option<ByteCount>,
 }
 
+/// What the guest finds beside memory and serial line.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Devices {
+    pub(crate) disk: bool,
+    pub(crate) balloon: Option<Features>,
+}
+
 /// Puts the program and what it needs into `ram`.
 pub(crate) fn place(
     ram: &GuestRam,
     plan: &GuestPlan,
     cpus: u32,
-    has_disk: bool,
+    devices: Devices,
     tsc_khz: u32,
 ) -> Result<u64, MicrovmError> {
     let misplaced = || MicrovmError::Layout("the guest program does not fit into the first block".to_owned());
@@ -116,6 +126,7 @@ pub(crate) fn place(
         GuestMode::HotCold => (paced, ORDER_HOT_COLD),
         GuestMode::HotTenth => (paced, ORDER_HOT_TENTH),
         GuestMode::Sequential => (paced, ORDER_SEQUENTIAL),
+        GuestMode::Churn => (MODE_CHURN, ORDER_RANDOM),
         GuestMode::Crash => (MODE_CRASH, ORDER_RANDOM),
     };
     let block = BootBlock {
@@ -123,12 +134,16 @@ pub(crate) fn place(
         mode,
         order,
         cpus,
-        disk: has_disk.into(),
+        disk: devices.disk.into(),
         rate: plan.rate,
         fill,
         working_set,
         tsc_khz: tsc_khz.into(),
-        rest: [0; 505],
+        balloon: devices.balloon.map_or(0, |features| {
+            let bit = |wanted: bool, bit| if wanted { bit } else { 0 };
+            bit(features.hints, BALLOON_HINTS) | bit(features.reporting, BALLOON_REPORTING)
+        }),
+        rest: [0; 504],
     };
     ram.write(BOOT_BLOCK, &boot_bytes(&block)).ok_or_else(misplaced)?;
     Ok(entry)
@@ -136,10 +151,10 @@ pub(crate) fn place(
 
 /// The boot block field by field, as `repr(C)` lays it out; a test compares.
 fn boot_bytes(block: &BootBlock) -> Vec<u8> {
-    let BootBlock { magic, mode, order, cpus, disk, rate, fill, working_set, tsc_khz, rest } = block;
+    let BootBlock { magic, mode, order, cpus, disk, rate, fill, working_set, tsc_khz, balloon, rest } = block;
     let mut bytes = magic.to_le_bytes().to_vec();
     bytes.extend([mode, order, cpus, disk].iter().flat_map(|word| word.to_le_bytes()));
-    bytes.extend([rate, fill, working_set, tsc_khz].iter().flat_map(|word| word.to_le_bytes()));
+    bytes.extend([rate, fill, working_set, tsc_khz, balloon].iter().flat_map(|word| word.to_le_bytes()));
     bytes.extend(rest.iter().flat_map(|word| word.to_le_bytes()));
     bytes
 }
@@ -317,7 +332,9 @@ mod tests {
     #[test]
     fn the_boot_block_is_written_as_the_guest_reads_it() {
         let ram = ram(64);
-        let entry = place(&ram, &PLAN, 3, true, 2_000_000).unwrap();
+        let features = Features { hints: false, reporting: true };
+        let devices = Devices { disk: true, balloon: Some(features) };
+        let entry = place(&ram, &PLAN, 3, devices, 2_000_000).unwrap();
         assert!((PROGRAM..PROGRAM + (1 << 20)).contains(&entry));
         let mut bytes = [0; 4096];
         ram.read(BOOT_BLOCK, &mut bytes).unwrap();
@@ -325,6 +342,7 @@ mod tests {
         assert_eq!(word(0), BOOT_MAGIC);
         assert_eq!(word(std::mem::offset_of!(BootBlock, order)), u64::from(ORDER_HOT_COLD) | 3 << 32);
         assert_eq!(word(std::mem::offset_of!(BootBlock, tsc_khz)), 2_000_000);
+        assert_eq!(word(std::mem::offset_of!(BootBlock, balloon)), BALLOON_REPORTING);
         let fill = word(std::mem::offset_of!(BootBlock, fill));
         assert!((6000..8192).contains(&fill), "{fill}");
     }
@@ -360,7 +378,7 @@ mod tests {
     #[test]
     fn a_guest_that_cannot_fill_is_refused() {
         let plan = GuestPlan { fill: Some(ByteCount(64 << 20)), ..PLAN };
-        let error = place(&ram(64), &plan, 1, false, 1).unwrap_err();
+        let error = place(&ram(64), &plan, 1, Devices::default(), 1).unwrap_err();
         assert!(error.to_string().contains("use a smaller --fill or more --memory"), "{error}");
     }
 

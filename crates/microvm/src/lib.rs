@@ -1,6 +1,6 @@
 //! A small VMM on KVM with the engine inside: the embedded default, and the example for people who write VMMs.
 //!
-//! [`Machine`] is memory, vCPUs, a serial port and a disk. It runs a program of our own on the bare machine, which
+//! [`Machine`] is memory, vCPUs, a serial port, a disk and a balloon. It runs a program of our own on the bare machine, which
 //! checks its memory and disk all the time (`guest/`), so it needs neither QEMU nor a guest image. The engine and the
 //! protocol run in this process too: `source` and `destination` implement the engine's traits, and [`control`] is
 //! the socket through which `godwit migrate` and `godwit receive` ask for it.
@@ -8,6 +8,7 @@
 //! Keeps one promise: what arrives is the whole machine, or an error. Dirty tracking is left to `godwit-track`, the
 //! conversation to `godwit-engine`.
 
+mod balloon;
 mod blob;
 pub mod boot_block;
 pub mod control;
@@ -28,6 +29,8 @@ mod vcpu_state;
 
 pub use blob::VERSION as STATE_VERSION;
 pub use destination::MicrovmDestination;
+pub use godwit_balloon::Features as BalloonFeatures;
+
 pub use error::{MicrovmError, StateError};
 pub use guest::{GuestMode, GuestPlan};
 pub use layout::{BlockPlan, plain as plain_layout};

@@ -1,7 +1,7 @@
 //! The machine: memory, vCPUs, devices, and the state of all of them but memory.
 //!
 //! Who may run it is a question for whoever owns it; here it only runs, stops, saves and loads. The local APICs are
-//! KVM's ("split irqchip"): there is no interrupt controller besides them, since the one device is polled.
+//! KVM's ("split irqchip"): there is no interrupt controller besides them, since devices are polled.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -10,17 +10,19 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use godwit_balloon::{Features, FreeHints};
 use godwit_memory::Slot;
 use godwit_track::DirtyTracker;
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::balloon::BalloonDevice;
 use crate::blob::{Blob, Tag, Writer};
 use crate::boot_block::MAX_CPUS;
 use crate::disk::Disk;
 use crate::error::kvm;
-use crate::guest::{self, GuestPlan};
+use crate::guest::{self, Devices, GuestPlan};
 use crate::layout::{self, BlockPlan, IDENTITY_MAP, TSS};
 use crate::ram::GuestRam;
 use crate::serial::Serial;
@@ -52,6 +54,8 @@ pub struct MachinePlan {
     pub cpus: u32,
     /// The raw image of its disk, if it has one.
     pub disk: Option<PathBuf>,
+    /// What its balloon takes, if it has one.
+    pub balloon: Option<Features>,
     /// What knows which pages were written.
     pub tracker: TrackerKind,
 }
@@ -110,12 +114,14 @@ impl Machine {
         let msrs = vcpu_state::readable_msrs(&system, first)?;
         if let Some(guest) = guest {
             let tsc_khz = first.get_tsc_khz().map_err(kvm("KVM_GET_TSC_KHZ"))?;
-            let entry = guest::place(&ram, guest, plan.cpus, disk.is_some(), tsc_khz)?;
+            let devices = Devices { disk: disk.is_some(), balloon: plan.balloon };
+            let entry = guest::place(&ram, guest, plan.cpus, devices, tsc_khz)?;
             for (number, vcpu) in (0..).zip(&vcpus) {
                 guest::enter(vcpu, number, entry)?;
             }
         }
-        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk, rings: OnceLock::new() });
+        let balloon = plan.balloon.map(|features| BalloonDevice::new(features, &ram));
+        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk, balloon, rings: OnceLock::new() });
         if let Some(rings) = tracking.rings(&vm, &vcpus)? {
             let _ = bus.rings.set(rings);
         }
@@ -141,6 +147,11 @@ impl Machine {
         self.tracking.to_string()
     }
 
+    /// Whether writes are tracked in this process's page tables.
+    pub(crate) fn tracks_page_tables(&self) -> bool {
+        matches!(self.tracking, Tracking::Pagemap)
+    }
+
     /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker is dropped, which
     /// must be before the machine is.
     ///
@@ -148,6 +159,27 @@ impl Machine {
     /// When the kernel refuses.
     pub fn start_tracking(&self) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
         self.tracking.start(&self.vm, &self.slots, &self.bus)
+    }
+
+    /// Whether the guest has a driver that hints free pages.
+    #[must_use]
+    pub fn hints_free_pages(&self) -> bool {
+        self.bus.balloon.as_ref().is_some_and(BalloonDevice::can_hint)
+    }
+
+    /// Asks the guest to hint free pages to `hints`. Its writes must be tracked already. Returns whether it takes part.
+    pub fn start_free_page_hints(&self, hints: &Arc<FreeHints>) -> bool {
+        self.bus.balloon.as_ref().is_some_and(|balloon| balloon.start_hints(hints))
+    }
+
+    /// Tells the guest that hints are of no use any more, and to keep the pages.
+    pub fn stop_free_page_hints(&self) {
+        self.bus.balloon.iter().for_each(BalloonDevice::stop_hints);
+    }
+
+    /// Tells the guest that all its pages are its own again.
+    pub fn finish_free_page_hints(&self) {
+        self.bus.balloon.iter().for_each(BalloonDevice::finish_hints);
     }
 
     /// The numbers of the threads that run the vCPUs.
@@ -222,6 +254,9 @@ impl Machine {
         if let Some(disk) = &self.bus.disk {
             writer.section(Tag::Disk, 0, &disk.save());
         }
+        if let Some(balloon) = &self.bus.balloon {
+            writer.section(Tag::Balloon, 0, &balloon.save());
+        }
         for (number, vcpu) in (0..).zip(self.vcpus.fds()) {
             let vcpu = vcpu.lock().unwrap_or_else(PoisonError::into_inner);
             vcpu_state::save(&vcpu, number, &self.msrs, &mut writer)?;
@@ -248,6 +283,9 @@ impl Machine {
         if let Some(disk) = &self.bus.disk {
             disk.load(blob.section(Tag::Disk, 0)?)?;
         }
+        if let Some(balloon) = &self.bus.balloon {
+            balloon.load(blob.section(Tag::Balloon, 0)?)?;
+        }
         let saved = kvm_clock_data::read_from_bytes(blob.section(Tag::Clock, 0)?)
             .map_err(|_| StateError::Malformed("the clock's section has another size".to_owned()))?;
         // Only the time: the flags would ask KVM to add the time that has passed since.
@@ -259,6 +297,10 @@ impl Machine {
     fn describe(&self) -> String {
         let mut text = format!("cpus {}\n", self.vcpus.fds().len());
         text += if self.bus.disk.is_some() { "disk yes\n" } else { "disk no\n" };
+        text += &match self.bus.balloon.as_ref().map(BalloonDevice::features) {
+            None => "balloon no\n".to_owned(),
+            Some(Features { hints, reporting }) => format!("balloon hints={hints} reporting={reporting}\n"),
+        };
         for (name, gpa, size) in self.bus.ram.places() {
             text += &format!("block {name} at {gpa:#x} of {size:#x}\n");
         }
@@ -277,7 +319,7 @@ impl Machine {
             if lines.is_empty() { "nothing more".to_owned() } else { lines.join(", ") }
         };
         Err(StateError::Misfit(format!(
-            "the source has {}, this machine has {}: start both with the same --cpus, --memory, --block and --disk",
+            "the source has {}, this machine has {}: start both with the same --cpus, --memory, --block, --disk and --balloon",
             differ(&theirs, &own),
             differ(&own, &theirs)
         )))

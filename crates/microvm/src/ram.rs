@@ -13,6 +13,7 @@ use std::sync::Arc;
 use godwit_memory::{RamBlock, Slot, SlotFlags, SlotId};
 use godwit_track::{BlockMapping, VhostLog};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_virtio::GuestMemory;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -173,6 +174,16 @@ impl GuestRam {
         // The log reaches to the end of the last block, so nothing can lie beyond it.
         let _ = self.device_log.mark(Gpa(gpa), ByteCount(bytes.len() as u64));
         Some(())
+    }
+}
+
+impl GuestMemory for GuestRam {
+    fn read(&self, address: Gpa, bytes: &mut [u8]) -> Option<()> {
+        self.read(address.0, bytes)
+    }
+
+    fn write(&self, address: Gpa, bytes: &[u8]) -> Option<()> {
+        self.write(address.0, bytes)
     }
 }
 

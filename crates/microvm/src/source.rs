@@ -4,14 +4,15 @@
 //! of another process: stopping is a signal to the vCPU threads, the state is a piece of memory.
 
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
-use godwit_track::DirtyTracker;
+use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
 use godwit_units::{ByteCount, Rate};
 
 use crate::disk::{Disk, NAME};
@@ -22,6 +23,9 @@ use crate::{Machine, MicrovmError};
 pub struct MicrovmSource<'a> {
     machine: &'a Machine,
     was_running: bool,
+    /// The tracker that can govern, as long as the engine holds it.
+    tracker: Weak<PagemapTracker>,
+    governed: GovernorMeasures,
     /// Its disk, if that moves along, and the size of its dirty blocks.
     disk: Option<(&'a Disk, ByteCount)>,
     /// Where the state goes; dropped when all of it went.
@@ -32,7 +36,14 @@ impl<'a> MicrovmSource<'a> {
     /// Prepares nothing yet.
     #[must_use]
     pub fn new(machine: &'a Machine) -> Self {
-        Self { machine, was_running: machine.is_running(), disk: None, state: None }
+        Self {
+            machine,
+            was_running: machine.is_running(),
+            tracker: Weak::new(),
+            governed: GovernorMeasures::default(),
+            disk: None,
+            state: None,
+        }
     }
 
     /// Has disks move along, in dirty blocks of `granularity`; `None`: as the guest writes.
@@ -73,8 +84,12 @@ impl<'a> MicrovmSource<'a> {
         if self.disk.is_some() { Ok(()) } else { self.machine.flush() }
     }
 
-    /// Lets the vCPUs run freely when they run. There is nothing to report: what failed has let go of them.
-    fn remove_throttle(&self) {
+    /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed has let go of them.
+    fn remove_throttle(&mut self) {
+        if let Some(tracker) = self.tracker.upgrade() {
+            tracker.govern(Some(f64::INFINITY));
+            self.governed = tracker.governor_measures();
+        }
         let _ = self.machine.throttle(0.0);
     }
 }
@@ -82,6 +97,7 @@ impl<'a> MicrovmSource<'a> {
 impl Drop for MicrovmSource<'_> {
     fn drop(&mut self) {
         self.remove_throttle();
+        self.machine.finish_free_page_hints();
         self.release_disk();
     }
 }
@@ -100,6 +116,11 @@ impl SourceVm for MicrovmSource<'_> {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        if self.machine.tracks_page_tables() {
+            let tracker = Arc::new(PagemapTracker::start_own(&self.machine.ram().mappings())?);
+            self.tracker = Arc::downgrade(&tracker);
+            return Ok(tracker);
+        }
         Ok(self.machine.start_tracking()?)
     }
 
@@ -107,8 +128,44 @@ impl SourceVm for MicrovmSource<'_> {
         Duration::ZERO
     }
 
+    fn hints_free_pages(&self) -> bool {
+        self.machine.hints_free_pages()
+    }
+
+    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
+        self.machine.start_free_page_hints(hints)
+    }
+
+    fn stop_free_page_hints(&mut self) {
+        self.machine.stop_free_page_hints();
+    }
+
     fn throttle(&mut self, share: f64) -> Result<(), VmError> {
         Ok(self.machine.throttle(share)?)
+    }
+
+    fn cannot_govern(&self) -> Option<String> {
+        (!self.machine.tracks_page_tables())
+            .then(|| "it takes page tables as tracker (--tracker pagemap)".to_owned())
+    }
+
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
+        if first_writes.is_some() {
+            tracker.prepare_own_governor(self.machine.vcpu_threads())?;
+        }
+        tracker.govern(first_writes);
+        match tracker.governor_failure() {
+            Some(words) if first_writes.is_some() => {
+                tracker.govern(Some(f64::INFINITY));
+                Err(format!("a segment could not be handed over: {words}").into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn governor_measures(&self) -> GovernorMeasures {
+        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
     fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
@@ -175,6 +232,8 @@ impl SourceVm for MicrovmSource<'_> {
         self.limit_disks(None)?;
         let stopped = self.machine.stop();
         self.remove_throttle();
+        // The destination's guest finds this in the state.
+        self.machine.finish_free_page_hints();
         let stopped = stopped?;
         // Another host reads the image after the handover.
         self.flush_shared()?;
@@ -196,6 +255,7 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
+        self.machine.finish_free_page_hints();
         self.release_disk();
         self.state = None;
         if self.was_running {

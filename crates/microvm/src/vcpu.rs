@@ -19,8 +19,9 @@ use kvm_bindings::KVM_EXIT_DIRTY_RING_FULL;
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-use crate::boot_block::{POWER_OFF_PORT, SLEEP_PORT};
-use crate::disk::{self, Disk};
+use crate::balloon::BalloonDevice;
+use crate::boot_block::{BALLOON_MMIO, DISK_MMIO, POWER_OFF_PORT, SLEEP_PORT};
+use crate::disk::Disk;
 use crate::ram::GuestRam;
 use crate::serial::{self, Serial};
 use crate::throttle::Throttle;
@@ -28,6 +29,8 @@ use crate::{MachineEvent, MicrovmError};
 
 /// A vCPU leaves the guest within microseconds; a host without a processor to spare takes longer.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
+/// Registers and configuration space of a device; devices begin at multiples of it.
+const MMIO_SIZE: u64 = 0x1000;
 /// The guest may ask for more and gets this.
 const LONGEST_SLEEP: Duration = Duration::from_secs(1);
 
@@ -37,8 +40,31 @@ pub(crate) struct Bus {
     pub(crate) ram: Arc<GuestRam>,
     pub(crate) serial: Serial,
     pub(crate) disk: Option<Disk>,
+    pub(crate) balloon: Option<BalloonDevice>,
     /// The vCPUs' dirty rings, where the machine has such.
     pub(crate) rings: OnceLock<Arc<KvmDirtyRings>>,
+}
+
+impl Bus {
+    /// The guest reads a register of a device. Where there is none it reads zeros.
+    fn read(&self, address: u64, bytes: &mut [u8]) {
+        let offset = address % MMIO_SIZE;
+        match (address - offset, &self.disk, &self.balloon) {
+            (DISK_MMIO, Some(disk), _) => disk.read(offset, bytes),
+            (BALLOON_MMIO, _, Some(balloon)) => balloon.read(offset, bytes),
+            _ => {}
+        }
+    }
+
+    /// The guest writes one.
+    fn write(&self, address: u64, bytes: &[u8]) {
+        let offset = address % MMIO_SIZE;
+        match (address - offset, &self.disk, &self.balloon) {
+            (DISK_MMIO, Some(disk), _) => disk.write(offset, bytes, &self.ram),
+            (BALLOON_MMIO, _, Some(balloon)) => balloon.write(offset, bytes, &self.ram),
+            _ => {}
+        }
+    }
 }
 
 /// What all vCPU threads should do.
@@ -359,15 +385,11 @@ impl Thread {
                 }
                 Ok(VcpuExit::MmioRead(address, bytes)) => {
                     bytes.fill(0);
-                    if let Some(disk) = self.disk_at(address) {
-                        disk.read(address - disk::MMIO.start, bytes);
-                    }
+                    self.bus.read(address, bytes);
                     continue;
                 }
                 Ok(VcpuExit::MmioWrite(address, bytes)) => {
-                    if let Some(disk) = self.disk_at(address) {
-                        disk.write(address - disk::MMIO.start, bytes, &self.bus.ram);
-                    }
+                    self.bus.write(address, bytes);
                     continue;
                 }
                 Ok(VcpuExit::Intr) => {
@@ -426,9 +448,5 @@ impl Thread {
             }
         }
         self.shared.run.load(Ordering::SeqCst)
-    }
-
-    fn disk_at(&self, address: u64) -> Option<&Disk> {
-        self.bus.disk.as_ref().filter(|_| disk::MMIO.contains(&address))
     }
 }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, Rate};
 
+use crate::govern::Governor;
 use crate::guest::{Class, Guest, Link, time_to_finish};
 use crate::hot::{Bounds, Hot};
 use crate::observe::{Advice, Decision, Delayed, Estimate, Plan, RemainingTime, Round, Tick};
@@ -46,6 +47,7 @@ pub struct Policy {
     hot: Hot,
     share: Share,
     throttle: Throttle,
+    governor: Governor,
     plan: Plan,
     rounds: u32,
     first_round: Duration,
@@ -81,6 +83,7 @@ impl Policy {
             hot: Hot::default(),
             share: Share::default(),
             throttle: Throttle::default(),
+            governor: Governor::default(),
             plan: Plan::default(),
             rounds: 0,
             first_round: Duration::ZERO,
@@ -129,7 +132,9 @@ impl Policy {
         self.settings.set(key, value)?;
         if before.throttle != self.settings.throttle {
             self.throttle = Throttle::default();
+            self.governor = Governor::default();
             self.plan.throttle = 0.0;
+            self.plan.first_writes = None;
         }
         self.plan.throttle = self.plan.throttle.min(self.settings.max_throttle);
         if self.settings.delay_hot_percent == 0 {
@@ -151,6 +156,10 @@ impl Policy {
         self.look(tick.dirty, time, tick.throttle);
         self.last_look = tick.in_round;
         let before = self.plan.clone();
+        if !tick.can_govern {
+            self.governor.withdraw();
+            self.plan.first_writes = None;
+        }
         if self.rounds == 0 {
             self.hot.look(tick.dirty, self.guest.segment_pages(), self.settings.delay_hot_percent);
             self.plan.delayed = self.hot.delayed().clone();
@@ -170,7 +179,10 @@ impl Policy {
             let rate = self.dirtied / tick.in_round.as_secs_f64();
             let view = self.view(&classes, clock, tick.remaining, link, rate, sent);
             let mut throttle = self.throttle.clone();
-            throttle.tick(self.settings.throttle, &view);
+            // The governor's rate holds from harvest to harvest, and so for a whole round.
+            if self.governor.budget().is_none() {
+                throttle.tick(self.settings.throttle, &view);
+            }
             self.throttle = throttle;
             self.plan.throttle = self.throttle.value().min(self.settings.max_throttle);
             if self.may_end_round(tick) {
@@ -259,11 +271,23 @@ impl Policy {
         view.dirtied = dirtied;
         // As long as memory waits for disks, nothing is gained by a slower guest.
         view.delaying |= share < crate::share::ALL;
-        let mut throttle = self.throttle.clone();
-        throttle.round(self.settings.throttle, &view, round.time);
-        let estimated = self.remaining_time(&view, throttle.value(), bandwidth);
+        let (mut throttle, mut governor) = (self.throttle.clone(), self.governor.clone());
+        let governs = matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Governor);
+        // A guest that is throttled already is not handed over: the end is near.
+        let needed = governs && throttle.value() <= 0.0 && throttle.is_needed(&view);
+        governor.round(&view, round.can_govern && governs, needed);
+        if governor.budget().is_some() {
+            throttle.look_on(&view);
+        } else {
+            throttle.round(self.settings.throttle, &view, round.time);
+        }
+        let governed = governor.time_to_finish(&view);
+        let estimated = match governed {
+            Some(mid) => Some(RemainingTime { low: mid.mul_f64(0.8), mid, high: mid.mul_f64(1.5) }),
+            None => self.remaining_time(&view, throttle.value(), bandwidth),
+        };
         let spared = self.spared(&view, throttle.value());
-        self.throttle = throttle;
+        (self.throttle, self.governor) = (throttle, governor);
         estimate.remaining_time = estimated;
         if self.throttle.exhausted() {
             estimate.advice = Some(self.advice(&estimate, round.throttle));
@@ -273,6 +297,7 @@ impl Policy {
         }
         self.plan = Plan {
             throttle: self.throttle.value().min(self.settings.max_throttle),
+            first_writes: self.governor.budget(),
             delayed: spared.unwrap_or_else(|| self.hot.delayed().clone()),
             memory_share: self.settings.memory_share.unwrap_or(share),
             disk_limit,
@@ -286,7 +311,7 @@ impl Policy {
         let growth = self.growth(&self.guest.classes(), self.lead, tick.throttle);
         let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
         let expected = downtime::expected(ByteCount(bytes as u64), self.bandwidth.average(), self.fixed);
-        self.plan.throttle > 0.0
+        (self.plan.throttle > 0.0 || self.plan.first_writes.is_some())
             && !self.disks
             && self.idle.is_zero()
             && expected.is_some_and(|expected| expected <= self.limit().mul_f64(AIM))
@@ -294,13 +319,20 @@ impl Policy {
 
     /// Pages that a guest under `throttle` dirties anew in a time.
     fn growth(&self, classes: &[Class], time: Duration, throttle: f64) -> f64 {
+        let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * time.as_secs_f64());
         let time = time.as_secs_f64() * self.guest.speed(throttle);
-        classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp())).sum()
+        let free: f64 =
+            classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp())).sum();
+        free.min(most)
     }
 
     /// A look at segments, in the model and in the count of what was dirtied in this round.
     fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
-        self.guest.look(dirty, time, throttle);
+        if self.plan.first_writes.is_some() {
+            self.guest.note(dirty);
+        } else {
+            self.guest.look(dirty, time, throttle);
+        }
         self.before.resize(dirty.len(), 0);
         for (before, now) in self.before.iter_mut().zip(dirty) {
             let grown = if now >= before { now - *before } else { *now };
@@ -367,7 +399,7 @@ impl Policy {
 
     /// Under a throttle that leaves the guest hardly anything: what the next round need not send.
     fn spared(&self, view: &View, throttle: f64) -> Option<Delayed> {
-        if self.settings.throttle != ThrottleMode::Adaptive
+        if !matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Vcpus)
             || throttle < SEVERE
             || view.delaying
             || view.idle > 0.0
@@ -380,7 +412,7 @@ impl Policy {
     }
 
     fn is_minimum(&mut self, remaining: PageCount, previous: Option<PageCount>, transfer: Duration) -> bool {
-        if self.plan.throttle > 0.0 {
+        if self.plan.throttle > 0.0 || self.plan.first_writes.is_some() {
             return true;
         }
         self.searched += 1;
@@ -409,6 +441,7 @@ impl Policy {
         let Some(patience) = self.settings.patience else { return false };
         let strongest = match self.settings.throttle {
             ThrottleMode::Off => true,
+            ThrottleMode::Governor => self.governor.budget().is_none() || self.governor.failed(),
             _ => {
                 self.throttle.exhausted()
                     || self.throttle.value() >= self.settings.max_throttle.min(0.98) - 1e-9

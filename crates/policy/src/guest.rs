@@ -95,6 +95,17 @@ impl Guest {
         }
     }
 
+    /// A look at segments whose growth says nothing of the guest, as it is held to a rate.
+    pub(crate) fn note(&mut self, dirty: &[u32]) {
+        if self.segments.len() != dirty.len() {
+            self.segments = vec![Segment::default(); dirty.len()];
+        }
+        for (segment, count) in self.segments.iter_mut().zip(dirty) {
+            segment.last = *count as f32;
+            segment.top = segment.last.max(segment.top);
+        }
+    }
+
     fn learn_gain(&mut self, seen: f64, expected: f64, throttle: f64) {
         if self.pending.2 != throttle {
             self.pending = (0.0, 0.0, throttle);

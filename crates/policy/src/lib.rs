@@ -27,6 +27,7 @@
 mod bandwidth;
 mod decide;
 pub mod downtime;
+mod govern;
 mod guest;
 mod hot;
 mod observe;

@@ -35,6 +35,8 @@ pub struct Round<'a> {
     pub throttle: f64,
     /// The guest's speed in this round, as a share of what it was before the migration, if it can be seen.
     pub guest_speed: Option<f64>,
+    /// Whether the machine offers a write governor ([`Plan::first_writes`]).
+    pub can_govern: bool,
     /// What happened to disks, if disks move.
     pub disk: Option<DiskRound>,
 }
@@ -67,6 +69,8 @@ pub struct Tick<'a> {
     pub throttle: f64,
     /// As in [`Round::guest_speed`], since the last tick.
     pub guest_speed: Option<f64>,
+    /// As in [`Round::can_govern`].
+    pub can_govern: bool,
 }
 
 /// What is to be in force until the next plan.
@@ -75,6 +79,9 @@ pub struct Plan {
     /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in force through the
     /// preparation of the switchover, until the guest stands still.
     pub throttle: f64,
+    /// How many clean pages the guest may make dirty each second, in segments that are harvested from now on; `None`: it is
+    /// not governed. Stays in force as `throttle` does.
+    pub first_writes: Option<f64>,
     /// Segments not to be sent now.
     pub delayed: Delayed,
     /// While disks move: the parts of the link's time that memory gets for each 1024 that disks get; at 1024 both get
@@ -88,7 +95,13 @@ pub struct Plan {
 impl Default for Plan {
     /// Nothing held back.
     fn default() -> Self {
-        Self { throttle: 0.0, delayed: Delayed::default(), memory_share: 1024, disk_limit: None }
+        Self {
+            throttle: 0.0,
+            first_writes: None,
+            delayed: Delayed::default(),
+            memory_share: 1024,
+            disk_limit: None,
+        }
     }
 }
 

@@ -20,19 +20,26 @@ pub enum ThrottleMode {
     Staged,
     /// As QEMU does it: 20 %, then 10 % more after every two bad periods. Here for comparison.
     AutoConverge,
-    /// The least throttle that finishes in time, from the guest's measured response.
+    /// The write governor where the machine offers one, else the least throttle that finishes in time, from the guest's
+    /// measured response.
     #[default]
     Adaptive,
+    /// The write governor where `Adaptive` would throttle, and nothing else.
+    Governor,
+    /// As `Adaptive`, by vCPUs only.
+    Vcpus,
 }
 
 impl ThrottleMode {
     /// All modes, by the names that are typed.
-    pub const ALL: [(Self, &'static str); 5] = [
+    pub const ALL: [(Self, &'static str); 7] = [
         (Self::Off, "off"),
         (Self::Direct, "direct"),
         (Self::Staged, "staged"),
         (Self::AutoConverge, "auto-converge"),
         (Self::Adaptive, "adaptive"),
+        (Self::Governor, "governor"),
+        (Self::Vcpus, "vcpus"),
     ];
 }
 
@@ -62,8 +69,8 @@ pub struct Settings {
     pub downtime_ceiling: Option<Duration>,
     /// Give up when no round came closer to the limit for this long with all that helps in force; `None`: never.
     pub patience: Option<Duration>,
-    /// How long copying may go on after the first round before `adaptive` throttles above 90 %; `None`: twice as
-    /// long as the first round took, at least 10 s.
+    /// How long copying may go on after the first round before `adaptive` throttles above 90 % or governs harder; `None`:
+    /// twice as long as the first round took, at least 10 s.
     pub finish_within: Option<Duration>,
     /// How the guest is slowed down.
     pub throttle: ThrottleMode,
@@ -149,7 +156,7 @@ pub enum SettingError {
     },
 }
 
-const MODES: &str = "use off, direct, staged, auto-converge or adaptive";
+const MODES: &str = "use off, direct, staged, auto-converge, adaptive, governor or vcpus";
 const DOWNTIME: &str = "use a time from 1ms to 1h, such as 300ms";
 const LONG: &str = "use a time from 1s to 1000h, such as 60s, or 0s for none";
 
@@ -180,7 +187,7 @@ const KEYS: [Key; 11] = [
     },
     Key {
         name: "throttle",
-        unit: "off, direct, staged, auto-converge or adaptive",
+        unit: "off, direct, staged, auto-converge, adaptive, governor or vcpus",
         default: "adaptive",
         meaning: "how the guest is slowed down when it outruns the link",
     },

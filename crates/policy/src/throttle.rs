@@ -116,7 +116,9 @@ impl Throttle {
             ThrottleMode::Off => self.value = 0.0,
             ThrottleMode::Direct | ThrottleMode::Staged => self.chosen(mode, view, previous),
             ThrottleMode::AutoConverge => self.ramp(view, time),
-            ThrottleMode::Adaptive => {
+            // Where the governor is forced it takes the place of this one ([`crate::govern`]).
+            ThrottleMode::Governor => self.value = 0.0,
+            ThrottleMode::Adaptive | ThrottleMode::Vcpus => {
                 let deaf = self.value >= SEVERE && view.guest.speed(self.value) > DEAF;
                 self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
                 self.exhausted = self.deaf_rounds >= 3;
@@ -138,11 +140,28 @@ impl Throttle {
         match mode {
             ThrottleMode::Direct | ThrottleMode::Staged => self.hold(view.most),
             // Within a round the throttle only rises. How much of the memory just sent is dirty again is known at its end.
-            ThrottleMode::Adaptive if self.previous.is_some() && !self.waiting => {
+            ThrottleMode::Adaptive | ThrottleMode::Vcpus if self.previous.is_some() && !self.waiting => {
                 self.value = self.adapt(view, false).max(self.value);
             }
             _ => {}
         }
+    }
+
+    /// Whether a guest that is not slowed would keep this from finishing in time, and another round as it is would hardly
+    /// leave less.
+    pub(crate) fn is_needed(&self, view: &View) -> bool {
+        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let (later, _) = after_round(view.classes, view.unsent, link);
+        let left: f64 = later.iter().map(|class| class.dirty).sum();
+        left > SHRINKS * view.remaining && self.adapt(view, false) > 0.0
+    }
+
+    /// What a round leaves that the governor looks after.
+    pub(crate) fn look_on(&mut self, view: &View) {
+        self.pass(view);
+        self.previous = Some(view.remaining);
+        self.delayed = view.delaying;
+        self.value = 0.0;
     }
 
     fn pass(&mut self, view: &View) {

@@ -13,6 +13,7 @@ mod destination;
 mod disk_limits;
 mod disks;
 mod error;
+mod governor;
 mod machine;
 pub mod qmp;
 mod settings;
@@ -20,4 +21,5 @@ mod source;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
+pub use machine::Reporting;
 pub use source::QemuSource;

@@ -19,6 +19,33 @@ pub(crate) struct Machine {
     pub(crate) pid: i32,
 }
 
+/// Whether a guest tells of its free memory all the time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reporting {
+    /// It has a balloon that does.
+    On,
+    /// It has a balloon that was not told to.
+    Off,
+    /// It has none.
+    NoBalloon,
+}
+
+impl Reporting {
+    /// What the operator could do at the next start of the machine, if anything.
+    #[must_use]
+    pub fn advice(self) -> Option<&'static str> {
+        match self {
+            Self::On => None,
+            Self::Off => Some(
+                "free memory of the guest is sent if it was ever used: its balloon reports none; start it with free-page-reporting=on",
+            ),
+            Self::NoBalloon => Some(
+                "free memory of the guest is sent if it was ever used: start it with -device virtio-balloon-pci,free-page-reporting=on",
+            ),
+        }
+    }
+}
+
 impl Machine {
     /// Connects to the monitor at `path`.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
@@ -132,25 +159,48 @@ impl Machine {
         Ok(())
     }
 
-    /// Looks at the types of all plugged devices, and at the network back ends.
-    fn check_devices(&mut self) -> Result<(), QemuError> {
+    /// All plugged devices: bus, name and type.
+    fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
+        let mut devices = Vec::new();
         for bus in ["/machine/peripheral", "/machine/peripheral-anon"] {
             let children = self.qmp.execute("qom-list", json!({ "path": bus }))?;
             for child in children.as_array().into_iter().flatten() {
                 let kind = text(&child["type"]);
-                let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) else {
-                    continue;
-                };
-                let device = format!("device '{}' ({kind})", text(&child["name"]));
-                let vhost_disk = kind.starts_with("vhost-scsi");
-                if kind.starts_with("vhost-user") {
-                    return Err(QemuError::VhostUser { what: device });
+                if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {
+                    devices.push((bus, text(&child["name"]), kind.to_owned()));
                 }
-                // SG_IO and vhost-scsi hand guest pages to a device without a fault.
-                let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
-                if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
-                    return Err(QemuError::Untrackable { device });
-                }
+            }
+        }
+        Ok(devices)
+    }
+
+    /// How free memory of the guest becomes known: by a balloon that reports it, if there is one.
+    pub(crate) fn reporting(&mut self) -> Result<Reporting, QmpError> {
+        let is_balloon = |kind: &str| kind.starts_with("virtio-balloon");
+        let Some((bus, name, _)) = self.devices()?.into_iter().find(|(.., kind)| is_balloon(kind)) else {
+            return Ok(Reporting::NoBalloon);
+        };
+        let arguments = json!({ "path": format!("{bus}/{name}"), "property": "free-page-reporting" });
+        match self.qmp.execute("qom-get", arguments) {
+            Ok(Value::Bool(true)) => Ok(Reporting::On),
+            // Before QEMU 5.1 there is no such property.
+            Ok(_) | Err(QmpError::Refused { .. }) => Ok(Reporting::Off),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Looks at the types of all plugged devices, and at the network back ends.
+    fn check_devices(&mut self) -> Result<(), QemuError> {
+        for (_, name, kind) in self.devices()? {
+            let device = format!("device '{name}' ({kind})");
+            let vhost_disk = kind.starts_with("vhost-scsi");
+            if kind.starts_with("vhost-user") {
+                return Err(QemuError::VhostUser { what: device });
+            }
+            // SG_IO and vhost-scsi hand guest pages to a device without a fault.
+            let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
+            if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
+                return Err(QemuError::Untrackable { device });
             }
         }
         // Network back ends are no objects; only the human monitor lists them.

@@ -7,29 +7,30 @@
 //!   resume          migrate_cancel or cont, from wherever it was; settings put back
 //! ```
 //!
-//! A throttle may be in force from the start to the moment the guest has stopped. Invariant: it is gone after `resume`,
-//! `retire`, a `stop` that failed, and when this is dropped.
+//! A throttle or the write governor may be in force from the start to the moment the guest has stopped. Invariant: it is gone after
+//! `resume`, `retire`, a `stop` that failed, and when this is dropped.
 
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskChoice, DiskRound};
 use godwit_engine::vm::{SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
-use godwit_track::{DirtyTracker, PagemapTracker, kernel_support};
+use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
 use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
-use crate::machine::{Machine, is_over, text};
+use crate::governor;
+use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
 use crate::settings::Settings;
 
@@ -58,6 +59,9 @@ pub struct QemuSource {
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,
+    /// As long as the engine holds it.
+    tracker: Weak<PagemapTracker>,
+    governed: GovernorMeasures,
     disk_limits: DiskLimits,
     /// The disks that move along.
     moving: Vec<Found>,
@@ -104,6 +108,8 @@ impl QemuSource {
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
+            tracker: Weak::new(),
+            governed: GovernorMeasures::default(),
             disk_limits: DiskLimits::default(),
             vcpus,
             machine,
@@ -145,6 +151,14 @@ impl QemuSource {
         self.machine.pid
     }
 
+    /// Whether its guest tells of free memory.
+    ///
+    /// # Errors
+    /// When the monitor fails.
+    pub fn reporting(&mut self) -> Result<Reporting, QemuError> {
+        Ok(self.machine.reporting()?)
+    }
+
     /// QEMU's version: major, minor, micro.
     #[must_use]
     pub fn version(&self) -> (u64, u64, u64) {
@@ -162,7 +176,7 @@ impl QemuSource {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        let Self { machine, throttle, .. } = self;
+        let Self { machine, throttle, tracker, .. } = self;
         let qmp = &mut machine.qmp;
         qmp.forget_events();
         self.migrating = true;
@@ -172,6 +186,9 @@ impl QemuSource {
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
                 let _ = throttle.set(0.0);
+                if let Some(tracker) = tracker.upgrade() {
+                    tracker.govern(Some(f64::INFINITY));
+                }
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
         })?;
@@ -181,8 +198,13 @@ impl QemuSource {
         }
     }
 
-    /// Lets the vCPUs run freely. There is nothing to report: what failed has let go of them.
+    /// Lets the vCPUs run and write freely. There is nothing to report: what failed has let go of them.
     fn remove_throttle(&mut self) {
+        if let Some(tracker) = self.tracker.upgrade() {
+            // Segments stay where they are: their writers are answered at once.
+            tracker.govern(Some(f64::INFINITY));
+            self.governed = tracker.governor_measures();
+        }
         let _ = self.throttle.set(0.0);
         let _ = self.throttle.set_short(false);
     }
@@ -310,9 +332,10 @@ impl SourceVm for QemuSource {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
-        let tracker = PagemapTracker::start(self.machine.pid, &self.ram)?;
+        let tracker = Arc::new(PagemapTracker::start(self.machine.pid, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
-        Ok(Arc::new(tracker))
+        self.tracker = Arc::downgrade(&tracker);
+        Ok(tracker)
     }
 
     fn tracking_stop(&self) -> Duration {
@@ -334,6 +357,30 @@ impl SourceVm for QemuSource {
         }
         self.throttle.set_threads(&self.vcpus)?;
         Ok(self.throttle.set(share)?)
+    }
+
+    fn cannot_govern(&self) -> Option<String> {
+        governor::refusal(self.machine.pid, &self.ram)
+    }
+
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
+        if first_writes.is_some() {
+            self.vcpus = self.machine.vcpu_threads()?;
+            governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
+        }
+        tracker.govern(first_writes);
+        match tracker.governor_failure() {
+            Some(words) if first_writes.is_some() => {
+                tracker.govern(Some(f64::INFINITY));
+                Err(format!("a segment could not be handed over: {words}").into())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn governor_measures(&self) -> GovernorMeasures {
+        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
     fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {

@@ -20,6 +20,8 @@ struct Segment {
     written: f64,
     dirty: f64,
     sent: bool,
+    /// It was harvested since the guest is governed.
+    governed: bool,
     /// Taken by a harvest at the start of the round.
     taken: f64,
 }
@@ -48,6 +50,8 @@ pub(crate) struct Memory {
     pending: f64,
     /// Harvested at the start of each round.
     at_once: bool,
+    /// The guest is governed, in segments from their next harvest on.
+    governs: bool,
     looked: Vec<u32>,
 }
 
@@ -77,7 +81,14 @@ impl Memory {
             });
             for _ in 0..take {
                 let written = pages / take as f64;
-                segments.push(Segment { data: written, written, dirty: 0.0, sent: false, taken: 0.0 });
+                segments.push(Segment {
+                    data: written,
+                    written,
+                    dirty: 0.0,
+                    sent: false,
+                    governed: false,
+                    taken: 0.0,
+                });
             }
         }
         // What else holds data is spread over all, first into the segments that are never written.
@@ -85,14 +96,30 @@ impl Memory {
         let still = count - segments.len();
         let share = if still > 0 { (rest / still as f64).min(segment_pages) } else { 0.0 };
         for _ in 0..still {
-            segments.push(Segment { data: share, written: 0.0, dirty: 0.0, sent: false, taken: 0.0 });
+            segments.push(Segment {
+                data: share,
+                written: 0.0,
+                dirty: 0.0,
+                sent: false,
+                governed: false,
+                taken: 0.0,
+            });
             rest -= share;
         }
         let more = rest.max(0.0) / count as f64;
         for segment in &mut segments {
             segment.data = (segment.data + more).min(segment_pages);
         }
-        Self { segments, regions, segment_pages, cursor: 0, pending: 0.0, at_once, looked: Vec::new() }
+        Self {
+            segments,
+            regions,
+            segment_pages,
+            cursor: 0,
+            pending: 0.0,
+            at_once,
+            governs: false,
+            looked: Vec::new(),
+        }
     }
 
     /// The guest runs for `time` seconds at the share `speed`, `factor` times as busy as usual.
@@ -112,6 +139,36 @@ impl Memory {
                 segment.dirty = segment.written - (segment.written - segment.dirty) * clean;
             }
         }
+    }
+
+    /// Whether the guest is governed from now on.
+    pub(crate) fn govern(&mut self, governs: bool) {
+        self.governs = governs;
+        if !governs {
+            self.segments.iter_mut().for_each(|segment| segment.governed = false);
+        }
+    }
+
+    /// The share of its speed that is left to a guest that may make `first_writes` clean pages dirty each second: all of
+    /// its work waits for them, in proportion.
+    pub(crate) fn governed_speed(&self, first_writes: f64, factor: f64) -> f64 {
+        let mut wanted = 0.0;
+        for region in &self.regions {
+            let segments = &self.segments[region.first..region.first + region.count];
+            let clean = |segment: &&Segment| segment.governed;
+            if region.sequential {
+                // Where it is, pages are clean, or it goes over dirty ones at no cost.
+                let size = region.pages / region.count as f64;
+                let here = ((region.at / size) as usize).min(segments.len() - 1);
+                let clean = segments[here].governed && segments[here].dirty < 0.5 * segments[here].written;
+                wanted += if clean { region.writes } else { 0.0 };
+            } else {
+                let clean: f64 =
+                    segments.iter().filter(clean).map(|s| (s.written - s.dirty - s.taken).max(0.0)).sum();
+                wanted += region.rate * clean;
+            }
+        }
+        (first_writes / (wanted * factor).max(1e-9)).min(1.0)
     }
 
     /// A round begins.
@@ -161,6 +218,7 @@ impl Memory {
             let found = std::mem::take(dirty);
             self.pending = if segment.sent { found } else { segment.data };
             segment.sent = true;
+            segment.governed = self.governs;
             if self.pending >= 0.5 {
                 return true;
             }

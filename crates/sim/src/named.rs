@@ -49,6 +49,7 @@ pub fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
         disk: None,
         synchronisation: Synchronisation::Pieces(ms(5)),
         vcpus: Vcpus::Measured,
+        governor: false,
         handover: ms(10),
         lead: ms(10),
         settings: Settings::default(),
@@ -181,6 +182,11 @@ pub fn random(seed: u64) -> Scenario {
         } else {
             Cut { at: Some(Duration::from_secs_f64(dice.magnitude(0.01, 100.0))), message: None, heals }
         });
+    }
+    match dice.below(8) {
+        0..3 => scenario.governor = true,
+        3 => scenario.settings.throttle = ThrottleMode::Governor,
+        _ => {}
     }
     scenario
 }

@@ -20,6 +20,9 @@ pub struct Scenario {
     pub synchronisation: Synchronisation,
     /// How well vCPUs can be slowed.
     pub vcpus: Vcpus,
+    /// Whether the machine offers a write governor; where that is forced it always does. Of what [`Vcpus::Deaf`]
+    /// dirties it holds nothing either.
+    pub governor: bool,
     /// What stop-and-copy costs beside the transfer and the last synchronisation.
     pub handover: Duration,
     /// From the decision to switch over until the vCPUs stand still.

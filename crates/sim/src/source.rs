@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use godwit_policy::{Decision, Delayed, DiskRound, Plan, Policy, Round, Tick};
+use godwit_policy::{Decision, Delayed, DiskRound, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_units::{ByteCount, PageCount};
 
 use crate::disk::Disk;
 use crate::memory::Memory;
 use crate::outcome::{Outcome, Point, RoundRow};
-use crate::scenario::{Scenario, Synchronisation};
+use crate::scenario::{Scenario, Synchronisation, Vcpus};
 use crate::{guest, link};
 
 /// A link that broke is noticed after this many seconds.
@@ -58,7 +58,20 @@ impl<'a> Source<'a> {
     }
 
     fn speed(&self) -> f64 {
-        if self.stopped.is_some() { 0.0 } else { self.scenario.vcpus.speed(self.plan.throttle) }
+        if self.stopped.is_some() {
+            return 0.0;
+        }
+        match self.plan.first_writes.filter(|_| self.scenario.vcpus != Vcpus::Deaf) {
+            Some(first_writes) => {
+                let factor = guest::factor(&self.scenario.guest.phases, self.now);
+                self.memory.governed_speed(first_writes, factor)
+            }
+            None => self.scenario.vcpus.speed(self.plan.throttle),
+        }
+    }
+
+    fn can_govern(&self) -> bool {
+        self.scenario.governor || self.scenario.settings.throttle == ThrottleMode::Governor
     }
 
     /// Time passes; the guest's losses are counted.
@@ -107,6 +120,7 @@ impl<'a> Source<'a> {
         if last {
             self.plan = Plan { delayed: Delayed::default(), memory_share: 1024, ..self.plan.clone() };
         }
+        self.memory.govern(self.plan.first_writes.is_some());
         if !self.midway {
             self.memory.begin();
         }
@@ -216,8 +230,9 @@ impl<'a> Source<'a> {
         let in_round = seconds(self.now - self.row.start);
         let throttle = self.plan.throttle;
         let sent = ByteCount((self.row.sent + self.row.disk_sent) as u64);
+        let can_govern = self.can_govern();
         let dirty = self.memory.look();
-        let tick = Tick { in_round, sent, remaining, dirty, throttle, guest_speed: None };
+        let tick = Tick { in_round, sent, remaining, dirty, throttle, guest_speed: None, can_govern };
         if let Some(plan) = self.policy.tick(&tick) {
             self.plan = plan;
         }
@@ -268,6 +283,7 @@ impl<'a> Source<'a> {
         let pages = row.sent / self.scenario.link.page_bytes;
         let remaining = PageCount(self.memory.remaining().ceil() as u64);
         let memory = PageCount(self.memory.all_pages());
+        let can_govern = self.can_govern();
         let dirty = self.memory.look();
         let (decision, estimate) = self.policy.round(&Round {
             time: seconds(row.seconds),
@@ -281,6 +297,7 @@ impl<'a> Source<'a> {
             dirty,
             throttle: self.plan.throttle,
             guest_speed: None,
+            can_govern,
             disk,
         });
         if let Some(row) = self.outcome.rounds.last_mut() {

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 use godwit_units::ByteCount;
-use godwit_verify::settings::{DiskWork, Mode, Settings};
+use godwit_verify::settings::{BuildWork, DiskWork, Mode, Settings};
 
 /// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a reboot. Without
 /// `tsc=reliable` the kernel may give up on the time-stamp counter after a pause, and then every look at the clock
-/// leaves the emulated processor. The mitigations cost time and protect nobody here.
-const KERNEL: &str = "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off";
+/// leaves the emulated processor. The mitigations cost time and protect nobody here, and a host that is slow is no bug of the guest.
+const KERNEL: &str = "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off nosoftlockup";
 
 const MIB: u64 = 1 << 20;
 
@@ -60,6 +60,8 @@ pub struct GuestConfig {
     pub fill: ByteCount,
     /// What it does with its virtio disks, if it has some.
     pub disk: DiskWork,
+    /// Processes that it runs beside that.
+    pub build: BuildWork,
 }
 
 impl GuestConfig {
@@ -73,6 +75,7 @@ impl GuestConfig {
             working_set: ByteCount(128 * MIB),
             fill: ByteCount(512 * MIB),
             disk: DiskWork::default(),
+            build: BuildWork::default(),
         }
     }
 
@@ -86,13 +89,14 @@ impl GuestConfig {
             working_set: ByteCount(16 * MIB),
             fill: ByteCount(64 * MIB),
             disk: DiskWork::default(),
+            build: BuildWork::default(),
         }
     }
 
     /// The kernel command line.
     #[must_use]
     pub fn command_line(&self) -> String {
-        let Self { memory: _, mode, rate, working_set, fill, disk } = *self;
-        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk })
+        let Self { memory: _, mode, rate, working_set, fill, disk, build } = *self;
+        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk, build })
     }
 }

@@ -330,7 +330,7 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
     let backend = match config.backend {
         Backend::SharedFile => format!("memory-backend-file,id=mem,size={size},share=on,mem-path={path}"),
         Backend::PrivateFile => format!("memory-backend-file,id=mem,size={size},share=off,mem-path={path}"),
-        Backend::Anonymous => format!("memory-backend-ram,id=mem,size={size}"),
+        Backend::Anonymous => format!("memory-backend-ram,id=mem,size={size},reserve=off"),
         Backend::Memfd => format!("memory-backend-memfd,id=mem,size={size},share=on"),
     };
     let socket = |name: &str| format!("unix:{},server=on,wait=off", place.file(name).display());

@@ -28,8 +28,8 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::TrackError;
 use crate::uapi::{
-    self, UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED,
-    UFFD_USER_MODE_ONLY,
+    self, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
+    UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFD_USER_MODE_ONLY,
 };
 
 /// `PTRACE_GETSIGMASK` and `PTRACE_SETSIGMASK` of ptrace(2); libc has them only for some targets.
@@ -57,12 +57,65 @@ impl Attachment {
     }
 }
 
+/// What a userfaultfd is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Lift protection by itself (`WP_ASYNC`): nobody waits, nobody is told.
+    Tracking,
+    /// Tell of each first write and let the writer wait for the answer: the governor's.
+    Governing,
+}
+
+/// How a userfaultfd for the governor is made in a process. It has to handle faults of the kernel on the process's
+/// behalf (KVM, read(2), vhost), which needs a right (Documentation/admin-guide/mm/userfaultfd.rst).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// By userfaultfd(2): the process has CAP_SYS_PTRACE, or `vm.unprivileged_userfaultfd` is 1.
+    Call,
+    /// By a descriptor of /dev/userfaultfd that the process was handed, under this number.
+    Device(RawFd),
+}
+
 /// Takes a userfaultfd with asynchronous write protection out of process `pid`.
 ///
 /// # Errors
 /// When the process may not be traced, is traced by someone else, or the kernel lacks the feature. The process
 /// then runs on as it did.
 pub fn attach(pid: i32) -> Result<Attachment, TrackError> {
+    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | UFFD_USER_MODE_ONLY;
+    take(pid, Kind::Tracking, libc::SYS_userfaultfd, [flags, 0, 0])
+}
+
+/// Takes a userfaultfd for the governor out of process `pid`, which then has none of it left.
+///
+/// # Errors
+/// As [`attach`]; also when the process has no right to handle faults of the kernel.
+pub(crate) fn attach_governing(pid: i32, way: Way) -> Result<Attachment, TrackError> {
+    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64;
+    let taken = match way {
+        Way::Call => take(pid, Kind::Governing, libc::SYS_userfaultfd, [flags, 0, 0]),
+        Way::Device(fd) => {
+            let fd = u64::from(fd.unsigned_abs());
+            take(pid, Kind::Governing, libc::SYS_ioctl, [fd, uapi::USERFAULTFD_IOC_NEW, flags])
+        }
+    };
+    taken.map_err(|error| no_right(pid, error))
+}
+
+/// The refusal of a right, told from other errors.
+fn no_right(pid: i32, error: TrackError) -> TrackError {
+    match error {
+        TrackError::Attach { step: IN_PROCESS, source, .. } if source.raw_os_error() == Some(libc::EPERM) => {
+            TrackError::NoKernelFaults { pid }
+        }
+        error => error,
+    }
+}
+
+const IN_PROCESS: &str = "userfaultfd(2) in the process";
+
+/// Has a thread of process `pid` make a userfaultfd by the system call `number`, and takes it over.
+fn take(pid: i32, kind: Kind, number: libc::c_long, arguments: [u64; 3]) -> Result<Attachment, TrackError> {
     let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
     let process = Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
     let instruction = find_syscall_instruction(pid, &process)?;
@@ -74,45 +127,55 @@ pub fn attach(pid: i32) -> Result<Attachment, TrackError> {
     let _urgent = Urgent::become_urgent();
     let started = Instant::now();
     let mut thread = StoppedThread::stop(pid, &process)?;
-    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | UFFD_USER_MODE_ONLY;
-    let theirs = thread.syscall(instruction, libc::SYS_userfaultfd, flags).map_err(|error| {
-        match error.raw_os_error() {
+    let theirs =
+        thread.syscall(instruction, number, arguments).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
-            _ => failed("userfaultfd(2) in the process")(error),
-        }
-    })?;
-    let theirs = RawFd::try_from(theirs)
-        .map_err(|_| failed("userfaultfd(2) in the process")(io::ErrorKind::InvalidData.into()))?;
+            _ => failed(IN_PROCESS)(error),
+        })?;
+    let theirs =
+        RawFd::try_from(theirs).map_err(|_| failed(IN_PROCESS)(io::ErrorKind::InvalidData.into()))?;
     let taken = rustix::process::pidfd_getfd(&pidfd, theirs, PidfdGetfdFlags::empty());
-    let closed = thread.syscall(instruction, libc::SYS_close, theirs.unsigned_abs().into());
+    let closed = thread.syscall(instruction, libc::SYS_close, [theirs.unsigned_abs().into(), 0, 0]);
     thread.release().map_err(failed("PTRACE_DETACH"))?;
     let stopped = started.elapsed();
 
     let userfaultfd = taken.map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
     closed.map_err(failed("close(2) in the process"))?;
-    negotiate(&userfaultfd, pid)?;
+    negotiate(&userfaultfd, pid, kind)?;
     Ok(Attachment { userfaultfd, stopped })
 }
 
-/// Opens a userfaultfd with asynchronous write protection for this process itself: nobody is stopped.
+/// Opens a userfaultfd for this process itself: nobody is stopped.
 ///
 /// # Errors
 /// When the kernel lacks the feature or this process may not use it.
-pub(crate) fn attach_own() -> Result<Attachment, TrackError> {
+pub(crate) fn attach_own(kind: Kind) -> Result<Attachment, TrackError> {
     let pid = std::process::id().cast_signed();
-    let userfaultfd = uapi::userfaultfd().map_err(|source| match source.raw_os_error() {
+    let made = match kind {
+        Kind::Tracking => uapi::userfaultfd(),
+        Kind::Governing => uapi::userfaultfd_with(0),
+    };
+    let userfaultfd = made.map_err(|source| match source.raw_os_error() {
         Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
+        Some(libc::EPERM) if kind == Kind::Governing => TrackError::NoKernelFaults { pid },
         _ => TrackError::Attach { pid, step: "userfaultfd(2)", source },
     })?;
-    negotiate(&userfaultfd, pid)?;
+    negotiate(&userfaultfd, pid, kind)?;
     Ok(Attachment { userfaultfd, stopped: Duration::ZERO })
 }
 
-/// Asks for asynchronous write protection on a new userfaultfd.
-fn negotiate(userfaultfd: &OwnedFd, pid: i32) -> Result<(), TrackError> {
-    let features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
+/// Asks for what a new userfaultfd is to do. Features are fixed from here on.
+fn negotiate(userfaultfd: &OwnedFd, pid: i32, kind: Kind) -> Result<(), TrackError> {
+    let common = UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
+    let (features, missing) = match kind {
+        Kind::Tracking => (common | UFFD_FEATURE_WP_ASYNC, "asynchronous write protection by userfaultfd"),
+        Kind::Governing => (
+            common | UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_THREAD_ID,
+            "write protection of shared memory by userfaultfd",
+        ),
+    };
     uapi::uffd_api(userfaultfd.as_fd(), features).map_err(|error| match error.raw_os_error() {
-        Some(libc::EINVAL) => TrackError::Kernel { missing: "asynchronous write protection by userfaultfd" },
+        Some(libc::EINVAL) => TrackError::Kernel { missing },
         _ => TrackError::Attach { pid, step: "UFFDIO_API", source: error },
     })
 }
@@ -172,6 +235,14 @@ impl Drop for Urgent {
             schedule(before, 0);
         }
     }
+}
+
+/// Makes the calling thread wake when it said it would, for the rest of its life: real-time priority, if it may have
+/// that, and no slack on its timers.
+pub(crate) fn become_punctual() {
+    schedule(libc::SCHED_RR, 1);
+    // SAFETY: takes a number and changes the calling thread only (prctl(2)).
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1u64) };
 }
 
 /// Puts the calling thread under a scheduling policy; whether that worked.
@@ -265,12 +336,12 @@ impl StoppedThread {
         }
     }
 
-    /// Makes the thread execute one system call with one argument, at the `syscall` instruction at `instruction`.
-    fn syscall(&mut self, instruction: u64, number: libc::c_long, argument: u64) -> io::Result<u64> {
+    /// Makes the thread execute one system call, at the `syscall` instruction at `instruction`.
+    fn syscall(&mut self, instruction: u64, number: libc::c_long, arguments: [u64; 3]) -> io::Result<u64> {
         let mut registers = self.registers;
         registers.rip = instruction;
         registers.rax = number.unsigned_abs();
-        registers.rdi = argument;
+        [registers.rdi, registers.rsi, registers.rdx] = arguments;
         // Not within a system call any more: the kernel must not restart the interrupted one now
         // (ptrace(2) and arch/x86/kernel/signal.c).
         registers.orig_rax = u64::MAX;

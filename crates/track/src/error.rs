@@ -22,6 +22,37 @@ pub enum TrackError {
         /// The process.
         pid: i32,
     },
+    /// The process may not handle faults of the kernel.
+    #[error(
+        "process {pid} may not handle faults of the kernel by userfaultfd: run it as root, set vm.unprivileged_userfaultfd=1, or run godwit where it may open /dev/userfaultfd"
+    )]
+    NoKernelFaults {
+        /// The process.
+        pid: i32,
+    },
+    /// Huge pages are protected as a whole.
+    #[error(
+        "RAM on hugetlbfs cannot be governed: the first write to any 4 KiB of a huge page would count for all of it; use a tmpfs"
+    )]
+    GovernedHugePages,
+    /// The write governor's own threads cannot be started.
+    #[error("the write governor cannot be started: {step} failed: {source}")]
+    Governor {
+        /// What was being done.
+        step: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// A segment could not be brought from one kind of tracking to the other, nor back.
+    #[error("pages {pages:?} of RAM block {block} cannot be tracked any longer: {source}")]
+    Switch {
+        /// The index of the block.
+        block: usize,
+        /// Its pages.
+        pages: std::ops::Range<u64>,
+        /// Why.
+        source: io::Error,
+    },
     /// Someone else traces it.
     #[error("process {pid} is already traced by process {tracer} (a debugger?): detach that first")]
     Traced {

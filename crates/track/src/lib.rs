@@ -14,6 +14,8 @@ mod attach;
 pub mod bare;
 mod collected;
 mod error;
+mod governed;
+mod governor;
 mod kvm;
 mod mappings;
 mod pagemap;
@@ -23,8 +25,9 @@ mod union;
 mod vhost;
 mod words;
 
-pub use attach::{Attachment, attach};
+pub use attach::{Attachment, Way, attach};
 pub use error::TrackError;
+pub use governor::GovernorMeasures;
 pub use kvm::{
     DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode, clear_dirty_log,
 };

@@ -13,17 +13,22 @@
 //! Two things this tracker does not see: a write through another process's page tables (track that process too)
 //! and direct I/O that lands after the page was harvested (the adapter refuses disks that do it).
 //!
+//! Segments may be governed instead (`governor`, `governed`): then their first writes wait for an answer.
+//!
 //! A whole page table that was never filled (2 MiB of untouched memory) is not reported either, even if the
 //! *file* has data there. So the first round sends all data, whatever is reported.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use godwit_memory::{MemSlots, RamBlock, Slot, SlotError, SlotFlags, SlotId, SlotReader};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
-use crate::attach::{Attachment, attach, attach_own};
+use crate::attach::{Attachment, Kind, Way, attach, attach_governing, attach_own};
+use crate::governed::Governed;
+use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
 use crate::uapi::{self, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion};
 use crate::{DirtyTracker, TrackError};
@@ -35,11 +40,27 @@ const REGIONS: usize = 512;
 /// the only descriptor is closed, also when this process is killed.
 #[derive(Debug)]
 pub struct PagemapTracker {
-    attachment: Attachment,
+    pid: i32,
+    pub(crate) attachment: Attachment,
     pagemap: File,
-    blocks: Vec<Vec<BlockMapping>>,
+    pub(crate) blocks: Vec<Vec<BlockMapping>>,
     /// The same mappings the other way round: from host addresses to pages of RAM blocks.
     slots: SlotReader,
+    /// Some of the memory comes in huge pages only.
+    huge: bool,
+    /// Once there is a governor: which segments it has.
+    governed: OnceLock<Governed>,
+    /// Held while it is made.
+    making: Mutex<()>,
+}
+
+/// What a scan is to do beside reporting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Then {
+    /// Nothing.
+    Leave,
+    /// Protect again in the same step; everything must be tracked asynchronously.
+    Protect,
 }
 
 /// Checks that this kernel can do what the tracker needs, without touching another process.
@@ -71,7 +92,9 @@ impl PagemapTracker {
             blocks.iter().map(|block| mappings_of(pid, block)).collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
         let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();
-        Self::protect(pid, attach(pid)?, pagemap, mappings, &names)
+        let mut tracker = Self::protect(pid, attach(pid)?, pagemap, mappings, &names)?;
+        tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
+        Ok(tracker)
     }
 
     /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block, where it is mapped.
@@ -85,7 +108,7 @@ impl PagemapTracker {
         let pid = std::process::id().cast_signed();
         let names: Vec<String> = (0..blocks.len()).map(|number| number.to_string()).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        Self::protect(pid, attach_own()?, open_pagemap(pid)?, blocks.to_vec(), &names)
+        Self::protect(pid, attach_own(Kind::Tracking)?, open_pagemap(pid)?, blocks.to_vec(), &names)
     }
 
     fn protect(
@@ -109,7 +132,100 @@ impl PagemapTracker {
             }
         }
         let slots = slots_of(&mappings)?.reader();
-        Ok(Self { attachment, pagemap, blocks: mappings, slots })
+        Ok(Self {
+            pid,
+            attachment,
+            pagemap,
+            blocks: mappings,
+            slots,
+            huge: false,
+            governed: OnceLock::new(),
+            making: Mutex::new(()),
+        })
+    }
+
+    /// Gets a write governor ready, whose descriptor is made in the process by `way`. Nothing is governed yet. `vcpus` are the
+    /// threads that run the guest; all others are never kept waiting.
+    ///
+    /// # Errors
+    /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or a thread cannot be started. Tracking goes on
+    /// as it did.
+    pub fn prepare_governor(&self, way: Way, vcpus: &[i32]) -> Result<(), TrackError> {
+        self.prepare(vcpus, || attach_governing(self.pid, way))
+    }
+
+    /// The same for a VMM's own memory ([`Self::start_own`]).
+    ///
+    /// # Errors
+    /// As [`Self::prepare_governor`].
+    pub fn prepare_own_governor(&self, vcpus: &[i32]) -> Result<(), TrackError> {
+        self.prepare(vcpus, || attach_own(Kind::Governing))
+    }
+
+    fn prepare(
+        &self,
+        vcpus: &[i32],
+        attach: impl FnOnce() -> Result<Attachment, TrackError>,
+    ) -> Result<(), TrackError> {
+        if self.huge {
+            return Err(TrackError::GovernedHugePages);
+        }
+        let _alone = self.making.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.governed.get() {
+            Some(governed) => governed.governor.set_vcpus(vcpus),
+            None => {
+                let governor = Governor::start(self.pid, attach()?, &self.blocks, vcpus)?;
+                let _ = self.governed.set(Governed::new(governor, &self.blocks));
+            }
+        }
+        Ok(())
+    }
+
+    /// From now on, the guest may make `first_writes` clean pages dirty each second; infinite: as many as it likes. That
+    /// holds for segments from their next harvest on, when they are handed to the governor: what is written before that
+    /// harvest is sent with it and costs nothing. With `None` they go back, likewise at their next harvest, and until then
+    /// their writers are answered at once.
+    ///
+    /// A segment that is handed over or back is reported as dirty as a whole once, as what is written in that moment is not seen:
+    /// whoever remembers what was sent finds out which pages those are.
+    ///
+    /// Does nothing before [`Self::prepare_governor`].
+    pub fn govern(&self, first_writes: Option<f64>) {
+        if let Some(governed) = self.governed.get() {
+            governed.govern(first_writes);
+        }
+    }
+
+    /// What the governor did so far.
+    #[must_use]
+    pub fn governor_measures(&self) -> GovernorMeasures {
+        self.governed.get().map(|governed| governed.governor.measures()).unwrap_or_default()
+    }
+
+    /// How many segments are governed now.
+    #[must_use]
+    pub fn governed_segments(&self) -> usize {
+        self.governed.get().map_or(0, Governed::count)
+    }
+
+    /// Why no more segments can be governed, if one could not; those that are stay so.
+    #[must_use]
+    pub fn governor_failure(&self) -> Option<String> {
+        self.governed.get().and_then(Governed::failure)
+    }
+
+    /// How long a thread of the process was stopped to make the governor's descriptor.
+    #[must_use]
+    pub fn governor_stop(&self) -> std::time::Duration {
+        self.governed.get().map(|governed| governed.governor.stopped()).unwrap_or_default()
+    }
+
+    /// Has the governor's handler do nothing for a while: a fault made up for tests.
+    #[doc(hidden)]
+    pub fn stall_governor(&self, time: std::time::Duration) {
+        if let Some(governed) = self.governed.get() {
+            governed.governor.stall(time);
+        }
     }
 
     /// The attachment to the process, with how long it was stopped.
@@ -118,15 +234,22 @@ impl PagemapTracker {
         &self.attachment
     }
 
-    fn scan(
+    /// Reports pages of `within` that are not protected, up to `limit` of them (0: all).
+    pub(crate) fn scan(
         &self,
         block: usize,
         within: PageRun,
-        flags: u64,
+        then: Then,
         limit: u64,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
         let failed = |source: io::Error| TrackError::Scan { block, source };
+        let flags = match then {
+            Then::Protect => PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
+            // What is governed is not protected asynchronously. Memory that nobody protects counts as written.
+            Then::Leave if self.governed.get().is_some() => 0,
+            Then::Leave => PM_SCAN_CHECK_WPASYNC,
+        };
         let mut regions = [PageRegion::default(); REGIONS];
         let mut slots = self.slots.clone();
         let mut left = limit;
@@ -193,10 +316,16 @@ impl DirtyTracker for PagemapTracker {
         limit: PageCount,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
-        self.scan(block, within, PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC, limit.0, found)
+        match self.governed.get() {
+            Some(governed) => governed.harvest(self, block, within, limit, found),
+            None => self.scan(block, within, Then::Protect, limit.0, found),
+        }
     }
 
     fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
-        self.scan(block, within, PM_SCAN_CHECK_WPASYNC, 0, found).map(drop)
+        match self.governed.get() {
+            Some(governed) => governed.peek(self, block, within, found),
+            None => self.scan(block, within, Then::Leave, 0, found).map(drop),
+        }
     }
 }

@@ -9,6 +9,10 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// `UFFD_API`.
 const UFFD_API: u64 = 0xaa;
+/// Messages say whether a fault is one of write protection.
+pub(crate) const UFFD_FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+/// Messages say which thread faulted.
+pub(crate) const UFFD_FEATURE_THREAD_ID: u64 = 1 << 8;
 pub(crate) const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 pub(crate) const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 pub(crate) const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
@@ -16,11 +20,21 @@ pub(crate) const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// asynchronous write protection resolves kernel-mode faults without a message to anyone.
 pub(crate) const UFFD_USER_MODE_ONLY: u64 = 1;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
+const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
 
 /// `_IOWR(0xaa, 0x3f, struct uffdio_api)`.
 const UFFDIO_API: u64 = iowr(0xaa, 0x3f, size_of::<UffdioApi>());
 /// `_IOWR(0xaa, 0x00, struct uffdio_register)`.
 const UFFDIO_REGISTER: u64 = iowr(0xaa, 0x00, size_of::<UffdioRegister>());
+/// `_IOR(0xaa, 0x01, struct uffdio_range)`.
+const UFFDIO_UNREGISTER: u64 = ior(0xaa, 0x01, size_of::<UffdioRange>());
+/// `_IOR(0xaa, 0x02, struct uffdio_range)`.
+const UFFDIO_WAKE: u64 = ior(0xaa, 0x02, size_of::<UffdioRange>());
+/// `_IOWR(0xaa, 0x06, struct uffdio_writeprotect)`.
+const UFFDIO_WRITEPROTECT: u64 = iowr(0xaa, 0x06, size_of::<UffdioWriteprotect>());
+/// `_IO(0xaa, 0x00)`: on /dev/userfaultfd, a userfaultfd of the process that asks, with the flags of the argument.
+pub(crate) const USERFAULTFD_IOC_NEW: u64 = 0xaa << 8;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = iowr(b'f', 16, size_of::<ScanArg>());
 
@@ -34,6 +48,11 @@ pub(crate) const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 /// `_IOW` of the kernel: the call reads a structure of `size` bytes.
 pub(crate) const fn iow(kind: u8, number: u64, size: usize) -> u64 {
     (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number
+}
+
+/// `_IOR` of the kernel, by whose name userfaultfd has calls that read a structure of `size` bytes.
+const fn ior(kind: u8, number: u64, size: usize) -> u64 {
+    (2 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number
 }
 
 /// `_IOWR` of the kernel: the call reads and writes a structure of `size` bytes.
@@ -55,6 +74,43 @@ struct UffdioRegister {
     mode: u64,
     ioctls: u64,
 }
+
+#[repr(C)]
+struct UffdioRange {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct UffdioWriteprotect {
+    start: u64,
+    len: u64,
+    mode: u64,
+}
+
+/// `struct uffd_msg`, with the page-fault arm of its union.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct UffdMsg {
+    event: u8,
+    reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u32,
+    padding: u32,
+}
+
+/// A fault that waits for an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fault {
+    /// Where.
+    pub(crate) address: u64,
+    /// The thread that waits, as its own process numbers it.
+    pub(crate) thread: i32,
+}
+
+/// Messages taken by one read.
+const MESSAGES: usize = 64;
 
 /// `struct page_region`.
 #[repr(C)]
@@ -83,10 +139,9 @@ struct ScanArg {
     return_mask: u64,
 }
 
-/// Opens a userfaultfd for this process, without the right to handle faults of the kernel (see
-/// [`UFFD_USER_MODE_ONLY`]), which an unprivileged process does not have.
-pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {
-    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | UFFD_USER_MODE_ONLY;
+/// Opens a userfaultfd for this process with all that userfaultfd(2) knows; `flags` are beside O_CLOEXEC and O_NONBLOCK.
+pub(crate) fn userfaultfd_with(flags: u64) -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | flags;
     // SAFETY: userfaultfd(2) takes flags only.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     let fd = i32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
@@ -95,6 +150,12 @@ pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {
     }
     // SAFETY: the descriptor is new and nobody else's.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Opens a userfaultfd for this process, without the right to handle faults of the kernel (see
+/// [`UFFD_USER_MODE_ONLY`]), which an unprivileged process does not have.
+pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {
+    userfaultfd_with(UFFD_USER_MODE_ONLY)
 }
 
 /// Negotiates `features` on a new userfaultfd.
@@ -112,6 +173,71 @@ pub(crate) fn uffd_register_wp(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io
     // to it. The range it names is in the other process and only gets write-protected, never unmapped.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut arg) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Takes `start..start + len` off `uffd`: its protection is lifted and whoever waits there is woken.
+pub(crate) fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    let mut arg = UffdioRange { start, len };
+    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `arg` is; the range is in the other process.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut arg) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Protects `start..start + len`, or lifts the protection and wakes whoever waits there. Tries again while the other
+/// process changes its mappings, which takes moments.
+pub(crate) fn uffd_write_protect(
+    uffd: BorrowedFd<'_>,
+    start: u64,
+    len: u64,
+    protect: bool,
+) -> io::Result<()> {
+    const TRIES: u32 = 10_000;
+    let mode = if protect { UFFDIO_WRITEPROTECT_MODE_WP } else { 0 };
+    let mut last = io::Error::from(io::ErrorKind::WouldBlock);
+    for _ in 0..TRIES {
+        let mut arg = UffdioWriteprotect { start, len, mode };
+        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`, which `arg` is. It changes protection in
+        // the other process that only its first writes notice.
+        let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut arg) };
+        if result >= 0 {
+            return Ok(());
+        }
+        last = io::Error::last_os_error();
+        if last.kind() != io::ErrorKind::WouldBlock {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    Err(last)
+}
+
+/// Wakes whoever waits in `start..start + len`. Where the protection still stands they come back with a new message.
+pub(crate) fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    let mut arg = UffdioRange { start, len };
+    // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`, which `arg` is.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WAKE, &raw mut arg) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Takes faults that wait, without waiting for any; whether there may be more.
+pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> io::Result<bool> {
+    let mut messages = [UffdMsg::default(); MESSAGES];
+    let room = size_of_val(&messages);
+    // SAFETY: read(2) writes at most `room` bytes to `messages`, all of whose values are plain integers.
+    let length = unsafe { libc::read(uffd.as_raw_fd(), messages.as_mut_ptr().cast(), room) };
+    let Ok(length) = usize::try_from(length) else {
+        let error = io::Error::last_os_error();
+        return match error.kind() {
+            io::ErrorKind::WouldBlock => Ok(false),
+            io::ErrorKind::Interrupted => Ok(true),
+            _ => Err(error),
+        };
+    };
+    let messages = &messages[..length / size_of::<UffdMsg>()];
+    for message in messages.iter().filter(|message| message.event == UFFD_EVENT_PAGEFAULT) {
+        found(Fault { address: message.address, thread: message.thread.cast_signed() });
+    }
+    Ok(messages.len() == MESSAGES)
 }
 
 /// Scans `start..end` for pages that are written, reporting up to `max_pages` (0: no limit) of them in `regions`.
@@ -155,5 +281,10 @@ mod tests {
         assert_eq!(UFFDIO_API, 0xc018_aa3f);
         assert_eq!(UFFDIO_REGISTER, 0xc020_aa00);
         assert_eq!(PAGEMAP_SCAN, 0xc060_6610);
+        assert_eq!(UFFDIO_UNREGISTER, 0x8010_aa01);
+        assert_eq!(UFFDIO_WAKE, 0x8010_aa02);
+        assert_eq!(UFFDIO_WRITEPROTECT, 0xc018_aa06);
+        assert_eq!(USERFAULTFD_IOC_NEW, 0xaa00);
+        assert_eq!(size_of::<UffdMsg>(), 32);
     }
 }

@@ -15,6 +15,8 @@ pub const FAILED: &str = "GUEST FAILED";
 
 /// The start of a line that says how long writes to a disk took within the last second.
 pub const DISK: &str = "DISK";
+/// The start of a line that says how many jobs were done, and pages filled, since the start.
+pub const BUILD: &str = "BUILD";
 
 /// How long a thread's writes to a disk took within the last second, by the guest's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -72,6 +72,15 @@ impl DiskWork {
     }
 }
 
+/// Processes that come, fill memory and go, as those of a build do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BuildWork {
+    /// How many there are at a time; 0: none.
+    pub jobs: u16,
+    /// Memory that one process fills and leaves behind before the guest is ready.
+    pub past: ByteCount,
+}
+
 /// Why a command line is not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -96,9 +105,12 @@ pub enum SettingsError {
     /// Not whole pages.
     #[error("godwit.disk_block={0}: use a multiple of 4KiB, up to 4MiB")]
     Block(ByteCount),
+    /// Not a number of processes.
+    #[error("godwit.jobs={0}: use 0 to 64")]
+    Jobs(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, disk_span and disk_threads"
+        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, disk_span, disk_threads, jobs and past"
     )]
     Unknown(String),
 }
@@ -116,6 +128,8 @@ pub struct Settings {
     pub fill: ByteCount,
     /// What it does with its disks.
     pub disk: DiskWork,
+    /// What other processes do.
+    pub build: BuildWork,
 }
 
 impl FromStr for Settings {
@@ -124,6 +138,7 @@ impl FromStr for Settings {
     fn from_str(command_line: &str) -> Result<Self, SettingsError> {
         let (mut mode, mut rate, mut working_set, mut fill) = (Mode::Idle, 2000, ByteCount(128 << 20), None);
         let mut disk = DiskWork::default();
+        let mut build = BuildWork::default();
         let size = |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
             let Some(setting) = word.strip_prefix("godwit.") else { continue };
@@ -147,22 +162,30 @@ impl FromStr for Settings {
                     let threads = value.parse().ok().filter(|threads| (1..=64).contains(threads));
                     disk.threads = threads.ok_or_else(|| SettingsError::Threads(value.to_owned()))?;
                 }
+                Some(("jobs", value)) => {
+                    let jobs = value.parse().ok().filter(|jobs| *jobs <= 64);
+                    build.jobs = jobs.ok_or_else(|| SettingsError::Jobs(value.to_owned()))?;
+                }
+                Some(("past", value)) => build.past = size("past", value)?,
                 _ => return Err(SettingsError::Unknown(setting.to_owned())),
             }
         }
-        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set), disk })
+        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set), disk, build })
     }
 }
 
 impl fmt::Display for Settings {
     /// As words of a kernel command line; sizes in plain bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mode, rate, working_set, fill, disk } = self;
+        let Self { mode, rate, working_set, fill, disk, build } = self;
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
             "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set} godwit.fill={fill}"
         )?;
+        if *build != BuildWork::default() {
+            write!(f, " godwit.jobs={} godwit.past={}", build.jobs, build.past.0)?;
+        }
         if disk.is_idle() {
             return Ok(());
         }
@@ -189,6 +212,7 @@ mod tests {
                 working_set: ByteCount(64 << 20),
                 fill: ByteCount(1 << 30),
                 disk: DiskWork::default(),
+                build: BuildWork::default(),
             }
         );
         assert_eq!(settings.to_string().parse(), Ok(settings));
@@ -211,6 +235,14 @@ mod tests {
     }
 
     #[test]
+    fn nothing_is_built_unless_told() {
+        let settings: Settings = "godwit.jobs=4 godwit.past=1G".parse().unwrap();
+        assert_eq!(settings.build, BuildWork { jobs: 4, past: ByteCount(1 << 30) });
+        assert_eq!(settings.to_string().parse(), Ok(settings));
+        assert_eq!("".parse::<Settings>().unwrap().build, BuildWork::default());
+    }
+
+    #[test]
     fn the_buffer_is_at_least_the_working_set() {
         let settings: Settings = "godwit.working_set=64M godwit.fill=1M".parse().unwrap();
         assert_eq!(settings.fill, ByteCount(64 << 20));
@@ -227,6 +259,7 @@ mod tests {
         assert!(message("godwit.speed=1").contains("no setting"));
         assert!(message("godwit.disk_block=5000").contains("multiple of 4KiB"));
         assert!(message("godwit.disk_block=0").contains("multiple of 4KiB"));
+        assert!(message("godwit.jobs=65").contains("0 to 64"));
         assert!(message("godwit.disk_threads=0").contains("1 to 64"));
     }
 }

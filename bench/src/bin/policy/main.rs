@@ -8,7 +8,6 @@
 mod busy;
 mod forecast;
 mod hot;
-mod row;
 
 use std::time::Duration;
 

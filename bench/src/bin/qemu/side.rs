@@ -10,9 +10,10 @@
 //! whoever reads the table should know the rival at its best. An observer finds no file there to map, so the gap of
 //! those moves is not known.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use godwit_bench::moving::by_godwit_within;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{
     Backend, BeaconPlace, Flavour, Gap, Godwit, GuestConfig, Observation, Observer, Style, TestVm, VmConfig,
@@ -250,18 +251,12 @@ fn by_qemu(source: &mut TestVm, destination: &mut TestVm, style: Style) -> anyho
 
 fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyhow::Result<Moved> {
     let cpu_before = ended_children()?;
-    let (receive, address) = godwit.receive(destination, &[])?;
-    destination.qmp().forget_events();
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
     // The source QEMU must live on to be asked what it used.
     let options = [&DOWNTIME_LIMIT[..], &["--keep-source"]].concat();
-    let migrate = godwit.migrate(source, &address, &options)?.wait(LIMIT)?;
+    let (wall, migrate, receive) = by_godwit_within(LIMIT, godwit, source, destination, &options)?;
     let last = migrate.last();
-    ensure!(last["outcome"] == "migrated", "godwit migrate: {last} {}", migrate.errors.trim());
-    let receive = receive.wait(LIMIT)?;
-    let running = destination.qmp().wait_event("RESUME", LIMIT)?;
     Ok(Moved {
-        wall: running.emitted.saturating_sub(started),
+        wall,
         sent_bytes: last["sent_bytes"].as_u64().context("godwit migrate names no sent_bytes")?,
         passes: last["rounds"].as_u64().context("godwit migrate names no rounds")?,
         godwit_cpu: ended_children()?.saturating_sub(cpu_before),

@@ -569,7 +569,8 @@ impl Destination<'_> {
             let block = &self.ram[*own];
             let chunks = digests::chunks(block.pages());
             for first in (0..chunks).step_by(DIGESTS_PER_MESSAGE) {
-                let digests = digests::digests(block, first..chunks.min(first + DIGESTS_PER_MESSAGE))?;
+                let digests =
+                    digests::digests(block, first..chunks.min(first + DIGESTS_PER_MESSAGE), |_, _| {})?;
                 self.say(&Message::Digests { block: number as u32, first: first as u32, digests })?;
             }
         }

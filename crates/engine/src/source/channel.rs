@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender};
 
+use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
 use godwit_ledger::{Key, Ledger, SegmentLedger};
@@ -46,6 +47,8 @@ pub(super) struct Order {
 pub(super) struct Carried {
     pub(super) data: PageCount,
     pub(super) zero: PageCount,
+    /// Of these, pages that the guest said are free.
+    pub(super) hinted: PageCount,
     /// Pages that were written and hold what was sent before.
     pub(super) unchanged: PageCount,
     /// Bytes of the data pages.
@@ -65,6 +68,8 @@ pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
     pub(super) board: Arc<Board>,
+    /// What the guest says is free.
+    pub(super) free: Option<Arc<FreeHints>>,
     /// Where memory waits while disks have the link.
     pub(super) gate: Arc<Gate>,
     /// Where what was sent is remembered, and the key of its fingerprints.
@@ -76,7 +81,7 @@ struct Owned {
     /// Its number on the board.
     number: usize,
     segment: Segment,
-    held: Option<DirtyBitmap>,
+    held: DirtyBitmap,
     ledger: Option<SegmentLedger>,
     /// With direct I/O: pages that were harvested in the last round, into which data may have landed since.
     recent: Option<DirtyBitmap>,
@@ -104,12 +109,11 @@ impl Channel {
         packer: Packer,
         shared: Shared,
         segments: impl Iterator<Item = (usize, Segment)>,
-        keep_held: bool,
         direct_io: bool,
     ) -> Self {
         let owned = |(number, segment): (usize, Segment)| Owned {
             number,
-            held: keep_held.then(|| DirtyBitmap::new(segment.run.count)),
+            held: DirtyBitmap::new(segment.run.count),
             ledger: shared.ledger.as_ref().map(|(ledger, _)| ledger.segment(segment.run)),
             recent: direct_io.then(|| DirtyBitmap::new(segment.run.count)),
             segment,
@@ -199,6 +203,8 @@ impl Channel {
             self.discard_holes(owned)?;
         }
         let everything = self.shared.board.is_unsent(owned.number);
+        // Asked for before the harvest, and given once: for a segment that was put off half-way there is nothing any more.
+        let mut free = self.shared.free.as_ref().and_then(|hints| hints.take(owned.number));
         let recheck =
             owned.recent.as_mut().map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
         let mut at = run.start;
@@ -227,8 +233,14 @@ impl Channel {
                     recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
                 });
             }
+            if let Some(free) = &mut free {
+                // Written since the guest was asked: perhaps when it was free no more.
+                dirty.iter().for_each(|written| {
+                    free.clear(PageRun::new(written.start.0 - run.start.0, written.count.0));
+                });
+            }
             if everything {
-                self.send_all(owned, PageRun::new(at.0, next.0 - at.0))?;
+                self.send_all(owned, PageRun::new(at.0, next.0 - at.0), free.as_ref())?;
             } else {
                 for run in &dirty {
                     self.send(owned, *run)?;
@@ -246,8 +258,13 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends the data of `run` and names its holes.
-    fn send_all(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
+    /// Sends the data of `run` and names its holes, and what of it is `free`.
+    fn send_all(
+        &mut self,
+        owned: &mut Owned,
+        run: PageRun,
+        free: Option<&DirtyBitmap>,
+    ) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
         let mut at = run.start;
@@ -255,11 +272,42 @@ impl Channel {
         for data in blocks[block].data(run, &mut hint) {
             let data = data?;
             self.send_zero(owned, at, data.start)?;
-            self.send(owned, data)?;
+            self.send_unless_free(owned, data, free)?;
             at = data.end();
         }
         self.hint = hint;
         self.send_zero(owned, at, run.end())
+    }
+
+    /// Sends `run`; but what of it is `free` is named as zero.
+    fn send_unless_free(
+        &mut self,
+        owned: &mut Owned,
+        run: PageRun,
+        free: Option<&DirtyBitmap>,
+    ) -> Result<(), EngineError> {
+        let first = owned.segment.run.start.0;
+        let mut at = run.start;
+        let next = |at: PageIndex| {
+            let free = free?.next_run(PageIndex(at.0 - first))?;
+            PageRun::new(free.start.0 + first, free.count.0).intersect(run)
+        };
+        while let Some(skipped) = next(at) {
+            if at < skipped.start {
+                self.send(owned, PageRun::new(at.0, skipped.start.0 - at.0))?;
+            }
+            self.skip(owned, skipped)?;
+            at = skipped.end();
+        }
+        if at < run.end() { self.send(owned, PageRun::new(at.0, run.end().0 - at.0)) } else { Ok(()) }
+    }
+
+    fn skip(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
+        if let Some(hints) = &self.shared.free {
+            hints.skip(owned.segment.block, run);
+        }
+        self.carried.hinted += run.count;
+        self.send_zero(owned, run.start, run.end())
     }
 
     fn send_zero(&mut self, owned: &mut Owned, start: PageIndex, end: PageIndex) -> Result<(), EngineError> {
@@ -279,6 +327,9 @@ impl Channel {
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
+        if let Some(hints) = &self.shared.free {
+            hints.unskip(block, run);
+        }
         let mut at = run.start.0;
         while at < run.end().0 {
             self.frame_for(owned)?;
@@ -293,10 +344,8 @@ impl Channel {
                 (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
             };
             let added = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
-            if let Some(held) = &mut owned.held {
-                // Zero pages among them do no harm: to zero a page twice is to zero it.
-                held.set(PageRun::new(at - owned.segment.run.start.0, count));
-            }
+            // Zero pages among them do no harm: to zero a page twice is to zero it.
+            owned.held.set(PageRun::new(at - owned.segment.run.start.0, count));
             self.carried.zero += added.zero;
             self.carried.data += added.data;
             self.carried.unchanged += part.count - added.zero - added.data;
@@ -306,12 +355,11 @@ impl Channel {
     }
 
     /// Names the pages that the destination holds and that have become holes: discarded by a balloon, which is no
-    /// write and so not harvested.
+    /// write and so not harvested. A hole that is written meanwhile is found by the harvest that follows, or a later one.
     fn discard_holes(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
-        let Some(mut held) = owned.held.take() else { return Ok(()) };
         let Segment { block, run } = owned.segment;
         let blocks = Arc::clone(&self.shared.blocks);
-        let mut holes = held.clone();
+        let mut holes = owned.held.clone();
         let mut hint = self.hint;
         for data in blocks[block].data(run, &mut hint) {
             let data = data?;
@@ -319,11 +367,10 @@ impl Channel {
         }
         self.hint = hint;
         for hole in holes.runs() {
-            held.clear(hole);
+            owned.held.clear(hole);
             let start = run.start.0 + hole.start.0;
             self.send_zero(owned, PageIndex(start), PageIndex(start + hole.count.0))?;
         }
-        owned.held = Some(held);
         Ok(())
     }
 

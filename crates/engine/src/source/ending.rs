@@ -23,15 +23,21 @@ impl Source<'_> {
         self.measures.tracked = stopped.saturating_duration_since(self.started + self.measures.setup);
         self.measures.parts.drain = self.lap();
         self.sample_speed();
-        (self.throttle, self.guest_speed) = (0.0, None);
+        (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
         Ok(Some(Input::GuestStopped))
     }
 
     pub(super) fn compare_digests(&mut self) -> Result<Option<Input>, EngineError> {
         self.say(&Message::DigestRequest)?;
         let mut own = Vec::new();
-        for block in self.ram.iter() {
-            own.push(digests::digests(block, 0..digests::chunks(block.pages()))?);
+        for (number, block) in self.ram.iter().enumerate() {
+            // What was left out is zero at the destination, so it has to count as zero here.
+            let zeroed = |run, zero: &mut dyn FnMut(PageIndex)| {
+                if let Some(hints) = &self.free {
+                    hints.skipped(number, run, zero);
+                }
+            };
+            own.push(digests::digests(block, 0..digests::chunks(block.pages()), zeroed)?);
         }
         if self.options.fault == Some(Fault::WrongDigest) {
             own[0][0] ^= 1;
@@ -230,6 +236,7 @@ impl Source<'_> {
         self.measures.rounds = self.measures.round_list.len();
         self.measures.raw = self.measures.round_list.iter().map(|round| round.raw).sum();
         self.measures.unchanged = self.measures.round_list.iter().map(|round| round.unchanged).sum();
+        self.measures.hinted = self.measures.round_list.iter().map(|round| round.hinted).sum();
         self.measures.ledger = self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
         self.measures.disks = self.disks.measures();
         let losses = self.speed.losses();
@@ -237,6 +244,10 @@ impl Source<'_> {
         self.measures.lost = losses.lost;
         self.measures.under_half = losses.under_half;
         self.measures.under_tenth = losses.under_tenth;
+        let governor = self.vm.governor_measures();
+        self.measures.first_writes_delayed = governor.delayed;
+        self.measures.vcpus_waited = governor.waited;
+        self.measures.longest_wait = governor.longest_wait;
         let pages = ByteCount(self.counters.sent.load(Ordering::Relaxed));
         self.measures.sent = pages + self.measures.device_state;
     }

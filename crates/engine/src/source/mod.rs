@@ -11,6 +11,7 @@ mod channel;
 mod disk;
 mod disks;
 mod ending;
+mod free;
 mod gate;
 mod live;
 mod packer;
@@ -25,12 +26,13 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_balloon::FreeHints;
 use godwit_ledger::{Key, Ledger};
 use godwit_memory::RamBlock;
-use godwit_policy::{Decision, Estimate, Plan, Policy, Round, Tick};
+use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
 use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
@@ -142,11 +144,15 @@ pub fn migrate(
         ledger: options.ledger.then(|| (Ledger::new(), Key::new(random_seed()))),
         direct_io: false,
         tracker: None,
+        free: None,
+        allocated: PageCount::ZERO,
         board: None,
         pump: None,
         unawaited: None,
         policy: Policy::new(settings),
         throttle: 0.0,
+        first_writes: None,
+        can_govern: false,
         disk_limit: None,
         speed: Speed::default(),
         guest_speed: None,
@@ -232,6 +238,10 @@ struct Source<'a> {
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     tracker: Option<Arc<dyn DirtyTracker>>,
+    /// What the guest says is free, where it can say so.
+    free: Option<Arc<FreeHints>>,
+    /// The most that the RAM files took since holes were last looked for.
+    allocated: PageCount,
     board: Option<Arc<Board>>,
     pump: Option<StatePump>,
     /// The round whose acknowledgement nobody waits for.
@@ -239,6 +249,10 @@ struct Source<'a> {
     policy: Policy,
     /// The throttle in force.
     throttle: f64,
+    /// The governor's rate in force.
+    first_writes: Option<f64>,
+    /// Whether the policy may use a governor.
+    can_govern: bool,
     disk_limit: Option<Rate>,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
@@ -563,6 +577,7 @@ impl Source<'_> {
             expected_downtime: estimate.and_then(|estimate| estimate.expected_downtime),
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.throttle,
+            first_writes: self.first_writes,
             guest_speed: self.guest_speed,
             disks: self.disks.progress(),
             memory_share: self.gate.share(),

@@ -34,22 +34,28 @@ impl Source<'_> {
         self.measures.tracking_stop = self.vm.tracking_stop();
         let mut board = Board::new(&self.ram)?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
-        let arms = self.vm.was_running() && self.policy.settings().delay_hot_percent > 0 && !self.direct_io;
+        let may_arm = self.vm.was_running() && !self.direct_io;
+        self.free = self.make_free_hints();
+        self.was_given_back();
+        // A page that counts as dirty from the start cannot be left out.
+        let arms = may_arm && (self.policy.settings().delay_hot_percent > 0 || self.free.is_some());
         self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
         let board = Arc::new(board);
         self.start_disks(disk_streams, &board)?;
+        self.ask_for_free_pages()?;
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let shared = Shared {
                 tracker: Arc::clone(&tracker),
                 blocks: Arc::clone(&self.ram),
                 board: Arc::clone(&board),
+                free: self.free.clone(),
                 gate: Arc::clone(&self.gate),
                 ledger: self.ledger.clone(),
             };
             let packer = self.packer(stream, board.segments().count());
             let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
-            let channel = Channel::new(packer, shared, own, self.options.verify, self.direct_io);
+            let channel = Channel::new(packer, shared, own, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
             let events = self.events_in.clone();
             let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
@@ -59,9 +65,32 @@ impl Source<'_> {
         self.board = Some(board);
         self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
+        self.offer_governor();
         let plan = self.policy.start(!self.disks.is_empty());
         self.enforce(&plan);
         Ok(None)
+    }
+
+    /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes hands would be sent again.
+    fn offer_governor(&mut self) {
+        let refusal = match &self.ledger {
+            Some(_) => self.vm.cannot_govern(),
+            None => Some("it needs the ledger".to_owned()),
+        };
+        self.can_govern = refusal.is_none() && self.vm.was_running();
+        if let (Some(why), ThrottleMode::Governor) = (refusal, self.policy.settings().throttle) {
+            self.fall_back(&why);
+        }
+    }
+
+    /// The guest cannot be governed: it is throttled instead, if the operator did not forbid it.
+    fn fall_back(&mut self, why: &str) {
+        self.can_govern = false;
+        self.warning =
+            Some(format!("the guest's writes cannot be governed: {why}; its vCPUs are throttled instead"));
+        if self.policy.settings().throttle == ThrottleMode::Governor {
+            let _ = self.policy.set("throttle", "adaptive");
+        }
     }
 
     /// The sending end of a channel for `segments` segments.
@@ -133,7 +162,9 @@ impl Source<'_> {
         self.round_began = Instant::now();
         self.sent_before = self.counters.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
-        let find_holes = last && self.options.verify;
+        // What a balloon gave back is a hole and was not written. The destination need not keep it, and where digests are compared it must
+        // not; but when the guest is stopped otherwise, there is no time for that.
+        let find_holes = if last { self.options.verify } else { self.was_given_back() && round > 0 };
         let order = Order { round, last, find_holes };
         if let Some(board) = &self.board {
             board.hurry(!last && self.steering.wants_switch_over());
@@ -174,6 +205,7 @@ impl Source<'_> {
                     total.sent += carried.sent;
                     total.unchanged += carried.unchanged;
                     total.raw += carried.raw;
+                    total.hinted += carried.hinted;
                 }
                 Part::Disk(disk, carried) => {
                     total.disk_sent += carried.carried.sent;
@@ -192,6 +224,7 @@ impl Source<'_> {
                 }
             }
         }
+        self.have_free_pages(round);
         self.say(&Message::RoundEnd { round })?;
         let waits = !last || self.options.verify;
         if waits {
@@ -278,6 +311,7 @@ impl Source<'_> {
             dirty: &look.dirty,
             throttle: self.throttle,
             guest_speed: speed,
+            can_govern: self.can_govern,
         });
         if let Some(plan) = plan {
             self.enforce(&plan);
@@ -315,6 +349,7 @@ impl Source<'_> {
             dirty: &look.dirty,
             throttle: self.throttle,
             guest_speed: speed,
+            can_govern: self.can_govern,
             disk,
             ..Round::default()
         });
@@ -349,8 +384,9 @@ impl Source<'_> {
 
     /// The guest's speed since the last sample, and its sum for the measures.
     pub(super) fn sample_speed(&mut self) -> Option<f64> {
-        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle);
-        if speed.is_some() || self.throttle == 0.0 {
+        let governed = self.first_writes.is_some();
+        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle, governed);
+        if speed.is_some() || self.throttle == 0.0 && !governed {
             self.guest_speed = speed;
         }
         speed
@@ -387,7 +423,11 @@ impl Source<'_> {
                 Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
             }
         }
-        if plan.throttle == self.throttle || !self.vm.was_running() {
+        if !self.vm.was_running() {
+            return;
+        }
+        self.govern(plan.first_writes);
+        if plan.throttle == self.throttle {
             return;
         }
         // What was consumed until now was consumed under the old one.
@@ -399,6 +439,21 @@ impl Source<'_> {
                 self.throttle = 0.0;
                 self.warning = Some(format!("the guest cannot be throttled: {error}"));
                 let _ = self.policy.set("throttle", "off");
+            }
+        }
+    }
+
+    /// Puts the governor's rate in force, or lets the guest write freely.
+    fn govern(&mut self, first_writes: Option<f64>) {
+        if first_writes.is_none() && self.first_writes.is_none() {
+            return;
+        }
+        self.sample_speed();
+        match self.vm.govern(first_writes) {
+            Ok(()) => self.first_writes = first_writes,
+            Err(error) => {
+                self.first_writes = None;
+                self.fall_back(&error.to_string());
             }
         }
     }

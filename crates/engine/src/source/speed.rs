@@ -33,20 +33,27 @@ pub(super) struct Speed {
 }
 
 impl Speed {
-    /// Takes in the vCPUs' time at `now`, and the throttle that was in force since the last call. Returns the guest's
-    /// speed in between as a share of that without throttle, if it can be seen.
-    pub(super) fn sample(&mut self, now: Instant, vcpu_time: Option<Duration>, throttle: f64) -> Option<f64> {
+    /// Takes in the vCPUs' time at `now`, and the throttle that was in force since the last call, or whether the guest was
+    /// governed. Returns the guest's speed in between as a share of that without either, if it can be seen.
+    pub(super) fn sample(
+        &mut self,
+        now: Instant,
+        vcpu_time: Option<Duration>,
+        throttle: f64,
+        governed: bool,
+    ) -> Option<f64> {
+        let free = throttle == 0.0 && !governed;
         let Some((before, cpu_before)) = self.last else {
             self.last = Some((now, vcpu_time));
             return None;
         };
         let time = now.saturating_duration_since(before);
-        if time < SHORTEST && throttle == 0.0 {
+        if time < SHORTEST && free {
             return None;
         }
         self.last = Some((now, vcpu_time));
         let cpu = vcpu_time.zip(cpu_before).map(|(now, before)| now.saturating_sub(before).as_secs_f64());
-        if throttle == 0.0 {
+        if free {
             if let Some(cpu) = cpu {
                 self.free.0 += time.as_secs_f64();
                 self.free.1 += cpu;
@@ -86,7 +93,7 @@ mod tests {
         let mut go = |speed: &mut Speed, share: f64, throttle: f64| {
             now += TICK;
             cpu += TICK.mul_f64(share);
-            speed.sample(now, Some(cpu), throttle)
+            speed.sample(now, Some(cpu), throttle, false)
         };
         for _ in 0..10 {
             assert_eq!(go(&mut speed, 0.8, 0.0), None);
@@ -106,9 +113,9 @@ mod tests {
     fn of_a_guest_that_sleeps_only_the_throttle_is_known() {
         let mut speed = Speed::default();
         let now = Instant::now();
-        speed.sample(now, None, 0.0);
-        assert_eq!(speed.sample(now + TICK, None, 0.0), None);
-        assert_eq!(speed.sample(now + TICK * 2, None, 0.6), None);
+        speed.sample(now, None, 0.0, false);
+        assert_eq!(speed.sample(now + TICK, None, 0.0, false), None);
+        assert_eq!(speed.sample(now + TICK * 2, None, 0.6, false), None);
         assert_eq!(speed.losses().under_half, TICK);
         assert_eq!(speed.losses().lost, TICK.mul_f64(0.6));
     }

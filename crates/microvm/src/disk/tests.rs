@@ -1,5 +1,7 @@
 //! The disk as a guest's driver sees it, and as a hostile one might.
 
+use godwit_virtio::{DEVICE_WRITES, NEXT};
+
 use super::*;
 use crate::layout::check;
 
@@ -77,7 +79,7 @@ impl Rig {
     }
 
     fn needs_reset(&self) -> bool {
-        self.get(0x70) & NEEDS_RESET != 0
+        self.get(0x70) & 64 != 0
     }
 }
 
@@ -101,7 +103,9 @@ fn what_is_written_is_read_also_after_a_move() {
     let mut page = [0; 4096];
     rig.ram.read(DATA, &mut page).unwrap();
     assert_eq!(page, [9; 4096]);
-    assert_eq!(u16_at(&rig.ram, DEVICE + 2).ok(), Some(2));
+    let mut used = [0; 2];
+    rig.ram.read(DEVICE + 2, &mut used).unwrap();
+    assert_eq!(used, [2, 0]);
 }
 
 impl Rig {
@@ -149,7 +153,8 @@ fn a_state_that_does_not_fit_is_refused() {
     let rig = Rig::new("fit");
     let mut state = rig.disk.save();
     assert!(matches!(rig.disk.load(&state[1..]), Err(StateError::Malformed(_))));
-    state[56] = 3;
+    // The size of the queue.
+    state[80] = 3;
     assert!(matches!(rig.disk.load(&state), Err(StateError::Malformed(_))));
     state[0] ^= 1;
     let error = rig.disk.load(&state).unwrap_err().to_string();

@@ -53,6 +53,7 @@ fn plan(cpus: u32) -> MachinePlan {
         slots: 7,
         cpus,
         disk: None,
+        balloon: None,
         tracker: TrackerKind::KvmLog,
     }
 }

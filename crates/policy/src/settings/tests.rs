@@ -66,7 +66,7 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ("disk-limit=0", "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off"),
         (
             "throttle=hard",
-            "throttle=hard is not possible: use off, direct, staged, auto-converge or adaptive",
+            "throttle=hard is not possible: use off, direct, staged, auto-converge, adaptive, governor or vcpus",
         ),
         ("throttle", "throttle= is not possible: write it as key=value, such as downtime-limit=300ms"),
     ] {

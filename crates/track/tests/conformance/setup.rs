@@ -21,14 +21,17 @@ pub(crate) enum Kind {
     Ring,
     /// The page tables of this process, which see vCPUs and devices.
     OwnPagemap,
+    /// The same, governed without a limit.
+    Governed,
 }
 
-pub(crate) const KINDS: [Kind; 5] = [
+pub(crate) const KINDS: [Kind; 6] = [
     Kind::Log(LogMode::ManualInitiallySet),
     Kind::Log(LogMode::Manual),
     Kind::Log(LogMode::ClearedByFetch),
     Kind::Ring,
     Kind::OwnPagemap,
+    Kind::Governed,
 ];
 
 /// A machine with its tracker.
@@ -78,6 +81,11 @@ impl Kind {
                 BareMachine::new(&shape(1, Some(1024))).map(drop).map_err(|error| error.to_string())
             }
             Self::OwnPagemap => kernel_support().map_err(|error| error.to_string()),
+            Self::Governed => {
+                kernel_support().map_err(|error| error.to_string())?;
+                let tracker = PagemapTracker::start_own(&[]).map_err(|error| error.to_string())?;
+                tracker.prepare_own_governor(&[]).map_err(|error| error.to_string())
+            }
         }
     }
 
@@ -104,6 +112,14 @@ impl Tracked {
             Kind::OwnPagemap => {
                 let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
                 Box::new(PagemapTracker::start_own(&mappings).unwrap())
+            }
+            Kind::Governed => {
+                let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
+                let tracker = PagemapTracker::start_own(&mappings).unwrap();
+                // Nobody is known to be a vCPU: all are answered at once.
+                tracker.prepare_own_governor(&[]).unwrap();
+                tracker.govern(Some(f64::INFINITY));
+                Box::new(tracker)
             }
         };
         Self { tracker, log, machine, vcpus, kind }

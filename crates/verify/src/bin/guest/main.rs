@@ -7,21 +7,28 @@
 
 #![forbid(unsafe_code)]
 
+mod builds;
 mod disks;
 mod drivers;
 mod init;
 mod work;
 
+use std::process::ExitCode;
+
 use godwit_verify::heartbeat::FAILED;
 use godwit_verify::settings::Settings;
 
-fn main() {
+fn main() -> ExitCode {
+    if let Some(done) = builds::job() {
+        return done;
+    }
     let as_init = std::process::id() == 1;
     let settings =
         if as_init { drivers::load().and_then(|()| init::command_line()) } else { Ok(arguments()) };
     let outcome = settings.and_then(|line| Ok(line.parse::<Settings>()?)).and_then(|settings| {
         let ending = init::ending_signals()?;
         let disk_bugs = disks::start(&settings.disk)?;
+        builds::start(&settings.build, &disk_bugs)?;
         work::run(&settings, &disk_bugs, &ending);
         Ok(())
     });
@@ -31,7 +38,7 @@ fn main() {
     if as_init {
         init::power_off();
     }
-    std::process::exit(i32::from(outcome.is_err()));
+    if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 fn arguments() -> String {

@@ -2,50 +2,62 @@
 
 use std::time::Duration;
 
-use godwit_bench::report::median;
+use crate::report::median;
 use serde::Serialize;
 use serde_json::Value;
 
 /// The figures of one move, all but `own_words` seen from outside.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Row {
-    pub(crate) name: &'static str,
-    pub(crate) finished: bool,
+pub struct Row {
+    /// Who made it.
+    pub name: &'static str,
+    /// Whether it came to an end.
+    pub finished: bool,
     /// Until the guest runs on the destination with all of its memory there; of a move that was cancelled, until then.
-    pub(crate) total_s: f64,
+    pub total_s: f64,
     /// The guest's gap at the switchover.
-    pub(crate) downtime_ms: f64,
+    pub downtime_ms: f64,
     /// The longest gap of all, and how exactly it is known.
-    pub(crate) gap_ms: f64,
-    pub(crate) gap_resolution_ms: f64,
-    pub(crate) sent_mib: f64,
+    pub gap_ms: f64,
+    /// See there.
+    pub gap_resolution_ms: f64,
+    /// On the wire.
+    pub sent_mib: f64,
     /// The guest's work lost, in seconds of its work before.
-    pub(crate) lost_s: f64,
-    pub(crate) under_half_s: f64,
-    pub(crate) under_tenth_s: f64,
+    pub lost_s: f64,
+    /// Under half of its speed.
+    pub under_half_s: f64,
+    /// And under a tenth.
+    pub under_tenth_s: f64,
     /// Processor time of all but the guest's processors, both sides.
-    pub(crate) cpu_s: f64,
-    pub(crate) rounds: u64,
-    pub(crate) bugs: usize,
+    pub cpu_s: f64,
+    /// Rounds or passes.
+    pub rounds: u64,
+    /// Lines in which the guest tells of damaged memory.
+    pub bugs: usize,
+    /// The longest gap but the switchover.
+    pub stall_ms: f64,
     /// What the contestant says of itself.
-    pub(crate) own_words: Value,
+    pub own_words: Value,
 }
 
-pub(crate) fn seconds(time: Duration) -> f64 {
+/// As a number.
+pub fn seconds(time: Duration) -> f64 {
     time.as_secs_f64()
 }
 
-pub(crate) fn of<'a>(rows: &'a [Row], name: &'a str) -> impl Iterator<Item = &'a Row> {
+/// The rows called `name`.
+pub fn of<'a>(rows: &'a [Row], name: &'a str) -> impl Iterator<Item = &'a Row> {
     rows.iter().filter(move |row| row.name == name)
 }
 
 /// The median of a figure of the rows called `name`.
-pub(crate) fn median_of(rows: &[Row], name: &str, figure: impl Fn(&Row) -> f64) -> f64 {
+pub fn median_of(rows: &[Row], name: &str, figure: impl Fn(&Row) -> f64) -> f64 {
     median(&of(rows, name).map(figure).collect::<Vec<_>>())
 }
 
 /// The medians of the rows called `name`; finished if all are. `None` when there are no such rows.
-pub(crate) fn medians(rows: &[Row], name: &'static str) -> Option<Row> {
+pub fn medians(rows: &[Row], name: &'static str) -> Option<Row> {
     of(rows, name).next()?;
     let median = |figure: fn(&Row) -> f64| median_of(rows, name, figure);
     Some(Row {
@@ -62,11 +74,13 @@ pub(crate) fn medians(rows: &[Row], name: &'static str) -> Option<Row> {
         cpu_s: median(|row| row.cpu_s),
         rounds: median(|row| row.rounds as f64) as u64,
         bugs: of(rows, name).map(|row| row.bugs).sum(),
+        stall_ms: median(|row| row.stall_ms),
         own_words: Value::Null,
     })
 }
 
-pub(crate) fn print_head() {
+/// The head of the table.
+pub fn print_head() {
     println!(
         "{:<22} {:>8} {:>7} {:>11} {:>8} {:>8} {:>7} {:>7} {:>7} {:>6} {:>6}",
         "",
@@ -83,7 +97,8 @@ pub(crate) fn print_head() {
     );
 }
 
-pub(crate) fn print_row(row: &Row) {
+/// A line of it.
+pub fn print_row(row: &Row) {
     let known = |figure: f64| if figure.is_nan() { "-".to_owned() } else { format!("{figure:.0}") };
     println!(
         "{:<22} {:>8} {:>7.2} {:>11} {:>8} {:>8.0} {:>7.2} {:>7.2} {:>7.2} {:>6.2} {:>6}",

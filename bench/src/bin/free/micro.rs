@@ -1,0 +1,69 @@
+//! A microvm whose guest hints its free pages, beside one that has only the pages that the first one uses.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use godwit_bench::report::{Better, Report, median};
+use godwit_testbed::{Godwit, MicroVm, Movable, kvm_for};
+use serde_json::json;
+
+const LIMIT: Duration = Duration::from_secs(120);
+/// More often than the others: a move takes a fraction of a second.
+const MOVES: usize = 5;
+
+/// 1 GiB of memory of which 128 MiB are in use at a time, while pages come and go.
+const BUSY: &[&str] = &["--memory", "1GiB", "--mode", "churn", "--working-set", "128MiB", "--rate", "1000"];
+const WAYS: [(&str, &[&str]); 3] = [
+    ("896 MiB were used, hints", &["--fill", "896MiB", "--balloon", "hints"]),
+    ("896 MiB were used, none", &["--fill", "896MiB"]),
+    ("128 MiB were used at all", &["--fill", "130MiB"]),
+];
+
+pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
+    if !kvm_for("bench free: microvm") {
+        return Ok(());
+    }
+    let godwit = Godwit::built()?;
+    println!("\nmicrovm: 1 GiB guest, 128 MiB in use, {} moves over loopback", rounds * MOVES);
+    println!("{:<28} {:>9} {:>9} {:>12}", "", "total ms", "sent MiB", "hinted MiB");
+    let mut totals = [const { Vec::new() }; WAYS.len()];
+    let mut list = Vec::new();
+    for _ in 0..rounds * MOVES {
+        for ((name, options), totals) in WAYS.iter().zip(&mut totals) {
+            let row = one_move(&godwit, options)?;
+            totals.push(row[0]);
+            list.push(json!({ "way": name, "total_ms": row[0], "sent_mib": row[1], "hinted_mib": row[2] }));
+        }
+    }
+    for ((name, _), totals) in WAYS.iter().zip(&totals) {
+        let of = |key: &str| {
+            let own = list.iter().filter(|row| row["way"] == *name).filter_map(|row| row[key].as_f64());
+            median(&own.collect::<Vec<_>>())
+        };
+        println!("{name:<28} {:>9.1} {:>9.1} {:>12.1}", median(totals), of("sent_mib"), of("hinted_mib"));
+    }
+    let ratio = median(&totals[0]) / median(&totals[2]);
+    let name = "microvm: total time with hints / of sending only used pages";
+    report.target(name, ratio, 1.1, Better::Lower);
+    report.figure("microvm", list);
+    Ok(())
+}
+
+/// Total time, MiB sent and MiB hinted of one move.
+fn one_move(godwit: &Godwit, options: &[&str]) -> anyhow::Result<[f64; 3]> {
+    let options = [BUSY, options].concat();
+    let source = MicroVm::start(godwit, &options)?;
+    let destination = MicroVm::start(godwit, &[&options[..], &["--incoming"]].concat())?;
+    source.wait_ready(LIMIT)?;
+    source.wait_for_heartbeats_after(Instant::now(), 5, LIMIT)?;
+    let (receive, address) = godwit.receive(&destination, &[])?;
+    let ended = godwit.migrate(&source, &address, &["--compression", "none"])?.wait(LIMIT)?;
+    let last = ended.last();
+    ensure!(last["outcome"] == "migrated", "{last} {}", ended.errors);
+    receive.wait(LIMIT)?;
+    destination.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+    let bugs = [source.bugs(), destination.bugs()].concat();
+    ensure!(bugs.is_empty(), "{bugs:?}");
+    let number = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
+    Ok([number("total_ms"), number("sent_bytes") / 1_048_576.0, number("hinted_pages") / 256.0])
+}

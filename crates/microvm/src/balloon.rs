@@ -1,0 +1,92 @@
+//! The balloon: the device of `godwit-balloon` on virtio-mmio, over this machine's memory.
+//!
+//! Requests are carried out while the guest's write to the notify register waits, as the disk's are.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region};
+use godwit_memory::RamBlock;
+use godwit_units::{Gpa, PAGE_SIZE, PageRun};
+
+use crate::ram::GuestRam;
+use crate::{StateError, blob};
+
+/// The device.
+#[derive(Debug)]
+pub(crate) struct BalloonDevice {
+    features: Features,
+    balloon: Mutex<Balloon>,
+}
+
+/// Punches holes into the RAM files.
+struct Puncher<'a>(&'a [RamBlock]);
+
+impl Discard for Puncher<'_> {
+    fn discard(&mut self, block: usize, run: PageRun) {
+        // What the kernel refuses to free stays as it is, which the device may do.
+        let _ = self.0[block].zero(run);
+    }
+}
+
+impl BalloonDevice {
+    pub(crate) fn new(features: Features, ram: &GuestRam) -> Self {
+        let region = |(block, (_, gpa, size)): (usize, (&str, u64, u64))| Region {
+            start: Gpa(gpa),
+            block,
+            run: PageRun::new(0, size / PAGE_SIZE),
+        };
+        let regions = ram.places().enumerate().map(region).collect();
+        Self { features, balloon: Mutex::new(Balloon::new(features, regions)) }
+    }
+
+    pub(crate) fn features(&self) -> Features {
+        self.features
+    }
+
+    /// The guest reads the register at `offset`.
+    pub(crate) fn read(&self, offset: u64, bytes: &mut [u8]) {
+        for (to, from) in bytes.iter_mut().zip(self.balloon().read(offset).to_le_bytes()) {
+            *to = from;
+        }
+    }
+
+    /// The guest writes it; requests are carried out before this returns.
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8], ram: &GuestRam) {
+        if let Ok(bytes) = <[u8; 4]>::try_from(bytes) {
+            let blocks = ram.blocks();
+            self.balloon().write(offset, u32::from_le_bytes(bytes), ram, &mut Puncher(&blocks));
+        }
+    }
+
+    pub(crate) fn can_hint(&self) -> bool {
+        self.balloon().can_hint()
+    }
+
+    pub(crate) fn start_hints(&self, hints: &Arc<FreeHints>) -> bool {
+        self.balloon().start_hints(hints)
+    }
+
+    pub(crate) fn stop_hints(&self) {
+        self.balloon().stop_hints();
+    }
+
+    pub(crate) fn finish_hints(&self) {
+        self.balloon().finish_hints();
+    }
+
+    /// The state, to move.
+    pub(crate) fn save(&self) -> Vec<u8> {
+        blob::bytes_of(&self.balloon().save())
+    }
+
+    /// Takes over a state.
+    pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), StateError> {
+        let words = blob::words_of(bytes)
+            .ok_or_else(|| StateError::Malformed(format!("the balloon's state has {} bytes", bytes.len())))?;
+        self.balloon().load(&words).map_err(StateError::from)
+    }
+
+    fn balloon(&self) -> MutexGuard<'_, Balloon> {
+        self.balloon.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

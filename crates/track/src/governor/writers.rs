@@ -1,0 +1,80 @@
+//! Whose fault it is: a thread's that writes for the guest, or one's that nobody may keep waiting.
+
+use std::collections::HashMap;
+
+/// On whose behalf a thread writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Writer {
+    /// The guest's own stores; the number tells writers apart.
+    Guest(i32),
+    /// The VMM's: its main loop, its I/O threads, and kernel threads such as vhost's.
+    Machine,
+}
+
+/// Kernel workers write for a guest whose page fault KVM handles asynchronously (virt/kvm/async_pf.c): then not the vCPU
+/// faults but a worker, while the vCPU does something else. They count as one writer.
+const WORKERS: i32 = -1;
+/// Threads remembered, at the most.
+const KNOWN: usize = 4096;
+
+/// Tells them apart.
+#[derive(Debug, Default)]
+pub(crate) struct Writers {
+    pid: i32,
+    vcpus: Vec<i32>,
+    known: HashMap<i32, Writer>,
+}
+
+impl Writers {
+    /// The threads of process `pid`, of which `vcpus` run the guest.
+    pub(crate) fn new(pid: i32, vcpus: &[i32]) -> Self {
+        Self { pid, vcpus: vcpus.to_vec(), known: HashMap::new() }
+    }
+
+    /// On whose behalf `thread` writes.
+    pub(crate) fn of(&mut self, thread: i32) -> Writer {
+        if self.vcpus.contains(&thread) {
+            return Writer::Guest(thread);
+        }
+        if self.known.len() >= KNOWN {
+            self.known.clear();
+        }
+        let pid = self.pid;
+        *self.known.entry(thread).or_insert_with(|| stranger(pid, thread))
+    }
+}
+
+/// A thread that is no vCPU.
+fn stranger(pid: i32, thread: i32) -> Writer {
+    let own = std::path::Path::new("/proc").join(format!("{pid}/task/{thread}")).exists();
+    let name = std::fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
+    if !own && name.starts_with("kworker/") { Writer::Guest(WORKERS) } else { Writer::Machine }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vcpus_are_told_from_all_others() {
+        let pid = std::process::id().cast_signed();
+        let mut writers = Writers::new(pid, &[7, 9]);
+        assert_eq!(writers.of(9), Writer::Guest(9));
+        assert_eq!(writers.of(pid), Writer::Machine);
+        // One that is gone.
+        assert_eq!(writers.of(i32::MAX), Writer::Machine);
+    }
+
+    #[test]
+    fn kernel_workers_write_for_the_guest() {
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let worker = numbers.find(|pid| {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            name.starts_with("kworker/")
+        });
+        // A container's /proc shows none.
+        let Some(worker) = worker else { return };
+        assert_eq!(Writers::new(1, &[]).of(worker), Writer::Guest(WORKERS));
+    }
+}
