@@ -93,6 +93,14 @@ bench-policy: guest qemu ## busy guests over a slow link: every throttle against
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin policy
 	@$(CARGO) run --quiet --release --package godwit-bench --bin policy -- $(BENCH_POLICY)
 
+# `make bench-disks BENCH_DISKS='--only side --rounds 1'` for other figures; see the program's own usage line.
+BENCH_DISKS ?=
+
+.PHONY: bench-disks
+bench-disks: guest qemu ## disks that move along, beside QEMU's own way over a slow link; needs root (twenty minutes)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin disks
+	@$(CARGO) run --quiet --release --package godwit-bench --bin disks -- $(BENCH_DISKS)
+
 # `make bench-free BENCH_FREE='--rounds 1 --only idle'` for other figures; see the program's own usage line.
 BENCH_FREE ?= --rounds 3
 

@@ -16,6 +16,20 @@ pub struct Writes {
     pub operations: u64,
 }
 
+/// Writes that are enough to tell what is being done to a disk.
+const ENOUGH: u64 = 4;
+
+impl Writes {
+    /// What was written since there were `before`, where that is enough to tell; else all. A guest may have filled its disk in large pieces once,
+    /// and write small ones ever since.
+    #[must_use]
+    pub fn recent(self, before: Self) -> Self {
+        let bytes = self.bytes.saturating_sub(before.bytes);
+        let operations = self.operations.saturating_sub(before.operations);
+        if operations >= ENOUGH { Self { bytes, operations } } else { self }
+    }
+}
+
 /// A size that is no granularity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -73,6 +87,17 @@ mod tests {
         assert_eq!(chosen((16 << 10) * 10 - 1, 10), 8 << 10);
         assert_eq!(chosen(u64::MAX, 1), 1 << 20);
         assert_eq!(chosen(5000, 0), 64 << 10);
+    }
+
+    #[test]
+    fn recent_writes_count_where_they_are_enough() {
+        let writes = |bytes, operations| Writes { bytes: ByteCount(bytes), operations };
+        let filled = writes(1 << 30, 1024);
+        assert_eq!(writes((1 << 30) + 4 * 8192, 1028).recent(filled), writes(4 * 8192, 4));
+        assert_eq!(writes((1 << 30) + 3 * 8192, 1027).recent(filled), writes((1 << 30) + 3 * 8192, 1027));
+        assert_eq!(filled.recent(filled), filled);
+        // Counters that were reset.
+        assert_eq!(writes(8192, 1).recent(filled), writes(8192, 1));
     }
 
     #[test]

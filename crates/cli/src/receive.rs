@@ -170,6 +170,7 @@ fn tell(received: &Received, cost: Cost, json: bool) {
             "total_ms": received.total.as_secs_f64() * 1e3,
             "load_ms": received.load.as_secs_f64() * 1e3,
             "resume_ms": received.resume.as_secs_f64() * 1e3,
+            "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
             "verified": received.verified,
             "cpu_ms": cpu_ms,
             "peak_rss_bytes": rss,

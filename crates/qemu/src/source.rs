@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::disk_limits::DiskLimits;
-use crate::disks::{self, Found, Tracking};
+use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
 use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{Event, Qmp, QmpError};
@@ -65,7 +65,8 @@ pub struct QemuSource {
     disk_limits: DiskLimits,
     /// The disks that move along.
     moving: Vec<Found>,
-    granularity: Option<ByteCount>,
+    /// Of the disks that move; there may be none.
+    grain: Grain,
     tracking: Option<Tracking>,
 }
 
@@ -104,7 +105,7 @@ impl QemuSource {
         disks::clear(&mut machine)?;
         Ok(Self {
             moving: Vec::new(),
-            granularity: None,
+            grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
@@ -122,8 +123,8 @@ impl QemuSource {
         })
     }
 
-    /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a size that suits each disk's writes so far
-    /// ([`godwit_block::granularity_for`]). Changes nothing.
+    /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a size that suits the guest's writes
+    /// to each disk from here on, or so far where there are none ([`godwit_block::granularity_for`]). Changes nothing.
     ///
     /// # Errors
     /// When there is no such disk, or it cannot move.
@@ -134,7 +135,7 @@ impl QemuSource {
     ) -> Result<Self, QemuError> {
         let drives = disks::drives(&mut self.machine.qmp)?;
         self.moving = disks::choose(&drives, choice)?;
-        self.granularity = granularity;
+        self.grain = Grain::of(granularity, &mut self.machine.qmp, &self.moving)?;
         Ok(self)
     }
 
@@ -392,7 +393,7 @@ impl SourceVm for QemuSource {
 
     fn start_disk_tracking(&mut self) -> Result<(), VmError> {
         if !self.moving.is_empty() {
-            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, self.granularity)?);
+            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
-use godwit_verify::heartbeat::{BUG, FAILED, Heartbeat, READY};
+use godwit_verify::heartbeat::{BUG, DiskSecond, FAILED, Heartbeat, READY};
 
 /// What the kernel prints when memory is damaged under it.
 const KERNEL_TROUBLE: [&str; 6] =
@@ -81,6 +81,12 @@ impl Console {
     /// All complete lines.
     pub(crate) fn lines(&self) -> Vec<String> {
         self.lock().lines.iter().map(|line| line.text.clone()).collect()
+    }
+
+    /// What the guest's disk threads told, each second, and when it arrived.
+    pub(crate) fn disk_seconds(&self) -> Vec<(Instant, DiskSecond)> {
+        let parse = |line: &Line| Some((line.at, DiskSecond::of_line(&line.text)?));
+        self.lock().lines.iter().filter_map(parse).collect()
     }
 
     /// Waits up to `limit` until `found` answers something; `what` is for the error.

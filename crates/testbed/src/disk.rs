@@ -3,13 +3,13 @@
 //! Keeps one promise: an image goes with its value, and after a killed test with the next sweep.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, ensure};
 use godwit_units::ByteCount;
 
-use crate::leftovers::Place;
+use crate::leftovers::{Place, SHARED_MEMORY};
 
 /// An image of a disk.
 #[derive(Debug)]
@@ -24,13 +24,21 @@ impl DiskImage {
     /// # Errors
     /// When there is no `qemu-img`, or no room.
     pub fn create(format: &'static str, size: ByteCount) -> anyhow::Result<Self> {
-        let image = Self { place: Place::new()?, format };
+        Self::create_in(Path::new(SHARED_MEMORY), format, size)
+    }
+
+    /// The same in the directory `dir`: on a disk of the host, for example.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub fn create_in(dir: &Path, format: &'static str, size: ByteCount) -> anyhow::Result<Self> {
+        let image = Self { place: Place::with_ram_in(Some(dir))?, format };
         let size = size.0.to_string();
         tool(&["create", "-q", "-f", format, &image.path().display().to_string(), &size])?;
         Ok(image)
     }
 
-    /// The file. It is in memory: a test of many writes must not wait for the disk of its host.
+    /// The file: in memory, where nothing else was said, since a test of many writes must not wait for the disk of its host.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.place.ram().to_owned()

@@ -14,6 +14,7 @@ use serde_json::Value;
 use crate::console::Console;
 use crate::leftovers::Place;
 use crate::machine::Movable;
+use crate::netns::SlowLink;
 
 const LISTEN_LIMIT: Duration = Duration::from_secs(20);
 
@@ -52,7 +53,31 @@ impl Godwit {
     /// # Errors
     /// When it does not come to that.
     pub fn receive(&self, vm: &dyn Movable, options: &[&str]) -> anyhow::Result<(Running, String)> {
-        let mut running = self.start("receive", vm, &["--listen", "127.0.0.1:0"], options)?;
+        let command = Command::new(&self.program);
+        self.receive_at(command, "127.0.0.1:0", vm, options)
+    }
+
+    /// The same at the far end of `link`.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_over(
+        &self,
+        link: &SlowLink,
+        vm: &dyn Movable,
+        options: &[&str],
+    ) -> anyhow::Result<(Running, String)> {
+        self.receive_at(link.command(&self.program), &format!("{}:0", link.address()), vm, options)
+    }
+
+    fn receive_at(
+        &self,
+        command: Command,
+        address: &str,
+        vm: &dyn Movable,
+        options: &[&str],
+    ) -> anyhow::Result<(Running, String)> {
+        let mut running = self.start(command, "receive", vm, &["--listen", address], options)?;
         let listening = |line: &Value| line["event"] == "listening";
         match running.wait_for("listening", LISTEN_LIMIT, listening) {
             Ok(line) => {
@@ -71,11 +96,12 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn migrate(&self, vm: &dyn Movable, to: &str, options: &[&str]) -> anyhow::Result<Running> {
-        self.start("migrate", vm, &["--to", to], options)
+        self.start(Command::new(&self.program), "migrate", vm, &["--to", to], options)
     }
 
     fn start(
         &self,
+        mut program: Command,
         command: &str,
         vm: &dyn Movable,
         peer: &[&str],
@@ -83,7 +109,7 @@ impl Godwit {
     ) -> anyhow::Result<Running> {
         let place = Place::new()?;
         let errors = File::create(place.file("stderr")).context("cannot create a file for errors")?;
-        let mut child = Command::new(&self.program)
+        let mut child = program
             .args([command, "--vm", &vm.vm_name()])
             .args(peer)
             .arg("--json")

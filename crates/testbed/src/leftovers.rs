@@ -1,4 +1,4 @@
-//! What a virtual machine leaves on the host: a directory, a RAM file, a process.
+//! What a virtual machine leaves on the host: a directory, a RAM file, a process; and what a link of its leaves, a network namespace.
 //!
 //! Keeps one promise: they go away with their owner, at the latest when the next one starts. Dropping a [`Place`]
 //! removes its files; what a test left that was killed outright is found by the number of its process in the names, and
@@ -10,12 +10,22 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::netns;
+
 const PREFIX: &str = "godwit-vm-";
-const SHARED_MEMORY: &str = "/dev/shm";
+pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
+/// Where ip-netns(8) keeps them.
+const NAMESPACES: &str = "/run/netns";
 /// QEMU writes its process number here.
 const PID_FILE: &str = "pid";
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
+
+/// A name that no other process takes, which says whose it is; and a number that this process gave nothing else.
+pub(crate) fn unique() -> (String, u32) {
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    (format!("{PREFIX}{}-{number}", std::process::id()), number)
+}
 
 /// The private directory and the RAM file of one virtual machine.
 #[derive(Debug)]
@@ -35,7 +45,7 @@ impl Place {
         if NEXT.load(Ordering::Relaxed) == 0 {
             sweep();
         }
-        let name = format!("{PREFIX}{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let (name, _) = unique();
         let ram = ram_in.unwrap_or(Path::new(SHARED_MEMORY)).join(&name);
         let place = Self { dir: std::env::temp_dir().join(&name), ram };
         std::fs::create_dir(&place.dir).with_context(|| format!("cannot create {}", place.dir.display()))?;
@@ -73,6 +83,9 @@ fn sweep() {
     }
     for ram in orphans(Path::new(SHARED_MEMORY)) {
         let _ = std::fs::remove_file(&ram);
+    }
+    for namespace in orphans(Path::new(NAMESPACES)) {
+        namespace.file_name().and_then(|name| name.to_str()).into_iter().for_each(netns::remove);
     }
 }
 

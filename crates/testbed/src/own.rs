@@ -13,8 +13,8 @@ use serde_json::{Value, json};
 use crate::vm::TestVm;
 
 /// More than any link carries, in bytes a second. Zero is "no limit" only in newer QEMUs.
-const NO_LIMIT: u64 = 1 << 40;
-const DOWNTIME_LIMIT_MS: u64 = 300;
+pub(crate) const NO_LIMIT: u64 = 1 << 40;
+pub(crate) const DOWNTIME_LIMIT_MS: u64 = 300;
 /// A cache of pages as sent before; QEMU's default of 64 MiB is too small for any of our guests.
 const XBZRLE_CACHE: u64 = 512 << 20;
 const CHANNELS: u8 = 2;

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use godwit_qemu::qmp::Qmp;
+use godwit_verify::heartbeat::DiskSecond;
 use serde_json::{Value, json};
 
 use crate::console::{Beat, Console};
@@ -225,6 +226,12 @@ impl TestVm {
     #[must_use]
     pub fn heartbeats_across(&self, destination: &Self) -> Vec<Beat> {
         self.console.beats_across(&destination.console)
+    }
+
+    /// What the guest told of its disks, a line a second for each of its disk threads, and when each arrived.
+    #[must_use]
+    pub fn disk_seconds(&self) -> Vec<(Instant, DiskSecond)> {
+        self.console.disk_seconds()
     }
 
     /// Waits for `count` heartbeats that arrive after `moment`, and returns all that did.

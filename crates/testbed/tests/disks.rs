@@ -283,6 +283,29 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
 }
 
 #[test]
+fn the_size_of_dirty_blocks_follows_the_writes_of_late() {
+    for flavour in qemus("the_size_of_dirty_blocks_follows_the_writes_of_late") {
+        let mut pair = Pair::start(&flavour, &[("raw", 32 * MIB), ("raw", 32 * MIB)]);
+        // QEMU counts these as it counts a guest's; plain writes it does not.
+        let write = |pair: &mut Pair, place, at: String| {
+            pair.disk(place, &format!("aio_write -P 1 {at}"));
+            pair.disk(place, "aio_flush");
+        };
+        for piece in 0..20 {
+            (0..2).for_each(|place| write(&mut pair, place, format!("{piece}M 1M")));
+        }
+        let source = QemuSource::open(&pair.source.qmp_socket()).unwrap();
+        let mut source = source.with_disks(&DiskChoice::All, None).unwrap();
+        (0..4).for_each(|piece| write(&mut pair, 0, format!("{piece}M 8k")));
+
+        source.start_disk_tracking().unwrap();
+
+        let sizes = source.disk_granularity();
+        assert_eq!(sizes, [ByteCount(8 << 10), ByteCount(MIB)], "{flavour}");
+    }
+}
+
+#[test]
 fn behind_the_end_of_a_disk_there_are_zeros() {
     for flavour in qemus("behind_the_end_of_a_disk_there_are_zeros") {
         let mut pair = Pair::start(&flavour, &[("raw", 8192 + 512)]);

@@ -18,6 +18,46 @@ pub const DISK: &str = "DISK";
 /// The start of a line that says how many jobs were done, and pages filled, since the start.
 pub const BUILD: &str = "BUILD";
 
+/// How long a thread's writes to a disk took within the last second, by the guest's clock.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskSecond {
+    /// Reads made.
+    pub reads: u64,
+    /// Writes made; without any the times below are 0.
+    pub writes: u64,
+    /// The median, in microseconds.
+    pub median_us: u64,
+    /// Of a hundred writes, 99 took no longer.
+    pub p99_us: u64,
+    /// The longest.
+    pub max_us: u64,
+}
+
+impl fmt::Display for DiskSecond {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { reads, writes, median_us, p99_us, max_us } = self;
+        write!(f, "reads={reads} writes={writes} median_us={median_us} p99_us={p99_us} max_us={max_us} .")
+    }
+}
+
+impl DiskSecond {
+    /// What a line says that begins with [`DISK`] and the thread's name; `None`: it is no such line, or not whole.
+    #[must_use]
+    pub fn of_line(line: &str) -> Option<Self> {
+        let (_thread, rest) = line.trim_end().strip_prefix(DISK)?.strip_prefix(' ')?.split_once(' ')?;
+        let mut words = rest.split(' ');
+        let mut field = |key: &str| words.next()?.strip_prefix(key)?.strip_prefix('=')?.parse().ok();
+        let second = Self {
+            reads: field("reads")?,
+            writes: field("writes")?,
+            median_us: field("median_us")?,
+            p99_us: field("p99_us")?,
+            max_us: field("max_us")?,
+        };
+        (words.next() == Some(".") && words.next().is_none()).then_some(second)
+    }
+}
+
 /// One heartbeat line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heartbeat {
@@ -93,6 +133,16 @@ mod tests {
     fn what_is_printed_is_parsed() {
         assert_eq!(HEARTBEAT.to_string().parse(), Ok(HEARTBEAT));
         assert_eq!(format!("{HEARTBEAT}\r\n").parse(), Ok(HEARTBEAT));
+    }
+
+    #[test]
+    fn what_is_printed_of_a_disk_is_parsed_when_it_is_whole() {
+        let second = DiskSecond { reads: 1, writes: 48, median_us: 1102, p99_us: 1500, max_us: 1909 };
+        let line = format!("{DISK} /dev/vda/0 {second}");
+        assert_eq!(DiskSecond::of_line(&format!("{line}\r\n")), Some(second));
+        for end in 0..line.len() {
+            assert_eq!(DiskSecond::of_line(&line[..end]), None, "{}", &line[..end]);
+        }
     }
 
     #[test]

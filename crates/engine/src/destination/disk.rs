@@ -3,8 +3,9 @@
 //! Invariant: a disk's pages come over its own channel only, which is checked, and inside the disk. What a round brought is
 //! written before its end is told, so no older version of a page is written after a newer one.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use godwit_block::{Disk, DiskError, DiskSink};
 use godwit_units::{ByteCount, PageRun};
@@ -17,6 +18,34 @@ use crate::EngineError;
 /// end, and the source before that: no longer than [`limits::WRITE`](crate::limits::WRITE) on a disk that writes 7 MB/s.
 const UNSTABLE: ByteCount = ByteCount(128 << 20);
 
+/// The round with the guest stopped, as the channels of disks and the conversation know it.
+#[derive(Debug, Default)]
+pub(super) struct LastRound {
+    begun: AtomicBool,
+    disks_in_place: Mutex<Option<Instant>>,
+}
+
+impl LastRound {
+    /// To be called before the source is let begin it.
+    pub(super) fn begin(&self) {
+        self.begun.store(true, Ordering::Release);
+    }
+
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun.load(Ordering::Acquire)
+    }
+
+    /// A disk was given all of its bytes; that of the last disk counts.
+    fn in_place(&self) {
+        *self.disks_in_place.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    /// When the last byte was handed to its disk: not yet written out, let alone flushed.
+    pub(super) fn disks_in_place(&self) -> Option<Instant> {
+        *self.disks_in_place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What one channel of a disk fills.
 pub(super) struct DiskPlace {
     /// Its number in frames.
@@ -24,14 +53,13 @@ pub(super) struct DiskPlace {
     disk: Disk,
     /// Gone after the last round, so that the machine may take the disk over.
     sink: Option<Box<dyn DiskSink>>,
-    /// Set before the last round begins.
-    last: Arc<AtomicBool>,
+    last: Arc<LastRound>,
     unstable: ByteCount,
 }
 
 impl DiskPlace {
-    /// For `disk`, which is number `number` in frames. `last` is set before the last round begins.
-    pub(super) fn new(number: usize, disk: Disk, sink: Box<dyn DiskSink>, last: Arc<AtomicBool>) -> Self {
+    /// For `disk`, which is number `number` in frames.
+    pub(super) fn new(number: usize, disk: Disk, sink: Box<dyn DiskSink>, last: Arc<LastRound>) -> Self {
         Self { number, disk, sink: Some(sink), last, unstable: ByteCount::ZERO }
     }
 
@@ -82,9 +110,10 @@ impl Place for DiskPlace {
     }
 
     fn settle(&mut self) -> Result<(), EngineError> {
-        if !self.last.load(Ordering::Acquire) {
+        if !self.last.has_begun() {
             return self.with(|sink| sink.settle(false));
         }
+        self.last.in_place();
         self.flush()?;
         self.sink = None;
         Ok(())
@@ -133,7 +162,7 @@ mod tests {
         }
     }
 
-    fn place(noted: &Noted, last: &Arc<AtomicBool>) -> DiskPlace {
+    fn place(noted: &Noted, last: &Arc<LastRound>) -> DiskPlace {
         // One sector more than nine pages.
         let disk = Disk { name: "vda".to_owned(), size: ByteCount(9 * PAGE_SIZE + 512) };
         DiskPlace::new(3, disk, Box::new(noted.clone()), Arc::clone(last))
@@ -167,9 +196,11 @@ mod tests {
         place.rest().unwrap();
         place.rest().unwrap();
         assert_eq!(noted.take(), ["settle true"], "once");
-        last.store(true, Ordering::Release);
+        assert_eq!(last.disks_in_place(), None);
+        last.begin();
         place.settle().unwrap();
         assert_eq!(noted.take(), ["settle true"]);
+        assert!(last.disks_in_place().is_some());
         assert_eq!(Arc::strong_count(&noted.0), 1, "the machine may have the disk");
         assert!(place.place(3, PageRun::new(1, 1), Content::Data, &page).is_err());
         place.rest().unwrap();

@@ -13,7 +13,7 @@ mod memory;
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use barriers::Barriers;
 use channel::{Channel, PEER, Place};
-use disk::DiskPlace;
+use disk::{DiskPlace, LastRound};
 use memory::MemoryPlace;
 
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
@@ -87,6 +87,9 @@ pub struct Received {
     pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
+    /// From the last byte of the disks being handed to them to READY: writing it out, the last flush, and what of the device
+    /// state was not loaded by then. `None` without disks.
+    pub disks_to_ready: Option<Duration>,
 }
 
 /// How a guest is to be taken in.
@@ -180,8 +183,7 @@ struct Destination<'a> {
     disks: Vec<(Disk, Box<dyn DiskSink>)>,
     /// The machine's disks are open for us.
     disks_open: bool,
-    /// Set before the guest is stopped.
-    last_round: Arc<AtomicBool>,
+    last_round: Arc<LastRound>,
     channels: Vec<(Stream, JoinHandle<()>)>,
     barriers: Arc<Barriers>,
     received: Arc<AtomicU64>,
@@ -423,7 +425,7 @@ impl Destination<'_> {
             }
             Action::SendRoundAck => {
                 // Behind the last round nobody has a sink any more.
-                if self.disks_open && self.last_round.load(Ordering::Acquire) {
+                if self.disks_open && self.last_round.has_begun() {
                     self.disks_open = false;
                     self.vm.close_disks().map_err(EngineError::Vm)?;
                 }
@@ -434,7 +436,7 @@ impl Destination<'_> {
             Action::Prepare => {
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
                 // The source stops the guest and begins the last round when it has heard that we are prepared.
-                self.last_round.store(true, Ordering::Release);
+                self.last_round.begin();
                 self.say(&Message::Prepared)?;
             }
             Action::SendDigests => self.send_digests()?,
@@ -446,7 +448,10 @@ impl Destination<'_> {
                 self.measures.load = began.elapsed();
                 return Ok(Some(Input::Loaded));
             }
-            Action::SendReady => self.say(&Message::Ready)?,
+            Action::SendReady => {
+                self.say(&Message::Ready)?;
+                self.measures.disks_to_ready = self.last_round.disks_in_place().map(|at| at.elapsed());
+            }
             Action::RunGuest => {
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
                     self.vm.run().map_err(|error| match error {

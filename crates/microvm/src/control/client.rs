@@ -216,7 +216,16 @@ pub fn receive(
             Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
             Answer::Listening { address } => listening(&address),
             Answer::Notice(line) => notice(&line.into()),
-            Answer::Received { bytes, load_us, resume_us, verified, running, total_us, cost } => {
+            Answer::Received {
+                bytes,
+                load_us,
+                resume_us,
+                verified,
+                running,
+                total_us,
+                disks_to_ready_us,
+                cost,
+            } => {
                 let received = Received {
                     bytes: ByteCount(bytes),
                     load: Duration::from_micros(load_us),
@@ -224,6 +233,7 @@ pub fn receive(
                     verified,
                     running,
                     total: Duration::from_micros(total_us),
+                    disks_to_ready: disks_to_ready_us.map(Duration::from_micros),
                 };
                 return Ok((received, cost));
             }

@@ -182,6 +182,7 @@ pub enum Answer {
         verified: bool,
         running: bool,
         total_us: u64,
+        disks_to_ready_us: Option<u64>,
         cost: Cost,
     },
     /// The migration failed.
@@ -338,6 +339,7 @@ impl Answer {
             verified: received.verified,
             running: received.running,
             total_us: micros(received.total),
+            disks_to_ready_us: received.disks_to_ready.map(micros),
             cost,
         }
     }

@@ -17,6 +17,7 @@
 //! looks at that QEMU next.
 
 mod find;
+mod grain;
 mod leftovers;
 mod mark;
 mod round;
@@ -25,6 +26,7 @@ mod sink;
 mod tracking;
 
 pub(crate) use find::{Found, choose, drives};
+pub(crate) use grain::Grain;
 pub(crate) use leftovers::clear;
 pub(crate) use sink::Receiving;
 pub(crate) use tracking::{Tracking, written};

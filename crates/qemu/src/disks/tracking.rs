@@ -17,13 +17,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_block::{Disk, DiskRound, Writes, granularity_for};
+use godwit_block::{Disk, DiskRound, Writes};
 use godwit_nbd::{ALLOCATION, Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::disks::find::{Found, writes};
+use crate::disks::grain::Grain;
 use crate::disks::leftovers;
 use crate::disks::mark::Mark;
 use crate::disks::round::{Dirty, Pool, Round};
@@ -61,16 +62,12 @@ pub(crate) struct Tracking {
 
 impl Tracking {
     /// Starts it. After an error nothing stays behind.
-    pub(crate) fn start(
-        machine: &mut Machine,
-        found: &[Found],
-        granularity: Option<ByteCount>,
-    ) -> Result<Self, QemuError> {
+    pub(crate) fn start(machine: &mut Machine, found: &[Found], grain: &Grain) -> Result<Self, QemuError> {
         leftovers::check_alone(&mut machine.qmp)?;
         check_capability(&mut machine.qmp)?;
-        let stats = machine.qmp.execute("query-blockstats", Value::Null)?;
-        let disks = found.iter().map(|found| Tracked {
-            granularity: granularity.unwrap_or_else(|| granularity_for(writes(&stats, &found.node))),
+        let sizes = grain.sizes(&mut machine.qmp, found)?;
+        let disks = found.iter().zip(sizes).map(|(found, granularity)| Tracked {
+            granularity,
             found: found.clone(),
             pool: Arc::new(Mutex::new(None)),
             asked: Arc::new(AtomicU64::new(0)),

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 use godwit_verify::disk::{Blocks, DiskBug, DiskWorkload};
-use godwit_verify::heartbeat::{DISK, FAILED};
+use godwit_verify::heartbeat::{DISK, DiskSecond, FAILED};
 use godwit_verify::pace::Pace;
 use godwit_verify::settings::DiskWork;
 use godwit_verify::stamp::Page;
@@ -183,10 +183,10 @@ impl Latency {
         self.micros.sort_unstable();
         let (reads, writes) = (self.reads, self.micros.len());
         let at = |share: usize| self.micros.get(writes.saturating_sub(1) * share / 100).unwrap_or(&0);
-        let [median, p99, max] = [50, 99, 100].map(at);
-        println!(
-            "{DISK} {name} reads={reads} writes={writes} median_us={median} p99_us={p99} max_us={max} ."
-        );
+        let [median, p99, max] = [50, 99, 100].map(|share| *at(share));
+        let writes = writes as u64;
+        let second = DiskSecond { reads, writes, median_us: median, p99_us: p99, max_us: max };
+        println!("{DISK} {name} {second}");
         self.micros.clear();
         self.reads = 0;
     }
