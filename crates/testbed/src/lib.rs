@@ -25,6 +25,7 @@ mod netns;
 mod observer;
 mod own;
 mod own_disks;
+mod slow_reads;
 mod soak;
 mod vm;
 
@@ -44,5 +45,6 @@ pub use netns::SlowLink;
 pub use observer::{BeaconPlace, Observer};
 pub use own::{OwnMigration, Style, own_migration, own_migration_within};
 pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
+pub use slow_reads::SlowReads;
 pub use soak::soak;
 pub use vm::{Backend, TestVm, VmConfig};
