@@ -13,6 +13,9 @@ use crate::settings::DiskLimit;
 
 /// A round that leaves more than this share of what the one before left has not clearly shrunk.
 const CLEARLY: f64 = 0.9;
+/// A guest that makes its disks dirty at less than this share of the rate at which they are sent does not hold up anybody: what remains is then
+/// as long as the round was, which memory has prolonged.
+const HARMLESS: f64 = 0.25;
 /// Each further round that does not shrink lowers the limit to this share.
 const LOWER: f64 = 0.7;
 /// Of the best rate of disks, so much is kept each round, and so much of it is planned with.
@@ -28,6 +31,8 @@ pub(crate) struct Share {
     first: Option<f64>,
     previous: Option<f64>,
     stuck: u32,
+    /// What is dirty is so since the round was long, not since the guest writes much.
+    harmless: bool,
     limit: Option<Rate>,
     /// The best rate at which disks were sent, slowly forgotten: most rounds send memory as well.
     rate: f64,
@@ -65,6 +70,7 @@ impl Share {
         let first = *self.first.get_or_insert(remaining.max(1.0));
         let shrunk = self.previous.is_none_or(|before| remaining <= CLEARLY * before);
         let little = remaining <= enough / 2.0;
+        self.harmless = remaining < HARMLESS * self.rate * seconds;
         self.stuck = if shrunk || little { 0 } else { self.stuck + 1 };
         self.previous = Some(remaining);
         let share = if little {
@@ -78,7 +84,7 @@ impl Share {
         self.limit = match allowed {
             DiskLimit::Off => None,
             DiskLimit::Fixed(rate) => Some(rate),
-            DiskLimit::Auto if self.stuck > 0 => Some(self.lower(disk, seconds)),
+            DiskLimit::Auto if self.stuck > 0 && !self.harmless => Some(self.lower(disk, seconds)),
             DiskLimit::Auto => self.limit,
         };
         (share, self.limit)
@@ -87,7 +93,7 @@ impl Share {
     /// Whether a lower limit of disk writes could still help.
     pub(crate) fn may_lower(&self, allowed: DiskLimit) -> bool {
         let least = self.limit.is_some_and(|limit| limit.bytes_per_second() <= LEAST);
-        self.stuck > 0 && allowed == DiskLimit::Auto && !least
+        self.stuck > 0 && !self.harmless && allowed == DiskLimit::Auto && !least
     }
 
     fn lower(&self, disk: &DiskRound, seconds: f64) -> Rate {
@@ -140,6 +146,21 @@ mod tests {
         assert_eq!(limits(990).unwrap().to_string(), "49MiB/s");
         assert_eq!(limits(500).unwrap().to_string(), "49MiB/s");
         assert_eq!(Share::at_first(true), 0);
+    }
+
+    #[test]
+    fn a_guest_that_writes_little_is_not_limited_because_memory_takes_its_time() {
+        let mut share = Share::default();
+        let second = Duration::from_secs(1);
+        // 100 MiB in a second is what the link carries.
+        let sent = DiskRound { sent: ByteCount(100 << 20), ..disk(true, 0) };
+        share.transfer(&sent, second, Duration::ZERO);
+        let mut limit =
+            |remaining: u64| share.round(&disk(false, remaining << 20), 2.0, 0.0, DiskLimit::Auto).1;
+        // 10 MiB/s are dirtied: not less from round to round, and no reason to worry.
+        assert_eq!([limit(20), limit(20), limit(21)], [None; 3]);
+        // 40 MiB/s are.
+        assert!(limit(80).is_some());
     }
 
     #[test]
