@@ -8,11 +8,13 @@ use std::process::Command;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
-use godwit_testbed::{DiskImage, Ended, GuestConfig, MicroVm, Running, VmConfig, flavours_for, images_for};
+use godwit_testbed::{
+    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, flavours_for, images_for,
+};
 use godwit_units::ByteCount;
 use godwit_verify::settings::{DiskWork, Mode};
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// No whole number of pages, and of no dirty block.
 const SIZE: u64 = (96 << 20) + 512;
@@ -277,6 +279,54 @@ fn the_disk_of_a_qemu_moves_along_with_its_guest() -> anyhow::Result<()> {
             check_moved(&mut pair, &migrate)?;
             let disk = &migrate.last()["disks"][0];
             ensure!(disk["name"] == "disk0" && disk["data_pages"].as_u64() >= Some(4096), "{disk}");
+        }
+    }
+    Ok(())
+}
+
+/// What bears godwit's name in QEMU's block layer.
+fn left_in(vm: &mut TestVm) -> anyhow::Result<Vec<String>> {
+    let nodes = vm.qmp().execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let exports = vm.qmp().execute("query-block-exports", Value::Null)?;
+    let bitmaps = nodes.as_array().into_iter().flatten().filter_map(|node| node["dirty-bitmaps"].as_array());
+    let bitmaps = bitmaps.flatten().map(|bitmap| bitmap["name"].to_string());
+    Ok(exports
+        .as_array()
+        .into_iter()
+        .flatten()
+        .map(|export| export["id"].to_string())
+        .chain(bitmaps)
+        .collect())
+}
+
+#[test]
+fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result<()> {
+    let test = "three_disks_of_a_qemu_move_along_and_nothing_stays_behind";
+    let flavours = if images_for(test) { flavours_for(test) } else { Vec::new() };
+    for flavour in flavours {
+        let disk =
+            DiskWork { write: 2 << 20, read: 2 << 20, span: ByteCount(16 << 20), ..DiskWork::default() };
+        let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
+        let mut images = Vec::new();
+        let mut config = |formats: [&'static str; 3]| -> anyhow::Result<VmConfig> {
+            let mut config = VmConfig::new(&flavour, guest);
+            for (name, format) in ["disk0", "disk1", "disk2"].into_iter().zip(formats) {
+                let image = DiskImage::create(format, ByteCount(48 << 20))?;
+                config = config.with_disk(name, &image);
+                images.push(image);
+            }
+            Ok(config)
+        };
+        let (from, to) = (config(["raw", "qcow2", "raw"])?, config(["qcow2", "raw", "raw"])?);
+        let mut pair = Pair::start_apart(&from, &to)?;
+
+        let (migrate, _) = pair.migrate(&["--disks", "all", "--verify", "--keep-source"])?;
+
+        check_moved(&mut pair, &migrate)?;
+        ensure!(migrate.last()["disks"].as_array().map(Vec::len) == Some(3), "{}", migrate.last());
+        for vm in [&mut pair.source, &mut pair.destination] {
+            let left = left_in(vm)?;
+            ensure!(left.is_empty(), "{left:?}");
         }
     }
     Ok(())
