@@ -40,6 +40,14 @@ soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_S
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
+# Cases of each.
+CASES ?= 200000
+
+.PHONY: fuzz
+fuzz: ## arbitrary bytes and rings for whatever listens to others: frames, NBD replies, virtio devices (CASES=N)
+	@PROPTEST_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-wire --package godwit-nbd
+	@GODWIT_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-balloon --package godwit-virtio --lib && echo "nothing found in $(CASES) cases of each"
+
 .PHONY: check
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check
