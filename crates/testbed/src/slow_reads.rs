@@ -5,8 +5,11 @@
 use std::io::Write;
 use std::os::linux::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, bail};
+
+static NEXT: AtomicU32 = AtomicU32::new(0);
 
 /// A control group; dropping it gives its processes back to the group above.
 #[derive(Debug)]
@@ -37,7 +40,8 @@ impl SlowReads {
             ("/sys/fs/cgroup", "io.max", format!("{device} riops={reads}"))
         };
         let above = PathBuf::from(above);
-        let group = above.join(format!("godwit-slow-{}", std::process::id()));
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let group = above.join(format!("godwit-slow-{}-{number}", std::process::id()));
         std::fs::create_dir(&group).with_context(|| format!("cannot create {}", group.display()))?;
         let slow = Self { group, above };
         let limit = slow.group.join(limit);
