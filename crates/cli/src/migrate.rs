@@ -45,7 +45,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = setting("patience"))]
     patience: Option<String>,
 
-    /// How a guest that outruns the link is slowed down: adaptive, direct, staged, auto-converge or off [default: adaptive]
+    /// How a guest that outruns the link is slowed down: adaptive, governor, vcpus, direct, staged, auto-converge or off
+    /// [default: adaptive: its first writes are rationed where that can be done, else its processors are throttled]
     #[arg(long, value_name = "MODE", value_parser = setting("throttle"))]
     throttle: Option<String>,
 
