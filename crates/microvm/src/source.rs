@@ -87,7 +87,7 @@ impl<'a> MicrovmSource<'a> {
     /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed has let go of them.
     fn remove_throttle(&mut self) {
         if let Some(tracker) = self.tracker.upgrade() {
-            tracker.govern(Some(f64::INFINITY));
+            tracker.answer_at_once();
             self.governed = tracker.governor_measures();
         }
         let _ = self.machine.throttle(0.0);
@@ -154,14 +154,7 @@ impl SourceVm for MicrovmSource<'_> {
         if first_writes.is_some() {
             tracker.prepare_own_governor(self.machine.vcpu_threads())?;
         }
-        tracker.govern(first_writes);
-        match tracker.governor_failure() {
-            Some(words) if first_writes.is_some() => {
-                tracker.govern(Some(f64::INFINITY));
-                Err(format!("a segment could not be handed over: {words}").into())
-            }
-            _ => Ok(()),
-        }
+        Ok(tracker.govern(first_writes)?)
     }
 
     fn governor_measures(&self) -> GovernorMeasures {

@@ -187,7 +187,7 @@ impl QemuSource {
                 stopped.get_or_insert(event.at);
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
-                    tracker.govern(Some(f64::INFINITY));
+                    tracker.answer_at_once();
                 }
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
@@ -202,7 +202,7 @@ impl QemuSource {
     fn remove_throttle(&mut self) {
         if let Some(tracker) = self.tracker.upgrade() {
             // Segments stay where they are: their writers are answered at once.
-            tracker.govern(Some(f64::INFINITY));
+            tracker.answer_at_once();
             self.governed = tracker.governor_measures();
         }
         let _ = self.throttle.set(0.0);
@@ -369,14 +369,7 @@ impl SourceVm for QemuSource {
             self.vcpus = self.machine.vcpu_threads()?;
             governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
         }
-        tracker.govern(first_writes);
-        match tracker.governor_failure() {
-            Some(words) if first_writes.is_some() => {
-                tracker.govern(Some(f64::INFINITY));
-                Err(format!("a segment could not be handed over: {words}").into())
-            }
-            _ => Ok(()),
-        }
+        Ok(tracker.govern(first_writes)?)
     }
 
     fn governor_measures(&self) -> GovernorMeasures {

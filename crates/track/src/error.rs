@@ -53,6 +53,9 @@ pub enum TrackError {
         /// Why.
         source: io::Error,
     },
+    /// A segment could not be given to the governor; all stay where they are.
+    #[error("a segment could not be handed over: {0}")]
+    NotHandedOver(String),
     /// Someone else traces it.
     #[error("process {pid} is already traced by process {tracer} (a debugger?): detach that first")]
     Traced {

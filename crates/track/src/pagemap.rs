@@ -190,9 +190,26 @@ impl PagemapTracker {
     /// whoever remembers what was sent finds out which pages those are.
     ///
     /// Does nothing before [`Self::prepare_governor`].
-    pub fn govern(&self, first_writes: Option<f64>) {
+    ///
+    /// # Errors
+    /// When `first_writes` is a rate and a segment could not be handed over before: then no more are, and the writers of those that
+    /// are governed are answered at once.
+    pub fn govern(&self, first_writes: Option<f64>) -> Result<(), TrackError> {
+        let Some(governed) = self.governed.get() else { return Ok(()) };
+        governed.govern(first_writes);
+        match governed.failure() {
+            Some(words) if first_writes.is_some() => {
+                self.answer_at_once();
+                Err(TrackError::NotHandedOver(words))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// From now on, all writers are answered at once; segments stay with whom they are.
+    pub fn answer_at_once(&self) {
         if let Some(governed) = self.governed.get() {
-            governed.govern(first_writes);
+            governed.govern(Some(f64::INFINITY));
         }
     }
 
@@ -206,12 +223,6 @@ impl PagemapTracker {
     #[must_use]
     pub fn governed_segments(&self) -> usize {
         self.governed.get().map_or(0, Governed::count)
-    }
-
-    /// Why no more segments can be governed, if one could not; those that are stay so.
-    #[must_use]
-    pub fn governor_failure(&self) -> Option<String> {
-        self.governed.get().and_then(Governed::failure)
     }
 
     /// How long a thread of the process was stopped to make the governor's descriptor.

@@ -71,7 +71,7 @@ fn governor_process() {
     let block = [RamBlock::open("mem", Path::new(words[0]), 0, PageCount(PAGES).bytes(), false).unwrap()];
     let tracker = PagemapTracker::start(numbers[0], &block).unwrap();
     tracker.prepare_governor(Way::Call, &numbers[1..]).unwrap();
-    tracker.govern(Some(0.0));
+    tracker.govern(Some(0.0)).unwrap();
     tracker.harvest(0, ALL, PageCount::ZERO, &mut |_| {}).unwrap();
     println!("\ngoverning");
     std::thread::sleep(Duration::from_secs(600));
@@ -234,7 +234,7 @@ fn first_writes_come_at_the_rate_that_is_set() {
     let governed = Governed::start("rate", 2);
     let Some(tracker) = governed.track() else { return };
     for wanted in [500.0, 4000.0] {
-        tracker.govern(Some(wanted));
+        tracker.govern(Some(wanted)).unwrap();
         harvest(&tracker, ALL);
         let seen = rate_under(&tracker, Duration::from_secs(1));
         assert!((0.7..1.3).contains(&(seen / wanted)), "{seen} instead of {wanted}");
@@ -248,7 +248,7 @@ fn first_writes_come_at_the_rate_that_is_set() {
 fn what_the_governor_lets_through_is_what_a_harvest_finds() {
     let governed = Governed::start("log", 2);
     let Some(tracker) = governed.track() else { return };
-    tracker.govern(Some(3000.0));
+    tracker.govern(Some(3000.0)).unwrap();
     harvest(&tracker, ALL);
     let before = tracker.governor_measures().first_writes;
     let mut found = 0;
@@ -277,7 +277,7 @@ fn no_write_is_lost_while_segments_change_hands() {
     let mut changes = 0;
     // The last round hands segments to the governor: what was missed then, no later round makes good.
     for round in 0..60 {
-        tracker.govern((round % 3 != 1).then_some(20_000.0));
+        tracker.govern((round % 3 != 1).then_some(20_000.0)).unwrap();
         for start in (0..PAGES).step_by(4096) {
             let segment = PageRun::new(start, 4096.min(PAGES - start));
             let before = tracker.governed_segments();
@@ -291,7 +291,7 @@ fn no_write_is_lost_while_segments_change_hands() {
             changes += usize::from(before != tracker.governed_segments());
         }
     }
-    tracker.govern(Some(f64::INFINITY));
+    tracker.govern(Some(f64::INFINITY)).unwrap();
     governed.ask("stop");
     let mut last = Vec::new();
     tracker.peek(0, ALL, &mut |run| last.push(run)).unwrap();
@@ -311,7 +311,7 @@ fn what_a_harvest_did_not_come_to_is_seen_by_the_last_one() {
     let Some(tracker) = governed.track() else { return };
     harvest(&tracker, ALL);
     governed.ask("sweep");
-    tracker.govern(Some(f64::INFINITY));
+    tracker.govern(Some(f64::INFINITY)).unwrap();
     // One harvest takes the segment over and reports but the first pages of it.
     let next = tracker.harvest(0, PageRun::new(0, 4096), PageCount(10), &mut |_| {}).unwrap();
     assert_eq!(next.0, 10);
@@ -329,7 +329,7 @@ fn a_segment_that_nobody_writes_is_left_alone() {
     let mut governed = Governed::start("alone", 0);
     let Some(tracker) = governed.track() else { return };
     harvest(&tracker, ALL);
-    tracker.govern(Some(100.0));
+    tracker.govern(Some(100.0)).unwrap();
     assert_eq!(harvest(&tracker, ALL), []);
     assert_eq!(tracker.governed_segments(), 0);
     governed.ask("sweep");
@@ -341,7 +341,7 @@ fn a_segment_that_nobody_writes_is_left_alone() {
 fn threads_that_are_no_vcpus_never_wait() {
     let mut governed = Governed::start("others", 0);
     let Some(tracker) = governed.track() else { return };
-    tracker.govern(Some(0.0));
+    tracker.govern(Some(0.0)).unwrap();
     harvest(&tracker, ALL);
     governed.ask("sweep");
     let measures = tracker.governor_measures();
@@ -353,7 +353,7 @@ fn threads_that_are_no_vcpus_never_wait() {
 fn dropping_it_frees_all_who_wait() {
     let mut governed = Governed::start("drop", 3);
     let Some(tracker) = governed.track() else { return };
-    tracker.govern(Some(0.0));
+    tracker.govern(Some(0.0)).unwrap();
     harvest(&tracker, ALL);
     // Three at a time every 20 ms: they hardly get on.
     let (began, before) = (Instant::now(), governed.writes());
@@ -392,7 +392,7 @@ fn killing_it_frees_all_who_wait() {
 fn a_handler_that_hangs_is_stood_in_for() {
     let mut governed = Governed::start("hang", 2);
     let Some(tracker) = governed.track() else { return };
-    tracker.govern(Some(0.0));
+    tracker.govern(Some(0.0)).unwrap();
     harvest(&tracker, ALL);
     tracker.stall_governor(Duration::from_secs(30));
     // Without a limit, all pages are soon dirty, and then there is nothing to wait for.
@@ -409,9 +409,9 @@ fn a_handler_that_hangs_is_stood_in_for() {
 fn a_process_that_was_handed_back_is_tracked_as_before() {
     let mut governed = Governed::start("back", 0);
     let Some(tracker) = governed.track() else { return };
-    tracker.govern(Some(1000.0));
+    tracker.govern(Some(1000.0)).unwrap();
     harvest(&tracker, ALL);
-    tracker.govern(None);
+    tracker.govern(None).unwrap();
     assert_eq!(harvest(&tracker, ALL), [ALL], "reported once as a whole");
     assert_eq!((tracker.governed_segments(), harvest(&tracker, ALL)), (0, Vec::new()));
     governed.ask("sweep");

@@ -49,7 +49,7 @@ impl Ground {
     /// in milliseconds.
     fn under(&mut self, rate: f64, time: Duration) -> anyhow::Result<(f64, GovernorMeasures, Vec<f64>)> {
         let Self { vm, tracker, all } = self;
-        tracker.govern(Some(rate));
+        tracker.govern(Some(rate))?;
         let over = AtomicBool::new(false);
         let harvest = || tracker.harvest(0, *all, PageCount::ZERO, &mut |_| {});
         harvest()?;
@@ -164,7 +164,7 @@ fn readers(report: &mut Report) -> anyhow::Result<()> {
     let guest = GuestConfig { mode: Mode::Rate, rate: 0, ..GuestConfig::standard() };
     let ground = Ground::new(guest, 1)?;
     let free = ground.speed()?;
-    ground.tracker.govern(Some(2000.0));
+    ground.tracker.govern(Some(2000.0))?;
     let over = AtomicBool::new(false);
     let governed = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -178,7 +178,7 @@ fn readers(report: &mut Report) -> anyhow::Result<()> {
         speed
     })?;
     println!("{:?}", ground.tracker.governor_measures());
-    ground.tracker.govern(None);
+    ground.tracker.govern(None)?;
     let mut throttle = VcpuThrottle::new(ground.vm.pid(), ground.vm.vcpu_threads());
     throttle.set(0.9)?;
     let throttled = ground.speed()?;

@@ -56,7 +56,7 @@ fn answers(report: &mut Report) -> anyhow::Result<()> {
             .spawn(|| -> anyhow::Result<Vec<f64>> {
                 let own = rustix::thread::gettid().as_raw_nonzero().get();
                 ground.tracker.prepare_own_governor(&[own])?;
-                ground.tracker.govern(Some(f64::INFINITY));
+                ground.tracker.govern(Some(f64::INFINITY))?;
                 ground.harvest()?;
                 let mut times = Vec::with_capacity(WRITES);
                 for number in 0..WRITES as u64 {
@@ -111,7 +111,7 @@ fn hands(report: &mut Report) -> anyhow::Result<()> {
             ground.tracker.prepare_own_governor(&[writer.load(Ordering::Acquire)])?;
             std::thread::sleep(Duration::from_millis(200));
             for to in [true, false, true, false, true, false] {
-                ground.tracker.govern(to.then_some(f64::INFINITY));
+                ground.tracker.govern(to.then_some(f64::INFINITY))?;
                 longest.store(0, Ordering::Relaxed);
                 let began = Instant::now();
                 ground.harvest()?;

@@ -118,7 +118,7 @@ impl Tracked {
                 let tracker = PagemapTracker::start_own(&mappings).unwrap();
                 // Nobody is known to be a vCPU: all are answered at once.
                 tracker.prepare_own_governor(&[]).unwrap();
-                tracker.govern(Some(f64::INFINITY));
+                tracker.govern(Some(f64::INFINITY)).unwrap();
                 Box::new(tracker)
             }
         };
