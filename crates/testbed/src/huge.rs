@@ -4,11 +4,12 @@
 //! root; a test that is killed outright leaves them reserved.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 use godwit_units::ByteCount;
+
+use crate::mount::Mount;
 
 const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const SIZE: u64 = 2 << 20;
@@ -16,8 +17,9 @@ const SIZE: u64 = 2 << 20;
 /// A hugetlbfs with pages of 2 MiB; dropping it unmounts it and gives the pages back.
 #[derive(Debug)]
 pub struct HugePages {
-    dir: PathBuf,
-    before: u64,
+    mount: Mount,
+    // Given back after they are out of use: fields are dropped in order.
+    _reserved: Reserved,
 }
 
 impl HugePages {
@@ -33,31 +35,29 @@ impl HugePages {
     }
 
     fn reserve(bytes: ByteCount) -> anyhow::Result<Self> {
-        let before = number(RESERVED)?;
-        let dir = std::env::temp_dir().join(format!("godwit-huge-{}", std::process::id()));
-        std::fs::create_dir_all(&dir)?;
-        let pages = Self { dir, before };
-        let wanted = before + bytes.0.div_ceil(SIZE);
+        let reserved = Reserved { before: number(RESERVED)? };
+        let wanted = reserved.before + bytes.0.div_ceil(SIZE);
         std::fs::write(RESERVED, wanted.to_string()).with_context(|| format!("cannot write {RESERVED}"))?;
         let got = number(RESERVED)?;
         ensure!(got >= wanted, "the host gives {got} of {wanted}");
-        let mut mount = Command::new("mount");
-        let status = mount.args(["-t", "hugetlbfs", "-o", "pagesize=2M", "none"]).arg(&pages.dir).status()?;
-        ensure!(status.success(), "cannot mount a hugetlbfs at {}", pages.dir.display());
-        Ok(pages)
+        Ok(Self { mount: Mount::new("hugetlbfs", "pagesize=2M")?, _reserved: reserved })
     }
 
     /// Where it is mounted.
     #[must_use]
     pub fn dir(&self) -> &Path {
-        &self.dir
+        self.mount.dir()
     }
 }
 
-impl Drop for HugePages {
+/// Puts the number of reserved pages back.
+#[derive(Debug)]
+struct Reserved {
+    before: u64,
+}
+
+impl Drop for Reserved {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.dir).stderr(std::process::Stdio::null()).status();
-        let _ = std::fs::remove_dir(&self.dir);
         let _ = std::fs::write(RESERVED, self.before.to_string());
     }
 }

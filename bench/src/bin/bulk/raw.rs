@@ -2,14 +2,13 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{anyhow, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::sys::Mapping;
 use godwit_codec::synthetic::Image;
+use godwit_testbed::Mount;
 use serde_json::json;
 
 use crate::machine::{Cost, Ram, Way, process_time, transfer, transfer_into};
@@ -69,9 +68,10 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
 /// been given back to the host of a virtual machine, and to get them again costs more than all else.
 fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     const SIZE: usize = 512 << 20;
-    let mount = HugeMount::new()?;
+    // In huge pages where a file is large enough for them.
+    let mount = Mount::new("tmpfs", "huge=within_size,size=100%")?;
     let ram = Ram::filled(Image::Random, SIZE)?;
-    let run = |check| transfer_into(&Ram::empty_in(&mount.0, SIZE)?, &ram, Way::PLAIN, check);
+    let run = |check| transfer_into(&Ram::empty_in(mount.dir(), SIZE)?, &ram, Way::PLAIN, check);
     run(true)?;
     let runs = (0..rounds + 2).map(|_| run(false)).collect::<anyhow::Result<Vec<_>>>()?;
     let gib = SIZE as f64 / f64::from(1 << 30);
@@ -82,28 +82,6 @@ fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     report.target("huge=within_size at the destination: CPU s/GiB", cpu, 0.9, Better::Lower);
     report.target("huge=within_size at the destination: CPU s/GiB: the goal", cpu, 0.6, Better::Lower);
     Ok(())
-}
-
-/// A tmpfs of its own, in huge pages where a file is large enough for them.
-struct HugeMount(PathBuf);
-
-impl HugeMount {
-    fn new() -> anyhow::Result<Self> {
-        let dir = std::env::temp_dir().join(format!("godwit-bulk-huge-{}", std::process::id()));
-        std::fs::create_dir(&dir)?;
-        let mount = Self(dir);
-        let arguments = ["-t", "tmpfs", "-o", "huge=within_size,size=100%", "none"];
-        let status = Command::new("mount").args(arguments).arg(&mount.0).status()?;
-        ensure!(status.success(), "cannot mount a tmpfs (this needs root)");
-        Ok(mount)
-    }
-}
-
-impl Drop for HugeMount {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(&self.0).stderr(Stdio::null()).status();
-        let _ = std::fs::remove_dir(&self.0);
-    }
 }
 
 /// send(2) from a mapping of the one file, recv(2) into a mapping of the other, nothing looked at.
