@@ -2,8 +2,8 @@
 //!
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 
+pub mod godwit;
 pub mod moves;
-pub mod moving;
 pub mod report;
 pub mod row;
 pub mod sys;

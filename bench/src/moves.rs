@@ -5,13 +5,14 @@
 //! the move, from the start of the move to its end, downtime included. Time under half and under a tenth of that rate is
 //! judged in windows of 50 ms. QEMU's moves that do not end are cancelled; their guest is used for the next.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
 use godwit_testbed::{BeaconPlace, Godwit, Observer, Style, TestVm, VmConfig, own_migration_within};
 use godwit_units::Rate;
 use serde_json::{Value, json};
 
+use crate::godwit::Attempt;
 use crate::row::{Row, print_row, seconds};
 
 /// No move takes longer.
@@ -135,37 +136,21 @@ pub fn by_godwit(
     destination: &mut TestVm,
     [throttle, compression]: [&str; 2],
 ) -> anyhow::Result<Moved> {
-    let cpu_before = ended_children()?;
-    let (receive, address) = godwit.receive(destination, &[])?;
-    destination.qmp().forget_events();
-    let began = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
     let options = [&GODWIT[..], &["--throttle", throttle, "--compression", compression]].concat();
-    let migrate = godwit.migrate(source, &address, &options)?.wait(LIMIT)?;
-    let ended = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let attempt = Attempt::within(LIMIT, godwit, source, destination, &options)?;
+    let migrate = &attempt.migrate;
     let last = migrate.last();
-    let finished = last["outcome"] == "migrated";
-    let end = if finished {
-        receive.wait(LIMIT)?;
-        destination.qmp().wait_event("RESUME", LIMIT)?.emitted
-    } else {
+    let finished = attempt.receive.is_some();
+    if !finished {
         println!("{last} {}", migrate.errors.trim());
-        drop(receive);
-        ended
-    };
+    }
     let progress = migrate.lines.iter().filter(|line| line["event"] == "progress");
     Ok(Moved {
         finished,
-        wall: end.saturating_sub(began),
+        wall: attempt.wall,
         sent: last["sent_bytes"].as_f64().unwrap_or(f64::NAN),
         rounds: last["rounds"].as_u64().unwrap_or(0),
-        godwit_cpu: ended_children()?.saturating_sub(cpu_before),
+        godwit_cpu: attempt.cpu,
         own_words: json!({ "migrate": last, "progress": progress.collect::<Vec<_>>() }),
     })
-}
-
-/// Processor time of all children of this process that ended and were waited for: not godwit's word for it.
-fn ended_children() -> anyhow::Result<Duration> {
-    let stat = procfs::process::Process::myself()?.stat()?;
-    let ticks = u64::try_from(stat.cutime + stat.cstime).context("negative processor time")?;
-    Ok(Duration::from_secs_f64(ticks as f64 / procfs::ticks_per_second() as f64))
 }

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_bench::moving::by_godwit_within;
+use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{Backend, Flavour, Godwit, GuestConfig, Style, TestVm, VmConfig, own_migration};
 use godwit_units::ByteCount;
@@ -101,6 +101,8 @@ struct Row {
     /// Pages that the guest's jobs filled a second before the move.
     work: f64,
     bugs: usize,
+    /// What godwit says of the move.
+    own_words: serde_json::Value,
 }
 
 pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow::Result<()> {
@@ -157,18 +159,19 @@ fn one_move(contestant: Contestant, case: &Case, flavour: &Flavour, godwit: &God
     let after = done(&source);
     let work = (after.0 - before.0) / (after.1 - before.1).max(1e-3);
     let held_source = held(&source)?;
-    let (wall, sent, godwit_memory) = match contestant {
+    let (wall, sent, godwit_memory, own_words) = match contestant {
         Contestant::Skipping | Contestant::Without => {
             let options = ["--downtime-limit", "300ms", "--keep-source"];
-            let (wall, migrate, receive) =
-                by_godwit_within(LIMIT, godwit, &source, &mut destination, &options)?;
+            let attempt = Attempt::within(LIMIT, godwit, &source, &mut destination, &options)?;
+            let (migrate, receive) = attempt.moved()?;
             let peak = |value: &serde_json::Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
             let memory = peak(migrate.last()).max(peak(receive.last()));
-            (wall, migrate.last()["sent_bytes"].as_f64().unwrap_or(f64::NAN), memory)
+            let last = migrate.last();
+            (attempt.wall, last["sent_bytes"].as_f64().unwrap_or(f64::NAN), memory, last.clone())
         }
         Contestant::Plain | Contestant::Hints => {
             let own = own_migration(&mut source, &mut destination, Style::Plain, LIMIT)?;
-            (own.wall, own.sent.0 as f64, 0.0)
+            (own.wall, own.sent.0 as f64, 0.0, serde_json::Value::Null)
         }
     };
     destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
@@ -187,6 +190,7 @@ fn one_move(contestant: Contestant, case: &Case, flavour: &Flavour, godwit: &God
         tables_destination_mib: status(&destination, "VmPTE:")?,
         work,
         bugs: bugs.len(),
+        own_words,
     })
 }
 

@@ -13,7 +13,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_bench::moving::by_godwit_within;
+use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{
     Backend, BeaconPlace, Flavour, Gap, Godwit, GuestConfig, Observation, Observer, Style, TestVm, VmConfig,
@@ -250,25 +250,18 @@ fn by_qemu(source: &mut TestVm, destination: &mut TestVm, style: Style) -> anyho
 }
 
 fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyhow::Result<Moved> {
-    let cpu_before = ended_children()?;
     // The source QEMU must live on to be asked what it used.
     let options = [&DOWNTIME_LIMIT[..], &["--keep-source"]].concat();
-    let (wall, migrate, receive) = by_godwit_within(LIMIT, godwit, source, destination, &options)?;
+    let attempt = Attempt::within(LIMIT, godwit, source, destination, &options)?;
+    let (migrate, receive) = attempt.moved()?;
     let last = migrate.last();
     Ok(Moved {
-        wall,
+        wall: attempt.wall,
         sent_bytes: last["sent_bytes"].as_u64().context("godwit migrate names no sent_bytes")?,
         passes: last["rounds"].as_u64().context("godwit migrate names no rounds")?,
-        godwit_cpu: ended_children()?.saturating_sub(cpu_before),
+        godwit_cpu: attempt.cpu,
         own_words: json!({ "migrate": last, "receive": receive.last() }),
     })
-}
-
-/// Processor time of all children of this process that ended and were waited for: not godwit's word for it.
-fn ended_children() -> anyhow::Result<Duration> {
-    let stat = procfs::process::Process::myself()?.stat()?;
-    let ticks = u64::try_from(stat.cutime + stat.cstime).context("negative processor time")?;
-    Ok(Duration::from_secs_f64(ticks as f64 / procfs::ticks_per_second() as f64))
 }
 
 fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
