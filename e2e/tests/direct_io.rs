@@ -3,11 +3,13 @@
 //! What a device reads lands in guest memory after the tracker has seen the write. The guest looks again at all that it
 //! has read, and `--verify` compares all memory. `make soak` runs it in the hundreds.
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched};
-use godwit_testbed::{Flavour, GuestConfig, SlowReads, TestVm, VmConfig, flavours_for, soak};
+use godwit_testbed::{
+    DiskImage, Flavour, GuestConfig, SlowReads, TestVm, VmConfig, flavours_for, images_for, soak,
+};
 use godwit_units::ByteCount;
 use godwit_verify::settings::{DiskWork, Mode};
 
@@ -18,49 +20,37 @@ const WAYS: [&str; 3] = ["threads", "native", "io_uring"];
 const READS: u32 = 150;
 
 /// An image on a file system that knows O_DIRECT, which a tmpfs may not.
-struct Image(PathBuf);
-
-impl Image {
-    fn new(name: &str) -> anyhow::Result<Self> {
-        let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
-        let image = Self(dir.join(format!("{name}-{}", std::process::id())));
-        std::fs::File::create(&image.0)?.set_len(32 << 20)?;
-        Ok(image)
-    }
-
-    /// A small guest that reads this disk all the time, eight requests at a time, and writes a little.
-    fn config(&self, flavour: &Flavour, way: &str) -> VmConfig {
-        let disk = DiskWork {
-            write: 4 << 20,
-            read: 96 << 20,
-            block: ByteCount(256 << 10),
-            span: ByteCount(16 << 20),
-            threads: 8,
-        };
-        let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Idle) };
-        let drive = format!("file={},if=virtio,format=raw,cache=none,aio={way}", self.0.display());
-        VmConfig::new(flavour, guest).with_extra(&["-drive", &drive])
-    }
+fn image() -> anyhow::Result<DiskImage> {
+    DiskImage::create_in(Path::new(env!("CARGO_TARGET_TMPDIR")), "raw", ByteCount(32 << 20))
 }
 
-impl Drop for Image {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
-    }
+/// A small guest that reads `image` all the time, eight requests at a time, and writes a little.
+fn config(image: &DiskImage, flavour: &Flavour, way: &str) -> VmConfig {
+    let disk = DiskWork {
+        write: 4 << 20,
+        read: 96 << 20,
+        block: ByteCount(256 << 10),
+        span: ByteCount(16 << 20),
+        threads: 8,
+    };
+    let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Idle) };
+    let drive = format!("file={},if=virtio,format=raw,cache=none,aio={way}", image.path().display());
+    VmConfig::new(flavour, guest).with_extra(&["-drive", &drive])
 }
 
 #[test]
 fn what_lands_late_is_found() -> anyhow::Result<()> {
-    let mut flavours = flavours_for("what_lands_late_is_found");
+    let test = "what_lands_late_is_found";
+    let mut flavours = if images_for(test) { flavours_for(test) } else { Vec::new() };
     if soak(0) == 0 {
         // In short, one QEMU will do.
         flavours.truncate(1);
     }
     for flavour in flavours {
         for way in WAYS {
-            let image = Image::new("late")?;
-            let slow = SlowReads::for_test("what_lands_late_is_found (slowly)", &image.0, READS);
-            let config = image.config(&flavour, way);
+            let image = image()?;
+            let slow = SlowReads::for_test("what_lands_late_is_found (slowly)", &image.path(), READS);
+            let config = config(&image, &flavour, way);
             let mut pair = Pair::start(&config)?;
             for number in 0..soak(1) {
                 // Every other time what is read lands much later.
@@ -79,12 +69,16 @@ fn what_lands_late_is_found() -> anyhow::Result<()> {
 
 #[test]
 fn without_the_second_look_it_is_lost() -> anyhow::Result<()> {
-    let Some(flavour) = flavours_for("without_the_second_look_it_is_lost").pop() else { return Ok(()) };
-    let image = Image::new("lost")?;
-    let Some(slow) = SlowReads::for_test("without_the_second_look_it_is_lost", &image.0, READS) else {
+    let test = "without_the_second_look_it_is_lost";
+    if !images_for(test) {
+        return Ok(());
+    }
+    let Some(flavour) = flavours_for(test).pop() else { return Ok(()) };
+    let image = image()?;
+    let Some(slow) = SlowReads::for_test(test, &image.path(), READS) else {
         return Ok(());
     };
-    let mut pair = Pair::start(&image.config(&flavour, "threads"))?;
+    let mut pair = Pair::start(&config(&image, &flavour, "threads"))?;
     let config = pair.source.config().clone();
     for _ in 0..20 {
         slow.add(pair.source.pid())?;
