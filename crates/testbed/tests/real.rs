@@ -28,7 +28,7 @@ fn ready(flavour: &Flavour, mode: Mode) -> TestVm {
 #[test]
 fn the_guest_works_in_every_mode() {
     for flavour in flavours_for("the_guest_works_in_every_mode") {
-        for mode in [Mode::Idle, Mode::Rate, Mode::Full] {
+        for mode in [Mode::Idle, Mode::Rate, Mode::Full, Mode::Mixed] {
             let vm = ready(&flavour, mode);
             let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
             let (first, last) = (beats[0].heartbeat, beats[beats.len() - 1].heartbeat);

@@ -17,6 +17,9 @@ pub enum Mode {
     Rate,
     /// Writes, counts and checks as fast as it can.
     Full,
+    /// Half of its time counts and checks, the other half counts and writes, 5 ms each: by the clock, so that what holds up
+    /// its writes takes nothing from the rest.
+    Mixed,
 }
 
 impl fmt::Display for Mode {
@@ -25,6 +28,7 @@ impl fmt::Display for Mode {
             Self::Idle => "idle",
             Self::Rate => "rate",
             Self::Full => "full",
+            Self::Mixed => "mixed",
         })
     }
 }
@@ -37,6 +41,7 @@ impl FromStr for Mode {
             "idle" => Ok(Self::Idle),
             "rate" => Ok(Self::Rate),
             "full" => Ok(Self::Full),
+            "mixed" => Ok(Self::Mixed),
             _ => Err(SettingsError::Mode(text.to_owned())),
         }
     }
@@ -86,7 +91,7 @@ pub struct BuildWork {
 #[non_exhaustive]
 pub enum SettingsError {
     /// Not a mode.
-    #[error("godwit.mode={0} is unknown: use idle, rate or full")]
+    #[error("godwit.mode={0} is unknown: use idle, rate, full or mixed")]
     Mode(String),
     /// Not a size.
     #[error("godwit.{key}: {source}")]
@@ -253,7 +258,7 @@ mod tests {
     #[test]
     fn says_what_is_wrong() {
         let message = |line: &str| line.parse::<Settings>().unwrap_err().to_string();
-        assert_eq!(message("godwit.mode=fast"), "godwit.mode=fast is unknown: use idle, rate or full");
+        assert_eq!(message("godwit.mode=fast"), "godwit.mode=fast is unknown: use idle, rate, full or mixed");
         assert!(message("godwit.fill=lots").starts_with("godwit.fill: "));
         assert!(message("godwit.rate=-1").contains("not a number"));
         assert!(message("godwit.speed=1").contains("no setting"));

@@ -1,6 +1,9 @@
-//! A governor is killed while thousands of writers wait for it: how long until all of them run.
+//! A governor is killed while thousands of writers wait for it: how long until all of them have written, and until they are together as fast
+//! as they will be.
 //!
-//! Three processes: this one, one with the writers, and the governor; the last two are this program again.
+//! Three processes: this one, one with the writers, and the governor; the last two are this program again. With few writers the first
+//! question is the harder one. Thousands share the processors, and the last of them would have its turn late if nobody had
+//! ever held it up; there the second one is asked.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -21,6 +24,14 @@ const ROLE: &str = "GODWIT_BENCH_ROLE";
 const MEMORY: u64 = 256 << 20;
 /// As many as a large guest has vCPUs, and thousands.
 const WRITERS: [usize; 2] = [64, 2000];
+/// How long the writers' speed is watched. Their own speed is that of the last part.
+const WATCHED: Duration = Duration::from_millis(100);
+const OWN_SPEED: Duration = Duration::from_millis(40);
+/// Speed is judged over so many of such steps.
+const STEP: Duration = Duration::from_micros(500);
+const STEPS: usize = 4;
+/// They are as fast as they will be when they have this share of it.
+const FULL: f64 = 0.9;
 /// A write that took longer, in nanoseconds, has waited.
 const LONG: u64 = 1_000_000;
 
@@ -45,59 +56,112 @@ struct Thread {
     long: Mutex<Vec<(u64, u64)>>,
 }
 
-/// `count` threads that each write their own pages in turn. To the line `waiting` it answers how many are writing, to the
-/// line with a time how much later the last of those that waited then was through, once all have written again.
+impl Thread {
+    fn count(&self) -> u64 {
+        self.writes.load(Ordering::Acquire)
+    }
+
+    /// Writes `each` pages from the `number`th such part of `memory` on, in turn.
+    fn write_for_ever(&self, memory: &Mapping, number: u64, each: u64, hurry: &AtomicBool) {
+        for turn in 0.. {
+            let page = number * each + turn % each;
+            let began = monotonic();
+            self.writing.store(true, Ordering::Relaxed);
+            memory.store((page * PAGE_SIZE) as usize, turn);
+            self.writing.store(false, Ordering::Relaxed);
+            let ended = monotonic();
+            self.writes.fetch_add(1, Ordering::Release);
+            if ended - began > LONG {
+                self.long.lock().unwrap_or_else(PoisonError::into_inner).push((began, ended));
+            } else if !hurry.load(Ordering::Relaxed) {
+                // Two thousand threads that neither wait nor sleep leave nobody a processor.
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+    }
+
+    /// How long after `at` the write was through that waited then.
+    fn waited(&self, at: u64) -> Option<u64> {
+        let long = std::mem::take(&mut *self.long.lock().unwrap_or_else(PoisonError::into_inner));
+        let waited = long.into_iter().filter(|(began, ended)| *began < at && at < *ended);
+        waited.map(|(_, ended)| ended - at).max()
+    }
+}
+
+/// `count` threads that write. Answers each line with one: to `waiting` how many are writing; to `hurry`, at once, with nothing, and from then on
+/// they write without pause for as long as they are watched; to `free` and a time how much later the last of those that
+/// waited then was through, once all have written again; to `speed` and a time how much later they were at full speed
+/// together. Times are in nanoseconds.
 fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let memory = Mapping::new(&file, MEMORY as usize)?;
     let each = MEMORY / PAGE_SIZE / count as u64;
     let threads: Vec<Thread> = (0..count).map(|_| Thread::default()).collect();
+    let hurry = AtomicBool::new(false);
     std::thread::scope(|scope| -> anyhow::Result<()> {
         for (number, thread) in threads.iter().enumerate() {
-            let memory = &memory;
-            std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, move || {
-                for turn in 0.. {
-                    let page = number as u64 * each + turn % each;
-                    let began = monotonic();
-                    thread.writing.store(true, Ordering::Relaxed);
-                    memory.store((page * PAGE_SIZE) as usize, turn);
-                    thread.writing.store(false, Ordering::Relaxed);
-                    let ended = monotonic();
-                    thread.writes.fetch_add(1, Ordering::Release);
-                    if ended - began > LONG {
-                        thread.long.lock().unwrap_or_else(PoisonError::into_inner).push((began, ended));
-                    } else {
-                        // Two thousand threads that neither wait nor sleep leave nobody a processor.
-                        std::thread::sleep(Duration::from_millis(100));
-                    }
-                }
-            })?;
+            let (memory, hurry) = (&memory, &hurry);
+            let run = move || thread.write_for_ever(memory, number as u64, each, hurry);
+            std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, run)?;
         }
         println!("ready");
+        let mut watch = None;
         for line in std::io::stdin().lines() {
             let line = line?;
-            if line == "waiting" {
-                println!(
-                    "{}",
-                    threads.iter().filter(|thread| thread.writing.load(Ordering::Relaxed)).count()
-                );
-                continue;
-            }
-            let writes = |thread: &Thread| thread.writes.load(Ordering::Acquire);
-            let before: Vec<u64> = threads.iter().map(writes).collect();
-            while threads.iter().zip(&before).any(|(thread, before)| writes(thread) <= *before + 1) {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            let at: u64 = line.parse()?;
-            let after = |thread: &Thread| {
-                let long = std::mem::take(&mut *thread.long.lock().unwrap_or_else(PoisonError::into_inner));
-                let waited = long.into_iter().filter(|(began, ended)| *began < at && at < *ended);
-                waited.map(|(_, ended)| ended - at).max()
+            let (word, time) = line.split_once(' ').unwrap_or((&line, "0"));
+            let at: u64 = time.parse()?;
+            let answer = match word {
+                "waiting" => {
+                    threads.iter().filter(|thread| thread.writing.load(Ordering::Relaxed)).count() as u64
+                }
+                "hurry" => {
+                    let (threads, hurry) = (&threads, &hurry);
+                    watch = Some(scope.spawn(move || watch_speed(threads, hurry)));
+                    0
+                }
+                "speed" => {
+                    let watch = watch.take().context("nobody has watched")?;
+                    let seen = watch.join().map_err(|_| anyhow::anyhow!("the watch has failed"))?;
+                    full_speed_after(&seen, at).context("the writers have not become faster")?
+                }
+                _ => {
+                    let before: Vec<u64> = threads.iter().map(Thread::count).collect();
+                    while threads.iter().zip(&before).any(|(thread, before)| thread.count() <= *before + 1) {
+                        std::thread::sleep(Duration::from_millis(5));
+                    }
+                    threads.iter().filter_map(|thread| thread.waited(at)).max().unwrap_or(0)
+                }
             };
-            println!("{}", threads.iter().filter_map(after).max().unwrap_or(0));
+            println!("{answer}");
         }
         std::process::exit(0)
     })
+}
+
+/// Has `threads` write without pause, and looks how many writes they have made in all: when, and how many.
+fn watch_speed(threads: &[Thread], hurry: &AtomicBool) -> Vec<(u64, u64)> {
+    // Or it would have its turn among thousands.
+    godwit_throttle::become_punctual();
+    hurry.store(true, Ordering::Relaxed);
+    let began = Instant::now();
+    let mut seen = Vec::new();
+    while began.elapsed() < WATCHED {
+        seen.push((monotonic(), threads.iter().map(Thread::count).sum()));
+        std::thread::sleep(STEP);
+    }
+    hurry.store(false, Ordering::Relaxed);
+    seen
+}
+
+/// How long after `at` the writes that were `seen` are made at [`FULL`] speed, measured by what came last.
+fn full_speed_after(seen: &[(u64, u64)], at: u64) -> Option<u64> {
+    let speed = |from: (u64, u64), to: (u64, u64)| (to.1 - from.1) as f64 / (to.0 - from.0).max(1) as f64;
+    let last = *seen.last()?;
+    let late = *seen.iter().find(|seen| seen.0 + OWN_SPEED.as_nanos() as u64 >= last.0)?;
+    let own = speed(late, last);
+    let windows = seen.windows(STEPS + 1).filter(|window| window[0].0 >= at);
+    let full = |window: &&[(u64, u64)]| speed(window[0], window[STEPS]) >= FULL * own;
+    windows.into_iter().find(full).map(|window| window[STEPS].0 - at)
 }
 
 /// Nanoseconds of a clock that all processes share.
@@ -113,7 +177,7 @@ fn govern(path: &Path, pid: i32) -> anyhow::Result<()> {
     let threads: Vec<i32> =
         threads.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     tracker.prepare_governor(Way::Call, &threads)?;
-    tracker.govern(Some(0.0));
+    tracker.govern(Some(0.0))?;
     tracker.harvest(0, block[0].all(), PageCount::ZERO, &mut |_| {})?;
     println!("governing");
     std::thread::sleep(Duration::from_secs(600));
@@ -171,30 +235,40 @@ pub(crate) fn run(kills: usize, report: &mut Report) -> anyhow::Result<()> {
 
 fn kill_all(kills: usize, count: usize, path: &Path, report: &mut Report) -> anyhow::Result<()> {
     let mut writers = Role::start(&format!("writers {} {count}", path.display()))?;
-    let (mut times, mut waited) = (Vec::new(), Vec::new());
-    for _ in 0..kills {
-        let mut governor = Role::start(&format!("govern {} {}", path.display(), writers.child.id()))?;
-        let until = Instant::now() + Duration::from_secs(5);
-        let mut blocked = 0.0;
-        while blocked < 0.75 * count as f64 && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(20));
-            blocked = writers.ask("waiting")?;
+    for (watched, what) in [(false, "all free"), (true, "at full speed")] {
+        let (mut times, mut waited) = (Vec::new(), Vec::new());
+        for _ in 0..kills {
+            let mut governor = Role::start(&format!("govern {} {}", path.display(), writers.child.id()))?;
+            let until = Instant::now() + Duration::from_secs(5);
+            let mut blocked = 0.0;
+            while blocked < 0.75 * count as f64 && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(20));
+                blocked = writers.ask("waiting")?;
+            }
+            waited.push(blocked);
+            if watched {
+                writers.ask("hurry")?;
+            }
+            let killed = monotonic();
+            governor.child.kill()?;
+            governor.child.wait()?;
+            let question = if watched { "speed" } else { "free" };
+            times.push(writers.ask(&format!("{question} {killed}"))? / 1e6);
         }
-        waited.push(blocked);
-        let killed = monotonic();
-        governor.child.kill()?;
-        governor.child.wait()?;
-        times.push(writers.ask(&killed.to_string())? / 1e6);
+        let worst = times.iter().copied().fold(0.0, f64::max);
+        println!(
+            "{kills} governors killed with {:.0} writers waiting: {what} after {:.2} ms, at most {worst:.2} ms",
+            median(&waited),
+            median(&times)
+        );
+        let name = |figure: &str| format!("killed_{count}_writers_{}_{figure}", what.replace(' ', "_"));
+        report.figure(&name("waiting"), median(&waited));
+        report.figure(&name("after_ms"), median(&times));
+        report.figure(&name("after_ms_worst"), worst);
+        if watched || count == WRITERS[0] {
+            let name = format!("SIGKILL with {count} writers: {what} after, worst of {kills}, ms");
+            report.target(name, worst, 10.0, Better::Lower);
+        }
     }
-    let worst = times.iter().copied().fold(0.0, f64::max);
-    println!(
-        "{kills} governors killed with {:.0} writers waiting: all free after {:.2} ms, at most {worst:.2} ms",
-        median(&waited),
-        median(&times)
-    );
-    report.figure(&format!("killed_{count}_writers_waiting"), median(&waited));
-    report.figure(&format!("killed_{count}_writers_free_after_ms"), median(&times));
-    let name = format!("SIGKILL with {count} writers: all free after, worst of {kills}, ms");
-    report.target(name, worst, 10.0, Better::Lower);
     Ok(())
 }

@@ -21,6 +21,8 @@ const BUGS_IN_FULL: u64 = 100;
 const STEPS_FULL: u32 = 32;
 const STEPS_RATE: u32 = 8;
 const IDLE_SLEEP: Duration = Duration::from_micros(100);
+/// In mixed mode, how long it reads and how long it writes.
+const PHASE_MICROS: u64 = 5_000;
 /// In idle mode, so many looks each millisecond: 512 MiB take 16 s at a few percent of the processor.
 const IDLE_LOOKS: u32 = 8;
 
@@ -30,6 +32,7 @@ pub(crate) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBoo
     while !ending.load(Ordering::Relaxed) {
         match settings.mode {
             Mode::Full => guest.turn_full(),
+            Mode::Mixed => guest.turn_mixed(),
             Mode::Rate => guest.turn_rate(),
             Mode::Idle => guest.turn_idle(),
         }
@@ -107,6 +110,18 @@ impl<'a> Guest<'a> {
         let now = self.clock();
         for _ in 0..self.pace.due(now) {
             self.workload.write();
+            self.count();
+        }
+    }
+
+    fn turn_mixed(&mut self) {
+        let writes = (self.clock() / PHASE_MICROS).is_multiple_of(2);
+        for _ in 0..STEPS_RATE {
+            if writes {
+                self.workload.write();
+            } else {
+                self.check();
+            }
             self.count();
         }
     }
