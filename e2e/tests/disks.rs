@@ -5,6 +5,7 @@ use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
@@ -82,9 +83,13 @@ struct DiskPair {
 
 impl DiskPair {
     fn start(test: &str) -> anyhow::Result<Option<Self>> {
+        Self::start_with(test, OPTIONS)
+    }
+
+    fn start_with(test: &str, options: &[&str]) -> anyhow::Result<Option<Self>> {
         let (from, to) = (Image::filled(&format!("{test}-from"))?, Image::stale(&format!("{test}-to"))?);
-        let source = [OPTIONS, &from.option()].concat();
-        let destination = [OPTIONS, &to.option()].concat();
+        let source = [options, &from.option()].concat();
+        let destination = [options, &to.option()].concat();
         let pair = MicroPair::start_apart(&format!("disks: {test}"), &source, &destination)?;
         Ok(pair.map(|pair| Self { pair, from, to }))
     }
@@ -195,6 +200,25 @@ fn a_switchover_is_forced_in_the_full_pass() -> anyhow::Result<()> {
     disks.check_moved(&migrate)?;
     let rounds = migrate.last()["rounds"].as_u64();
     ensure!(rounds == Some(2), "{rounds:?} rounds: the one that was cut short, and the last");
+    Ok(())
+}
+
+#[test]
+fn free_pages_are_asked_for_when_memory_has_its_turn() -> anyhow::Result<()> {
+    // Of 96 MiB that the guest has filled it uses 16 at a time, and goes through all of it in a second.
+    let churn = ["--memory", "128MiB", "--mode", "churn", "--fill", "96MiB", "--working-set", "16MiB"];
+    let options = [&churn[..], &["--rate", "20000", "--balloon", "hints"]].concat();
+    let Some(disks) = DiskPair::start_with("free_pages", &options)? else { return Ok(()) };
+    let name = format!("free-{}", std::process::id());
+    let (migrate, _receive) = disks.in_full_pass(&["--verify", "--name", &name])?;
+    std::thread::sleep(Duration::from_secs(1));
+    let mut command = Command::new(disks.pair.godwit.program());
+    let output = command.args(["set", "max-bandwidth=off", "--migration", &name]).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let migrate = migrate.wait(LIMIT)?;
+    disks.check_moved(&migrate)?;
+    let hinted = migrate.last()["hinted_pages"].as_u64().unwrap_or_default() * 4096;
+    ensure!(hinted > 70 << 20, "only {hinted} bytes of 80 MiB were left out");
     Ok(())
 }
 

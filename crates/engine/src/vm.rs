@@ -188,7 +188,7 @@ pub trait SourceVm {
     fn state_saved(&mut self) -> Result<(), VmError>;
 
     /// Brings the guest back to how it was found, from wherever the calls above had come, and undoes every setting
-    /// that they made.
+    /// that they made. The stream of [`Self::open_state`] ends with it at the latest.
     ///
     /// # Errors
     /// When the guest could not be made to run again.

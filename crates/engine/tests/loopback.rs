@@ -39,7 +39,16 @@ fn move_steered(
 ) -> (Result<(), Failure>, Source, Found) {
     // A guest that leaves its pages alone in the end: what was wrong then stays wrong.
     let busy = if faults.slow_channel.is_some() { BUSY } else { Duration::from_secs(60) };
-    let mut source = Source::start(busy, Vec::new());
+    move_from(Source::start(busy, Vec::new()), options, faults, refuse_to_load, steering)
+}
+
+fn move_from(
+    mut source: Source,
+    options: &Options,
+    faults: &destination::Faults,
+    refuse_to_load: bool,
+    steering: &Steering,
+) -> (Result<(), Failure>, Source, Found) {
     let found: Arc<Mutex<Found>> = Arc::default();
     let destination = Destination {
         ram: blocks(),
@@ -77,6 +86,17 @@ fn what_was_never_sent_goes_with_the_last_round() {
         assert_eq!(found.pages_first, Some(true));
         assert!(found.ran && source.retired);
     }
+}
+
+#[test]
+fn memory_that_is_touched_late_is_sent() {
+    // Most segments are holes in the first rounds, and are touched before the last one.
+    let source = Source::start_late(Duration::from_secs(60), Vec::new(), Duration::from_millis(700));
+    let (result, source, found) =
+        move_from(source, &options(2, true), &destination::Faults::default(), false, &some_rounds());
+    assert!(result.is_ok(), "{result:?}");
+    assert_eq!(found.pages_first, Some(true));
+    assert!(source.ram()[1].has_data(source.ram()[1].all()).unwrap());
 }
 
 #[test]

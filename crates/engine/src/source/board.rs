@@ -1,10 +1,11 @@
 //! The segments, and what the main thread and the channels tell each other about them.
 //!
 //! Invariant: a segment that was never sent is sent whole (data and holes) whenever it is dealt with for the first
-//! time, in whichever round that is; a delay only moves that.
+//! time, in whichever round that is; a delay only moves that. A segment that was never touched stays unsent, and the tracker is not
+//! asked about it: the file tells when that changes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock, Segment, segments};
@@ -12,8 +13,11 @@ use godwit_policy::Delayed;
 use godwit_track::{DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageRun};
 
+use crate::EngineError;
+
 /// All segments of a VM, in the order of blocks and pages, by which the policy knows them.
 pub(super) struct Board {
+    blocks: Arc<Vec<RamBlock>>,
     segments: Vec<Segment>,
     /// Whether all of a segment is still to be sent.
     unsent: Vec<AtomicBool>,
@@ -38,7 +42,7 @@ pub(super) struct Look {
 
 impl Board {
     /// The board for `blocks`, none of which was sent.
-    pub(super) fn new(blocks: &[RamBlock]) -> Result<Self, MemoryError> {
+    pub(super) fn new(blocks: Arc<Vec<RamBlock>>) -> Result<Self, MemoryError> {
         let sizes: Vec<PageCount> = blocks.iter().map(RamBlock::pages).collect();
         let segments: Vec<Segment> = segments(&sizes).collect();
         let mut data = Vec::with_capacity(segments.len());
@@ -56,7 +60,7 @@ impl Board {
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
         let baseline = vec![0; segments.len()];
         let delayed = Mutex::default();
-        Ok(Self { segments, unsent, data, delayed, hurry: AtomicBool::new(false), baseline })
+        Ok(Self { blocks, segments, unsent, data, delayed, hurry: AtomicBool::new(false), baseline })
     }
 
     /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so that later looks show what
@@ -66,18 +70,23 @@ impl Board {
         &mut self,
         tracker: &dyn DirtyTracker,
         arming: Option<Duration>,
-    ) -> Result<Look, TrackError> {
+    ) -> Result<Look, EngineError> {
         let armed = arming.map_or(Ok(0), |time| self.arm(tracker, time))?;
         let dirty = self.dirty(tracker)?;
         self.baseline[armed..].copy_from_slice(&dirty[armed..]);
-        Ok(self.judge(dirty))
+        Ok(self.judge(dirty)?)
     }
 
-    /// Makes segments clean, from the first on; returns how many.
-    fn arm(&self, tracker: &dyn DirtyTracker, time: Duration) -> Result<usize, TrackError> {
+    /// Whether segment `number` had nothing but a hole when the migration began.
+    fn was_hole(&self, number: usize) -> bool {
+        self.data[number] == 0
+    }
+
+    /// Makes segments clean, from the first on; returns how many. Only while all are unsent.
+    pub(super) fn arm(&self, tracker: &dyn DirtyTracker, time: Duration) -> Result<usize, TrackError> {
         let until = Instant::now() + time;
         tracker.begin_round();
-        for (number, segment) in self.segments() {
+        for (number, segment) in self.segments().filter(|(number, _)| !self.was_hole(*number)) {
             if Instant::now() >= until {
                 return Ok(number);
             }
@@ -127,8 +136,8 @@ impl Board {
     }
 
     /// What is dirty and what remains now. Clears nothing.
-    pub(super) fn look(&self, tracker: &dyn DirtyTracker) -> Result<Look, TrackError> {
-        Ok(self.judge(self.dirty(tracker)?))
+    pub(super) fn look(&self, tracker: &dyn DirtyTracker) -> Result<Look, EngineError> {
+        Ok(self.judge(self.dirty(tracker)?)?)
     }
 
     /// What `tracker` reports, by segment.
@@ -141,38 +150,68 @@ impl Board {
             let own = &self.segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
             let (dirty, mut at) = (&mut all[first..first + count], 0);
-            tracker.look(block, PageRun::new(0, pages), &mut |run| {
-                // Runs come in order and may go over the ends of segments.
-                let mut start = run.start.0;
-                while start < run.end().0 && at < own.len() {
-                    let end = own[at].run.end().0.min(run.end().0);
-                    if start < end {
-                        dirty[at] += (end - start) as u32;
-                        start = end;
-                    }
-                    if start >= own[at].run.end().0 {
-                        at += 1;
-                    }
-                }
-            })?;
+            tracker.look(block, PageRun::new(0, pages), &mut |run| at = spread(run, own, at, dirty))?;
             first += count;
         }
         Ok(all)
     }
 
     /// What was written and what remains, where `dirty` is reported.
-    fn judge(&self, mut dirty: Vec<u32>) -> Look {
+    fn judge(&self, mut dirty: Vec<u32>) -> Result<Look, MemoryError> {
+        self.correct(&mut dirty)?;
         let mut remaining = 0;
-        for (number, dirty) in dirty.iter_mut().enumerate() {
-            if self.is_unsent(number) {
-                *dirty = dirty.saturating_sub(self.baseline[number]);
-                remaining += u64::from(self.data[number].max(*dirty));
-            } else {
-                remaining += u64::from(*dirty);
+        for (number, dirty) in dirty.iter().enumerate() {
+            let unsent = if self.is_unsent(number) { self.data[number] } else { 0 };
+            remaining += u64::from(unsent.max(*dirty));
+        }
+        Ok(Look { dirty, remaining: PageCount(remaining) })
+    }
+
+    /// Corrects what is reported of unsent segments: nothing of what was there before; and of those that were holes what their file has
+    /// now, as their pages were never made clean.
+    fn correct(&self, dirty: &mut [u32]) -> Result<(), MemoryError> {
+        let untouched = |number: usize| self.is_unsent(number) && self.was_hole(number);
+        let mut at = 0;
+        while at < self.segments.len() {
+            let (first, block) = (at, self.segments[at].block);
+            // As many at once as follow upon each other: a hole of any size is one call.
+            while at < self.segments.len() && self.segments[at].block == block && untouched(at) {
+                dirty[at] = 0;
+                at += 1;
+            }
+            if at == first {
+                if self.is_unsent(at) {
+                    dirty[at] = dirty[at].saturating_sub(self.baseline[at]);
+                }
+                at += 1;
+                continue;
+            }
+            let own = &self.segments[first..at];
+            let (start, end) = (own[0].run.start.0, own[own.len() - 1].run.end().0);
+            let mut next = 0;
+            for data in self.blocks[block].data(PageRun::new(start, end - start), &mut DataHint::default()) {
+                next = spread(data?, own, next, &mut dirty[first..at]);
             }
         }
-        Look { dirty, remaining: PageCount(remaining) }
+        Ok(())
     }
+}
+
+/// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at `at` on; returns the one it ends in. Runs come in
+/// order and may go over the ends of segments.
+fn spread(run: PageRun, own: &[Segment], mut at: usize, counts: &mut [u32]) -> usize {
+    let mut start = run.start.0;
+    while start < run.end().0 && at < own.len() {
+        let end = own[at].run.end().0.min(run.end().0);
+        if start < end {
+            counts[at] += (end - start) as u32;
+            start = end;
+        }
+        if start >= own[at].run.end().0 {
+            at += 1;
+        }
+    }
+    at
 }
 
 #[cfg(test)]
@@ -207,9 +246,21 @@ mod tests {
         }
     }
 
-    fn board() -> Board {
+    /// Four segments, all of them holes.
+    fn holes() -> Board {
         let block = |name, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
-        Board::new(&[block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)]).unwrap()
+        Board::new(Arc::new(vec![block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)])).unwrap()
+    }
+
+    fn touch(board: &Board, block: usize, page: u64) {
+        board.blocks[block].write(PageIndex(page), &[1; 4096]).unwrap();
+    }
+
+    /// The same with a page of data in each.
+    fn board() -> Board {
+        let board = holes();
+        board.segments().for_each(|(_, segment)| touch(&board, segment.block, segment.run.start.0));
+        Board::new(board.blocks).unwrap()
     }
 
     #[test]
@@ -222,7 +273,7 @@ mod tests {
         ]));
         let look = board.look(&tracker).unwrap();
         assert_eq!(look.dirty, [3, SEGMENT_PAGES as u32, 2, 1]);
-        // Nothing but holes: unsent segments remain as far as they were written.
+        // Little data: unsent segments remain as far as they were written.
         assert_eq!(look.remaining, PageCount(SEGMENT_PAGES + 6));
     }
 
@@ -235,7 +286,27 @@ mod tests {
         board.mark_sent(1);
         let look = board.look(&tracker).unwrap();
         assert_eq!(look.dirty, [0, SEGMENT_PAGES as u32, 0, 0]);
-        assert_eq!(look.remaining, PageCount(SEGMENT_PAGES));
+        assert_eq!(look.remaining, PageCount(SEGMENT_PAGES + 3));
+    }
+
+    #[test]
+    fn what_was_never_touched_is_known_by_its_file_and_left_alone() {
+        let mut board = holes();
+        touch(&board, 0, SEGMENT_PAGES + 7);
+        let whole = [(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10)), (1, PageRun::new(0, 5))];
+        let tracker = Told(Mutex::new(whole.to_vec()));
+        let began = board.begin(&tracker, Some(Duration::from_secs(60))).unwrap();
+        assert_eq!(*tracker.0.lock().unwrap(), whole, "it was harvested");
+        // What was touched before this look and after the board was made counts as well.
+        assert_eq!((began.dirty, began.remaining), (vec![0, 1, 0, 0], PageCount(1)));
+        for (block, page) in [(0, SEGMENT_PAGES - 1), (0, SEGMENT_PAGES), (1, 4)] {
+            touch(&board, block, page);
+        }
+        let look = board.look(&tracker).unwrap();
+        assert_eq!((look.dirty, look.remaining), (vec![1, 2, 0, 1], PageCount(4)));
+        board.mark_sent(1);
+        let look = board.look(&tracker).unwrap();
+        assert_eq!(look.dirty, [1, SEGMENT_PAGES as u32, 0, 1]);
     }
 
     #[test]

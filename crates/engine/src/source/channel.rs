@@ -82,6 +82,8 @@ struct Owned {
     number: usize,
     segment: Segment,
     held: DirtyBitmap,
+    /// It is unsent, and was named as zero: the destination may have held something else.
+    named: bool,
     ledger: Option<SegmentLedger>,
     /// With direct I/O: pages that were harvested in the last round, into which data may have landed since.
     recent: Option<DirtyBitmap>,
@@ -114,6 +116,7 @@ impl Channel {
         let owned = |(number, segment): (usize, Segment)| Owned {
             number,
             held: DirtyBitmap::new(segment.run.count),
+            named: false,
             ledger: shared.ledger.as_ref().map(|(ledger, _)| ledger.segment(segment.run)),
             recent: direct_io.then(|| DirtyBitmap::new(segment.run.count)),
             segment,
@@ -199,10 +202,13 @@ impl Channel {
         if self.hint_block != block {
             (self.hint, self.hint_block) = (DataHint::default(), block);
         }
+        let everything = self.shared.board.is_unsent(owned.number);
+        if everything && self.is_hole(owned.segment)? {
+            return self.name_hole(owned);
+        }
         if order.find_holes {
             self.discard_holes(owned)?;
         }
-        let everything = self.shared.board.is_unsent(owned.number);
         // Asked for before the harvest, and given once: for a segment that was put off half-way there is nothing any more.
         let mut free = self.shared.free.as_ref().and_then(|hints| hints.take(owned.number));
         let recheck =
@@ -255,6 +261,25 @@ impl Channel {
             self.send(owned, PageRun::new(run.start.0 + again.start.0, again.count.0))?;
         }
         self.shared.board.mark_sent(owned.number);
+        Ok(())
+    }
+
+    /// Whether nothing of `segment` was ever touched.
+    fn is_hole(&mut self, segment: Segment) -> Result<bool, EngineError> {
+        let data = self.shared.blocks[segment.block].data(segment.run, &mut self.hint).next();
+        Ok(data.transpose()?.is_none())
+    }
+
+    /// Deals with a segment that was never touched. It stays unsent, and is not harvested: protecting it would fill page tables for
+    /// memory that is not there (8 bytes for each page), and each look would go through them. What is touched later is data, and is
+    /// sent with all of its segment; when the guest is stopped, nothing is touched any more.
+    fn name_hole(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
+        if !std::mem::replace(&mut owned.named, true) {
+            // The ledger is not told: it would take memory for each page.
+            self.frame_for(owned)?;
+            self.builder.zero(owned.segment.run);
+            self.carried.zero += owned.segment.run.count;
+        }
         Ok(())
     }
 

@@ -20,7 +20,8 @@ use crate::report::{DiskMeasures, DiskProgress};
 use crate::vm::{SourceVm, VmError};
 use crate::{EngineError, limits};
 
-/// How often the machine is asked how much is dirty, within rounds: only to be shown.
+/// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU lets all disk I/O end for
+/// a moment each time that a bitmap is made or taken away, so the guest pays for looking more often.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// One disk.
@@ -94,18 +95,21 @@ impl Disks {
         }
     }
 
-    /// Starts the channel of disk `index`, which is number `number` in frames.
+    /// How many segments disk `index` has.
+    pub(super) fn segments(&self, index: usize) -> usize {
+        segments(self.list[index].disk.pages())
+    }
+
+    /// Starts the channel of disk `index`, which is number `number` in frames. It sends by `packer` over `stream`.
     pub(super) fn start_channel(
         &mut self,
         index: usize,
         number: usize,
-        stream: Stream,
-        packer: impl FnOnce(usize) -> Packer,
+        (stream, packer): (Stream, Packer),
         (board, gate): (Arc<Board>, Arc<Gate>),
         events: Sender<Event>,
     ) {
         let moving = &mut self.list[index];
-        let packer = packer(segments(moving.disk.pages()));
         let counters = Arc::clone(&moving.counters);
         let channel = DiskChannel::new((index, number), packer, board, gate, counters);
         let (orders, orders_out) = mpsc::channel();
@@ -169,13 +173,14 @@ impl Disks {
         self.written = vm.disk_writes();
     }
 
-    /// Within a round: looks what is dirty, now and then.
+    /// Within a round, now and then: lets the machine look after its disks, and looks what is dirty.
     pub(super) fn tick(&mut self, vm: &mut dyn SourceVm) -> Result<(), VmError> {
         let now = Instant::now();
         if self.is_empty() || self.next_look.is_some_and(|next| now < next) {
             return Ok(());
         }
         self.next_look = Some(now + LOOK);
+        vm.disk_progress()?;
         self.look(vm)
     }
 

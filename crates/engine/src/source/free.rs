@@ -1,4 +1,5 @@
-//! Pages that the guest says are free: asked for before the first round, left out when their segment is first dealt with.
+//! Pages that the guest says are free: asked for before the first round in which memory is sent, left out when their segment is first dealt
+//! with.
 //!
 //! Invariant: hints are asked for after tracking has begun, and only while pages are first dealt with. Why a page that is left out this way is no
 //! loss is said at the head of `godwit-balloon`. At the destination it is zero, because it is named so; `--verify` therefore takes it for zero
@@ -25,10 +26,18 @@ impl Source<'_> {
         wanted.then(|| Arc::new(FreeHints::new(&sizes)))
     }
 
-    /// Asks for hints and waits while they come. Tracking has begun.
-    pub(super) fn ask_for_free_pages(&mut self) -> Result<(), EngineError> {
+    /// Asks for hints when memory is about to be sent for the first time, in `round`, and waits while they come.
+    pub(super) fn ask_for_free_pages(&mut self, round: u32) -> Result<(), EngineError> {
         let Some(hints) = &self.free else { return Ok(()) };
+        if self.hinted_round.is_some() || self.gate.share() == 0 {
+            return Ok(());
+        }
+        self.hinted_round = Some(round);
         let hints = Arc::clone(hints);
+        if let (true, Some(board), Some(tracker)) = (round > 0, &self.board, &self.tracker) {
+            // Disks came first. What was written meanwhile may be free by now, and none of it was sent.
+            board.arm(tracker.as_ref(), rounds::ARMING)?;
+        }
         if !self.vm.start_free_page_hints(&hints) {
             return Ok(());
         }
@@ -55,9 +64,9 @@ impl Source<'_> {
         given_back
     }
 
-    /// The first round is over: what is hinted from now on would be looked at by nobody.
+    /// The round is over for which hints were asked: what is hinted from now on would be looked at by nobody.
     pub(super) fn have_free_pages(&mut self, round: u32) {
-        if round == 0 && self.free.is_some() {
+        if self.hinted_round == Some(round) {
             self.vm.stop_free_page_hints();
         }
     }

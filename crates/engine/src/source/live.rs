@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::compression::Compression;
 
-/// How often the host's idle processors are looked at.
-const LOOK: Duration = Duration::from_millis(200);
+/// How often the host's idle processors are looked at, at the most: the kernel counts in steps of 10 ms.
+const LOOK: Duration = Duration::from_millis(50);
 
 #[derive(Debug)]
 pub(super) struct Live {
@@ -50,7 +50,12 @@ impl IdleWatch {
         Self { last: idle_seconds().map(|idle| (Instant::now(), idle)) }
     }
 
-    /// Processors that idled since the last answer, five times a second.
+    /// Forgets what was before: the processors idle while a migration is set up.
+    pub(super) fn begin(&mut self) {
+        *self = Self::new();
+    }
+
+    /// Processors that idled since the last answer; `None` when that was just now.
     pub(super) fn look(&mut self) -> Option<f64> {
         let (then, before) = self.last?;
         let passed = then.elapsed();

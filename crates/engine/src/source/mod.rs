@@ -145,6 +145,7 @@ pub fn migrate(
         direct_io: false,
         tracker: None,
         free: None,
+        hinted_round: None,
         allocated: PageCount::ZERO,
         board: None,
         pump: None,
@@ -219,7 +220,7 @@ struct Source<'a> {
     control: Option<Arc<ControlWriter>>,
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
     connection: u32,
-    /// The control connection was seen to end.
+    /// The control connection of this number was seen to end.
     control_ended: Cell<bool>,
     channels: Vec<ChannelHandle>,
     disks: Disks,
@@ -240,6 +241,8 @@ struct Source<'a> {
     tracker: Option<Arc<dyn DirtyTracker>>,
     /// What the guest says is free, where it can say so.
     free: Option<Arc<FreeHints>>,
+    /// The round before which the guest was asked for it.
+    hinted_round: Option<u32>,
     /// The most that the RAM files took since holes were last looked for.
     allocated: PageCount,
     board: Option<Arc<Board>>,
@@ -449,6 +452,7 @@ impl Source<'_> {
             None => self.control = Some(Arc::new(ControlWriter::new(stream, PEER)?)),
         }
         self.connection += 1;
+        self.control_ended.set(false);
         let (events, connection) = (self.events_in.clone(), self.connection);
         read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
         Ok(())
@@ -475,7 +479,9 @@ impl Source<'_> {
                 Ok(None)
             }
             Ok(event) => {
-                self.control_ended.set(matches!(event, Event::Peer { message: Err(_), .. }));
+                if matches!(event, Event::Peer { message: Err(_), .. }) {
+                    self.control_ended.set(true);
+                }
                 Ok(Some(event))
             }
             Err(RecvTimeoutError::Timeout) => Ok(None),

@@ -6,8 +6,8 @@ use super::*;
 const LEAD: Duration = Duration::from_millis(10);
 /// Device state and handover, which are measured only once, likewise.
 const FIXED: Duration = Duration::from_millis(15);
-/// How long memory is made clean before the first round, at the most.
-const ARMING: Duration = Duration::from_millis(500);
+/// How long memory is made clean before it is sent for the first time, at the most.
+pub(super) const ARMING: Duration = Duration::from_millis(500);
 /// In the first moments of the first round looks come more often: what is hot is best left before it is sent.
 const EARLY: Duration = Duration::from_millis(300);
 const EARLY_TICK: Duration = Duration::from_millis(20);
@@ -32,7 +32,7 @@ impl Source<'_> {
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         self.drain()?;
         self.measures.tracking_stop = self.vm.tracking_stop();
-        let mut board = Board::new(&self.ram)?;
+        let mut board = Board::new(Arc::clone(&self.ram))?;
         // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
         let may_arm = self.vm.was_running() && !self.direct_io;
         self.free = self.make_free_hints();
@@ -42,7 +42,6 @@ impl Source<'_> {
         self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
         let board = Arc::new(board);
         self.start_disks(disk_streams, &board)?;
-        self.ask_for_free_pages()?;
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let shared = Shared {
@@ -66,6 +65,7 @@ impl Source<'_> {
         self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
         self.offer_governor();
+        self.idle.begin();
         let plan = self.policy.start(!self.disks.is_empty());
         self.enforce(&plan);
         Ok(None)
@@ -113,22 +113,13 @@ impl Source<'_> {
         self.vm.start_disk_tracking().map_err(EngineError::Vm)?;
         self.disks.tracked(&self.vm.disk_granularity());
         self.disks.note_writes(self.vm);
-        let mut disks = std::mem::take(&mut self.disks);
         for (index, stream) in streams.into_iter().enumerate() {
-            let handle = stream.try_clone().map_err(link_error(PEER));
-            let handle = match handle {
-                Ok(handle) => handle,
-                Err(error) => {
-                    self.disks = disks;
-                    return Err(error);
-                }
-            };
-            let shared = (Arc::clone(board), Arc::clone(&self.gate));
+            let handle = stream.try_clone().map_err(link_error(PEER))?;
+            let packer = self.packer(stream, self.disks.segments(index));
             let number = self.ram.len() + index;
-            let packer = |segments| self.packer(stream, segments);
-            disks.start_channel(index, number, handle, packer, shared, self.events_in.clone());
+            let shared = (Arc::clone(board), Arc::clone(&self.gate));
+            self.disks.start_channel(index, number, (handle, packer), shared, self.events_in.clone());
         }
-        self.disks = disks;
         Ok(())
     }
 
@@ -168,6 +159,9 @@ impl Source<'_> {
         let order = Order { round, last, find_holes };
         if let Some(board) = &self.board {
             board.hurry(!last && self.steering.wants_switch_over());
+        }
+        if !last {
+            self.ask_for_free_pages(round)?;
         }
         self.gate.begin(self.disks.len());
         self.unfinished = self.disks.finish(round);
@@ -291,7 +285,6 @@ impl Source<'_> {
         if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
             board.hurry(true);
         }
-        self.vm.disk_progress().map_err(EngineError::Vm)?;
         self.disks.tick(self.vm).map_err(EngineError::Vm)?;
         let speed = self.sample_speed();
         let now = Instant::now();
@@ -377,7 +370,7 @@ impl Source<'_> {
 
     fn look(&self) -> Result<Look, EngineError> {
         match (&self.board, &self.tracker) {
-            (Some(board), Some(tracker)) => Ok(board.look(tracker.as_ref())?),
+            (Some(board), Some(tracker)) => board.look(tracker.as_ref()),
             _ => Err(EngineError::Panicked("main")),
         }
     }

@@ -88,11 +88,21 @@ pub struct Source {
     begun: bool,
     /// The guest writes for so long, and then no more.
     busy: Duration,
+    /// Until then it keeps to [`EARLY`], and touches nothing else.
+    late: Duration,
 }
+
+/// The first pages of the first block.
+const EARLY: u64 = 1000;
 
 impl Source {
     /// One whose guest is at work.
     pub fn start(busy: Duration, disks: Vec<Arc<SourceDisk>>) -> Self {
+        Self::start_late(busy, disks, Duration::ZERO)
+    }
+
+    /// One whose guest touches most of its memory only after `late`.
+    pub fn start_late(busy: Duration, disks: Vec<Arc<SourceDisk>>, late: Duration) -> Self {
         let ram = blocks();
         let mut source = Self {
             ram,
@@ -104,6 +114,7 @@ impl Source {
             disks,
             begun: false,
             busy,
+            late,
         };
         source.resume().unwrap();
         source
@@ -197,9 +208,11 @@ impl SourceVm for Source {
 
     fn resume(&mut self) -> Result<(), VmError> {
         assert!(self.disks.iter().all(|disk| !disk.is_read()), "a disk is read when its tracking ends");
+        // No state will come: whoever reads it learns that.
+        self.state = None;
         if self.guest.is_none() {
             self.running.store(true, Ordering::Relaxed);
-            let until = Instant::now() + self.busy;
+            let (until, late) = (Instant::now() + self.busy, Instant::now() + self.late);
             let (ram, marks, running) =
                 (Arc::clone(&self.ram), Arc::clone(&self.marks), Arc::clone(&self.running));
             let disks = self.disks.clone();
@@ -211,8 +224,9 @@ impl SourceVm for Source {
                         continue;
                     }
                     seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    let block = (seed >> 60) as usize % SIZES.len();
-                    let page = (seed >> 20) % SIZES[block];
+                    let early = Instant::now() < late;
+                    let block = if early { 0 } else { (seed >> 60) as usize % SIZES.len() };
+                    let page = (seed >> 20) % if early { EARLY } else { SIZES[block] };
                     ram[block].write(PageIndex(page), &[(seed >> 33) as u8 | 1; 4096]).unwrap();
                     marks.0.lock().unwrap().insert((block, page));
                     disks.iter().for_each(|disk| disk.guest_writes(seed));
