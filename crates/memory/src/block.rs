@@ -299,7 +299,17 @@ impl RamBlock {
     /// The parts of `run` that hold data, in order; what lies between them are holes, which read as zeros. `hint` is
     /// what was learnt from earlier pieces of the same block.
     pub fn data<'a>(&'a self, run: PageRun, hint: &'a mut DataHint) -> DataExtents<'a> {
-        DataExtents::new(self, &self.file, run, hint)
+        DataExtents::new(self, &self.file, run, hint, &[])
+    }
+
+    /// The same where `known`, in order, was data a while ago. Where that has become holes since, it may still be named.
+    pub fn data_known<'a>(
+        &'a self,
+        run: PageRun,
+        hint: &'a mut DataHint,
+        known: &'a [PageRun],
+    ) -> DataExtents<'a> {
+        DataExtents::new(self, &self.file, run, hint, known)
     }
 }
 

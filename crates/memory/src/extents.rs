@@ -6,11 +6,12 @@
 //! `SEEK_HOLE` has no end: within much data it walks page by page, far past what was asked for (1 ms a GiB). So where
 //! a block is gone through piece by piece, what it found is kept in a [`DataHint`]. Only data is kept, never holes: what
 //! was data and has become a hole since reads as zeros, which does no harm; what was a hole and was written since must
-//! be seen.
+//! be seen. Where all of it was gone through before, the data found then is told ([`RamBlock::data_known`]), and no page of it is
+//! walked again.
 
 use std::fs::File;
 
-use godwit_units::{PAGE_SIZE, PageRun};
+use godwit_units::{PAGE_SIZE, PageIndex, PageRun};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
@@ -30,16 +31,32 @@ pub struct DataExtents<'a> {
     block: &'a RamBlock,
     file: &'a File,
     hint: &'a mut DataHint,
+    known: &'a [PageRun],
     /// File offsets, in bytes.
     at: u64,
     end: u64,
 }
 
 impl<'a> DataExtents<'a> {
-    pub(crate) fn new(block: &'a RamBlock, file: &'a File, run: PageRun, hint: &'a mut DataHint) -> Self {
+    pub(crate) fn new(
+        block: &'a RamBlock,
+        file: &'a File,
+        run: PageRun,
+        hint: &'a mut DataHint,
+        known: &'a [PageRun],
+    ) -> Self {
         let run = run.intersect(block.all()).unwrap_or(PageRun::new(0, 0));
         let offset = block.file_offset();
-        Self { block, file, hint, at: offset + run.start.offset(), end: offset + run.end().offset() }
+        Self { block, file, hint, known, at: offset + run.start.offset(), end: offset + run.end().offset() }
+    }
+
+    /// Of the known data that `at` lies in, the end; file offsets.
+    fn known_end(&self, at: u64) -> Option<u64> {
+        let offset = self.block.file_offset();
+        let page = PageIndex((at - offset) / PAGE_SIZE);
+        let after = self.known.partition_point(|run| run.start <= page);
+        let run = self.known.get(after.checked_sub(1)?)?;
+        (page < run.end()).then(|| offset + run.end().offset())
     }
 
     fn step(&mut self) -> Result<Option<PageRun>, Errno> {
@@ -47,12 +64,20 @@ impl<'a> DataExtents<'a> {
             return Ok(None);
         }
         if !(self.hint.start..self.hint.end).contains(&self.at) {
-            let data = seek(self.file, SeekFrom::Data(self.at))?.unwrap_or(self.end);
+            let mut known = self.known_end(self.at);
+            let data = match known {
+                Some(_) => self.at,
+                None => seek(self.file, SeekFrom::Data(self.at))?.unwrap_or(self.end),
+            };
             if data >= self.end {
                 self.at = self.end;
                 return Ok(None);
             }
-            let hole = seek(self.file, SeekFrom::Hole(data))?.unwrap_or(self.end);
+            known = known.or_else(|| self.known_end(data));
+            let hole = match known {
+                Some(end) => end,
+                None => seek(self.file, SeekFrom::Hole(data))?.unwrap_or(self.end),
+            };
             // A hole punched between the two calls: never look at the same spot twice.
             *self.hint = DataHint { start: data, end: hole.max(data + PAGE_SIZE) };
             self.at = data;
@@ -115,6 +140,28 @@ mod tests {
         assert_eq!(extents(2, 9), [PageRun::new(2, 1), PageRun::new(10, 1)]);
         assert_eq!(extents(12, 48), []);
         assert_eq!(extents(62, 100), [PageRun::new(62, 2)]);
+    }
+
+    #[test]
+    fn known_data_is_taken_for_granted_and_hides_no_other() {
+        let block = block(64, false);
+        for (start, pages) in [(0, 3), (10, 2), (60, 4)] {
+            block.write(PageIndex(start), &vec![1; pages * 4096]).unwrap();
+        }
+        // Pages 12 to 14 have become holes since. Nobody has said what is at 0 and 60.
+        let known = [PageRun::new(10, 5)];
+        let extents = |start, count| {
+            block
+                .data_known(PageRun::new(start, count), &mut DataHint::default(), &known)
+                .map(Result::unwrap)
+                .collect::<Vec<_>>()
+        };
+        let all = [(0, 3), (10, 5), (60, 4)].map(|(start, count)| PageRun::new(start, count));
+        assert_eq!(extents(0, 64), all);
+        assert_eq!(extents(10, 54), all[1..]);
+        assert_eq!(extents(12, 2), [PageRun::new(12, 2)]);
+        block.write(PageIndex(15), &[1; 4096]).unwrap();
+        assert_eq!(extents(9, 8), [PageRun::new(10, 5), PageRun::new(15, 1)]);
     }
 
     #[test]

@@ -8,12 +8,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_memory::{DataHint, MemoryError, RamBlock, Segment, segments};
+use godwit_memory::{DataHint, MemoryError, RamBlock, SEGMENT_PAGES, Segment, segments};
 use godwit_policy::Delayed;
 use godwit_track::{DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageRun};
 
 use crate::EngineError;
+
+/// Extents of data that are remembered of a block, at the most: 1 MiB of them.
+const MOST_EXTENTS: usize = 65_536;
 
 /// All segments of a VM, in the order of blocks and pages, by which the policy knows them.
 pub(super) struct Board {
@@ -23,6 +26,8 @@ pub(super) struct Board {
     unsent: Vec<AtomicBool>,
     /// Pages of a segment that its file had data for when the migration began.
     data: Vec<u32>,
+    /// Where that was, by block; nothing where it is scattered too much.
+    extents: Vec<Vec<PageRun>>,
     delayed: Mutex<Delayed>,
     /// Pass by whatever is left of this round: the operator does not want to wait for it.
     hurry: AtomicBool,
@@ -45,22 +50,28 @@ impl Board {
     pub(super) fn new(blocks: Arc<Vec<RamBlock>>) -> Result<Self, MemoryError> {
         let sizes: Vec<PageCount> = blocks.iter().map(RamBlock::pages).collect();
         let segments: Vec<Segment> = segments(&sizes).collect();
-        let mut data = Vec::with_capacity(segments.len());
-        let mut hint = (0, DataHint::default());
-        for segment in &segments {
-            if hint.0 != segment.block {
-                hint = (segment.block, DataHint::default());
+        let mut data = vec![0; segments.len()];
+        let mut extents = Vec::with_capacity(blocks.len());
+        let mut first = 0;
+        for block in blocks.iter() {
+            let count = block.pages().0.div_ceil(SEGMENT_PAGES) as usize;
+            let (own, counts) = (&segments[first..first + count], &mut data[first..first + count]);
+            let (mut found, mut scattered, mut at) = (Vec::new(), false, 0);
+            for run in block.data(block.all(), &mut DataHint::default()) {
+                let run = run?;
+                at = spread(run, own, at, counts);
+                scattered |= found.len() >= MOST_EXTENTS;
+                if !scattered {
+                    found.push(run);
+                }
             }
-            let mut pages = 0;
-            for run in blocks[segment.block].data(segment.run, &mut hint.1) {
-                pages += run?.count.0;
-            }
-            data.push(pages as u32);
+            extents.push(if scattered { Vec::new() } else { found });
+            first += count;
         }
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
         let baseline = vec![0; segments.len()];
         let delayed = Mutex::default();
-        Ok(Self { blocks, segments, unsent, data, delayed, hurry: AtomicBool::new(false), baseline })
+        Ok(Self { blocks, segments, unsent, data, extents, delayed, hurry: AtomicBool::new(false), baseline })
     }
 
     /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so that later looks show what
@@ -128,6 +139,11 @@ impl Board {
     /// Whether all of segment `number` is still to be sent.
     pub(super) fn is_unsent(&self, number: usize) -> bool {
         self.unsent[number].load(Ordering::Relaxed)
+    }
+
+    /// Where block `block` had data when the migration began, as far as that is known. It may have got more since.
+    pub(super) fn extents(&self, block: usize) -> &[PageRun] {
+        &self.extents[block]
     }
 
     /// Segment `number` was sent whole.
@@ -218,7 +234,6 @@ fn spread(run: PageRun, own: &[Segment], mut at: usize, counts: &mut [u32]) -> u
 mod tests {
     use std::sync::Mutex;
 
-    use godwit_memory::SEGMENT_PAGES;
     use godwit_units::PageIndex;
 
     use super::*;

@@ -266,7 +266,8 @@ impl Channel {
 
     /// Whether nothing of `segment` was ever touched.
     fn is_hole(&mut self, segment: Segment) -> Result<bool, EngineError> {
-        let data = self.shared.blocks[segment.block].data(segment.run, &mut self.hint).next();
+        let known = self.shared.board.extents(segment.block);
+        let data = self.shared.blocks[segment.block].data_known(segment.run, &mut self.hint, known).next();
         Ok(data.transpose()?.is_none())
     }
 
@@ -290,11 +291,11 @@ impl Channel {
         run: PageRun,
         free: Option<&DirtyBitmap>,
     ) -> Result<(), EngineError> {
-        let blocks = Arc::clone(&self.shared.blocks);
+        let (blocks, board) = (Arc::clone(&self.shared.blocks), Arc::clone(&self.shared.board));
         let block = owned.segment.block;
         let mut at = run.start;
         let mut hint = self.hint;
-        for data in blocks[block].data(run, &mut hint) {
+        for data in blocks[block].data_known(run, &mut hint, board.extents(block)) {
             let data = data?;
             self.send_zero(owned, at, data.start)?;
             self.send_unless_free(owned, data, free)?;
