@@ -74,7 +74,8 @@ pub struct Batch {
     pub wire: usize,
     /// How long compressing took, whether or not it was of use.
     pub compress: Duration,
-    /// From the end of the batch before (or the start of the round) to the end of this one, samples among it.
+    /// From the end of the batch before (or the start of the round) to the end of this one, samples among it; less the time
+    /// that the thread waited for a processor, if that is known.
     pub elapsed: Duration,
     /// The thread's processor time in `elapsed` (`CLOCK_THREAD_CPUTIME_ID`): what is missing, it waited.
     pub cpu: Duration,

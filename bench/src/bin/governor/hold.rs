@@ -93,6 +93,22 @@ impl Ground {
         let (_, course) = observer.finish_with_course()?;
         Ok(course.rate(Duration::from_millis(100), to.saturating_sub(Duration::from_millis(100))))
     }
+
+    /// The same while all of its memory is harvested every [`HARVEST`].
+    fn speed_while_harvested(&self) -> anyhow::Result<f64> {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    std::thread::sleep(HARVEST);
+                    let _ = self.tracker.harvest(0, self.all, PageCount::ZERO, &mut |_| {});
+                }
+            });
+            let speed = self.speed();
+            over.store(true, Ordering::Relaxed);
+            speed
+        })
+    }
 }
 
 fn percentile(values: &mut [f64], share: f64) -> f64 {
@@ -104,7 +120,7 @@ fn percentile(values: &mut [f64], share: f64) -> f64 {
 /// Both parts.
 pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     rates(options, report)?;
-    readers(report)
+    readers(options.rounds, report)
 }
 
 fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
@@ -160,25 +176,20 @@ fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn readers(report: &mut Report) -> anyhow::Result<()> {
+fn readers(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
     let guest = GuestConfig { mode: Mode::Rate, rate: 0, ..GuestConfig::standard() };
     let ground = Ground::new(guest, 1)?;
-    let free = ground.speed()?;
-    ground.tracker.govern(Some(2000.0))?;
-    let over = AtomicBool::new(false);
-    let governed = std::thread::scope(|scope| {
-        scope.spawn(|| {
-            while !over.load(Ordering::Relaxed) {
-                std::thread::sleep(HARVEST);
-                let _ = ground.tracker.harvest(0, ground.all, PageCount::ZERO, &mut |_| {});
-            }
-        });
-        let speed = ground.speed();
-        over.store(true, Ordering::Relaxed);
-        speed
-    })?;
-    println!("{:?}", ground.tracker.governor_measures());
-    ground.tracker.govern(None)?;
+    let (mut free, mut governed) = (Vec::new(), Vec::new());
+    // By turns, as the speed of an emulated guest drifts.
+    for _ in 0..rounds {
+        free.push(ground.speed()?);
+        ground.tracker.govern(Some(2000.0))?;
+        governed.push(ground.speed_while_harvested()?);
+        println!("{:?}", ground.tracker.governor_measures());
+        ground.tracker.govern(None)?;
+        ground.tracker.harvest(0, ground.all, PageCount::ZERO, &mut |_| {})?;
+    }
+    let (free, governed) = (median(&free), median(&governed));
     let mut throttle = VcpuThrottle::new(ground.vm.pid(), ground.vm.vcpu_threads());
     throttle.set(0.9)?;
     let throttled = ground.speed()?;

@@ -2,7 +2,8 @@
 //!
 //! Two things disturb the view. Socket buffers swallow the first MiBs at any speed, so those are not counted. And a
 //! receiver that is slower than the link looks like a slow link, but fewer bytes do not make it faster: so each codec
-//! has its own factor, learned from what the connection drained under it.
+//! has its own factor, learned from what the connection drained under it. Until it is learned, a receiver is taken to be not much faster
+//! with a page than the sender is.
 
 use super::Batch;
 use super::cost::COUNT;
@@ -17,6 +18,10 @@ const WINDOW_SECONDS: f64 = 0.03;
 const WAITED: f64 = 0.15;
 /// Bytes of pages between two probes of the link with raw pages.
 const PROBE_EVERY: u64 = 512 << 20;
+
+/// A receiver takes so many times the sender's processor time for a page, compressing apart: it checks, places and allocates it, and on a host
+/// of few processors shares them.
+const RECEIVER: f64 = 2.0;
 
 /// Windows of a codec that are compared with raw pages before them. The first still drain what the buffers held.
 const TRIALS: u8 = 8;
@@ -39,6 +44,8 @@ pub(super) struct Link {
     agreed: bool,
     /// The factor of each codec; 1: as fast as with raw pages.
     worth: [f64; COUNT],
+    /// Whether that was learned.
+    proved: [bool; COUNT],
     /// Seconds of processor time for a byte of pages beside compressing; NaN where unknown.
     other: [f64; COUNT],
     window: Window,
@@ -61,6 +68,7 @@ impl Default for Link {
             limit: None,
             agreed: false,
             worth: [1.0; COUNT],
+            proved: [false; COUNT],
             other: [f64::NAN; COUNT],
             window: Window::default(),
             slack: SLACK,
@@ -93,7 +101,13 @@ impl Link {
 
     /// Seconds that the link takes for what a byte of pages becomes.
     pub(super) fn seconds(&self, candidate: usize, ratio: f64) -> f64 {
-        self.rate.map_or(0.0, |rate| ratio / (rate * self.worth[candidate]))
+        let Some(rate) = self.rate else { return 0.0 };
+        let wire = ratio / (rate * self.worth[candidate]);
+        if self.proved[candidate] || self.other[0].is_nan() {
+            return wire;
+        }
+        // A link as fast as that may be a receiver.
+        wire.max((RECEIVER * self.other[0]).min(1.0 / rate))
     }
 
     /// Seconds of processor time for a byte of pages beside compressing.
@@ -166,6 +180,7 @@ impl Link {
             }
             (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
                 self.fresh[codec] -= 1;
+                self.proved[codec] = true;
                 // Where the receiver limits, as many bytes of pages pass as before, and so fewer on the wire. Where the
                 // link does, the wire is as full as before. Whichever is nearer; halfway between is the root.
                 let ratio = window.wire as f64 / total as f64;

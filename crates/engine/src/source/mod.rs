@@ -18,6 +18,7 @@ mod packer;
 mod rounds;
 mod speed;
 mod state;
+mod thread_clock;
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -11,6 +11,7 @@ use godwit_wire::{FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT
 
 use super::channel::{Carried, Counters};
 use super::live::Live;
+use super::thread_clock::ThreadClock;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::compression::{Codecs, Compression};
@@ -28,8 +29,8 @@ pub(super) struct Packer {
     chooser: Chooser,
     /// A frame with compressed pages.
     other: Vec<u8>,
-    /// When the last frame was gone, and the processor time of this thread then.
-    last: (Instant, Duration),
+    /// Runs from frame to frame.
+    clock: ThreadClock,
 }
 
 impl Packer {
@@ -51,13 +52,13 @@ impl Packer {
             compressor: Compressor::new(),
             chooser: Chooser::new(segments, &codecs.list()),
             other: vec![0; HEADER_LEN + worth(FRAME_PAGES << 12) + RUNS_LIMIT * RUN_LEN],
-            last: (Instant::now(), Duration::ZERO),
+            clock: ThreadClock::default(),
         }
     }
 
     /// A round begins: what was before it is no measure of the link.
     pub(super) fn begin(&mut self) {
-        self.last = (Instant::now(), thread_time());
+        self.clock.begin();
     }
 
     /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to `segment`.
@@ -100,17 +101,16 @@ impl Packer {
             rest = after;
         }
         carried.raw += ByteCount(raw as u64);
-        let (now, cpu) = (Instant::now(), thread_time());
+        let spent = self.clock.lap();
         self.chooser.batch(&Batch {
             segment,
             codec,
             raw,
             wire: length,
             compress,
-            elapsed: now.saturating_duration_since(self.last.0),
-            cpu: cpu.saturating_sub(self.last.1),
+            elapsed: spent.elapsed,
+            cpu: spent.cpu,
         });
-        self.last = (now, cpu);
         Ok(())
     }
 
@@ -149,10 +149,4 @@ fn put(
     carried.sent += ByteCount(bytes.len() as u64);
     counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
     Ok(())
-}
-
-/// Processor time of this thread.
-fn thread_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
