@@ -84,6 +84,77 @@ fn a_second_attempt_finds_what_the_first_one_has_left() -> anyhow::Result<()> {
     pair.second_attempt()
 }
 
+/// Asks the guest to give `size`, and waits until it has.
+fn balloon(pair: &MicroPair, machine: &MicroVm, size: &str, bytes: u64) -> anyhow::Result<()> {
+    let mut command = std::process::Command::new(pair.godwit.program());
+    let output = command.args(["microvm", "balloon"]).arg(machine.control_socket()).arg(size).output()?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let until = std::time::Instant::now() + LIMIT;
+    loop {
+        let status = machine.ask("status")?["balloon"].take();
+        ensure!(status["target_bytes"] == bytes, "{status}");
+        if status["given_bytes"] == bytes {
+            return Ok(());
+        }
+        ensure!(std::time::Instant::now() < until, "the guest does not give it: {status}");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn what_the_guest_gives_is_given_on_both_sides() -> anyhow::Result<()> {
+    // One of the two vCPUs gives, of its half.
+    const GIVEN: u64 = 32 << 20;
+    let options = [CHURN, HINTS, &["--rate", "2000"]].concat();
+    let test = "what_the_guest_gives_is_given_on_both_sides";
+    let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
+    let before = allocated(pair.source.ram_file())?;
+    balloon(&pair, &pair.source, "32MiB", GIVEN)?;
+    let here = allocated(pair.source.ram_file())?;
+    ensure!(before - here >= GIVEN - (1 << 20), "of {before} bytes {here} are still there");
+    // Statistics come with the answer after the one that has asked for them.
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let status = pair.source.ask("status")?["balloon"].take();
+    ensure!(status["memory_bytes"] == 48 << 20, "{status}");
+    ensure!(status["free_bytes"].as_u64().is_some_and(|free| free < 12 << 20), "{status}");
+
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    pair.check_moved(&migrate)?;
+    let there = allocated(pair.destination.ram_file())?;
+    ensure!(there < 72 << 20, "the destination holds {there} bytes");
+    let status = pair.destination.ask("status")?["balloon"].take();
+    ensure!(status["given_bytes"] == GIVEN && status["target_bytes"] == GIVEN, "{status}");
+    // It gets them back, and uses them.
+    balloon(&pair, &pair.destination, "0", 0)?;
+    let until = std::time::Instant::now() + LIMIT;
+    while allocated(pair.destination.ram_file())? < there + (8 << 20) {
+        ensure!(std::time::Instant::now() < until, "the guest does not use what it got back");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let bugs = pair.destination.bugs();
+    ensure!(bugs.is_empty(), "{bugs:?}");
+    Ok(())
+}
+
+#[test]
+fn a_balloon_is_not_asked_for_what_is_not_there() -> anyhow::Result<()> {
+    let test = "a_balloon_is_not_asked_for_what_is_not_there";
+    let Some(with) = MicroPair::start(test, &[CHURN, HINTS].concat())? else { return Ok(()) };
+    let Some(without) = MicroPair::start(test, CHURN)? else { return Ok(()) };
+    let cases = [
+        (&with.source, "1GiB", "the guest has 128MiB, and cannot give 1GiB"),
+        (&with.destination, "1MiB", "there is no guest of its own to ask"),
+        (&without.source, "1MiB", "start it with --balloon"),
+    ];
+    for (machine, size, words) in cases {
+        let mut command = std::process::Command::new(with.godwit.program());
+        let output = command.args(["microvm", "balloon"]).arg(machine.control_socket()).arg(size).output()?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1) && errors.contains(words), "{errors}");
+    }
+    Ok(())
+}
+
 #[test]
 fn reported_pages_are_given_back_and_never_sent() -> anyhow::Result<()> {
     let options = [CHURN, &["--balloon", "reporting"], &["--rate", "500"]].concat();

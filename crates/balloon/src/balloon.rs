@@ -260,6 +260,12 @@ impl Balloon {
         self.transport.configuration_changed();
     }
 
+    /// How much memory the guest shall give.
+    #[must_use]
+    pub fn target(&self) -> PageCount {
+        PageCount(self.target.into())
+    }
+
     /// How much memory the guest says that it has given.
     #[must_use]
     pub fn actual(&self) -> PageCount {

@@ -38,6 +38,8 @@ pub(crate) enum Command {
     Pause(Socket),
     /// Run it on
     Resume(Socket),
+    /// Ask the guest of a machine with a balloon to give memory back to the host
+    Balloon(Balloon),
     /// End a machine
     Quit(Socket),
 }
@@ -48,6 +50,17 @@ pub(crate) struct Socket {
     /// The machine's control socket
     #[arg(value_name = "SOCKET")]
     path: PathBuf,
+}
+
+/// How much memory to give back.
+#[derive(Debug, Args)]
+pub(crate) struct Balloon {
+    #[command(flatten)]
+    socket: Socket,
+
+    /// In all, out of what it does not use; 0: the guest may use all of its memory again. `godwit microvm status` tells how much it has given
+    #[arg(value_name = "SIZE")]
+    size: ByteCount,
 }
 
 /// What machine to run.
@@ -163,6 +176,7 @@ pub(crate) fn run(command: &Command) -> ExitCode {
         }),
         Command::Pause(socket) => told(&socket.path, &Request::Pause),
         Command::Resume(socket) => told(&socket.path, &Request::Resume),
+        Command::Balloon(balloon) => told(&balloon.socket.path, &Request::Balloon { bytes: balloon.size.0 }),
         Command::Quit(socket) => told(&socket.path, &Request::Quit),
     };
     outcome.unwrap_or_else(|error| {

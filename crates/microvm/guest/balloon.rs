@@ -1,7 +1,9 @@
-//! The balloon's driver: hints about free pages when the VMM asks for them, and reports of them all the time.
+//! The balloon's driver: pages that the VMM wants back, statistics, hints about free pages when the VMM asks for them, and reports of them all the
+//! time.
 //!
 //! It does what the standard allows and what is hardest on the VMM: pages are taken back and written while the hint about them is in the queue,
-//! unseen (virtio 1.2, 5.5.6.5.1). vCPU 0 looks for commands; each vCPU hints the pages of its own part. One queue serves all, one after the other.
+//! unseen (virtio 1.2, 5.5.6.5.1). vCPU 0 looks for commands, tells statistics, and gives pages of its own part; each vCPU hints the pages of its
+//! own. One queue serves all, one after the other.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -13,19 +15,37 @@ use crate::virtio::{DEVICE_WRITES, Descriptor, Device, Queue, Shared};
 
 const BALLOON: u32 = 5;
 const DEVICE: Device = Device(BALLOON_MMIO);
+const STATISTICS_FEATURE: u32 = 1 << 1;
 const HINT_FEATURE: u32 = 1 << 3;
 const REPORT_FEATURE: u32 = 1 << 5;
+const TARGET: u64 = 0x100;
+const ACTUAL: u64 = 0x104;
 const COMMAND: u64 = 0x108;
+const INFLATE: u32 = 0;
+const DEFLATE: u32 = 1;
+const STATISTICS: u32 = 2;
+/// VIRTIO_BALLOON_S_MEMFREE and _MEMTOT (virtio 1.2, 5.5.6.4).
+const MEMORY_FREE: u16 = 4;
+const MEMORY: u16 = 5;
 const STOP: u32 = 0;
 /// Commands are from here on.
 const FIRST_COMMAND: u32 = 2;
-/// Hints and pieces of a report that go together.
+/// Pages given, hints and pieces of a report that go together.
 const BATCH: usize = 128;
 /// Of the pages in a batch of hints, those that are taken back before the VMM sees it.
 const TAKEN_BACK: usize = 4;
 /// Pages looked at for a report.
 const LOOKS: usize = 8192;
 
+static INFLATED: Queue<8> = Queue::new();
+static DEFLATED: Queue<8> = Queue::new();
+static TOLD: Queue<8> = Queue::new();
+/// Pages in the balloon.
+static GIVEN: AtomicU32 = AtomicU32::new(0);
+/// The numbers of pages that are given or come back.
+static FRAMES: Shared<[u32; BATCH]> = Shared(UnsafeCell::new([0; BATCH]));
+/// Two statistics, ten bytes each.
+static NUMBERS: Shared<[u8; 20]> = Shared(UnsafeCell::new([0; 20]));
 static HINTS: Queue<256> = Queue::new();
 static REPORTS: Queue<256> = Queue::new();
 static HELD: AtomicBool = AtomicBool::new(false);
@@ -42,7 +62,11 @@ static CPUS: AtomicU32 = AtomicU32::new(0);
 /// Brings the device up; before any vCPU works.
 pub fn start(balloon: u64, cpus: u32) {
     let bit = |which, feature| if balloon & which != 0 { feature } else { 0 };
-    DEVICE.begin(BALLOON, bit(BALLOON_HINTS, HINT_FEATURE) | bit(BALLOON_REPORTING, REPORT_FEATURE));
+    let features = bit(BALLOON_HINTS, HINT_FEATURE) | bit(BALLOON_REPORTING, REPORT_FEATURE);
+    DEVICE.begin(BALLOON, STATISTICS_FEATURE | features);
+    DEVICE.show(INFLATE, &INFLATED);
+    DEVICE.show(DEFLATE, &DEFLATED);
+    DEVICE.show(STATISTICS, &TOLD);
     if balloon & BALLOON_HINTS != 0 {
         DEVICE.show(hint_queue(), &HINTS);
     }
@@ -71,8 +95,68 @@ fn alone(f: impl FnOnce()) {
     HELD.store(false, Ordering::Release);
 }
 
+/// Gives pages, or takes them back, as the VMM wants: some at a time.
+fn give(work: &mut Churn) {
+    let (target, given) = (DEVICE.register(TARGET), GIVEN.load(Ordering::Relaxed));
+    let inflates = target > given;
+    let most = (target.abs_diff(given) as usize).min(BATCH);
+    let mut pages = [0; BATCH];
+    let (mut count, mut from) = (0, 0);
+    while count < most {
+        let Some(at) = (if inflates { work.give(from) } else { work.given(from) }) else { break };
+        (pages[count], from) = (at, at + 1);
+        count += 1;
+    }
+    if count == 0 {
+        return;
+    }
+    let (ring, queue) = if inflates { (&INFLATED, INFLATE) } else { (&DEFLATED, DEFLATE) };
+    // SAFETY: only vCPU 0 comes here, and the device has given back all that was before.
+    unsafe {
+        let frames = FRAMES.0.get();
+        for (frame, at) in (*frames).iter_mut().zip(&pages[..count]) {
+            *frame = (work.address(*at) / PAGE_SIZE) as u32;
+        }
+        let descriptor = Descriptor { address: frames as u64, len: count as u32 * 4, flags: 0, next: 0 };
+        ring.describe(0, descriptor);
+        ring.add(0);
+        ring.carry_out(DEVICE, queue);
+    }
+    let given = if inflates {
+        given + count as u32
+    } else {
+        pages[..count].iter().for_each(|at| work.get_back(*at));
+        given - count as u32
+    };
+    GIVEN.store(given, Ordering::Relaxed);
+    DEVICE.set_register(ACTUAL, given);
+}
+
+/// Tells statistics when the VMM has asked for them, which it does by giving the last ones back.
+fn tell(work: &Churn) {
+    // SAFETY: only vCPU 0 comes here, and the device does not have the numbers.
+    unsafe {
+        if !TOLD.is_given_back() {
+            return;
+        }
+        let numbers = NUMBERS.0.get();
+        let told = [(MEMORY_FREE, work.free_pages()), (MEMORY, work.pages())];
+        for (bytes, (tag, pages)) in (*numbers).chunks_exact_mut(10).zip(told) {
+            bytes[..2].copy_from_slice(&tag.to_le_bytes());
+            bytes[2..].copy_from_slice(&(pages as u64 * PAGE_SIZE).to_le_bytes());
+        }
+        TOLD.describe(0, Descriptor { address: numbers as u64, len: 20, flags: 0, next: 0 });
+        TOLD.add(0);
+        DEVICE.notify(STATISTICS);
+    }
+}
+
 /// What is due on vCPU `number`.
 pub fn turn(number: usize, balloon: u64, work: &mut Churn) {
+    if number == 0 {
+        give(work);
+        tell(work);
+    }
     if balloon & BALLOON_HINTS != 0 {
         answer(number);
         let command = ANSWERED.load(Ordering::Acquire);

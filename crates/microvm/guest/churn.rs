@@ -11,7 +11,9 @@ use crate::workload::Bug;
 const FREE: u64 = 1 << 63;
 /// It is free, and the VMM was told so for good.
 const REPORTED: u64 = 1 << 62;
-const FLAGS: u64 = FREE | REPORTED;
+/// It is free, and in the balloon: not to be used.
+const GIVEN: u64 = 1 << 61;
+const FLAGS: u64 = FREE | REPORTED | GIVEN;
 /// Pages that are taken or freed together at first.
 const CLUSTER: u64 = 16;
 /// Tries to find a page at random that is free, or is not.
@@ -61,7 +63,8 @@ impl Churn {
     fn find(&mut self, free: bool) -> Option<usize> {
         for _ in 0..TRIES {
             let at = self.next_random();
-            if self.is_free(at) == free {
+            let fits = if free { self.is_free(at) } else { self.generations[at] & FREE == 0 };
+            if fits {
                 return Some(at);
             }
         }
@@ -133,8 +136,29 @@ impl Churn {
         self.pages.len()
     }
 
+    /// Whether it may be taken.
     pub fn is_free(&self, at: usize) -> bool {
-        self.generations[at] & FREE != 0
+        self.generations[at] & (FREE | GIVEN) == FREE
+    }
+
+    pub fn free_pages(&self) -> usize {
+        (0..self.pages()).filter(|at| self.is_free(*at)).count()
+    }
+
+    /// Puts a free page into the balloon, from `from` on.
+    pub fn give(&mut self, from: usize) -> Option<usize> {
+        let at = (from..self.pages()).find(|at| self.is_free(*at))?;
+        self.generations[at] |= GIVEN;
+        Some(at)
+    }
+
+    /// Finds a page in the balloon, from `from` on; [`Self::get_back`] takes it out.
+    pub fn given(&self, from: usize) -> Option<usize> {
+        (from..self.pages()).find(|at| self.generations[*at] & GIVEN != 0)
+    }
+
+    pub fn get_back(&mut self, at: usize) {
+        self.generations[at] &= !GIVEN;
     }
 
     /// The next page that is free and was not reported, among the next `looks`.

@@ -62,6 +62,11 @@ impl Device {
         self.set_register(0x44, 1);
     }
 
+    /// Tells it that there is something in queue `number`.
+    pub fn notify(self, number: u32) {
+        self.set_register(0x50, number);
+    }
+
     /// It works from here on.
     pub fn ready(self) {
         self.set_register(0x70, 1 | 2 | 8 | 4);
@@ -136,15 +141,22 @@ impl<const SIZE: usize> Queue<SIZE> {
     /// # Safety
     /// No other vCPU uses the queue.
     pub unsafe fn carry_out(&self, device: Device, number: u32) {
-        let ring = self.0.get();
-        device.set_register(0x50, number);
-        // SAFETY: as the caller says; what the device writes is read with volatile reads.
-        unsafe {
-            while read_volatile(&raw const (*ring).used_index) != (*ring).available_index {
-                core::hint::spin_loop();
-            }
+        device.notify(number);
+        // SAFETY: as the caller says.
+        while !unsafe { self.is_given_back() } {
+            core::hint::spin_loop();
         }
         fence(Ordering::SeqCst);
+    }
+
+    /// Whether the device has given back all that was made available.
+    ///
+    /// # Safety
+    /// No other vCPU uses the queue.
+    pub unsafe fn is_given_back(&self) -> bool {
+        let ring = self.0.get();
+        // SAFETY: as the caller says; what the device writes is read with volatile reads.
+        unsafe { read_volatile(&raw const (*ring).used_index) == (*ring).available_index }
     }
 }
 

@@ -6,10 +6,28 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region};
 use godwit_memory::RamBlock;
-use godwit_units::{Gpa, PAGE_SIZE, PageRun};
+use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
+use serde::{Deserialize, Serialize};
 
 use crate::ram::GuestRam;
 use crate::{StateError, blob};
+
+/// VIRTIO_BALLOON_S_MEMFREE and _MEMTOT (virtio 1.2, 5.5.6.4).
+const MEMORY_FREE: u16 = 4;
+const MEMORY: u16 = 5;
+
+/// A balloon, as it is seen from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BalloonStatus {
+    /// What the guest was asked to give, in all.
+    pub target_bytes: u64,
+    /// What it says that it has given.
+    pub given_bytes: u64,
+    /// What it said last to be free, and its memory in all; each answer is asked for by the one before.
+    pub free_bytes: Option<u64>,
+    /// See above.
+    pub memory_bytes: Option<u64>,
+}
 
 /// The device.
 #[derive(Debug)]
@@ -56,6 +74,25 @@ impl BalloonDevice {
             let blocks = ram.blocks();
             self.balloon().write(offset, u32::from_le_bytes(bytes), ram, &mut Puncher(&blocks));
         }
+    }
+
+    /// Asks the guest for `pages` in all.
+    pub(crate) fn set_target(&self, pages: PageCount) {
+        self.balloon().set_target(pages);
+    }
+
+    /// What the guest has said last; asks it anew.
+    pub(crate) fn status(&self, ram: &GuestRam) -> BalloonStatus {
+        let mut balloon = self.balloon();
+        let value = |tag| balloon.statistics().iter().find(|told| told.tag == tag).map(|told| told.value);
+        let status = BalloonStatus {
+            target_bytes: balloon.target().bytes().0,
+            given_bytes: balloon.actual().bytes().0,
+            free_bytes: value(MEMORY_FREE),
+            memory_bytes: value(MEMORY),
+        };
+        balloon.ask_for_statistics(ram);
+        status
     }
 
     pub(crate) fn can_hint(&self) -> bool {

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use godwit_balloon::{Features, FreeHints};
 use godwit_memory::Slot;
 use godwit_track::DirtyTracker;
+use godwit_units::PageCount;
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::balloon::BalloonDevice;
+use crate::balloon::{BalloonDevice, BalloonStatus};
 use crate::blob::{Blob, Tag, Writer};
 use crate::boot_block::MAX_CPUS;
 use crate::disk::Disk;
@@ -180,6 +181,18 @@ impl Machine {
     /// Tells the guest that all its pages are its own again.
     pub fn finish_free_page_hints(&self) {
         self.bus.balloon.iter().for_each(BalloonDevice::finish_hints);
+    }
+
+    /// Asks the guest to give `pages` of its memory in all; zero: to take all back. Returns whether there is a balloon.
+    pub fn set_balloon(&self, pages: PageCount) -> bool {
+        self.bus.balloon.iter().for_each(|balloon| balloon.set_target(pages));
+        self.bus.balloon.is_some()
+    }
+
+    /// What its balloon holds, if there is one.
+    #[must_use]
+    pub fn balloon(&self) -> Option<BalloonStatus> {
+        self.bus.balloon.as_ref().map(|balloon| balloon.status(&self.bus.ram))
     }
 
     /// The numbers of the threads that run the vCPUs.

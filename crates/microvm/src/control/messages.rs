@@ -12,6 +12,8 @@ use godwit_engine::{EngineError, Failure, Phase, Survivor};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 
+use crate::balloon::BalloonStatus;
+
 /// What is asked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
@@ -24,6 +26,11 @@ pub enum Request {
     Resume,
     /// End the machine.
     Quit,
+    /// Ask the guest to give back so much of its memory, in all.
+    Balloon {
+        /// Whole pages; the rest is left off.
+        bytes: u64,
+    },
     /// Move the guest away.
     Migrate(MigrateRequest),
     /// Track the guest's writes for so many milliseconds and tell what was seen.
@@ -206,6 +213,9 @@ pub struct Status {
     pub slots: usize,
     /// How writes are tracked.
     pub tracker: String,
+    /// The guest's balloon, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub balloon: Option<BalloonStatus>,
 }
 
 /// What a migration cost the VMM's process, its vCPUs apart.

@@ -16,6 +16,7 @@ use godwit_engine::compression::Compression;
 use godwit_engine::measure::measure;
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
 use super::messages::{Answer, Cost, MigrateRequest, Request, Status};
 use super::steer::{Socket, bind, steer};
@@ -106,6 +107,7 @@ impl Host {
             Ok(Request::Status) => Answer::Status(self.status()),
             Ok(Request::Pause) => self.pause(),
             Ok(Request::Resume) => self.resume(),
+            Ok(Request::Balloon { bytes }) => self.set_balloon(ByteCount(bytes)),
             Ok(Request::Quit) => {
                 line.say(&Answer::Done);
                 let _ = self.events.send(MachineEvent::Quit);
@@ -173,6 +175,7 @@ impl Host {
             ram_files: machine.ram().paths(),
             slots: machine.slots().len(),
             tracker: machine.tracking(),
+            balloon: machine.balloon(),
         }
     }
 
@@ -195,6 +198,22 @@ impl Host {
             }
             State::Gone => refused("the guest has gone elsewhere: it must not run twice".to_owned()),
             _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
+        }
+    }
+
+    fn set_balloon(&self, size: ByteCount) -> Answer {
+        let memory: ByteCount = self.machine.ram().blocks().iter().map(|ram| ram.pages().bytes()).sum();
+        if size > memory {
+            return refused(format!("the guest has {memory}, and cannot give {size}"));
+        }
+        if *self.state() != State::Here {
+            return refused("there is no guest of its own to ask, or it migrates".to_owned());
+        }
+        match self.machine.set_balloon(PageCount(size.0 / PAGE_SIZE)) {
+            true => Answer::Done,
+            false => {
+                refused("the machine has no balloon: start it with --balloon hints or reporting".to_owned())
+            }
         }
     }
 
