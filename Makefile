@@ -113,7 +113,7 @@ bench-disks: guest qemu ## disks that move along, beside QEMU's own way over a s
 BENCH_FREE ?= --rounds 3
 
 .PHONY: bench-free
-bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU plain, QEMU's free-page hints (fifteen minutes)
+bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU plain, QEMU's free-page hints (forty minutes)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin free
 	@$(CARGO) run --quiet --release --package godwit-bench --bin free -- $(BENCH_FREE)
 
@@ -121,7 +121,7 @@ bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU 
 BENCH_GOVERNOR ?= --rounds 3
 
 .PHONY: bench-governor
-bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (six minutes)
+bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (ten minutes)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin governor
 	@$(CARGO) run --quiet --release --package godwit-bench --bin governor -- $(BENCH_GOVERNOR)
 
