@@ -121,7 +121,7 @@ bench-free: guest qemu ## guests that do not use all their memory: godwit, QEMU 
 BENCH_GOVERNOR ?= --rounds 3
 
 .PHONY: bench-governor
-bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (ten minutes)
+bench-governor: guest qemu ## the write governor: rates held, what it costs whom, and moves of busy guests (nine minutes)
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin governor
 	@$(CARGO) run --quiet --release --package godwit-bench --bin governor -- $(BENCH_GOVERNOR)
 
