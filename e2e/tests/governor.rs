@@ -7,7 +7,8 @@ use std::process::Command;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
-use godwit_testbed::{Ended, Flavour, GuestConfig, Running, VmConfig, flavours_for};
+use godwit_testbed::{Ended, Flavour, GuestConfig, HugePages, Running, VmConfig, flavours_for};
+use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -33,6 +34,15 @@ fn check_governed(migrate: &Ended) -> anyhow::Result<()> {
     ensure!(last["vcpus_waited_ms"].as_f64() > Some(0.0), "{last}");
     let throttled = |line: &&Value| line["throttle"].as_f64() > Some(0.0);
     ensure!(!migrate.lines.iter().any(|line| throttled(&line)), "{last}");
+    Ok(())
+}
+
+/// It was said `why` it was not governed, and its vCPUs were throttled.
+fn check_fell_back(migrate: &Ended, why: &str) -> anyhow::Result<()> {
+    let says = |line: &Value| line["warning"].as_str().is_some_and(|words| words.contains(why));
+    ensure!(migrate.lines.iter().any(says), "{}", migrate.last());
+    ensure!(migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)), "{}", migrate.last());
+    ensure!(!migrate.lines.iter().any(is_governed), "{}", migrate.last());
     Ok(())
 }
 
@@ -167,12 +177,20 @@ fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
     let mut pair = Pair::start(&busy(flavour))?;
     let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--ledger", "off"]].concat())?;
     check_moved(&mut pair, &migrate)?;
-    let says =
-        |line: &Value| line["warning"].as_str().is_some_and(|words| words.contains("it needs the ledger"));
-    ensure!(migrate.lines.iter().any(says), "{}", migrate.last());
-    ensure!(migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)), "{}", migrate.last());
-    ensure!(!migrate.lines.iter().any(is_governed), "{}", migrate.last());
-    Ok(())
+    check_fell_back(&migrate, "it needs the ledger")
+}
+
+#[test]
+fn memory_in_huge_pages_is_not_governed() -> anyhow::Result<()> {
+    let test = "memory_in_huge_pages_is_not_governed";
+    let flavours = flavours_for(test);
+    let Some(flavour) = flavours.last() else { return Ok(()) };
+    let Some(huge) = HugePages::for_test(test, ByteCount(512 << 20)) else { return Ok(()) };
+    let mut pair = Pair::start(&busy(flavour).with_ram_in(huge.dir()))?;
+    let options = ["--downtime-limit", "400ms", "--compression", "none", "--verify"];
+    let (migrate, _) = pair.migrate(&[GOVERNED, &options].concat())?;
+    check_moved(&mut pair, &migrate)?;
+    check_fell_back(&migrate, "RAM on hugetlbfs cannot be governed")
 }
 
 #[test]
