@@ -81,12 +81,18 @@ mod tests {
         clock.begin();
         std::thread::sleep(Duration::from_millis(30));
         let slept = clock.lap();
-        assert!(slept.elapsed + clock.queued().unwrap() >= Duration::from_millis(30), "{slept:?}");
+        assert!(slept.elapsed + clock.queued().unwrap_or_default() >= Duration::from_millis(30), "{slept:?}");
         assert!(slept.cpu < Duration::from_millis(10), "{slept:?}");
     }
 
     #[test]
     fn waiting_for_a_processor_is_told_apart() {
+        if !std::path::Path::new("/proc/thread-self/schedstat").exists() {
+            // Not eprintln: the test harness would hold that back.
+            let words = "\nSKIPPED waiting_for_a_processor_is_told_apart: this kernel does not count it\n";
+            let _ = std::io::Write::write_all(&mut std::io::stderr(), words.as_bytes());
+            return;
+        }
         // More threads than there are processors.
         let count = 3 * std::thread::available_parallelism().map_or(8, std::num::NonZero::get);
         let queued = std::thread::scope(|scope| {
