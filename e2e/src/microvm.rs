@@ -60,7 +60,8 @@ impl MicroPair {
     pub fn check_moved(&self, migrate: &Ended) -> anyhow::Result<()> {
         ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
         ensure!(migrate.status.success(), "exit status {}", migrate.status);
-        ensure!(self.destination.status()? == "running");
+        // The source may hear of it before the destination has put everything away.
+        ensure!(Self::status_after("arriving", &self.destination)? == "running");
         self.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         let beats = self.source.heartbeats_across(&self.destination);
         ensure!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
@@ -69,17 +70,25 @@ impl MicroPair {
         Ok(())
     }
 
+    /// The status of `machine` when it is no longer `passing`.
+    fn status_after(passing: &str, machine: &MicroVm) -> anyhow::Result<String> {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let status = machine.status()?;
+            if status != passing || Instant::now() > until {
+                return Ok(status);
+            }
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+
     /// Checks that the guest runs at the source as if nothing had been.
     ///
     /// # Errors
     /// What is not as it should be.
     pub fn check_untouched(&self) -> anyhow::Result<()> {
         // The command may have been killed; the engine in the VMM then takes its time to notice.
-        let until = Instant::now() + LIMIT;
-        while self.source.status()? == "leaving" && Instant::now() < until {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-        let status = self.source.status()?;
+        let status = Self::status_after("leaving", &self.source)?;
         ensure!(status == "running", "the guest is '{status}'");
         self.source.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         ensure!(self.source.bugs().is_empty(), "{:?}", self.source.bugs());
