@@ -191,8 +191,14 @@ pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>,
     Ok(found)
 }
 
+/// What the guest has written to each of `found` since QEMU opened it.
+pub(crate) fn writes_so_far(qmp: &mut Qmp, found: &[Found]) -> Result<Vec<Writes>, QmpError> {
+    let stats = qmp.execute("query-blockstats", Value::Null)?;
+    Ok(found.iter().map(|found| writes(&stats, &found.node)).collect())
+}
+
 /// What the guest has written to the disk on `node` since QEMU opened it.
-pub(crate) fn writes(stats: &Value, node: &str) -> Writes {
+fn writes(stats: &Value, node: &str) -> Writes {
     let mut of_node = stats.as_array().into_iter().flatten().filter(|entry| entry["node-name"] == node);
     let number = |entry: &Value, key: &str| entry["stats"][key].as_u64().unwrap_or(0);
     let entry = of_node.next();

@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 
 use godwit_block::{Writes, granularity_for};
 use godwit_units::ByteCount;
-use serde_json::Value;
 
-use crate::disks::find::{Found, writes};
+use crate::disks::find::{Found, writes_so_far};
 use crate::qmp::{Qmp, QmpError};
 
 /// Between the two looks, most of which passes anyway while the destination is asked.
@@ -29,7 +28,7 @@ impl Grain {
     pub(crate) fn of(given: Option<ByteCount>, qmp: &mut Qmp, found: &[Found]) -> Result<Self, QmpError> {
         match given {
             Some(size) => Ok(Self::Given(size)),
-            None => Ok(Self::AsWritten { before: look(qmp, found)?, at: Instant::now() }),
+            None => Ok(Self::AsWritten { before: writes_so_far(qmp, found)?, at: Instant::now() }),
         }
     }
 
@@ -39,14 +38,9 @@ impl Grain {
             Self::Given(size) => Ok(vec![*size; found.len()]),
             Self::AsWritten { before, at } => {
                 std::thread::sleep(BETWEEN.saturating_sub(at.elapsed()));
-                let now = look(qmp, found)?;
+                let now = writes_so_far(qmp, found)?;
                 Ok(now.iter().zip(before).map(|(now, before)| granularity_for(now.recent(*before))).collect())
             }
         }
     }
-}
-
-fn look(qmp: &mut Qmp, found: &[Found]) -> Result<Vec<Writes>, QmpError> {
-    let stats = qmp.execute("query-blockstats", Value::Null)?;
-    Ok(found.iter().map(|found| writes(&stats, &found.node)).collect())
 }

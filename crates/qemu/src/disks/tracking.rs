@@ -17,13 +17,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_block::{Disk, DiskRound, Writes};
+use godwit_block::{Disk, DiskRound};
 use godwit_nbd::{ALLOCATION, Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::disks::find::{Found, writes};
+use crate::disks::find::{Found, writes_so_far};
 use crate::disks::grain::Grain;
 use crate::disks::leftovers;
 use crate::disks::mark::Mark;
@@ -308,7 +308,5 @@ fn read_bitmap(client: &mut Client, disk: &Tracked) -> Result<DirtyBitmap, QemuE
 
 /// What the guest has written to all of `found` since QEMU opened them.
 pub(crate) fn written(qmp: &mut Qmp, found: &[Found]) -> Result<ByteCount, QmpError> {
-    let stats = qmp.execute("query-blockstats", Value::Null)?;
-    let of = |found: &Found| -> Writes { writes(&stats, &found.node) };
-    Ok(found.iter().map(|found| of(found).bytes).sum())
+    Ok(writes_so_far(qmp, found)?.iter().map(|writes| writes.bytes).sum())
 }
