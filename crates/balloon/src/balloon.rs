@@ -51,6 +51,13 @@ pub struct Statistic {
     pub value: u64,
 }
 
+impl Statistic {
+    /// Memory that is not used for anything (VIRTIO_BALLOON_S_MEMFREE).
+    pub const MEMORY_FREE: u16 = 4;
+    /// All memory that the guest has (VIRTIO_BALLOON_S_MEMTOT).
+    pub const MEMORY: u16 = 5;
+}
+
 /// Frees memory of the host that the guest does not need.
 pub trait Discard {
     /// Gives the pages of `run` of RAM block `block` back to the host. They read as zeros afterwards. What cannot be given back stays.

@@ -4,17 +4,13 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region};
+use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region, Statistic};
 use godwit_memory::RamBlock;
 use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
 use serde::{Deserialize, Serialize};
 
 use crate::ram::GuestRam;
 use crate::{StateError, blob};
-
-/// VIRTIO_BALLOON_S_MEMFREE and _MEMTOT (virtio 1.2, 5.5.6.4).
-const MEMORY_FREE: u16 = 4;
-const MEMORY: u16 = 5;
 
 /// A balloon, as it is seen from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,8 +84,8 @@ impl BalloonDevice {
         let status = BalloonStatus {
             target_bytes: balloon.target().bytes().0,
             given_bytes: balloon.actual().bytes().0,
-            free_bytes: value(MEMORY_FREE),
-            memory_bytes: value(MEMORY),
+            free_bytes: value(Statistic::MEMORY_FREE),
+            memory_bytes: value(Statistic::MEMORY),
         };
         balloon.ask_for_statistics(ram);
         status
