@@ -1,9 +1,9 @@
 //! A guest moved by godwit, timed as QEMU's own migration is: until QEMU says that the guest runs at the destination.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use godwit_testbed::{Ended, Godwit, TestVm};
+use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, wall_clock};
 
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
@@ -18,8 +18,19 @@ pub struct Attempt {
     pub receive: Option<Ended>,
 }
 
+/// Where and for how long it may try.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms<'a> {
+    /// `godwit receive` is at the far end of this link; `None`: on this host.
+    pub link: Option<&'a SlowLink>,
+    /// `godwit migrate` is interrupted after so long; `None`: never.
+    pub patience: Option<Duration>,
+    /// Each command ends within this.
+    pub limit: Duration,
+}
+
 impl Attempt {
-    /// Moves the guest, or tries to, with the options `options` of `godwit migrate`.
+    /// Moves the guest on this host, or tries to, with the options `options` of `godwit migrate`.
     ///
     /// # Errors
     /// When a command cannot be started, or does not end within `limit`.
@@ -30,16 +41,38 @@ impl Attempt {
         destination: &mut TestVm,
         options: &[&str],
     ) -> anyhow::Result<Self> {
+        let terms = Terms { link: None, patience: None, limit };
+        Self::under(terms, godwit, source, destination, options)
+    }
+
+    /// The same under other terms.
+    ///
+    /// # Errors
+    /// As [`Self::within`].
+    pub fn under(
+        terms: Terms<'_>,
+        godwit: &Godwit,
+        source: &TestVm,
+        destination: &mut TestVm,
+        options: &[&str],
+    ) -> anyhow::Result<Self> {
         let cpu_before = ended_children()?;
-        let (receive, address) = godwit.receive(destination, &[])?;
+        let (receive, address) = match terms.link {
+            Some(link) => godwit.receive_over(link, destination, &[])?,
+            None => godwit.receive(destination, &[])?,
+        };
         destination.qmp().forget_events();
-        let began = now()?;
-        let migrate = godwit.migrate(source, &address, options)?.wait(limit)?;
+        let began = wall_clock();
+        let migrate = godwit.migrate(source, &address, options)?;
+        if let Some(patience) = terms.patience {
+            interrupt_after(patience, &migrate)?;
+        }
+        let migrate = migrate.wait(terms.limit)?;
         let (end, receive) = if migrate.last()["outcome"] == "migrated" {
-            let receive = receive.wait(limit)?;
-            (destination.qmp().wait_event("RESUME", limit)?.emitted, Some(receive))
+            let receive = receive.wait(terms.limit)?;
+            (destination.qmp().wait_event("RESUME", terms.limit)?.emitted, Some(receive))
         } else {
-            let gave_up = now()?;
+            let gave_up = wall_clock();
             drop(receive);
             (gave_up, None)
         };
@@ -58,8 +91,13 @@ impl Attempt {
     }
 }
 
-fn now() -> anyhow::Result<Duration> {
-    SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")
+/// Lets it run for so long; then it is cancelled as by Ctrl-C.
+fn interrupt_after(patience: Duration, running: &Running) -> anyhow::Result<()> {
+    let until = Instant::now() + patience;
+    while !running.has_ended() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    if running.has_ended() { Ok(()) } else { running.signal(rustix::process::Signal::INT) }
 }
 
 /// Processor time of all children of this process that ended and were waited for.

@@ -2,15 +2,14 @@
 //! all the time; of a microvm's, which uses the first 16 MiB, what is behind them is compared here.
 
 use std::fs::File;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Duration;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, flavours_for, images_for,
+    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, flavours_for, images_for,
 };
 use godwit_units::ByteCount;
 use godwit_verify::settings::{DiskWork, Mode};
@@ -138,7 +137,7 @@ fn a_disk_moves_along_in_blocks_of_any_size() -> anyhow::Result<()> {
         let first = &last["round_list"][0];
         ensure!(first["data_pages"] == 0 && first["zero_pages"] == 0, "memory in the full pass: {first}");
         // Holes were neither read nor filled: of what was stale before, nothing is allocated any more.
-        let allocated = disks.to.0.metadata()?.blocks() * 512;
+        let allocated = allocated(&disks.to.0)?.0;
         ensure!(allocated < 45 << 20, "{allocated} bytes are allocated at the destination");
     }
     Ok(())
@@ -191,10 +190,8 @@ fn a_switchover_is_forced_in_the_full_pass() -> anyhow::Result<()> {
     let name = format!("forced-{}", std::process::id());
     let (migrate, _receive) = disks.in_full_pass(&["--name", &name])?;
     // All at once: the guest is stopped for what is left.
-    for arguments in [["set", "max-bandwidth=off"], ["switchover", "--force"]] {
-        let mut command = Command::new(disks.pair.godwit.program());
-        let output = command.args(arguments).args(["--migration", &name]).output()?;
-        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    for [command, argument] in [["set", "max-bandwidth=off"], ["switchover", "--force"]] {
+        disks.pair.godwit.done(&[command, argument, "--migration", &name])?;
     }
     let migrate = migrate.wait(LIMIT)?;
     disks.check_moved(&migrate)?;
@@ -212,9 +209,7 @@ fn free_pages_are_asked_for_when_memory_has_its_turn() -> anyhow::Result<()> {
     let name = format!("free-{}", std::process::id());
     let (migrate, _receive) = disks.in_full_pass(&["--verify", "--name", &name])?;
     std::thread::sleep(Duration::from_secs(1));
-    let mut command = Command::new(disks.pair.godwit.program());
-    let output = command.args(["set", "max-bandwidth=off", "--migration", &name]).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    disks.pair.godwit.done(&["set", "max-bandwidth=off", "--migration", &name])?;
     let migrate = migrate.wait(LIMIT)?;
     disks.check_moved(&migrate)?;
     let hinted = migrate.last()["hinted_pages"].as_u64().unwrap_or_default() * 4096;
@@ -234,9 +229,7 @@ fn the_guests_writes_are_limited_until_it_has_moved() -> anyhow::Result<()> {
         line["disk_limit_bytes_per_second"].as_f64() == Some(LIMIT_RATE) && line["round"].as_u64() > Some(3)
     };
     migrate.wait_for("rounds with a limit", LIMIT, limited)?;
-    let mut command = Command::new(disks.pair.godwit.program());
-    let output = command.args(["switchover", "--force", "--migration", &name]).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    disks.pair.godwit.done(&["switchover", "--force", "--migration", &name])?;
     let migrate = migrate.wait(LIMIT)?;
     disks.check_moved(&migrate)?;
     // From the second round on, and all but the last, where the guest stands still.

@@ -1,11 +1,10 @@
 //! Free memory is not sent, and no page that is in use is taken for free.
 
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Link, MicroPair, Pair, await_copying, check_moved, check_refused};
-use godwit_testbed::{GuestConfig, MicroVm, Movable, VmConfig, flavours_for, soak};
+use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, VmConfig, flavours_for, soak};
 use godwit_units::ByteCount;
 use godwit_verify::settings::{BuildWork, Mode};
 use serde_json::Value;
@@ -15,10 +14,6 @@ const CHURN: &[&str] =
     &["--memory", "128MiB", "--mode", "churn", "--fill", "96MiB", "--working-set", "16MiB", "--cpus", "2"];
 const HINTS: &[&str] = &["--balloon", "hints"];
 const PAGE: u64 = 4096;
-
-fn allocated(path: &Path) -> anyhow::Result<u64> {
-    Ok(std::fs::metadata(path)?.blocks() * 512)
-}
 
 #[test]
 fn pages_that_the_guest_says_are_free_are_not_sent() -> anyhow::Result<()> {
@@ -74,30 +69,29 @@ fn a_second_attempt_finds_what_the_first_one_has_left() -> anyhow::Result<()> {
     let link = Link::to(&address)?;
     let migrate = pair.godwit.migrate(&pair.source, link.address(), &["--max-bandwidth", "10MiB/s"])?;
     await_copying(&migrate)?;
-    std::thread::sleep(std::time::Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(1));
     link.cut();
     ensure!(migrate.wait(LIMIT)?.status.code() == Some(1));
     receive.wait(LIMIT)?;
     pair.check_untouched()?;
-    let left = allocated(pair.destination.ram_file())?;
+    let left = pair.destination.held()?.0;
     ensure!(left > 4 << 20, "the first attempt left only {left} bytes");
     pair.second_attempt()
 }
 
 /// Asks the guest to give `size`, and waits until it has.
 fn balloon(pair: &MicroPair, machine: &MicroVm, size: &str, bytes: u64) -> anyhow::Result<()> {
-    let mut command = std::process::Command::new(pair.godwit.program());
-    let output = command.args(["microvm", "balloon"]).arg(machine.control_socket()).arg(size).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let until = std::time::Instant::now() + LIMIT;
+    let socket = machine.control_socket();
+    pair.godwit.done(&["microvm", "balloon", &socket.to_string_lossy(), size])?;
+    let until = Instant::now() + LIMIT;
     loop {
         let status = machine.ask("status")?["balloon"].take();
         ensure!(status["target_bytes"] == bytes, "{status}");
         if status["given_bytes"] == bytes {
             return Ok(());
         }
-        ensure!(std::time::Instant::now() < until, "the guest does not give it: {status}");
-        std::thread::sleep(std::time::Duration::from_millis(10));
+        ensure!(Instant::now() < until, "the guest does not give it: {status}");
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -108,29 +102,25 @@ fn what_the_guest_gives_is_given_on_both_sides() -> anyhow::Result<()> {
     let options = [CHURN, HINTS, &["--rate", "2000"]].concat();
     let test = "what_the_guest_gives_is_given_on_both_sides";
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
-    let before = allocated(pair.source.ram_file())?;
+    let before = pair.source.held()?.0;
     balloon(&pair, &pair.source, "32MiB", GIVEN)?;
-    let here = allocated(pair.source.ram_file())?;
+    let here = pair.source.held()?.0;
     ensure!(before - here >= GIVEN - (1 << 20), "of {before} bytes {here} are still there");
     // Statistics come with the answer after the one that has asked for them.
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    std::thread::sleep(Duration::from_millis(500));
     let status = pair.source.ask("status")?["balloon"].take();
     ensure!(status["memory_bytes"] == 48 << 20, "{status}");
     ensure!(status["free_bytes"].as_u64().is_some_and(|free| free < 12 << 20), "{status}");
 
     let (migrate, _) = pair.migrate(&["--verify"])?;
     pair.check_moved(&migrate)?;
-    let there = allocated(pair.destination.ram_file())?;
+    let there = pair.destination.held()?.0;
     ensure!(there < 72 << 20, "the destination holds {there} bytes");
     let status = pair.destination.ask("status")?["balloon"].take();
     ensure!(status["given_bytes"] == GIVEN && status["target_bytes"] == GIVEN, "{status}");
     // It gets them back, and uses them.
     balloon(&pair, &pair.destination, "0", 0)?;
-    let until = std::time::Instant::now() + LIMIT;
-    while allocated(pair.destination.ram_file())? < there + (8 << 20) {
-        ensure!(std::time::Instant::now() < until, "the guest does not use what it got back");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    pair.destination.await_held(LIMIT, &|held| held.0 >= there + (8 << 20))?;
     let bugs = pair.destination.bugs();
     ensure!(bugs.is_empty(), "{bugs:?}");
     Ok(())
@@ -147,8 +137,8 @@ fn a_balloon_is_not_asked_for_what_is_not_there() -> anyhow::Result<()> {
         (&without.source, "1MiB", "start it with --balloon"),
     ];
     for (machine, size, words) in cases {
-        let mut command = std::process::Command::new(with.godwit.program());
-        let output = command.args(["microvm", "balloon"]).arg(machine.control_socket()).arg(size).output()?;
+        let socket = machine.control_socket();
+        let output = with.godwit.run(&["microvm", "balloon", &socket.to_string_lossy(), size])?;
         let errors = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.code() == Some(1) && errors.contains(words), "{errors}");
     }
@@ -160,13 +150,9 @@ fn reported_pages_are_given_back_and_never_sent() -> anyhow::Result<()> {
     let options = [CHURN, &["--balloon", "reporting"], &["--rate", "500"]].concat();
     let test = "reported_pages_are_given_back_and_never_sent";
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
-    let until = std::time::Instant::now() + LIMIT;
-    while allocated(pair.source.ram_file())? > 40 << 20 {
-        ensure!(std::time::Instant::now() < until, "{} are still there", allocated(pair.source.ram_file())?);
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    pair.source.await_held(LIMIT, &|held| held.0 <= 40 << 20)?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
-    let here = allocated(pair.destination.ram_file())?;
+    let here = pair.destination.held()?.0;
     pair.check_moved(&migrate)?;
     ensure!(here < 48 << 20, "the destination holds {here} bytes");
     let sent = migrate.last()["sent_bytes"].as_u64().unwrap_or(u64::MAX);
@@ -219,13 +205,9 @@ const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";
 fn what_a_linux_guest_reports_is_neither_sent_nor_held() -> anyhow::Result<()> {
     for flavour in flavours_for("what_a_linux_guest_reports_is_neither_sent_nor_held") {
         let mut pair = Pair::start(&linux(&flavour, REPORTING))?;
-        let until = std::time::Instant::now() + LIMIT;
-        while allocated(pair.source.ram_file())? > 280 << 20 {
-            ensure!(std::time::Instant::now() < until, "{} are there", allocated(pair.source.ram_file())?);
-            std::thread::sleep(std::time::Duration::from_millis(100));
-        }
+        pair.source.await_held(LIMIT, &|held| held.0 <= 280 << 20)?;
         let (migrate, _) = pair.migrate(&["--verify", "--compression", "none"])?;
-        let here = allocated(pair.destination.ram_file())?;
+        let here = pair.destination.held()?.0;
         check_moved(&mut pair, &migrate)?;
         let sent = migrate.last()["sent_bytes"].as_u64().unwrap_or(u64::MAX);
         ensure!(sent < 300 << 20, "{flavour}: {sent} bytes were sent");
@@ -260,8 +242,8 @@ fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
     ];
     for (extra, words) in cases {
         let vm = godwit_testbed::TestVm::source(&small(extra))?;
-        let mut command = std::process::Command::new(godwit_testbed::Godwit::built()?.program());
-        let output = command.args(["plan", "--vm", &vm.vm_name(), "--for", "200ms", "--json"]).output()?;
+        let godwit = Godwit::built()?;
+        let output = godwit.run(&["plan", "--vm", &vm.vm_name(), "--for", "200ms", "--json"])?;
         let answer: Value = serde_json::from_slice(&output.stdout)?;
         let advice = answer["advice"].as_str().unwrap_or_default();
         ensure!(advice.contains(words) && advice.is_empty() == words.is_empty(), "{extra:?}: {answer}");

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
-use godwit_testbed::{Ended, Flavour, GuestConfig, HugePages, Running, VmConfig, flavours_for};
+use godwit_testbed::{Ended, Flavour, GuestConfig, HugePages, Running, VmConfig, flavours_for, skip};
 use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 use rustix::process::Signal;
@@ -85,10 +85,7 @@ fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
     let options = [ENDLESS, &["--verify", "--name", name.as_str()]].concat();
     let (migrate, receive) = governing(&pair, &options)?;
     let set = |setting: &str| -> anyhow::Result<()> {
-        let words = ["set", "--migration", name.as_str(), setting];
-        let output = Command::new(pair.godwit.program()).args(words).output()?;
-        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Ok(())
+        pair.godwit.done(&["set", "--migration", name.as_str(), setting]).map(drop)
     };
     for _ in 0..3 {
         set("throttle=off")?;
@@ -136,9 +133,9 @@ struct Unprivileged {
 }
 
 impl Unprivileged {
-    fn new(flavour: &Flavour) -> anyhow::Result<Option<Self>> {
+    fn new(test: &str, flavour: &Flavour) -> anyhow::Result<Option<Self>> {
         if Command::new("setpriv").arg("--version").output().is_err() {
-            println!("SKIPPED: there is no setpriv(1)");
+            skip(test, "there is no setpriv(1)");
             return Ok(None);
         }
         let script = std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
@@ -159,11 +156,12 @@ impl Drop for Unprivileged {
 
 #[test]
 fn an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed() -> anyhow::Result<()> {
-    let flavours = flavours_for("an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed");
+    let test = "an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed";
+    let flavours = flavours_for(test);
     if flavours.is_empty() {
         return Ok(());
     }
-    let Some(unprivileged) = Unprivileged::new(oldest(&flavours)?)? else { return Ok(()) };
+    let Some(unprivileged) = Unprivileged::new(test, oldest(&flavours)?)? else { return Ok(()) };
     let mut pair = Pair::start(&busy(&unprivileged.flavour))?;
     let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
     check_moved(&mut pair, &migrate)?;

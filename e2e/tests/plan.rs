@@ -1,6 +1,5 @@
 //! `godwit plan`: it tells what would be, and leaves the guest as it was.
 
-use std::process::Command;
 use std::time::Instant;
 
 use anyhow::ensure;
@@ -17,8 +16,7 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     let name = vm.vm_name();
     let arguments =
         ["plan", "--vm", &name, "--for", "700ms", "--link", "5MiB/s", "--link", "10Gbit", "--json"];
-    let output = Command::new(godwit.program()).args(arguments).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = godwit.done(&arguments)?;
     let answer: Value = serde_json::from_slice(&output.stdout)?;
     let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);
     ensure!(samples >= 5, "{answer}");
@@ -30,9 +28,9 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
     ensure!(seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64());
 
-    let wrong = Command::new(godwit.program()).args(["plan", "--vm", &name, "--for", "1ms"]).output()?;
+    let wrong = godwit.run(&["plan", "--vm", &name, "--for", "1ms"])?;
     ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
-    let wrong = Command::new(godwit.program()).args(["plan", "--vm", &name, "--set", "speed=9"]).output()?;
+    let wrong = godwit.run(&["plan", "--vm", &name, "--set", "speed=9"])?;
     ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
     Ok(())
 }
@@ -60,7 +58,7 @@ fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
     let name = vm.vm_name();
     let plan = |disks: &str| {
         let arguments = ["plan", "--vm", &name, "--for", "200ms", "--disks", disks, "--json"];
-        Command::new(godwit.program()).args(arguments).output()
+        godwit.run(&arguments)
     };
     let answer: Value = serde_json::from_slice(&plan("all")?.stdout)?;
     let command = answer["images"][0].as_str().unwrap_or_default();
@@ -99,7 +97,7 @@ fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
     let alike = |source: &dyn Movable, destination: &dyn Movable| -> anyhow::Result<()> {
         let name = source.vm_name();
         let arguments = ["plan", "--vm", &name, "--for", "1s", "--link", "400Mbit", "--json"];
-        let output = Command::new(godwit.program()).args(arguments).output()?;
+        let output = godwit.run(&arguments)?;
         let plan: Value = serde_json::from_slice(&output.stdout)?;
         let simulated = &plan["plans"][0]["cases"][0]["forecast"];
         let (receive, address) = godwit.receive(destination, &[])?;

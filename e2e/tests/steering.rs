@@ -1,7 +1,7 @@
 //! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked, changed, switched over and
 //! cancelled. With QEMU and with microvms.
 
-use std::process::{Command, Output};
+use std::process::Output;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
@@ -78,13 +78,9 @@ impl Machines {
         }
     }
 
-    fn run(&self, arguments: &[&str]) -> anyhow::Result<Output> {
-        Ok(Command::new(self.godwit().program()).args(arguments).output()?)
-    }
-
     /// Runs a command that is to be refused with one line that contains `words`.
     fn refused(&self, arguments: &[&str], words: &str) -> anyhow::Result<()> {
-        let output = self.run(arguments)?;
+        let output = self.godwit().run(arguments)?;
         let errors = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.code() == Some(1), "{arguments:?}: {}", output.status);
         ensure!(errors.contains(words) && errors.trim().lines().count() == 1, "{arguments:?}: {errors}");
@@ -92,9 +88,7 @@ impl Machines {
     }
 
     fn done(&self, arguments: &[&str]) -> anyhow::Result<Output> {
-        let output = self.run(arguments)?;
-        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(output)
+        self.godwit().done(arguments)
     }
 
     /// What `godwit status` says of `name`.

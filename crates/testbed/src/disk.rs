@@ -10,6 +10,7 @@ use anyhow::{Context, ensure};
 use godwit_units::ByteCount;
 
 use crate::leftovers::{Place, SHARED_MEMORY};
+use crate::skip::skip;
 
 /// An image of a disk.
 #[derive(Debug)]
@@ -64,8 +65,7 @@ impl DiskImage {
     /// # Errors
     /// When it cannot be looked at.
     pub fn allocated(&self) -> anyhow::Result<ByteCount> {
-        // In units of 512 bytes (stat(2)).
-        Ok(ByteCount(std::fs::metadata(self.path())?.blocks() * 512))
+        allocated(&self.path())
     }
 
     /// Whether a guest sees the same in both. The machines must have ended, or have been told to flush.
@@ -81,6 +81,15 @@ impl DiskImage {
     }
 }
 
+/// Bytes that `file` takes up on its file system.
+///
+/// # Errors
+/// When it cannot be looked at.
+pub fn allocated(file: &Path) -> anyhow::Result<ByteCount> {
+    // In units of 512 bytes (stat(2)).
+    Ok(ByteCount(std::fs::metadata(file)?.blocks() * 512))
+}
+
 /// Runs `qemu-img`.
 fn tool(arguments: &[&str]) -> anyhow::Result<()> {
     let output = Command::new("qemu-img").args(arguments).output().context("cannot run qemu-img")?;
@@ -94,8 +103,7 @@ fn tool(arguments: &[&str]) -> anyhow::Result<()> {
 pub fn images_for(test: &str) -> bool {
     let there = Command::new("qemu-img").arg("--version").output().is_ok_and(|it| it.status.success());
     if !there {
-        let words = format!("\nSKIPPED {test}: there is no qemu-img: run `make qemu`\n");
-        let _ = std::io::Write::write_all(&mut std::io::stderr(), words.as_bytes());
+        skip(test, "there is no qemu-img: run `make qemu`");
     }
     there
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::guest::{GuestFiles, target_dir};
+use crate::skip::skip;
 
 const BINARY: &str = "qemu-system-x86_64";
 
@@ -62,17 +63,13 @@ pub fn flavours() -> Vec<Flavour> {
 /// The QEMUs that the test `test` can run with: none, and aloud why, where QEMU or the guest is missing.
 #[must_use]
 pub fn flavours_for(test: &str) -> Vec<Flavour> {
-    // Written past the test harness, which keeps what a passing test prints to itself.
-    let skip = |why: &str| {
-        let _ = std::io::Write::write_all(
-            &mut std::io::stderr(),
-            format!("\nSKIPPED {test}: {why}\n").as_bytes(),
-        );
-        Vec::new()
-    };
     if let Err(missing) = GuestFiles::find() {
-        return skip(&missing.to_string());
+        skip(test, missing);
+        return Vec::new();
     }
     let found = flavours();
-    if found.is_empty() { skip("there is no QEMU: run `make qemu`") } else { found }
+    if found.is_empty() {
+        skip(test, "there is no QEMU: run `make qemu`");
+    }
+    found
 }

@@ -5,10 +5,10 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 use serde_json::Value;
 
 use crate::console::Console;
@@ -46,6 +46,24 @@ impl Godwit {
     #[must_use]
     pub fn program(&self) -> &Path {
         &self.program
+    }
+
+    /// Runs it with `arguments` to its end.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn run(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        Command::new(&self.program).args(arguments).output().context("cannot run godwit")
+    }
+
+    /// The same for what must succeed.
+    ///
+    /// # Errors
+    /// When it does not: what it complained of.
+    pub fn done(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        let output = self.run(arguments)?;
+        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(output)
     }
 
     /// Starts `godwit receive` for `vm` and waits until it listens.

@@ -3,13 +3,13 @@
 //! Keeps one promise: a test that cannot have them says so aloud. They are taken from the free memory of the host, which needs
 //! root; a test that is killed outright leaves them reserved.
 
-use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, ensure};
 use godwit_units::ByteCount;
 
 use crate::mount::Mount;
+use crate::skip::skip;
 
 const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
 const SIZE: u64 = 2 << 20;
@@ -28,8 +28,7 @@ impl HugePages {
     pub fn for_test(test: &str, bytes: ByteCount) -> Option<Self> {
         let made = Self::reserve(bytes);
         if let Err(problem) = &made {
-            // Not eprintln: the test harness would hold that back.
-            let _ = writeln!(std::io::stderr(), "SKIPPED {test}: no huge pages: {problem:#}");
+            skip(test, format_args!("no huge pages: {problem:#}"));
         }
         made.ok()
     }

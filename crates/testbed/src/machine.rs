@@ -3,9 +3,11 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::anyhow;
+use anyhow::{anyhow, ensure};
+use godwit_units::ByteCount;
 
 use crate::console::{Beat, Console};
+use crate::disk::allocated;
 use crate::vm::TestVm;
 
 /// A machine whose guest may move.
@@ -53,6 +55,30 @@ pub trait Movable {
             beats.retain(|beat| beat.at > moment);
             (beats.len() >= count).then_some(beats)
         })
+    }
+
+    /// Bytes of memory that the host holds for it: what its RAM file takes up.
+    ///
+    /// # Errors
+    /// When it cannot be looked at.
+    fn held(&self) -> anyhow::Result<ByteCount> {
+        allocated(self.ram_file())
+    }
+
+    /// Waits until that is as `wanted`.
+    ///
+    /// # Errors
+    /// When it is not within `limit`.
+    fn await_held(&self, limit: Duration, wanted: &dyn Fn(ByteCount) -> bool) -> anyhow::Result<()> {
+        let until = Instant::now() + limit;
+        loop {
+            let held = self.held()?;
+            if wanted(held) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < until, "after {limit:?} the host holds {held} for it");
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Lines of this side that tell of damaged memory.

@@ -16,6 +16,7 @@ use crate::console::Console;
 use crate::godwit::Godwit;
 use crate::leftovers::Place;
 use crate::machine::Movable;
+use crate::skip::skip;
 
 const START_LIMIT: Duration = Duration::from_secs(30);
 
@@ -24,8 +25,7 @@ const START_LIMIT: Duration = Duration::from_secs(30);
 pub fn kvm_for(test: &str) -> bool {
     let usable = File::options().read(true).write(true).open("/dev/kvm");
     if let Err(error) = &usable {
-        // Not eprintln: the test harness would hold that back.
-        let _ = writeln!(std::io::stderr(), "SKIPPED {test}: /dev/kvm cannot be opened: {error}");
+        skip(test, format_args!("/dev/kvm cannot be opened: {error}"));
     }
     usable.is_ok()
 }

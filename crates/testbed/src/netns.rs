@@ -124,7 +124,7 @@ fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::io::Read;
     use std::net::TcpListener;
     use std::time::{Duration, Instant};
 
@@ -135,8 +135,7 @@ mod tests {
         let link = match SlowLink::create(Rate::from_bytes_per_second(f64::from(8 << 20))) {
             Ok(link) => link,
             Err(why) => {
-                let words = format!("\nSKIPPED a_link_carries_what_it_is_told_to_and_goes_away: {why:#}\n");
-                let _ = std::io::stderr().write_all(words.as_bytes());
+                crate::skip("a_link_carries_what_it_is_told_to_and_goes_away", format_args!("{why:#}"));
                 return;
             }
         };

@@ -12,6 +12,12 @@ use serde_json::{Value, json};
 
 use crate::vm::TestVm;
 
+/// The time since 1970, by the clock that QEMU stamps its events with.
+#[must_use]
+pub fn wall_clock() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
 /// More than any link carries, in bytes a second. Zero is "no limit" only in newer QEMUs.
 pub(crate) const NO_LIMIT: u64 = 1 << 40;
 pub(crate) const DOWNTIME_LIMIT_MS: u64 = 300;
@@ -92,13 +98,13 @@ pub fn own_migration_within(
     destination.qmp().execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
     let uri = listening_at(destination)?;
 
-    let began = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let began = wall_clock();
     source.qmp().execute("migrate", json!({ "uri": uri }))?;
     let until = began + patience;
     if matches!(style, Style::PostCopy { .. }) {
         switch_after_one_pass(source, until)?;
     }
-    let left = || until.saturating_sub(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default());
+    let left = || until.saturating_sub(wall_clock());
     let ended = source.qmp().wait_event_where("the end of the migration", left(), |event| {
         event.name == "MIGRATION" && matches!(event.data["status"].as_str(), Some("completed" | "failed"))
     });
@@ -129,7 +135,7 @@ fn told(source: &mut TestVm, wall: Duration, finished: bool) -> anyhow::Result<O
 
 /// Out of patience: what it did until now, and an end to it.
 fn cancelled(source: &mut TestVm, began: Duration) -> anyhow::Result<OwnMigration> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let now = wall_clock();
     let so_far = told(source, now.saturating_sub(began), false)?;
     source.qmp().execute("migrate_cancel", Value::Null)?;
     source.qmp().wait_event_where("the end of the cancelled migration", CANCEL_LIMIT, |event| {
@@ -146,7 +152,7 @@ fn switch_after_one_pass(source: &mut TestVm, until: Duration) -> anyhow::Result
             source.qmp().execute("migrate-start-postcopy", Value::Null)?;
             return Ok(());
         }
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = wall_clock();
         ensure!(now < until, "QEMU has not made one pass: {info}");
         std::thread::sleep(Duration::from_millis(10));
     }

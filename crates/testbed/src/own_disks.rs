@@ -5,7 +5,7 @@
 //! Keeps it fair: everything is done the moment it can be, by one process and without a daemon in between. A migration that does not come to
 //! an end is cancelled, and its guest runs on at the source.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_qemu::qmp::QmpError;
@@ -13,7 +13,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::netns::SlowLink;
-use crate::own::{DOWNTIME_LIMIT_MS, NO_LIMIT};
+use crate::own::{DOWNTIME_LIMIT_MS, NO_LIMIT, wall_clock};
 use crate::vm::TestVm;
 
 const NBD_PORT: u16 = 10809;
@@ -47,7 +47,7 @@ pub fn own_migration_with_disks(
     patience: Duration,
 ) -> anyhow::Result<OwnDisksMigration> {
     prepare(source, destination, link, disks)?;
-    let began = now();
+    let began = wall_clock();
     let until = Instant::now() + patience;
     let left = || until.saturating_duration_since(Instant::now());
     for disk in disks {
@@ -82,10 +82,6 @@ pub fn own_migration_with_disks(
         event.name == "MIGRATION" && event.data["status"] == "completed"
     })?;
     told(source, running.emitted.saturating_sub(began), mirrored, true)
-}
-
-fn now() -> Duration {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 fn job(disk: &str) -> String {
@@ -157,7 +153,7 @@ fn cancelled(
     began: Duration,
     mirrored: Duration,
 ) -> anyhow::Result<OwnDisksMigration> {
-    let so_far = told(source, now().saturating_sub(began), mirrored, false)?;
+    let so_far = told(source, wall_clock().saturating_sub(began), mirrored, false)?;
     source.qmp().execute("migrate_cancel", Value::Null)?;
     for disk in disks {
         source.qmp().execute("block-job-cancel", json!({ "device": job(disk), "force": true }))?;

@@ -2,12 +2,13 @@
 //!
 //! A read that is held back there has its pages pinned already, as on any slow disk: what lands late is what some tests are about.
 
-use std::io::Write;
 use std::os::linux::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, bail};
+
+use crate::skip::skip;
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -24,8 +25,7 @@ impl SlowReads {
     pub fn for_test(test: &str, file: &Path, reads: u32) -> Option<Self> {
         let made = Self::new(file, reads);
         if let Err(problem) = &made {
-            // Not eprintln: the test harness would hold that back.
-            let _ = writeln!(std::io::stderr(), "SKIPPED {test}: reads cannot be slowed down: {problem:#}");
+            skip(test, format_args!("reads cannot be slowed down: {problem:#}"));
         }
         made.ok()
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
 use godwit_qemu::QemuSource;
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for, skip};
 use godwit_units::PageCount;
 use godwit_verify::settings::Mode;
 
@@ -18,7 +18,7 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
         vm.wait_ready(LIMIT).unwrap();
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         if let Some(why) = source.cannot_govern() {
-            println!("SKIPPED: {why}");
+            skip("a_guest_is_held_to_its_rate_and_let_go", why);
             return;
         }
         let tracker = source.start_tracking().unwrap();

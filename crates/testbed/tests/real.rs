@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use godwit_testbed::{
     BeaconPlace, Flavour, GuestConfig, Observer, Style, TestVm, VmConfig, flavours_for, longest_pause,
-    own_migration,
+    own_migration, skip,
 };
 use godwit_verify::settings::Mode;
 use godwit_verify::stamp::Page;
@@ -81,8 +81,7 @@ fn qemus_own_migration_is_timed_from_outside() {
     for flavour in flavours_for("qemus_own_migration_is_timed_from_outside") {
         if flavour.version < (8, 0, 0) {
             // Its migration of emulated guests loses pages: an assertion here would fail now and then.
-            let why = format!("\nSKIPPED own migration of {flavour}: it loses pages of guests under TCG\n");
-            std::io::Write::write_all(&mut std::io::stderr(), why.as_bytes()).unwrap();
+            skip(&format!("own migration of {flavour}"), "it loses pages of guests under TCG");
             continue;
         }
         for style in [Style::Plain, Style::Multifd(2)] {

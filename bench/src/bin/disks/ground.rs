@@ -4,9 +4,10 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use godwit_bench::godwit::{Attempt, Terms};
 use godwit_bench::report::median;
 use godwit_testbed::{
     BeaconPlace, DiskImage, Flavour, Godwit, GuestConfig, Observer, SlowLink, TestVm, VmConfig,
@@ -134,35 +135,20 @@ impl Ground<'_> {
         destination: &mut TestVm,
         options: &[&str],
     ) -> anyhow::Result<(bool, Duration, Value)> {
-        let godwit = Godwit::built()?;
-        let (receive, address) = match self.link {
-            Some(link) => godwit.receive_over(link, destination, &[])?,
-            None => godwit.receive(destination, &[])?,
-        };
-        destination.qmp().forget_events();
-        let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let began = now();
         // The source QEMU must live on to be asked what its guest said.
         let options = [&["--disks", "all", "--keep-source"], options].concat();
-        let running = godwit.migrate(source, &address, &options)?;
-        let until = Instant::now() + self.patience;
-        while !running.has_ended() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        if !running.has_ended() {
-            running.signal(rustix::process::Signal::INT)?;
-        }
-        let migrate = running.wait(LIMIT)?;
+        let terms = Terms { link: self.link, patience: Some(self.patience), limit: LIMIT };
+        let attempt = Attempt::under(terms, &Godwit::built()?, source, destination, &options)?;
+        let migrate = &attempt.migrate;
         let last = migrate.last();
-        let finished = last["outcome"] == "migrated";
-        let end = if finished { destination.qmp().wait_event("RESUME", LIMIT)?.emitted } else { now() };
-        let receive = if finished { receive.wait(LIMIT)?.last().clone() } else { Value::Null };
+        let receive = attempt.receive.as_ref().map(|receive| receive.last().clone());
+        let finished = receive.is_some();
         if !finished {
             println!("{} {}", last["error"], migrate.errors.lines().last().unwrap_or_default());
         }
         let progress: Vec<_> = migrate.lines.iter().filter(|line| line["event"] == "progress").collect();
         let words = json!({ "migrate": last, "receive": receive, "progress": progress });
-        Ok((finished, end.saturating_sub(began), words))
+        Ok((finished, attempt.wall, words))
     }
 }
 

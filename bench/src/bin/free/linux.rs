@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
-use godwit_testbed::{Backend, Flavour, Godwit, GuestConfig, Style, TestVm, VmConfig, own_migration};
+use godwit_testbed::{
+    Backend, Flavour, Godwit, GuestConfig, Movable, Style, TestVm, VmConfig, own_migration,
+};
 use godwit_units::ByteCount;
 use godwit_verify::heartbeat::BUILD;
 use godwit_verify::settings::{BuildWork, Mode};
@@ -207,9 +209,8 @@ fn done(vm: &TestVm) -> (f64, f64) {
 
 /// Guest memory that the host holds for `vm`, in MiB: what its RAM file takes, or QEMU's anonymous memory.
 fn held(vm: &TestVm) -> anyhow::Result<f64> {
-    use std::os::unix::fs::MetadataExt;
     match vm.config().backend {
-        Backend::SharedFile => Ok(std::fs::metadata(vm.ram_file())?.blocks() as f64 * 512.0 / MIB),
+        Backend::SharedFile => Ok(Movable::held(vm)?.0 as f64 / MIB),
         _ => status(vm, "RssAnon:"),
     }
 }

@@ -1,7 +1,6 @@
 //! A microvm whose guest hints its free pages, beside the same whose free pages are holes already, so that only used ones are there to send; and
 //! beside one that has used no more than that, all of it in one piece.
 
-use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
@@ -63,11 +62,7 @@ fn one_move(godwit: &Godwit, options: &[&str]) -> anyhow::Result<[f64; 3]> {
     source.wait_ready(LIMIT)?;
     source.wait_for_heartbeats_after(Instant::now(), 5, LIMIT)?;
     if options.contains(&"reporting") {
-        let until = Instant::now() + LIMIT;
-        while std::fs::metadata(source.ram_file())?.blocks() * 512 > GIVEN_BACK {
-            ensure!(Instant::now() < until, "the guest does not give its free memory back");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        source.await_held(LIMIT, &|held| held.0 <= GIVEN_BACK)?;
     }
     let (receive, address) = godwit.receive(&destination, &[])?;
     let ended = godwit.migrate(&source, &address, &["--compression", "none"])?.wait(LIMIT)?;

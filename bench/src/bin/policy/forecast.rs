@@ -3,7 +3,6 @@
 //! The guest goes on with what it did when it was looked at; link and settings are those of the forecast. Total time and
 //! downtime are godwit's own words on both sides.
 
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -94,8 +93,7 @@ fn one(
 ) -> anyhow::Result<Value> {
     source.wait_for_heartbeats_after(Instant::now(), 10, LIMIT)?;
     let arguments = ["plan", "--vm", &source.vm_name(), "--link", link, "--json"];
-    let output = Command::new(godwit.program()).args(arguments).output()?;
-    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = godwit.done(&arguments)?;
     let plan: Value = serde_json::from_slice(&output.stdout)?;
     let forecast = &plan["plans"][0]["cases"][0]["forecast"];
     // What the look cost the guest is over.
