@@ -189,6 +189,64 @@ fn a_hostile_text_cannot_write_to_the_terminal() {
     assert_eq!(text, "\u{fffd}[2Jgone\u{fffd}");
 }
 
+/// A frame of `kind` whose payload is `length` zeros.
+fn zeros(kind: FrameKind, length: usize) -> Vec<u8> {
+    let mut frame = vec![0; HEADER_LEN + length];
+    seal(&mut frame, kind, 0, 0);
+    frame
+}
+
+#[test]
+fn limits_are_what_they_say_to_the_byte() {
+    let header = |length: u32| {
+        let mut frame = zeros(FrameKind::DeviceState, 0);
+        frame[4..8].copy_from_slice(&length.to_le_bytes());
+        FrameHeader::decode(frame.first_chunk().unwrap())
+    };
+    assert_eq!(header(PAYLOAD_LIMIT as u32).unwrap().length, PAYLOAD_LIMIT);
+    assert!(header(PAYLOAD_LIMIT as u32 + 1).is_err());
+
+    let digests = |length| parse(&zeros(FrameKind::Digests, length));
+    let Message::Digests { digests: most, .. } = digests(DIGESTS_PER_MESSAGE * 16).unwrap() else {
+        panic!("not digests")
+    };
+    assert_eq!(most, vec![0; DIGESTS_PER_MESSAGE]);
+    for wrong in [1, 15, 17, DIGESTS_PER_MESSAGE * 16 - 1, DIGESTS_PER_MESSAGE * 16 + 16] {
+        assert_eq!(digests(wrong), Err(WireError::Length { what: "digests" }), "{wrong}");
+    }
+
+    let state = |length| parse(&zeros(FrameKind::DeviceState, length));
+    assert_eq!(state(DEVICE_STATE_CHUNK), Ok(Message::DeviceState(vec![0; DEVICE_STATE_CHUNK])));
+    assert_eq!(state(DEVICE_STATE_CHUNK + 1), Err(WireError::Length { what: "piece of device state" }));
+}
+
+#[test]
+fn numbers_of_digests_do_not_run_into_each_other() {
+    let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
+    assert_eq!(parse(&message.encode()), Ok(message));
+}
+
+/// A reason for giving up may hold a path in any language.
+#[test]
+fn a_long_text_is_cut_between_two_characters() {
+    for before in 0..4 {
+        let text = "x".repeat(before) + &"\u{20ac}".repeat(5000);
+        let frame = Message::Abort { code: AbortCode::Other, text: text.clone() }.encode();
+        let Message::Abort { text: cut, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
+        assert!(text.starts_with(&cut) && cut.len() < text.len() && cut.len() > 500, "{}", cut.len());
+    }
+}
+
+/// Both sides compare it, and they may not be of the same release: XXH3-128, seed 0.
+#[test]
+fn digests_and_session_names_do_not_change() {
+    assert_eq!(digest(b""), 0x99aa_06d3_0147_98d8_6001_c324_468d_497f);
+    assert_ne!(digest(&[0; 4096]), digest(&[0; 8192]));
+    let name = SessionId(std::array::from_fn(|byte| byte as u8));
+    assert_eq!(name.to_string(), "000102030405060708090a0b0c0d0e0f");
+    assert_eq!(format!("{name:?}"), "SessionId(000102030405060708090a0b0c0d0e0f)");
+}
+
 fn any_message() -> impl Strategy<Value = Message> {
     prop_oneof![
         (
