@@ -165,6 +165,25 @@ fn a_failed_read_leaves_the_frame_as_it_was() {
 }
 
 #[test]
+fn a_frame_is_full_of_pages_or_full_of_runs() {
+    let mut builder = PageFrameBuilder::new();
+    assert_eq!(builder.room(), FRAME_PAGES.min(RUNS_LIMIT));
+    let data = |_: &mut [u8]| Ok::<(), ()>(());
+    for left in (0..FRAME_PAGES).rev() {
+        builder.add(PageRun::new(left as u64 * 2, 1), data, |_, _| Some(Content::Data)).unwrap();
+        assert_eq!(builder.room(), left.min(RUNS_LIMIT - (FRAME_PAGES - left)));
+    }
+    let frame = builder.finish(0).to_vec();
+    let header = FrameHeader::decode(frame.first_chunk().unwrap()).unwrap();
+    assert_eq!(usize::from(header.runs), FRAME_PAGES);
+
+    for left in (0..RUNS_LIMIT).rev() {
+        builder.zero(PageRun::new(left as u64 * 2, 1));
+        assert_eq!(builder.room(), FRAME_PAGES.min(left));
+    }
+}
+
+#[test]
 fn strangers_are_told_from_versions() {
     let mut ssh = [0; GREETING_LEN];
     ssh[..8].copy_from_slice(b"SSH-2.0-");
@@ -368,6 +387,57 @@ proptest! {
         }
     }
 
+    /// Whatever goes into a frame comes out of it, in the same order.
+    #[test]
+    fn a_frame_holds_what_was_put_in(
+        pieces in prop::collection::vec((0u64..40, prop::collection::vec(any_look(), 1..30)), 0..12),
+    ) {
+        let mut builder = PageFrameBuilder::new();
+        let mut model = Vec::new();
+        let mut start = 0;
+        for (gap, looks) in pieces {
+            start += gap;
+            let count = looks.len().min(builder.room());
+            let looks = &looks[..count];
+            let run = PageRun::new(start, count as u64);
+            let read = |bytes: &mut [u8]| {
+                for (page, look) in bytes.chunks_mut(4096).zip(looks) {
+                    page.fill(look.unwrap_or(9));
+                }
+                Ok::<(), ()>(())
+            };
+            let wanted = |page: godwit_units::PageIndex, bytes: &[u8]| {
+                let look = looks[(page.0 - start) as usize]?;
+                assert_eq!(bytes, [look; 4096]);
+                Some(if look == 0 { Content::Zero } else { Content::Data })
+            };
+            let added = builder.add(run, read, wanted).unwrap();
+            let zero = looks.iter().filter(|look| **look == Some(0)).count() as u64;
+            let all = looks.iter().flatten().count() as u64;
+            prop_assert_eq!(added, Added { data: PageCount(all - zero), zero: PageCount(zero) });
+            model.extend((start..).zip(looks).filter_map(|(page, look)| Some((page, (*look)?))));
+            start += count as u64;
+        }
+        prop_assert_eq!(builder.data().len(), model.iter().filter(|(_, look)| *look != 0).count() * 4096);
+
+        let frame = builder.finish(3).to_vec();
+
+        let (header, payload) = frame.split_first_chunk().unwrap();
+        let header = FrameHeader::decode(header).unwrap();
+        header.verify(payload).unwrap();
+        let pages = PageFrame::decode(&header, payload).unwrap();
+        let mut seen = Vec::new();
+        for (run, bytes) in pages.runs(pages.data) {
+            let zero = run.content == Content::Zero;
+            prop_assert_eq!(bytes.len() as u64, if zero { 0 } else { run.run.count.0 * 4096 });
+            for page in 0..run.run.count.0 {
+                let look = if zero { 0 } else { bytes[page as usize * 4096] };
+                seen.push((run.run.start.0 + page, look));
+            }
+        }
+        prop_assert_eq!((pages.block, seen), (3, model));
+    }
+
     #[test]
     fn a_greeting_with_wrong_bytes_is_answered(
         session in any::<[u8; 16]>(),
@@ -389,6 +459,11 @@ proptest! {
             prop_assert_eq!(understood.encode(), bytes);
         }
     }
+}
+
+/// A page that is looked at: with these bytes, as zero, or not wanted.
+fn any_look() -> impl Strategy<Value = Option<u8>> {
+    prop_oneof![(0u8..3).prop_map(Some), Just(None)]
 }
 
 /// What befalls a frame on its way out of a peer that is wrong: some bytes are others, its end is missing or there is more,
