@@ -239,6 +239,64 @@ fn limits_are_what_they_say_to_the_byte() {
     assert_eq!(state(DEVICE_STATE_CHUNK + 1), Err(WireError::Length { what: "piece of device state" }));
 }
 
+/// The offer of a machine with so many RAM blocks and disks without names, and one more of either put in by hand.
+fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, WireError> {
+    let Message::Offer(mut offer) = offer() else { panic!("not an offer") };
+    offer.machine.clear();
+    offer.blocks = vec![BlockOffer { name: String::new(), pages: PageCount(1) }; blocks];
+    let disk = DiskOffer { name: String::new(), size: ByteCount(1), granularity: ByteCount(1) };
+    offer.disks = vec![disk; disks];
+    let mut frame = Message::Offer(offer).encode();
+    // Channels, two flags, codecs and the name of the machine; then a count of 2 bytes and 10 bytes for each block.
+    let at = HEADER_LEN + 3 + 4 + 2;
+    let behind = at + 2 + blocks * 10;
+    if more[1] {
+        frame[behind] += 1;
+        frame.splice(behind + 1..behind + 1, [0; 14]);
+    }
+    if more[0] {
+        frame[at..at + 2].copy_from_slice(&(blocks as u16 + 1).to_le_bytes());
+        frame.splice(at + 2..at + 2, [0; 10]);
+    }
+    seal(&mut frame, FrameKind::Offer, 0, 0);
+    parse(&frame)
+}
+
+#[test]
+fn an_offer_names_as_many_blocks_and_disks_as_it_may() {
+    let Ok(Message::Offer(most)) = crowded(BLOCKS_LIMIT, DISKS_LIMIT, [false; 2]) else { panic!("refused") };
+    assert_eq!((most.blocks.len(), most.disks.len()), (BLOCKS_LIMIT, DISKS_LIMIT));
+    assert!(crowded(BLOCKS_LIMIT - 1, DISKS_LIMIT - 1, [true; 2]).is_ok());
+    let refused = |more| crowded(BLOCKS_LIMIT, DISKS_LIMIT, more).unwrap_err();
+    assert!(matches!(refused([true, false]), WireError::Field { field: "RAM blocks", .. }));
+    assert!(matches!(refused([false, true]), WireError::Field { field: "disks", .. }));
+}
+
+#[test]
+fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
+    let Message::Offer(mut longest) = offer() else { panic!("not an offer") };
+    longest.machine = "m".repeat(NAME_LIMIT);
+    let longest = Message::Offer(longest);
+    assert_eq!(parse(&longest.encode()), Ok(longest));
+    let abort = |text: String| Message::Abort { code: AbortCode::Other, text }.encode();
+    let longest = abort("t".repeat(TEXT_LIMIT));
+    assert!(parse(&longest).is_ok());
+
+    let mut longer = longest;
+    longer[HEADER_LEN..HEADER_LEN + 2].copy_from_slice(&(TEXT_LIMIT as u16 + 1).to_le_bytes());
+    longer.push(b't');
+    seal(&mut longer, FrameKind::Abort, 0, AbortCode::Other as u64);
+    assert!(parse(&longer).is_err());
+    for (mut frame, kind, aux) in [
+        (abort("gone".to_owned()), FrameKind::Abort, AbortCode::Other as u64),
+        (offer().encode(), FrameKind::Offer, 0),
+    ] {
+        frame.push(0);
+        seal(&mut frame, kind, 0, aux);
+        assert!(matches!(parse(&frame), Err(WireError::Length { .. })), "{kind:?}");
+    }
+}
+
 #[test]
 fn numbers_of_digests_do_not_run_into_each_other() {
     let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
