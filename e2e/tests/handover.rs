@@ -4,17 +4,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, check_untouched};
-use godwit_testbed::{
-    DiskImage, Ended, Flavour, GuestConfig, Running, TestVm, VmConfig, flavours_for, images_for,
-};
+use godwit_testbed::{DiskImage, Ended, GuestConfig, Running, TestVm, VmConfig, flavours_for, images_for};
 use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 
 /// A pair with a guest that writes.
-fn pair(flavour: &Flavour) -> anyhow::Result<Pair> {
-    Pair::start(&VmConfig::new(flavour, GuestConfig::small(Mode::Rate)))
-}
-
 /// Waits until the machine is in the state `wanted`.
 fn await_state(vm: &mut TestVm, wanted: &str) -> anyhow::Result<()> {
     let until = Instant::now() + LIMIT;
