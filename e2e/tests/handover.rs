@@ -8,7 +8,6 @@ use godwit_testbed::{DiskImage, Ended, GuestConfig, Running, TestVm, VmConfig, f
 use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 
-/// A pair with a guest that writes.
 /// Waits until the machine is in the state `wanted`.
 fn await_state(vm: &mut TestVm, wanted: &str) -> anyhow::Result<()> {
     let until = Instant::now() + LIMIT;
