@@ -156,6 +156,7 @@ pub fn migrate(
         first_writes: None,
         can_govern: false,
         disk_limit: None,
+        disk_time: Duration::ZERO,
         speed: Speed::default(),
         guest_speed: None,
         warning: None,
@@ -257,7 +258,10 @@ struct Source<'a> {
     first_writes: Option<f64>,
     /// Whether the policy may use a governor.
     can_govern: bool,
+    /// The limit of the guest's writes to all disks that move.
     disk_limit: Option<Rate>,
+    /// How long the round was in which it was last seen what the guest writes to them.
+    disk_time: Duration,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
