@@ -199,7 +199,7 @@ mod tests {
             let disk = DiskRound {
                 full_pass: false,
                 sent: ByteCount(sent << 20),
-                remaining: ByteCount(2 * written << 20),
+                remaining: ByteCount((2 * written) << 20),
                 written: ByteCount(written << 20),
                 storage: Duration::from_millis(waited),
             };
