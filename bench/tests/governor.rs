@@ -2,6 +2,7 @@
 //!
 //! Regression: the writers were joined on every way out, and they never end. So a bench whose writers did not
 //! regain their speed waited for ever, without a word.
+#![allow(clippy::unwrap_used)]
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
