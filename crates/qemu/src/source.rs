@@ -425,8 +425,10 @@ impl SourceVm for QemuSource {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        let nodes = self.moving.iter().map(|found| found.node.as_str());
+        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
+        Ok(self.disk_limits.set(&mut self.machine.qmp, &limits)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -467,7 +469,7 @@ impl SourceVm for QemuSource {
         Ok(tracking.dirty(qmp)?)
     }
 
-    fn disk_writes(&mut self) -> Option<ByteCount> {
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         if self.moving.is_empty() {
             return None;
         }
