@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use godwit_codec::Codec;
 use godwit_engine::address::Listener;
 use godwit_engine::compression::Compression;
-use godwit_engine::destination;
+use godwit_engine::destination::{self, Notice};
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
@@ -250,14 +250,20 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
     };
     let receiving = std::thread::spawn(move || {
         let options = destination::Options::default();
-        destination::receive(&mut destination, &listener, &options, &there, &mut |_| {}).map(drop)
+        let mut lost = false;
+        let mut notice =
+            |notice: &Notice| lost |= matches!(notice, Notice::AwaitingSource { .. } | Notice::Refused(_));
+        let received = destination::receive(&mut destination, &listener, &options, &there, &mut notice);
+        (received.map(drop), lost)
     });
     let settings = Settings { downtime_limit: Duration::from_secs(10), ..Settings::default() };
     let steering = Steering::new(settings, Own::default(), here.clone());
     let options = Options { to, ..options(2, false) };
     let result = migrate(&mut source, &options, &steering, &mut |_| {}).map(drop);
-    let received = receiving.join().unwrap();
+    let (received, lost) = receiving.join().unwrap();
     assert!(here.is_cancelled());
+    // A source in doubt drops the connection and asks over another one.
+    assert!(!lost, "it was in doubt for a while");
     assert!(result.is_ok(), "{result:?}");
     assert!(received.is_ok(), "{received:?}");
     assert!(source.retired && !source.running.load(Ordering::Relaxed));
