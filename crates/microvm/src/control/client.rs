@@ -3,7 +3,7 @@
 //! [`migrate`] and [`receive`] look like the engine's own functions; the engine is in the VMM. What Ctrl-C is to the
 //! engine here, the end of the sending side is there.
 
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -18,11 +18,13 @@ use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
 
-use super::messages::{Answer, Cost, DiskWish, MigrateRequest, Request, Status};
+use super::messages::{Answer, Cost, DiskWish, MigrateRequest, MigrationLook, Request, Status};
 use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// The measures of a long migration, with all its rounds, are the longest line.
+const LONGEST_ANSWER: u64 = 64 << 20;
 
 /// Why a request came to nothing.
 #[derive(Debug, thiserror::Error)]
@@ -75,7 +77,10 @@ impl Connection {
     fn next(&mut self, cancel: &Cancel, limit: Option<Duration>) -> Result<Answer, MicrovmError> {
         let began = std::time::Instant::now();
         loop {
-            match self.reader.read_until(b'\n', &mut self.text) {
+            // A line has a limit, since whoever listens there may be anyone.
+            let rest = LONGEST_ANSWER.saturating_sub(self.text.len() as u64);
+            match (&mut self.reader).take(rest).read_until(b'\n', &mut self.text) {
+                Ok(_) if rest == 0 => return Err(self.problem("answers more than makes sense")),
                 Ok(_) if self.text.ends_with(b"\n") => {
                     let answer = serde_json::from_slice(&self.text);
                     self.text.clear();
@@ -141,14 +146,13 @@ pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured,
     }
 }
 
-/// The last look at the migration under way, if there was one, and its settings.
+/// The migration under way.
 ///
 /// # Errors
 /// When there is none.
-#[allow(clippy::type_complexity, reason = "the two parts of one answer")]
-pub fn migration(path: &Path) -> Result<(Option<Box<Progress>>, Vec<(String, String)>), MicrovmError> {
+pub fn migration(path: &Path) -> Result<MigrationLook, MicrovmError> {
     match ask(path, &Request::Progress)? {
-        Answer::Migration { progress, settings } => Ok((progress, settings)),
+        Answer::Migration(look) => Ok(look),
         _ => Err(other(path)),
     }
 }
