@@ -209,6 +209,11 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
+    /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
+    fn pid(&self) -> u32 {
+        std::process::id()
+    }
+
     /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
     /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///

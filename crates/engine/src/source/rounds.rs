@@ -253,7 +253,7 @@ impl Source<'_> {
                 None if self.channels.iter().any(|channel| channel.thread.is_finished())
                     || self.disks.any_ended() =>
                 {
-                    match self.events.try_recv() {
+                    match self.event(Duration::ZERO) {
                         Ok(event) => return Err(Self::out_of_place(event)),
                         Err(_) => return Err(EngineError::Panicked("channel")),
                     }
