@@ -91,7 +91,14 @@ pub enum Fault {
     LoseFarewell = 4,
     /// Take direct I/O for something that the tracker sees: what lands late is lost.
     TrustTracker = 5,
+    /// Keep the guest stopped for [`HOLD`] before its last pages are copied.
+    HoldStopped = 6,
+    /// Keep READY back for [`HOLD`] before COMMIT is sent.
+    HoldReady = 7,
 }
+
+/// Time for a test to do something in between.
+const HOLD: Duration = Duration::from_secs(4);
 
 /// What the threads report.
 enum Event {
@@ -162,6 +169,7 @@ pub fn migrate(
         first_writes: None,
         can_govern: false,
         disk_limit: None,
+        disk_time: Duration::ZERO,
         speed: Speed::default(),
         guest_speed: None,
         warning: None,
@@ -267,7 +275,10 @@ struct Source<'a> {
     first_writes: Option<f64>,
     /// Whether the policy may use a governor.
     can_govern: bool,
+    /// The limit of the guest's writes to all disks that move.
     disk_limit: Option<Rate>,
+    /// How long the round was in which it was last seen what the guest writes to them.
+    disk_time: Duration,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
@@ -563,6 +574,17 @@ impl Source<'_> {
         }
     }
 
+    /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
+    fn hold(&self, fault: Fault) -> Result<(), EngineError> {
+        let until = Instant::now() + HOLD;
+        while self.options.fault == Some(fault) && Instant::now() < until {
+            if let Some(event) = self.next_event(limits::TICK)? {
+                return Err(Self::out_of_place(event));
+            }
+        }
+        Ok(())
+    }
+
     /// In states that only the destination can end: what it says next.
     fn await_peer(&mut self, state: State) -> Result<Input, EngineError> {
         let (what, limit) = match state {
@@ -585,7 +607,10 @@ impl Source<'_> {
         })?;
         match input {
             Input::Accepted => self.take_codecs(accepted),
-            Input::Ready => self.measures.parts.load = self.lap(),
+            Input::Ready => {
+                self.hold(Fault::HoldReady)?;
+                self.measures.parts.load = self.lap();
+            }
             Input::Running => self.measures.parts.handover = self.lap(),
             Input::Discarded => {
                 let what = "it could not run the guest and has discarded it".to_owned();

@@ -149,7 +149,7 @@ impl SourceVm for Source {
         Ok(())
     }
 
-    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
         Ok(())
     }
 
