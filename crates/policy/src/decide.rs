@@ -378,7 +378,7 @@ impl Policy {
 
     /// What the last round has of the link: what the operator says, or what was `measured`.
     fn last_bandwidth(&self, measured: Rate) -> Rate {
-        self.settings.switchover_bandwidth.unwrap_or(measured)
+        self.settings.switchover_bandwidth.map_or(measured, |typed| typed.rate())
     }
 
     /// The pages that plans aim to have left at the end.

@@ -88,7 +88,7 @@ pub struct Settings {
     pub disk_limit: DiskLimit,
     /// What the link carries when the guest is stopped; `None`: as measured. Downtimes are expected by it,
     /// rounds still go by what is measured.
-    pub switchover_bandwidth: Option<Rate>,
+    pub switchover_bandwidth: Option<TypedRate>,
 }
 
 /// Whether and how the guest's disk writes are limited.
@@ -301,12 +301,11 @@ impl Settings {
             }
             "switchover-bandwidth" => {
                 let allowed = "use a rate such as 10Gbit or 100MiB/s, or auto";
-                let positive = |rate: &Rate| rate.bytes_per_second() > 0.0;
                 self.switchover_bandwidth = match text {
                     "auto" => None,
-                    rate => match rate.parse().ok().filter(positive) {
-                        Some(rate) => Some(rate),
-                        None => return Err(value(key, text, allowed)),
+                    rate => match rate.parse() {
+                        Ok(rate) => Some(rate),
+                        Err(error) => return Err(value(key, text, &error.readings_or(allowed))),
                     },
                 }
             }
