@@ -357,13 +357,17 @@ impl Policy {
     }
 
     /// Pages that become dirty until the guest stands still, at the pace of those that have become so since they were
-    /// harvested: half of the time of sending ago, on average. As pages are written again, that pace only falls.
+    /// harvested: half of the time of sending ago, on average. As pages are written again, that pace only falls. Of
+    /// segments that were left for later looks have seen the growth.
     fn growth_at_most(&self, round: &Round) -> f64 {
         let sending = round.time.saturating_sub(round.idle).as_secs_f64();
         let age = if round.at_once { round.time.as_secs_f64() } else { sending / 2.0 };
         let written = match round.dirty {
             [] => round.remaining.0 as f64,
-            dirty => dirty.iter().map(|pages| f64::from(*pages)).sum(),
+            dirty => {
+                let harvested = dirty.iter().enumerate().filter(|(at, _)| !self.plan.delayed.contains(*at));
+                harvested.map(|(_, pages)| f64::from(*pages)).sum()
+            }
         };
         let lead = round.lead.as_secs_f64();
         let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * lead);
