@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_block::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
@@ -46,6 +47,11 @@ pub(crate) struct Arguments {
     /// Codecs that are taken: auto for all of them, none, lz4 or zstd
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
+
+    /// Disks of this VM that the source may overwrite: all, none, or names with commas between. Without it nobody who reaches the
+    /// port can write to a disk
+    #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
+    disks: DiskChoice,
 
     /// Make up a fault, for tests: the number of a channel that places every frame so late, as NUMBER:TIME
     #[arg(long, hide = true, value_parser = slow_channel)]
@@ -91,7 +97,9 @@ fn take_in(
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
     match &arguments.vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuDestination::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let vm =
+                QemuDestination::open(path).and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
+            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let listener = Listener::bind(&arguments.listen);
             let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
             let (listener, address) = bound.map_err(|source| {
@@ -100,7 +108,12 @@ fn take_in(
             })?;
             tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
             let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
-            let options = Options { wait, codecs: arguments.compression.codecs(), faults };
+            let options = Options {
+                wait,
+                codecs: arguments.compression.codecs(),
+                disks: arguments.disks.clone(),
+                faults,
+            };
             let received =
                 receive(&mut vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
             Ok((received, process::cost()))
@@ -108,7 +121,15 @@ fn take_in(
         VmName::Microvm(path) => {
             let codecs = arguments.compression.to_string();
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);
-            Ok(client::receive(path, &arguments.listen, wait, &codecs, cancel, &mut listening, notice)?)
+            Ok(client::receive(
+                path,
+                &arguments.listen,
+                wait,
+                (&codecs, &arguments.disks),
+                cancel,
+                &mut listening,
+                notice,
+            )?)
         }
     }
 }

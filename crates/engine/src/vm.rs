@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
-use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures};
 use godwit_units::{ByteCount, Rate};
@@ -209,12 +209,18 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
-    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
+    /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
+    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Their last round comes after [`Self::prepare`], and
     /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        let _ = allowed;
         match wanted.first() {
             None => Ok(Vec::new()),
             Some(disk) => {

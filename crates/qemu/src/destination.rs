@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_block::{Disk, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -78,6 +78,16 @@ impl QemuDestination {
         Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
     }
 
+    /// Refuses a choice of disks that names what the VM does not have: before anything is waited for.
+    ///
+    /// # Errors
+    /// Names the one, and those that there are.
+    pub fn check_disks(&mut self, allowed: &DiskChoice) -> Result<(), QemuError> {
+        let DiskChoice::Named(names) = allowed else { return Ok(()) };
+        let drives = disks::drives(&mut self.machine.qmp)?;
+        names.iter().try_for_each(|name| disks::by_name(&drives, name).map(|_| ()))
+    }
+
     /// The QEMU process.
     #[must_use]
     pub fn pid(&self) -> i32 {
@@ -94,12 +104,16 @@ impl DestinationVm for QemuDestination {
         Arc::clone(&self.ram)
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
         self.stop_receiving()?;
-        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted)?;
+        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
         self.receiving = Some(receiving);
         Ok(sinks)
     }

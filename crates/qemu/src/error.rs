@@ -111,6 +111,9 @@ pub enum QemuError {
         /// What to do.
         cure: &'static str,
     },
+    /// A disk must stay as it is.
+    #[error(transparent)]
+    NotAllowed(#[from] godwit_block::NotAllowed),
     /// A disk could not be read or written.
     #[error(transparent)]
     Nbd(#[from] NbdError),

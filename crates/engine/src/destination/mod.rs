@@ -18,7 +18,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_codec::Decompressor;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
@@ -99,13 +99,15 @@ pub struct Options {
     pub wait: Option<Duration>,
     /// Codecs that are taken.
     pub codecs: Codecs,
+    /// Disks that the source may overwrite.
+    pub disks: DiskChoice,
     /// Faults to make up, for tests.
     pub faults: Faults,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: None, codecs: Codecs::ALL, faults: Faults::default() }
+        Self { wait: None, codecs: Codecs::ALL, disks: DiskChoice::None, faults: Faults::default() }
     }
 }
 
@@ -135,6 +137,7 @@ pub fn receive(
         vm,
         listener,
         codecs: options.codecs,
+        allowed: &options.disks,
         faults: options.faults,
         cancel,
         notice,
@@ -169,6 +172,8 @@ struct Destination<'a> {
     ram: Arc<Vec<RamBlock>>,
     listener: &'a Listener,
     codecs: Codecs,
+    /// Disks that the source may overwrite.
+    allowed: &'a DiskChoice,
     faults: Faults,
     cancel: &'a Cancel,
     notice: &'a mut dyn FnMut(&Notice),
@@ -281,7 +286,14 @@ impl Destination<'_> {
         let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
         self.order = Arc::new(order);
         let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
-        let sinks = self.vm.open_disks(&disks).map_err(|error| EngineError::Layout(error.to_string()))?;
+        if let (true, Some(disk)) = (self.allowed.is_none(), disks.first()) {
+            // The adapter, which knows all names of a disk, need not be asked.
+            return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
+        }
+        let sinks = self
+            .vm
+            .open_disks(&disks, self.allowed)
+            .map_err(|error| EngineError::Layout(error.to_string()))?;
         if sinks.len() != disks.len() {
             return Err(EngineError::Panicked("main"));
         }

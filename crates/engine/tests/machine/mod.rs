@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::report::Measures;
@@ -298,7 +298,7 @@ impl DestinationVm for Destination {
         Arc::clone(&self.ram)
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
@@ -354,6 +354,7 @@ pub fn run(
         let options = destination::Options {
             wait: Some(Duration::from_secs(60)),
             faults,
+            disks: DiskChoice::All,
             ..destination::Options::default()
         };
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)

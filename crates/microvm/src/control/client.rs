@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use godwit_block::DiskChoice;
 use godwit_engine::address::Address;
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
@@ -195,7 +196,7 @@ pub fn migrate(
 }
 
 /// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does, by the codecs that a compression
-/// of this name may come to. `listening` is told where it listens.
+/// of this name may come to; the source may overwrite `disks`. `listening` is told where it listens.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
@@ -203,13 +204,18 @@ pub fn receive(
     path: &Path,
     listen: &Address,
     wait: Option<Duration>,
-    codecs: &str,
+    (codecs, disks): (&str, &DiskChoice),
     cancel: &Cancel,
     listening: &mut dyn FnMut(&str),
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
     let wait_ms = wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
-    let request = Request::Receive { listen: listen.to_string(), wait_ms, codecs: Some(codecs.to_owned()) };
+    let request = Request::Receive {
+        listen: listen.to_string(),
+        wait_ms,
+        codecs: Some(codecs.to_owned()),
+        disks: disks.to_string(),
+    };
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     loop {
         match connection.next(cancel, None).map_err(|error| lost(error, Survivor::Source))? {

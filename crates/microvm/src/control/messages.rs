@@ -61,6 +61,9 @@ pub enum Request {
         /// Codecs that are taken: auto for all, none, or one.
         #[serde(default)]
         codecs: Option<String>,
+        /// Disks that the source may overwrite: none, all, or names with commas between.
+        #[serde(default = "none")]
+        disks: String,
     },
 }
 
@@ -372,7 +375,8 @@ mod tests {
         let line = r#"{"command":"status"}"#;
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
-        let receive = Request::Receive { listen: "[::1]:0".to_owned(), wait_ms: None, codecs: None };
+        let (listen, disks) = ("[::1]:0".to_owned(), "none".to_owned());
+        let receive = Request::Receive { listen, wait_ms: None, codecs: None, disks };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), receive);
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }

@@ -124,8 +124,8 @@ impl Host {
                 Some(steering) => steer(steering, &request),
                 None => refused("its guest does not migrate".to_owned()),
             },
-            Ok(Request::Receive { listen, wait_ms, codecs }) => {
-                return self.receive(&listen, wait_ms, codecs.as_deref(), &line, reader);
+            Ok(Request::Receive { listen, wait_ms, codecs, disks }) => {
+                return self.receive(&listen, wait_ms, (codecs.as_deref(), &disks), &line, reader);
             }
             Err(error) => refused(format!("not understood: {error}")),
         };
@@ -278,13 +278,17 @@ impl Host {
         &self,
         listen: &str,
         wait_ms: Option<u64>,
-        codecs: Option<&str>,
+        (codecs, disks): (Option<&str>, &str),
         line: &Arc<Line>,
         reader: impl BufRead + Send + 'static,
     ) {
         let codecs = match codecs.unwrap_or("auto").parse::<Compression>() {
             Ok(compression) => compression.codecs(),
             Err(error) => return line.say(&refused(format!("\"codecs\": {error}"))),
+        };
+        let disks = match disks.parse() {
+            Ok(disks) => disks,
+            Err(error) => return line.say(&refused(format!("\"disks\": {error}"))),
         };
         let listening = listen
             .parse()
@@ -312,6 +316,7 @@ impl Host {
         let options = destination::Options {
             wait: wait_ms.map(Duration::from_millis),
             codecs,
+            disks,
             ..destination::Options::default()
         };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {
