@@ -15,6 +15,9 @@ use godwit_units::{ByteCount, Rate};
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 
+/// Has a question of the destination's adapter answered by the source's.
+pub type Ask<'a> = dyn FnMut(&[u8]) -> Result<Vec<u8>, VmError> + 'a;
+
 /// A VM that is to leave this host.
 pub trait SourceVm {
     /// The kind of machine; its device state is understood by the same kind only.
@@ -25,6 +28,16 @@ pub trait SourceVm {
 
     /// Whether the guest ran when the adapter looked first. It is brought back to this.
     fn was_running(&self) -> bool;
+
+    /// Answers what the destination's adapter asks in [`DestinationVm::compare`], before anything is tracked or sent; at most
+    /// [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than a few seconds.
+    ///
+    /// # Errors
+    /// When it does not understand the question, or the machine does not tell.
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        let _ = question;
+        Err("this kind of machine answers no questions".into())
+    }
 
     /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker is dropped.
     ///
@@ -208,6 +221,17 @@ pub trait DestinationVm {
 
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
+
+    /// Compares the machine that the source offers with this one, as far as that shows beforehand. `ask` has a question answered by
+    /// the source's adapter ([`SourceVm::answer`]), whose words are a stranger's: they are checked before they are used. Comes before anything
+    /// else is done; changes nothing, so that the machine can go on waiting for another source.
+    ///
+    /// # Errors
+    /// When they differ: all differences and their cures, in one line.
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        let _ = ask;
+        Ok(())
+    }
 
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
     /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Their last round comes after [`Self::prepare`], and

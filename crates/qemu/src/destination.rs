@@ -11,13 +11,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_block::{Disk, DiskChoice, DiskSink};
-use godwit_engine::vm::{DestinationVm, RunError, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::machine::Machine;
 use crate::qmp::QmpError;
@@ -102,6 +103,10 @@ impl DestinationVm for QemuDestination {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         Arc::clone(&self.ram)
+    }
+
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        compare::compare(&mut self.machine.qmp, ask)
     }
 
     fn open_disks(

@@ -40,11 +40,13 @@ pub enum FrameKind {
     Running = 29,
     Discarded = 30,
     Farewell = 31,
+    Question = 33,
+    Answer = 34,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -63,6 +65,8 @@ impl FrameKind {
         Self::Running,
         Self::Discarded,
         Self::Farewell,
+        Self::Question,
+        Self::Answer,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {
