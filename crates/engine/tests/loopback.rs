@@ -15,7 +15,7 @@ use godwit_engine::destination;
 use godwit_engine::source::Options;
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_policy::Settings;
 
 use machine::{Destination, Found, STATE, Source, blocks, options, run};
@@ -57,6 +57,7 @@ fn move_from(
         images: Vec::new(),
         found: Arc::clone(&found),
         refuse_to_load,
+        differs: false,
     };
     let result = run(&mut source, destination, options, *faults, steering);
     let found = std::mem::take(&mut *found.lock().unwrap());
@@ -114,6 +115,28 @@ fn a_state_that_does_not_load_leaves_the_guest_at_the_source() {
     assert_eq!(result, Err(Survivor::Source));
     assert!(source.running.load(Ordering::Relaxed) && source.guest.is_some());
     assert!(!found.ran && !source.retired);
+}
+
+#[test]
+fn another_machine_is_refused_when_its_questions_were_answered_and_nothing_was_begun() {
+    let found: Arc<Mutex<Found>> = Arc::default();
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let destination = Destination {
+        ram: blocks(),
+        source_ram: source.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::clone(&found),
+        refuse_to_load: false,
+        differs: true,
+    };
+    let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
+    let result = run(&mut source, destination, &options(2, false), destination::Faults::default(), &steering);
+    let failure = result.map(drop).unwrap_err();
+    assert_eq!((failure.phase, failure.survivor), (Phase::Setup, Survivor::Source));
+    assert!(failure.to_string().contains("it is another machine"), "{failure}");
+    assert!(source.running.load(Ordering::Relaxed) && !source.retired);
+    assert_eq!(found.lock().unwrap().state_bytes, 0);
 }
 
 /// How long the guest writes where a channel is slow.

@@ -18,7 +18,7 @@ use godwit_engine::destination::{self, receive};
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::Steering;
-use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, TrackError};
@@ -132,6 +132,11 @@ impl SourceVm for Source {
 
     fn was_running(&self) -> bool {
         true
+    }
+
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        assert!(!self.begun, "a question when disks move already");
+        Ok(question.iter().rev().copied().collect())
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
@@ -261,6 +266,8 @@ pub struct Destination {
     pub images: Vec<Arc<Image>>,
     pub found: Arc<Mutex<Found>>,
     pub refuse_to_load: bool,
+    /// It finds that the source is another machine.
+    pub differs: bool,
 }
 
 struct Sink {
@@ -296,6 +303,11 @@ impl DestinationVm for Destination {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         Arc::clone(&self.ram)
+    }
+
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        assert_eq!((ask(b"abc")?, ask(b"")?), (b"cba".to_vec(), Vec::new()));
+        if self.differs { Err("it is another machine".into()) } else { Ok(()) }
     }
 
     fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
