@@ -111,6 +111,8 @@ enum FaultName {
     WrongDigest,
     LoseFarewell,
     TrustTracker,
+    HoldStopped,
+    HoldReady,
 }
 
 impl From<FaultName> for Fault {
@@ -121,6 +123,8 @@ impl From<FaultName> for Fault {
             FaultName::WrongDigest => Self::WrongDigest,
             FaultName::LoseFarewell => Self::LoseFarewell,
             FaultName::TrustTracker => Self::TrustTracker,
+            FaultName::HoldStopped => Self::HoldStopped,
+            FaultName::HoldReady => Self::HoldReady,
         }
     }
 }

@@ -105,6 +105,10 @@ impl DestinationVm for QemuDestination {
         Arc::clone(&self.ram)
     }
 
+    fn pid(&self) -> u32 {
+        self.machine.pid.unsigned_abs()
+    }
+
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
         compare::compare(&mut self.machine.qmp, ask)
     }

@@ -38,7 +38,6 @@ use crate::settings::Settings;
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-const RESUME_LIMIT: Duration = Duration::from_secs(20);
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 
@@ -54,11 +53,14 @@ pub struct Limits {
     /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
     /// command when godwit ends: so there is nothing better to do than to wait.
     pub hang: Duration,
+    /// For the end of its migration from then on, and for the guest to run again.
+    pub resume: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { answer: COMMAND_LIMIT, stop: Duration::from_secs(30), hang: Duration::from_secs(600) }
+        let [stop, hang, resume] = [30, 600, 20].map(Duration::from_secs);
+        Self { answer: COMMAND_LIMIT, stop, hang, resume }
     }
 }
 
@@ -259,7 +261,7 @@ impl QemuSource {
             Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit }),
             answer => answer?,
         };
-        let until = Instant::now() + RESUME_LIMIT;
+        let until = Instant::now() + self.limits.resume;
         let mut help_at = Instant::now() + CANCEL_LIMIT;
         loop {
             let state = self.machine.migration_state()?;
@@ -317,7 +319,7 @@ impl QemuSource {
             // It would not answer anything else either.
             return cancelled;
         }
-        let until = Instant::now() + RESUME_LIMIT;
+        let until = Instant::now() + self.limits.resume;
         while self.was_running {
             let state = self.machine.run_state()?;
             if state == "running" {
@@ -439,8 +441,10 @@ impl SourceVm for QemuSource {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        let nodes = self.moving.iter().map(|found| found.node.as_str());
+        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
+        Ok(self.disk_limits.set(&mut self.machine.qmp, &limits)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -481,7 +485,7 @@ impl SourceVm for QemuSource {
         Ok(tracking.dirty(qmp)?)
     }
 
-    fn disk_writes(&mut self) -> Option<ByteCount> {
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         if self.moving.is_empty() {
             return None;
         }

@@ -40,13 +40,14 @@ pub enum FrameKind {
     Running = 29,
     Discarded = 30,
     Farewell = 31,
+    Alive = 32,
     Question = 33,
     Answer = 34,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -65,6 +66,7 @@ impl FrameKind {
         Self::Running,
         Self::Discarded,
         Self::Farewell,
+        Self::Alive,
         Self::Question,
         Self::Answer,
     ];

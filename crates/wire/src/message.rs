@@ -164,6 +164,8 @@ pub enum Message {
     Discarded,
     /// S: heard; nothing will be asked any more.
     Farewell,
+    /// Both: the sender is there. Said every now and then, in every state, so that silence means something.
+    Alive,
     /// D: a question about the machine, in the words of its kind. Only between the offer and the answer to it.
     Question(Vec<u8>),
     /// S: the answer.
@@ -191,6 +193,7 @@ impl Message {
             Self::Running => FrameKind::Running,
             Self::Discarded => FrameKind::Discarded,
             Self::Farewell => FrameKind::Farewell,
+            Self::Alive => FrameKind::Alive,
             Self::Question(_) => FrameKind::Question,
             Self::Answer(_) => FrameKind::Answer,
         }
@@ -252,7 +255,8 @@ impl Message {
             | Self::Commit
             | Self::Running
             | Self::Discarded
-            | Self::Farewell => {}
+            | Self::Farewell
+            | Self::Alive => {}
         }
         seal(&mut frame, self.kind(), 0, aux);
         frame
@@ -325,6 +329,7 @@ impl Message {
             FrameKind::Running => empty(Self::Running),
             FrameKind::Discarded => empty(Self::Discarded),
             FrameKind::Farewell => empty(Self::Farewell),
+            FrameKind::Alive => empty(Self::Alive),
         }
     }
 }

@@ -31,7 +31,9 @@ use godwit_wire::{
 use crate::address::{Listener, Stream};
 use crate::compression::Codecs;
 use crate::digests;
-use crate::link::{ControlWriter, FrameReader, link_error, read_messages, receive_greeting, send_greeting};
+use crate::link::{
+    ControlWriter, FrameReader, link_error, read_messages, receive_greeting, say_alive, send_greeting,
+};
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
@@ -104,13 +106,21 @@ pub struct Options {
     pub codecs: Codecs,
     /// Disks that the source may overwrite.
     pub disks: DiskChoice,
+    /// Take a guest in that may come to use more memory than this host, or the control group of its VM, has left.
+    pub overcommit: bool,
     /// Faults to make up, for tests.
     pub faults: Faults,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: None, codecs: Codecs::ALL, disks: DiskChoice::None, faults: Faults::default() }
+        Self {
+            wait: None,
+            codecs: Codecs::ALL,
+            disks: DiskChoice::None,
+            overcommit: false,
+            faults: Faults::default(),
+        }
     }
 }
 
@@ -141,6 +151,7 @@ pub fn receive(
         listener,
         codecs: options.codecs,
         allowed: &options.disks,
+        overcommit: options.overcommit,
         faults: options.faults,
         cancel,
         notice,
@@ -177,13 +188,14 @@ struct Destination<'a> {
     codecs: Codecs,
     /// Disks that the source may overwrite.
     allowed: &'a DiskChoice,
+    overcommit: bool,
     faults: Faults,
     cancel: &'a Cancel,
     notice: &'a mut dyn FnMut(&Notice),
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     session: SessionId,
-    control: Option<ControlWriter>,
+    control: Option<Arc<ControlWriter>>,
     connection: u32,
     offer: Option<Offer>,
     order: Arc<Vec<usize>>,
@@ -259,7 +271,7 @@ impl Destination<'_> {
     /// Keeps the first failure, and says which input it is.
     fn failed(&mut self, state: State, error: EngineError) -> Input {
         let input = match &error {
-            EngineError::Link { .. } => Input::LinkLost,
+            EngineError::Link { .. } | EngineError::Silent { .. } => Input::LinkLost,
             EngineError::Aborted { .. } => Input::Aborted,
             _ => Input::Failed,
         };
@@ -288,6 +300,7 @@ impl Destination<'_> {
         };
         let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
         self.order = Arc::new(order);
+        self.check_room()?;
         let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
         if let (true, Some(disk)) = (self.allowed.is_none(), disks.first()) {
             // The adapter, which knows all names of a disk, need not be asked.
@@ -337,6 +350,15 @@ impl Destination<'_> {
         }
     }
 
+    /// Whether all memory that the guest may come to use has room here.
+    fn check_room(&self) -> Result<(), EngineError> {
+        godwit_memory::mounts_hold(&self.ram)?;
+        if !self.overcommit {
+            godwit_memory::host_holds(&self.ram, self.vm.pid())?;
+        }
+        Ok(())
+    }
+
     /// The next connection that greets as one of godwit's; others are refused.
     fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
         let began = Instant::now();
@@ -369,14 +391,18 @@ impl Destination<'_> {
 
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
         let read = stream.try_clone().map_err(link_error(PEER))?;
-        match &self.control {
-            Some(control) => control.replace(stream)?,
-            None => self.control = Some(ControlWriter::new(stream, PEER)?),
-        }
+        let control = match self.control.take() {
+            Some(control) => {
+                control.replace(stream)?;
+                control
+            }
+            None => Arc::new(ControlWriter::new(stream, PEER)?),
+        };
+        say_alive(&control);
+        self.control = Some(control);
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok());
-        Ok(())
+        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
     }
 
     fn say(&self, message: &Message) -> Result<(), EngineError> {
@@ -477,6 +503,8 @@ impl Destination<'_> {
                 (self.notice)(&Notice::Round { round: self.round, received });
             }
             Action::Prepare => {
+                // Others may have filled the mount meanwhile. Soon the guest stops, and then it is too late to say so.
+                self.check_room()?;
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
                 // The source stops the guest and begins the last round when it has heard that we are prepared.
                 self.last_round.begin();
