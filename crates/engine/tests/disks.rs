@@ -49,6 +49,7 @@ impl Pair {
             refuse_to_load: false,
             differs: false,
             while_loading: Box::new(|| {}),
+            while_starting: Box::new(|| {}),
         };
         run(&mut self.source, destination, &options(channels, false), self.faults, steering)
     }
@@ -202,6 +203,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         refuse_to_load: false,
         differs: false,
         while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
     };
     let steering = steering(|settings| settings.memory_share = Some(1024));
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);

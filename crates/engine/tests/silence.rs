@@ -95,6 +95,7 @@ fn destination(source: &Source, while_loading: Box<dyn FnMut() + Send>) -> Desti
         refuse_to_load: false,
         differs: false,
         while_loading,
+        while_starting: Box::new(|| {}),
     }
 }
 

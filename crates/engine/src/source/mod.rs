@@ -33,7 +33,7 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
 use godwit_wire::{
     ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, QUESTIONS_LIMIT, Role,
     SessionId,
@@ -130,7 +130,7 @@ pub fn migrate(
     let (events_in, events) = mpsc::channel();
     let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
     let started = Instant::now();
-    let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
     let disks = Disks::new(vm.disks());
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
@@ -154,7 +154,7 @@ pub fn migrate(
         control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
+        limiter: Arc::new(Limiter::new(max_bandwidth.map(TypedRate::rate), all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
