@@ -25,7 +25,7 @@ mod union;
 mod vhost;
 mod words;
 
-pub use attach::{Attachment, Way, attach};
+pub use attach::{Approach, Attachment, Way, attach};
 pub use error::TrackError;
 pub use governor::GovernorMeasures;
 pub use kvm::{
