@@ -2,6 +2,10 @@
 
 #![forbid(unsafe_code)]
 
+// First, for the macros in it.
+#[macro_use]
+mod say;
+
 mod bench;
 mod demo;
 mod microvm;
@@ -10,6 +14,7 @@ mod output;
 mod plan;
 mod process;
 mod receive;
+mod run_directory;
 mod simulate;
 mod steer;
 mod vm;
@@ -24,7 +29,7 @@ use clap::{Parser, Subcommand};
 /// it runs; if anything fails before the handover, it runs on at the source as if nothing had been.
 ///
 /// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is needed (the message says
-/// for what) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
+/// for what; also where the guest has ended with its VM) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 100)]
 struct Arguments {
@@ -62,6 +67,12 @@ enum Command {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    if matches!(
+        arguments.command,
+        Command::Plan(_) | Command::Status(_) | Command::Simulate(_) | Command::Bench(_)
+    ) {
+        say::ends_quietly();
+    }
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),

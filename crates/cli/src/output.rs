@@ -10,10 +10,7 @@ use serde_json::{Value, json};
 
 /// Prints one line of JSON to standard output, at once.
 pub(crate) fn json_line(value: &Value) {
-    let mut out = std::io::stdout().lock();
-    // A reader that went away is no reason to stop a migration.
-    let _ = writeln!(out, "{value}");
-    let _ = out.flush();
+    println!("{value}");
 }
 
 /// How often a line is printed where lines cannot be rewritten.
@@ -254,12 +251,15 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
     match survivor {
         Survivor::Source => "the guest is at the source, as it was before",
         Survivor::SourceStopped => {
-            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `cont`)"
+            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
             "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
+        Survivor::Ended => {
+            "the guest has ended with its VM at the source, before the handover: start it again"
+        }
     }
 }
 
@@ -277,6 +277,7 @@ pub(crate) fn failure(failure: &Failure, json: bool) {
             Survivor::SourceStopped => "source-stopped",
             Survivor::Unknown => "unknown",
             Survivor::Destination => "destination",
+            Survivor::Ended => "ended",
         };
         json_line(&json!({
             "outcome": outcome,

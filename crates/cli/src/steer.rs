@@ -5,7 +5,6 @@
 //! passes them on.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -17,11 +16,12 @@ use godwit_engine::steering::Steering;
 use godwit_microvm::MicrovmError;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Answer, Request};
-use godwit_microvm::control::steer::{Socket, bind, steer};
+use godwit_microvm::control::steer::{Socket, steer};
 use serde_json::{Value, json};
 
 use crate::output::{self, json_line};
 use crate::process::FAILED;
+use crate::run_directory;
 
 /// Requests are short, and so are those who make them.
 const LONGEST_REQUEST: u64 = 64 << 10;
@@ -221,15 +221,7 @@ pub(crate) enum Engine {
 /// # Errors
 /// Why it cannot be; the migration can do without.
 pub(crate) fn serve(name: &str, engine: Engine) -> Result<Socket, String> {
-    let directory = directory();
-    let made = std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&directory);
-    made.map_err(|error| format!("{}: {error}", directory.display()))?;
-    let meta = std::fs::metadata(&directory).map_err(|error| format!("{}: {error}", directory.display()))?;
-    if meta.uid() != rustix::process::getuid().as_raw() {
-        return Err(format!("{} belongs to another user", directory.display()));
-    }
-    let (listener, socket) =
-        bind(&directory.join(format!("{name}.sock"))).map_err(|error| error.to_string())?;
+    let (listener, socket) = run_directory::listen(&directory(), name, rustix::process::getuid().as_raw())?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             // One after the other: requests are answered at once, and who does not ask is not waited for long.

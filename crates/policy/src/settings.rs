@@ -84,7 +84,7 @@ pub struct Settings {
     pub max_delay: u32,
     /// Fixed share of the link's time for memory while disks move, of 1024; `None`: decided here.
     pub memory_share: Option<u16>,
-    /// Whether the guest's disk writes may be limited while disks move.
+    /// Whether the guest's writes to the disks that move may be limited.
     pub disk_limit: DiskLimit,
 }
 
@@ -225,7 +225,7 @@ const KEYS: [Key; 11] = [
         name: "disk-limit",
         unit: "rate, auto or off",
         default: "auto",
-        meaning: "limit of the guest's disk writes while disk rounds do not shrink",
+        meaning: "limit of the guest's writes to all moving disks while their rounds do not shrink",
     },
 ];
 

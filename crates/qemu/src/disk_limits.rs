@@ -27,21 +27,34 @@ const FURTHER: [&str; 13] = [
     "iops_size",
 ];
 
+/// What is set of one disk.
+#[derive(Debug)]
+struct Set {
+    /// The block node that the guest's device uses.
+    node: String,
+    /// The call that sets it again.
+    call: Value,
+}
+
 /// The disks that are limited, as they were before.
 #[derive(Debug, Default)]
 pub(crate) struct DiskLimits {
-    before: Vec<Value>,
+    before: Vec<Set>,
 }
 
 impl DiskLimits {
-    /// Limits the writes of each disk to `rate`, or lifts the limit.
-    pub(crate) fn set(&mut self, qmp: &mut Qmp, rate: Option<Rate>) -> Result<(), QmpError> {
-        let Some(rate) = rate else { return self.restore(qmp) };
+    /// Limits the writes of each disk by the node that it uses; all others are left alone. Empty: lifts
+    /// all limits.
+    pub(crate) fn set(&mut self, qmp: &mut Qmp, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
+        if limits.is_empty() {
+            return self.restore(qmp);
+        }
         if self.before.is_empty() {
             self.before = disks(&qmp.execute("query-block", Value::Null)?);
+            self.before.retain(|before| limits.iter().any(|(node, _)| *node == before.node));
         }
-        for before in &self.before {
-            qmp.execute("block_set_io_throttle", limited(before, rate))?;
+        for call in calls(&self.before, limits) {
+            qmp.execute("block_set_io_throttle", call)?;
         }
         Ok(())
     }
@@ -50,15 +63,35 @@ impl DiskLimits {
     pub(crate) fn restore(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let mut result = Ok(());
         for before in self.before.drain(..) {
-            let restored = qmp.execute("block_set_io_throttle", before).map(drop);
+            let restored = qmp.execute("block_set_io_throttle", before.call).map(drop);
             result = result.and(restored);
         }
         result
     }
 }
 
+/// The calls that put `limits` in force where it is as `before`.
+fn calls(before: &[Set], limits: &[(&str, Rate)]) -> Vec<Value> {
+    let own = |disk: &Set| limits.iter().find(|(node, _)| *node == disk.node).map(|(_, rate)| *rate);
+    let group = |disk: &Set| disk.call["group"].as_str().map(str::to_owned);
+    let limit = |disk: &Set| {
+        // The limits of a group are one: it has what its disks have together. Two devices on one node are one disk.
+        let mut nodes: Vec<&str> = Vec::new();
+        let same = |other: &&Set| group(disk).is_some() && group(other) == group(disk);
+        for other in before.iter().filter(same) {
+            if !nodes.contains(&other.node.as_str()) {
+                nodes.push(&other.node);
+            }
+        }
+        let of_group = limits.iter().filter(|(node, _)| nodes.contains(node));
+        let all: f64 = of_group.map(|(_, rate)| rate.bytes_per_second()).sum();
+        if nodes.is_empty() { own(disk) } else { Some(Rate::from_bytes_per_second(all)) }
+    };
+    before.iter().filter_map(|disk| Some(limited(&disk.call, limit(disk)?))).collect()
+}
+
 /// The call for each disk that would set what is set.
-fn disks(blocks: &Value) -> Vec<Value> {
+fn disks(blocks: &Value) -> Vec<Set> {
     let blocks = blocks.as_array().into_iter().flatten();
     let disk = |block: &Value| {
         let inserted = block.get("inserted").filter(|inserted| inserted["ro"] != true)?;
@@ -79,7 +112,7 @@ fn disks(blocks: &Value) -> Vec<Value> {
         if inserted["group"].is_string() {
             call["group"] = inserted["group"].clone();
         }
-        Some(call)
+        Some(Set { node: text(&inserted["node-name"]), call })
     };
     blocks.filter_map(disk).collect()
 }
@@ -113,7 +146,7 @@ mod tests {
             json!([{ "qdev": "/machine/peripheral/disk", "device": "", "inserted":
                 { "ro": false, "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 } }])
         };
-        let call = |bps, bps_wr| limited(&disks(&block(bps, bps_wr))[0], rate("1MiB/s"));
+        let call = |bps, bps_wr| limited(&disks(&block(bps, bps_wr))[0].call, rate("1MiB/s"));
         assert_eq!(call(0, 0)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr_max"], Value::Null);
@@ -121,6 +154,30 @@ mod tests {
         assert_eq!(call(0, 1000)["bps_wr_max"], 2000);
         assert_eq!((&call(5 << 20, 0)["bps"], &call(5 << 20, 0)["bps_wr"]), (&json!(1 << 20), &json!(0)));
         assert_eq!(call(0, 0)["id"], "/machine/peripheral/disk");
+    }
+
+    /// Drives with these nodes and groups.
+    fn drives(drives: &[(&str, Option<&str>)]) -> Vec<Set> {
+        let drive = |(node, group): &(&str, Option<&str>)| {
+            let mut inserted = json!({ "node-name": node, "ro": false });
+            if let Some(group) = group {
+                inserted["group"] = json!(group);
+            }
+            json!({ "qdev": format!("dev-{node}"), "device": "", "inserted": inserted })
+        };
+        disks(&drives.iter().map(drive).collect())
+    }
+
+    #[test]
+    fn each_disk_has_its_own_limit_and_a_group_what_its_disks_have_together() {
+        let before = drives(&[("a", None), ("b", Some("g")), ("c", Some("g")), ("other", None)]);
+        let limits = [("a", rate("1MiB/s")), ("b", rate("2MiB/s")), ("c", rate("4MiB/s"))];
+        let calls = calls(&before, &limits);
+        let set: Vec<_> = calls.iter().map(|call| (call["id"].as_str(), call["bps_wr"].as_u64())).collect();
+        assert_eq!(
+            set,
+            [(Some("dev-a"), Some(1 << 20)), (Some("dev-b"), Some(6 << 20)), (Some("dev-c"), Some(6 << 20))]
+        );
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
@@ -104,12 +105,22 @@ pub enum QemuError {
         source: io::Error,
     },
     /// The guest does not run although told to.
-    #[error("the guest does not run (QEMU's state is '{state}'): {cure}")]
+    #[error(
+        "the guest does not run: QEMU's state is '{state}' and it refuses `cont` ({words}): remove the cause, then `cont` it by hand"
+    )]
     NotRunning {
         /// QEMU's word.
         state: String,
-        /// What to do.
-        cure: &'static str,
+        /// Why QEMU refuses.
+        words: String,
+    },
+    /// QEMU does not take back its migration: its main loop stands still, as long as a disk does.
+    #[error(
+        "QEMU did not carry out `migrate_cancel` within {limit:?}, as when its storage hangs: once that answers again, give it `migrate_cancel`, and the guest runs on"
+    )]
+    Hangs {
+        /// How long it was waited for.
+        limit: Duration,
     },
     /// A disk could not be read or written.
     #[error(transparent)]

@@ -23,4 +23,4 @@ mod userfaultfd;
 pub use destination::QemuDestination;
 pub use error::QemuError;
 pub use machine::Reporting;
-pub use source::QemuSource;
+pub use source::{Limits, QemuSource};

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 /// How long a command may take before the monitor counts as dead. QEMU answers from its main loop, which a
 /// slow disk can hold up for seconds.
-const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(20);
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
 const LINE_LIMIT: usize = 16 << 20;
@@ -96,6 +96,14 @@ pub struct Qmp {
     events: VecDeque<Event>,
     next_id: u64,
     version: (u64, u64, u64),
+    limit: Duration,
+}
+
+/// A command that was written and whose answer was not waited for.
+#[derive(Debug)]
+pub struct Queued {
+    id: u64,
+    command: String,
 }
 
 impl Qmp {
@@ -106,8 +114,14 @@ impl Qmp {
     pub fn connect(path: &Path) -> Result<Self, QmpError> {
         let stream = UnixStream::connect(path)
             .map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
-        let mut qmp =
-            Self { stream, buffer: Vec::new(), events: VecDeque::new(), next_id: 0, version: (0, 0, 0) };
+        let mut qmp = Self {
+            stream,
+            buffer: Vec::new(),
+            events: VecDeque::new(),
+            next_id: 0,
+            version: (0, 0, 0),
+            limit: COMMAND_LIMIT,
+        };
         let no_greeting = |_| QmpError::NoGreeting { path: path.to_owned() };
         let greeting =
             qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT).map_err(no_greeting)?;
@@ -136,6 +150,11 @@ impl Qmp {
             .map_err(|errno| QmpError::Io { during: "SO_PEERCRED".to_owned(), source: errno.into() })
     }
 
+    /// From now on [`Self::execute`] waits for `limit` instead of [`COMMAND_LIMIT`].
+    pub fn set_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
     /// Runs `command` with `arguments` (null for none) and returns its answer.
     ///
     /// # Errors
@@ -152,12 +171,32 @@ impl Qmp {
         self.send("getfd", json!({ "fdname": name }), Some(fd)).map(drop)
     }
 
+    /// Writes `command` without waiting for its answer. QEMU carries commands out in the order in which they
+    /// were written, also those that reach it while its main loop stands still, as long as this connection
+    /// stands: it forgets them when the connection ends before (`monitor_qmp_event` in `monitor/qmp.c`).
+    ///
+    /// # Errors
+    /// A failure of the connection.
+    pub fn queue(&mut self, command: &str, arguments: Value) -> Result<Queued, QmpError> {
+        self.write(command, arguments, None)
+    }
+
     fn send(
         &mut self,
         command: &str,
         arguments: Value,
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
+        let queued = self.write(command, arguments, fd)?;
+        self.answer(&queued, self.limit)
+    }
+
+    fn write(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Queued, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
         let mut request = json!({ "execute": command, "id": id });
@@ -171,7 +210,7 @@ impl Qmp {
             }
             _ => QmpError::Io { during: command.to_owned(), source },
         };
-        self.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(io)?;
+        self.stream.set_write_timeout(Some(self.limit)).map_err(io)?;
         match fd {
             None => self.stream.write_all(line.as_bytes()).map_err(io)?,
             Some(fd) => {
@@ -189,22 +228,34 @@ impl Qmp {
                 self.stream.write_all(&line.as_bytes()[sent..]).map_err(io)?;
             }
         }
-        let deadline = Instant::now() + COMMAND_LIMIT;
+        Ok(Queued { id, command: command.to_owned() })
+    }
+
+    /// Waits up to `limit` for the answer to a command that was queued, and passes over those to earlier ones.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
+        let Queued { id, command } = queued;
+        let deadline = Instant::now() + limit;
         loop {
-            let message = self.read_message(command, deadline)?;
+            let message = self.read_message(command, deadline).map_err(|error| match error {
+                QmpError::Timeout { during, .. } => QmpError::Timeout { during, limit },
+                error => error,
+            })?;
             // A late answer to a command that was given up on.
-            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != id) {
+            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != *id) {
                 continue;
             }
             if let Some(error) = message.get("error") {
                 let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
                 return Err(QmpError::Refused {
-                    command: command.to_owned(),
+                    command: command.clone(),
                     class: text("class"),
                     description: text("desc"),
                 });
             }
-            if message["id"] == id {
+            if message["id"] == *id {
                 return Ok(message["return"].clone());
             }
             self.keep_event(&message);

@@ -31,22 +31,42 @@ use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
 use crate::machine::{Machine, Reporting, is_over, text};
-use crate::qmp::{Event, Qmp, QmpError};
+use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
 use crate::userfaultfd;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
-/// QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks are flushed; a flush may take
-/// long on a slow disk.
-const STOP_LIMIT: Duration = Duration::from_secs(30);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 const RESUME_LIMIT: Duration = Duration::from_secs(20);
+/// How long a migration may say that it is being cancelled before it is helped along.
+const CANCEL_LIMIT: Duration = Duration::from_millis(100);
+
+/// How long a QEMU is waited for; tests have less patience.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// For the answer to a command.
+    pub answer: Duration,
+    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks
+    /// are flushed; a flush may take long on a slow disk.
+    pub stop: Duration,
+    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that hangs holds it
+    /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
+    /// command when godwit ends: so there is nothing better to do than to wait.
+    pub hang: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { answer: COMMAND_LIMIT, stop: Duration::from_secs(30), hang: Duration::from_secs(600) }
+    }
+}
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
 pub struct QemuSource {
     machine: Machine,
+    limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
     /// Whether a disk writes guest memory by direct I/O.
@@ -114,6 +134,7 @@ impl QemuSource {
             disk_limits: DiskLimits::default(),
             vcpus,
             machine,
+            limits: Limits::default(),
             ram: Arc::new(ram),
             was_running: state == "running",
             direct_io,
@@ -138,6 +159,14 @@ impl QemuSource {
         self.moving = disks::choose(&drives, choice)?;
         self.grain = Grain::of(granularity, &mut self.machine.qmp, &self.moving)?;
         Ok(self)
+    }
+
+    /// The same with other limits.
+    #[must_use]
+    pub fn with_limits(mut self, limits: Limits) -> Self {
+        self.machine.qmp.set_limit(limits.answer);
+        self.limits = limits;
+        self
     }
 
     /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
@@ -177,13 +206,13 @@ impl QemuSource {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        let Self { machine, throttle, tracker, .. } = self;
+        let Self { machine, throttle, tracker, limits, .. } = self;
         let qmp = &mut machine.qmp;
         qmp.forget_events();
         self.migrating = true;
         qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
+        let reached = qmp.wait_event_where("pre-switchover", limits.stop, |event| {
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
                 let _ = throttle.set(0.0);
@@ -211,21 +240,36 @@ impl QemuSource {
     }
 
     fn cancel_own_migration(&mut self) -> Result<(), QemuError> {
+        // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
+        // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
+        let limit = self.limits.hang;
+        let cancel = self.machine.qmp.queue("migrate_cancel", Value::Null)?;
+        match self.machine.qmp.answer(&cancel, limit) {
+            Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit }),
+            answer => answer?,
+        };
         let until = Instant::now() + RESUME_LIMIT;
-        let mut cancelled = false;
+        let mut help_at = Instant::now() + CANCEL_LIMIT;
         loop {
-            if is_over(&self.machine.migration_state()?) {
+            let state = self.machine.migration_state()?;
+            if is_over(&state) {
                 return Ok(());
             }
-            if Instant::now() >= until {
+            let now = Instant::now();
+            if now >= until {
                 return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
             }
-            if cancelled {
-                std::thread::sleep(Duration::from_millis(1));
-            } else {
-                self.machine.qmp.execute("migrate_cancel", Value::Null)?;
-                cancelled = true;
+            // Where the command was queued while disks were drained, it may be carried out between the moment in
+            // which QEMU 7.2 lets go of its lock and the one in which it says that it is in pre-switchover: then
+            // it waits there for ever to be told to go on (migration_maybe_pause in migration/migration.c).
+            if state == "cancelling" && now >= help_at {
+                help_at = now + CANCEL_LIMIT;
+                match self.machine.qmp.execute("migrate-continue", json!({ "state": state })) {
+                    Ok(_) | Err(QmpError::Refused { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
             }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -258,6 +302,10 @@ impl QemuSource {
 
     fn run_again(&mut self) -> Result<(), QemuError> {
         let cancelled = self.cancel_own_migration();
+        if let Err(QemuError::Hangs { .. } | QemuError::Qmp(QmpError::Closed { .. })) = cancelled {
+            // It would not answer anything else either.
+            return cancelled;
+        }
         let until = Instant::now() + RESUME_LIMIT;
         while self.was_running {
             let state = self.machine.run_state()?;
@@ -266,17 +314,16 @@ impl QemuSource {
             }
             // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
             // in between; after a failure it runs the guest by itself.
+            let late = Instant::now() >= until;
             match self.machine.qmp.execute("cont", Value::Null) {
-                Err(QmpError::Refused { .. }) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(1));
+                Err(QmpError::Refused { description: words, .. }) if late => {
+                    return Err(QemuError::NotRunning { state, words });
                 }
-                Ok(_) if Instant::now() < until => {}
-                Err(QmpError::Refused { .. }) | Ok(_) => {
-                    return Err(QemuError::NotRunning {
-                        state,
-                        cure: "look at QEMU's log and `cont` it by hand",
-                    });
+                Ok(_) if late => {
+                    let words = "it accepted the last one and stopped again".to_owned();
+                    return Err(QemuError::NotRunning { state, words });
                 }
+                Ok(_) | Err(QmpError::Refused { .. }) => std::thread::sleep(Duration::from_millis(1)),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -377,8 +424,10 @@ impl SourceVm for QemuSource {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        let nodes = self.moving.iter().map(|found| found.node.as_str());
+        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
+        Ok(self.disk_limits.set(&mut self.machine.qmp, &limits)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -419,7 +468,7 @@ impl SourceVm for QemuSource {
         Ok(tracking.dirty(qmp)?)
     }
 
-    fn disk_writes(&mut self) -> Option<ByteCount> {
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         if self.moving.is_empty() {
             return None;
         }

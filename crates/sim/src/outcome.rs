@@ -47,6 +47,8 @@ pub struct RoundRow {
     pub disk_remaining: f64,
     /// Limit of disk writes at its end, bytes each second.
     pub disk_limit: Option<f64>,
+    /// How long disks were held up by their storage and not by the link, in seconds.
+    pub storage: f64,
 }
 
 /// A moment, for charts.

@@ -228,7 +228,7 @@ impl SourceVm for Still {
         Ok(())
     }
 
-    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
         Ok(())
     }
 

@@ -23,7 +23,7 @@ mod thread_clock;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -34,13 +34,13 @@ use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick}
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
-use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
+use godwit_wire::{BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
 use crate::compression::{Codecs, Compression};
 use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
-use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
 use crate::steering::{Change, Own, Steering};
 use crate::vm::{SourceVm, VmError};
@@ -57,6 +57,9 @@ use speed::Speed;
 use state::StatePump;
 
 const PEER: &str = "destination";
+
+/// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests of 1 TiB are 256.
+const PEERS_LIMIT: usize = 256;
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in [`Steering`].
 #[derive(Clone, Debug)]
@@ -92,7 +95,7 @@ pub enum Fault {
 
 /// What the threads report.
 enum Event {
-    /// The destination said something, or can no longer.
+    /// The destination said something, or can no longer. It took one of [`PEERS_LIMIT`] places.
     Peer { connection: u32, message: Result<Message, EngineError> },
     /// A channel has carried its part of a round, barrier included.
     Carried { round: u32, result: Result<Carried, EngineError> },
@@ -115,6 +118,7 @@ pub fn migrate(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Measures, Failure> {
     let (events_in, events) = mpsc::channel();
+    let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
     let started = Instant::now();
     let (settings, Own { max_bandwidth, compression }) = steering.begin();
     let disks = Disks::new(vm.disks());
@@ -132,6 +136,8 @@ pub fn migrate(
         started,
         events,
         events_in,
+        places,
+        places_in,
         session: new_session(),
         control: None,
         connection: 0,
@@ -156,6 +162,7 @@ pub fn migrate(
         first_writes: None,
         can_govern: false,
         disk_limit: None,
+        disk_time: Duration::ZERO,
         speed: Speed::default(),
         guest_speed: None,
         warning: None,
@@ -215,8 +222,12 @@ struct Source<'a> {
     steering: &'a Steering,
     progress: &'a mut dyn FnMut(&Progress),
     started: Instant,
+    /// What the threads report. All but the destination report once for each order, so only its messages are limited.
     events: Receiver<Event>,
     events_in: Sender<Event>,
+    /// Who reads the destination takes a place here for each message, and waits for one; who looks at it gives it back.
+    places: Receiver<()>,
+    places_in: SyncSender<()>,
     session: SessionId,
     control: Option<Arc<ControlWriter>>,
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
@@ -257,7 +268,10 @@ struct Source<'a> {
     first_writes: Option<f64>,
     /// Whether the policy may use a governor.
     can_govern: bool,
+    /// The limit of the guest's writes to all disks that move.
     disk_limit: Option<Rate>,
+    /// How long the round was in which it was last seen what the guest writes to them.
+    disk_time: Duration,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
@@ -339,7 +353,7 @@ impl Source<'_> {
         let broke = matches!(self.cause, Some((_, EngineError::Link { .. })));
         let until = Instant::now() + limits::WORDS;
         while broke && !self.commit_sent && !self.control_ended.get() && Instant::now() < until {
-            match self.events.recv_timeout(limits::TICK) {
+            match self.event(limits::TICK) {
                 Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
                     let words = EngineError::Aborted { peer: PEER, code, text };
                     self.cause = self.cause.take().map(|(phase, _)| (phase, words));
@@ -415,6 +429,11 @@ impl Source<'_> {
             return Err(EngineError::DirectIo);
         }
         self.direct_io &= self.options.fault != Some(Fault::TrustTracker);
+        let most =
+            [("RAM blocks", self.ram.len(), BLOCKS_LIMIT), ("disks to move", self.disks.len(), DISKS_LIMIT)];
+        if let Some((what, count, limit)) = most.into_iter().find(|(_, count, limit)| count > limit) {
+            return Err(EngineError::TooMany { what, count, limit });
+        }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
         let blocks = self.ram.iter();
@@ -448,15 +467,21 @@ impl Source<'_> {
     /// Makes `stream` the control connection, with a thread that reads it.
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
         let read = stream.try_clone().map_err(link_error(PEER))?;
-        match &self.control {
-            Some(control) => control.replace(stream)?,
-            None => self.control = Some(Arc::new(ControlWriter::new(stream, PEER)?)),
-        }
+        let control = match self.control.take() {
+            Some(control) => {
+                control.replace(stream)?;
+                control
+            }
+            None => Arc::new(ControlWriter::new(stream, PEER)?),
+        };
+        say_alive(&control);
+        self.control = Some(control);
         self.connection += 1;
         self.control_ended.set(false);
-        let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
-        Ok(())
+        let (events, places, connection) = (self.events_in.clone(), self.places_in.clone(), self.connection);
+        read_messages(read, PEER, move |message| {
+            places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok()
+        })
     }
 
     fn say(&self, message: &Message) -> Result<(), EngineError> {
@@ -466,12 +491,21 @@ impl Source<'_> {
         }
     }
 
+    /// The next event of any kind, within `limit`.
+    fn event(&self, limit: Duration) -> Result<Event, RecvTimeoutError> {
+        let event = self.events.recv_timeout(limit);
+        if matches!(event, Ok(Event::Peer { .. })) {
+            let _ = self.places.try_recv();
+        }
+        event
+    }
+
     /// The next event, within `limit`. Notices a cancellation, which an event may wait behind, before COMMIT.
     fn next_event(&self, limit: Duration) -> Result<Option<Event>, EngineError> {
         if self.steering.cancel().is_cancelled() && !self.commit_sent {
             return Err(EngineError::Cancelled);
         }
-        match self.events.recv_timeout(limit) {
+        match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
             Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
