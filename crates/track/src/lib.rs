@@ -20,6 +20,7 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod slots;
+mod threads;
 mod uapi;
 mod union;
 mod vhost;
@@ -33,6 +34,7 @@ pub use kvm::{
 };
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
 pub use vhost::{VhostLog, VhostLogTracker};
 

@@ -157,7 +157,7 @@ impl PagemapTracker {
     }
 
     /// Gets a write governor ready, whose descriptor is made in the process by `way`. Nothing is governed yet. `vcpus` are the
-    /// threads that run the guest; all others are never kept waiting.
+    /// threads that run the guest, by their numbers here; all others are never kept waiting.
     ///
     /// # Errors
     /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or a thread cannot be started. Tracking goes on
@@ -188,7 +188,7 @@ impl PagemapTracker {
             Some(governed) => governed.governor.set_vcpus(vcpus),
             None => {
                 let governor = Governor::start(self.pid, attach()?, &self.blocks, vcpus)?;
-                let _ = self.governed.set(Governed::new(governor, &self.blocks));
+                let _ = self.governed.set(Governed::new(self.pid, governor, &self.blocks));
             }
         }
         Ok(())
