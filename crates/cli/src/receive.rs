@@ -13,7 +13,7 @@ use godwit_memory::RamBlock;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Cost, ReceiveRequest};
 use godwit_qemu::QemuDestination;
-use godwit_units::{ByteCount, format_duration, parse_duration};
+use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
 use crate::output::{self, json_line};
@@ -29,6 +29,7 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 /// Connections that do not speak the protocol are refused and told of; the address should be reachable for trusted
 /// hosts only, since nothing is encrypted yet.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
     /// microvm:PATH, where PATH is the machine's control socket

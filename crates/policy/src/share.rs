@@ -89,7 +89,7 @@ impl Share {
         };
         self.limit = match allowed {
             DiskLimit::Off => None,
-            DiskLimit::Fixed(rate) => Some(rate),
+            DiskLimit::Fixed(rate) => Some(rate.rate()),
             DiskLimit::Auto => self.adapted(disk, seconds),
         };
         (share, self.limit)
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn limits_may_be_forbidden_or_given() {
         let rate = Rate::from_bytes_per_second(1e6);
-        for (allowed, limit) in [(DiskLimit::Off, None), (DiskLimit::Fixed(rate), Some(rate))] {
+        for (allowed, limit) in [(DiskLimit::Off, None), (DiskLimit::Fixed(rate.into()), Some(rate))] {
             let mut share = Share::default();
             share.round(&disk(false, 1000), 1.0, 0.0, allowed);
             assert_eq!(share.round(&disk(false, 1000), 1.0, 0.0, allowed).1, limit);

@@ -38,7 +38,6 @@ use crate::userfaultfd;
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-const RESUME_LIMIT: Duration = Duration::from_secs(20);
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 
@@ -54,11 +53,14 @@ pub struct Limits {
     /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
     /// command when godwit ends: so there is nothing better to do than to wait.
     pub hang: Duration,
+    /// For the end of its migration from then on, and for the guest to run again.
+    pub resume: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { answer: COMMAND_LIMIT, stop: Duration::from_secs(30), hang: Duration::from_secs(600) }
+        let [stop, hang, resume] = [30, 600, 20].map(Duration::from_secs);
+        Self { answer: COMMAND_LIMIT, stop, hang, resume }
     }
 }
 
@@ -248,7 +250,7 @@ impl QemuSource {
             Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit }),
             answer => answer?,
         };
-        let until = Instant::now() + RESUME_LIMIT;
+        let until = Instant::now() + self.limits.resume;
         let mut help_at = Instant::now() + CANCEL_LIMIT;
         loop {
             let state = self.machine.migration_state()?;
@@ -306,7 +308,7 @@ impl QemuSource {
             // It would not answer anything else either.
             return cancelled;
         }
-        let until = Instant::now() + RESUME_LIMIT;
+        let until = Instant::now() + self.limits.resume;
         while self.was_running {
             let state = self.machine.run_state()?;
             if state == "running" {

@@ -244,6 +244,7 @@ impl<'a> Source<'a> {
 
     fn point(&mut self) {
         self.outcome.throttle = self.outcome.throttle.max(self.plan.throttle);
+        self.outcome.governed |= self.plan.first_writes.is_some();
         self.outcome.points.push(Point {
             at: self.now,
             throttle: self.plan.throttle,

@@ -24,6 +24,7 @@ impl Source<'_> {
         self.measures.parts.drain = self.lap();
         self.sample_speed();
         (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
+        self.hold(Fault::HoldStopped)?;
         Ok(Some(Input::GuestStopped))
     }
 

@@ -34,7 +34,7 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
 use godwit_wire::{BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
@@ -92,7 +92,14 @@ pub enum Fault {
     LoseFarewell = 4,
     /// Take direct I/O for something that the tracker sees: what lands late is lost.
     TrustTracker = 5,
+    /// Keep the guest stopped for [`HOLD`] before its last pages are copied.
+    HoldStopped = 6,
+    /// Keep READY back for [`HOLD`] before COMMIT is sent.
+    HoldReady = 7,
 }
+
+/// Time for a test to do something in between.
+const HOLD: Duration = Duration::from_secs(4);
 
 /// What the threads report.
 enum Event {
@@ -128,7 +135,7 @@ pub fn migrate(
     };
     let session = new_session().map_err(unarmed)?;
     let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
-    let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
     let disks = Disks::new(vm.disks());
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
@@ -152,7 +159,7 @@ pub fn migrate(
         control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
+        limiter: Arc::new(Limiter::new(max_bandwidth.map(TypedRate::rate), all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
@@ -577,6 +584,17 @@ impl Source<'_> {
         }
     }
 
+    /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
+    fn hold(&self, fault: Fault) -> Result<(), EngineError> {
+        let until = Instant::now() + HOLD;
+        while self.options.fault == Some(fault) && Instant::now() < until {
+            if let Some(event) = self.next_event(limits::TICK)? {
+                return Err(Self::out_of_place(event));
+            }
+        }
+        Ok(())
+    }
+
     /// In states that only the destination can end: what it says next.
     fn await_peer(&mut self, state: State) -> Result<Input, EngineError> {
         let (what, limit) = match state {
@@ -599,7 +617,10 @@ impl Source<'_> {
         })?;
         match input {
             Input::Accepted => self.take_codecs(accepted),
-            Input::Ready => self.measures.parts.load = self.lap(),
+            Input::Ready => {
+                self.hold(Fault::HoldReady)?;
+                self.measures.parts.load = self.lap();
+            }
             Input::Running => self.measures.parts.handover = self.lap(),
             Input::Discarded => {
                 let what = "it could not run the guest and has discarded it".to_owned();

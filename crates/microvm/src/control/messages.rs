@@ -178,8 +178,8 @@ pub enum Answer {
     Status(Status),
     /// A look at a migration in progress.
     Progress(Box<Progress>),
-    /// The migration that was asked about: its last look, if there was one, and its settings.
-    Migration { progress: Option<Box<Progress>>, settings: Vec<(String, String)> },
+    /// The migration that was asked about.
+    Migration(MigrationLook),
     /// What was seen of the guest.
     Measured(Measured),
     /// The guest has moved away.
@@ -201,6 +201,21 @@ pub enum Answer {
     },
     /// The migration failed.
     Failed { phase: PhaseName, survivor: SurvivorName, cancelled: bool, error: String },
+}
+
+/// A migration that is under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MigrationLook {
+    /// The machine, as it was named to `godwit migrate`; only that knows.
+    #[serde(default)]
+    pub vm: Option<String>,
+    /// Where its guest goes, if that is known yet.
+    #[serde(default)]
+    pub to: Option<String>,
+    /// The last look, if there was one.
+    pub progress: Option<Box<Progress>>,
+    /// The settings in force, by name.
+    pub settings: Vec<(String, String)>,
 }
 
 /// The machine.
