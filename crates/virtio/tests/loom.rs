@@ -3,6 +3,7 @@
 //!
 //! Compiles the one file with the fences a second time, with loom's in place of the standard ones. Guest memory is loom's,
 //! too: words of two bytes, which are loaded and stored without any order, as a processor may.
+#![allow(clippy::unwrap_used)]
 
 use godwit_units::Gpa;
 use godwit_virtio::{GuestMemory, Nonsense};
