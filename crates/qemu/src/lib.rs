@@ -19,6 +19,7 @@ mod machine;
 pub mod qmp;
 mod settings;
 mod source;
+mod userfaultfd;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
