@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;
@@ -18,6 +19,7 @@ mod machine;
 pub mod qmp;
 mod settings;
 mod source;
+mod userfaultfd;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;

@@ -27,12 +27,14 @@ use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::compare;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
 use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
+use crate::userfaultfd;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -95,6 +97,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     grain: Grain,
     tracking: Option<Tracking>,
+    /// Differences between the two machines that the operator lets pass, by key.
+    allowed: Vec<String>,
 }
 
 impl QemuSource {
@@ -135,6 +139,7 @@ impl QemuSource {
         Ok(Self {
             looked,
             moving: Vec::new(),
+            allowed: Vec::new(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
@@ -182,6 +187,14 @@ impl QemuSource {
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
         self.moving.iter().map(Found::image_command).collect()
+    }
+
+    /// The same with differences from the destination's machine that are let pass: by the keys under which they are told, by the
+    /// first part of a key, or `all`.
+    #[must_use]
+    pub fn allowing(mut self, differences: &[String]) -> Self {
+        self.allowed = differences.to_vec();
+        self
     }
 
     /// The QEMU process.
@@ -388,8 +401,12 @@ impl SourceVm for QemuSource {
         self.was_running
     }
 
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        compare::answer(&mut self.machine.qmp, question, &self.allowed)
+    }
+
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
-        let tracker = Arc::new(PagemapTracker::start(self.machine.pid, &self.ram)?);
+        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
         self.tracker = Arc::downgrade(&tracker);
         Ok(tracker)
