@@ -19,6 +19,7 @@ pub mod qmp;
 pub mod run_directory;
 mod settings;
 mod source;
+mod userfaultfd;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
