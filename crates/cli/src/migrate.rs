@@ -88,6 +88,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIZE|auto", default_value = "auto", value_parser = granularity)]
     disk_granularity: Granularity,
 
+    /// Differences between the two VMs that are let pass, by the keys under which they are refused, with commas between, or all.
+    /// The guest may then find another machine, or fail to load
+    #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
+    allow_differences: Vec<String>,
+
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
@@ -226,10 +231,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let hints = !arguments.json;
-    let result = move_guest(&arguments.vm, &options, &disks, &steering, hints, &mut |progress| {
-        display.progress(progress)
-    });
+    let result =
+        move_guest(arguments, &options, &disks, &steering, &mut |progress| display.progress(progress));
     drop(socket);
     display.finish();
     match result {
@@ -250,22 +253,23 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 
 /// The engine is in this process for a QEMU, and in the VMM's for a microvm.
 fn move_guest(
-    vm: &VmName,
+    arguments: &Arguments,
     options: &Options,
     disks: &DiskWish,
     steering: &Steering,
-    hints: bool,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    match vm {
+    match &arguments.vm {
         VmName::Qemu(path) => {
             let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.allowing(&arguments.allow_differences);
             // Only a hint: a monitor that fails now is told of by the migration.
-            if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {
+            if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
+            {
                 eprintln!("godwit: hint: {advice}");
             }
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;

@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;

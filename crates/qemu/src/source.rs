@@ -27,6 +27,7 @@ use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::compare;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
@@ -91,6 +92,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     grain: Grain,
     tracking: Option<Tracking>,
+    /// Differences between the two machines that the operator lets pass, by key.
+    allowed: Vec<String>,
 }
 
 impl QemuSource {
@@ -128,6 +131,7 @@ impl QemuSource {
         disks::clear(&mut machine)?;
         Ok(Self {
             moving: Vec::new(),
+            allowed: Vec::new(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
@@ -175,6 +179,14 @@ impl QemuSource {
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
         self.moving.iter().map(Found::image_command).collect()
+    }
+
+    /// The same with differences from the destination's machine that are let pass: by the keys under which they are told, by the
+    /// first part of a key, or `all`.
+    #[must_use]
+    pub fn allowing(mut self, differences: &[String]) -> Self {
+        self.allowed = differences.to_vec();
+        self
     }
 
     /// The QEMU process.
@@ -379,6 +391,10 @@ impl SourceVm for QemuSource {
 
     fn was_running(&self) -> bool {
         self.was_running
+    }
+
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        compare::answer(&mut self.machine.qmp, question, &self.allowed)
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
