@@ -26,6 +26,11 @@ pub trait SourceVm {
     /// Whether the guest ran when the adapter looked first. It is brought back to this.
     fn was_running(&self) -> bool;
 
+    /// Whether the machine is known to have ended, and the guest with it. Asked all the time.
+    fn has_ended(&self) -> bool {
+        false
+    }
+
     /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker is dropped.
     ///
     /// # Errors
@@ -212,6 +217,12 @@ pub trait DestinationVm {
     /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
     fn pid(&self) -> u32 {
         std::process::id()
+    }
+
+    /// Whether the machine is known to have ended, so that the guest runs here neither now nor later. Asked all the time
+    /// until [`Self::run`].
+    fn has_ended(&self) -> bool {
+        false
     }
 
     /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and

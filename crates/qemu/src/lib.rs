@@ -15,6 +15,7 @@ mod disks;
 mod error;
 mod governor;
 mod machine;
+mod process;
 pub mod qmp;
 mod settings;
 mod source;
