@@ -8,20 +8,23 @@ use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
-use godwit_engine::steering::Steering;
+use godwit_engine::steering::{Steering, SteeringError};
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Cost, DiskWish};
+use godwit_policy::SettingError;
 use godwit_qemu::{QemuSource, Reporting};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
 
+use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
-use crate::steer::{self, Engine, assignment};
+use crate::steer::{self, Engine, Host, assignment};
 use crate::vm::{RequestError, VmName};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
     /// microvm:PATH, where PATH is the machine's control socket
@@ -36,9 +39,14 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = setting("downtime-limit"))]
     downtime_limit: Option<String>,
 
-    /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) per second [default: all the link carries]
+    /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) a second [default: all the link carries]
     #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
     max_bandwidth: Option<String>,
+
+    /// What the link carries at the switchover, if you know better than what was measured; downtimes are
+    /// expected by it [default: as measured]
+    #[arg(long, value_name = "RATE", value_parser = setting("switchover-bandwidth"))]
+    switchover_bandwidth: Option<String>,
 
     /// Give up when no round came closer to the downtime limit for this long, with all that helps in force; 0s: never
     /// [default: 60s]
@@ -85,6 +93,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIZE|auto", default_value = "auto", value_parser = granularity)]
     disk_granularity: Granularity,
 
+    /// Differences between the two VMs that are let pass, by the keys under which they are refused, with commas between, or all.
+    /// The guest may then find another machine, or fail to load
+    #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
+    allow_differences: Vec<String>,
+
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
@@ -128,7 +141,12 @@ impl From<FaultName> for Fault {
 fn setting(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync + 'static {
     move |value| {
         let typed = vec![(key.to_owned(), value.to_owned())];
-        Steering::typed(typed, Cancel::default()).map(|_| value.to_owned()).map_err(|error| error.to_string())
+        match Steering::typed(typed, Cancel::default()) {
+            Ok(_) => Ok(value.to_owned()),
+            // The flag and the value are named already.
+            Err(SteeringError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
+            Err(error) => Err(error.to_string()),
+        }
     }
 }
 
@@ -172,6 +190,7 @@ impl Arguments {
         let flags = [
             ("downtime-limit", &self.downtime_limit),
             ("max-bandwidth", &self.max_bandwidth),
+            ("switchover-bandwidth", &self.switchover_bandwidth),
             ("patience", &self.patience),
             ("throttle", &self.throttle),
             ("compression", &self.compression),
@@ -201,11 +220,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     };
     let disks = DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
+    let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
         VmName::Qemu(_) => Engine::Here(steering.clone()),
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
-    let socket = match steer::serve(&name, engine) {
+    let socket = match steer::serve(&name, Host { vm, to, engine }) {
         Ok(socket) => Some(socket),
         Err(error) if arguments.name.is_some() => {
             output::refusal(&format!("--name {name}: {error}"), arguments.json);
@@ -217,10 +237,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let hints = !arguments.json;
-    let result = move_guest(&arguments.vm, &options, &disks, &steering, hints, &mut |progress| {
-        display.progress(progress)
-    });
+    let result =
+        move_guest(arguments, &options, &disks, &steering, &mut |progress| display.progress(progress));
     drop(socket);
     display.finish();
     match result {
@@ -241,22 +259,23 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 
 /// The engine is in this process for a QEMU, and in the VMM's for a microvm.
 fn move_guest(
-    vm: &VmName,
+    arguments: &Arguments,
     options: &Options,
     disks: &DiskWish,
     steering: &Steering,
-    hints: bool,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    match vm {
+    match &arguments.vm {
         VmName::Qemu(path) => {
             let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.allowing(&arguments.allow_differences);
             // Only a hint: a monitor that fails now is told of by the migration.
-            if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {
+            if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
+            {
                 eprintln!("godwit: hint: {advice}");
             }
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
@@ -269,7 +288,8 @@ fn move_guest(
 fn tell(measures: &Measures, cost: Cost, json: bool) {
     let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     if !json {
-        println!("migrated\n{}", output::measures_text(measures, cpu_ms, rss));
+        let width = layout::width(&std::io::stdout());
+        print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));
         return;
     }
     let mut value = json!({ "outcome": "migrated", "cpu_ms": cpu_ms, "peak_rss_bytes": rss });

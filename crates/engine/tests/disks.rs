@@ -47,7 +47,9 @@ impl Pair {
             images: self.images.clone(),
             found: Arc::clone(&self.found),
             refuse_to_load: false,
+            differs: false,
             while_loading: Box::new(|| {}),
+            while_starting: Box::new(|| {}),
         };
         run(&mut self.source, destination, &options(channels, false), self.faults, steering)
     }
@@ -199,7 +201,9 @@ fn a_slow_disk_holds_up_nobody_else() {
         images: pair.images.clone(),
         found: Arc::clone(&pair.found),
         refuse_to_load: false,
+        differs: false,
         while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
     };
     let steering = steering(|settings| settings.memory_share = Some(1024));
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);

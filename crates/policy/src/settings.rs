@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use godwit_units::{Rate, format_duration, parse_duration};
+use godwit_units::{TypedRate, format_duration, parse_duration};
 
 /// How the guest is slowed down when it outruns the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -86,6 +86,9 @@ pub struct Settings {
     pub memory_share: Option<u16>,
     /// Whether the guest's writes to the disks that move may be limited.
     pub disk_limit: DiskLimit,
+    /// What the link carries when the guest is stopped; `None`: as measured. Downtimes are expected by it,
+    /// rounds still go by what is measured.
+    pub switchover_bandwidth: Option<TypedRate>,
 }
 
 /// Whether and how the guest's disk writes are limited.
@@ -97,7 +100,7 @@ pub enum DiskLimit {
     #[default]
     Auto,
     /// To this rate from the first incremental round on.
-    Fixed(Rate),
+    Fixed(TypedRate),
 }
 
 impl Default for Settings {
@@ -115,6 +118,7 @@ impl Default for Settings {
             max_delay: 50,
             memory_share: None,
             disk_limit: DiskLimit::Auto,
+            switchover_bandwidth: None,
         }
     }
 }
@@ -160,7 +164,7 @@ const MODES: &str = "use off, direct, staged, auto-converge, adaptive, governor 
 const DOWNTIME: &str = "use a time from 1ms to 1h, such as 300ms";
 const LONG: &str = "use a time from 1s to 1000h, such as 60s, or 0s for none";
 
-const KEYS: [Key; 11] = [
+const KEYS: [Key; 12] = [
     Key {
         name: "downtime-limit",
         unit: "time",
@@ -227,6 +231,12 @@ const KEYS: [Key; 11] = [
         default: "auto",
         meaning: "limit of the guest's writes to all moving disks while their rounds do not shrink",
     },
+    Key {
+        name: "switchover-bandwidth",
+        unit: "rate or auto",
+        default: "auto",
+        meaning: "what the link carries at the switchover; auto: as measured",
+    },
 ];
 
 impl Settings {
@@ -282,9 +292,20 @@ impl Settings {
                     "off" => DiskLimit::Off,
                     rate => match rate.parse() {
                         Ok(rate) => DiskLimit::Fixed(rate),
-                        Err(_) => {
-                            return Err(value(key, text, "use a rate such as 30MiB/s, or auto, or off"));
+                        Err(error) => {
+                            let allowed = "use a rate such as 30MiB/s, or auto, or off";
+                            return Err(value(key, text, &error.readings_or(allowed)));
                         }
+                    },
+                }
+            }
+            "switchover-bandwidth" => {
+                let allowed = "use a rate such as 10Gbit or 100MiB/s, or auto";
+                self.switchover_bandwidth = match text {
+                    "auto" => None,
+                    rate => match rate.parse() {
+                        Ok(rate) => Some(rate),
+                        Err(error) => return Err(value(key, text, &error.readings_or(allowed))),
                     },
                 }
             }
@@ -311,6 +332,7 @@ impl Settings {
             "delay-until-percent" => self.delay_until_percent.to_string(),
             "max-delay" => self.max_delay.to_string(),
             "memory-share" => or(self.memory_share.map(|share| share.to_string()), "auto"),
+            "switchover-bandwidth" => or(self.switchover_bandwidth.map(|rate| rate.to_string()), "auto"),
             _ => match self.disk_limit {
                 DiskLimit::Off => "off".to_owned(),
                 DiskLimit::Auto => "auto".to_owned(),
@@ -337,17 +359,15 @@ fn value(key: &str, value: &str, allowed: &str) -> SettingError {
 }
 
 fn downtime(key: &str, text: &str) -> Result<Duration, SettingError> {
-    parse_duration(text)
-        .ok()
-        .filter(|time| (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(time))
-        .ok_or_else(|| value(key, text, DOWNTIME))
+    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(DOWNTIME)))?;
+    let bounds = Duration::from_millis(1)..=Duration::from_secs(3600);
+    if bounds.contains(&time) { Ok(time) } else { Err(value(key, text, DOWNTIME)) }
 }
 
 fn long(key: &str, text: &str) -> Result<Duration, SettingError> {
-    parse_duration(text)
-        .ok()
-        .filter(|time| time.is_zero() || (1..=3_600_000).contains(&time.as_secs()))
-        .ok_or_else(|| value(key, text, LONG))
+    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(LONG)))?;
+    let fits = time.is_zero() || (1..=3_600_000).contains(&time.as_secs());
+    if fits { Ok(time) } else { Err(value(key, text, LONG)) }
 }
 
 fn number(key: &str, text: &str, most: u32) -> Result<u32, SettingError> {

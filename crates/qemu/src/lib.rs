@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;
@@ -17,8 +18,10 @@ mod governor;
 mod machine;
 mod process;
 pub mod qmp;
+pub mod run_directory;
 mod settings;
 mod source;
+mod userfaultfd;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;

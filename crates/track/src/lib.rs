@@ -20,12 +20,13 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod slots;
+mod threads;
 mod uapi;
 mod union;
 mod vhost;
 mod words;
 
-pub use attach::{Attachment, Way, attach};
+pub use attach::{Approach, Attachment, Way, attach};
 pub use error::TrackError;
 pub use governor::GovernorMeasures;
 pub use kvm::{
@@ -33,6 +34,7 @@ pub use kvm::{
 };
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
 pub use vhost::{VhostLog, VhostLogTracker};
 
@@ -84,6 +86,12 @@ pub trait DirtyTracker: Send + Sync {
         self.peek(block, within, found)
     }
 
+    /// Whether several threads may look at parts of a block at once, at no more cost in all than one that
+    /// looks at the whole.
+    fn looks_in_parts(&self) -> bool {
+        false
+    }
+
     /// Counts what [`Self::look`] reports.
     ///
     /// # Errors
@@ -116,5 +124,9 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
 
     fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         (**self).look(block, within, found)
+    }
+
+    fn looks_in_parts(&self) -> bool {
+        (**self).looks_in_parts()
     }
 }

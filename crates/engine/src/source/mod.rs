@@ -21,6 +21,7 @@ mod state;
 mod thread_clock;
 
 use std::cell::Cell;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
@@ -33,9 +34,10 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
 use godwit_wire::{
-    AbortCode, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, Role, SessionId,
+    ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer,
+    QUESTIONS_LIMIT, Role, SessionId,
 };
 
 use crate::address::{Address, Stream};
@@ -129,7 +131,14 @@ pub fn migrate(
     let (events_in, events) = mpsc::channel();
     let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
     let started = Instant::now();
-    let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let unarmed = |source| Failure {
+        phase: Phase::Setup,
+        survivor: Survivor::Source,
+        cause: EngineError::Random(source),
+    };
+    let session = new_session().map_err(unarmed)?;
+    let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
+    let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
     let disks = Disks::new(vm.disks());
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
@@ -147,17 +156,17 @@ pub fn migrate(
         events_in,
         places,
         places_in,
-        session: new_session(),
+        session,
         control: None,
         connection: 0,
         control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
+        limiter: Arc::new(Limiter::new(max_bandwidth.map(TypedRate::rate), all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
-        ledger: options.ledger.then(|| (Ledger::new(), Key::new(random_seed()))),
+        ledger,
         direct_io: false,
         tracker: None,
         free: None,
@@ -180,6 +189,12 @@ pub fn migrate(
         estimate: None,
         remaining: PageCount::ZERO,
         round_began: started,
+        round_ended: None,
+        gap: Duration::ZERO,
+        waited: Duration::ZERO,
+        flush: Duration::ZERO,
+        round_trip: None,
+        digest_of_page: None,
         last_round: None,
         stopped_at: None,
         mark: started,
@@ -194,28 +209,30 @@ pub fn migrate(
     source.run()
 }
 
-/// The seed of the ledger's fingerprints, which the guest must not know.
-fn random_seed() -> u64 {
-    let [seed, _] = random();
-    seed
+/// A ledger, and the key of its fingerprints, which the guest must not know.
+fn new_ledger() -> io::Result<(Ledger, Key)> {
+    let [seed, _] = random()?;
+    Ok((Ledger::new(), Key::new(seed)))
 }
 
-fn new_session() -> SessionId {
-    let [high, low] = random();
-    SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+fn new_session() -> io::Result<SessionId> {
+    let [high, low] = random()?;
+    Ok(SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes()))
 }
 
-fn random() -> [u64; 2] {
-    use std::io::Read;
+/// Numbers that nobody can guess. Nothing can stand in for them, so who gets none does not begin.
+fn random() -> io::Result<[u64; 2]> {
     let mut bytes = [0; 16];
-    // /dev/urandom is always there and never short (random(4)); should it not be, time and pid still tell sessions apart.
-    let filled = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    if filled.is_err() {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        bytes = (now.as_nanos() ^ u128::from(std::process::id()) << 96).to_le_bytes();
+    let mut filled = 0;
+    while filled < bytes.len() {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(more) => filled += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
     }
     let bits = u128::from_le_bytes(bytes);
-    [(bits >> 64) as u64, bits as u64]
+    Ok([(bits >> 64) as u64, bits as u64])
 }
 
 /// A channel of memory.
@@ -293,6 +310,18 @@ struct Source<'a> {
     estimate: Option<Estimate>,
     remaining: PageCount,
     round_began: Instant,
+    /// When the round before was acknowledged.
+    round_ended: Option<Instant>,
+    /// Time between that and the beginning of this one.
+    gap: Duration,
+    /// Time at the beginning of the round in which nothing was sent.
+    waited: Duration,
+    /// The last flush of disks at the destination.
+    flush: Duration,
+    /// To the destination and back, once it was seen.
+    round_trip: Option<Duration>,
+    /// What the digest of a page takes, once it was measured; only with `verify`.
+    digest_of_page: Option<Duration>,
     last_round: Option<RoundMeasures>,
     stopped_at: Option<Instant>,
     /// When the current part of the downtime began.
@@ -466,7 +495,33 @@ impl Source<'_> {
             blocks,
             disks: self.disks.offers(&self.vm.disk_granularity()),
         }))?;
-        Ok(None)
+        self.await_accept().map(Some)
+    }
+
+    /// Answers what the destination asks about the machine, until it accepts.
+    fn await_accept(&mut self) -> Result<Input, EngineError> {
+        for _ in 0..=QUESTIONS_LIMIT {
+            let what = "the destination to accept";
+            let said = self.await_message(what, limits::ANSWER, |message| match message {
+                Message::Accept { codecs } => Some(Err(*codecs)),
+                Message::Question(question) => Some(Ok(question.clone())),
+                _ => None,
+            })?;
+            let question = match said {
+                Err(codecs) => {
+                    self.take_codecs(Codecs::ALL.common(Codecs(codecs)));
+                    return Ok(Input::Accepted);
+                }
+                Ok(question) => question,
+            };
+            let answer = self.vm.answer(&question).map_err(EngineError::Vm)?;
+            if answer.len() > ANSWER_LIMIT {
+                return Err(EngineError::Panicked("main"));
+            }
+            self.say(&Message::Answer(answer))?;
+        }
+        let what = format!("it asked more than {QUESTIONS_LIMIT} questions");
+        Err(EngineError::Protocol { peer: PEER, what })
     }
 
     /// A new connection to the destination, which has answered the greeting as one; a data channel is not answered.
@@ -530,7 +585,7 @@ impl Source<'_> {
         match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
-            Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round, .. }), .. })
                 if self.unawaited == Some(round) =>
             {
                 Ok(None)
@@ -603,17 +658,12 @@ impl Source<'_> {
     /// In states that only the destination can end: what it says next.
     fn await_peer(&mut self, state: State) -> Result<Input, EngineError> {
         let (what, limit) = match state {
-            State::Negotiating => ("the destination to accept", limits::ANSWER),
             State::AwaitingReady => ("the destination to load the device state", limits::ANSWER),
             _ => ("the destination to run the guest", limits::RUNNING),
         };
         let committed = self.commit_sent;
-        let (mut accepted, mut reason) = (self.codecs, None);
+        let mut reason = None;
         let input = self.await_message(what, limit, |message| match message {
-            Message::Accept { codecs } => {
-                accepted = Codecs::ALL.common(Codecs(*codecs));
-                Some(Input::Accepted)
-            }
             Message::Ready => Some(Input::Ready),
             Message::Running => Some(Input::Running),
             // A destination that aborts has discarded the guest; after COMMIT that is all that matters.
@@ -625,7 +675,6 @@ impl Source<'_> {
             _ => None,
         })?;
         match input {
-            Input::Accepted => self.take_codecs(accepted),
             Input::Ready => {
                 self.hold(Fault::HoldReady)?;
                 self.measures.parts.load = self.lap();
@@ -693,5 +742,22 @@ fn phase_of(state: State) -> Phase {
         | State::AwaitingReady
         | State::Cancelled => Phase::StopAndCopy,
         State::Handover | State::InDoubt | State::Done => Phase::Handover,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A key of a constant, or of something that can be guessed, would be the same each time.
+    #[test]
+    fn each_session_has_a_key_of_its_own() {
+        let prints = [0; 8].map(|_: u8| {
+            let (_, key) = new_ledger().unwrap();
+            key.page(&[7; 4096])
+        });
+        let different: std::collections::HashSet<_> = prints.into_iter().collect();
+        assert_eq!(different.len(), prints.len());
+        assert_ne!(new_session().unwrap().0, new_session().unwrap().0);
     }
 }

@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::Steering;
-use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, TrackError};
@@ -85,6 +85,8 @@ pub struct Source {
     pub retired: bool,
     /// How long its monitor does not answer when the guest is to stop.
     pub monitor_hangs: Duration,
+    /// How long it takes to start tracking.
+    pub slow_start: Duration,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
     begun: bool,
@@ -114,6 +116,7 @@ impl Source {
             state: None,
             retired: false,
             monitor_hangs: Duration::ZERO,
+            slow_start: Duration::ZERO,
             disks,
             begun: false,
             busy,
@@ -137,7 +140,13 @@ impl SourceVm for Source {
         true
     }
 
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        assert!(!self.begun, "a question when disks move already");
+        Ok(question.iter().rev().copied().collect())
+    }
+
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        std::thread::sleep(self.slow_start);
         Ok(Arc::clone(&self.marks) as Arc<dyn DirtyTracker>)
     }
 
@@ -265,8 +274,12 @@ pub struct Destination {
     pub images: Vec<Arc<Image>>,
     pub found: Arc<Mutex<Found>>,
     pub refuse_to_load: bool,
+    /// It finds that the source is another machine.
+    pub differs: bool,
     /// What happens while it loads.
     pub while_loading: Box<dyn FnMut() + Send>,
+    /// What happens while it starts the guest.
+    pub while_starting: Box<dyn FnMut() + Send>,
 }
 
 struct Sink {
@@ -304,7 +317,12 @@ impl DestinationVm for Destination {
         Arc::clone(&self.ram)
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        assert_eq!((ask(b"abc")?, ask(b"")?), (b"cba".to_vec(), Vec::new()));
+        if self.differs { Err("it is another machine".into()) } else { Ok(()) }
+    }
+
+    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
@@ -326,6 +344,7 @@ impl DestinationVm for Destination {
     }
 
     fn run(&mut self) -> Result<(), RunError> {
+        (self.while_starting)();
         self.found.lock().unwrap().ran = true;
         Ok(())
     }
@@ -361,6 +380,7 @@ pub fn run(
         let options = destination::Options {
             wait: Some(Duration::from_secs(60)),
             faults,
+            disks: DiskChoice::All,
             ..destination::Options::default()
         };
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)

@@ -6,7 +6,7 @@
 //! Invariant: a guest is called in doubt only where it may have been handed over. Whoever does not answer as a machine was
 //! asked for nothing, and a machine whose process ended before it told of the handover took its guest along.
 
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -23,11 +23,15 @@ use godwit_units::ByteCount;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::messages::{Answer, Cost, DiskWish, MigrateRequest, ReceiveRequest, Request, Status};
+use super::messages::{
+    Answer, Cost, DiskWish, MigrateRequest, MigrationLook, ReceiveRequest, Request, Status,
+};
 use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// The measures of a long migration, with all its rounds, are the longest line.
+const LONGEST_ANSWER: u64 = 64 << 20;
 /// Between the end of a socket and that of its process.
 const END_LIMIT: i64 = 5;
 /// A look at a migration that is older may not be the last one that there was.
@@ -100,7 +104,10 @@ impl Connection {
     fn next(&mut self, cancel: &Cancel, limit: Option<Duration>) -> Result<Answer, MicrovmError> {
         let began = Instant::now();
         loop {
-            match self.reader.read_until(b'\n', &mut self.text) {
+            // A line has a limit, since whoever listens there may be anyone.
+            let rest = LONGEST_ANSWER.saturating_sub(self.text.len() as u64);
+            match (&mut self.reader).take(rest).read_until(b'\n', &mut self.text) {
+                Ok(_) if rest == 0 => return Err(self.problem("answers more than makes sense")),
                 Ok(_) if self.text.ends_with(b"\n") => {
                     let line = std::mem::take(&mut self.text);
                     let unread = match serde_json::from_slice(&line) {
@@ -182,14 +189,13 @@ pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured,
     }
 }
 
-/// The last look at the migration under way, if there was one, and its settings.
+/// The migration under way.
 ///
 /// # Errors
 /// When there is none.
-#[allow(clippy::type_complexity, reason = "the two parts of one answer")]
-pub fn migration(path: &Path) -> Result<(Option<Box<Progress>>, Vec<(String, String)>), MicrovmError> {
+pub fn migration(path: &Path) -> Result<MigrationLook, MicrovmError> {
     match ask(path, &Request::Progress)? {
-        Answer::Migration { progress, settings } => Ok((progress, settings)),
+        Answer::Migration(look) => Ok(look),
         _ => Err(other(path)),
     }
 }

@@ -66,6 +66,9 @@ pub struct ReceiveRequest {
     /// Codecs that are taken: auto for all, none, or one.
     #[serde(default)]
     pub codecs: Option<String>,
+    /// Disks that the source may overwrite: none, all, or names with commas between.
+    #[serde(default = "none")]
+    pub disks: String,
     /// Take a guest in that may come to use more memory than is left.
     #[serde(default)]
     pub overcommit: bool,
@@ -178,8 +181,8 @@ pub enum Answer {
     Status(Status),
     /// A look at a migration in progress.
     Progress(Box<Progress>),
-    /// The migration that was asked about: its last look, if there was one, and its settings.
-    Migration { progress: Option<Box<Progress>>, settings: Vec<(String, String)> },
+    /// The migration that was asked about.
+    Migration(MigrationLook),
     /// What was seen of the guest.
     Measured(Measured),
     /// The guest has moved away.
@@ -201,6 +204,21 @@ pub enum Answer {
     },
     /// The migration failed.
     Failed { phase: PhaseName, survivor: SurvivorName, cancelled: bool, error: String },
+}
+
+/// A migration that is under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MigrationLook {
+    /// The machine, as it was named to `godwit migrate`; only that knows.
+    #[serde(default)]
+    pub vm: Option<String>,
+    /// Where its guest goes, if that is known yet.
+    #[serde(default)]
+    pub to: Option<String>,
+    /// The last look, if there was one.
+    pub progress: Option<Box<Progress>>,
+    /// The settings in force, by name.
+    pub settings: Vec<(String, String)>,
 }
 
 /// The machine.
@@ -379,8 +397,8 @@ mod tests {
         let line = r#"{"command":"status"}"#;
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
-        let listen = "[::1]:0".to_owned();
-        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, overcommit: false };
+        let (listen, disks) = ("[::1]:0".to_owned(), "none".to_owned());
+        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }
