@@ -20,7 +20,7 @@ use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::steer::{self, Engine, Host, assignment};
-use crate::vm::{RequestError, VmName};
+use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
@@ -263,7 +263,7 @@ fn move_guest(
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             // Only a hint: a monitor that fails now is told of by the migration.
             if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {
                 eprintln!("godwit: hint: {advice}");
