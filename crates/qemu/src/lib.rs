@@ -18,6 +18,7 @@ mod machine;
 pub mod qmp;
 mod settings;
 mod source;
+mod userfaultfd;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
