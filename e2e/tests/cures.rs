@@ -86,5 +86,11 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
         "{}",
         received.errors
     );
+    // The question that an operator in doubt asks, on either side.
+    for (vm, state) in [(&pair.source, "running"), (&pair.destination, "inmigrate")] {
+        let name = vm.vm_name();
+        let said = pair.godwit.done(&["status", "--vm", &name])?;
+        ensure!(String::from_utf8_lossy(&said.stdout) == format!("{name} is {state}\n"), "{said:?}");
+    }
     check_untouched(&mut pair.source)
 }
