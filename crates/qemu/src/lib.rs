@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;
@@ -16,6 +17,7 @@ mod error;
 mod governor;
 mod machine;
 pub mod qmp;
+pub mod run_directory;
 mod settings;
 mod source;
 mod userfaultfd;
