@@ -43,6 +43,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
     max_bandwidth: Option<String>,
 
+    /// What the link carries at the switchover, if you know better than what was measured; downtimes are
+    /// expected by it [default: as measured]
+    #[arg(long, value_name = "RATE", value_parser = setting("switchover-bandwidth"))]
+    switchover_bandwidth: Option<String>,
+
     /// Give up when no round came closer to the downtime limit for this long, with all that helps in force; 0s: never
     /// [default: 60s]
     #[arg(long, value_name = "TIME", value_parser = setting("patience"))]
@@ -190,6 +195,7 @@ impl Arguments {
         let flags = [
             ("downtime-limit", &self.downtime_limit),
             ("max-bandwidth", &self.max_bandwidth),
+            ("switchover-bandwidth", &self.switchover_bandwidth),
             ("patience", &self.patience),
             ("throttle", &self.throttle),
             ("compression", &self.compression),

@@ -15,6 +15,22 @@ use godwit_units::{ByteCount, Rate};
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 
+/// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SwitchoverCosts {
+    /// From [`SourceVm::open_state`] until the guest stands still.
+    pub lead: Duration,
+    /// Saving the device state, loading it, and running the guest.
+    pub state: Duration,
+}
+
+impl Default for SwitchoverCosts {
+    /// What is usual.
+    fn default() -> Self {
+        Self { lead: Duration::from_millis(10), state: Duration::from_millis(15) }
+    }
+}
+
 /// Has a question of the destination's adapter answered by the source's.
 pub type Ask<'a> = dyn FnMut(&[u8]) -> Result<Vec<u8>, VmError> + 'a;
 
@@ -173,6 +189,11 @@ pub trait SourceVm {
     /// # Errors
     /// When the machine refuses.
     fn drain(&mut self) -> Result<(), VmError>;
+
+    /// What its switchover will probably cost.
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        SwitchoverCosts::default()
+    }
 
     /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
     /// after [`Self::release_state`].

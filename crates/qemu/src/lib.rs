@@ -17,6 +17,7 @@ mod error;
 mod governor;
 mod machine;
 pub mod qmp;
+pub mod run_directory;
 mod settings;
 mod source;
 mod userfaultfd;

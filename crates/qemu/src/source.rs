@@ -19,7 +19,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskChoice, DiskRound};
-use godwit_engine::vm::{SourceVm, VmError};
+use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
@@ -65,6 +65,9 @@ impl Default for Limits {
     }
 }
 
+/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware.
+const OWN_BLOCKS: Duration = Duration::from_millis(5);
+
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
 pub struct QemuSource {
@@ -72,6 +75,8 @@ pub struct QemuSource {
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
+    /// What it took to look at all that is looked at again before the guest is stopped.
+    looked: Duration,
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
     tracking_stop: Duration,
@@ -123,13 +128,16 @@ impl QemuSource {
             let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
             return Err(QemuError::SourceState { state: migration, cure });
         }
+        let looking = Instant::now();
         let ram = machine.ram()?;
         machine.check_mappings(&ram)?;
         machine.check_source(&ram)?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
+        let looked = looking.elapsed();
         disks::clear(&mut machine)?;
         Ok(Self {
+            looked,
             moving: Vec::new(),
             terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
@@ -529,6 +537,11 @@ impl SourceVm for QemuSource {
         // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
         self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
         Ok(())
+    }
+
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        // What was looked at once is looked at again, by the same commands and over all processes.
+        SwitchoverCosts { lead: self.looked + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

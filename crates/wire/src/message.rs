@@ -1,5 +1,7 @@
 //! Messages of the control connection: one frame each.
 
+use std::time::Duration;
+
 use godwit_units::{ByteCount, PageCount};
 
 use crate::WireError;
@@ -134,6 +136,9 @@ pub enum Message {
     RoundAck {
         /// The round.
         round: u32,
+        /// How long the last flush of a disk took, in whole microseconds; zero where none was made since the
+        /// acknowledgement before.
+        flush: Duration,
     },
     /// S: the guest will stop soon; be ready for device state.
     Prepare,
@@ -231,7 +236,11 @@ impl Message {
                 aux = *code as u64;
                 put_text(&mut frame, text, TEXT_LIMIT);
             }
-            Self::RoundEnd { round } | Self::RoundAck { round } => aux = (*round).into(),
+            Self::RoundEnd { round } => aux = (*round).into(),
+            Self::RoundAck { round, flush } => {
+                let micros = u32::try_from(flush.as_micros()).unwrap_or(u32::MAX);
+                aux = u64::from(micros) << 32 | u64::from(*round);
+            }
             Self::Digests { block, first, digests } => {
                 assert!(digests.len() <= DIGESTS_PER_MESSAGE, "{} digests", digests.len());
                 aux = u64::from(*block) << 32 | u64::from(*first);
@@ -294,7 +303,10 @@ impl Message {
                 Ok(Self::Abort { code, text })
             }
             FrameKind::RoundEnd => empty(Self::RoundEnd { round: round()? }),
-            FrameKind::RoundAck => empty(Self::RoundAck { round: round()? }),
+            FrameKind::RoundAck => empty(Self::RoundAck {
+                round: header.aux as u32,
+                flush: Duration::from_micros(header.aux >> 32),
+            }),
             FrameKind::Prepare => empty(Self::Prepare),
             FrameKind::Prepared => empty(Self::Prepared),
             FrameKind::DigestRequest => empty(Self::DigestRequest),

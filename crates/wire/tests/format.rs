@@ -3,6 +3,8 @@
 //! Golden bytes are only ever added to: a change to one of them is a change of the protocol's version.
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::*;
 use proptest::prelude::*;
@@ -239,7 +241,10 @@ fn any_message() -> impl Strategy<Value = Message> {
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),
-        any::<u32>().prop_map(|round| Message::RoundAck { round }),
+        (any::<u32>(), any::<u32>()).prop_map(|(round, micros)| Message::RoundAck {
+            round,
+            flush: Duration::from_micros(micros.into())
+        }),
         (any::<u32>(), any::<u32>(), prop::collection::vec(any::<u128>(), 0..9))
             .prop_map(|(block, first, digests)| Message::Digests { block, first, digests }),
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::DeviceState),

@@ -498,7 +498,8 @@ impl Destination<'_> {
                     self.disks_open = false;
                     self.vm.close_disks().map_err(EngineError::Vm)?;
                 }
-                self.say(&Message::RoundAck { round: self.round })?;
+                let flush = self.last_round.take_flush();
+                self.say(&Message::RoundAck { round: self.round, flush })?;
                 let received = ByteCount(self.received.load(Ordering::Relaxed));
                 (self.notice)(&Notice::Round { round: self.round, received });
             }

@@ -189,6 +189,12 @@ pub fn migrate(
         estimate: None,
         remaining: PageCount::ZERO,
         round_began: started,
+        round_ended: None,
+        gap: Duration::ZERO,
+        waited: Duration::ZERO,
+        flush: Duration::ZERO,
+        round_trip: None,
+        digest_of_page: None,
         last_round: None,
         stopped_at: None,
         mark: started,
@@ -303,6 +309,18 @@ struct Source<'a> {
     estimate: Option<Estimate>,
     remaining: PageCount,
     round_began: Instant,
+    /// When the round before was acknowledged.
+    round_ended: Option<Instant>,
+    /// Time between that and the beginning of this one.
+    gap: Duration,
+    /// Time at the beginning of the round in which nothing was sent.
+    waited: Duration,
+    /// The last flush of disks at the destination.
+    flush: Duration,
+    /// To the destination and back, once it was seen.
+    round_trip: Option<Duration>,
+    /// What the digest of a page takes, once it was measured; only with `verify`.
+    digest_of_page: Option<Duration>,
     last_round: Option<RoundMeasures>,
     stopped_at: Option<Instant>,
     /// When the current part of the downtime began.
@@ -554,7 +572,7 @@ impl Source<'_> {
         match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
-            Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round, .. }), .. })
                 if self.unawaited == Some(round) =>
             {
                 Ok(None)
