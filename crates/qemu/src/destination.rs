@@ -118,7 +118,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
-        compare::compare(&mut self.machine.qmp, ask)
+        compare::compare(&mut self.machine, ask)
     }
 
     fn open_disks(
