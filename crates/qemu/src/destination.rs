@@ -91,9 +91,7 @@ impl QemuDestination {
     /// Whether it still waits for a guest, so that another attempt can use it.
     #[must_use]
     pub fn still_waits(&self) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let ended = poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&now));
-        !self.prepared && ended.is_ok_and(|ended| ended == 0)
+        !self.prepared && !self.machine.process.has_ended()
     }
 }
 
