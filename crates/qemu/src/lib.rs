@@ -23,6 +23,7 @@ mod source;
 mod userfaultfd;
 
 pub use destination::QemuDestination;
+pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use machine::Reporting;
 pub use source::{Limits, QemuSource};
