@@ -27,6 +27,17 @@ pub enum EngineError {
         /// Why.
         source: io::Error,
     },
+    /// Somebody listens there, and says nothing.
+    #[error(
+        "{address} takes connections and does not greet as godwit does within {}: is it the address of a godwit receive, and is that not busy with another migration?",
+        format_duration(*limit)
+    )]
+    NoGreeting {
+        /// The address.
+        address: String,
+        /// How long it was waited for.
+        limit: Duration,
+    },
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}")]
     Listen {
@@ -97,7 +108,7 @@ pub enum EngineError {
     #[error("{0}")]
     Layout(String),
     /// A wait reached its limit.
-    #[error("waited {limit:?} for {what} in vain")]
+    #[error("{what} did not come within {}", format_duration(*limit))]
     Timeout {
         /// What was waited for.
         what: &'static str,
@@ -107,6 +118,9 @@ pub enum EngineError {
     /// The machine adapter failed.
     #[error("{0}")]
     Vm(#[source] VmError),
+    /// The machine's process has ended during the migration.
+    #[error("the {0} VM has ended: its log or standard error may say why")]
+    Ended(&'static str),
     /// Whether the guest runs at the destination is not known.
     #[error("it is not known whether the guest runs: {0}")]
     Uncertain(#[source] VmError),
@@ -185,7 +199,9 @@ impl EngineError {
     pub fn abort_code(&self) -> AbortCode {
         match self {
             Self::Layout(_) => AbortCode::Layout,
-            Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => AbortCode::Machine,
+            Self::Vm(_) | Self::Ended(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => {
+                AbortCode::Machine
+            }
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,

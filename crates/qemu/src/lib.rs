@@ -16,6 +16,7 @@ mod disks;
 mod error;
 mod governor;
 mod machine;
+mod process;
 pub mod qmp;
 pub mod run_directory;
 mod settings;
@@ -23,6 +24,7 @@ mod source;
 mod userfaultfd;
 
 pub use destination::QemuDestination;
+pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use machine::Reporting;
 pub use source::{Limits, QemuSource};
