@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;
@@ -16,11 +17,13 @@ mod error;
 mod governor;
 mod machine;
 pub mod qmp;
+pub mod run_directory;
 mod settings;
 mod source;
 mod userfaultfd;
 
 pub use destination::QemuDestination;
+pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use machine::Reporting;
 pub use source::{Limits, QemuSource};

@@ -13,22 +13,37 @@ use crate::qmp::{Qmp, QmpError};
 
 /// What is in a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Medium {
-    node: String,
-    size: ByteCount,
+pub(crate) struct Medium {
+    pub(crate) node: String,
+    pub(crate) size: ByteCount,
     read_only: bool,
     file: String,
     format: String,
+    /// The files that it is made of: the image, those behind it, and where one keeps its data.
+    pub(crate) files: Vec<String>,
+}
+
+/// A disk of the guest, and what becomes of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedDisk {
+    /// What it is called.
+    pub name: String,
+    /// Bytes that the guest sees.
+    pub size: ByteCount,
+    /// The image, as QEMU calls it.
+    pub file: String,
+    /// Whether it moves along.
+    pub moves: bool,
 }
 
 /// A drive of the guest, with or without a medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Drive {
     /// All names, the best first.
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// Whether a device of the guest uses it.
     attached: bool,
-    medium: Option<Medium>,
+    pub(crate) medium: Option<Medium>,
 }
 
 /// A disk that can move.
@@ -79,8 +94,37 @@ fn drive(block: &Value) -> Drive {
         read_only: inserted["ro"] == true,
         file: text(&inserted["image"]["filename"]),
         format: text(&inserted["image"]["format"]),
+        files: files(&inserted["image"]),
     });
     Drive { names, attached: !path.is_empty(), medium }
+}
+
+/// The files of an image and of those behind it.
+fn files(image: &Value) -> Vec<String> {
+    const CHAIN: usize = 16;
+    let mut found = Vec::new();
+    let mut at = image;
+    while at.is_object() && found.len() < CHAIN {
+        found.push(plain_file(&text(&at["filename"])));
+        if let Some(data) = at["format-specific"]["data"]["data-file"].as_str() {
+            found.push(plain_file(data));
+        }
+        at = &at["backing-image"];
+    }
+    found
+}
+
+/// The file in QEMU's name for a node: with options that are not in a path it is JSON.
+fn plain_file(name: &str) -> String {
+    let parsed = name.strip_prefix("json:").and_then(|json| serde_json::from_str::<Value>(json).ok());
+    let mut at = parsed.as_ref();
+    while let Some(node) = at {
+        if let Some(file) = node["filename"].as_str().filter(|file| file.starts_with('/')) {
+            return file.to_owned();
+        }
+        at = [&node["file"], &node["image"]].into_iter().find(|below| below.is_object());
+    }
+    name.to_owned()
 }
 
 /// The id in `/machine/peripheral/ID/virtio-backend`; an id by itself stays; empty where the device has none.
@@ -93,6 +137,23 @@ fn device_id(path: &str) -> String {
 }
 
 impl Drive {
+    /// Whether a device of the guest has it, which keeps no other copy: flash memory travels with the device state.
+    pub(crate) fn is_in_use(&self) -> bool {
+        let flash = |name: &String| name.starts_with("pflash") || name.starts_with("/machine/system.flash");
+        self.attached && !self.names.iter().any(flash)
+    }
+
+    /// What becomes of it, when `moving` are the disks that move along; a drive without a medium is left out.
+    pub(crate) fn listed(&self, moving: &[Found]) -> Option<ListedDisk> {
+        let medium = self.medium.as_ref().filter(|_| self.is_in_use())?;
+        Some(ListedDisk {
+            name: self.names.first().cloned().unwrap_or_default(),
+            size: medium.size,
+            file: medium.files.first().cloned().unwrap_or_default(),
+            moves: moving.iter().any(|disk| disk.node == medium.node),
+        })
+    }
+
     /// Why it cannot move.
     fn movable(&self, name: &str) -> Result<Found, QemuError> {
         let refused = |why| QemuError::DiskUnmovable { disk: name.to_owned(), why };
@@ -110,7 +171,7 @@ impl Drive {
 }
 
 /// The drive that goes by `name`.
-fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, QemuError> {
+pub(crate) fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, QemuError> {
     let mut found = drives.iter().filter(|drive| drive.names.iter().any(|other| other == name));
     match (found.next(), found.next()) {
         (Some(drive), None) => Ok(drive),
@@ -162,8 +223,12 @@ pub(crate) fn choose(drives: &[Drive], choice: &DiskChoice) -> Result<Vec<Found>
     Ok(chosen)
 }
 
-/// The disks that take `wanted` in, in its order.
-pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>, QemuError> {
+/// The disks that take `wanted` in, in its order; all of them must be among those `allowed`.
+pub(crate) fn receiving(
+    drives: &[Drive],
+    wanted: &[Disk],
+    allowed: &DiskChoice,
+) -> Result<Vec<Found>, QemuError> {
     let mut found: Vec<Found> = Vec::new();
     for disk in wanted {
         let drive = by_name(drives, &disk.name).map_err(|error| match error {
@@ -172,6 +237,7 @@ pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>,
             }
             other => other,
         })?;
+        allowed.allow(&disk.name, &drive.names)?;
         let here = drive.movable(&disk.name)?;
         if here.size != disk.size {
             return Err(QemuError::DiskSize {
@@ -264,7 +330,9 @@ mod tests {
     #[test]
     fn the_destination_finds_disks_by_any_name_and_of_the_same_size_only() {
         let wanted = |name: &str, size| Disk { name: name.to_owned(), size: ByteCount(size) };
-        let received = |wanted: &[Disk]| receiving(&guest(), wanted).map_err(|error| error.to_string());
+        let received = |wanted: &[Disk]| {
+            receiving(&guest(), wanted, &DiskChoice::All).map_err(|error| error.to_string())
+        };
         let found = received(&[wanted("vd1", 64 << 20), wanted("d0", 64 << 20)]).unwrap();
         let nodes: Vec<_> = found.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
         assert_eq!(nodes, [("vd1", "n1"), ("d0", "#block226")]);
@@ -276,6 +344,15 @@ mod tests {
             received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)]).unwrap_err().contains("are one")
         );
         assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only"));
+    }
+
+    #[test]
+    fn only_disks_that_were_allowed_are_filled_by_any_of_their_names() {
+        let wanted = [Disk { name: "n1".to_owned(), size: ByteCount(64 << 20) }];
+        let received = |allowed: &str| receiving(&guest(), &wanted, &allowed.parse().unwrap());
+        assert_eq!(received("vd1").unwrap().len(), 1);
+        let refused = received("d0").unwrap_err().to_string();
+        assert!(refused.contains("overwrite disk 'n1'") && refused.contains("--disks n1"), "{refused}");
     }
 
     #[test]
@@ -291,6 +368,17 @@ mod tests {
         assert_eq!(command("/vm/a.qcow2"), "qemu-img create -f qcow2 /vm/a.qcow2 1048576   # n1");
         assert_eq!(command("/vm/it's"), "qemu-img create -f qcow2 '/vm/it'\\''s' 1048576   # n1");
         assert_eq!(command("json:{...}"), "qemu-img create -f qcow2 FILE 1048576   # n1");
+    }
+
+    #[test]
+    fn an_image_is_made_of_files_one_behind_the_other() {
+        let image = json!({
+            "filename": "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/vm/top\"}}",
+            "format-specific": { "data": { "data-file": "/vm/data" } },
+            "backing-image": { "filename": "/vm/base", "backing-image": { "filename": "rbd:pool/x" } },
+        });
+        assert_eq!(files(&image), ["/vm/top", "/vm/data", "/vm/base", "rbd:pool/x"]);
+        assert_eq!(plain_file("json:{"), "json:{");
     }
 
     #[test]

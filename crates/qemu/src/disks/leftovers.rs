@@ -23,7 +23,7 @@ pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
     }
     remove_exports(&mut machine.qmp, gone)?;
     remove_bitmaps(&mut machine.qmp, gone)?;
-    let _ = server::remove_directories(machine.pid);
+    let _ = server::remove_directories();
     Ok(())
 }
 

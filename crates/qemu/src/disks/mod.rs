@@ -25,7 +25,8 @@ mod server;
 mod sink;
 mod tracking;
 
-pub(crate) use find::{Found, choose, drives};
+pub use find::ListedDisk;
+pub(crate) use find::{Drive, Found, by_name, choose, drives};
 pub(crate) use grain::Grain;
 pub(crate) use leftovers::clear;
 pub(crate) use sink::Receiving;

@@ -16,6 +16,7 @@ use crate::QemuError;
 use crate::disks::mark::Mark;
 use crate::machine::{Machine, text};
 use crate::qmp::{Qmp, QmpError};
+use crate::run_directory;
 
 const FD_NAME: &str = "godwit-nbd";
 const SOCKET: &str = "nbd";
@@ -24,16 +25,6 @@ const SOCKET: &str = "nbd";
 #[derive(Debug)]
 pub(crate) struct Server {
     dir: PathBuf,
-}
-
-/// Where godwit's sockets are: root's for all the host, others' for themselves.
-fn run_directory() -> PathBuf {
-    let user = rustix::process::getuid();
-    match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
-        Some(path) if !user.is_root() => Path::new(&path).join("godwit"),
-        _ if user.is_root() => "/run/godwit".into(),
-        _ => format!("/tmp/godwit-{}", user.as_raw()).into(),
-    }
 }
 
 /// The name of the directory for the QEMU `pid`: the mark first, as everywhere.
@@ -47,8 +38,11 @@ impl Server {
     /// # Errors
     /// When it runs already, for somebody else.
     pub(crate) fn start(machine: &mut Machine) -> Result<Self, QemuError> {
-        let dir = run_directory().join(name(Mark::own(), machine.pid));
+        let all = run_directory::path();
+        let dir = all.join(name(Mark::own(), machine.pid));
         let failed = |source| QemuError::Socket { path: dir.clone(), source };
+        run_directory::make(&all, rustix::process::getuid().as_raw())
+            .map_err(|problem| failed(io::Error::new(io::ErrorKind::PermissionDenied, problem)))?;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&dir).map_err(failed)?;
         let server = Self { dir: dir.clone() };
         let path = dir.join(SOCKET);
@@ -113,15 +107,49 @@ pub(crate) fn owner(pid: i32) -> Option<Mark> {
     marks.into_iter().next()
 }
 
-/// Removes the directories of processes that are gone.
-pub(crate) fn remove_directories(pid: i32) -> io::Result<()> {
-    let end = format!("-nbd-{pid}");
-    for entry in std::fs::read_dir(run_directory())?.flatten() {
+/// Removes the directories in `all` of processes that are gone, whichever QEMU they were for.
+fn sweep(all: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(all)?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let mark = name.strip_suffix(&end).and_then(Mark::of);
+        let mark = Mark::of(&name).filter(|_| name.contains("-nbd-"));
         if mark.is_some_and(|mark| !mark.is_alive()) {
             std::fs::remove_dir_all(entry.path())?;
         }
     }
     Ok(())
+}
+
+/// The same in the run directory.
+pub(crate) fn remove_directories() -> io::Result<()> {
+    sweep(&run_directory::path())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_that_is_gone_has_left_is_removed() {
+        // Mutation: only what it left for the QEMU that is looked at now.
+        let all = std::env::temp_dir().join(format!("godwit-sweep-{}", std::process::id()));
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let own = name(Mark::own(), 7);
+        let prefix = own.split('-').next().unwrap();
+        let dead = format!("{prefix}-{}-1-nbd-7", ended.id());
+        for dir in [own.as_str(), &dead, "others"] {
+            std::fs::create_dir_all(all.join(dir)).unwrap();
+            std::fs::write(all.join(dir).join(SOCKET), "").unwrap();
+        }
+        sweep(&all).unwrap();
+        let mut left: Vec<String> = std::fs::read_dir(&all)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        std::fs::remove_dir_all(&all).unwrap();
+        let mut kept = ["others".to_owned(), own];
+        kept.sort();
+        assert_eq!(left, kept);
+    }
 }

@@ -1,0 +1,43 @@
+//! The directory for the sockets of godwit: where it is, and that it is ours.
+//!
+//! Invariant: no socket of ours is made, and none is connected to, in a directory to which another user could add. Who
+//! could exchange the socket of QEMU's NBD server would choose what is written to a disk.
+
+use std::fs::DirBuilder;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Where it is: root's for all the host, others' for themselves.
+pub(crate) fn path() -> PathBuf {
+    let user = rustix::process::getuid();
+    match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
+        Some(path) if !user.is_root() => Path::new(&path).join("godwit"),
+        _ if user.is_root() => "/run/godwit".into(),
+        _ => format!("/tmp/godwit-{}", user.as_raw()).into(),
+    }
+}
+
+/// Makes `directory`, for its owner only, where it is not there yet.
+///
+/// # Errors
+/// When it cannot be made, is not `user`'s own, or others may write to it: in /tmp anyone can make it first.
+pub fn make(directory: &Path, user: u32) -> Result<(), String> {
+    let shown = directory.display();
+    let failed = |error: std::io::Error| format!("{shown}: {error}");
+    DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;
+    // Not through a link, which may be another's as well.
+    let meta = std::fs::symlink_metadata(directory).map_err(failed)?;
+    let problem = if !meta.is_dir() {
+        "is not a directory"
+    } else if meta.uid() != user {
+        "belongs to another user"
+    } else if meta.mode() & 0o022 != 0 {
+        return Err(format!(
+            "others may write to {shown} (mode {:o}): chmod 700 {shown}",
+            meta.mode() & 0o7777
+        ));
+    } else {
+        return Ok(());
+    };
+    Err(format!("{shown} {problem}: remove it, or set XDG_RUNTIME_DIR to a directory of your own"))
+}
