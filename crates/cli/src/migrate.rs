@@ -20,7 +20,7 @@ use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::steer::{self, Engine, Host, assignment};
-use crate::vm::{RequestError, VmName};
+use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
@@ -276,7 +276,7 @@ fn move_guest(
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
-            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let mut vm = vm.allowing(&arguments.allow_differences);
             if arguments.disks_are_shared {
                 vm = vm.sharing_disks();

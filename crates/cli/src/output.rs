@@ -293,7 +293,7 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
             "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (godwit status --vm VM): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
         Survivor::Ended => {

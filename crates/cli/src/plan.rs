@@ -23,7 +23,7 @@ use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
 use crate::steer::assignment;
-use crate::vm::VmName;
+use crate::vm::{VmName, refused_qemu};
 
 /// Bytes on the wire for a page as it is, its share of the run table among them.
 const PAGE_ON_WIRE: f64 = 4100.0;
@@ -162,7 +162,7 @@ fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<
     let Arguments { vm, disks, time, .. } = arguments;
     match vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuSource::open(path)?;
+            let mut vm = QemuSource::open(path).map_err(|error| refused_qemu(path, error))?;
             if !disks.is_none() {
                 vm = vm.with_disks(disks, None)?;
             }

@@ -94,6 +94,14 @@ impl QemuDestination {
     pub fn pid(&self) -> i32 {
         self.machine.pid
     }
+
+    /// Whether it still waits for a guest, so that another attempt can use it.
+    #[must_use]
+    pub fn still_waits(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ended = poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&now));
+        !self.prepared && ended.is_ok_and(|ended| ended == 0)
+    }
 }
 
 impl DestinationVm for QemuDestination {
