@@ -143,7 +143,7 @@ impl Memory {
         if self.anonymous {
             // SAFETY: as above.
             unsafe { rustix::mm::madvise(at.cast(), length as usize, Advice::LinuxDontNeed).unwrap() };
-        } else if pages.start.0 % 2 == 0 {
+        } else if pages.start.0.is_multiple_of(2) {
             // SAFETY: as above.
             assert_eq!(unsafe { libc::madvise(at.cast(), length as usize, libc::MADV_REMOVE) }, 0);
         } else {
