@@ -4,7 +4,7 @@
 //! `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its incoming migration fails.
 
 use std::io::Write;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -13,17 +13,15 @@ use std::time::Duration;
 use godwit_block::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::machine::Machine;
-use crate::qmp::QmpError;
+use crate::qmp::{COMMAND_LIMIT, QmpError};
 use crate::settings::Settings;
-use crate::source::{FD_NAME, failure_words, migration_event};
+use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
@@ -39,7 +37,6 @@ const EXITED: &str = "it has exited; see its standard error (do the options of b
 #[derive(Debug)]
 pub struct QemuDestination {
     machine: Machine,
-    process: OwnedFd,
     ram: Arc<Vec<RamBlock>>,
     settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
@@ -72,11 +69,7 @@ impl QemuDestination {
         machine.check_mappings(&ram)?;
         machine.check_writers(&ram)?;
         disks::clear(&mut machine)?;
-        let process = Pid::from_raw(machine.pid)
-            .ok_or(rustix::io::Errno::SRCH)
-            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
-            .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })?;
-        Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
+        Ok(Self { machine, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
     }
 
     /// Refuses a choice of disks that names what the VM does not have: before anything is waited for.
@@ -98,9 +91,7 @@ impl QemuDestination {
     /// Whether it still waits for a guest, so that another attempt can use it.
     #[must_use]
     pub fn still_waits(&self) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let ended = poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&now));
-        !self.prepared && ended.is_ok_and(|ended| ended == 0)
+        !self.prepared && !self.machine.process.has_ended()
     }
 }
 
@@ -174,19 +165,29 @@ impl DestinationVm for QemuDestination {
         }
     }
 
+    fn has_ended(&self) -> bool {
+        self.machine.process.has_ended()
+    }
+
     fn run(&mut self) -> Result<(), RunError> {
-        match self.machine.qmp.execute("cont", Value::Null) {
+        let qmp = &mut self.machine.qmp;
+        let never = |error: QmpError| RunError::NeverRan(error.into());
+        let cont = qmp.queue("cont", Value::Null).map_err(|error| match error {
+            // QEMU had closed its end before the command was written.
+            QmpError::Closed { .. } => never(error),
+            error => RunError::Unknown(error.into()),
+        })?;
+        match qmp.answer(&cont, COMMAND_LIMIT) {
             Ok(_) => Ok(()),
-            // Only a refusal says that no instruction was executed; silence and a crash do not.
-            Err(error @ QmpError::Refused { .. }) => Err(RunError::NeverRan(error.into())),
+            // Of what comes behind the command only a refusal says that no instruction was executed; silence and a
+            // crash do not.
+            Err(error @ QmpError::Refused { .. }) => Err(never(error)),
             Err(error) => Err(RunError::Unknown(error.into())),
         }
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
-        // QEMU's own defaults after a migration (qapi/migration.json, announce-*).
-        let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-        let announced = self.machine.qmp.execute("announce-self", timing);
+        let announced = announce(&mut self.machine.qmp);
         if let Some(settings) = self.settings.take() {
             settings.restore(&mut self.machine.qmp)?;
         }
@@ -215,22 +216,17 @@ impl QemuDestination {
 
     /// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
     fn see_it_end(&self) -> Result<(), QemuError> {
-        let undead =
-            |errno: rustix::io::Errno| QemuError::Undead { pid: self.machine.pid, source: errno.into() };
+        let undead = |source| QemuError::Undead { pid: self.machine.pid, source };
+        let process = &self.machine.process;
         for kill in [false, true] {
             if kill {
-                match pidfd_send_signal(&self.process, Signal::KILL) {
-                    Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                    Err(errno) => return Err(undead(errno)),
-                }
+                process.kill().map_err(undead)?;
             }
-            // A pidfd becomes readable when its process has ended (pidfd_open(2)).
-            let timeout = Timespec { tv_sec: QUIT_LIMIT.as_secs().cast_signed(), tv_nsec: 0 };
-            if poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&timeout)).map_err(undead)? > 0 {
+            if process.ends_within(QUIT_LIMIT).map_err(undead)? {
                 return Ok(());
             }
         }
-        Err(undead(rustix::io::Errno::TIMEDOUT))
+        Err(undead(rustix::io::Errno::TIMEDOUT.into()))
     }
 }
 

@@ -16,6 +16,7 @@ mod disks;
 mod error;
 mod governor;
 mod machine;
+mod process;
 pub mod qmp;
 pub mod run_directory;
 mod settings;

@@ -10,6 +10,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::process::Process;
 use crate::qmp::{Qmp, QmpError};
 
 /// A QEMU process and its monitor.
@@ -17,6 +18,7 @@ use crate::qmp::{Qmp, QmpError};
 pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) pid: i32,
+    pub(crate) process: Process,
 }
 
 /// Whether a guest tells of its free memory all the time.
@@ -51,7 +53,9 @@ impl Machine {
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let qmp = Qmp::connect(path)?;
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
-        Ok(Self { qmp, pid })
+        let process =
+            Process::open(pid).map_err(|source| QemuError::System { step: "pidfd_open", source })?;
+        Ok(Self { qmp, pid, process })
     }
 
     /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one. QEMU has them by the

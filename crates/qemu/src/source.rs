@@ -39,6 +39,8 @@ use crate::userfaultfd;
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
+/// From the end of the monitor's connection to the end of QEMU's process, which may have much memory to give back.
+const END_LIMIT: Duration = Duration::from_secs(5);
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 
@@ -85,6 +87,8 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// Whether `migrate` was issued.
     migrating: bool,
+    /// Whether the device state was released, so that a destination may have loaded it.
+    released: bool,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,
@@ -156,6 +160,7 @@ impl QemuSource {
             settings: None,
             state: None,
             migrating: false,
+            released: false,
         })
     }
 
@@ -317,6 +322,11 @@ impl QemuSource {
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
         let running = if std::mem::take(&mut self.migrating) { self.run_again() } else { Ok(()) };
+        if std::mem::take(&mut self.released) && self.was_running && running.is_ok() {
+            // The guest was to run elsewhere, and whoever has prepared for that (a switch, a program that binds its ports)
+            // should know better. The guest runs, whatever becomes of this.
+            let _ = announce(&mut self.machine.qmp);
+        }
         // The guest first: an error here must not hide one there.
         let limits = self.disk_limits.restore(&mut self.machine.qmp);
         let settings = self.settings.take().map_or(Ok(()), |it| it.restore(&mut self.machine.qmp));
@@ -393,6 +403,12 @@ pub(crate) fn migration_event(event: &Event) -> String {
     if event.name == "MIGRATION" { text(&event.data["status"]) } else { String::new() }
 }
 
+/// Tells the network where the guest is, with QEMU's own defaults after a migration (qapi/migration.json, announce-*).
+pub(crate) fn announce(qmp: &mut Qmp) -> Result<(), QmpError> {
+    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+    qmp.execute("announce-self", timing).map(drop)
+}
+
 /// QEMU's words about its failed migration, if it says any; `otherwise` if not.
 pub(crate) fn failure_words(qmp: &mut Qmp, otherwise: &str) -> String {
     let migration = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
@@ -415,6 +431,10 @@ impl SourceVm for QemuSource {
 
     fn was_running(&self) -> bool {
         self.was_running
+    }
+
+    fn has_ended(&self) -> bool {
+        self.machine.process.has_ended()
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
@@ -563,6 +583,7 @@ impl SourceVm for QemuSource {
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
+        self.released = true;
         self.machine.qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
         Ok(())
     }
@@ -580,7 +601,13 @@ impl SourceVm for QemuSource {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
-        Ok(self.bring_back()?)
+        // A QEMU that answers nothing does not run the guest either.
+        let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
+        if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
+            // A process closes its sockets a moment before it has ended, and has_ended is asked next.
+            let _ = self.machine.process.ends_within(END_LIMIT);
+        }
+        Ok(back?)
     }
 
     fn retire(&mut self, keep: bool) -> Result<(), VmError> {
