@@ -64,7 +64,11 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
         vm.ram_file().display()
     );
     let _stranger = TestVm::source(&config.with_extra(&["-object", &object]))?;
-    check_refused(&migrate_nowhere(&vm)?, 1, &["maps RAM block 'mem' writable", "qemu-system"])?;
+    check_refused(
+        &migrate_nowhere(&vm)?,
+        1,
+        &["another QEMU, has the file of RAM block 'mem' mapped", "qemu-system"],
+    )?;
     check_untouched(&mut vm)
 }
 

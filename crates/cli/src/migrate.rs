@@ -103,6 +103,11 @@ pub(crate) struct Arguments {
     #[arg(long)]
     disks_are_shared: bool,
 
+    /// Move a guest under KVM also where it may run guests of its own, whose pages the processor writes unseen: only where
+    /// none of them runs
+    #[arg(long)]
+    allow_nested: bool,
+
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
@@ -272,7 +277,9 @@ fn move_guest(
 ) -> Result<(Measures, Cost), RequestError> {
     match &arguments.vm {
         VmName::Qemu(path) => {
-            let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
+            let vm = QemuSource::open(path)
+                .and_then(|vm| if arguments.allow_nested { Ok(vm) } else { vm.without_nested() });
+            let vm = vm.and_then(|vm| match &disks.choice {
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });

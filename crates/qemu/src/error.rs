@@ -74,6 +74,34 @@ pub enum QemuError {
     /// Another process could write guest memory.
     #[error("process {} ({}) maps RAM block '{}' writable; its writes are not tracked yet: end it, or let it map the file read-only", .0.pid, .0.command, .0.block)]
     OtherWriter(Writer),
+    /// Two QEMUs have the same RAM file.
+    #[error(
+        "process {} ({}), another QEMU, has the file of RAM block '{}' mapped too, and a guest may be running in it: leave that process alone, and start the QEMU that waits on a file of its own (mem-path)", .0.pid, .0.command, .0.block
+    )]
+    SharedRam(Writer),
+    /// Somebody began to work on the disks.
+    #[error(
+        "a block job ('{id}', {kind}) runs: a QEMU whose images are being worked on cannot hand them over: wait for its end, or cancel it"
+    )]
+    BlockJob {
+        /// Its name.
+        id: String,
+        /// For example `mirror`.
+        kind: String,
+    },
+    /// What the machine consists of changed during the migration.
+    #[error(
+        "{0} during the migration, which the destination has not got: start it again with a destination that has the same"
+    )]
+    NotTheSame(String),
+    /// A guest that runs guests.
+    #[error(
+        "the guest may run guests of its own ({what}): the processor writes some of their pages behind the page tables, which cannot be tracked: end them and unload kvm in the guest, or, where none runs and none will, say so with godwit migrate --allow-nested"
+    )]
+    Nested {
+        /// How that is known.
+        what: &'static str,
+    },
     /// The machine changed during the migration.
     #[error("{0} during the migration: start it again")]
     Changed(&'static str),

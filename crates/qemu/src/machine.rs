@@ -2,10 +2,11 @@
 //!
 //! Invariant: looking changes nothing. Every refusal comes before QEMU was touched.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_track::{mappings_of, other_writers, threads_of};
+use godwit_track::{Writer, mappings_of, other_writers, threads_of};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
@@ -90,6 +91,7 @@ impl Machine {
     /// Refuses RAM that another process may write.
     pub(crate) fn check_writers(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
         match other_writers(self.pid, blocks).into_iter().next() {
+            Some(writer) if is_vmm(&writer) => Err(QemuError::SharedRam(writer)),
             Some(writer) => Err(QemuError::OtherWriter(writer)),
             None => Ok(()),
         }
@@ -154,7 +156,45 @@ impl Machine {
         self.check_blockers()?;
         self.check_devices()?;
         self.check_descriptors()?;
+        self.check_jobs()?;
         self.check_writers(blocks)
+    }
+
+    /// Refuses a QEMU that works on its images by itself (`query-jobs`).
+    fn check_jobs(&mut self) -> Result<(), QemuError> {
+        let jobs = self.qmp.execute("query-jobs", Value::Null)?;
+        // What a job leaves until it is dismissed has no image any more.
+        let at_work = |job: &&Value| !matches!(text(&job["status"]).as_str(), "concluded" | "null");
+        match jobs.as_array().into_iter().flatten().find(at_work) {
+            Some(job) => Err(QemuError::BlockJob { id: text(&job["id"]), kind: text(&job["type"]) }),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses a guest that runs guests under KVM: the processor itself then writes pages of its memory (the virtual-APIC
+    /// page, posted interrupts) at their physical address, without a look at QEMU's page tables. TCG writes them as
+    /// all others.
+    pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
+        if self.qmp.execute("query-kvm", Value::Null)?["enabled"] != true {
+            return Ok(());
+        }
+        let registers = json!({ "command-line": "info registers -a" });
+        let registers = text(&self.qmp.execute("human-monitor-command", registers)?);
+        runs_guests(&registers).map_or(Ok(()), |what| Err(QemuError::Nested { what }))
+    }
+
+    /// What the machine consists of, as far as a destination must have the same: devices, and the images of drives.
+    pub(crate) fn parts(&mut self) -> Result<BTreeSet<String>, QmpError> {
+        let devices = self.devices()?;
+        let mut parts: BTreeSet<String> =
+            devices.into_iter().map(|(_, name, kind)| format!("device '{name}' ({kind})")).collect();
+        let drives = self.qmp.execute("query-block", Value::Null)?;
+        for drive in drives.as_array().into_iter().flatten() {
+            let (name, file) = (text(&drive["device"]), text(&drive["inserted"]["file"]));
+            let name = if name.is_empty() { text(&drive["qdev"]) } else { name };
+            parts.insert(format!("image {file} of drive '{name}'"));
+        }
+        Ok(parts)
     }
 
     fn check_blockers(&mut self) -> Result<(), QemuError> {
@@ -201,7 +241,7 @@ impl Machine {
         for (_, name, kind) in self.devices()? {
             let device = format!("device '{name}' ({kind})");
             let vhost_disk = kind.starts_with("vhost-scsi");
-            if kind.starts_with("vhost-user") {
+            if kind.contains("vhost-user") {
                 return Err(QemuError::VhostUser { what: device });
             }
             // SG_IO and vhost-scsi hand guest pages to a device without a fault.
@@ -213,7 +253,7 @@ impl Machine {
         // Network back ends are no objects; only the human monitor lists them.
         let arguments = json!({ "command-line": "info network" });
         let network = text(&self.qmp.execute("human-monitor-command", arguments)?);
-        if let Some(line) = network.lines().find(|line| line.contains("type=vhost-user")) {
+        if let Some(line) = network.lines().find(|line| line.contains("vhost-user")) {
             return Err(QemuError::VhostUser { what: format!("the network back end '{}'", line.trim()) });
         }
         Ok(())
@@ -244,6 +284,34 @@ impl Machine {
     }
 }
 
+/// Whether this process is a QEMU rather than the back end of a device. One that was started by a loader of its own is
+/// known by its command name only.
+fn is_vmm(writer: &Writer) -> bool {
+    let program = std::fs::read_link(format!("/proc/{}/exe", writer.pid)).unwrap_or_default();
+    let program = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    [&program, &writer.command]
+        .iter()
+        .any(|name| name.starts_with("qemu-system") || name.starts_with("qemu-kvm"))
+}
+
+/// Whether a vCPU has turned virtualisation on: CR4.VMXE (bit 13) or EFER.SVME (bit 12; Intel's SDM volume 3,
+/// 2.5, and AMD's APM volume 2, 15.4), in what `info registers` prints.
+fn runs_guests(registers: &str) -> Option<&'static str> {
+    let value = |word: &str, name: &str| {
+        let digits = word.strip_prefix(name)?.strip_prefix('=')?;
+        u64::from_str_radix(digits, 16).ok()
+    };
+    registers.split_whitespace().find_map(|word| {
+        if value(word, "CR4").is_some_and(|cr4| cr4 >> 13 & 1 == 1) {
+            Some("VMX is on")
+        } else if value(word, "EFER").is_some_and(|efer| efer >> 12 & 1 == 1) {
+            Some("SVM is on")
+        } else {
+            None
+        }
+    })
+}
+
 /// Whether QEMU's own migration, in `state`, is not under way.
 pub(crate) fn is_over(state: &str) -> bool {
     matches!(state, "" | "none" | "failed" | "cancelled" | "completed")
@@ -253,3 +321,6 @@ pub(crate) fn is_over(state: &str) -> bool {
 pub(crate) fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,6 +10,7 @@
 //! A throttle or the write governor may be in force from the start to the moment the guest has stopped. Invariant: it is gone after
 //! `resume`, `retire`, a `stop` that failed, and when this is dropped.
 
+use std::collections::BTreeSet;
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
@@ -79,6 +80,10 @@ pub struct QemuSource {
     was_running: bool,
     /// What it took to look at all that is looked at again before the guest is stopped.
     looked: Duration,
+    /// What the machine consists of.
+    parts: BTreeSet<String>,
+    /// Whether a guest that runs guests is refused.
+    nested_refused: bool,
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
     tracking_stop: Duration,
@@ -138,6 +143,7 @@ impl QemuSource {
         machine.check_source(&ram)?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
+        let parts = machine.parts()?;
         let looked = looking.elapsed();
         disks::clear(&mut machine)?;
         Ok(Self {
@@ -155,6 +161,8 @@ impl QemuSource {
             limits: Limits::default(),
             ram: Arc::new(ram),
             was_running: state == "running",
+            parts,
+            nested_refused: false,
             direct_io,
             tracking_stop: Duration::ZERO,
             settings: None,
@@ -177,6 +185,16 @@ impl QemuSource {
         let drives = disks::drives(&mut self.machine.qmp)?;
         self.moving = disks::choose(&drives, choice)?;
         self.grain = Grain::of(granularity, &mut self.machine.qmp, &self.moving)?;
+        Ok(self)
+    }
+
+    /// The same, and refused where the guest may run guests of its own, now or when it is about to be stopped.
+    ///
+    /// # Errors
+    /// When it may.
+    pub fn without_nested(mut self) -> Result<Self, QemuError> {
+        self.machine.check_nested()?;
+        self.nested_refused = true;
         Ok(self)
     }
 
@@ -383,6 +401,16 @@ impl QemuSource {
         self.machine.check_source(&self.ram)?;
         if self.machine.direct_io()? && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
+        }
+        if self.nested_refused {
+            self.machine.check_nested()?;
+        }
+        let parts = self.machine.parts()?;
+        if let Some(new) = parts.difference(&self.parts).next() {
+            return Err(QemuError::NotTheSame(format!("{new} was added")));
+        }
+        if let Some(gone) = self.parts.difference(&parts).next() {
+            return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
         let now = self.machine.ram()?;
         let same = now.len() == self.ram.len()
