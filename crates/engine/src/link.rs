@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
 
 use crate::address::Stream;
-use crate::{EngineError, limits};
+use crate::{EngineError, limits, threads};
 
 /// Who is at the other end, for error texts.
 pub(crate) type Peer = &'static str;
@@ -109,9 +109,9 @@ pub(crate) fn read_messages(
     stream: Stream,
     peer: Peer,
     mut deliver: impl FnMut(Result<Message, EngineError>) -> bool + Send + 'static,
-) {
+) -> Result<(), EngineError> {
     let mut reader = FrameReader::new(stream, peer);
-    std::thread::spawn(move || {
+    let read = move || {
         loop {
             let message = reader.message();
             let over = message.is_err();
@@ -119,7 +119,8 @@ pub(crate) fn read_messages(
                 return;
             }
         }
-    });
+    };
+    threads::start("control", read).map(drop)
 }
 
 /// The writing end of the control connection, shared between threads.

@@ -30,7 +30,7 @@ use crate::compression::Codecs;
 use crate::digests;
 use crate::link::{ControlWriter, FrameReader, link_error, read_messages, receive_greeting, send_greeting};
 use crate::vm::{DestinationVm, RunError};
-use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
+use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
 
 use barriers::Barriers;
 use channel::{Channel, PEER, Place};
@@ -332,8 +332,7 @@ impl Destination<'_> {
         }
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok());
-        Ok(())
+        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
     }
 
     fn say(&self, message: &Message) -> Result<(), EngineError> {
@@ -544,7 +543,7 @@ impl Destination<'_> {
                     _ => Duration::ZERO,
                 },
             };
-            self.channels.push((handle, std::thread::spawn(move || channel.run())));
+            self.channels.push((handle, threads::start("channel", move || channel.run())?));
         }
         Ok(())
     }

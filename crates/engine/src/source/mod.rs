@@ -6,6 +6,7 @@
 //! Threads: this one; one that reads the control connection; one a data channel, of memory or of a disk; one that passes the device state
 //! on. They all report through one queue of events.
 
+mod abort;
 mod board;
 mod channel;
 mod disk;
@@ -44,8 +45,9 @@ use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, se
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
 use crate::steering::{Change, Own, Steering};
 use crate::vm::{SourceVm, VmError};
-use crate::{EngineError, Failure, Phase, Survivor, limits};
+use crate::{EngineError, Failure, Phase, Survivor, limits, threads};
 
+use abort::Aborter;
 use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
 use disk::DiskCarried;
@@ -171,7 +173,7 @@ pub fn migrate(
         commit_sent: false,
         cause: None,
         resume_failed: None,
-        abort: None,
+        aborter: None,
         measures: Measures { channels: options.channels.into(), ..Measures::default() },
     };
     source.run()
@@ -279,7 +281,7 @@ struct Source<'a> {
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
     resume_failed: Option<VmError>,
-    abort: Option<JoinHandle<()>>,
+    aborter: Option<Aborter>,
     measures: Measures,
 }
 
@@ -450,13 +452,16 @@ impl Source<'_> {
         let read = stream.try_clone().map_err(link_error(PEER))?;
         match &self.control {
             Some(control) => control.replace(stream)?,
-            None => self.control = Some(Arc::new(ControlWriter::new(stream, PEER)?)),
+            None => {
+                let control = Arc::new(ControlWriter::new(stream, PEER)?);
+                self.aborter = Some(Aborter::start(Arc::clone(&control))?);
+                self.control = Some(control);
+            }
         }
         self.connection += 1;
         self.control_ended.set(false);
         let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok());
-        Ok(())
+        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok())
     }
 
     fn say(&self, message: &Message) -> Result<(), EngineError> {
