@@ -1,7 +1,8 @@
 //! The guest's disk writes limited by QEMU's own I/O throttling, and put back as they were.
 //!
 //! Source: `block_set_io_throttle` and `query-block` of QEMU's QMP reference. Limits that the operator had set hold as well: of two
-//! limits the lower one. Unlike the throttle of vCPUs these limits are QEMU's: they stay when godwit is killed.
+//! limits the lower one. Unlike the throttle of vCPUs these limits are QEMU's and would stay when godwit is killed, so
+//! they are recorded before they are set (`guard`).
 
 use godwit_units::Rate;
 use serde_json::{Value, json};
@@ -27,34 +28,66 @@ const FURTHER: [&str; 13] = [
     "iops_size",
 ];
 
-/// The disks that are limited, as they were before.
-#[derive(Debug, Default)]
+/// The disks that are limited.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DiskLimits {
+    /// For each the call that sets what was set before,
     before: Vec<Value>,
+    /// and the call that sets what is to be.
+    ours: Vec<Value>,
 }
 
 impl DiskLimits {
-    /// Limits the writes of each disk to `rate`, or lifts the limit.
-    pub(crate) fn set(&mut self, qmp: &mut Qmp, rate: Option<Rate>) -> Result<(), QmpError> {
-        let Some(rate) = rate else { return self.restore(qmp) };
+    /// Looks which disks there are, at the first call, and what limits their writes to `rate` each. Changes nothing.
+    pub(crate) fn plan(&mut self, qmp: &mut Qmp, rate: Rate) -> Result<(), QmpError> {
         if self.before.is_empty() {
             self.before = disks(&qmp.execute("query-block", Value::Null)?);
         }
-        for before in &self.before {
-            qmp.execute("block_set_io_throttle", limited(before, rate))?;
-        }
+        self.ours = self.before.iter().map(|before| limited(before, rate)).collect();
         Ok(())
+    }
+
+    /// Sets the limits as planned.
+    pub(crate) fn apply(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        self.ours.iter().try_for_each(|call| set(qmp, call))
     }
 
     /// Puts all limits back. Every disk is tried; the first error is returned.
     pub(crate) fn restore(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let mut result = Ok(());
-        for before in self.before.drain(..) {
-            let restored = qmp.execute("block_set_io_throttle", before).map(drop);
-            result = result.and(restored);
-        }
-        result
+        self.ours.clear();
+        let before = std::mem::take(&mut self.before);
+        before.iter().map(|call| set(qmp, call)).fold(Ok(()), Result::and)
     }
+
+    /// Puts back the limits that still are as `apply` made them: somebody may have been here since.
+    pub(crate) fn restore_ours(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let now = disks(&qmp.execute("query-block", Value::Null)?);
+        let same = |a: &Value, b: &Value| {
+            ["id", "device"].iter().chain(&RATES).all(|key| a[*key] == b[*key])
+        };
+        let mut ours = std::mem::take(&mut self.ours).into_iter();
+        self.before.retain(|_| ours.next().is_some_and(|ours| now.iter().any(|now| same(now, &ours))));
+        self.restore(qmp)
+    }
+
+    /// Whether there is nothing to put back.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.before.is_empty()
+    }
+
+    /// For the record.
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "before": self.before, "ours": self.ours })
+    }
+
+    pub(crate) fn from_json(value: &Value) -> Option<Self> {
+        let calls = |key: &str| value[key].as_array().cloned();
+        Some(Self { before: calls("before")?, ours: calls("ours")? })
+    }
+}
+
+fn set(qmp: &mut Qmp, call: &Value) -> Result<(), QmpError> {
+    qmp.execute("block_set_io_throttle", call.clone()).map(drop)
 }
 
 /// The call for each disk that would set what is set.

@@ -10,6 +10,7 @@ use godwit_track::{TrackError, Writer};
 use godwit_units::ByteCount;
 
 use crate::qmp::QmpError;
+use crate::run_directory;
 
 /// Why a QEMU cannot be migrated, or a step failed.
 #[derive(Debug, thiserror::Error)]
@@ -151,12 +152,26 @@ pub enum QemuError {
         /// Why.
         source: io::Error,
     },
-    /// Somebody moves the disks already.
-    #[error("godwit (process {pid}) is moving disks of this QEMU already: wait for it, or end it")]
+    /// Somebody migrates it already.
+    #[error("godwit (process {pid}) is migrating this QEMU already: wait for it, or end it")]
     OtherGodwit {
         /// The other one.
         pid: u32,
     },
+    /// Somebody still clears up.
+    #[error(
+        "the guardian of godwit (process {pid}), which was killed, is still bringing the guest of this QEMU back: wait for it"
+    )]
+    OtherGuardian {
+        /// The godwit that is gone.
+        pid: u32,
+    },
+    /// There is nowhere to write down what is changed in QEMU.
+    #[error("cannot write to {}, which records what has to be undone if godwit is killed: {0}; make it writable", run_directory::path().display())]
+    Record(#[source] io::Error),
+    /// The process that stands in for a godwit that is killed does not start.
+    #[error("cannot start the guardian, which runs the guest again if godwit is killed: {0}; raise pids.max or free memory")]
+    Guardian(#[source] io::Error),
     /// A capability that cannot be on.
     #[error(
         "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn it off with migrate-set-capabilities"

@@ -16,7 +16,7 @@ use crate::machine::Machine;
 
 const DEVICE: &str = "/dev/userfaultfd";
 /// The name under which QEMU keeps the device's descriptor for a moment.
-const FD_NAME: &str = "godwit-userfaultfd";
+pub(crate) const FD_NAME: &str = "godwit-userfaultfd";
 /// CAP_SYS_PTRACE (linux/capability.h).
 const SYS_PTRACE: u64 = 1 << 19;
 

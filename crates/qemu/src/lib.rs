@@ -14,12 +14,20 @@ mod disk_limits;
 mod disks;
 mod error;
 mod governor;
+mod guard;
 mod machine;
+mod mark;
 pub mod qmp;
+mod run_directory;
 mod settings;
 mod source;
+mod way_back;
 
 pub use destination::QemuDestination;
 pub use error::QemuError;
+pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
 pub use machine::Reporting;
 pub use source::QemuSource;
+
+/// The names under which QEMU may hold descriptors of godwit's.
+const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, governor::FD_NAME];

@@ -3,6 +3,7 @@
 //! Invariant: looking changes nothing. Every refusal comes before QEMU was touched.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::{mappings_of, other_writers};
@@ -10,7 +11,11 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::guard::{self, Holder};
 use crate::qmp::{Qmp, QmpError};
+
+/// A guardian is done within a second, unless QEMU hangs.
+const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
 
 /// A QEMU process and its monitor.
 #[derive(Debug)]
@@ -47,9 +52,21 @@ impl Reporting {
 }
 
 impl Machine {
-    /// Connects to the monitor at `path`.
+    /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it has it.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
-        let qmp = Qmp::connect(path)?;
+        let until = Instant::now() + GUARDIAN_LIMIT;
+        let mut holder = None;
+        let qmp = Qmp::connect_patiently(path, |pid| {
+            holder = guard::holder(pid);
+            matches!(holder, Some(Holder::GuardianOf(_))) && Instant::now() < until
+        });
+        let qmp = qmp.map_err(|error| match (error, holder) {
+            (QmpError::NoGreeting { .. }, Some(Holder::Godwit(pid))) => QemuError::OtherGodwit { pid },
+            (QmpError::NoGreeting { .. }, Some(Holder::GuardianOf(pid))) => {
+                QemuError::OtherGuardian { pid }
+            }
+            (error, _) => error.into(),
+        })?;
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
         Ok(Self { qmp, pid })
     }

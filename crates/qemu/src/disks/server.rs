@@ -7,33 +7,25 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use godwit_nbd::Address;
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::disks::mark::Mark;
 use crate::machine::{Machine, text};
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
+use crate::run_directory;
 
-const FD_NAME: &str = "godwit-nbd";
+/// The name under which QEMU keeps the socket for a moment.
+pub(crate) const FD_NAME: &str = "godwit-nbd";
 const SOCKET: &str = "nbd";
 
 /// QEMU's NBD server, ours until it is stopped.
 #[derive(Debug)]
 pub(crate) struct Server {
     dir: PathBuf,
-}
-
-/// Where godwit's sockets are: root's for all the host, others' for themselves.
-fn run_directory() -> PathBuf {
-    let user = rustix::process::getuid();
-    match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
-        Some(path) if !user.is_root() => Path::new(&path).join("godwit"),
-        _ if user.is_root() => "/run/godwit".into(),
-        _ => format!("/tmp/godwit-{}", user.as_raw()).into(),
-    }
 }
 
 /// The name of the directory for the QEMU `pid`: the mark first, as everywhere.
@@ -47,8 +39,9 @@ impl Server {
     /// # Errors
     /// When it runs already, for somebody else.
     pub(crate) fn start(machine: &mut Machine) -> Result<Self, QemuError> {
-        let dir = run_directory().join(name(Mark::own(), machine.pid));
+        let dir = run_directory::path().join(name(Mark::own(), machine.pid));
         let failed = |source| QemuError::Socket { path: dir.clone(), source };
+        run_directory::make().map_err(failed)?;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&dir).map_err(failed)?;
         let server = Self { dir: dir.clone() };
         let path = dir.join(SOCKET);
@@ -113,13 +106,13 @@ pub(crate) fn owner(pid: i32) -> Option<Mark> {
     marks.into_iter().next()
 }
 
-/// Removes the directories of processes that are gone.
-pub(crate) fn remove_directories(pid: i32) -> io::Result<()> {
+/// Removes the directories of some processes.
+pub(crate) fn remove_directories(pid: i32, which: impl Fn(Mark) -> bool) -> io::Result<()> {
     let end = format!("-nbd-{pid}");
-    for entry in std::fs::read_dir(run_directory())?.flatten() {
+    for entry in std::fs::read_dir(run_directory::path())?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let mark = name.strip_suffix(&end).and_then(Mark::of);
-        if mark.is_some_and(|mark| !mark.is_alive()) {
+        if mark.is_some_and(&which) {
             std::fs::remove_dir_all(entry.path())?;
         }
     }

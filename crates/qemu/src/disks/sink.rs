@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
 use crate::disks::leftovers;
-use crate::disks::mark::Mark;
+use crate::mark::Mark;
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::qmp::{Qmp, QmpError};
