@@ -30,6 +30,19 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@$(CARGO) build --workspace --bins
 	@scripts/run-tests.sh
 
+.PHONY: test-long
+test-long: guest qemu ## the tests that make test leaves out because they take minutes each
+	@$(CARGO) build --workspace --bins
+	@scripts/run-tests.sh --ignored --test-threads=1
+
+# `make mutants MUTANTS='--package godwit-policy --shard 0/8'` for a slice; without it what takes ten minutes. See docs/testing.md.
+MUTANTS ?= --package godwit-protocol --package godwit-wire --package godwit-ledger
+
+.PHONY: mutants
+mutants: ## break the code in many small ways, one after the other, and list what no test notices (cargo-mutants)
+	@$(CARGO) mutants --version >/dev/null 2>&1 || { echo "installing cargo-mutants with cargo"; $(CARGO) install --quiet --locked cargo-mutants; }
+	@$(CARGO) mutants --no-shuffle --minimum-test-timeout 60 --output target/mutants $(MUTANTS)
+
 # How often each of them repeats itself.
 GODWIT_SOAK ?= 40
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Runs all tests and repeats at the end, with a count, what was skipped and why. A skipped test says so on standard
-# error in a line that begins with SKIPPED, which the test harness does not hold back.
+# error in a line that begins with SKIPPED, which the test harness does not hold back. Arguments go to the harness:
+# `--ignored` runs the long tests instead.
 set -euo pipefail
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 status=0
-"${CARGO:-cargo}" test --workspace --no-fail-fast 2>&1 | tee "$log" || status=$?
+"${CARGO:-cargo}" test --workspace --no-fail-fast -- "$@" 2>&1 | tee "$log" || status=$?
 skipped=$(grep -c '^SKIPPED' "$log" || true)
 echo
 if [ "$skipped" -gt 0 ]; then

@@ -4,10 +4,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, oldest};
-use godwit_testbed::{BeaconPlace, GuestConfig, HugePages, Observer, VmConfig, flavours_for};
+use godwit_testbed::{
+    BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, VmConfig, flavours_for, images_for,
+};
 use godwit_units::ByteCount;
-use godwit_verify::settings::Mode;
+use godwit_verify::settings::{DiskWork, Mode};
 use serde_json::json;
+
+/// An image on shared storage.
+const SHARED: ByteCount = ByteCount(32 << 20);
 
 /// Moves a guest with all witnesses.
 fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
@@ -95,6 +100,46 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
         check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
     }
     std::fs::remove_file(image)?;
+    Ok(())
+}
+
+/// Every vCPU writes memory: the guest's own work, and processes that come, fill memory, check it and go.
+#[test]
+fn several_vcpus_that_all_write() -> anyhow::Result<()> {
+    for flavour in flavours_for("several_vcpus_that_all_write") {
+        let mut guest = GuestConfig::small(Mode::Full);
+        guest.build.jobs = 3;
+        let mut config = VmConfig::new(&flavour, guest);
+        config.cpus = 4;
+        let mut pair = Pair::start(&config)?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+    }
+    Ok(())
+}
+
+/// Both QEMUs have the same image open, with its locks, as shared storage has it, and the guest writes and reads it all the time.
+#[test]
+fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()> {
+    let test = "a_locked_disk_on_shared_storage_that_the_guest_writes";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for flavour in flavours_for(test) {
+        let image = DiskImage::create("raw", SHARED)?;
+        let mut guest = GuestConfig::small(Mode::Rate);
+        guest.disk = DiskWork { write: 4 << 20, read: 4 << 20, span: SHARED, ..DiskWork::default() };
+        let mut pair = Pair::start(&VmConfig::new(&flavour, guest).with_disk("disk0", &image))?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        let seconds = pair.destination.disk_seconds().len();
+        let until = Instant::now() + LIMIT;
+        while pair.destination.disk_seconds().len() < seconds + 2 {
+            ensure!(Instant::now() < until, "{flavour}: the disk's work does not go on");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        ensure!(pair.destination.bugs().is_empty(), "{flavour}: {:?}", pair.destination.bugs());
+    }
     Ok(())
 }
 

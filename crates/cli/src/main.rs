@@ -4,6 +4,7 @@
 
 mod bench;
 mod demo;
+mod guard;
 mod microvm;
 mod migrate;
 mod output;
@@ -58,6 +59,9 @@ enum Command {
     /// Measure what this machine can do.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Stand in for a godwit that is killed; godwit starts it by itself.
+    #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
+    Guard(guard::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -74,5 +78,6 @@ fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),
         Command::Bench(command) => bench::run(&command),
+        Command::Guard(arguments) => guard::run(&arguments),
     }
 }

@@ -1,5 +1,6 @@
 //! `godwit migrate`.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
@@ -106,6 +107,18 @@ enum FaultName {
     WrongDigest,
     LoseFarewell,
     TrustTracker,
+    KillAfterPrepare,
+    KillAfterStop,
+    KillInLastRound,
+    KillAfterRelease,
+    KillAfterLastRound,
+    KillAfterDigests,
+    KillAfterState,
+    KillAfterReady,
+    KillBeforeCommit,
+    KillAfterCommit,
+    KillAfterFarewell,
+    PanicAfterStop,
 }
 
 impl From<FaultName> for Fault {
@@ -116,6 +129,18 @@ impl From<FaultName> for Fault {
             FaultName::WrongDigest => Self::WrongDigest,
             FaultName::LoseFarewell => Self::LoseFarewell,
             FaultName::TrustTracker => Self::TrustTracker,
+            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
+            FaultName::KillAfterStop => Self::KillAfterStop,
+            FaultName::KillInLastRound => Self::KillInLastRound,
+            FaultName::KillAfterRelease => Self::KillAfterRelease,
+            FaultName::KillAfterLastRound => Self::KillAfterLastRound,
+            FaultName::KillAfterDigests => Self::KillAfterDigests,
+            FaultName::KillAfterState => Self::KillAfterState,
+            FaultName::KillAfterReady => Self::KillAfterReady,
+            FaultName::KillBeforeCommit => Self::KillBeforeCommit,
+            FaultName::KillAfterCommit => Self::KillAfterCommit,
+            FaultName::KillAfterFarewell => Self::KillAfterFarewell,
+            FaultName::PanicAfterStop => Self::PanicAfterStop,
         }
     }
 }
@@ -250,6 +275,7 @@ fn move_guest(
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
+            let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             // Only a hint: a monitor that fails now is told of by the migration.
             if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {

@@ -254,7 +254,7 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
     match survivor {
         Survivor::Source => "the guest is at the source, as it was before",
         Survivor::SourceStopped => {
-            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `cont`)"
+            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
             "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"

@@ -1,5 +1,6 @@
 //! `godwit receive`.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -91,7 +92,9 @@ fn take_in(
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
     match &arguments.vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuDestination::open(path).map_err(|error| RequestError::Refused(error.into()))?;
+            let program = Path::new(process::THIS_PROGRAM);
+            let vm = QemuDestination::open(path).and_then(|vm| vm.guarded(program));
+            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let listener = Listener::bind(&arguments.listen);
             let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
             let (listener, address) = bound.map_err(|source| {

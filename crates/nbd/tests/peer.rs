@@ -277,4 +277,38 @@ proptest! {
         words.splice(at.min(end)..end, bytes);
         let _ = Client::over_unix(server(words).0, &Wish::new("disk").with_context(ALLOCATION));
     }
+
+    /// An answer that is right but for some of its bytes.
+    #[test]
+    fn an_answer_with_wrong_bytes_never_panics(
+        which in 0usize..6,
+        wrong in proptest::collection::vec(
+            (any::<prop::sample::Index>(), prop_oneof![any::<u8>(), Just(0), Just(0x7f), Just(0xff)]),
+            1..4,
+        ),
+        keep in proptest::option::weighted(0.2, any::<prop::sample::Index>()),
+    ) {
+        let message = [&5u32.to_be_bytes()[..], &3u16.to_be_bytes(), b"bad", &4100u64.to_be_bytes()];
+        let mut reply = match which {
+            0 => data(true, 0, 4096, &[1; 16]),
+            1 => [data(false, 0, 4096, &[1; 8]), chunk(true, 2, 0, &hole(4104, 8))].concat(),
+            2 => chunk(true, 5, 0, &stretches(7, &[(4096, 3), (4096, 0)])),
+            3 => chunk(true, (1 << 15) + 2, 0, &message.concat()),
+            4 => [chunk(false, 5, 0, &stretches(7, &[(8192, 0)])), chunk(true, 0, 0, &[])].concat(),
+            _ => [&0x6744_6698u32.to_be_bytes()[..], &5u32.to_be_bytes(), &[0; 8]].concat(),
+        };
+        for (at, value) in &wrong {
+            let at = at.index(reply.len());
+            reply[at] = *value;
+        }
+        if let Some(keep) = keep {
+            reply.truncate(keep.index(reply.len()));
+        }
+        if let Ok(bytes) = read(&reply) {
+            prop_assert_eq!(bytes.len(), 16);
+        }
+        for found in status(&reply).into_iter().flatten().flatten() {
+            prop_assert!(found.offset >= 4096 && found.offset + found.length <= 12288, "{:?}", found);
+        }
+    }
 }

@@ -1,8 +1,9 @@
-//! Both machines and the link between them, walked exhaustively: every interleaving, the link breaking and
-//! either side failing at any point.
+//! Both machines and the link between them, walked exhaustively: every interleaving, the link breaking, either side
+//! failing and either process being killed at any point.
 //!
 //! Checked in every reachable state: at most one side may run the guest. Checked at the end: from every state
-//! in which the destination still answers, some way leads to an end with exactly one owner.
+//! in which somebody is left to ask, some way leads to an end with exactly one owner. A source that was killed before
+//! it sent COMMIT still owns its guest: whoever brings the guest back relies on that.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{HashSet, VecDeque};
@@ -49,6 +50,8 @@ struct World {
     reconnects_left: u8,
     /// The destination process is gone: nobody answers any more.
     destination_gone: bool,
+    /// The source process was killed in the state that `source` holds: nobody asks or answers any more.
+    source_gone: bool,
     verify: bool,
 }
 
@@ -67,6 +70,7 @@ impl World {
             faults_left: 3,
             reconnects_left: 2,
             destination_gone: false,
+            source_gone: false,
             verify,
         }
     }
@@ -207,7 +211,8 @@ impl World {
             });
         }
         // A broken link is noticed after what had arrived by then was read.
-        if !self.link && !self.source_knows && self.to_source.is_empty() && self.source_todo.is_empty() {
+        let source_notices = !self.source_gone && self.to_source.is_empty() && self.source_todo.is_empty();
+        if !self.link && !self.source_knows && source_notices {
             add(&|w| {
                 w.source_knows = true;
                 w.source_takes(Si::Failed);
@@ -219,7 +224,13 @@ impl World {
                 w.destination_takes(Di::LinkLost);
             });
         }
+        // Nobody asks a destination for ever: it gives up when its wait for the source has reached its limit.
+        let waits = !self.link && self.destination_knows && self.source_gone;
+        if waits && destination_reads && self.destination == Ds::Ready {
+            add(&|w| w.destination_takes(Di::Failed));
+        }
         let can_reconnect = self.source == Ss::InDoubt
+            && !self.source_gone
             && self.source_knows
             && (self.destination_knows && !self.destination_gone)
             // In a final state it does not wait for anybody any more.
@@ -246,10 +257,23 @@ impl World {
                     }
                 }
             }
-            add(&|w| {
-                w.faults_left -= 1;
-                w.source_takes(Si::Failed);
-            });
+            if !self.source_gone {
+                add(&|w| {
+                    w.faults_left -= 1;
+                    w.source_takes(Si::Failed);
+                });
+                // The process is killed between two of its steps. What it has sent may arrive or be lost.
+                for keep in 0..=self.to_destination.len() {
+                    add(&|w| {
+                        w.faults_left -= 1;
+                        w.source_gone = true;
+                        w.link = false;
+                        w.source_todo.clear();
+                        w.to_source.clear();
+                        w.to_destination.truncate(keep);
+                    });
+                }
+            }
             if !self.destination_gone {
                 add(&|w| {
                     w.faults_left -= 1;
@@ -323,7 +347,28 @@ fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
         // In doubt to the end only when the destination is gone, in good order or not, or the last chance to ask was
         // used up.
         let ended = world.destination_gone || world.destination.is_final();
-        let excused = in_doubt && (ended || world.reconnects_left == 0);
+        let unheard = in_doubt && (ended || world.reconnects_left == 0);
+        // A source that was killed after it had sent COMMIT cannot ask any more.
+        let killed = world.source_gone && matches!(world.source, Ss::Handover | Ss::InDoubt);
+        let excused = unheard || killed;
         assert!(owner || excused, "nobody owns the guest: {world:?}");
     }
+}
+
+/// What brings a guest back whose source was killed relies on this: before COMMIT was sent no destination runs it, then or
+/// ever after.
+#[test]
+fn a_source_killed_before_commit_still_owns_its_guest() {
+    let worlds = [true, false].map(|verify| reachable(World::start(verify), true));
+    let mut killed_early = 0;
+    let mut killed_late = 0;
+    for world in worlds.into_iter().flatten().filter(|world| world.source_gone) {
+        if world.source.may_run_guest() {
+            killed_early += 1;
+            assert!(!world.destination.may_run_guest(), "two owners: {world:?}");
+        } else {
+            killed_late += 1;
+        }
+    }
+    assert!(killed_early > 100 && killed_late > 100, "{killed_early}, {killed_late}: the model is broken");
 }

@@ -19,13 +19,16 @@ use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::disks::{self, Receiving};
+use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
-use crate::qmp::QmpError;
+use crate::qmp::{Qmp, QmpError};
 use crate::settings::Settings;
 use crate::source::{FD_NAME, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
+/// No such process (errno(3)).
+const ESRCH: i32 = rustix::io::Errno::SRCH.raw_os_error();
 /// From `quit` to the end of the process.
 const QUIT_LIMIT: Duration = Duration::from_secs(5);
 /// One write of device state without progress.
@@ -45,6 +48,8 @@ pub struct QemuDestination {
     prepared: bool,
     /// The disks that are being received.
     receiving: Option<Receiving>,
+    /// What sees to the machine when this process is killed.
+    guard: Option<Guard>,
 }
 
 impl QemuDestination {
@@ -71,11 +76,31 @@ impl QemuDestination {
         machine.check_mappings(&ram)?;
         machine.check_writers(&ram)?;
         disks::clear(&mut machine)?;
-        let process = Pid::from_raw(machine.pid)
-            .ok_or(rustix::io::Errno::SRCH)
-            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
-            .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })?;
-        Ok(Self { machine, process, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
+        guard::clear(&mut machine)?;
+        Ok(Self {
+            process: process(machine.pid)?,
+            machine,
+            ram: Arc::new(ram),
+            settings: None,
+            prepared: false,
+            receiving: None,
+            guard: None,
+        })
+    }
+
+    /// The same with a guardian, as [`crate::QemuSource::guarded`]: a guest that was handed over runs, and one that was not
+    /// never does, also when this process is killed.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
+        self.guard = Some(Guard::start(program, &self.machine, Left::at(Stage::Waiting, false))?);
+        Ok(self)
+    }
+
+    /// Writes down, for the guardian, what is about to be done or was undone.
+    fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
+        self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
     }
 
     /// The QEMU process.
@@ -99,6 +124,7 @@ impl DestinationVm for QemuDestination {
             return Ok(Vec::new());
         }
         self.stop_receiving()?;
+        self.note(|left| left.disks = true)?;
         let (receiving, sinks) = Receiving::open(&mut self.machine, wanted)?;
         self.receiving = Some(receiving);
         Ok(sinks)
@@ -114,9 +140,14 @@ impl DestinationVm for QemuDestination {
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         ours.set_write_timeout(Some(WRITE_LIMIT))
             .map_err(|source| QemuError::System { step: "SO_SNDTIMEO", source })?;
-        let qmp = &mut self.machine.qmp;
-        self.settings = Some(Settings::apply(qmp)?);
+        if let Some(guard) = &mut self.guard {
+            guard.renew(&self.machine)?;
+        }
+        let settings = Settings::look(&mut self.machine.qmp)?;
+        self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
+        let qmp = &mut self.machine.qmp;
+        self.settings.insert(settings).apply(qmp).map_err(QemuError::from)?;
         // While it waits this only clears the wish to start by itself after loading.
         qmp.execute("stop", Value::Null)?;
         qmp.pass_fd(FD_NAME, theirs.as_fd())?;
@@ -144,6 +175,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn run(&mut self) -> Result<(), RunError> {
+        self.note(|left| left.stage = Stage::Starting).map_err(|error| RunError::NeverRan(error.into()))?;
         match self.machine.qmp.execute("cont", Value::Null) {
             Ok(_) => Ok(()),
             // Only a refusal says that no instruction was executed; silence and a crash do not.
@@ -153,14 +185,13 @@ impl DestinationVm for QemuDestination {
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
-        // QEMU's own defaults after a migration (qapi/migration.json, announce-*).
-        let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-        let announced = self.machine.qmp.execute("announce-self", timing);
+        let announced = announce(&mut self.machine.qmp);
         if let Some(settings) = self.settings.take() {
             settings.restore(&mut self.machine.qmp)?;
         }
-        announced?;
-        Ok(())
+        // The guest runs and nothing is left to undo.
+        let _ = self.note(|left| (left.stage, left.settings) = (Stage::Waiting, None));
+        Ok(announced?)
     }
 
     fn discard(&mut self) -> Result<(), VmError> {
@@ -172,39 +203,73 @@ impl DestinationVm for QemuDestination {
                 Err(error) => Err(error.into()),
             };
         }
-        let _ = self.machine.qmp.execute("quit", Value::Null);
-        Ok(self.see_it_end()?)
+        // It ends all the same if this cannot be written: it must not run.
+        let _ = self.note(|left| left.stage = Stage::Discarding);
+        end_process(&mut self.machine, &self.process)?;
+        let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
+        Ok(())
     }
 }
 
 impl QemuDestination {
     fn stop_receiving(&mut self) -> Result<(), QmpError> {
-        self.receiving.take().map_or(Ok(()), |receiving| receiving.close(&mut self.machine.qmp))
+        let Some(receiving) = self.receiving.take() else { return Ok(()) };
+        receiving.close(&mut self.machine.qmp)?;
+        let _ = self.note(|left| left.disks = false);
+        Ok(())
     }
+}
 
-    /// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
-    fn see_it_end(&self) -> Result<(), QemuError> {
-        let undead =
-            |errno: rustix::io::Errno| QemuError::Undead { pid: self.machine.pid, source: errno.into() };
-        for kill in [false, true] {
-            if kill {
-                match pidfd_send_signal(&self.process, Signal::KILL) {
-                    Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                    Err(errno) => return Err(undead(errno)),
-                }
-            }
-            // A pidfd becomes readable when its process has ended (pidfd_open(2)).
-            let timeout = Timespec { tv_sec: QUIT_LIMIT.as_secs().cast_signed(), tv_nsec: 0 };
-            if poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&timeout)).map_err(undead)? > 0 {
-                return Ok(());
+/// A handle of process `pid` that tells of its end.
+fn process(pid: i32) -> Result<OwnedFd, QemuError> {
+    let pid = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH);
+    pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
+        .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })
+}
+
+/// Tells the network where the guest is now.
+pub(crate) fn announce(qmp: &mut Qmp) -> Result<(), QmpError> {
+    // QEMU's own defaults after a migration (qapi/migration.json, announce-*).
+    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+    qmp.execute("announce-self", timing).map(drop)
+}
+
+/// Ends QEMU, whose guest must never run.
+pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
+    match process(machine.pid) {
+        Ok(process) => end_process(machine, &process),
+        // It has ended by itself.
+        Err(QemuError::System { source, .. }) if source.raw_os_error() == Some(ESRCH) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
+fn end_process(machine: &mut Machine, process: &OwnedFd) -> Result<(), QemuError> {
+    let _ = machine.qmp.execute("quit", Value::Null);
+    let undead = |errno: rustix::io::Errno| QemuError::Undead { pid: machine.pid, source: errno.into() };
+    for kill in [false, true] {
+        if kill {
+            match pidfd_send_signal(process, Signal::KILL) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                Err(errno) => return Err(undead(errno)),
             }
         }
-        Err(undead(rustix::io::Errno::TIMEDOUT))
+        // A pidfd becomes readable when its process has ended (pidfd_open(2)).
+        let timeout = Timespec { tv_sec: QUIT_LIMIT.as_secs().cast_signed(), tv_nsec: 0 };
+        if poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&timeout)).map_err(undead)? > 0 {
+            return Ok(());
+        }
     }
+    Err(undead(rustix::io::Errno::TIMEDOUT))
 }
 
 impl Drop for QemuDestination {
     fn drop(&mut self) {
+        // The guardian waits for the end of this process.
+        if self.guard.is_some() && std::thread::panicking() {
+            return;
+        }
         let _ = self.stop_receiving();
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
@@ -10,7 +11,6 @@ use godwit_track::{TrackError, Writer};
 use godwit_units::ByteCount;
 
 use crate::qmp::QmpError;
-use crate::run_directory;
 
 /// Why a QEMU cannot be migrated, or a step failed.
 #[derive(Debug, thiserror::Error)]
@@ -105,12 +105,22 @@ pub enum QemuError {
         source: io::Error,
     },
     /// The guest does not run although told to.
-    #[error("the guest does not run (QEMU's state is '{state}'): {cure}")]
+    #[error(
+        "the guest does not run: QEMU's state is '{state}' and it refuses `cont` ({words}): remove the cause, then `cont` it by hand"
+    )]
     NotRunning {
         /// QEMU's word.
         state: String,
-        /// What to do.
-        cure: &'static str,
+        /// Why QEMU refuses.
+        words: String,
+    },
+    /// QEMU does not take back its migration: its main loop stands still, as long as a disk does.
+    #[error(
+        "QEMU did not carry out `migrate_cancel` within {limit:?}, as when its storage hangs: once that answers again, give it `migrate_cancel`, and the guest runs on"
+    )]
+    Hangs {
+        /// How long it was waited for.
+        limit: Duration,
     },
     /// A disk could not be read or written.
     #[error(transparent)]
@@ -167,10 +177,19 @@ pub enum QemuError {
         pid: u32,
     },
     /// There is nowhere to write down what is changed in QEMU.
-    #[error("cannot write to {}, which records what has to be undone if godwit is killed: {0}; make it writable", run_directory::path().display())]
-    Record(#[source] io::Error),
+    #[error(
+        "cannot write in {}, where godwit records what has to be undone if it is killed: {source}; make it this user's own and writable", path.display()
+    )]
+    Record {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// The process that stands in for a godwit that is killed does not start.
-    #[error("cannot start the guardian, which runs the guest again if godwit is killed: {0}; raise pids.max or free memory")]
+    #[error(
+        "cannot start the guardian, which runs the guest again if godwit is killed: {0}; raise pids.max or free memory"
+    )]
     Guardian(#[source] io::Error),
     /// A capability that cannot be on.
     #[error(

@@ -27,7 +27,7 @@ pub use destination::QemuDestination;
 pub use error::QemuError;
 pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
 pub use machine::Reporting;
-pub use source::QemuSource;
+pub use source::{Limits, QemuSource};
 
 /// The names under which QEMU may hold descriptors of godwit's.
 const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, governor::FD_NAME];

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 /// How long a command may take before the monitor counts as dead. QEMU answers from its main loop, which a
 /// slow disk can hold up for seconds.
-const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(20);
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
 const LINE_LIMIT: usize = 16 << 20;
@@ -96,8 +96,16 @@ pub struct Qmp {
     events: VecDeque<Event>,
     next_id: u64,
     version: (u64, u64, u64),
+    limit: Duration,
     /// What comes may still be answers to somebody else, or the rest of one.
     taken_over: bool,
+}
+
+/// A command that was written and whose answer was not waited for.
+#[derive(Debug)]
+pub struct Queued {
+    id: u64,
+    command: String,
 }
 
 impl Qmp {
@@ -109,8 +117,8 @@ impl Qmp {
         Self::connect_patiently(path, |_| false)
     }
 
-    /// The same, but when no greeting comes, `wait` is asked, with the number of the process behind the monitor, whether
-    /// to wait once more as long.
+    /// The same, but when no greeting comes, `wait` is asked, with the number of the process behind the monitor,
+    /// whether to wait once more as long.
     pub(crate) fn connect_patiently(
         path: &Path,
         mut wait: impl FnMut(i32) -> bool,
@@ -122,7 +130,7 @@ impl Qmp {
         let greeting = loop {
             match qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT) {
                 Ok(greeting) => break greeting,
-                // Not over a new connection: QEMU lets one client wait, and that one stays in its queue (listen(2)).
+                // Not over a new connection: this one stays in QEMU's short queue until QEMU takes it (listen(2)).
                 Err(QmpError::Timeout { .. }) if wait(peer) => {}
                 Err(_) => return Err(QmpError::NoGreeting { path: path.to_owned() }),
             }
@@ -137,8 +145,15 @@ impl Qmp {
     }
 
     fn over(stream: UnixStream) -> Self {
-        let (buffer, events) = (Vec::new(), VecDeque::new());
-        Self { stream, buffer, events, next_id: 0, version: (0, 0, 0), taken_over: false }
+        Self {
+            stream,
+            buffer: Vec::new(),
+            events: VecDeque::new(),
+            next_id: 0,
+            version: (0, 0, 0),
+            limit: COMMAND_LIMIT,
+            taken_over: false,
+        }
     }
 
     /// Goes on with the connection of a process that has ended, perhaps within a command or an answer. Its
@@ -151,9 +166,11 @@ impl Qmp {
         // Far from the numbers that the other one gave.
         qmp.next_id = 1 << 32;
         qmp.taken_over = true;
-        // A byte that occurs in no UTF-8 is an error wherever QEMU's parser is, a string included, and resets it; the end
-        // of the line ends its search for the next token (qobject/json-lexer.c, IN_RECOVERY).
-        qmp.write("the takeover", b"\xff\n", None)?;
+        let lost = |_| QmpError::Closed { during: "the takeover".to_owned() };
+        qmp.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(lost)?;
+        // A byte that occurs in no UTF-8 is an error wherever QEMU's parser is, a string included, and resets it; the
+        // end of the line ends its search for the next token (qobject/json-lexer.c, IN_RECOVERY).
+        qmp.stream.write_all(b"\xff\n").map_err(lost)?;
         Ok(qmp)
     }
 
@@ -181,6 +198,11 @@ impl Qmp {
             .map_err(|errno| QmpError::Io { during: "SO_PEERCRED".to_owned(), source: errno.into() })
     }
 
+    /// From now on [`Self::execute`] waits for `limit` instead of [`COMMAND_LIMIT`].
+    pub fn set_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
     /// Runs `command` with `arguments` (null for none) and returns its answer.
     ///
     /// # Errors
@@ -197,64 +219,48 @@ impl Qmp {
         self.send("getfd", json!({ "fdname": name }), Some(fd)).map(drop)
     }
 
+    /// Writes `command` without waiting for its answer. QEMU carries commands out in the order in which they
+    /// were written, also those that reach it while its main loop stands still, as long as this connection
+    /// stands: it forgets them when the connection ends before (`monitor_qmp_event` in `monitor/qmp.c`).
+    ///
+    /// # Errors
+    /// A failure of the connection.
+    pub fn queue(&mut self, command: &str, arguments: Value) -> Result<Queued, QmpError> {
+        self.write(command, arguments, None)
+    }
+
     fn send(
         &mut self,
         command: &str,
         arguments: Value,
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<Value, QmpError> {
+        let queued = self.write(command, arguments, fd)?;
+        self.answer(&queued, self.limit)
+    }
+
+    fn write(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Queued, QmpError> {
         self.next_id += 1;
         let id = self.next_id;
         let mut request = json!({ "execute": command, "id": id });
         if !arguments.is_null() {
             request["arguments"] = arguments;
         }
-        self.write(command, format!("{request}\n").as_bytes(), fd)?;
-        let deadline = Instant::now() + COMMAND_LIMIT;
-        loop {
-            let message = match self.read_message(command, deadline) {
-                Err(QmpError::Io { source, .. })
-                    if self.taken_over && source.kind() == io::ErrorKind::InvalidData =>
-                {
-                    continue;
-                }
-                message => message?,
-            };
-            // The answer to what was cut off, and to the byte that ended it.
-            if self.taken_over && message.get("error").is_some() && message.get("id").is_none() {
-                continue;
-            }
-            // A late answer to a command that was given up on.
-            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != id) {
-                continue;
-            }
-            self.taken_over &= message["id"] != id;
-            if let Some(error) = message.get("error") {
-                let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
-                return Err(QmpError::Refused {
-                    command: command.to_owned(),
-                    class: text("class"),
-                    description: text("desc"),
-                });
-            }
-            if message["id"] == id {
-                return Ok(message["return"].clone());
-            }
-            self.keep_event(&message);
-        }
-    }
-
-    /// Writes `bytes`, the last of which ends a line.
-    fn write(&mut self, command: &str, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> Result<(), QmpError> {
+        let line = format!("{request}\n");
         let io = |source: io::Error| match source.kind() {
             io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
                 QmpError::Closed { during: command.to_owned() }
             }
             _ => QmpError::Io { during: command.to_owned(), source },
         };
-        self.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(io)?;
+        self.stream.set_write_timeout(Some(self.limit)).map_err(io)?;
         match fd {
-            None => self.stream.write_all(bytes).map_err(io)?,
+            None => self.stream.write_all(line.as_bytes()).map_err(io)?,
             Some(fd) => {
                 let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
                 let mut control = SendAncillaryBuffer::new(&mut space);
@@ -262,15 +268,57 @@ impl Qmp {
                 control.push(SendAncillaryMessage::ScmRights(&fds));
                 let sent = rustix::net::sendmsg(
                     &self.stream,
-                    &[IoSlice::new(bytes)],
+                    &[IoSlice::new(line.as_bytes())],
                     &mut control,
                     SendFlags::NOSIGNAL,
                 )
                 .map_err(|errno| io(errno.into()))?;
-                self.stream.write_all(&bytes[sent..]).map_err(io)?;
+                self.stream.write_all(&line.as_bytes()[sent..]).map_err(io)?;
             }
         }
-        Ok(())
+        Ok(Queued { id, command: command.to_owned() })
+    }
+
+    /// Waits up to `limit` for the answer to a command that was queued, and passes over those to earlier ones.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
+        let Queued { id, command } = queued;
+        let deadline = Instant::now() + limit;
+        loop {
+            let message = match self.read_message(command, deadline) {
+                Ok(message) => message,
+                Err(QmpError::Io { source, .. })
+                    if self.taken_over && source.kind() == io::ErrorKind::InvalidData =>
+                {
+                    continue;
+                }
+                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(error) => return Err(error),
+            };
+            // The answer to what was cut off, and to the byte that ended it.
+            if self.taken_over && message.get("error").is_some() && message.get("id").is_none() {
+                continue;
+            }
+            // A late answer to a command that was given up on.
+            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != *id) {
+                continue;
+            }
+            self.taken_over &= message["id"] != *id;
+            if let Some(error) = message.get("error") {
+                let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+                return Err(QmpError::Refused {
+                    command: command.clone(),
+                    class: text("class"),
+                    description: text("desc"),
+                });
+            }
+            if message["id"] == *id {
+                return Ok(message["return"].clone());
+            }
+            self.keep_event(&message);
+        }
     }
 
     /// Forgets the events that came so far, so that a wait that follows sees only new ones.

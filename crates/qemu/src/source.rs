@@ -30,22 +30,41 @@ use crate::QemuError;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
+use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over, text};
-use crate::qmp::{Event, Qmp, QmpError};
+use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
+use crate::way_back;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
-/// QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks are flushed; a flush may take
-/// long on a slow disk.
-const STOP_LIMIT: Duration = Duration::from_secs(30);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-const RESUME_LIMIT: Duration = Duration::from_secs(20);
+
+/// How long a QEMU is waited for; tests have less patience.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// For the answer to a command.
+    pub answer: Duration,
+    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks
+    /// are flushed; a flush may take long on a slow disk.
+    pub stop: Duration,
+    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that hangs holds it
+    /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
+    /// command when godwit ends: so there is nothing better to do than to wait.
+    pub hang: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { answer: COMMAND_LIMIT, stop: Duration::from_secs(30), hang: Duration::from_secs(600) }
+    }
+}
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
 pub struct QemuSource {
     machine: Machine,
+    limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
     /// Whether a disk writes guest memory by direct I/O.
@@ -68,6 +87,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     grain: Grain,
     tracking: Option<Tracking>,
+    /// What brings the guest back when this process is killed.
+    guard: Option<Guard>,
 }
 
 impl QemuSource {
@@ -89,6 +110,10 @@ impl QemuSource {
             }
             _ => "it must be running or paused",
         };
+        let cure = match state.as_str() {
+            "postmigrate" | "finish-migrate" => guard::cure(machine.pid).unwrap_or(cure),
+            _ => cure,
+        };
         if !cure.is_empty() {
             return Err(QemuError::SourceState { state, cure });
         }
@@ -103,16 +128,19 @@ impl QemuSource {
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
         disks::clear(&mut machine)?;
+        guard::clear(&mut machine)?;
         Ok(Self {
             moving: Vec::new(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
+            guard: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
             disk_limits: DiskLimits::default(),
             vcpus,
             machine,
+            limits: Limits::default(),
             ram: Arc::new(ram),
             was_running: state == "running",
             direct_io,
@@ -137,6 +165,37 @@ impl QemuSource {
         self.moving = disks::choose(&drives, choice)?;
         self.grain = Grain::of(granularity, &mut self.machine.qmp, &self.moving)?;
         Ok(self)
+    }
+
+    /// The same with a guardian: `program` started anew, with [`crate::GUARD_COMMAND`] as the first word of its command
+    /// line, which has to call [`crate::stand_guard`]. Without one a guest that is stopped when this process is killed
+    /// stays stopped.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
+        let left = Left::at(Stage::Copying, self.was_running);
+        self.guard = Some(Guard::start(program, &self.machine, left)?);
+        Ok(self)
+    }
+
+    /// Writes down, for the guardian, what is about to be done or was undone.
+    fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
+        self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
+    }
+
+    /// The same where the thing itself must not wait for it.
+    fn note_if_possible(&mut self, change: impl FnOnce(&mut Left)) {
+        // The record then tells of more than there is, and nothing is undone that is not there.
+        let _ = self.note(change);
+    }
+
+    /// The same with other limits.
+    #[must_use]
+    pub fn with_limits(mut self, limits: Limits) -> Self {
+        self.machine.qmp.set_limit(limits.answer);
+        self.limits = limits;
+        self
     }
 
     /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
@@ -173,16 +232,17 @@ impl QemuSource {
 
     /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+        self.note(|left| left.stage = Stage::Stopping)?;
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        let Self { machine, throttle, tracker, .. } = self;
+        let Self { machine, throttle, tracker, limits, .. } = self;
         let qmp = &mut machine.qmp;
         qmp.forget_events();
         self.migrating = true;
         qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", STOP_LIMIT, |event| {
+        let reached = qmp.wait_event_where("pre-switchover", limits.stop, |event| {
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
                 let _ = throttle.set(0.0);
@@ -209,43 +269,52 @@ impl QemuSource {
         let _ = self.throttle.set_short(false);
     }
 
-    fn cancel_own_migration(&mut self) -> Result<(), QemuError> {
-        let until = Instant::now() + RESUME_LIMIT;
-        let mut cancelled = false;
-        loop {
-            if is_over(&self.machine.migration_state()?) {
-                return Ok(());
-            }
-            if Instant::now() >= until {
-                return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
-            }
-            if cancelled {
-                std::thread::sleep(Duration::from_millis(1));
-            } else {
-                self.machine.qmp.execute("migrate_cancel", Value::Null)?;
-                cancelled = true;
-            }
-        }
-    }
-
     fn bring_back(&mut self) -> Result<(), QemuError> {
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
-        let running = if std::mem::take(&mut self.migrating) { self.run_again() } else { Ok(()) };
+        let running = match std::mem::take(&mut self.migrating) {
+            true => way_back::run_again(&mut self.machine, self.was_running, self.limits.hang),
+            false => Ok(()),
+        };
+        if running.is_ok() {
+            self.note_if_possible(|left| left.stage = Stage::Copying);
+        }
         // The guest first: an error here must not hide one there.
-        let limits = self.disk_limits.restore(&mut self.machine.qmp);
-        let settings = self.settings.take().map_or(Ok(()), |it| it.restore(&mut self.machine.qmp));
+        let limits = self.lift_disk_limits();
+        let settings = self.restore_settings();
         let tracking = self.end_disk_tracking();
         running?;
         settings?;
         tracking?;
-        Ok(limits?)
+        limits?;
+        // Handed over for a migration that was never begun; else QEMU has no such name.
+        let _ = self.machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }));
+        Ok(())
     }
 
     fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
-        self.tracking.take().map_or(Ok(()), |tracking| tracking.end(&mut self.machine.qmp))
+        let Some(tracking) = self.tracking.take() else { return Ok(()) };
+        tracking.end(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.disks = false);
+        Ok(())
+    }
+
+    fn lift_disk_limits(&mut self) -> Result<(), QmpError> {
+        if self.disk_limits.is_empty() {
+            return Ok(());
+        }
+        self.disk_limits.restore(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.limits = DiskLimits::default());
+        Ok(())
+    }
+
+    fn restore_settings(&mut self) -> Result<(), QmpError> {
+        let Some(settings) = self.settings.take() else { return Ok(()) };
+        settings.restore(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.settings = None);
+        Ok(())
     }
 
     fn tracking(&mut self) -> Result<(&mut Tracking, &mut Qmp), QemuError> {
@@ -253,33 +322,6 @@ impl QemuSource {
             Some(tracking) => Ok((tracking, &mut self.machine.qmp)),
             None => Err(QemuError::Changed("the disks were not tracked")),
         }
-    }
-
-    fn run_again(&mut self) -> Result<(), QemuError> {
-        let cancelled = self.cancel_own_migration();
-        let until = Instant::now() + RESUME_LIMIT;
-        while self.was_running {
-            let state = self.machine.run_state()?;
-            if state == "running" {
-                break;
-            }
-            // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
-            // in between; after a failure it runs the guest by itself.
-            match self.machine.qmp.execute("cont", Value::Null) {
-                Err(QmpError::Refused { .. }) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                Ok(_) if Instant::now() < until => {}
-                Err(QmpError::Refused { .. }) | Ok(_) => {
-                    return Err(QemuError::NotRunning {
-                        state,
-                        cure: "look at QEMU's log and `cont` it by hand",
-                    });
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        cancelled
     }
 
     /// Checks again what was checked at the start and may have changed since.
@@ -377,7 +419,11 @@ impl SourceVm for QemuSource {
     }
 
     fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        Ok(self.disk_limits.set(&mut self.machine.qmp, rate)?)
+        let Some(rate) = rate else { return Ok(self.lift_disk_limits()?) };
+        self.disk_limits.plan(&mut self.machine.qmp, rate)?;
+        let limits = self.disk_limits.clone();
+        self.note(|left| left.limits = limits)?;
+        Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -386,6 +432,7 @@ impl SourceVm for QemuSource {
 
     fn start_disk_tracking(&mut self) -> Result<(), VmError> {
         if !self.moving.is_empty() {
+            self.note(|left| left.disks = true)?;
             self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
         }
         Ok(())
@@ -452,7 +499,13 @@ impl SourceVm for QemuSource {
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         // What was plugged in since the start would have written unseen.
         self.check_unchanged()?;
-        self.settings = Some(Settings::apply(&mut self.machine.qmp)?);
+        if let Some(guard) = &mut self.guard {
+            guard.renew(&self.machine)?;
+        }
+        let settings = Settings::look(&mut self.machine.qmp)?;
+        self.note(|left| left.settings = Some(settings.clone()))?;
+        let settings = self.settings.insert(settings);
+        settings.apply(&mut self.machine.qmp).map_err(QemuError::from)?;
         self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         self.state = Some(handle);
         Ok(Box::new(ours))
@@ -480,32 +533,51 @@ impl SourceVm for QemuSource {
         }
     }
 
+    fn handing_over(&mut self) -> Result<(), VmError> {
+        Ok(self.note(|left| left.stage = Stage::HandingOver)?)
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
+        if self.migrating {
+            // It may have been handed over, and was discarded there.
+            self.note_if_possible(|left| left.stage = Stage::Stopping);
+        }
         Ok(self.bring_back()?)
     }
 
     fn retire(&mut self, keep: bool) -> Result<(), VmError> {
         self.remove_throttle();
         self.state = None;
+        self.note_if_possible(|left| left.stage = Stage::Gone);
         if keep {
             self.end_disk_tracking()?;
-            self.disk_limits.restore(&mut self.machine.qmp)?;
-            if let Some(settings) = self.settings.take() {
-                settings.restore(&mut self.machine.qmp)?;
-            }
+            self.lift_disk_limits()?;
+            self.restore_settings()?;
+            // Nothing is left to be done about it.
+            self.note_if_possible(|left| left.stage = Stage::Copying);
             return Ok(());
         }
         match self.machine.qmp.execute("quit", Value::Null) {
-            Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
+            Ok(_) | Err(QmpError::Closed { .. }) => {
+                // It is about to end, and whatever was changed in it.
+                self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
+                Ok(())
+            }
             Err(error) => Err(error.into()),
         }
     }
 }
 
 impl Drop for QemuSource {
-    /// Whoever only looked, or gave up without a word, leaves nothing behind either.
+    /// Whoever only looked, gave up without a word or is in doubt leaves nothing behind either.
     fn drop(&mut self) {
+        // The guardian waits for the end of this process, and the guest may stand still meanwhile.
+        if self.guard.is_some() && std::thread::panicking() {
+            return;
+        }
         let _ = self.end_disk_tracking();
+        let _ = self.lift_disk_limits();
+        let _ = self.restore_settings();
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Part one, side by side on one QEMU: the same guest is moved by QEMU plainly, by QEMU with two multifd channels and
 //! by Godwit, in turn and in a changing order. Part two, `--moves N`: a guest that writes at full speed is moved again
-//! and again under the oldest QEMU here, whose own migration loses pages of emulated guests. Keeps one promise: what the
+//! and again under the oldest QEMU here, where only godwit moves it. Keeps one promise: what the
 //! guest felt is measured from outside, the same way for everybody. Absolute times belong to the machine; the targets
 //! are ratios.
 

@@ -12,6 +12,7 @@ mod channel;
 mod disk;
 mod disks;
 mod ending;
+mod fault;
 mod free;
 mod gate;
 mod live;
@@ -52,6 +53,7 @@ use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
 use disk::DiskCarried;
 use disks::{Disks, begin_passes};
+pub use fault::Fault;
 use gate::Gate;
 use live::{IdleWatch, Live};
 use packer::Packer;
@@ -75,21 +77,6 @@ pub struct Options {
     pub keep_source: bool,
     /// A fault to make up, for tests.
     pub fault: Option<Fault>,
-}
-
-/// Faults made up on purpose, where nothing outside could make them at the right moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
-    CutAfterCommit = 1,
-    /// Break the control connection just before COMMIT is sent: it never arrives.
-    LoseCommit = 2,
-    /// Flip a bit in the source's digest of the first chunk.
-    WrongDigest = 3,
-    /// Break the control connection just before the farewell.
-    LoseFarewell = 4,
-    /// Take direct I/O for something that the tracker sees: what lands late is lost.
-    TrustTracker = 5,
 }
 
 /// What the threads report.
@@ -359,6 +346,7 @@ impl Source<'_> {
         let mut follow = None;
         for action in actions {
             follow = self.perform(*action)?.or(follow);
+            self.options.fault.inspect(|fault| fault.strike_after(*action));
         }
         match follow {
             Some(input) => Ok(input),
@@ -560,7 +548,13 @@ impl Source<'_> {
         })?;
         match input {
             Input::Accepted => self.take_codecs(accepted),
-            Input::Ready => self.measures.parts.load = self.lap(),
+            Input::Ready if state == State::AwaitingReady => {
+                self.measures.parts.load = self.lap();
+                self.strike(Fault::KillAfterReady);
+                // Here, where a failure still leaves the guest ours, and not when COMMIT is sent.
+                self.vm.handing_over().map_err(EngineError::Vm)?;
+                self.strike(Fault::KillBeforeCommit);
+            }
             Input::Running => self.measures.parts.handover = self.lap(),
             Input::Discarded => {
                 let what = "it could not run the guest and has discarded it".to_owned();
@@ -569,6 +563,13 @@ impl Source<'_> {
             _ => {}
         }
         Ok(input)
+    }
+
+    /// Ends this process if that is the fault to make up.
+    fn strike(&self, fault: Fault) {
+        if self.options.fault == Some(fault) {
+            fault.strike();
+        }
     }
 
     fn last_number(&self) -> u32 {

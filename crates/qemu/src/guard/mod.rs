@@ -32,6 +32,7 @@ pub(crate) use record::{Holder, Left, Stage, holder};
 
 use crate::QemuError;
 use crate::machine::Machine;
+use crate::run_directory;
 use record::Record;
 
 /// The word of the command line that makes the program a guardian.
@@ -60,7 +61,7 @@ struct Guardian {
 impl Guard {
     /// Starts a guardian by `program` for what is `left` so far.
     pub(crate) fn start(program: &Path, machine: &Machine, left: Left) -> Result<Self, QemuError> {
-        let record = Record::create(machine.pid, left).map_err(QemuError::Record)?;
+        let record = Record::create(machine.pid, left).map_err(unwritable)?;
         let guardian = match Guardian::start(program, &record, machine) {
             Ok(guardian) => guardian,
             Err(error) => {
@@ -73,7 +74,7 @@ impl Guard {
 
     /// Writes down what is about to be done, or was undone.
     pub(crate) fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
-        self.record.note(change).map_err(QemuError::Record)
+        self.record.note(change).map_err(unwritable)
     }
 
     /// Makes sure that there is a guardian; somebody may have ended it.
@@ -85,6 +86,10 @@ impl Guard {
             Guardian::start(&self.program, &self.record, machine).map_err(QemuError::Guardian)?;
         Ok(())
     }
+}
+
+fn unwritable(source: io::Error) -> QemuError {
+    QemuError::Record { path: run_directory::path(), source }
 }
 
 impl Guardian {

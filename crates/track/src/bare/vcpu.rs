@@ -4,7 +4,7 @@ use std::io;
 use std::sync::PoisonError;
 
 use godwit_units::PAGE_SIZE;
-use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, KVM_MAX_CPUID_ENTRIES, kvm_regs};
+use kvm_bindings::{KVM_EXIT_DIRTY_RING_FULL, KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_sregs};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 
 use super::{BareMachine, CODE, CONTROL, Ram, TABLES, VIRTUAL, kvm_error, list_bytes, program};
@@ -16,6 +16,10 @@ const RFLAGS_PORTS: u64 = 0x3002;
 /// Where the program writes when it is done.
 const DONE_PORT: u16 = 0xf4;
 const EFER_LONG: u64 = 1 << 8 | 1 << 10;
+/// Where the stores of a burst are, behind the other programs.
+const BURST: u64 = CODE + PAGE_SIZE;
+/// So often a ring is found full at one and the same instruction before the guest counts as stuck.
+const STUCK: u32 = 1000;
 
 /// How a vCPU wanders over memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -93,6 +97,48 @@ impl BareMachine {
         Ok(())
     }
 
+    /// Has vCPU `vcpu` write `pages` pages from `first` on (counted through all blocks), one instruction each and with
+    /// privilege, and waits for that. A KVM that emulates code with privilege does so for many instructions at a time:
+    /// this is how a ring is overrun there. Afterwards the vCPU is without privilege again.
+    ///
+    /// # Errors
+    /// When the guest leaves in any other way.
+    pub fn burst(&self, vcpu: usize, first: u64, pages: u32) -> io::Result<()> {
+        let mut code = Vec::new();
+        for page in 0..pages {
+            // mov [rdi + page * 4096], r9
+            code.extend([0x4c, 0x89, 0x8f]);
+            code.extend((page * PAGE_SIZE as u32).to_le_bytes());
+        }
+        // out DONE_PORT, al
+        code.extend([0xe6, DONE_PORT as u8]);
+        let end = BURST + code.len() as u64;
+        assert!(end <= CONTROL, "no room for the code of {pages} stores");
+        self.control.write(BURST, &code)?;
+        let registers = kvm_regs {
+            rip: BURST,
+            rdi: VIRTUAL + first * PAGE_SIZE,
+            r9: self.writes(vcpu) + 1,
+            rflags: RFLAGS_PORTS,
+            ..Default::default()
+        };
+        self.set_privilege(vcpu, 0)?;
+        let run = self.run(vcpu, registers);
+        self.control.store(control(vcpu), self.writes(vcpu) + u64::from(pages));
+        run.and(self.set_privilege(vcpu, 3))
+    }
+
+    fn set_privilege(&self, vcpu: usize, level: u8) -> io::Result<()> {
+        let fd = self.vcpus[vcpu].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sregs = fd.get_sregs().map_err(kvm_error)?;
+        let kvm_sregs { cs, ds, es, fs, gs, ss, .. } = &mut sregs;
+        for segment in [cs, ds, es, fs, gs, ss] {
+            segment.dpl = level;
+            segment.selector = segment.selector & !3 | u16::from(level);
+        }
+        fd.set_sregs(&sregs).map_err(kvm_error)
+    }
+
     /// Has vCPU `vcpu` write random pages, and returns when it was told to [`BareMachine::halt`].
     ///
     /// # Errors
@@ -135,12 +181,21 @@ impl BareMachine {
     fn run(&self, number: usize, registers: kvm_regs) -> io::Result<()> {
         let mut vcpu = self.vcpus[number].lock().unwrap_or_else(PoisonError::into_inner);
         vcpu.set_regs(&registers).map_err(kvm_error)?;
+        let (mut full_at, mut times) = (kvm_regs::default(), 0);
         loop {
             match vcpu.run() {
                 Ok(VcpuExit::IoOut(DONE_PORT, _)) => break,
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
-                    let room = self.rings.as_ref().map_or(Ok(()), |rings| rings.make_room(number));
-                    room.map_err(io::Error::other)?;
+                    if let Some(rings) = &self.rings {
+                        // An error is the tracker's to tell; the guest runs on.
+                        let _ = rings.make_room(number);
+                    }
+                    let at = vcpu.get_regs().map_err(kvm_error)?;
+                    times = if at == full_at { times + 1 } else { 0 };
+                    full_at = at;
+                    if times > STUCK {
+                        return Err(io::Error::other("the ring is full for ever"));
+                    }
                 }
                 Ok(exit) => return Err(io::Error::other(format!("the guest left by {exit:?}"))),
                 Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {}

@@ -14,13 +14,13 @@
 //! [`KvmDirtyRings::make_room`]. KVM promises to stop it while some entries are left. A KVM that does not (seen with one
 //! that emulates many instructions between two looks at the ring) overwrites entries: that is noticed by a ring without
 //! any free entry, or one that stays full though nothing is in it, and from then on every call fails, since writes were
-//! lost.
+//! lost. The rings are emptied all the same: a vCPU must not stand still because its migration has failed.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use godwit_units::{PAGE_SIZE, PageCount};
 use kvm_bindings::{
@@ -121,21 +121,22 @@ impl KvmDirtyRings {
     }
 
     /// For the thread of vCPU `vcpu` (counted as in [`KvmDirtyRings::new`]), which left guest mode with
-    /// KVM_EXIT_DIRTY_RING_FULL: empties the rings, so that it can run on.
+    /// KVM_EXIT_DIRTY_RING_FULL: empties the rings, so that it can run on. It can after an error, too.
     ///
     /// # Errors
     /// As [`KvmDirtyRings::collect`].
     pub fn make_room(&self, vcpu: usize) -> Result<(), TrackError> {
-        self.collect()?;
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(ring) = state.rings.get_mut(vcpu) else { return Ok(()) };
+        let mut state = self.lock();
+        let collected = state.collect(self.vm.as_fd()).map(drop);
+        let Some(ring) = state.rings.get_mut(vcpu) else { return collected };
         // Between two times of being full, somebody must have collected something.
-        let moved = ring.next_when_full.replace(ring.next) != Some(ring.next);
-        if !moved {
-            state.overrun = Some(vcpu);
-            return Err(TrackError::RingOverrun { vcpu });
+        if ring.next_when_full.replace(ring.next) != Some(ring.next) {
+            return collected;
         }
-        Ok(())
+        ring.skip_lost_entries();
+        state.overrun.get_or_insert(vcpu);
+        reset(self.vm.as_fd())?;
+        Err(TrackError::RingOverrun { vcpu })
     }
 
     /// Empties all rings into the tracker that is at work, so that they can fill again; returns how many entries that
@@ -144,33 +145,16 @@ impl KvmDirtyRings {
     /// # Errors
     /// When KVM refuses to protect the pages again, or a ring was overrun.
     pub fn collect(&self) -> Result<PageCount, TrackError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { rings, collected, sink, overrun } = &mut *state;
-        for (vcpu, ring) in rings.iter_mut().enumerate() {
-            if ring.hand_back_all(collected) == ring.entries {
-                overrun.get_or_insert(vcpu);
-            }
-        }
-        if let Some(vcpu) = *overrun {
-            collected.clear();
-            return Err(TrackError::RingOverrun { vcpu });
-        }
-        if collected.is_empty() {
-            return Ok(PageCount::ZERO);
-        }
-        let reset = uapi::reset_dirty_rings(self.vm.as_fd());
-        let pages = PageCount(collected.len() as u64);
-        if let Some(sink) = sink {
-            collected.iter().for_each(|&(slot, page)| sink.publish(slot, page));
-        }
-        collected.clear();
-        reset.map_err(|source| TrackError::Kvm { call: "KVM_RESET_DIRTY_RINGS", source })?;
-        Ok(pages)
+        self.lock().collect(self.vm.as_fd())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From now on, what is collected goes to `sink`.
     pub(super) fn connect(&self, sink: Arc<dyn Sink>) -> Result<(), TrackError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
         if state.sink.is_some() {
             return Err(TrackError::RingsInUse);
         }
@@ -180,12 +164,41 @@ impl KvmDirtyRings {
 
     /// From now on, what is collected is nobody's business.
     pub(super) fn disconnect(&self) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).sink = None;
+        self.lock().sink = None;
     }
 
     pub(super) fn vm(&self) -> BorrowedFd<'_> {
         self.vm.as_fd()
     }
+}
+
+impl State {
+    /// Empties all rings into the sink.
+    fn collect(&mut self, vm: BorrowedFd<'_>) -> Result<PageCount, TrackError> {
+        let Self { rings, collected, sink, overrun } = self;
+        for (vcpu, ring) in rings.iter_mut().enumerate() {
+            if ring.hand_back_all(collected) == ring.entries {
+                overrun.get_or_insert(vcpu);
+            }
+        }
+        let pages = PageCount(collected.len() as u64);
+        let reset = if collected.is_empty() { Ok(()) } else { reset(vm) };
+        match (*overrun, sink) {
+            // Whoever harvests is told that pages are missing, and needs none of the others. The entries were handed
+            // back and reset all the same: else every KVM_RUN from here on would end with a full ring.
+            (Some(_), _) | (None, None) => {}
+            (None, Some(sink)) => collected.iter().for_each(|&(slot, page)| sink.publish(slot, page)),
+        }
+        collected.clear();
+        reset?;
+        overrun.map_or(Ok(pages), |vcpu| Err(TrackError::RingOverrun { vcpu }))
+    }
+}
+
+/// Protects the pages of all entries that were handed back.
+fn reset(vm: BorrowedFd<'_>) -> Result<(), TrackError> {
+    let reset = uapi::reset_dirty_rings(vm);
+    reset.map(drop).map_err(|source| TrackError::Kvm { call: "KVM_RESET_DIRTY_RINGS", source })
 }
 
 /// The ring of one vCPU.
@@ -223,14 +236,11 @@ impl Ring {
     fn hand_back_all(&mut self, pages: &mut Vec<(u32, u64)>) -> u32 {
         // One turn at the most: entries that come meanwhile are for the next time.
         for handed in 0..self.entries {
-            let entry = self.base.as_ptr().wrapping_add((self.next % self.entries) as usize);
-            // SAFETY: the index is below the number of entries, so the entry lies in the mapping, aligned to 8 as all
-            // of them; the kernel too changes the flags by whole, atomic accesses only.
-            let flags = unsafe { AtomicU32::from_ptr(&raw mut (*entry).flags) };
+            let (entry, flags) = (self.entry(self.next), self.flags(self.next));
             if flags.load(Ordering::Acquire) & DIRTY == 0 {
                 return handed;
             }
-            // SAFETY: as above. An entry that is marked dirty is ours until it is handed back.
+            // SAFETY: the entry lies in the mapping, and one that is marked dirty is ours until it is handed back.
             let (slot, page) =
                 unsafe { ((&raw const (*entry).slot).read(), (&raw const (*entry).offset).read()) };
             flags.store(RESET, Ordering::Release);
@@ -238,6 +248,30 @@ impl Ring {
             self.next = self.next.wrapping_add(1);
         }
         self.entries
+    }
+
+    /// Hands back entries of a ring that is full though none is marked where the next one is due. They were overwritten
+    /// by later ones, which were handed back in their place, and KVM counts them as in use for ever. Half of the ring,
+    /// since a full one has more than that in use (virt/kvm/dirty_ring.c, `kvm_dirty_ring_init`: all but 64 entries and
+    /// those of the processor's own log), and one entry too many would make KVM's count negative, which is a ring that
+    /// is full for ever. A longer gap is left in several steps.
+    fn skip_lost_entries(&mut self) {
+        for _ in 0..self.entries / 2 {
+            self.flags(self.next).store(RESET, Ordering::Release);
+            self.next = self.next.wrapping_add(1);
+        }
+        self.next_when_full = Some(self.next);
+    }
+
+    fn entry(&self, number: u32) -> *mut kvm_dirty_gfn {
+        self.base.as_ptr().wrapping_add((number % self.entries) as usize)
+    }
+
+    fn flags(&self, number: u32) -> &AtomicU32 {
+        // SAFETY: `entry` reduces the number below that of the entries, so the entry lies in the mapping, aligned to 8
+        // as all of them; the kernel too changes the flags by whole, atomic accesses only. The mapping lives as long
+        // as `self`.
+        unsafe { AtomicU32::from_ptr(&raw mut (*self.entry(number)).flags) }
     }
 }
 

@@ -377,6 +377,15 @@ fn a_full_ring_stops_its_vcpu_only_until_it_is_emptied() {
     }
 }
 
+/// The cause that this is named for: a tracker that found an overrun returned before it had reset the rings, so that
+/// every KVM_RUN of the guest ended with a full ring from then on.
+#[test]
+fn a_guest_whose_ring_was_overrun_runs_on() {
+    if kinds("overrun rings").contains(&Kind::Ring) {
+        setup::a_ring_that_is_overrun();
+    }
+}
+
 #[test]
 fn one_clear_for_each_contiguous_chunk() {
     if kinds("the number of clears").contains(&Kind::Log(setup::BEST)) {

@@ -2,11 +2,12 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use godwit_track::bare::{BareMachine, Cut, Shape};
+use godwit_track::bare::{BareMachine, Cut, Shape, Wander};
 use godwit_track::{
-    DirtyTracker, LogMode, PagemapTracker, UnionTracker, VhostLog, VhostLogTracker, kernel_support,
+    DirtyTracker, LogMode, PagemapTracker, TrackError, UnionTracker, VhostLog, VhostLogTracker,
+    kernel_support,
 };
 use godwit_units::{PageCount, PageRun};
 
@@ -161,6 +162,52 @@ pub(crate) fn rings_that_fill_up() {
         }
         assert_eq!(found, 7000);
     }
+}
+
+/// A vCPU overruns its ring; the tracker says so, and the guest runs at full speed under it and after it.
+pub(crate) fn a_ring_that_is_overrun() {
+    const PAGES: u64 = 16_384;
+    let slots = vec![Cut { block: 0, first: 0, pages: PAGES, frame: Shape::FIRST_FRAME }];
+    let shape = Shape { blocks: vec![PAGES], slots, vcpus: 1, ring: Some(1024) };
+    let machine = Arc::new(BareMachine::new(&shape).unwrap());
+    let tracker = machine.ring_tracker().unwrap();
+    let all = PageRun::new(0, PAGES);
+    let harvest = || tracker.harvest(0, all, PageCount(0), &mut |_| {});
+    for burst in 0..4 {
+        machine.burst(0, burst * 4000, 4000).unwrap();
+    }
+    if harvest().is_ok() {
+        crate::skip("a ring that is overrun", "this KVM stops a vCPU before its ring is full");
+        return;
+    }
+    let write_on = |while_writing: &dyn Fn()| {
+        let before = machine.writes(0);
+        machine.go();
+        let ended = std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                let how = Wander { pages: PAGES, seed: 7, ..Wander::default() };
+                machine.wander(0, how)
+            });
+            let began = Instant::now();
+            while machine.writes(0) < before + 20_000
+                && began.elapsed() < Duration::from_secs(30)
+                && !writer.is_finished()
+            {
+                while_writing();
+            }
+            machine.halt();
+            writer.join().unwrap()
+        });
+        ended.unwrap();
+        machine.writes(0) - before
+    };
+    // Nobody harvests: the vCPU empties its ring by itself. Then harvests in between, each with the same error.
+    assert!(write_on(&|| std::thread::yield_now()) >= 20_000);
+    let fails = || assert!(matches!(harvest(), Err(TrackError::RingOverrun { vcpu: 0 })));
+    assert!(write_on(&|| fails()) >= 20_000);
+    drop(tracker);
+    assert!(write_on(&|| std::thread::yield_now()) >= 20_000);
+    assert!(matches!(machine.ring_tracker(), Err(TrackError::RingOverrun { vcpu: 0 })));
 }
 
 /// As many slots as KVM has, but for the machine's own.
