@@ -62,9 +62,7 @@ impl DiskLimits {
     /// Puts back the limits that still are as `apply` made them: somebody may have been here since.
     pub(crate) fn restore_ours(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let now = disks(&qmp.execute("query-block", Value::Null)?);
-        let same = |a: &Value, b: &Value| {
-            ["id", "device"].iter().chain(&RATES).all(|key| a[*key] == b[*key])
-        };
+        let same = |a: &Value, b: &Value| ["id", "device"].iter().chain(&RATES).all(|key| a[*key] == b[*key]);
         let mut ours = std::mem::take(&mut self.ours).into_iter();
         self.before.retain(|_| ours.next().is_some_and(|ours| now.iter().any(|now| same(now, &ours))));
         self.restore(qmp)

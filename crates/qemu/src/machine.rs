@@ -62,9 +62,7 @@ impl Machine {
         });
         let qmp = qmp.map_err(|error| match (error, holder) {
             (QmpError::NoGreeting { .. }, Some(Holder::Godwit(pid))) => QemuError::OtherGodwit { pid },
-            (QmpError::NoGreeting { .. }, Some(Holder::GuardianOf(pid))) => {
-                QemuError::OtherGuardian { pid }
-            }
+            (QmpError::NoGreeting { .. }, Some(Holder::GuardianOf(pid))) => QemuError::OtherGuardian { pid },
             (error, _) => error.into(),
         })?;
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();

@@ -385,7 +385,8 @@ impl Qmp {
         loop {
             if let Some(at) = self.buffer[searched..].iter().position(|&b| b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=searched + at).collect();
-                return serde_json::from_slice(&line).map_err(|_| invalid(io::ErrorKind::InvalidData, "a line that is not JSON"));
+                return serde_json::from_slice(&line)
+                    .map_err(|_| invalid(io::ErrorKind::InvalidData, "a line that is not JSON"));
             }
             searched = self.buffer.len();
             if searched > LINE_LIMIT {

@@ -549,12 +549,11 @@ impl SourceVm for QemuSource {
     fn retire(&mut self, keep: bool) -> Result<(), VmError> {
         self.remove_throttle();
         self.state = None;
-        self.note_if_possible(|left| left.stage = Stage::Gone);
         if keep {
             self.end_disk_tracking()?;
             self.lift_disk_limits()?;
             self.restore_settings()?;
-            // Nothing is left to be done about it.
+            // It stays stopped, as the operator wanted, and nothing is left to be done.
             self.note_if_possible(|left| left.stage = Stage::Copying);
             return Ok(());
         }

@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::mark::Mark;
 use crate::disks::server;
 use crate::machine::{Machine, text};
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
 
 /// Removes whatever bears the mark of a process that is gone.

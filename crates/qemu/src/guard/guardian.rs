@@ -127,9 +127,8 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
     let mut machine = Machine { qmp: Qmp::take_over(monitor)?, pid: record.pid() };
     let stage = record.left().stage;
     let ended = match stage {
-        Stage::Copying | Stage::Waiting => false,
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
-        Stage::HandingOver | Stage::Gone => false,
+        Stage::Copying | Stage::Waiting | Stage::HandingOver => false,
         Stage::Loading | Stage::Discarding => {
             // Only then can it never run the guest, and lets go of its disks.
             destination::end(&mut machine)?;
@@ -142,8 +141,9 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
             false
         }
     };
-    if ended {
+    let undone = if ended {
         record.remove();
+        Ok(())
     } else {
         let rest = match stage {
             Stage::Stopping => Stage::Copying,
@@ -152,26 +152,33 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
         };
         // A record that cannot be written any more only makes the next godwit look again.
         let _ = record.note(|left| left.stage = rest);
-        undo(&mut machine, &mut record)?;
+        undo(&mut machine, &mut record)
+    };
+    let (severity, text) = what_became(stage);
+    match undone {
+        Ok(()) => words.say(severity, text),
+        Err(error) => words.say(ALERT, &format!("{text}; what was changed is not all undone: {error}")),
     }
-    let (severity, text) = match stage {
-        Stage::Copying => (NOTICE, "the guest runs here, and what was changed for the migration is undone"),
-        Stage::Stopping => (NOTICE, "the guest was brought back and runs here as it did before"),
+    Ok(())
+}
+
+/// What the operator is told of a godwit that had come to `stage`.
+fn what_became(stage: Stage) -> (u8, &'static str) {
+    match stage {
+        Stage::Copying => (NOTICE, "the guest runs here as it did before"),
+        Stage::Stopping => (NOTICE, "the guest was stopped, and was brought back as it was before"),
         Stage::HandingOver => (
             ALERT,
-            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination QEMU does not run it \
-             and has ended, `cont` this one; else `quit` this one",
+            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination QEMU does not run \
+             it and has ended, `cont` this one; else `quit` this one",
         ),
-        Stage::Gone => (ALERT, "the guest runs at the destination: `quit` this one"),
-        Stage::Waiting => (NOTICE, "it waits for another migration, and what was changed is undone"),
+        Stage::Waiting => (NOTICE, "it waits for another migration"),
         Stage::Loading | Stage::Discarding => (
             NOTICE,
             "it had begun to load the guest, never ran it, and was ended: start it anew for another migration",
         ),
         Stage::Starting => (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU"),
-    };
-    words.say(severity, text);
-    Ok(())
+    }
 }
 
 /// Runs the guest again; returns whether QEMU has ended, and the guest with it.
@@ -185,7 +192,8 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
             Err(error) if Instant::now() >= until => return Err(error),
             Err(error) => {
                 if !std::mem::replace(&mut told, true) {
-                    words.say(ALERT, &format!("the guest is not back yet: {error}; trying on for 10 minutes"));
+                    words
+                        .say(ALERT, &format!("the guest is not back yet: {error}; trying on for 10 minutes"));
                 }
                 std::thread::sleep(PAUSE);
             }

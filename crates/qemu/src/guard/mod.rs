@@ -82,8 +82,7 @@ impl Guard {
         if matches!(self.guardian.child.try_wait(), Ok(None)) {
             return Ok(());
         }
-        self.guardian =
-            Guardian::start(&self.program, &self.record, machine).map_err(QemuError::Guardian)?;
+        self.guardian = Guardian::start(&self.program, &self.record, machine).map_err(QemuError::Guardian)?;
         Ok(())
     }
 }

@@ -26,8 +26,6 @@ pub(crate) enum Stage {
     Stopping,
     /// Source: COMMIT was or is about to be sent.
     HandingOver,
-    /// Source: the guest runs at the destination.
-    Gone,
     /// Destination: it took in nothing but pages.
     Waiting,
     /// Destination: it was told to load. The guest is the source's.
@@ -39,11 +37,10 @@ pub(crate) enum Stage {
 }
 
 impl Stage {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 7] = [
         Self::Copying,
         Self::Stopping,
         Self::HandingOver,
-        Self::Gone,
         Self::Waiting,
         Self::Loading,
         Self::Starting,
@@ -55,7 +52,6 @@ impl Stage {
             Self::Copying => "copying",
             Self::Stopping => "stopping",
             Self::HandingOver => "handing-over",
-            Self::Gone => "gone",
             Self::Waiting => "waiting",
             Self::Loading => "loading",
             Self::Starting => "starting",
@@ -298,7 +294,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("godwit-record-{}", std::process::id()));
         let qemu = Qemu::of(std::process::id().cast_signed()).unwrap();
         let whole = format!("\n{}\n", left().to_json(&qemu));
-        let next = Left::at(Stage::Gone, true).to_json(&qemu).to_string();
+        let next = Left::at(Stage::Copying, true).to_json(&qemu).to_string();
         for cut in 1..next.len() {
             std::fs::write(&dir, format!("{whole}\n{}", &next[..cut])).unwrap();
             assert_eq!(Record::open(&dir).unwrap().unwrap().left, left());
