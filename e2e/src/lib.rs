@@ -7,9 +7,11 @@
 
 mod link;
 mod microvm;
+mod terminal;
 
 pub use link::Link;
 pub use microvm::MicroPair;
+pub use terminal::{Screen, Terminal};
 
 use std::time::{Duration, Instant};
 

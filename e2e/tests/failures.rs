@@ -163,6 +163,37 @@ fn a_destination_that_hangs() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_peer_that_hangs_on_a_link_that_stands() -> anyhow::Result<()> {
+    // A unix socket, as a tunnel has it: the kernel never says that the other side is gone.
+    let test = "a_peer_that_hangs_on_a_link_that_stands";
+    let Some(mut pair) = pair(test)? else { return Ok(()) };
+    let socket = std::env::temp_dir().join(format!("godwit-{test}-{}", std::process::id()));
+    let address = format!("unix:{}", socket.display());
+    for (stopped, other) in [("source", "destination"), ("destination", "source")] {
+        let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
+        let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+        await_copying(&migrate)?;
+        let (hangs, waits) = if stopped == "source" { (migrate, receive) } else { (receive, migrate) };
+
+        hangs.signal(Signal::STOP)?;
+
+        let since = Instant::now();
+        let waits = waits.wait(LIMIT)?;
+        ensure!(waits.status.code() == Some(1), "the {other}: {}", waits.status);
+        let words = format!("nothing was heard of the {stopped} for 10s");
+        ensure!(waits.errors.contains(&words), "{}", waits.errors);
+        // A write that is stuck is given up after 20 s.
+        ensure!(since.elapsed().as_secs() < 16, "noticed after {:?}", since.elapsed());
+        // It learns that the other side has gone, and brings its guest back.
+        hangs.signal(Signal::CONT)?;
+        let hangs = hangs.wait(LIMIT)?;
+        ensure!(hangs.status.code() == Some(1), "the {stopped}: {} {}", hangs.status, hangs.errors);
+        check_untouched(&mut pair.source)?;
+    }
+    second_attempt(&mut pair)
+}
+
+#[test]
 fn a_guest_that_outruns_the_link() -> anyhow::Result<()> {
     let flavours = flavours_for("a_guest_that_outruns_the_link");
     if flavours.is_empty() {

@@ -374,7 +374,7 @@ fn a_limit_that_an_operator_has_set_since_stays() -> anyhow::Result<()> {
         let path = format!("/run/godwit/godwit-1-999999999-guard-{}", vm.pid());
         let record = json!({ "qemu": vm.pid(), "qemu_started": start_time(vm.pid())?, "boot": boot()?,
             "stage": "copying", "was_running": true, "settings": null, "disks": false,
-            "limits": { "before": [call(0)], "ours": [call(5 << 20)] } });
+            "limits": { "before": [{ "node": "d", "call": call(0) }], "ours": [call(5 << 20)] } });
         std::fs::create_dir_all("/run/godwit")?;
         std::fs::write(&path, format!("{record}\n"))?;
         vm.qmp().execute("block_set_io_throttle", call(now))?;

@@ -1,8 +1,11 @@
 //! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine in the VMM.
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused};
-use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
+use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
+use godwit_testbed::{
+    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, flavours_for, kvm_for,
+};
+use godwit_verify::settings::Mode;
 use rustix::process::Signal;
 
 /// Slow enough that a pre-copy lasts for seconds.
@@ -35,6 +38,50 @@ fn a_writing_guest_with_all_witnesses() -> anyhow::Result<()> {
     ensure!(!seen.ran_on_both, "two guests from one");
     ensure!(seen.switchover.is_some(), "the guest was not seen to move");
     Ok(())
+}
+
+#[test]
+fn a_source_that_is_killed_before_the_handover_leaves_no_doubt() -> anyhow::Result<()> {
+    let test = "a_source_that_is_killed_before_the_handover_leaves_no_doubt";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+    pair.source.kill();
+    let migrate = migrate.wait(LIMIT)?;
+    // The guest is lost with its machine, as it would be without a migration. It runs nowhere, which is certain.
+    check_refused(&migrate, 3, &["the guest has ended with its VM at the source", "during pre-copy"])?;
+    assert_eq!((&migrate.last()["outcome"], &migrate.last()["guest"]), (&"failed".into(), &"ended".into()));
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    ensure!(pair.destination.status()? == "incoming");
+    Ok(())
+}
+
+#[test]
+fn a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt() -> anyhow::Result<()> {
+    let test = "a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt";
+    let flavours = flavours_for(test);
+    if flavours.is_empty() {
+        return Ok(());
+    }
+    let config = VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Idle));
+    let mut vm = TestVm::source(&config)?;
+    vm.wait_ready(LIMIT)?;
+    let godwit = Godwit::built()?;
+    let name = format!("microvm:{}", vm.qmp_socket().display());
+    for rest in [["migrate", "--to", "127.0.0.1:1"], ["receive", "--listen", "127.0.0.1:0"]] {
+        let [command, option, address] = rest;
+        let output = godwit.run(&[command, "--vm", &name, option, address, "--json"])?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1), "{command}: {}: {errors}", output.status);
+        ensure!(
+            errors.contains("is the QMP monitor of a QEMU") && errors.contains("--vm qemu:PATH"),
+            "{errors}"
+        );
+        let last = String::from_utf8_lossy(&output.stdout);
+        ensure!(last.contains("\"outcome\":\"refused\""), "{last}");
+    }
+    check_untouched(&mut vm)
 }
 
 #[test]

@@ -108,6 +108,33 @@ fn a_thread_that_cannot_be_had_is_an_error() {
 }
 
 #[test]
+fn nothing_prints_that_could_panic() {
+    // The standard macros panic when nobody reads any more, and a panic at the handover leaves the guest in doubt. The
+    // command has its own under the same names; libraries print nothing; testbed and verify are no part of the product.
+    let main = fs::read_to_string(root().join("crates/cli/src/main.rs")).unwrap();
+    let modules = main.split_once("\n#[macro_use]\nmod say;\n").expect("the macros of say.rs are not in use");
+    assert!(!modules.0.contains("\nmod "), "a module before say.rs prints with the standard macros");
+    let own = fs::read_to_string(root().join("crates/cli/src/say.rs")).unwrap();
+    for name in ["println", "print", "eprintln", "eprint"] {
+        assert!(
+            own.contains(&format!("macro_rules! {name} {{")),
+            "{name}! is the standard one in the command"
+        );
+    }
+    for name in crates().iter().filter(|name| !["testbed", "verify"].contains(&name.as_str())) {
+        for file in sources(&root().join("crates").join(name).join("src")) {
+            let text = fs::read_to_string(&file).unwrap();
+            let product = text.split("#[cfg(test)]").next().unwrap();
+            let is_test = file.file_name().is_some_and(|name| name == "tests.rs");
+            let standard =
+                if name == "cli" { ["std::print", "std::eprint"] } else { ["print!(", "println!("] };
+            let found = standard.iter().find(|standard| product.contains(**standard));
+            assert!(is_test || found.is_none(), "{} prints with the standard macros", file.display());
+        }
+    }
+}
+
+#[test]
 fn every_file_says_what_it_is_for() {
     for part in ["crates", "bench", "e2e", "xtask"] {
         for file in sources(&root().join(part)) {

@@ -8,28 +8,34 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use clap::{Args, ValueEnum};
+use godwit_engine::report::Progress;
 use godwit_testbed::{
     BeaconPlace, Beat, Flavour, Godwit, GuestConfig, MicroVm, Movable, Observer, Running, TestVm, VmConfig,
     end_children, flavours, longest_pause,
 };
-use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
 use godwit_verify::settings::{BuildWork, DiskWork, Mode};
 use serde_json::{Value, json};
 
-use crate::output::json_line;
+use crate::layout;
+use crate::output::{self, json_line};
 use crate::process::{CANCELLED, FAILED, cancel_on_signals};
+use crate::progress::Table;
 
 /// A guest under emulation boots in seconds; a machine under load takes longer.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
 const MIGRATION_LIMIT: Duration = Duration::from_secs(300);
 /// Heartbeats, ten a second, before and after that are looked at.
 const BEATS: usize = 10;
+/// Before each line of the migration's own.
+const INDENT: &str = "  ";
 
 /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
 ///
 /// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. The VMs are QEMUs
 /// with a Linux guest (`make demo` provides both), or, where there is no QEMU, microvms, which need only /dev/kvm.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The kind of VM [default: qemu if there is one, else microvm]
     #[arg(long)]
@@ -57,7 +63,7 @@ pub(crate) struct Arguments {
 
     /// The most that is sent, as for `godwit migrate`
     #[arg(long, value_name = "RATE")]
-    max_bandwidth: Option<Rate>,
+    max_bandwidth: Option<TypedRate>,
 
     /// Print lines of JSON; the last one is the result
     #[arg(long)]
@@ -176,7 +182,7 @@ fn machines(arguments: &Arguments, godwit: &Godwit, say: &dyn Fn(&str)) -> anyho
         say("there is no QEMU here (`make qemu` installs one): using microvms instead");
     }
     say(&format!("starting a source and a destination, {size} each: microvm"));
-    let bytes = |count: ByteCount| count.0.to_string();
+    let bytes = |count: ByteCount| format!("{}B", count.0);
     let [memory, working_set] = [size, arguments.working_set].map(bytes);
     let rate = arguments.rate.to_string();
     let mode = guest.mode.to_string();
@@ -192,7 +198,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
         if arguments.json {
             json_line(&json!({ "event": "note", "text": text }));
         } else {
-            println!("{text}");
+            println!("{}", layout::wrap("", text, 4, layout::width(&std::io::stdout())));
         }
     };
     let godwit = Godwit::built()?;
@@ -206,7 +212,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     show_beats(&source.heartbeats(), 2, &say);
 
     let (receive, address) = godwit.receive(destination, &[])?;
-    let limit = arguments.max_bandwidth.map(|rate| (rate.bytes_per_second() as u64).to_string() + "B/s");
+    let limit = arguments.max_bandwidth.map(|rate| rate.to_string());
     let mut options = vec!["--verify"];
     if let Some(limit) = &limit {
         options.extend(["--max-bandwidth", limit]);
@@ -267,14 +273,20 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// Shows the progress lines of `migrate` as they come.
 fn follow(migrate: &Running, json: bool) {
-    let mut shown = 0;
+    let (mut shown, mut headed) = (0, false);
     loop {
         let lines = migrate.lines();
         for line in &lines[shown..] {
             if json && line["event"] == "progress" {
                 json_line(line);
-            } else if line["round_ended"] == true {
-                println!("  {}", progress_text(line));
+            } else if line["round_ended"] == true
+                && let Ok(progress) = serde_json::from_value::<Progress>(line.clone())
+            {
+                let table = Table::new(layout::width(&std::io::stdout()) - INDENT.len(), false);
+                if !std::mem::replace(&mut headed, true) {
+                    println!("{INDENT}{}", table.head());
+                }
+                println!("{INDENT}{}", table.row(&progress));
             }
         }
         shown = lines.len();
@@ -283,20 +295,6 @@ fn follow(migrate: &Running, json: bool) {
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-}
-
-fn progress_text(line: &Value) -> String {
-    let bytes = |key: &str| ByteCount(line[key].as_u64().unwrap_or(0)).to_string();
-    let rate = |key: &str| Rate::from_bytes_per_second(number(line, key)).to_string();
-    format!(
-        "round {}  sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}",
-        line["round"],
-        bytes("sent_bytes"),
-        bytes("remaining_bytes"),
-        rate("dirty_bytes_per_second"),
-        rate("bandwidth_bytes_per_second"),
-        millis(number(line, "expected_downtime_ms")),
-    )
 }
 
 fn number(value: &Value, key: &str) -> f64 {
@@ -345,30 +343,45 @@ impl Speed {
 fn summary(result: &Value) {
     let ms = |key: &str| millis(number(result, key));
     let share = |key: &str| format!("{:.0} %", number(result, key) * 100.0);
-    println!(
-        "\nset-up time    {}  (a thread of the VM was stopped for {} us)\n\
-         total time     {}  in {} rounds\n\
-         total data     {}\n\
-         downtime       {}, of which {} to compare all memory; the guest's own gap, seen from outside: {} (to {}); longest pause between heartbeats, 100 ms apart: {}\n\
-         guest's speed  {} during the migration, {} after it, of what it was before; slower for {}\n\
-         resources      {:.0} ms CPU and at most {} memory in godwit's processes\n\
-         memory         {}; BUG lines of the guest: {}",
-        ms("setup_ms"),
-        result["tracking_stop_us"],
-        ms("total_ms"),
-        result["rounds"],
-        ByteCount(result["sent_bytes"].as_u64().unwrap_or(0)),
-        ms("downtime_ms"),
-        ms("verify_ms"),
-        ms("guest_gap_ms"),
-        ms("guest_gap_resolution_ms"),
-        ms("longest_heartbeat_gap_ms"),
-        share("guest_speed_during"),
-        share("guest_speed_after"),
-        ms("slow_ms"),
-        number(result, "cpu_ms"),
-        ByteCount(result["peak_rss_bytes"].as_u64().unwrap_or(0)),
-        if result["verified"] == true { "digests of both sides equal" } else { "NOT compared" },
-        result["bug"],
-    );
+    let stopped = result["tracking_stop_us"].as_u64().filter(|us| *us > 0);
+    let stopped = stopped.map(|us| format!(" (a thread of the VM was stopped for {us} us)"));
+    let verified = if result["verified"] == true { "digests of both sides equal" } else { "NOT compared" };
+    let bytes = |key: &str| ByteCount(result[key].as_u64().unwrap_or(0));
+    let lines = [
+        ("set-up time", ms("setup_ms") + &stopped.unwrap_or_default()),
+        ("total time", format!("{} in {} rounds", ms("total_ms"), result["rounds"])),
+        ("total data", bytes("sent_bytes").to_string()),
+        ("downtime", format!("{}, of which {} to compare all memory", ms("downtime_ms"), ms("verify_ms"))),
+        (
+            "seen outside",
+            format!(
+                "the guest stood still for {} (to {}); longest pause between heartbeats, 100 ms apart: {}",
+                ms("guest_gap_ms"),
+                ms("guest_gap_resolution_ms"),
+                ms("longest_heartbeat_gap_ms"),
+            ),
+        ),
+        (
+            "guest's speed",
+            format!(
+                "{} during the migration, {} after it, of what it was before; tracked for {}",
+                share("guest_speed_during"),
+                share("guest_speed_after"),
+                ms("slow_ms"),
+            ),
+        ),
+        (
+            "resources",
+            format!(
+                "{:.0} ms CPU and at most {} memory in godwit's processes",
+                number(result, "cpu_ms"),
+                bytes("peak_rss_bytes")
+            ),
+        ),
+        ("memory", format!("{verified}; BUG lines of the guest: {}", result["bug"])),
+    ];
+    println!();
+    for (label, text) in lines {
+        print!("{}", output::labelled(label, 15, &text, layout::width(&std::io::stdout())));
+    }
 }

@@ -2,15 +2,22 @@
 
 #![forbid(unsafe_code)]
 
+// First, for the macros in it.
+#[macro_use]
+mod say;
+
 mod bench;
 mod demo;
 mod guard;
+mod layout;
 mod microvm;
 mod migrate;
 mod output;
 mod plan;
 mod process;
+mod progress;
 mod receive;
+mod run_directory;
 mod simulate;
 mod steer;
 mod vm;
@@ -18,6 +25,7 @@ mod vm;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use godwit_units::GRAMMAR;
 
 /// Live-migrates running virtual machines, exactly and without losing one.
 ///
@@ -25,9 +33,9 @@ use clap::{Parser, Subcommand};
 /// it runs; if anything fails before the handover, it runs on at the source as if nothing had been.
 ///
 /// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is needed (the message says
-/// for what) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
+/// for what; also where the guest has ended with its VM) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
 #[derive(Debug, Parser)]
-#[command(name = "godwit", version, max_term_width = 100)]
+#[command(name = "godwit", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -64,8 +72,33 @@ enum Command {
     Guard(guard::Arguments),
 }
 
+/// The options that make up faults for tests, with the names of their values. No help, usage or hint shows them.
+const HIDDEN: [(&str, &str); 2] = [("--fault", " <FAULT>"), ("--slow-channel", " <SLOW_CHANNEL>")];
+
+/// Takes what is hidden out of the usage and the suggestions of `error`.
+fn without_hidden(mut error: clap::Error) -> clap::Error {
+    use clap::error::{ContextKind, ContextValue};
+    let hidden = |text: &str| HIDDEN.iter().any(|(name, _)| *name == text);
+    if matches!(error.get(ContextKind::SuggestedArg), Some(ContextValue::String(name)) if hidden(name)) {
+        error.remove(ContextKind::SuggestedArg);
+    }
+    if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {
+        let usage = HIDDEN.iter().fold(usage.to_string(), |usage, (name, value)| {
+            usage.replace(&format!(" {name}{value}"), "").replace(&format!(" {name}"), "")
+        });
+        error.insert(ContextKind::Usage, ContextValue::StyledStr(usage.into()));
+    }
+    error
+}
+
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = Arguments::try_parse().unwrap_or_else(|error| without_hidden(error).exit());
+    if matches!(
+        arguments.command,
+        Command::Plan(_) | Command::Status(_) | Command::Simulate(_) | Command::Bench(_)
+    ) {
+        say::ends_quietly();
+    }
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
@@ -79,5 +112,78 @@ fn main() -> ExitCode {
         Command::Simulate(arguments) => simulate::run(&arguments),
         Command::Bench(command) => bench::run(&command),
         Command::Guard(arguments) => guard::run(&arguments),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    fn refused(line: &str) -> String {
+        let error = Arguments::try_parse_from(line.split(' ')).unwrap_err();
+        without_hidden(error).render().to_string()
+    }
+
+    #[test]
+    fn hidden_options_show_nowhere() {
+        for line in [
+            "godwit migrate --vm qemu:/x --faul wrong-digest",
+            "godwit migrate --vm qemu:/x --fault wrong-digest",
+            "godwit migrate --help",
+            "godwit receive --vm qemu:/x --slow",
+            "godwit receive --vm qemu:/x --slow-channel 1:1s",
+        ] {
+            let text = refused(line).replace(line, "");
+            assert!(!text.contains("--fault") && !text.contains("--slow-channel"), "{line}: {text}");
+            assert!(text.contains("Usage: godwit "), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_hidden_option_is_known() {
+        for command in Arguments::command().get_subcommands() {
+            for argument in command.get_arguments().filter(|argument| argument.is_hide_set()) {
+                let long = format!("--{}", argument.get_long().unwrap_or_default());
+                assert!(HIDDEN.iter().any(|(name, _)| *name == long), "{long} of {}", command.get_name());
+            }
+        }
+    }
+
+    #[test]
+    fn help_fits_80_columns_and_says_how_units_are_written() {
+        for line in [
+            "godwit --help",
+            "godwit migrate --help",
+            "godwit receive --help",
+            "godwit plan --help",
+            "godwit set --help",
+            "godwit demo --help",
+            "godwit simulate --help",
+            "godwit microvm run --help",
+        ] {
+            let text = refused(line);
+            let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
+            assert!(widest <= 80, "{line}: {widest} columns: {text}");
+            assert!(text.contains("docs/units.md"), "{line}");
+        }
+    }
+
+    #[test]
+    fn ambiguous_values_are_refused_with_both_readings() {
+        for (line, words) in [
+            (
+                "godwit migrate --vm qemu:/x --to h:1 --max-bandwidth 1G",
+                "1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
+            ),
+            ("godwit migrate --vm qemu:/x --to h:1 --patience 5m", "write 5min or 5ms"),
+            ("godwit receive --vm qemu:/x --listen h:1 --wait 60", "write 60ms or 60s"),
+            ("godwit plan --vm qemu:/x --link 10", "10Mbit (1.19MiB/s) or 10MiB/s (83.9Mbit)"),
+            ("godwit microvm run --memory 512", "write 512MiB or 512B"),
+        ] {
+            let text = refused(line);
+            assert!(text.contains(words) && text.lines().next().unwrap().contains("ambiguous"), "{text}");
+        }
     }
 }

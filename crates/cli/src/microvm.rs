@@ -16,7 +16,7 @@ use godwit_microvm::{
     BalloonFeatures, BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError,
     TrackerKind, plain_layout,
 };
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, GRAMMAR};
 
 use crate::output;
 use crate::process::{CANCELLED, FAILED, cancel_on_signals};
@@ -54,6 +54,7 @@ pub(crate) struct Socket {
 
 /// How much memory to give back.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Balloon {
     #[command(flatten)]
     socket: Socket,
@@ -65,6 +66,7 @@ pub(crate) struct Balloon {
 
 /// What machine to run.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Run {
     /// The guest's memory
     #[arg(long, value_name = "SIZE", default_value = "256MiB", conflicts_with = "block")]

@@ -9,20 +9,23 @@ use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
-use godwit_engine::steering::Steering;
+use godwit_engine::steering::{Steering, SteeringError};
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Cost, DiskWish};
+use godwit_policy::SettingError;
 use godwit_qemu::{QemuSource, Reporting};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
 
+use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
-use crate::steer::{self, Engine, assignment};
+use crate::steer::{self, Engine, Host, assignment};
 use crate::vm::{RequestError, VmName};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
     /// microvm:PATH, where PATH is the machine's control socket
@@ -37,7 +40,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = setting("downtime-limit"))]
     downtime_limit: Option<String>,
 
-    /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) per second [default: all the link carries]
+    /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) a second [default: all the link carries]
     #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
     max_bandwidth: Option<String>,
 
@@ -107,6 +110,8 @@ enum FaultName {
     WrongDigest,
     LoseFarewell,
     TrustTracker,
+    HoldStopped,
+    HoldReady,
     KillAfterPrepare,
     KillAfterStop,
     KillInLastRound,
@@ -129,6 +134,8 @@ impl From<FaultName> for Fault {
             FaultName::WrongDigest => Self::WrongDigest,
             FaultName::LoseFarewell => Self::LoseFarewell,
             FaultName::TrustTracker => Self::TrustTracker,
+            FaultName::HoldStopped => Self::HoldStopped,
+            FaultName::HoldReady => Self::HoldReady,
             FaultName::KillAfterPrepare => Self::KillAfterPrepare,
             FaultName::KillAfterStop => Self::KillAfterStop,
             FaultName::KillInLastRound => Self::KillInLastRound,
@@ -149,7 +156,12 @@ impl From<FaultName> for Fault {
 fn setting(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync + 'static {
     move |value| {
         let typed = vec![(key.to_owned(), value.to_owned())];
-        Steering::typed(typed, Cancel::default()).map(|_| value.to_owned()).map_err(|error| error.to_string())
+        match Steering::typed(typed, Cancel::default()) {
+            Ok(_) => Ok(value.to_owned()),
+            // The flag and the value are named already.
+            Err(SteeringError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
+            Err(error) => Err(error.to_string()),
+        }
     }
 }
 
@@ -222,11 +234,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     };
     let disks = DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
+    let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
         VmName::Qemu(_) => Engine::Here(steering.clone()),
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
-    let socket = match steer::serve(&name, engine) {
+    let socket = match steer::serve(&name, Host { vm, to, engine }) {
         Ok(socket) => Some(socket),
         Err(error) if arguments.name.is_some() => {
             output::refusal(&format!("--name {name}: {error}"), arguments.json);
@@ -291,7 +304,8 @@ fn move_guest(
 fn tell(measures: &Measures, cost: Cost, json: bool) {
     let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     if !json {
-        println!("migrated\n{}", output::measures_text(measures, cpu_ms, rss));
+        let width = layout::width(&std::io::stdout());
+        print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));
         return;
     }
     let mut value = json!({ "outcome": "migrated", "cpu_ms": cpu_ms, "peak_rss_bytes": rss });

@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
-use godwit_units::{ByteCount, PageCount, Rate, format_duration};
+use godwit_units::{ByteCount, PageCount, format_duration};
 use serde_json::{Value, json};
+
+use crate::layout;
+use crate::progress::Table;
 
 /// Prints one line of JSON to standard output, at once.
 pub(crate) fn json_line(value: &Value) {
-    let mut out = std::io::stdout().lock();
-    // A reader that went away is no reason to stop a migration.
-    let _ = writeln!(out, "{value}");
-    let _ = out.flush();
+    println!("{value}");
 }
 
 /// How often a line is printed where lines cannot be rewritten.
@@ -27,6 +27,7 @@ pub(crate) struct Display {
     line_open: bool,
     last_line: Instant,
     warned: bool,
+    table: Option<Table>,
 }
 
 impl Display {
@@ -37,6 +38,7 @@ impl Display {
             line_open: false,
             last_line: Instant::now(),
             warned: false,
+            table: None,
         }
     }
 
@@ -51,15 +53,24 @@ impl Display {
             return;
         }
         self.last_line = Instant::now();
+        // One column stays free: the cursor must not go to the next line, where a rewrite would begin.
+        let (width, disks) = (layout::width(&std::io::stderr()) - 1, !progress.disks.is_empty());
         let mut err = std::io::stderr().lock();
+        let start = if self.terminal { "\r\x1b[K" } else { "" };
         if let Some(warning) =
             progress.warning.as_ref().filter(|_| !std::mem::replace(&mut self.warned, true))
         {
-            let _ = writeln!(err, "godwit: {warning}");
+            let _ = writeln!(err, "{start}{}", layout::wrap("godwit: ", warning, 8, width));
         }
-        let start = if self.terminal { "\r\x1b[K" } else { "" };
+        // The headings come again when the terminal has become wider or narrower.
+        if !self.table.as_ref().is_some_and(|table| table.fits(width, disks)) {
+            let table = Table::new(width, disks);
+            let _ = writeln!(err, "{start}{}", table.head());
+            self.table = Some(table);
+        }
+        let row = self.table.as_ref().map(|table| table.row(progress)).unwrap_or_default();
         let end = if ends || !self.terminal { "\n" } else { "" };
-        let _ = write!(err, "{start}{}{end}", progress_line(progress));
+        let _ = write!(err, "{start}{row}{end}");
         let _ = err.flush();
         self.line_open = self.terminal && !ends;
     }
@@ -72,83 +83,68 @@ impl Display {
     }
 }
 
-fn optional<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
-    value.map_or_else(|| "?".to_owned(), show)
-}
-
-/// What is said of disks beside memory: what is sent and what remains of all of them.
-fn disks_text(progress: &Progress) -> String {
-    if progress.disks.is_empty() {
-        return String::new();
-    }
-    let sent: ByteCount = progress.disks.iter().map(|disk| disk.sent).sum();
-    let remaining: ByteCount = progress.disks.iter().map(|disk| disk.remaining).sum();
-    let full = if progress.disks.iter().any(|disk| disk.full_pass) { " (full pass)" } else { "" };
-    let limit = progress.disk_limit.map(|rate| format!("  disk writes limited to {rate}"));
-    format!("  disks: sent {sent}, remaining {remaining}{full}{}", limit.unwrap_or_default())
-}
-
-/// One line about a migration in progress.
-pub(crate) fn progress_line(progress: &Progress) -> String {
-    let throttle = if progress.throttle > 0.0 {
-        format!("  throttle {:.0} %", progress.throttle * 100.0)
-    } else {
-        String::new()
-    };
-    let throttle = match progress.first_writes {
-        Some(rate) => format!("{throttle}  {rate:.0} first writes/s"),
-        None => throttle,
-    };
+/// How a migration gets on, for `godwit status`: each line with its label.
+pub(crate) fn status_text(progress: &Progress, width: usize) -> String {
     let stage = match progress.stage {
         Stage::PreCopy => format!("round {}", progress.round),
-        Stage::StopAndCopy => "last round".to_owned(),
-        Stage::Handover => "handover".to_owned(),
+        Stage::StopAndCopy => "the guest is stopped, the last pages are sent".to_owned(),
+        Stage::Handover => "the guest is being handed over".to_owned(),
     };
-    format!(
-        "{:>7}  {stage:<10} sent {:>8}  remaining {:>8}  dirty {:>10}  link {:>10}  expected downtime {}{}{throttle}",
-        format_duration(progress.elapsed),
-        progress.sent,
-        progress.remaining,
-        optional(progress.dirty_rate, |rate: Rate| rate.to_string()),
-        optional(progress.bandwidth, |rate: Rate| rate.to_string()),
-        optional(progress.expected_downtime, format_duration),
-        disks_text(progress),
-    )
+    let mut lines = vec![
+        ("stage", format!("{stage}, {} after the start", format_duration(progress.elapsed))),
+        ("sent", format!("{} in all; {} of memory left", progress.sent, progress.remaining)),
+    ];
+    if let (Some(dirty), Some(link)) = (progress.dirty_rate, progress.bandwidth) {
+        lines.push((
+            "rates",
+            format!("the link carries {link} ({}); the guest dirties {dirty}", link.in_bits()),
+        ));
+    }
+    if let Some(downtime) = progress.expected_downtime {
+        lines.push(("downtime", format!("{} if it switched over now", format_duration(downtime))));
+    }
+    lines.extend(remarks(progress));
+    lines.iter().map(|(label, text)| labelled(&format!("  {label}"), 12, text, width)).collect()
 }
 
-/// What there is to say beside the line: the throttle, delayed segments, advice, warnings.
-pub(crate) fn remarks(progress: &Progress) -> Vec<String> {
+/// A line with its label; what does not fit goes on below the text.
+pub(crate) fn labelled(label: &str, indent: usize, text: &str, width: usize) -> String {
+    layout::wrap(&format!("{label:<indent$}"), text, indent, width) + "\n"
+}
+
+/// What there is to say beside figures: the throttle, disks, delayed segments, advice, warnings.
+fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
     let mut remarks = Vec::new();
+    let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
+    let seen = seen.unwrap_or_default();
     if progress.throttle > 0.0 {
-        let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
-        remarks.push(format!("throttled by {:.0} %{}", progress.throttle * 100.0, seen.unwrap_or_default()));
+        remarks.push(("slowed", format!("throttled by {:.0} %{seen}", progress.throttle * 100.0)));
     }
     if let Some(rate) = progress.first_writes {
-        let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
-        remarks.push(format!("governed: {rate:.0} first writes a second{}", seen.unwrap_or_default()));
+        remarks.push(("slowed", format!("governed: {rate:.0} first writes a second{seen}")));
     }
     for disk in &progress.disks {
         let pass = if disk.full_pass { "in its full pass" } else { "in rounds" };
         let (sent, remaining, size) = (disk.sent, disk.remaining, disk.size);
-        remarks.push(format!("disk '{}' of {size}, {pass}: sent {sent}, remaining {remaining}", disk.name));
+        let text = format!("'{}' of {size}, {pass}: {sent} sent, {remaining} left", disk.name);
+        remarks.push(("disk", text));
+    }
+    if let Some(limit) = progress.disk_limit {
+        remarks.push(("disks", format!("the guest's writes to them are limited to {limit}")));
     }
     if !progress.disks.is_empty() {
-        remarks
-            .push(format!("memory gets {} parts of the link for each 1024 of disks", progress.memory_share));
+        let share = progress.memory_share;
+        remarks.push(("link", format!("memory gets {share} parts of it for each 1024 of disks")));
     }
     if progress.delayed_segments > 0 {
-        remarks.push(format!("{} hot segments are left for later", progress.delayed_segments));
+        remarks.push(("later", format!("{} hot segments are left for later", progress.delayed_segments)));
     }
     if let Some(time) = &progress.remaining_time {
-        remarks.push(format!(
-            "probably done in {} ({} to {})",
-            format_duration(time.mid),
-            format_duration(time.low),
-            format_duration(time.high)
-        ));
+        let [low, mid, high] = [time.low, time.mid, time.high].map(format_duration);
+        remarks.push(("to go", format!("probably {mid} ({low} to {high})")));
     }
-    remarks.extend(progress.advice.iter().map(|advice| format!("advice: {advice}")));
-    remarks.extend(progress.warning.iter().map(|warning| format!("warning: {warning}")));
+    remarks.extend(progress.advice.iter().map(|advice| ("advice", advice.clone())));
+    remarks.extend(progress.warning.iter().map(|warning| ("warning", warning.clone())));
     remarks
 }
 
@@ -160,93 +156,103 @@ fn progress_json(progress: &Progress) -> Value {
     value
 }
 
-/// The measures for people.
-pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64) -> String {
+/// Below this a time says nothing to people.
+const NOTHING: Duration = Duration::from_micros(1);
+
+/// `times` with their names, without those that say nothing.
+fn times(list: &[(&str, Duration)]) -> String {
+    let told = list.iter().filter(|(_, time)| *time >= NOTHING);
+    let told: Vec<String> = told.map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
+    told.join(", ")
+}
+
+/// The measures for people, in lines of at most `width` columns.
+pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -> String {
     let parts = &measures.parts;
-    let mut list = vec![
+    let parts = times(&[
         ("drain", parts.drain),
         ("last pages", parts.copy),
+        ("verify", if measures.verified { parts.verify } else { Duration::ZERO }),
         ("save", parts.save),
         ("load", parts.load),
         ("handover", parts.handover),
-    ];
-    if measures.verified {
-        list.insert(2, ("verify", parts.verify));
+    ]);
+    let mut setup = format_duration(measures.setup);
+    if measures.tracking_stop >= NOTHING {
+        let stop = format_duration(measures.tracking_stop);
+        setup += &format!(" (a thread of the VM was stopped for {stop})");
     }
-    let parts: Vec<String> =
-        list.iter().map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
-    let slower = if measures.throttled.is_zero() {
-        "never slowed".to_owned()
-    } else {
-        format!(
-            "slowed for {}, guest time lost {}, under 50 % for {}, under 10 % for {}",
-            format_duration(measures.throttled),
-            format_duration(measures.lost),
-            format_duration(measures.under_half),
-            format_duration(measures.under_tenth),
-        )
+    let lines = [
+        ("set-up", setup),
+        ("total", format!("{} in {} rounds", format_duration(measures.total), measures.rounds)),
+        ("downtime", format!("{} ({parts})", format_duration(measures.downtime))),
+        ("sent", sent_text(measures)),
+        ("slower", slower_text(measures)),
+        ("used", format!("{cpu_ms:.0} ms CPU, {} memory at most (this side)", ByteCount(rss))),
+        ("verified", verified_text(measures)),
+    ];
+    lines.iter().map(|(label, text)| labelled(label, 10, text, width)).collect()
+}
+
+/// What was put on the wire, all of it first, then what it was for.
+fn sent_text(measures: &Measures) -> String {
+    let of_disks: ByteCount = measures.disks.iter().map(|disk| disk.sent).sum();
+    let mut text = match measures.disks.is_empty() {
+        true => format!("{} for {} of RAM", measures.sent, measures.ram),
+        false => {
+            let memory = measures.sent.saturating_sub(of_disks);
+            format!("{} in all: {memory} for {} of RAM", measures.sent, measures.ram)
+        }
     };
-    let slower = if measures.first_writes_delayed == 0 {
-        slower
+    if measures.hinted > PageCount::ZERO {
+        let free = measures.hinted.bytes();
+        text += &format!(" ({free} left out, which the guest said are free)");
+    }
+    for DiskMeasures { name, size, granularity, sent, data, .. } in &measures.disks {
+        let data = data.bytes();
+        text += &format!(", {sent} for disk '{name}' of {size} ({data} of data, blocks of {granularity})");
+    }
+    text
+}
+
+fn slower_text(measures: &Measures) -> String {
+    let mut text = format!("{} with writes tracked", format_duration(measures.tracked));
+    if measures.throttled < NOTHING {
+        text += "; never slowed";
     } else {
-        format!(
-            "{slower}; {} first writes waited, vCPUs for {} together, the longest {}",
+        let more = times(&[
+            ("guest time lost", measures.lost),
+            ("under 50 % for", measures.under_half),
+            ("under 10 % for", measures.under_tenth),
+        ]);
+        let comma = if more.is_empty() { "" } else { ", " };
+        text += &format!("; slowed for {}{comma}{more}", format_duration(measures.throttled));
+    }
+    if measures.first_writes_delayed > 0 {
+        text += &format!(
+            "; {} first writes waited, vCPUs for {} together, the longest {}",
             measures.first_writes_delayed,
             format_duration(measures.vcpus_waited),
             format_duration(measures.longest_wait),
-        )
-    };
-    let verified = if measures.verified && measures.hinted > PageCount::ZERO {
-        let free = measures.hinted.bytes();
-        format!(
-            "yes: digests of all {} equal on both sides; pages that the guest said are free ({free} at first) count as zero",
-            measures.ram
-        )
-    } else if measures.verified {
+        );
+    }
+    text
+}
+
+fn verified_text(measures: &Measures) -> String {
+    let mut text = if measures.verified {
         format!("yes: digests of all {} equal on both sides", measures.ram)
     } else {
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
     };
-    let free = if measures.hinted == PageCount::ZERO {
-        String::new()
-    } else {
-        format!("; {} left out, which the guest said are free", measures.hinted.bytes())
-    };
-    let disks: String = measures.disks.iter().map(disk_line).collect();
-    let verified = if measures.disks.is_empty() {
-        verified
-    } else {
-        format!("{verified}; disks: checksums of all frames")
-    };
-    format!(
-        "set-up    {}  (a thread of the VM was stopped for {})\n\
-         total     {}  in {} rounds\n\
-         downtime  {}  ({})\n\
-         sent      {} of {} RAM{free}{disks}\n\
-         slower    {} with writes tracked; {slower}\n\
-         used      {:.0} ms CPU, {} memory at most (this side)\n\
-         verified  {verified}",
-        format_duration(measures.setup),
-        format_duration(measures.tracking_stop),
-        format_duration(measures.total),
-        measures.rounds,
-        format_duration(measures.downtime),
-        parts.join(", "),
-        measures.sent,
-        measures.ram,
-        format_duration(measures.tracked),
-        cpu_ms,
-        ByteCount(rss),
-    )
-}
-
-/// What moved of a disk, as the rest of a line.
-fn disk_line(disk: &DiskMeasures) -> String {
-    let data = disk.data.bytes();
-    format!(
-        ", disk '{}': {} of {} ({data} of data, blocks of {})",
-        disk.name, disk.sent, disk.size, disk.granularity
-    )
+    if measures.verified && measures.hinted > PageCount::ZERO {
+        let free = measures.hinted.bytes();
+        text += &format!("; pages that the guest said are free ({free} at first) count as zero");
+    }
+    if !measures.disks.is_empty() {
+        text += "; disks: checksums of all frames";
+    }
+    text
 }
 
 /// Where the guest is, and what is to be done, if anything.
@@ -260,6 +266,9 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
             "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
+        Survivor::Ended => {
+            "the guest has ended with its VM at the source, before the handover: start it again"
+        }
     }
 }
 
@@ -277,6 +286,7 @@ pub(crate) fn failure(failure: &Failure, json: bool) {
             Survivor::SourceStopped => "source-stopped",
             Survivor::Unknown => "unknown",
             Survivor::Destination => "destination",
+            Survivor::Ended => "ended",
         };
         json_line(&json!({
             "outcome": outcome,
@@ -294,3 +304,6 @@ pub(crate) fn refusal(error: &dyn std::fmt::Display, json: bool) {
         json_line(&json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }));
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,9 +14,12 @@ use godwit_microvm::control::client;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_qemu::QemuSource;
 use godwit_sim::{Forecast, GuestSpec, Sample, Scenario, Synchronisation, fit, forecast, plain};
-use godwit_units::{ByteCount, PAGE_SIZE, PageCount, Rate, format_duration, parse_duration};
+use godwit_units::{
+    ByteCount, GRAMMAR, PAGE_SIZE, PageCount, Rate, TypedRate, format_duration, parse_duration,
+};
 use serde_json::{Value, json};
 
+use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
 use crate::steer::assignment;
@@ -35,6 +38,7 @@ const LINKS: [&str; 3] = ["1Gbit", "10Gbit", "25Gbit"];
 /// seen is made into a guest for the simulator, which then migrates that under the policy of real migrations, with several
 /// settings.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM, as for `godwit migrate`
     #[arg(long, value_name = "VM")]
@@ -43,7 +47,7 @@ pub(crate) struct Arguments {
     /// What the link carries, in bits (10Gbit) or bytes (128MiB/s) per second; more than once for several [default: 1Gbit,
     /// 10Gbit and 25Gbit]
     #[arg(long, value_name = "RATE")]
-    link: Vec<Rate>,
+    link: Vec<TypedRate>,
 
     /// How long to measure
     #[arg(long = "for", value_name = "TIME", default_value = "4s", value_parser = measuring)]
@@ -99,11 +103,11 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         arguments.link.clone()
     };
     let guest = guest(&measured);
-    let plans: Vec<(Rate, Vec<Forecast>)> = links
+    let plans: Vec<Plan> = links
         .into_iter()
         .map(|link| {
             let cases: Vec<Settings> = settings.iter().map(|(_, settings)| *settings).collect();
-            let mut scenario = scenario(&measured, guest.clone(), link);
+            let mut scenario = scenario(&measured, guest.clone(), link.rate());
             scenario.handover = handover(&arguments.vm);
             if compression != Compression::Auto {
                 let share =
@@ -119,9 +123,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         plan["advice"] = json!(told.advice);
         json_line(&plan);
     } else {
-        print!("{}", as_text(&measured, &settings, &plans));
+        let width = layout::width(&std::io::stdout());
+        print!("{}", as_text(&measured, &settings, &plans, width));
         if let Some(advice) = told.advice {
-            println!("\nadvice: {advice}");
+            println!("\n{}", layout::wrap("advice: ", advice, 8, width));
         }
         if !told.images.is_empty() {
             println!(
@@ -173,7 +178,7 @@ fn settings(given: &[(String, String)]) -> Result<(Vec<(String, Settings)>, Comp
     let with = |throttle, downtime_limit| Settings { throttle, downtime_limit, ..default };
     let limit = default.downtime_limit;
     let cases = vec![
-        ("as it is by default".to_owned(), default),
+        ("default".to_owned(), default),
         ("throttle=off".to_owned(), with(ThrottleMode::Off, limit)),
         ("throttle=direct".to_owned(), with(ThrottleMode::Direct, limit)),
         ("downtime-limit=50ms".to_owned(), with(default.throttle, Duration::from_millis(50))),
@@ -226,44 +231,125 @@ fn dirty_rate(measured: &Measured) -> Rate {
     Rate::from_bytes_per_second(pages as f64 * PAGE_SIZE as f64 / seconds.max(1e-3))
 }
 
-fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate, Vec<Forecast>)]) -> String {
+/// A link and what is foretold of it, a case each.
+type Plan = (TypedRate, Vec<Forecast>);
+
+fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[Plan], width: usize) -> String {
     let (seconds, pages) = measured.dirty.last().copied().unwrap_or_default();
-    let mut text = format!(
-        "memory       {}, of which {} would be sent; LZ4 makes {:.0} % of that\ndirtied      {} within {}; {} over the first second\n",
-        ByteCount(measured.memory_bytes),
-        ByteCount(measured.data_bytes),
-        measured.compressed * 100.0,
-        PageCount(pages).bytes(),
-        time(seconds),
-        dirty_rate(measured),
-    );
+    let governor = if measured.can_govern {
+        "yes: the first writes to clean pages can be rationed where the guest outruns the link"
+    } else {
+        "no: a guest that outruns the link has its processors throttled"
+    };
+    let lines = [
+        (
+            "memory",
+            format!(
+                "{}, of which {} would be sent; LZ4 makes {:.0} % of that",
+                ByteCount(measured.memory_bytes),
+                ByteCount(measured.data_bytes),
+                measured.compressed * 100.0
+            ),
+        ),
+        (
+            "dirtied",
+            format!(
+                "{} within {}; {} over the first second",
+                PageCount(pages).bytes(),
+                time(seconds),
+                dirty_rate(measured)
+            ),
+        ),
+        ("governor", governor.to_owned()),
+    ];
+    let mut text: String =
+        lines.iter().map(|(label, text)| output::labelled(label, 10, text, width)).collect();
+    let mut tables = false;
     for (link, forecasts) in plans {
-        text += &format!("\nover a link of {link}\n");
-        text += &format!(
-            "  {:<22} {:>8} {:>19} {:>9} {:>9} {:>9} {:>10}\n",
-            "settings", "total", "(between)", "sent", "downtime", "throttle", "work lost"
-        );
-        for ((name, _), forecast) in settings.iter().zip(forecasts) {
-            let (low, mid, high) = forecast.seconds;
-            if forecast.finishes {
-                text += &format!(
-                    "  {name:<22} {:>8} {:>19} {:>9} {:>9} {:>8.0}% {:>10}\n",
-                    time(mid),
-                    format!("({} to {})", time(low), time(high)),
-                    ByteCount(forecast.bytes as u64).to_string(),
-                    time(forecast.downtime),
-                    forecast.throttle * 100.0,
-                    time(forecast.lost_work),
-                );
-            } else {
-                text += &format!("  {name:<22} would not finish: it gives up after {}\n", time(mid));
+        let heading = format!("over a link of {}", link.both());
+        match alike(forecasts) {
+            Some(any) if forecasts.len() > 1 => {
+                let told = format!("{heading}: {}; no setting makes a difference", in_words(any));
+                text += &format!("\n{}\n", layout::wrap("", &told, 2, width));
+            }
+            _ => {
+                tables = true;
+                text += &format!("\n{heading}\n{}", table(settings, forecasts, width));
             }
         }
+    }
+    if tables {
+        let legend = "total: from the start until the guest runs at the destination; range: the same over a link \
+             a fifth faster or slower; slowed: the most that is taken from the guest's processors, or governed: its first \
+             writes are rationed; lost: how much of the guest's work that and the downtime cost";
+        text += &format!("\n{}\n", layout::wrap("", legend, 2, width));
     }
     text
 }
 
-fn as_json(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate, Vec<Forecast>)]) -> Value {
+/// One of `forecasts`, if a table of all would say the same in every line.
+fn alike(forecasts: &[Forecast]) -> Option<&Forecast> {
+    let first = forecasts.first()?;
+    let near = |one: f64, other: f64, least: f64| (one - other).abs() <= least.max(0.02 * one.max(other));
+    let same = |forecast: &Forecast| {
+        forecast.finishes
+            && !forecast.governed
+            && forecast.throttle == 0.0
+            && near(forecast.seconds.1, first.seconds.1, 0.02)
+            && near(forecast.downtime, first.downtime, 0.005)
+            && near(forecast.lost_work, first.lost_work, 0.005)
+    };
+    forecasts.iter().all(same).then_some(first)
+}
+
+fn in_words(forecast: &Forecast) -> String {
+    let (low, mid, high) = forecast.seconds;
+    format!(
+        "{} ({} to {}), {} sent, downtime {}, the guest never slowed",
+        time(mid),
+        time(low),
+        time(high),
+        ByteCount(forecast.bytes as u64),
+        time(forecast.downtime),
+    )
+}
+
+fn table(settings: &[(String, Settings)], forecasts: &[Forecast], width: usize) -> String {
+    let columns = [
+        Column::words("settings", 0),
+        Column::number("total", 1),
+        Column::number("range", 4),
+        Column::number("sent", 6),
+        Column::number("downtime", 2),
+        Column::number("slowed", 3),
+        Column::number("lost", 5),
+    ];
+    let row = |((name, _), forecast): (&(String, Settings), &Forecast)| {
+        let (low, mid, high) = forecast.seconds;
+        if !forecast.finishes {
+            let mut cells = vec![name.clone(), "never".to_owned(), format!("gives up: {}", time(mid))];
+            cells.resize(columns.len(), "-".to_owned());
+            return cells;
+        }
+        let slowed = match forecast {
+            Forecast { governed: true, .. } => "governed".to_owned(),
+            Forecast { throttle, .. } if *throttle > 0.0 => format!("{:.0} %", throttle * 100.0),
+            _ => "-".to_owned(),
+        };
+        vec![
+            name.clone(),
+            time(mid),
+            format!("{} to {}", time(low), time(high)),
+            ByteCount(forecast.bytes as u64).to_string(),
+            time(forecast.downtime),
+            slowed,
+            time(forecast.lost_work),
+        ]
+    };
+    layout::table(&columns, &settings.iter().zip(forecasts).map(row).collect::<Vec<_>>(), 2, width)
+}
+
+fn as_json(measured: &Measured, settings: &[(String, Settings)], plans: &[Plan]) -> Value {
     let plans: Vec<Value> = plans
         .iter()
         .map(|(link, forecasts)| {
@@ -279,8 +365,63 @@ fn as_json(measured: &Measured, settings: &[(String, Settings)], plans: &[(Rate,
                     json!({ "case": name, "settings": shown, "forecast": forecast })
                 })
                 .collect();
-            json!({ "link_bytes_per_second": link.bytes_per_second(), "cases": cases })
+            json!({
+                "link": link.to_string(),
+                "link_bytes_per_second": link.rate().bytes_per_second(),
+                "cases": cases,
+            })
         })
         .collect();
     json!({ "measured": measured, "plans": plans })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured() -> Measured {
+        Measured { dirty: vec![(4.0, u64::MAX >> 14)], can_govern: true, ..Measured::default() }
+    }
+
+    fn forecast(settings: usize, governed: bool, throttle: f64) -> Vec<Forecast> {
+        let one = Forecast {
+            finishes: true,
+            seconds: (35.0 * 60.0, 35.9 * 60.0, 36.0 * 60.0),
+            bytes: 1023.0 * 1.099_511_627_776e12,
+            downtime: 3599.0,
+            throttle,
+            governed,
+            lost_work: 3599.0,
+        };
+        vec![one; settings]
+    }
+
+    fn text(governed: bool, throttle: f64, width: usize) -> String {
+        let (settings, _) = settings(&[]).unwrap();
+        let mut forecasts = forecast(settings.len(), governed, throttle);
+        if throttle > 0.0 {
+            forecasts[1].finishes = false;
+        }
+        as_text(&measured(), &settings, &[("1Gbit".parse().unwrap(), forecasts)], width)
+    }
+
+    #[test]
+    fn plans_fit_80_columns() {
+        for width in [40, 80, 120] {
+            let text = text(true, 0.99, width) + &text(false, 0.99, width) + &text(false, 0.0, width);
+            let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
+            assert!(widest <= width, "{text}");
+        }
+        assert!(text(true, 0.5, 120).contains("sent"), "wide ones show more");
+    }
+
+    #[test]
+    fn a_quiet_guest_gets_a_sentence() {
+        let quiet = text(false, 0.0, 200);
+        assert!(quiet.contains("over a link of 1Gbit (119MiB/s): 35.9min (35min to 36min), 1023TiB sent"));
+        assert!(quiet.contains("no setting makes a difference") && !quiet.contains("settings "), "{quiet}");
+        let busy = text(true, 0.5, 80);
+        assert!(busy.contains("governed") && busy.contains("gives up: 35.9min"), "{busy}");
+        assert!(busy.contains("total: from the start"), "the columns are explained: {busy}");
+    }
 }

@@ -12,9 +12,9 @@ use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_microvm::control::client;
-use godwit_microvm::control::messages::Cost;
+use godwit_microvm::control::messages::{Cost, ReceiveRequest};
 use godwit_qemu::QemuDestination;
-use godwit_units::{ByteCount, format_duration, parse_duration};
+use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
 use crate::output::{self, json_line};
@@ -30,6 +30,7 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 /// Connections that do not speak the protocol are refused and told of; the address should be reachable for trusted
 /// hosts only, since nothing is encrypted yet.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
     /// microvm:PATH, where PATH is the machine's control socket
@@ -47,6 +48,11 @@ pub(crate) struct Arguments {
     /// Codecs that are taken: auto for all of them, none, lz4 or zstd
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
+
+    /// Take the guest in even if it may come to use more memory than this host, or the control group of the VM, has left; then
+    /// the kernel may end the VM when memory runs out
+    #[arg(long)]
+    overcommit: bool,
 
     /// Make up a fault, for tests: the number of a channel that places every frame so late, as NUMBER:TIME
     #[arg(long, hide = true, value_parser = slow_channel)]
@@ -103,15 +109,25 @@ fn take_in(
             })?;
             tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
             let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
-            let options = Options { wait, codecs: arguments.compression.codecs(), faults };
+            let options = Options {
+                wait,
+                codecs: arguments.compression.codecs(),
+                overcommit: arguments.overcommit,
+                faults,
+            };
             let received =
                 receive(&mut vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
             Ok((received, process::cost()))
         }
         VmName::Microvm(path) => {
-            let codecs = arguments.compression.to_string();
+            let request = ReceiveRequest {
+                listen: arguments.listen.to_string(),
+                wait_ms: wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
+                codecs: Some(arguments.compression.to_string()),
+                overcommit: arguments.overcommit,
+            };
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);
-            Ok(client::receive(path, &arguments.listen, wait, &codecs, cancel, &mut listening, notice)?)
+            Ok(client::receive(path, request, cancel, &mut listening, notice)?)
         }
     }
 }

@@ -1,5 +1,7 @@
 //! `godwit simulate`: a migration in virtual time, under the policy and protocol of the real ones.
 
+mod table;
+
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -7,12 +9,11 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_sim::{
-    NAMES, Outcome, Scenario, Synchronisation, chart, comparison, named, rounds, run as simulate,
-};
-use godwit_units::{ByteCount, Rate, parse_duration};
+use godwit_sim::{NAMES, Outcome, Scenario, Synchronisation, chart, named, run as simulate};
+use godwit_units::{ByteCount, GRAMMAR, Rate, parse_duration};
 use serde_json::{Value, json};
 
+use crate::layout;
 use crate::output::json_line;
 use crate::plan;
 use crate::process::FAILED;
@@ -22,6 +23,7 @@ use crate::process::FAILED;
 /// Guest, link and disk are made up, time is virtual, and what decides is the policy and the protocol of real
 /// migrations.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// A scenario by name; `--list` shows them
     #[arg(long, value_name = "NAME", default_value = "busy")]
@@ -96,13 +98,15 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 }
 
 fn list() {
+    let width = layout::width(&std::io::stdout());
     println!("scenarios");
     for (name, shows) in NAMES {
-        println!("  {name:<12} {shows}");
+        println!("{}", layout::wrap(&format!("  {name:<12} "), shows, 15, width));
     }
     println!("settings");
     for key in Settings::keys() {
-        println!("  {:<20} {} [{}; default {}]", key.name, key.meaning, key.unit, key.default);
+        let text = format!("{} [{}; default {}]", key.meaning, key.unit, key.default);
+        println!("{}", layout::wrap(&format!("  {:<18} ", key.name), &text, 21, width));
     }
 }
 
@@ -117,10 +121,15 @@ fn perform(arguments: &Arguments) -> anyhow::Result<()> {
         }
     }
     if !arguments.json {
-        println!("{}", scenario.title);
+        let width = layout::width(&std::io::stdout());
+        println!("{}", layout::wrap("", &scenario.title, 2, width));
         match outcomes.as_slice() {
-            [(_, only)] => print!("{}", rounds(only)),
-            several => print!("{}", comparison(arguments.sweep.as_deref().unwrap_or("case"), several)),
+            [(_, only)] => print!("{}", table::rounds(only, width)),
+            several => {
+                let key = arguments.sweep.as_deref().unwrap_or("case");
+                let key = key.split_once('=').map_or(key, |(key, _)| key);
+                print!("{}", table::comparison(key, several, width));
+            }
         }
     }
     match &arguments.chart {

@@ -5,23 +5,25 @@
 //! passes them on.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use godwit_engine::report::Progress;
 use godwit_engine::steering::Steering;
 use godwit_microvm::MicrovmError;
 use godwit_microvm::control::client;
-use godwit_microvm::control::messages::{Answer, Request};
-use godwit_microvm::control::steer::{Socket, bind, steer};
+use godwit_microvm::control::messages::{Answer, MigrationLook, Request};
+use godwit_microvm::control::steer::{Socket, steer};
+use godwit_units::{GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
 
+use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::FAILED;
+use crate::run_directory;
 
 /// Requests are short, and so are those who make them.
 const LONGEST_REQUEST: u64 = 64 << 10;
@@ -48,6 +50,7 @@ pub(crate) struct StatusArguments {
 
 /// Change settings of a migration that runs; all or none of them.
 #[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
 pub(crate) struct SetArguments {
     #[command(flatten)]
     which: Which,
@@ -82,87 +85,152 @@ pub(crate) fn assignment(text: &str) -> Result<(String, String), String> {
 }
 
 pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
-    let sockets = match &arguments.which.migration {
-        Some(name) => vec![socket_of(name)],
+    let found = match &arguments.which.migration {
+        Some(name) => Found { sockets: vec![socket_of(name)], closed: Vec::new() },
         None => running(),
     };
-    if sockets.is_empty() {
-        if arguments.json {
-            json_line(&json!({ "migrations": [] }));
-        } else {
-            println!("no migration runs");
-        }
-        return ExitCode::SUCCESS;
-    }
     let mut all = Vec::new();
-    for socket in sockets {
-        let (progress, settings) = match client::migration(&socket) {
-            Ok(answer) => answer,
+    let width = layout::width(&std::io::stdout());
+    for socket in &found.sockets {
+        let look = match client::migration(socket) {
+            Ok(look) => look,
             // One of several that has ended since it was listed.
             Err(_) if arguments.which.migration.is_none() => continue,
             Err(error) => return refused(&error),
         };
-        let name = name_of(&socket);
+        let name = name_of(socket);
         if arguments.json {
             let settings: serde_json::Map<String, Value> =
-                settings.into_iter().map(|(key, value)| (key, value.into())).collect();
-            all.push(json!({ "migration": name, "progress": progress, "settings": settings }));
+                look.settings.into_iter().map(|(key, value)| (key, value.into())).collect();
+            all.push(json!({
+                "migration": name,
+                "vm": look.vm,
+                "to": look.to,
+                "progress": look.progress,
+                "settings": settings,
+            }));
         } else {
-            show(&name, progress.as_deref(), &settings);
+            show(&name, &look, width);
+            all.push(Value::Null);
         }
     }
     if arguments.json {
-        json_line(&json!({ "migrations": all }));
+        let closed: Vec<String> = found.closed.iter().map(|path| path.display().to_string()).collect();
+        json_line(&json!({ "migrations": all, "not_visible": closed }));
+    } else if all.is_empty() {
+        println!("{}", layout::wrap("", &nothing_runs(&found.closed), 0, width));
+    } else if !found.closed.is_empty() {
+        println!("{}", layout::wrap("", &not_visible(&found.closed), 0, width));
     }
     ExitCode::SUCCESS
 }
 
-fn show(name: &str, progress: Option<&Progress>, settings: &[(String, String)]) {
-    println!("migration {name}");
-    match progress {
-        Some(progress) => println!("  {}", output::progress_line(progress)),
+/// That there is nothing to show, and where something may be hidden.
+fn nothing_runs(closed: &[PathBuf]) -> String {
+    if closed.is_empty() {
+        return "no migration runs".to_owned();
+    }
+    format!("no migration runs that you can see; {}", not_visible(closed))
+}
+
+fn not_visible(closed: &[PathBuf]) -> String {
+    let closed: Vec<String> = closed.iter().map(|path| path.display().to_string()).collect();
+    format!(
+        "those of other users are not visible to you ({}): ask as root or as the user who runs them",
+        closed.join(", ")
+    )
+}
+
+/// The migration and its machines, as a heading.
+fn heading(name: &str, look: &MigrationLook) -> String {
+    let vm = look.vm.as_ref().map(|vm| format!(" of {vm}")).unwrap_or_default();
+    let to = look.to.as_ref().map(|to| format!(" to {to}")).unwrap_or_default();
+    format!("migration {name}{vm}{to}")
+}
+
+fn show(name: &str, look: &MigrationLook, width: usize) {
+    println!("{}", layout::wrap("", &heading(name, look), 2, width));
+    match &look.progress {
+        Some(progress) => print!("{}", output::status_text(progress, width)),
         None => println!("  setting up"),
     }
-    for line in progress.map(output::remarks).unwrap_or_default() {
-        println!("  {line}");
+    println!("  settings");
+    for (key, value) in &look.settings {
+        println!("    {key:<20} {}", beside(value));
     }
-    for (key, value) in settings {
-        println!("  {key:<20} {value}");
-    }
+}
+
+/// A rate with the same in the other unit beside it; anything else as it is.
+fn beside(value: &str) -> String {
+    value.parse::<TypedRate>().map_or_else(|_| value.to_owned(), TypedRate::both)
 }
 
 pub(crate) fn set(arguments: &SetArguments) -> ExitCode {
-    ask(&arguments.which, &Request::Set { settings: arguments.settings.clone() })
+    ask(&arguments.which, &Request::Set { settings: arguments.settings.clone() }, |look| {
+        let mut told: Vec<String> = Vec::new();
+        for (key, _) in &arguments.settings {
+            let value = look.settings.iter().find(|(known, _)| known == key);
+            let line = format!("{key}={}", value.map_or_else(String::new, |(_, value)| beside(value)));
+            if !told.contains(&line) {
+                told.push(line);
+            }
+        }
+        format!("now {}", told.join(", "))
+    })
 }
 
 pub(crate) fn switchover(arguments: &SwitchoverArguments) -> ExitCode {
-    ask(&arguments.which, &Request::SwitchOver { force: arguments.force })
+    ask(&arguments.which, &Request::SwitchOver { force: arguments.force }, |look| {
+        let expected = look.progress.as_ref().and_then(|progress| progress.expected_downtime);
+        let expected = expected.map(format_duration).unwrap_or_else(|| "a downtime not known yet".to_owned());
+        format!("it switches over now; expected downtime: {expected}")
+    })
 }
 
 pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
-    ask(&arguments.which, &Request::Cancel)
+    ask(&arguments.which, &Request::Cancel, |_| {
+        "it is being cancelled; the guest stays at the source, and godwit migrate says when all is undone"
+            .to_owned()
+    })
 }
 
-fn ask(which: &Which, request: &Request) -> ExitCode {
+/// Asks for `request`, and when it was granted tells what `granted` makes of the migration as it was just before
+/// (which may have ended by the time somebody could ask again) or, for a change of settings, as it is now.
+fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> String) -> ExitCode {
     let socket = match &which.migration {
         Some(name) => socket_of(name),
-        None => match running().as_slice() {
-            [only] => only.clone(),
-            [] => {
-                eprintln!("godwit: no migration runs");
-                return ExitCode::from(FAILED);
+        None => {
+            let Found { sockets, closed } = running();
+            match sockets.as_slice() {
+                [only] => only.clone(),
+                [] => {
+                    eprintln!("godwit: {}", nothing_runs(&closed));
+                    return ExitCode::from(FAILED);
+                }
+                several => {
+                    let names: Vec<String> = several.iter().map(|socket| name_of(socket)).collect();
+                    eprintln!(
+                        "godwit: several migrations run: choose one with --migration {}",
+                        names.join("|")
+                    );
+                    return ExitCode::from(FAILED);
+                }
             }
-            several => {
-                let names: Vec<String> = several.iter().map(|socket| name_of(socket)).collect();
-                eprintln!("godwit: several migrations run: choose one with --migration {}", names.join("|"));
-                return ExitCode::from(FAILED);
-            }
-        },
+        }
     };
-    match client::command(&socket, request) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => refused(&error),
+    let before = client::migration(&socket);
+    if let Err(error) = client::command(&socket, request) {
+        return refused(&error);
     }
+    let look = match request {
+        Request::Set { .. } => client::migration(&socket).or(before),
+        _ => before,
+    };
+    if let Ok(look) = look {
+        let text = format!("{}: {}", heading(&name_of(&socket), &look), granted(&look));
+        println!("{}", layout::wrap("", &text, 2, layout::width(&std::io::stdout())));
+    }
+    ExitCode::SUCCESS
 }
 
 fn refused(error: &MicrovmError) -> ExitCode {
@@ -170,22 +238,45 @@ fn refused(error: &MicrovmError) -> ExitCode {
     ExitCode::from(FAILED)
 }
 
-/// Where the sockets of migrations are: of root's for all the host, of others' for themselves.
+/// Where the sockets of this user's migrations are: of root's for all the host, of others' for themselves.
 fn directory() -> PathBuf {
     let user = rustix::process::getuid();
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
         Some(path) if !user.is_root() => Path::new(&path).join("godwit"),
-        _ if user.is_root() => "/run/godwit".into(),
+        _ if user.is_root() => ROOTS.into(),
         _ => format!("/tmp/godwit-{}", user.as_raw()).into(),
     }
 }
 
+/// Where root's are.
+const ROOTS: &str = "/run/godwit";
+
+/// All places where anyone's may be; this user's own first.
+fn directories() -> Vec<PathBuf> {
+    let below = |parent: &str| std::fs::read_dir(parent).into_iter().flatten().flatten();
+    let users = below("/run/user").map(|entry| entry.path().join("godwit"));
+    let others = below("/tmp").map(|entry| entry.path()).filter(|path| owner_in_name(path).is_some());
+    let mut others: Vec<PathBuf> = std::iter::once(ROOTS.into()).chain(users).chain(others).collect();
+    others.sort();
+    others.retain(|path| *path != directory());
+    std::iter::once(directory()).chain(others).collect()
+}
+
+/// The user id in `/tmp/godwit-UID`.
+fn owner_in_name(path: &Path) -> Option<u32> {
+    path.file_name()?.to_str()?.strip_prefix("godwit-")?.parse().ok()
+}
+
 fn socket_of(name: &str) -> PathBuf {
-    match name.strip_prefix("microvm:") {
-        Some(path) => path.into(),
-        None if name.contains('/') => name.into(),
-        None => directory().join(format!("{name}.sock")),
+    if let Some(path) = name.strip_prefix("microvm:") {
+        return path.into();
     }
+    if name.contains('/') {
+        return name.into();
+    }
+    let file = format!("{name}.sock");
+    let known = running().sockets.into_iter().find(|socket| socket.file_name() == Some(file.as_ref()));
+    known.unwrap_or_else(|| directory().join(file))
 }
 
 fn name_of(socket: &Path) -> String {
@@ -196,19 +287,55 @@ fn name_of(socket: &Path) -> String {
     }
 }
 
-/// The sockets of all migrations that run.
-fn running() -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(directory()).into_iter().flatten().flatten();
-    let mut sockets: Vec<PathBuf> = entries
-        .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "sock"))
-        .filter(|path| UnixStream::connect(path).is_ok())
-        .collect();
-    sockets.sort();
-    sockets
+/// Migrations that run.
+struct Found {
+    /// The sockets of those that can be asked.
+    sockets: Vec<PathBuf>,
+    /// The directories of other users, which cannot be looked into.
+    closed: Vec<PathBuf>,
+}
+
+/// All migrations that run on this host, as far as this user may know of them.
+fn running() -> Found {
+    let mut found = Found { sockets: Vec::new(), closed: Vec::new() };
+    for directory in directories() {
+        let entries = match std::fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+                found.closed.push(directory);
+                continue;
+            }
+            Err(_) => continue,
+        };
+        // In /tmp anyone can make a directory under another user's name, or a link to one.
+        let meta = std::fs::symlink_metadata(&directory);
+        let owner = meta.ok().filter(std::fs::Metadata::is_dir).map(|meta| meta.uid());
+        if owner_in_name(&directory).is_some_and(|named| owner != Some(named)) {
+            continue;
+        }
+        let mut sockets: Vec<PathBuf> = entries
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.extension().is_some_and(|extension| extension == "sock"))
+            .filter(|path| UnixStream::connect(path).is_ok())
+            .collect();
+        sockets.sort();
+        found.sockets.append(&mut sockets);
+    }
+    found
 }
 
 /// Whom a migration's socket speaks for.
+pub(crate) struct Host {
+    /// The machine, as it was named.
+    pub(crate) vm: String,
+    /// Where its guest goes.
+    pub(crate) to: String,
+    /// Where it is asked.
+    pub(crate) engine: Engine,
+}
+
+/// Where the engine of a migration is.
 pub(crate) enum Engine {
     /// The engine in this process.
     Here(Steering),
@@ -216,20 +343,12 @@ pub(crate) enum Engine {
     Microvm(PathBuf),
 }
 
-/// Serves `engine` at the socket for `name`, until the returned value is dropped.
+/// Serves `host` at the socket for `name`, until the returned value is dropped.
 ///
 /// # Errors
 /// Why it cannot be; the migration can do without.
-pub(crate) fn serve(name: &str, engine: Engine) -> Result<Socket, String> {
-    let directory = directory();
-    let made = std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&directory);
-    made.map_err(|error| format!("{}: {error}", directory.display()))?;
-    let meta = std::fs::metadata(&directory).map_err(|error| format!("{}: {error}", directory.display()))?;
-    if meta.uid() != rustix::process::getuid().as_raw() {
-        return Err(format!("{} belongs to another user", directory.display()));
-    }
-    let (listener, socket) =
-        bind(&directory.join(format!("{name}.sock"))).map_err(|error| error.to_string())?;
+pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
+    let (listener, socket) = run_directory::listen(&directory(), name, rustix::process::getuid().as_raw())?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             // One after the other: requests are answered at once, and who does not ask is not waited for long.
@@ -240,7 +359,7 @@ pub(crate) fn serve(name: &str, engine: Engine) -> Result<Socket, String> {
                 continue;
             }
             let answer = match serde_json::from_str(&text) {
-                Ok(request) => engine.answer(&request),
+                Ok(request) => host.answer(&request),
                 Err(error) => Answer::Refused { error: format!("not understood: {error}") },
             };
             if let Ok(mut line) = serde_json::to_string(&answer) {
@@ -252,12 +371,43 @@ pub(crate) fn serve(name: &str, engine: Engine) -> Result<Socket, String> {
     Ok(socket)
 }
 
-impl Engine {
+impl Host {
     fn answer(&self, request: &Request) -> Answer {
-        match self {
-            Self::Here(steering) => steer(steering, request),
-            Self::Microvm(path) => client::ask(path, request)
+        let answer = match &self.engine {
+            Engine::Here(steering) => steer(steering, request),
+            Engine::Microvm(path) => client::ask(path, request)
                 .unwrap_or_else(|error| Answer::Refused { error: error.to_string() }),
+        };
+        match answer {
+            Answer::Migration(look) => Answer::Migration(MigrationLook {
+                vm: Some(self.vm.clone()),
+                to: Some(self.to.clone()),
+                ..look
+            }),
+            answer => answer,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_other_users_run_is_not_denied() {
+        assert_eq!(nothing_runs(&[]), "no migration runs");
+        let hidden = nothing_runs(&["/run/godwit".into()]);
+        assert_eq!(
+            hidden,
+            "no migration runs that you can see; those of other users are not visible to you (/run/godwit): \
+             ask as root or as the user who runs them"
+        );
+    }
+
+    #[test]
+    fn rates_have_the_other_unit_beside_them() {
+        assert_eq!(beside("40Mbit"), "40Mbit (4.77MiB/s)");
+        assert_eq!(beside("300ms"), "300ms");
+        assert_eq!(beside("99"), "99");
     }
 }

@@ -1,6 +1,7 @@
 //! The `--vm` argument: which machine, reached how, and what can come of a request to one.
 
 use std::error::Error;
+use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -14,6 +15,15 @@ pub(crate) enum VmName {
     Qemu(PathBuf),
     /// A microvm, by its control socket.
     Microvm(PathBuf),
+}
+
+impl fmt::Display for VmName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Qemu(path) => write!(f, "qemu:{}", path.display()),
+            Self::Microvm(path) => write!(f, "microvm:{}", path.display()),
+        }
+    }
 }
 
 impl FromStr for VmName {

@@ -310,6 +310,23 @@ mod tests {
     }
 
     #[test]
+    fn both_ends_over_tcp_give_up_a_link_that_is_dead() {
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let ours = Stream::connect(&listener.address().unwrap()).unwrap();
+        let theirs = listener.accept(None, || false).unwrap().unwrap();
+        for stream in [ours, theirs] {
+            let Stream::Tcp(stream) = stream else { panic!("another kind of connection") };
+            let limit = sockopt::tcp_user_timeout(&stream).unwrap();
+            assert_eq!(u128::from(limit), limits::LINK.as_millis());
+            assert!(sockopt::socket_keepalive(&stream).unwrap());
+            let interval = sockopt::tcp_keepintvl(&stream).unwrap();
+            let silence =
+                sockopt::tcp_keepidle(&stream).unwrap() + interval * sockopt::tcp_keepcnt(&stream).unwrap();
+            assert!(silence <= limits::LINK + interval, "{silence:?}");
+        }
+    }
+
+    #[test]
     fn a_listener_gives_up_when_told() {
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
         assert!(listener.accept(Some(Instant::now()), || false).unwrap().is_none());

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use godwit_block::DiskError;
 use godwit_codec::CodecError;
-use godwit_memory::MemoryError;
+use godwit_memory::{MemoryError, NoRoom};
 use godwit_policy::Advice;
 use godwit_protocol::Unexpected;
 use godwit_track::TrackError;
-use godwit_units::PageIndex;
+use godwit_units::{PageIndex, format_duration};
 use godwit_wire::{AbortCode, WireError};
 
 use crate::vm::VmError;
@@ -43,6 +43,17 @@ pub enum EngineError {
         /// Why.
         source: io::Error,
     },
+    /// The connection stands, and the peer does not say that it is there.
+    #[error(
+        "nothing was heard of the {peer} for {}: its host, its godwit or the link has stopped",
+        format_duration(*limit)
+    )]
+    Silent {
+        /// `source` or `destination`.
+        peer: &'static str,
+        /// For how long.
+        limit: Duration,
+    },
     /// The peer sent what is not the protocol.
     #[error("the {peer} sent something wrong: {source}")]
     Wire {
@@ -68,6 +79,16 @@ pub enum EngineError {
         code: AbortCode,
         /// Why, in its words.
         text: String,
+    },
+    /// The VM has more of something than the protocol can name.
+    #[error("the VM has {count} {what}, and a migration takes {limit} at the most: let it have fewer")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// How many.
+        count: usize,
+        /// The most that can be.
+        limit: usize,
     },
     /// The VMs do not fit together.
     #[error("{0}")]
@@ -97,6 +118,9 @@ pub enum EngineError {
     /// Guest memory could not be accessed.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+    /// There is no room for all that the guest may come to use.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
     /// A disk could not be read or written.
     #[error("{0}")]
     Disk(#[source] DiskError),
@@ -168,11 +192,11 @@ impl EngineError {
             Self::Layout(_) => AbortCode::Layout,
             Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => AbortCode::Machine,
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
-            Self::Memory(_) | Self::Track(_) => AbortCode::Memory,
+            Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,
             Self::Digest { .. } => AbortCode::Digest,
             Self::Cancelled => AbortCode::Cancelled,
-            Self::Timeout { .. } => AbortCode::Timeout,
+            Self::Timeout { .. } | Self::Silent { .. } => AbortCode::Timeout,
             Self::NotConverging(_) => AbortCode::NotConverging,
             _ => AbortCode::Other,
         }
@@ -220,6 +244,8 @@ pub enum Survivor {
     Unknown,
     /// At the destination.
     Destination,
+    /// Nowhere: it ended with its VM at the source, which had not let go of it.
+    Ended,
 }
 
 /// The answer to the operator: what went wrong, when, and where the guest is now.

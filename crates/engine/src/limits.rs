@@ -1,7 +1,7 @@
 //! How long anything is waited for.
 //!
-//! A dead link is found by the kernel (`TCP_USER_TIMEOUT` and keep-alive, tcp(7)); these limits are for a peer that
-//! is alive and does not go on.
+//! A dead link is found by the kernel (`TCP_USER_TIMEOUT` and keep-alive, tcp(7)), and on every transport by the peer's
+//! silence; the other limits are for a peer that is alive and does not go on.
 
 use std::time::Duration;
 
@@ -9,8 +9,11 @@ use std::time::Duration;
 pub const CONNECT: Duration = Duration::from_secs(10);
 /// A greeting of a peer that has connected.
 pub const GREETING: Duration = Duration::from_secs(5);
-/// Data on the way unacknowledged by the peer's kernel, and the silence after which keep-alive gives up.
+/// Data on the way unacknowledged by the peer's kernel, the silence after which keep-alive gives up, and the silence of the
+/// peer itself on the control connection.
 pub const LINK: Duration = Duration::from_secs(10);
+/// How often each side says on the control connection that it is there.
+pub const ALIVE: Duration = Duration::from_secs(1);
 /// An answer on the control connection; also covers what socket buffers hold, on a slow link.
 pub const ANSWER: Duration = Duration::from_secs(60);
 /// One write to a socket without any progress.

@@ -1,7 +1,11 @@
 //! Frames over a connection: read, checked, and handed on as messages.
+//!
+//! Both ends of a control connection say every second that they are there, from a thread that does nothing else. So silence
+//! means that the peer, its host or the link has stopped, whatever the transport: a tunnel may stand for ever when the
+//! host behind it is gone. A side that is busy (with a monitor that does not answer, or with digests of all memory) is not silent.
 
 use std::io::{self, Read, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
@@ -104,16 +108,27 @@ impl FrameReader {
 }
 
 /// Reads the messages of a control connection in a thread of its own and hands each to `deliver`, up to the error that
-/// ends the connection, or until `deliver` answers no.
+/// ends the connection, or until `deliver` answers no. A peer that says nothing for [`limits::LINK`] is such an error;
+/// that it is there is not handed on. While `deliver` waits nothing is read, and no time counts.
+///
+/// # Errors
+/// When the kernel does not take the limit.
 pub(crate) fn read_messages(
     stream: Stream,
     peer: Peer,
     mut deliver: impl FnMut(Result<Message, EngineError>) -> bool + Send + 'static,
 ) -> Result<(), EngineError> {
+    stream.set_read_limit(Some(limits::LINK)).map_err(link_error(peer))?;
     let mut reader = FrameReader::new(stream, peer);
     let read = move || {
         loop {
-            let message = reader.message();
+            let message = match reader.message() {
+                Ok(Message::Alive) => continue,
+                Err(EngineError::Link { source, .. }) if source.kind() == io::ErrorKind::TimedOut => {
+                    Err(EngineError::Silent { peer, limit: limits::LINK })
+                }
+                message => message,
+            };
             let over = message.is_err();
             if !deliver(message) || over {
                 return;
@@ -123,10 +138,27 @@ pub(crate) fn read_messages(
     threads::start("control", read).map(drop)
 }
 
+/// Says over `control` every [`limits::ALIVE`] that this side is there, until the connection that it has now is replaced or ends,
+/// or nobody else has `control` any more.
+pub(crate) fn say_alive(control: &Arc<ControlWriter>) -> Result<(), EngineError> {
+    let (number, control) = (control.number(), Arc::downgrade(control));
+    let say = move || {
+        loop {
+            std::thread::sleep(limits::ALIVE);
+            let Some(control) = control.upgrade() else { return };
+            if !control.send_over(number, &Message::Alive) {
+                return;
+            }
+        }
+    };
+    threads::start("alive", say).map(drop)
+}
+
 /// The writing end of the control connection, shared between threads.
 #[derive(Debug)]
 pub(crate) struct ControlWriter {
-    stream: Mutex<Stream>,
+    /// The connection, and the how manyth it is.
+    stream: Mutex<(u32, Stream)>,
     /// Another handle, to shut the connection down while a write holds the first.
     handle: Mutex<Stream>,
     peer: Peer,
@@ -135,20 +167,41 @@ pub(crate) struct ControlWriter {
 impl ControlWriter {
     pub(crate) fn new(stream: Stream, peer: Peer) -> Result<Self, EngineError> {
         let handle = stream.try_clone().map_err(link_error(peer))?;
-        Ok(Self { stream: Mutex::new(stream), handle: Mutex::new(handle), peer })
+        Ok(Self { stream: Mutex::new((0, stream)), handle: Mutex::new(handle), peer })
     }
 
     pub(crate) fn send(&self, message: &Message) -> Result<(), EngineError> {
         let frame = message.encode();
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, stream) = &mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         stream.write_all(&frame).map_err(link_error(self.peer))
+    }
+
+    /// Sends `message` if connection `number` is still the one in use, and says whether it could.
+    fn send_over(&self, number: u32, message: &Message) -> bool {
+        let frame = message.encode();
+        let (current, stream) = &mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        if *current != number {
+            return false;
+        }
+        let sent = stream.write_all(&frame).is_ok();
+        if !sent {
+            // Part of it may be on its way, and nothing could follow that.
+            stream.shut_down();
+        }
+        sent
+    }
+
+    /// The how manyth connection it has.
+    fn number(&self) -> u32 {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Takes another connection from now on.
     pub(crate) fn replace(&self, stream: Stream) -> Result<(), EngineError> {
         self.shut_down();
         let handle = stream.try_clone().map_err(link_error(self.peer))?;
-        *self.stream.lock().unwrap_or_else(PoisonError::into_inner) = stream;
+        let (number, current) = &mut *self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        (*number, *current) = (*number + 1, stream);
         *self.handle.lock().unwrap_or_else(PoisonError::into_inner) = handle;
         Ok(())
     }

@@ -7,9 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use godwit_policy::{SettingError, Settings};
-use godwit_units::{Rate, format_duration};
+use godwit_units::{ParseError, Rate, TypedRate, format_duration};
 
 use crate::Cancel;
+use crate::address::Address;
 use crate::compression::Compression;
 use crate::report::Progress;
 
@@ -35,6 +36,8 @@ struct Live {
     switch_over: bool,
     closed: bool,
     progress: Option<Progress>,
+    /// Where the guest goes, once that has begun.
+    to: Option<Address>,
     /// What was set before it began, as it was typed.
     typed: Vec<(String, String)>,
 }
@@ -43,7 +46,7 @@ struct Live {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Own {
     /// The most that is sent; `None`: all that the link carries.
-    pub max_bandwidth: Option<Rate>,
+    pub max_bandwidth: Option<TypedRate>,
     /// How pages are compressed.
     pub compression: Compression,
 }
@@ -93,6 +96,7 @@ impl Steering {
             switch_over: false,
             closed: false,
             progress: None,
+            to: None,
             typed: Vec::new(),
         };
         Self { cancel, live: Arc::new(Mutex::new(live)) }
@@ -139,7 +143,7 @@ impl Steering {
             match key.trim() {
                 MAX_BANDWIDTH => {
                     own.max_bandwidth = parse_bandwidth(value)?;
-                    changes.push(Change::MaxBandwidth(own.max_bandwidth));
+                    changes.push(Change::MaxBandwidth(own.max_bandwidth.map(TypedRate::rate)));
                     continue;
                 }
                 COMPRESSION => {
@@ -216,9 +220,16 @@ impl Steering {
         self.live().own.compression
     }
 
-    /// The settings to begin with.
-    pub(crate) fn begin(&self) -> (Settings, Own) {
-        let live = self.live();
+    /// Where the guest goes; `None` before it has begun.
+    #[must_use]
+    pub fn to(&self) -> Option<Address> {
+        self.live().to.clone()
+    }
+
+    /// The settings to begin with, on the way to `to`.
+    pub(crate) fn begin(&self, to: &Address) -> (Settings, Own) {
+        let mut live = self.live();
+        live.to = Some(to.clone());
         (live.settings, live.own)
     }
 
@@ -250,17 +261,14 @@ impl Steering {
 ///
 /// # Errors
 /// One line that says what would do.
-fn parse_bandwidth(value: &str) -> Result<Option<Rate>, SettingError> {
+fn parse_bandwidth(value: &str) -> Result<Option<TypedRate>, SettingError> {
     match value.trim() {
         "off" => Ok(None),
-        text => match text.parse::<Rate>() {
-            Ok(rate) if rate != Rate::ZERO => Ok(Some(rate)),
-            _ => Err(SettingError::Value {
-                key: MAX_BANDWIDTH.to_owned(),
-                value: text.to_owned(),
-                allowed: ALLOWED.to_owned(),
-            }),
-        },
+        text => text.parse().map(Some).map_err(|error: ParseError| SettingError::Value {
+            key: MAX_BANDWIDTH.to_owned(),
+            value: text.to_owned(),
+            allowed: error.readings_or(ALLOWED),
+        }),
     }
 }
 
@@ -281,6 +289,7 @@ mod tests {
         let steering = steering();
         steering.set(&typed(&[("downtime-limit", "50ms"), ("max-bandwidth", "128MiB/s")])).unwrap();
         for (key, value, words) in [
+            ("max-bandwidth", "1G", "'1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)"),
             ("downtime-limit", "soon", "downtime-limit=soon is not possible: use a time"),
             ("max-bandwidth", "0", "max-bandwidth=0 is not possible: use a rate"),
             ("speed", "9", "there is no setting 'speed': use one of"),
@@ -296,6 +305,8 @@ mod tests {
         assert!(settings.contains(&("downtime-limit", "50ms".to_owned())));
         assert!(settings.contains(&("patience", "60s".to_owned())), "{settings:?}");
         assert!(settings.contains(&("max-bandwidth", "128MiB/s".to_owned())), "{settings:?}");
+        steering.set(&typed(&[("max-bandwidth", "40Mbit")])).unwrap();
+        assert!(steering.settings().contains(&("max-bandwidth", "40Mbit".to_owned())), "as it was typed");
     }
 
     #[test]

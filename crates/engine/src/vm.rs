@@ -84,12 +84,12 @@ pub trait SourceVm {
         GovernorMeasures::default()
     }
 
-    /// Limits what the guest may write to each of its disks; `None` lifts the limit. [`Self::resume`] and [`Self::retire`] lift it,
-    /// too.
+    /// Limits what the guest may write to each of [`Self::disks`], in their order; other disks are
+    /// left alone. Empty: lifts all limits. [`Self::resume`] and [`Self::retire`] lift them, too.
     ///
     /// # Errors
     /// When the machine refuses.
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError>;
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError>;
 
     /// The disks that are to move along, in the order in which all calls below have them; empty where storage is shared.
     fn disks(&self) -> Vec<Disk> {
@@ -139,8 +139,8 @@ pub trait SourceVm {
         Ok(Vec::new())
     }
 
-    /// Bytes that the guest has written to all these disks since they were opened, if that is known.
-    fn disk_writes(&mut self) -> Option<ByteCount> {
+    /// Bytes that the guest has written to each of these disks since it was opened, if that is known.
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         None
     }
 
@@ -217,6 +217,11 @@ pub trait DestinationVm {
 
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
+
+    /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
+    fn pid(&self) -> u32 {
+        std::process::id()
+    }
 
     /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
     /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.

@@ -47,6 +47,7 @@ impl Pair {
             images: self.images.clone(),
             found: Arc::clone(&self.found),
             refuse_to_load: false,
+            while_loading: Box::new(|| {}),
         };
         run(&mut self.source, destination, &options(channels, false), self.faults, steering)
     }
@@ -198,6 +199,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         images: pair.images.clone(),
         found: Arc::clone(&pair.found),
         refuse_to_load: false,
+        while_loading: Box::new(|| {}),
     };
     let steering = steering(|settings| settings.memory_share = Some(1024));
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);

@@ -16,9 +16,10 @@ use godwit_engine::source::Options;
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 
-use machine::{Destination, Found, STATE, Source, blocks, options, run};
+use machine::{Destination, Found, SIZES, STATE, Source, blocks, options, run};
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Survivor>, Source, Found) {
@@ -57,6 +58,7 @@ fn move_from(
         images: Vec::new(),
         found: Arc::clone(&found),
         refuse_to_load,
+        while_loading: Box::new(|| {}),
     };
     let result = run(&mut source, destination, options, *faults, steering);
     let found = std::mem::take(&mut *found.lock().unwrap());
@@ -149,4 +151,69 @@ fn an_old_page_never_lands_on_a_newer_one() {
         assert!(result.is_ok(), "channel {slow}: {result:?}");
         assert_eq!(found.pages_first, Some(true));
     }
+}
+
+/// A file system for the test that mounted it.
+struct Tmpfs(std::path::PathBuf);
+
+impl Tmpfs {
+    fn mount(name: &str, size: &str) -> Option<Self> {
+        let dir = std::env::temp_dir().join(format!("godwit-{name}-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let options = format!("size={size}");
+        let mounted = std::process::Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &options, "none"])
+            .arg(&dir)
+            .status();
+        mounted.is_ok_and(|status| status.success()).then_some(Self(dir))
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(&self.0).status();
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_guest_is_refused_where_its_memory_would_not_fit() {
+    // The file takes none of the file system, and what is sent would fit; all of it would not.
+    let Some(tmpfs) = Tmpfs::mount("room", "20M") else {
+        let _ = std::io::Write::write_all(
+            &mut std::io::stderr(),
+            b"\nSKIPPED a_guest_is_refused_where_its_memory_would_not_fit: cannot mount (needs root)\n",
+        );
+        return;
+    };
+    let block = |name: &str, pages: u64| {
+        let path = tmpfs.0.join(name);
+        let size = godwit_units::PageCount(pages).bytes();
+        std::fs::File::create(&path).unwrap().set_len(size.0).unwrap();
+        RamBlock::open(name, &path, 0, size, false).unwrap()
+    };
+    let [first, second] = SIZES;
+    let ram = Arc::new(vec![block("ram0", first), block("ram1", second)]);
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let found: Arc<Mutex<Found>> = Arc::default();
+    let destination = Destination {
+        ram: Arc::clone(&ram),
+        source_ram: source.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::clone(&found),
+        refuse_to_load: false,
+        while_loading: Box::new(|| {}),
+    };
+    let result =
+        run(&mut source, destination, &options(2, false), destination::Faults::default(), &some_rounds());
+    let allocated: u64 = ram.iter().map(|block| block.allocated().unwrap().0).sum();
+    let failure = result.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    let (text, mount) = (failure.to_string(), tmpfs.0.display().to_string());
+    // 7300 pages do not fit into 5120; the mount must become larger by what is missing.
+    assert!(text.contains(&format!("the tmpfs at {mount} has room for 20MiB")), "{text}");
+    assert!(text.contains(&format!("mount -o remount,size=29M {mount}")), "{text}");
+    assert!(source.running.load(Ordering::Relaxed));
+    assert_eq!(allocated, 0, "looking allocates nothing");
 }

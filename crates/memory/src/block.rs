@@ -44,6 +44,18 @@ pub enum MemoryError {
         /// What is wrong, and the cure.
         problem: &'static str,
     },
+    /// The huge pages that the file may come to use cannot be reserved.
+    #[error(
+        "RAM block '{block}': its {size} cannot be reserved in huge pages, of which {free} are free: raise /proc/sys/vm/nr_hugepages"
+    )]
+    NoHugePages {
+        /// The block.
+        block: String,
+        /// The size of its file.
+        size: ByteCount,
+        /// Bytes in huge pages that nobody has or has reserved.
+        free: ByteCount,
+    },
     /// Reading or writing failed.
     #[error("RAM block '{block}': cannot {action} {} from {}: {source}", run.count, run.start)]
     Access {
@@ -66,6 +78,13 @@ pub enum MemoryError {
         /// The pages.
         run: PageRun,
     },
+}
+
+/// A file system with a limit, in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Space {
+    pub(crate) size: u64,
+    pub(crate) free: u64,
 }
 
 /// One RAM block, opened for reading and writing.
@@ -149,7 +168,14 @@ impl RamBlock {
             return Err(unsuitable("is shorter than the RAM block it backs"));
         }
         let huge = (status.f_type == HUGETLBFS_MAGIC).then(|| HugeFile::new(&file, page)).transpose();
-        let (name, path, huge) = (name.to_owned(), path.to_owned(), huge.map_err(open)?);
+        let huge = huge.map_err(|source| match source.raw_os_error() {
+            Some(errno) if errno == rustix::io::Errno::NOMEM.raw_os_error() => {
+                let size = ByteCount(file.metadata().map_or(size.0, |meta| meta.len()));
+                MemoryError::NoHugePages { block: name.to_owned(), size, free: crate::huge::unreserved(page) }
+            }
+            _ => open(source),
+        });
+        let (name, path, huge) = (name.to_owned(), path.to_owned(), huge?);
         Ok(Self { name, path, file, huge, file_offset, pages, keep_allocated })
     }
 
@@ -203,6 +229,15 @@ impl RamBlock {
     pub fn in_small_pages(&self) -> Option<PathBuf> {
         let (device, _) = self.identity().ok().filter(|_| self.huge.is_none())?;
         crate::tmpfs::small_pages(&std::fs::read_to_string("/proc/self/mountinfo").ok()?, device)
+    }
+
+    /// The size of the tmpfs that holds the file, and what of it is free; `None` where it has no limit.
+    pub(crate) fn space(&self) -> Option<Space> {
+        let status = rustix::fs::fstatfs(&self.file).ok()?;
+        let unit = status.f_bsize.cast_unsigned();
+        // tmpfs counts nothing when it is mounted without a limit (shmem_statfs).
+        let limited = self.huge.is_none() && status.f_blocks > 0;
+        limited.then(|| Space { size: status.f_blocks * unit, free: status.f_bavail * unit })
     }
 
     fn check(&self, run: PageRun) -> Result<u64, MemoryError> {

@@ -1,7 +1,8 @@
 //! A file on hugetlbfs, which knows neither write(2) nor holes smaller than a huge page.
 //!
 //! Keeps one promise: no store meets a huge page that the kernel cannot supply, which would be SIGBUS. Each is allocated by
-//! fallocate(2) first, which says ENOSPC instead.
+//! fallocate(2) first, which says ENOSPC instead. For the guest, which stores without asking, all of the file is reserved:
+//! a shared mapping does that, and the reservation stays with the file (Documentation/mm/hugetlbfs_reserv.rst).
 
 use std::fs::File;
 use std::io;
@@ -17,12 +18,22 @@ use crate::mapping::WritableMapping;
 const LOOK: usize = 64 << 10;
 static ZEROS: [u8; LOOK] = [0; LOOK];
 
+/// Bytes in huge pages of `page` bytes that nobody has or has reserved.
+pub(crate) fn unreserved(page: u64) -> ByteCount {
+    let dir = format!("/sys/kernel/mm/hugepages/hugepages-{}kB", page >> 10);
+    let number = |name| {
+        let text = std::fs::read_to_string(format!("{dir}/{name}")).unwrap_or_default();
+        text.trim().parse::<u64>().unwrap_or(0)
+    };
+    ByteCount(number("free_hugepages").saturating_sub(number("resv_hugepages")) * page)
+}
+
 /// How a file on hugetlbfs is written.
 #[derive(Debug)]
 pub(crate) struct HugeFile {
     /// Bytes of a huge page.
     page: u64,
-    /// All of the file.
+    /// All of the file; it reserves what is not allocated yet.
     window: WritableMapping,
     /// A bit for each huge page that was allocated here.
     allocated: Vec<AtomicU64>,
@@ -32,7 +43,7 @@ impl HugeFile {
     /// For `file`, whose pages are `page` bytes.
     pub(crate) fn new(file: &File, page: u64) -> io::Result<Self> {
         let length = file.metadata()?.len();
-        let window = WritableMapping::new(file, ByteCount(length))?;
+        let window = WritableMapping::new(file, 0, ByteCount(length))?;
         let words = length.div_ceil(page).div_ceil(64);
         Ok(Self { page, window, allocated: (0..words).map(|_| AtomicU64::new(0)).collect() })
     }
@@ -61,6 +72,8 @@ impl HugeFile {
                 self.allocated[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Relaxed);
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 rustix::fs::fallocate(file, flags, at, self.page)?;
+                // A huge page that was allocated took its reservation along. The guest may still want it.
+                WritableMapping::new(file, at, ByteCount(self.page))?;
             } else {
                 self.clear(file, at, next.min(end))?;
             }
@@ -86,30 +99,42 @@ impl HugeFile {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
     use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
     use rustix::fs::MemfdFlags;
 
-    use crate::{DataHint, RamBlock};
+    use crate::{DataHint, MemoryError, RamBlock};
 
     const HUGE: u64 = (2 << 20) / PAGE_SIZE;
 
+    /// The pool is the host's: one test at a time.
+    static POOL: Mutex<()> = Mutex::new(());
+
+    /// A line of /proc/meminfo about huge pages.
+    fn count(name: &str) -> u64 {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    }
+
+    fn of_huge_pages(pages: u64) -> Result<RamBlock, MemoryError> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        RamBlock::in_memfd("huge", PageCount(pages * HUGE), flags)
+    }
+
     /// A RAM block of two huge pages, where the host has some to give.
-    fn block(test: &str) -> Option<RamBlock> {
-        let free = || {
-            let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-            let line = text.lines().find(|line| line.starts_with("HugePages_Free:")).unwrap();
-            line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
-        };
-        if free() < 2 {
-            // Another test may hold them, so they are not given back.
+    fn block(test: &str) -> Option<(RamBlock, MutexGuard<'static, ()>)> {
+        let pool = POOL.lock().unwrap_or_else(PoisonError::into_inner);
+        if count("HugePages_Free:") < 2 {
+            // Another program's test may hold them, so they are not given back.
             let _ = std::fs::write("/proc/sys/vm/nr_hugepages", "4");
         }
-        if free() < 2 {
+        if count("HugePages_Free:") < 2 {
             eprintln!("SKIPPED {test}: the host has no huge pages (/proc/sys/vm/nr_hugepages)");
             return None;
         }
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-        Some(RamBlock::in_memfd("huge", PageCount(2 * HUGE), flags).unwrap())
+        Some((of_huge_pages(2).unwrap(), pool))
     }
 
     fn page(block: &RamBlock, at: u64) -> u8 {
@@ -121,7 +146,8 @@ mod tests {
 
     #[test]
     fn pages_within_huge_pages_are_written_and_cleared() {
-        let Some(block) = block("pages_within_huge_pages_are_written_and_cleared") else { return };
+        let test = "pages_within_huge_pages_are_written_and_cleared";
+        let Some((block, _pool)) = block(test) else { return };
         block.write(PageIndex(HUGE - 1), &[7; 2 * PAGE_SIZE as usize]).unwrap();
         assert_eq!([HUGE - 2, HUGE - 1, HUGE, HUGE + 1].map(|at| page(&block, at)), [0, 7, 7, 0]);
         // A part of one is overwritten, the whole of the other becomes a hole, and is written again.
@@ -133,9 +159,30 @@ mod tests {
 
     #[test]
     fn all_of_it_counts_as_data() {
-        let Some(block) = block("all_of_it_counts_as_data") else { return };
+        let Some((block, _pool)) = block("all_of_it_counts_as_data") else { return };
         let extents: Vec<PageRun> =
             block.data(block.all(), &mut DataHint::default()).map(Result::unwrap).collect();
         assert_eq!(extents, [block.all()]);
+    }
+
+    #[test]
+    fn a_huge_page_that_is_given_back_stays_reserved_for_the_guest() {
+        let test = "a_huge_page_that_is_given_back_stays_reserved_for_the_guest";
+        let Some((block, _pool)) = block(test) else { return };
+        let all = count("HugePages_Rsvd:");
+        block.write(PageIndex(0), &[7; PAGE_SIZE as usize]).unwrap();
+        let one_taken = count("HugePages_Rsvd:");
+        block.zero(PageRun::new(0, HUGE)).unwrap();
+        // Without it the guest's next store there is SIGBUS as soon as somebody else took the page.
+        assert_eq!((one_taken, count("HugePages_Rsvd:")), (all - 1, all));
+    }
+
+    #[test]
+    fn more_than_the_pool_has_is_refused_with_the_cure() {
+        let test = "more_than_the_pool_has_is_refused_with_the_cure";
+        let Some((_block, _pool)) = block(test) else { return };
+        let error = of_huge_pages(count("HugePages_Total:") + 1).unwrap_err().to_string();
+        assert!(error.contains("cannot be reserved in huge pages"), "{error}");
+        assert!(error.contains("raise /proc/sys/vm/nr_hugepages"), "{error}");
     }
 }

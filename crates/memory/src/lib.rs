@@ -9,6 +9,7 @@ mod block;
 mod extents;
 mod huge;
 mod mapping;
+mod room;
 mod segment;
 mod slots;
 mod tmpfs;
@@ -16,6 +17,7 @@ mod tmpfs;
 pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
+pub use room::{NoRoom, host_holds, mounts_hold};
 pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};
 pub use slots::{
     GfnRange, HvaRange, MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId, SlotMap, SlotReader,

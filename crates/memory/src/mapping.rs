@@ -78,7 +78,7 @@ impl Drop for Mapping {
     }
 }
 
-/// All of a file, mapped shared for writing; see [`crate::huge`].
+/// All of a file, or a part of it, mapped shared for writing; see [`crate::huge`].
 #[derive(Debug)]
 pub(crate) struct WritableMapping {
     base: NonNull<u8>,
@@ -92,18 +92,18 @@ unsafe impl Send for WritableMapping {}
 unsafe impl Sync for WritableMapping {}
 
 impl WritableMapping {
-    /// Maps the first `len` bytes of `file`.
-    pub(crate) fn new(file: &File, len: ByteCount) -> io::Result<Self> {
+    /// Maps `len` bytes of `file` from `offset` on, both whole pages of that file.
+    pub(crate) fn new(file: &File, offset: u64, len: ByteCount) -> io::Result<Self> {
         let size = usize::try_from(len.0).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: as in `Mapping::read_only`.
         let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, access, MapFlags::SHARED, file, 0)? };
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, access, MapFlags::SHARED, file, offset)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::InvalidInput)?;
         Ok(Self { base, len: size })
     }
 
-    /// Copies `bytes` to `offset` of the file. The pages there must have been allocated.
+    /// Copies `bytes` to `offset` of the mapping. The pages there must have been allocated.
     ///
     /// # Panics
     /// Beyond the end of the mapping.

@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use godwit_units::{ByteCount, PAGE_SIZE};
+use godwit_units::{ByteCount, PAGE_SIZE, ParseError};
 
 use crate::MicrovmError;
 use crate::boot_block::DISK_MMIO;
@@ -54,7 +54,10 @@ impl FromStr for BlockPlan {
             let (key, value) = word.split_once('=').ok_or_else(wrong)?;
             match key {
                 "name" if !value.is_empty() => name = Some(value.to_owned()),
-                "size" => size = Some(value.parse().map_err(|_| wrong())?),
+                "size" => {
+                    let wrong = |error| MicrovmError::Layout(format!("size={value} in --block: {error}"));
+                    size = Some(value.parse().map_err(|error: ParseError| wrong(error))?);
+                }
                 "gpa" => gpa = Some(number(value).ok_or_else(wrong)?),
                 "host-offset" => host_offset = number(value).ok_or_else(wrong)?,
                 "path" => path = Some(value.into()),

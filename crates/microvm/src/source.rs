@@ -161,9 +161,9 @@ impl SourceVm for MicrovmSource<'_> {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        if let Some(disk) = self.machine.disk() {
-            disk.limit(rate);
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        if let Some((disk, _)) = self.disk {
+            disk.limit(limits.first().copied());
         }
         Ok(())
     }
@@ -192,8 +192,8 @@ impl SourceVm for MicrovmSource<'_> {
         Ok(self.disk.iter().map(|(disk, _)| disk.dirty()).collect())
     }
 
-    fn disk_writes(&mut self) -> Option<ByteCount> {
-        self.disk.map(|(disk, _)| disk.writes().bytes)
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
+        self.disk.map(|(disk, _)| vec![disk.writes().bytes])
     }
 
     fn vcpu_time(&self) -> Option<Duration> {
@@ -222,7 +222,7 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn stop(&mut self) -> Result<Instant, VmError> {
         // A vCPU whose request waits to be paid for would not stop.
-        self.limit_disks(None)?;
+        self.limit_disks(&[])?;
         let stopped = self.machine.stop();
         self.remove_throttle();
         // The destination's guest finds this in the state.

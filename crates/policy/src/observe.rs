@@ -52,6 +52,9 @@ pub struct DiskRound {
     pub remaining: ByteCount,
     /// Bytes that the guest wrote to disks in this round, if that can be seen.
     pub written: ByteCount,
+    /// How long sending waited in this round for the storage that is read, where several disks
+    /// move for the one that made it wait longest.
+    pub storage: Duration,
 }
 
 /// What is seen within a round, about every 100 ms.
@@ -88,7 +91,7 @@ pub struct Plan {
     /// half. What one does not use, the other may, but memory is passed over once in a round at the most. 0: no memory
     /// is sent. Below 1024 a round ends with the pass over disks, and the pass over memory goes on in the next.
     pub memory_share: u16,
-    /// The most that the guest may write to its disks.
+    /// The most that the guest may write to all disks that move, together.
     pub disk_limit: Option<Rate>,
 }
 

@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use godwit_units::{Rate, format_duration, parse_duration};
+use godwit_units::{TypedRate, format_duration, parse_duration};
 
 /// How the guest is slowed down when it outruns the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -84,7 +84,7 @@ pub struct Settings {
     pub max_delay: u32,
     /// Fixed share of the link's time for memory while disks move, of 1024; `None`: decided here.
     pub memory_share: Option<u16>,
-    /// Whether the guest's disk writes may be limited while disks move.
+    /// Whether the guest's writes to the disks that move may be limited.
     pub disk_limit: DiskLimit,
 }
 
@@ -97,7 +97,7 @@ pub enum DiskLimit {
     #[default]
     Auto,
     /// To this rate from the first incremental round on.
-    Fixed(Rate),
+    Fixed(TypedRate),
 }
 
 impl Default for Settings {
@@ -225,7 +225,7 @@ const KEYS: [Key; 11] = [
         name: "disk-limit",
         unit: "rate, auto or off",
         default: "auto",
-        meaning: "limit of the guest's disk writes while disk rounds do not shrink",
+        meaning: "limit of the guest's writes to all moving disks while their rounds do not shrink",
     },
 ];
 
@@ -282,8 +282,9 @@ impl Settings {
                     "off" => DiskLimit::Off,
                     rate => match rate.parse() {
                         Ok(rate) => DiskLimit::Fixed(rate),
-                        Err(_) => {
-                            return Err(value(key, text, "use a rate such as 30MiB/s, or auto, or off"));
+                        Err(error) => {
+                            let allowed = "use a rate such as 30MiB/s, or auto, or off";
+                            return Err(value(key, text, &error.readings_or(allowed)));
                         }
                     },
                 }
@@ -337,17 +338,15 @@ fn value(key: &str, value: &str, allowed: &str) -> SettingError {
 }
 
 fn downtime(key: &str, text: &str) -> Result<Duration, SettingError> {
-    parse_duration(text)
-        .ok()
-        .filter(|time| (Duration::from_millis(1)..=Duration::from_secs(3600)).contains(time))
-        .ok_or_else(|| value(key, text, DOWNTIME))
+    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(DOWNTIME)))?;
+    let bounds = Duration::from_millis(1)..=Duration::from_secs(3600);
+    if bounds.contains(&time) { Ok(time) } else { Err(value(key, text, DOWNTIME)) }
 }
 
 fn long(key: &str, text: &str) -> Result<Duration, SettingError> {
-    parse_duration(text)
-        .ok()
-        .filter(|time| time.is_zero() || (1..=3_600_000).contains(&time.as_secs()))
-        .ok_or_else(|| value(key, text, LONG))
+    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(LONG)))?;
+    let fits = time.is_zero() || (1..=3_600_000).contains(&time.as_secs());
+    if fits { Ok(time) } else { Err(value(key, text, LONG)) }
 }
 
 fn number(key: &str, text: &str, most: u32) -> Result<u32, SettingError> {

@@ -18,6 +18,10 @@ const CLEARLY: f64 = 0.9;
 const HARMLESS: f64 = 0.25;
 /// Each further round that does not shrink lowers the limit to this share.
 const LOWER: f64 = 0.7;
+/// A round that waited for storage for more than this share of its time is held up by storage, not by the link.
+const WAITED: f64 = 0.5;
+/// Where storage is slow, writes are limited so far that a round leaves this share of the one before.
+const HALVED: f64 = 0.5;
 /// Of the best rate of disks, so much is kept each round, and so much of it is planned with.
 const FORGET: f64 = 0.98;
 const CAREFUL: f64 = 0.95;
@@ -34,6 +38,8 @@ pub(crate) struct Share {
     /// What is dirty is so since the round was long, not since the guest writes much.
     harmless: bool,
     limit: Option<Rate>,
+    /// At this limit rounds halve: if they do not shrink, it is not for the guest's writes.
+    halving: bool,
     /// The best rate at which disks were sent, slowly forgotten: most rounds send memory as well.
     rate: f64,
 }
@@ -83,9 +89,8 @@ impl Share {
         };
         self.limit = match allowed {
             DiskLimit::Off => None,
-            DiskLimit::Fixed(rate) => Some(rate),
-            DiskLimit::Auto if self.stuck > 0 && !self.harmless => Some(self.lower(disk, seconds)),
-            DiskLimit::Auto => self.limit,
+            DiskLimit::Fixed(rate) => Some(rate.rate()),
+            DiskLimit::Auto => self.adapted(disk, seconds),
         };
         (share, self.limit)
     }
@@ -93,25 +98,51 @@ impl Share {
     /// Whether a lower limit of disk writes could still help.
     pub(crate) fn may_lower(&self, allowed: DiskLimit) -> bool {
         let least = self.limit.is_some_and(|limit| limit.bytes_per_second() <= LEAST);
-        self.stuck > 0 && !self.harmless && allowed == DiskLimit::Auto && !least
+        self.stuck > 0 && !self.harmless && allowed == DiskLimit::Auto && !least && !self.halving
     }
 
-    fn lower(&self, disk: &DiskRound, seconds: f64) -> Rate {
-        let next = match self.limit {
-            Some(limit) => limit.bytes_per_second() * LOWER,
-            // From what the guest wrote, or from what became dirty where that is not seen.
-            None => {
-                let written = if disk.written.0 > 0 { disk.written } else { disk.remaining };
-                written.per(seconds).bytes_per_second() * LOWER
+    /// The limit after a round of `seconds`: a step lower when the round did not shrink. Where
+    /// storage is what is slow, the guest feels that already: no lower than makes rounds halve, and
+    /// a step higher again when that is more.
+    fn adapted(&mut self, disk: &DiskRound, seconds: f64) -> Option<Rate> {
+        let slow_storage = disk.storage.as_secs_f64() > WAITED * seconds;
+        let halves = slow_storage.then(|| halving_limit(disk, seconds)).flatten();
+        let limit = self.limit.map(Rate::bytes_per_second);
+        self.halving = halves.zip(limit).is_some_and(|(halves, limit)| limit <= halves);
+        if self.stuck > 0 && !self.harmless && !self.halving {
+            let lower = self.lower(disk, seconds).max(halves.unwrap_or(LEAST));
+            return Some(Rate::from_bytes_per_second(lower.max(LEAST)));
+        }
+        match (limit, halves) {
+            (Some(limit), Some(halves)) if halves > limit => {
+                Some(Rate::from_bytes_per_second((limit / LOWER).min(halves)))
             }
-        };
-        Rate::from_bytes_per_second(next.max(LEAST))
+            _ => self.limit,
+        }
+    }
+
+    /// A step below what the guest wrote, or below what became dirty where that is not seen; but
+    /// never above the limit in force.
+    fn lower(&self, disk: &DiskRound, seconds: f64) -> f64 {
+        let written = if disk.written.0 > 0 { disk.written } else { disk.remaining };
+        let written = written.per(seconds).bytes_per_second();
+        LOWER * self.limit.map_or(written, |limit| limit.bytes_per_second().min(written.max(LEAST)))
     }
 
     /// The share in force before the first round has ended.
     pub(crate) fn at_first(disks: bool) -> u16 {
         if disks { 0 } else { ALL }
     }
+}
+
+/// The limit at which the guest makes dirty the share [`HALVED`] of what was sent in the same time: what it
+/// writes makes more dirty than its own length, as blocks are sent whole. `None` where writes are not seen.
+fn halving_limit(disk: &DiskRound, seconds: f64) -> Option<f64> {
+    if disk.written.0 == 0 || disk.remaining.0 == 0 || disk.sent.0 == 0 {
+        return None;
+    }
+    let blown_up = disk.remaining.0 as f64 / disk.written.0 as f64;
+    Some(HALVED * disk.sent.per(seconds).bytes_per_second() / blown_up)
 }
 
 #[cfg(test)]
@@ -149,6 +180,44 @@ mod tests {
     }
 
     #[test]
+    fn a_limit_is_lowered_from_what_the_guest_writes_under_it() {
+        let mut share = Share::default();
+        let mut limits = |written: u64| {
+            let disk = DiskRound { written: ByteCount(written << 20), ..disk(false, 1000 << 20) };
+            share.round(&disk, 1.0, 0.0, DiskLimit::Auto).1.map(|limit| limit.to_string())
+        };
+        assert_eq!(limits(100), None);
+        assert_eq!(limits(100).unwrap(), "70MiB/s");
+        assert_eq!(limits(20).unwrap(), "14MiB/s", "49 MiB/s would not have been felt");
+    }
+
+    #[test]
+    fn where_storage_is_slow_the_limit_is_loosened_as_far_as_rounds_still_halve() {
+        let mut share = Share::default();
+        // 100 MiB/s are written, which make twice as much dirty; storage is read at `sent` MiB/s.
+        let mut limits = |sent: u64, written: u64, waited: u64| {
+            let disk = DiskRound {
+                full_pass: false,
+                sent: ByteCount(sent << 20),
+                remaining: ByteCount((2 * written) << 20),
+                written: ByteCount(written << 20),
+                storage: Duration::from_millis(waited),
+            };
+            share.transfer(&disk, Duration::from_secs(1), Duration::ZERO);
+            let (_, limit) = share.round(&disk, 1.0, 0.0, DiskLimit::Auto);
+            limit.map(|limit| (limit.bytes_per_second() / 1_048_576.0).round())
+        };
+        assert_eq!(limits(200, 100, 900), None, "the first incremental round");
+        assert_eq!(limits(200, 100, 900), Some(70.0));
+        // At 50 MiB/s of writes half of the 200 MiB/s would become dirty: no lower than that.
+        assert_eq!(limits(200, 98, 900), Some(50.0));
+        // Storage has become quicker: 20 MiB/s more would halve as well.
+        assert_eq!(limits(280, 50, 900), Some(70.0));
+        // Held up by the link, it is not loosened.
+        assert_eq!(limits(400, 40, 100), Some(70.0));
+    }
+
+    #[test]
     fn a_guest_that_writes_little_is_not_limited_because_memory_takes_its_time() {
         let mut share = Share::default();
         let second = Duration::from_secs(1);
@@ -166,7 +235,7 @@ mod tests {
     #[test]
     fn limits_may_be_forbidden_or_given() {
         let rate = Rate::from_bytes_per_second(1e6);
-        for (allowed, limit) in [(DiskLimit::Off, None), (DiskLimit::Fixed(rate), Some(rate))] {
+        for (allowed, limit) in [(DiskLimit::Off, None), (DiskLimit::Fixed(rate.into()), Some(rate))] {
             let mut share = Share::default();
             share.round(&disk(false, 1000), 1.0, 0.0, allowed);
             assert_eq!(share.round(&disk(false, 1000), 1.0, 0.0, allowed).1, limit);

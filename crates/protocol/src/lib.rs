@@ -20,7 +20,8 @@
 //!                 -- Farewell --------------------->  Done
 //! ```
 //!
-//! The machines say what to do; pages never enter them. [`source::step`] and [`destination::step`] are total:
+//! The machines say what to do; pages never enter them, and neither do signs of life: a peer that falls silent is a link
+//! that is lost. [`source::step`] and [`destination::step`] are total:
 //! what must not happen in a state is an error, not a panic.
 //!
 //! Invariant: **at most one side runs the guest.** The source may run it in every state up to and including

@@ -119,6 +119,10 @@ impl DestinationVm for QemuDestination {
         Arc::clone(&self.ram)
     }
 
+    fn pid(&self) -> u32 {
+        self.machine.pid.unsigned_abs()
+    }
+
     fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         if wanted.is_empty() {
             return Ok(Vec::new());

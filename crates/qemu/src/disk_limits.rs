@@ -28,22 +28,33 @@ const FURTHER: [&str; 13] = [
     "iops_size",
 ];
 
+/// What is set of one disk.
+#[derive(Clone, Debug, PartialEq)]
+struct Set {
+    /// The block node that the guest's device uses.
+    node: String,
+    /// The call that sets it again.
+    call: Value,
+}
+
 /// The disks that are limited.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DiskLimits {
-    /// For each the call that sets what was set before,
-    before: Vec<Value>,
-    /// and the call that sets what is to be.
+    /// As they were before.
+    before: Vec<Set>,
+    /// The calls that limit them.
     ours: Vec<Value>,
 }
 
 impl DiskLimits {
-    /// Looks which disks there are, at the first call, and what limits their writes to `rate` each. Changes nothing.
-    pub(crate) fn plan(&mut self, qmp: &mut Qmp, rate: Rate) -> Result<(), QmpError> {
+    /// Looks which of these disks, known by the node that they use, there are, at the first call, and what limits
+    /// their writes so. Changes nothing.
+    pub(crate) fn plan(&mut self, qmp: &mut Qmp, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
         if self.before.is_empty() {
             self.before = disks(&qmp.execute("query-block", Value::Null)?);
+            self.before.retain(|before| limits.iter().any(|(node, _)| *node == before.node));
         }
-        self.ours = self.before.iter().map(|before| limited(before, rate)).collect();
+        self.ours = calls(&self.before, limits);
         Ok(())
     }
 
@@ -56,15 +67,19 @@ impl DiskLimits {
     pub(crate) fn restore(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         self.ours.clear();
         let before = std::mem::take(&mut self.before);
-        before.iter().map(|call| set(qmp, call)).fold(Ok(()), Result::and)
+        before.iter().map(|before| set(qmp, &before.call)).fold(Ok(()), Result::and)
     }
 
     /// Puts back the limits that still are as `apply` made them: somebody may have been here since.
     pub(crate) fn restore_ours(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let now = disks(&qmp.execute("query-block", Value::Null)?);
-        let same = |a: &Value, b: &Value| ["id", "device"].iter().chain(&RATES).all(|key| a[*key] == b[*key]);
-        let mut ours = std::mem::take(&mut self.ours).into_iter();
-        self.before.retain(|_| ours.next().is_some_and(|ours| now.iter().any(|now| same(now, &ours))));
+        let disk = |a: &Value, b: &Value| a["id"] == b["id"] && a["device"] == b["device"];
+        let limits = |a: &Value, b: &Value| RATES.iter().all(|key| a[*key] == b[*key]);
+        let ours = std::mem::take(&mut self.ours);
+        self.before.retain(|before| {
+            let mut ours = ours.iter().filter(|ours| disk(ours, &before.call));
+            ours.any(|ours| now.iter().any(|now| disk(&now.call, ours) && limits(&now.call, ours)))
+        });
         self.restore(qmp)
     }
 
@@ -75,12 +90,14 @@ impl DiskLimits {
 
     /// For the record.
     pub(crate) fn to_json(&self) -> Value {
-        json!({ "before": self.before, "ours": self.ours })
+        let set = |set: &Set| json!({ "node": set.node, "call": set.call });
+        json!({ "before": self.before.iter().map(set).collect::<Vec<_>>(), "ours": self.ours })
     }
 
     pub(crate) fn from_json(value: &Value) -> Option<Self> {
-        let calls = |key: &str| value[key].as_array().cloned();
-        Some(Self { before: calls("before")?, ours: calls("ours")? })
+        let set = |set: &Value| Set { node: text(&set["node"]), call: set["call"].clone() };
+        let before = value["before"].as_array()?.iter().map(set).collect();
+        Some(Self { before, ours: value["ours"].as_array()?.clone() })
     }
 }
 
@@ -88,8 +105,28 @@ fn set(qmp: &mut Qmp, call: &Value) -> Result<(), QmpError> {
     qmp.execute("block_set_io_throttle", call.clone()).map(drop)
 }
 
+/// The calls that put `limits` in force where it is as `before`.
+fn calls(before: &[Set], limits: &[(&str, Rate)]) -> Vec<Value> {
+    let own = |disk: &Set| limits.iter().find(|(node, _)| *node == disk.node).map(|(_, rate)| *rate);
+    let group = |disk: &Set| disk.call["group"].as_str().map(str::to_owned);
+    let limit = |disk: &Set| {
+        // The limits of a group are one: it has what its disks have together. Two devices on one node are one disk.
+        let mut nodes: Vec<&str> = Vec::new();
+        let same = |other: &&Set| group(disk).is_some() && group(other) == group(disk);
+        for other in before.iter().filter(same) {
+            if !nodes.contains(&other.node.as_str()) {
+                nodes.push(&other.node);
+            }
+        }
+        let of_group = limits.iter().filter(|(node, _)| nodes.contains(node));
+        let all: f64 = of_group.map(|(_, rate)| rate.bytes_per_second()).sum();
+        if nodes.is_empty() { own(disk) } else { Some(Rate::from_bytes_per_second(all)) }
+    };
+    before.iter().filter_map(|disk| Some(limited(&disk.call, limit(disk)?))).collect()
+}
+
 /// The call for each disk that would set what is set.
-fn disks(blocks: &Value) -> Vec<Value> {
+fn disks(blocks: &Value) -> Vec<Set> {
     let blocks = blocks.as_array().into_iter().flatten();
     let disk = |block: &Value| {
         let inserted = block.get("inserted").filter(|inserted| inserted["ro"] != true)?;
@@ -110,7 +147,7 @@ fn disks(blocks: &Value) -> Vec<Value> {
         if inserted["group"].is_string() {
             call["group"] = inserted["group"].clone();
         }
-        Some(call)
+        Some(Set { node: text(&inserted["node-name"]), call })
     };
     blocks.filter_map(disk).collect()
 }
@@ -144,7 +181,7 @@ mod tests {
             json!([{ "qdev": "/machine/peripheral/disk", "device": "", "inserted":
                 { "ro": false, "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 } }])
         };
-        let call = |bps, bps_wr| limited(&disks(&block(bps, bps_wr))[0], rate("1MiB/s"));
+        let call = |bps, bps_wr| limited(&disks(&block(bps, bps_wr))[0].call, rate("1MiB/s"));
         assert_eq!(call(0, 0)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr_max"], Value::Null);
@@ -152,6 +189,30 @@ mod tests {
         assert_eq!(call(0, 1000)["bps_wr_max"], 2000);
         assert_eq!((&call(5 << 20, 0)["bps"], &call(5 << 20, 0)["bps_wr"]), (&json!(1 << 20), &json!(0)));
         assert_eq!(call(0, 0)["id"], "/machine/peripheral/disk");
+    }
+
+    /// Drives with these nodes and groups.
+    fn drives(drives: &[(&str, Option<&str>)]) -> Vec<Set> {
+        let drive = |(node, group): &(&str, Option<&str>)| {
+            let mut inserted = json!({ "node-name": node, "ro": false });
+            if let Some(group) = group {
+                inserted["group"] = json!(group);
+            }
+            json!({ "qdev": format!("dev-{node}"), "device": "", "inserted": inserted })
+        };
+        disks(&drives.iter().map(drive).collect())
+    }
+
+    #[test]
+    fn each_disk_has_its_own_limit_and_a_group_what_its_disks_have_together() {
+        let before = drives(&[("a", None), ("b", Some("g")), ("c", Some("g")), ("other", None)]);
+        let limits = [("a", rate("1MiB/s")), ("b", rate("2MiB/s")), ("c", rate("4MiB/s"))];
+        let calls = calls(&before, &limits);
+        let set: Vec<_> = calls.iter().map(|call| (call["id"].as_str(), call["bps_wr"].as_u64())).collect();
+        assert_eq!(
+            set,
+            [(Some("dev-a"), Some(1 << 20)), (Some("dev-b"), Some(6 << 20)), (Some("dev-c"), Some(6 << 20))]
+        );
     }
 
     #[test]

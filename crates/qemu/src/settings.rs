@@ -8,6 +8,9 @@ use crate::qmp::{Qmp, QmpError};
 /// What godwit needs: RAM in shared files left out, the guest stopped and the devices not yet saved, and an event at
 /// each change of state.
 const NEEDED: [&str; 3] = ["x-ignore-shared", "pause-before-switchover", "events"];
+/// What is turned on where there is such. A destination that has loaded must not take the locks of its images before it
+/// is told to run: the source may still need them (QEMU's `docs/interop`: migration capability late-block-activate).
+const WANTED: [&str; 1] = ["late-block-activate"];
 /// What would change the stream or its channel; a management program may have left them on.
 const IN_THE_WAY: [&str; 12] = [
     "background-snapshot",
@@ -52,6 +55,11 @@ impl Settings {
         };
         for name in NEEDED {
             want(name, true, state(name).ok_or(QemuError::NoCapability(name))?);
+        }
+        for name in WANTED {
+            if let Some(is) = state(name) {
+                want(name, true, is);
+            }
         }
         for name in IN_THE_WAY {
             if let Some(is) = state(name) {

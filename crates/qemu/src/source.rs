@@ -52,11 +52,14 @@ pub struct Limits {
     /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
     /// command when godwit ends: so there is nothing better to do than to wait.
     pub hang: Duration,
+    /// For the end of its migration from then on, and for the guest to run again.
+    pub resume: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { answer: COMMAND_LIMIT, stop: Duration::from_secs(30), hang: Duration::from_secs(600) }
+        let [stop, hang, resume] = [30, 600, 20].map(Duration::from_secs);
+        Self { answer: COMMAND_LIMIT, stop, hang, resume }
     }
 }
 
@@ -275,7 +278,7 @@ impl QemuSource {
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
         let running = match std::mem::take(&mut self.migrating) {
-            true => way_back::run_again(&mut self.machine, self.was_running, self.limits.hang),
+            true => way_back::run_again(&mut self.machine, self.was_running, self.limits),
             false => Ok(()),
         };
         if running.is_ok() {
@@ -418,11 +421,15 @@ impl SourceVm for QemuSource {
         self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
     }
 
-    fn limit_disks(&mut self, rate: Option<Rate>) -> Result<(), VmError> {
-        let Some(rate) = rate else { return Ok(self.lift_disk_limits()?) };
-        self.disk_limits.plan(&mut self.machine.qmp, rate)?;
-        let limits = self.disk_limits.clone();
-        self.note(|left| left.limits = limits)?;
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        if limits.is_empty() {
+            return Ok(self.lift_disk_limits()?);
+        }
+        let nodes = self.moving.iter().map(|found| found.node.as_str());
+        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
+        self.disk_limits.plan(&mut self.machine.qmp, &limits)?;
+        let planned = self.disk_limits.clone();
+        self.note(|left| left.limits = planned)?;
         Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
     }
 
@@ -465,7 +472,7 @@ impl SourceVm for QemuSource {
         Ok(tracking.dirty(qmp)?)
     }
 
-    fn disk_writes(&mut self) -> Option<ByteCount> {
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         if self.moving.is_empty() {
             return None;
         }

@@ -9,27 +9,27 @@ use serde_json::{Value, json};
 use crate::QemuError;
 use crate::machine::{Machine, is_over};
 use crate::qmp::QmpError;
+use crate::source::Limits;
 
-const LIMIT: Duration = Duration::from_secs(20);
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Ends QEMU's migration, wherever it is, and then runs the guest if `was_running`. A QEMU whose main loop stands still
-/// is waited for as long as `hang`.
-pub(crate) fn run_again(machine: &mut Machine, was_running: bool, hang: Duration) -> Result<(), QemuError> {
-    let cancelled = cancel(machine, hang);
+/// is waited for as long as `limits.hang`, all else for `limits.resume`.
+pub(crate) fn run_again(machine: &mut Machine, was_running: bool, limits: Limits) -> Result<(), QemuError> {
+    let cancelled = cancel(machine, limits);
     if let Err(QemuError::Hangs { .. } | QemuError::Qmp(QmpError::Closed { .. })) = cancelled {
         // It would not answer anything else either.
         return cancelled;
     }
     if was_running {
-        run(machine)?;
+        run(machine, limits.resume)?;
     }
     cancelled
 }
 
-fn cancel(machine: &mut Machine, hang: Duration) -> Result<(), QemuError> {
+fn cancel(machine: &mut Machine, Limits { hang, resume, .. }: Limits) -> Result<(), QemuError> {
     // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
     // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
     let cancel = machine.qmp.queue("migrate_cancel", Value::Null)?;
@@ -37,7 +37,7 @@ fn cancel(machine: &mut Machine, hang: Duration) -> Result<(), QemuError> {
         Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit: hang }),
         answer => answer?,
     };
-    let until = Instant::now() + LIMIT;
+    let until = Instant::now() + resume;
     let mut help_at = Instant::now() + CANCEL_LIMIT;
     loop {
         let state = machine.migration_state()?;
@@ -63,8 +63,8 @@ fn cancel(machine: &mut Machine, hang: Duration) -> Result<(), QemuError> {
 }
 
 /// Runs the guest.
-pub(crate) fn run(machine: &mut Machine) -> Result<(), QemuError> {
-    let until = Instant::now() + LIMIT;
+pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuError> {
+    let until = Instant::now() + limit;
     loop {
         let state = machine.run_state()?;
         if state == "running" {

@@ -31,6 +31,8 @@ pub struct Forecast {
     pub downtime: f64,
     /// The highest throttle.
     pub throttle: f64,
+    /// Whether the guest's first writes will be rationed.
+    pub governed: bool,
     /// Seconds of the guest's work lost.
     pub lost_work: f64,
 }
@@ -146,6 +148,7 @@ fn one(scenario: &Scenario, settings: Settings) -> Forecast {
         bytes: outcome.sent,
         downtime: outcome.downtime,
         throttle: outcome.throttle,
+        governed: outcome.governed,
         lost_work: outcome.lost_work,
     }
 }

@@ -21,7 +21,6 @@ mod named;
 mod outcome;
 mod scenario;
 mod source;
-mod table;
 mod world;
 
 pub use chart::chart;
@@ -30,5 +29,4 @@ pub use forecast::{Forecast, Sample, fit, forecast};
 pub use named::{NAMES, named, plain, random};
 pub use outcome::{End, Outcome, Point, RoundRow};
 pub use scenario::{Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Region, Scenario, Synchronisation, Vcpus};
-pub use table::{comparison, rounds};
 pub use world::run;

@@ -20,10 +20,10 @@ pub const NAMES: [(&str, &str); 12] = [
     ("sequential", "16 GiB, 4 GiB written from front to end at 1.5 GB/s, 10 Gbit/s"),
     ("phases", "16 GiB, quiet for 5 s and busy for 5 s by turns, 10 Gbit/s"),
     ("database", "64 GiB with a 470 GiB disk, 8 KiB random writes, blocks of 64 KiB"),
-    ("a3", "256 GiB, 10 GB/s dirtied, 12.5 GB/s, synchronisation of 73 ms at once"),
-    ("a3-merged", "the same with 12 ms"),
-    ("b2", "64 GiB with a 640 GiB disk: who gets the link"),
-    ("b4", "16 GiB with a 100 GiB disk that is written as fast as it is copied"),
+    ("pause", "256 GiB, 10 GB/s dirtied, 12.5 GB/s, synchronisation of 73 ms at once"),
+    ("pause-short", "the same with 12 ms"),
+    ("disk-share", "64 GiB with a 640 GiB disk: who gets the link"),
+    ("disk-busy", "16 GiB with a 100 GiB disk that is written as fast as it is copied"),
     ("huge", "12 TiB, 10 GB/s dirtied at random over 1 TiB, 100 Gbit/s"),
 ];
 
@@ -91,26 +91,26 @@ pub fn named(name: &str) -> Option<Scenario> {
             let phases = phases.map(|(time, factor)| Phase { time: Duration::from_secs(time), factor });
             plain(title, guest.in_phases(phases.to_vec()), gbit10)
         }
-        "database" | "b2" => {
+        "database" | "disk-share" => {
             let guest = GuestSpec::idle(bytes(64.0), bytes(60.0));
             let guest = guest.writing(bytes(4.0), 120_000.0).writing(bytes(24.0), 40_000.0);
             let mut scenario = plain(title, guest, rate(1.1e9));
-            let size = if *name == "b2" { bytes(640.0) } else { bytes(470.0) };
+            let size = if *name == "disk-share" { bytes(640.0) } else { bytes(470.0) };
             scenario.disk =
-                Some(disk(size, if *name == "b2" { 1e8 } else { 4e8 }, 2e6, bytes(40.0), 64 << 10));
+                Some(disk(size, if *name == "disk-share" { 1e8 } else { 4e8 }, 2e6, bytes(40.0), 64 << 10));
             scenario
         }
-        "a3" | "a3-merged" => {
+        "pause" | "pause-short" => {
             // Spread so widely that what is dirty is not yet written again.
             let guest = GuestSpec::idle(bytes(256.0), bytes(256.0)).writing(bytes(240.0), 10e9 / 4096.0);
             let mut scenario = plain(title, guest, rate(12.5e9));
-            let time = if *name == "a3" { 73 } else { 12 };
+            let time = if *name == "pause" { 73 } else { 12 };
             scenario.synchronisation = Synchronisation::AtOnce(ms(time));
             scenario.settings.throttle = ThrottleMode::Off;
             scenario.settings.delay_hot_percent = 0;
             scenario
         }
-        "b4" => {
+        "disk-busy" => {
             let guest = GuestSpec::idle(bytes(16.0), bytes(12.0)).writing(bytes(1.0), 5_000.0);
             let mut scenario = plain(title, guest, rate(1.25e9));
             scenario.disk = Some(disk(bytes(100.0), 2.5e8, 6e7, bytes(40.0), 64 << 10));

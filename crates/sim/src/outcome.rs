@@ -47,6 +47,8 @@ pub struct RoundRow {
     pub disk_remaining: f64,
     /// Limit of disk writes at its end, bytes each second.
     pub disk_limit: Option<f64>,
+    /// How long disks were held up by their storage and not by the link, in seconds.
+    pub storage: f64,
 }
 
 /// A moment, for charts.
@@ -91,6 +93,8 @@ pub struct Outcome {
     pub under_50: f64,
     /// The highest throttle.
     pub throttle: f64,
+    /// Whether its first writes were ever rationed.
+    pub governed: bool,
     /// The lowest limit of disk writes, bytes each second.
     pub disk_limit: Option<f64>,
     /// The most sides that could run the guest at one time. More than one must not be.
@@ -118,6 +122,7 @@ impl Outcome {
             under_10: 0.0,
             under_50: 0.0,
             throttle: 0.0,
+            governed: false,
             disk_limit: None,
             owners: 0,
             rounds: Vec::new(),

@@ -188,6 +188,7 @@ impl<'a> Source<'a> {
             // At equal shares memory takes what a slow disk leaves.
             (disk, if full { bytes - disk } else { bytes * share })
         };
+        let storage_bound = to_disk > 0.0 && to_disk >= most;
         let time = if to_disk > 0.0 { step.min(pending / to_disk) } else { step };
         let effort = (self.speed(), guest::factor(&self.scenario.guest.phases, self.now));
         let rate = to_memory / self.scenario.link.page_bytes;
@@ -203,6 +204,7 @@ impl<'a> Source<'a> {
             disk.send(to_disk * time);
         }
         self.row.disk_sent += to_disk * time;
+        self.row.storage += if storage_bound { time } else { 0.0 };
         self.account(time);
         let disk_through = self.disk.as_ref().is_none_or(|disk| disk.pending() <= 0.0);
         if memory_through {
@@ -242,6 +244,7 @@ impl<'a> Source<'a> {
 
     fn point(&mut self) {
         self.outcome.throttle = self.outcome.throttle.max(self.plan.throttle);
+        self.outcome.governed |= self.plan.first_writes.is_some();
         self.outcome.points.push(Point {
             at: self.now,
             throttle: self.plan.throttle,
@@ -279,6 +282,7 @@ impl<'a> Source<'a> {
             sent: ByteCount(row.disk_sent as u64),
             remaining: ByteCount(disk.remaining() as u64),
             written: ByteCount(disk.written as u64),
+            storage: seconds(row.storage),
         });
         let pages = row.sent / self.scenario.link.page_bytes;
         let remaining = PageCount(self.memory.remaining().ceil() as u64);

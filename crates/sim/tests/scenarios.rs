@@ -20,7 +20,7 @@ fn every_name_is_a_scenario_that_finishes_with_what_is_usual() {
     let unfinished: Vec<&str> = NAMES
         .iter()
         .map(|(name, _)| *name)
-        .filter(|name| *name != "a3" && !with(name, &[]).moved())
+        .filter(|name| *name != "pause" && !with(name, &[]).moved())
         .collect();
     assert_eq!(unfinished, Vec::<&str>::new());
     assert!(named("nonsense").is_none());
@@ -50,25 +50,26 @@ fn a_short_synchronisation_meets_limits_that_a_long_one_cannot() {
     let converges =
         |name, limit: &str| with(name, &[&format!("downtime-limit={limit}"), "patience=20s"]).moved();
     // D·x/(B − D) alone is 292 ms with 73 ms and 48 ms with 12 ms.
-    assert!(!converges("a3", "300ms") && converges("a3-merged", "300ms"));
-    assert!(converges("a3", "600ms"));
+    assert!(!converges("pause", "300ms") && converges("pause-short", "300ms"));
+    assert!(converges("pause", "600ms"));
 }
 
 #[test]
 fn memory_that_waits_for_disks_is_sent_once_instead_of_hundreds_of_times() {
-    let [equal, policy] = ["1024", "auto"].map(|share| with("b2", &[&format!("memory-share={share}")]));
+    let [equal, policy] =
+        ["1024", "auto"].map(|share| with("disk-share", &[&format!("memory-share={share}")]));
     assert!(equal.memory_passes > 200 && policy.memory_passes < 20);
     assert!(policy.sent < 0.25 * equal.sent && policy.total < 1.02 * equal.total);
 }
 
 #[test]
 fn limited_disk_writes_let_a_migration_finish_that_could_not() {
-    let mut coarse = named("b4").unwrap();
+    let mut coarse = named("disk-busy").unwrap();
     coarse.disk.as_mut().unwrap().granularity = ByteCount(1 << 20);
     coarse.settings.assign("disk-limit=2MB/s").unwrap();
     assert!(!run(&coarse).moved());
-    assert!(!with("b4", &["disk-limit=off"]).moved());
-    let limited = with("b4", &[]);
+    assert!(!with("disk-busy", &["disk-limit=off"]).moved());
+    let limited = with("disk-busy", &[]);
     assert!(limited.moved() && limited.disk_limit.is_some());
 }
 

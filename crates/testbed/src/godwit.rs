@@ -75,6 +75,19 @@ impl Godwit {
         self.receive_at(command, "127.0.0.1:0", vm, options)
     }
 
+    /// The same at an address of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_on(
+        &self,
+        address: &str,
+        vm: &dyn Movable,
+        options: &[&str],
+    ) -> anyhow::Result<(Running, String)> {
+        self.receive_at(Command::new(&self.program), address, vm, options)
+    }
+
     /// The same at the far end of `link`.
     ///
     /// # Errors

@@ -31,7 +31,14 @@ impl RemoteDisk {
     /// # Errors
     /// When there is no `qemu-nbd`, or it does not come up.
     pub fn start(size: ByteCount) -> anyhow::Result<Self> {
-        let image = DiskImage::create("raw", size)?;
+        Self::serve(DiskImage::create("raw", size)?)
+    }
+
+    /// The same for an image that there is; it locks it.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn serve(image: DiskImage) -> anyhow::Result<Self> {
         let place = Place::new()?;
         let server = Command::new("qemu-nbd")
             .args(["--persistent", "--format", "raw", "--export-name", "disk", "--socket"])

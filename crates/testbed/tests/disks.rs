@@ -257,7 +257,7 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
         source.start_disk_tracking().unwrap();
 
         let mut first = source.begin_disk_round().unwrap().remove(0);
-        let before = source.disk_writes().unwrap();
+        let before = source.disk_writes().unwrap()[0];
         while let Some(extent) = first.next().unwrap() {
             source.disk_progress().unwrap();
             copy_extent(&mut *first, &mut *sinks[0], extent);
@@ -265,7 +265,7 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
         sinks[0].settle(false).unwrap();
         drop(first);
         let rounds: Vec<_> = (0..5).flat_map(|_| copy_round(&mut source, &mut sinks)).collect();
-        let written = source.disk_writes().unwrap().saturating_sub(before);
+        let written = source.disk_writes().unwrap()[0].saturating_sub(before);
         let _state = source.open_state().unwrap();
         source.stop().unwrap();
         copy_round(&mut source, &mut sinks);
@@ -400,7 +400,7 @@ fn the_granularity_follows_what_the_guest_has_written() {
         let mean = number("wr_bytes") / number("wr_operations");
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         source = source.with_disks(&DiskChoice::All, None).unwrap();
-        assert_eq!(source.disk_writes(), Some(ByteCount(number("wr_bytes"))), "{flavour}");
+        assert_eq!(source.disk_writes(), Some(vec![ByteCount(number("wr_bytes"))]), "{flavour}");
         source.start_disk_tracking().unwrap();
         let chosen = source.disk_granularity()[0].0;
         assert!(chosen <= mean && mean < 2 * chosen, "{flavour}: {chosen} for a mean of {mean}");

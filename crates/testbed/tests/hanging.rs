@@ -1,4 +1,4 @@
-//! A source QEMU whose storage hangs while its guest is being stopped: whatever comes of it, the guest runs on.
+//! A source QEMU whose storage hangs or is taken while its guest is stopped: the guest runs on, or it is said why not.
 //!
 //! The limits are shorter than those of the product, in the same order.
 #![allow(clippy::unwrap_used)]
@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
 use godwit_qemu::{Limits, QemuSource};
-use godwit_testbed::{Flavour, GuestConfig, RemoteDisk, TestVm, VmConfig, flavours_for, images_for};
+use godwit_testbed::{
+    DiskImage, Flavour, GuestConfig, RemoteDisk, TestVm, VmConfig, flavours_for, images_for,
+};
 use godwit_units::ByteCount;
 use godwit_verify::settings::Mode;
 use serde_json::{Value, json};
@@ -45,7 +47,7 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
     for flavour in qemus("a_guest_runs_on_when_its_storage_answers_again") {
         let (mut vm, disk) = hung(&flavour);
         for round in 0..4 {
-            let limits = Limits { answer: SHORT, stop: SHORT, hang: LIMIT };
+            let limits = Limits { answer: SHORT, stop: SHORT, hang: LIMIT, resume: LIMIT };
             let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
             let _state = source.open_state().unwrap();
             let stopped = source.stop();
@@ -77,7 +79,7 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
 fn the_cure_that_is_told_brings_a_guest_back() {
     for flavour in qemus("the_cure_that_is_told_brings_a_guest_back") {
         let (mut vm, disk) = hung(&flavour);
-        let limits = Limits { answer: SHORT, stop: SHORT, hang: SHORT };
+        let limits = Limits { answer: SHORT, stop: SHORT, hang: SHORT, resume: SHORT };
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
         let _state = source.open_state().unwrap();
         source.stop().unwrap_err();
@@ -97,6 +99,35 @@ fn the_cure_that_is_told_brings_a_guest_back() {
         while vm.status().unwrap() != "running" {
             assert!(Instant::now() < until);
         }
+        vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
+        assert_eq!(vm.bugs(), [""; 0]);
+    }
+}
+
+#[test]
+fn qemus_refusal_to_run_the_guest_is_told_in_its_words() {
+    for flavour in qemus("qemus_refusal_to_run_the_guest_is_told_in_its_words") {
+        let image = DiskImage::create("raw", ByteCount(1 << 20)).unwrap();
+        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_disk("disk", &image);
+        let mut vm = TestVm::source(&config).unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        let limits = Limits { resume: SHORT, ..Limits::default() };
+        let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
+        let mut state = source.open_state().unwrap();
+        source.stop().unwrap();
+        source.release_state().unwrap();
+        state.read_to_end(&mut Vec::new()).unwrap();
+        source.state_saved().unwrap();
+
+        // It has let go of its image, which somebody else takes.
+        let thief = RemoteDisk::serve(image).unwrap();
+        let told = source.resume().unwrap_err().to_string();
+        drop(thief);
+
+        assert!(told.contains("'postmigrate' and it refuses `cont`"), "{told}");
+        assert!(told.contains("Failed to get shared \"write\" lock"), "{told}");
+        // What it says is what helps.
+        vm.qmp().execute("cont", Value::Null).unwrap();
         vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
         assert_eq!(vm.bugs(), [""; 0]);
     }

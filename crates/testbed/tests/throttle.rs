@@ -7,10 +7,12 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use godwit_block::DiskChoice;
 use godwit_engine::vm::SourceVm;
 use godwit_qemu::QemuSource;
 use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for};
 use godwit_throttle::{VcpuThrottle, vcpu_time};
+use godwit_units::Rate;
 use godwit_verify::settings::Mode;
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -185,28 +187,49 @@ fn the_end_of_qemu_is_told_at_the_next_call() {
 
 #[test]
 fn disk_writes_are_limited_and_put_back() {
-    let image = std::env::temp_dir().join(format!("godwit-limits-{}", std::process::id()));
-    std::fs::write(&image, vec![0; 1 << 20]).unwrap();
-    let drive = format!("file={},if=none,id=d,format=raw,throttling.bps-read=7000000", image.display());
+    // Regression: every writable disk had the limit that was meant for all together, moving or not.
+    let names = ["d", "e", "stays"];
+    let images =
+        names.map(|name| std::env::temp_dir().join(format!("godwit-limits-{name}-{}", std::process::id())));
+    let mut options = Vec::new();
+    for (name, image) in names.iter().zip(&images) {
+        std::fs::write(image, vec![0; 1 << 20]).unwrap();
+        let own = if *name == "d" { ",throttling.bps-read=7000000" } else { "" };
+        let drive = format!("file={},if=none,id={name},format=raw{own}", image.display());
+        options.extend(["-drive".to_owned(), drive]);
+        options.extend(["-device".to_owned(), format!("virtio-blk-pci,drive={name}")]);
+    }
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let rates = |texts: [&str; 2]| texts.map(|text| text.parse::<Rate>().unwrap());
     for flavour in flavours_for("disk_writes_are_limited_and_put_back") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
-        let config = config.with_extra(&["-drive", &drive, "-device", "virtio-blk-pci,drive=d"]);
+        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_extra(&options);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         // A monitor of its own serves the test.
         let limits = |vm: &mut TestVm| {
             let blocks = vm.qmp().execute("query-block", serde_json::Value::Null).unwrap();
-            let disk = blocks.as_array().unwrap().iter().find(|block| block["device"] == "d").unwrap();
-            (disk["inserted"]["bps_wr"].as_u64(), disk["inserted"]["bps_rd"].as_u64())
+            names.map(|name| {
+                let disk = blocks.as_array().unwrap().iter().find(|block| block["device"] == name);
+                let inserted = &disk.unwrap()["inserted"];
+                (inserted["bps_wr"].as_u64().unwrap(), inserted["bps_rd"].as_u64().unwrap())
+            })
         };
-        assert_eq!(limits(&mut vm), (Some(0), Some(7_000_000)));
-        let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
-        source.limit_disks(Some("1MiB/s".parse().unwrap())).unwrap();
-        assert_eq!(limits(&mut vm), (Some(1 << 20), Some(7_000_000)), "{flavour}");
-        source.limit_disks(Some("2MiB/s".parse().unwrap())).unwrap();
-        assert_eq!(limits(&mut vm).0, Some(2 << 20));
+        let before = [(0, 7_000_000), (0, 0), (0, 0)];
+        assert_eq!(limits(&mut vm), before);
+        let choice = DiskChoice::Named(vec!["d".to_owned(), "e".to_owned()]);
+        let source = QemuSource::open(&vm.qmp_socket()).unwrap();
+        let mut source = source.with_disks(&choice, None).unwrap();
+        source.limit_disks(&rates(["1MiB/s", "3MiB/s"])).unwrap();
+        assert_eq!(limits(&mut vm), [(1 << 20, 7_000_000), (3 << 20, 0), (0, 0)], "{flavour}");
+        source.limit_disks(&rates(["2MiB/s", "1MiB/s"])).unwrap();
+        assert_eq!(limits(&mut vm), [(2 << 20, 7_000_000), (1 << 20, 0), (0, 0)], "{flavour}");
+        source.limit_disks(&[]).unwrap();
+        assert_eq!(limits(&mut vm), before, "{flavour}");
+        source.limit_disks(&rates(["2MiB/s", "1MiB/s"])).unwrap();
         source.resume().unwrap();
-        assert_eq!(limits(&mut vm), (Some(0), Some(7_000_000)), "{flavour}");
+        assert_eq!(limits(&mut vm), before, "{flavour}");
     }
-    std::fs::remove_file(image).unwrap();
+    for image in images {
+        std::fs::remove_file(image).unwrap();
+    }
 }

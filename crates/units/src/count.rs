@@ -85,7 +85,7 @@ impl fmt::Display for ByteCount {
 impl FromStr for ByteCount {
     type Err = ParseError;
 
-    /// Parses `4096`, `64KiB`, `1.5GiB`, and with decimal prefixes `1GB`.
+    /// Parses `4096B`, `64KiB`, `1.5GiB`, and with decimal prefixes `1GB`.
     fn from_str(text: &str) -> Result<Self, ParseError> {
         parse::bytes(text).map(Self)
     }

@@ -12,8 +12,8 @@ mod rate;
 
 pub use address::{Gfn, Gpa, Hva};
 pub use count::{ByteCount, PageCount, PageIndex, PageRun};
-pub use parse::{ParseError, format_duration, parse_duration};
-pub use rate::Rate;
+pub use parse::{GRAMMAR, ParseError, format_duration, parse_duration};
+pub use rate::{Rate, TypedRate};
 
 /// Bytes in the page that dirty tracking counts in: 4 KiB, the base page of x86-64.
 pub const PAGE_SIZE: u64 = 4096;

@@ -8,7 +8,7 @@ use crate::ByteCount;
 use crate::parse::{self, ParseError};
 
 /// Bytes per second, kept as a float since rates are measured and averaged; never negative, never NaN.
-/// Parsed as bits (`10Gbit`, `800Mbit`) or bytes per second (`128MiB`, `128MiB/s`, `1GB/s`).
+/// Parsed as bits (`10Gbit`, `800Mbit`) or bytes per second (`128MiB/s`, `1GB/s`).
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Default)]
 pub struct Rate(f64);
 
@@ -28,6 +28,12 @@ impl Rate {
         self.0
     }
 
+    /// The rate in decimal bits a second, as links are sold: `10Gbit`. [`Display`](fmt::Display) shows binary bytes.
+    #[must_use]
+    pub fn in_bits(self) -> String {
+        parse::bits(self.0)
+    }
+
     /// How long `bytes` take at this rate; `None` when nothing passes, or for longer than 30 years.
     #[must_use]
     pub fn time_for(self, bytes: ByteCount) -> Option<Duration> {
@@ -41,8 +47,7 @@ impl Rate {
 
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        parse::write_binary(f, self.0 as u64)?;
-        f.write_str("/s")
+        f.pad(&(parse::binary(self.0 as u64) + "/s"))
     }
 }
 
@@ -50,7 +55,51 @@ impl FromStr for Rate {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        parse::rate(text).map(Self)
+        parse::rate(text).map(|(.., bytes)| Self(bytes))
+    }
+}
+
+/// A rate that somebody typed: it is shown again as it was typed, so that who said `40Mbit` reads `40Mbit`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TypedRate {
+    number: f64,
+    unit: &'static str,
+    rate: Rate,
+}
+
+impl TypedRate {
+    /// The rate itself.
+    #[must_use]
+    pub fn rate(self) -> Rate {
+        self.rate
+    }
+
+    /// As typed, and the same in bytes where bits were typed, in bits where bytes were: `40Mbit (4.77MiB/s)`.
+    #[must_use]
+    pub fn both(self) -> String {
+        let other = if self.unit.ends_with("bit") { self.rate.to_string() } else { self.rate.in_bits() };
+        format!("{self} ({other})")
+    }
+}
+
+impl From<Rate> for TypedRate {
+    fn from(rate: Rate) -> Self {
+        let (number, unit) = parse::whole_rate(rate.0);
+        Self { number, unit, rate }
+    }
+}
+
+impl fmt::Display for TypedRate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&format!("{}{}", self.number, self.unit))
+    }
+}
+
+impl FromStr for TypedRate {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        parse::rate(text).map(|(number, unit, bytes)| Self { number, unit, rate: Rate(bytes) })
     }
 }
 

@@ -40,11 +40,12 @@ pub enum FrameKind {
     Running = 29,
     Discarded = 30,
     Farewell = 31,
+    Alive = 32,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -63,6 +64,7 @@ impl FrameKind {
         Self::Running,
         Self::Discarded,
         Self::Farewell,
+        Self::Alive,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 use crate::WireError;
 
 /// Version of the protocol spoken here.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// Bytes in a greeting.
 pub const GREETING_LEN: usize = 40;
 /// Not ASCII throughout, so that no text protocol begins like this.

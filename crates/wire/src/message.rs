@@ -157,6 +157,8 @@ pub enum Message {
     Discarded,
     /// S: heard; nothing will be asked any more.
     Farewell,
+    /// Both: the sender is there. Said every now and then, in every state, so that silence means something.
+    Alive,
 }
 
 impl Message {
@@ -180,6 +182,7 @@ impl Message {
             Self::Running => FrameKind::Running,
             Self::Discarded => FrameKind::Discarded,
             Self::Farewell => FrameKind::Farewell,
+            Self::Alive => FrameKind::Alive,
         }
     }
 
@@ -231,7 +234,8 @@ impl Message {
             | Self::Commit
             | Self::Running
             | Self::Discarded
-            | Self::Farewell => {}
+            | Self::Farewell
+            | Self::Alive => {}
         }
         seal(&mut frame, self.kind(), 0, aux);
         frame
@@ -298,6 +302,7 @@ impl Message {
             FrameKind::Running => empty(Self::Running),
             FrameKind::Discarded => empty(Self::Discarded),
             FrameKind::Farewell => empty(Self::Farewell),
+            FrameKind::Alive => empty(Self::Alive),
         }
     }
 }

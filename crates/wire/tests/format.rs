@@ -237,6 +237,7 @@ fn any_message() -> impl Strategy<Value = Message> {
         Just(Message::Running),
         Just(Message::Discarded),
         Just(Message::Farewell),
+        Just(Message::Alive),
     ]
 }
 

@@ -139,7 +139,7 @@ pub(crate) fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> a
         keep_source: false,
         fault: None,
     };
-    let own = Own { max_bandwidth: way.limit, compression: way.compression };
+    let own = Own { max_bandwidth: way.limit.map(Into::into), compression: way.compression };
     let steering = Steering::new(Settings::default(), own, Cancel::default());
     let mut source = Still::new(&ram.blocks);
     let mut destination = Still::new(&target.blocks);
@@ -228,7 +228,7 @@ impl SourceVm for Still {
         Ok(())
     }
 
-    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
         Ok(())
     }
 

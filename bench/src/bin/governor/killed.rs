@@ -8,12 +8,13 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, anyhow, bail, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::sys::Mapping;
 use godwit_memory::RamBlock;
@@ -34,6 +35,10 @@ const STEPS: usize = 4;
 const FULL: f64 = 0.9;
 /// A write that took longer, in nanoseconds, has waited.
 const LONG: u64 = 1_000_000;
+/// All writers have written again within this, or the bench says that they have not.
+const WRITTEN_LIMIT: Duration = Duration::from_secs(20);
+/// A child answers within this, which is longer than whatever it waits for itself.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 
 /// Plays a role if the environment names one.
 pub(crate) fn is_role() -> anyhow::Result<bool> {
@@ -88,54 +93,81 @@ impl Thread {
     }
 }
 
-/// `count` threads that write. Answers each line with one: to `waiting` how many are writing; to `hurry`, at once, with nothing, and from then on
-/// they write without pause for as long as they are watched; to `free` and a time how much later the last of those that
-/// waited then was through, once all have written again; to `speed` and a time how much later they were at full speed
-/// together. Times are in nanoseconds.
+/// What the writers share. They hold it for as long as their process lives.
+struct Writers {
+    memory: Mapping,
+    threads: Vec<Thread>,
+    hurry: AtomicBool,
+}
+
+/// `count` threads that write. Answers each line with one: to `waiting` how many are writing; to
+/// `hurry`, at once, with nothing, and from then on they write without pause for as long as they are
+/// watched; to `free` and a time how much later the last of those that waited then was through, once
+/// all have written again; to `speed` and a time how much later they were at full speed together.
+/// Times are in nanoseconds.
+///
+/// The threads never end, so nobody joins them: the process ends with the first error, and they with it.
 fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let memory = Mapping::new(&file, MEMORY as usize)?;
     let each = MEMORY / PAGE_SIZE / count as u64;
-    let threads: Vec<Thread> = (0..count).map(|_| Thread::default()).collect();
-    let hurry = AtomicBool::new(false);
-    std::thread::scope(|scope| -> anyhow::Result<()> {
-        for (number, thread) in threads.iter().enumerate() {
-            let (memory, hurry) = (&memory, &hurry);
-            let run = move || thread.write_for_ever(memory, number as u64, each, hurry);
-            std::thread::Builder::new().stack_size(64 << 10).spawn_scoped(scope, run)?;
+    let threads = (0..count).map(|_| Thread::default()).collect();
+    let writers = Arc::new(Writers { memory, threads, hurry: AtomicBool::new(false) });
+    for number in 0..count {
+        let own = Arc::clone(&writers);
+        let run = move || {
+            own.threads[number].write_for_ever(&own.memory, number as u64, each, &own.hurry);
+        };
+        std::thread::Builder::new().stack_size(64 << 10).spawn(run)?;
+    }
+    println!("ready");
+    let mut watch = None;
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let (word, time) = line.split_once(' ').unwrap_or((&line, "0"));
+        let at: u64 = time.parse()?;
+        let answer = match word {
+            "waiting" => {
+                let writing = |thread: &&Thread| thread.writing.load(Ordering::Relaxed);
+                writers.threads.iter().filter(writing).count() as u64
+            }
+            "hurry" => {
+                let writers = Arc::clone(&writers);
+                watch = Some(std::thread::spawn(move || watch_speed(&writers.threads, &writers.hurry)));
+                0
+            }
+            "speed" => {
+                let watch = watch.take().context("nobody has watched the writers")?;
+                let seen = watch.join().map_err(|_| anyhow!("the thread that watched has panicked"))?;
+                full_speed_after(&seen, at).context("the writers have not regained their speed")?
+            }
+            _ => {
+                await_writes(&writers.threads)?;
+                writers.threads.iter().filter_map(|thread| thread.waited(at)).max().unwrap_or(0)
+            }
+        };
+        println!("{answer}");
+    }
+    Ok(())
+}
+
+/// Waits until each of `threads` has written twice more: the first of the two may have begun before.
+fn await_writes(threads: &[Thread]) -> anyhow::Result<()> {
+    let before: Vec<u64> = threads.iter().map(Thread::count).collect();
+    let until = Instant::now() + WRITTEN_LIMIT;
+    loop {
+        let waits = |(thread, before): &(&Thread, &u64)| thread.count() <= **before + 1;
+        let waiting = threads.iter().zip(&before).filter(waits).count();
+        if waiting == 0 {
+            return Ok(());
         }
-        println!("ready");
-        let mut watch = None;
-        for line in std::io::stdin().lines() {
-            let line = line?;
-            let (word, time) = line.split_once(' ').unwrap_or((&line, "0"));
-            let at: u64 = time.parse()?;
-            let answer = match word {
-                "waiting" => {
-                    threads.iter().filter(|thread| thread.writing.load(Ordering::Relaxed)).count() as u64
-                }
-                "hurry" => {
-                    let (threads, hurry) = (&threads, &hurry);
-                    watch = Some(scope.spawn(move || watch_speed(threads, hurry)));
-                    0
-                }
-                "speed" => {
-                    let watch = watch.take().context("nobody has watched")?;
-                    let seen = watch.join().map_err(|_| anyhow::anyhow!("the watch has failed"))?;
-                    full_speed_after(&seen, at).context("the writers have not become faster")?
-                }
-                _ => {
-                    let before: Vec<u64> = threads.iter().map(Thread::count).collect();
-                    while threads.iter().zip(&before).any(|(thread, before)| thread.count() <= *before + 1) {
-                        std::thread::sleep(Duration::from_millis(5));
-                    }
-                    threads.iter().filter_map(|thread| thread.waited(at)).max().unwrap_or(0)
-                }
-            };
-            println!("{answer}");
-        }
-        std::process::exit(0)
-    })
+        ensure!(
+            Instant::now() < until,
+            "{waiting} of {} writers have not written within {WRITTEN_LIMIT:?}",
+            threads.len()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Has `threads` write without pause, and looks how many writes they have made in all: when, and how many.
@@ -188,7 +220,8 @@ fn govern(path: &Path, pid: i32) -> anyhow::Result<()> {
 struct Role {
     child: Child,
     stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+    /// What it says, line by line, from a thread that reads it.
+    lines: Receiver<String>,
 }
 
 impl Role {
@@ -200,15 +233,23 @@ impl Role {
             .spawn()?;
         let stdin = child.stdin.take().context("no stdin")?;
         let stdout = BufReader::new(child.stdout.take().context("no stdout")?);
-        let mut role = Self { child, stdin, stdout };
+        let (said, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            let lines = stdout.lines().map_while(Result::ok);
+            lines.take_while(|line| said.send(line.clone()).is_ok()).for_each(drop);
+        });
+        let role = Self { child, stdin, lines };
         role.hear()?;
         Ok(role)
     }
 
-    fn hear(&mut self) -> anyhow::Result<String> {
-        let mut line = String::new();
-        ensure!(self.stdout.read_line(&mut line)? > 0, "a process of the bench ended early");
-        Ok(line.trim().to_owned())
+    /// The next line. Why a child has ended it has said itself, on standard error.
+    fn hear(&self) -> anyhow::Result<String> {
+        match self.lines.recv_timeout(ANSWER_LIMIT) {
+            Ok(line) => Ok(line.trim().to_owned()),
+            Err(RecvTimeoutError::Timeout) => bail!("a process of the bench hangs"),
+            Err(RecvTimeoutError::Disconnected) => bail!("a process of the bench ended early"),
+        }
     }
 
     fn ask(&mut self, line: &str) -> anyhow::Result<f64> {

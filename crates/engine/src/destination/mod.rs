@@ -28,7 +28,9 @@ use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role
 use crate::address::{Listener, Stream};
 use crate::compression::Codecs;
 use crate::digests;
-use crate::link::{ControlWriter, FrameReader, link_error, read_messages, receive_greeting, send_greeting};
+use crate::link::{
+    ControlWriter, FrameReader, link_error, read_messages, receive_greeting, say_alive, send_greeting,
+};
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
 
@@ -99,13 +101,15 @@ pub struct Options {
     pub wait: Option<Duration>,
     /// Codecs that are taken.
     pub codecs: Codecs,
+    /// Take a guest in that may come to use more memory than this host, or the control group of its VM, has left.
+    pub overcommit: bool,
     /// Faults to make up, for tests.
     pub faults: Faults,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: None, codecs: Codecs::ALL, faults: Faults::default() }
+        Self { wait: None, codecs: Codecs::ALL, overcommit: false, faults: Faults::default() }
     }
 }
 
@@ -135,6 +139,7 @@ pub fn receive(
         vm,
         listener,
         codecs: options.codecs,
+        overcommit: options.overcommit,
         faults: options.faults,
         cancel,
         notice,
@@ -169,13 +174,14 @@ struct Destination<'a> {
     ram: Arc<Vec<RamBlock>>,
     listener: &'a Listener,
     codecs: Codecs,
+    overcommit: bool,
     faults: Faults,
     cancel: &'a Cancel,
     notice: &'a mut dyn FnMut(&Notice),
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     session: SessionId,
-    control: Option<ControlWriter>,
+    control: Option<Arc<ControlWriter>>,
     connection: u32,
     offer: Option<Offer>,
     order: Arc<Vec<usize>>,
@@ -251,7 +257,7 @@ impl Destination<'_> {
     /// Keeps the first failure, and says which input it is.
     fn failed(&mut self, state: State, error: EngineError) -> Input {
         let input = match &error {
-            EngineError::Link { .. } => Input::LinkLost,
+            EngineError::Link { .. } | EngineError::Silent { .. } => Input::LinkLost,
             EngineError::Aborted { .. } => Input::Aborted,
             _ => Input::Failed,
         };
@@ -280,6 +286,7 @@ impl Destination<'_> {
         };
         let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
         self.order = Arc::new(order);
+        self.check_room()?;
         let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
         let sinks = self.vm.open_disks(&disks).map_err(|error| EngineError::Layout(error.to_string()))?;
         if sinks.len() != disks.len() {
@@ -291,6 +298,15 @@ impl Destination<'_> {
         self.offer = Some(offer);
         let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         (self.notice)(&Notice::Accepted { ram, disks });
+        Ok(())
+    }
+
+    /// Whether all memory that the guest may come to use has room here.
+    fn check_room(&self) -> Result<(), EngineError> {
+        godwit_memory::mounts_hold(&self.ram)?;
+        if !self.overcommit {
+            godwit_memory::host_holds(&self.ram, self.vm.pid())?;
+        }
         Ok(())
     }
 
@@ -326,10 +342,15 @@ impl Destination<'_> {
 
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
         let read = stream.try_clone().map_err(link_error(PEER))?;
-        match &self.control {
-            Some(control) => control.replace(stream)?,
-            None => self.control = Some(ControlWriter::new(stream, PEER)?),
-        }
+        let control = match self.control.take() {
+            Some(control) => {
+                control.replace(stream)?;
+                control
+            }
+            None => Arc::new(ControlWriter::new(stream, PEER)?),
+        };
+        self.control = Some(Arc::clone(&control));
+        say_alive(&control)?;
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
         read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
@@ -433,6 +454,8 @@ impl Destination<'_> {
                 (self.notice)(&Notice::Round { round: self.round, received });
             }
             Action::Prepare => {
+                // Others may have filled the mount meanwhile. Soon the guest stops, and then it is too late to say so.
+                self.check_room()?;
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
                 // The source stops the guest and begins the last round when it has heard that we are prepared.
                 self.last_round.begin();

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
 
 use godwit_block::{Content as Held, DiskRound, Extent};
 use godwit_codec::is_zero;
@@ -48,6 +49,8 @@ pub(super) enum DiskOrder {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct DiskCarried {
     pub(super) carried: Carried,
+    /// How long it waited for the storage that it reads.
+    pub(super) storage: Duration,
     /// The pass was cut short.
     pub(super) cut: bool,
     /// Another pass follows in this round.
@@ -84,6 +87,8 @@ pub(super) struct DiskChannel {
     /// The rest of an extent of data that is being asked for.
     rest: Option<PageRun>,
     carried: Carried,
+    /// Time spent in this round waiting for storage.
+    storage: Duration,
 }
 
 impl DiskChannel {
@@ -108,6 +113,7 @@ impl DiskChannel {
             unfinished: None,
             rest: None,
             carried: Carried::default(),
+            storage: Duration::ZERO,
         }
     }
 
@@ -115,6 +121,7 @@ impl DiskChannel {
     pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) {
         for order in orders {
             self.carried = Carried::default();
+            self.storage = Duration::ZERO;
             self.packer.begin();
             let (round, result) = match order {
                 DiskOrder::Pass { round, last, pass } => {
@@ -145,14 +152,14 @@ impl DiskChannel {
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!whole).then_some(pass);
         self.packer.put(&barrier(round), &mut self.carried)?;
-        Ok(DiskCarried { carried: self.carried, cut: !whole, goes_on: false })
+        Ok(DiskCarried { carried: self.carried, storage: self.storage, cut: !whole, goes_on: false })
     }
 
     fn finish(&mut self) -> Result<DiskCarried, EngineError> {
         if let Some(mut pass) = self.unfinished.take() {
             self.copy(pass.as_mut(), true)?;
         }
-        Ok(DiskCarried { carried: self.carried, cut: false, goes_on: true })
+        Ok(DiskCarried { carried: self.carried, storage: self.storage, cut: false, goes_on: true })
     }
 
     /// Sends all of `pass`, or as much of it as there is time for; whether it was all.
@@ -191,7 +198,10 @@ impl DiskChannel {
                 }
                 return Ok(Some(PageRun::new(rest.start.0, count)));
             }
-            match pass.next().map_err(EngineError::Disk)? {
+            let began = Instant::now();
+            let next = pass.next().map_err(EngineError::Disk)?;
+            self.storage += began.elapsed();
+            match next {
                 None => return Ok(None),
                 Some(Extent { run, content: Held::Data }) => self.rest = Some(run),
                 Some(Extent { run, content: Held::Zero }) => self.send_zero(run)?,
@@ -216,7 +226,16 @@ impl DiskChannel {
     fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
         self.frame_for(run.start.0, run.count.0 as usize)?;
         let judge = |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
-        let added = self.builder.add(run, |bytes| pass.take(bytes), judge).map_err(EngineError::Disk)?;
+        // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
+        let mut waited = Duration::ZERO;
+        let read = |bytes: &mut [u8]| {
+            let began = Instant::now();
+            let taken = pass.take(bytes);
+            waited += began.elapsed();
+            taken
+        };
+        let added = self.builder.add(run, read, judge).map_err(EngineError::Disk)?;
+        self.storage += waited;
         self.carried.data += added.data;
         self.carried.zero += added.zero;
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);

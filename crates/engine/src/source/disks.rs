@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskRound};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, Rate};
 use godwit_wire::DiskOffer;
 
 use super::Event;
@@ -24,6 +24,12 @@ use crate::{EngineError, limits, threads};
 /// a moment each time that a bitmap is made or taken away, so the guest pays for looking more often.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// A disk that is written at this share of its limit is held by it, and is taken to want so many times as much.
+const HELD: f64 = 0.9;
+const WANTS_MORE: f64 = 1.5;
+/// No disk is limited to less, in bytes a second, where the limit of all leaves so much to each.
+const LEAST_LIMIT: f64 = 1024.0 * 1024.0;
+
 /// One disk.
 struct Moving {
     disk: Disk,
@@ -36,6 +42,14 @@ struct Moving {
     left: Option<ByteCount>,
     /// Written since the last round began, as last seen.
     dirty: ByteCount,
+    /// What the guest had written to it in all when the round began.
+    written_before: Option<ByteCount>,
+    /// What the guest wrote to it in the last round.
+    written: ByteCount,
+    /// The limit of the guest's writes in force.
+    limit: Option<Rate>,
+    /// How long its channel waited for storage in this round.
+    storage: Duration,
 }
 
 struct ChannelHandle {
@@ -50,8 +64,6 @@ pub(super) struct Disks {
     list: Vec<Moving>,
     /// Whether all of it was passed over once.
     full_pass_over: bool,
-    /// What the guest had written in all when the round began.
-    written: Option<ByteCount>,
     next_look: Option<Instant>,
 }
 
@@ -65,6 +77,10 @@ impl Disks {
             channel: None,
             pass: None,
             left: None,
+            written_before: None,
+            written: ByteCount::ZERO,
+            limit: None,
+            storage: Duration::ZERO,
         };
         Self { list: disks.into_iter().map(moving).collect(), ..Self::default() }
     }
@@ -148,6 +164,7 @@ impl Disks {
         let Some(moving) = self.list.get_mut(index) else { return };
         let dirty = moving.pass.take().flatten();
         moving.left = carried.cut.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
+        moving.storage += carried.storage;
         moving.measures.sent += carried.carried.sent;
         moving.measures.data += carried.carried.data;
         moving.measures.zero += carried.carried.zero;
@@ -162,16 +179,44 @@ impl Disks {
         self.look(vm)?;
         let full_pass = !self.full_pass_over && self.list.iter().any(|moving| moving.left.is_some());
         self.full_pass_over = !full_pass;
-        let now = vm.disk_writes();
-        let written = now.zip(self.written).map_or(ByteCount::ZERO, |(now, then)| now.saturating_sub(then));
-        self.written = now;
+        self.note_writes(vm);
+        let written = self.list.iter().map(|moving| moving.written).sum();
+        let storage = self.list.iter_mut().map(|moving| std::mem::take(&mut moving.storage));
+        let storage = storage.max().unwrap_or_default();
         let remaining = self.list.iter().map(|moving| moving.dirty + moving.left.unwrap_or_default()).sum();
-        Ok(godwit_policy::DiskRound { full_pass, sent, remaining, written })
+        Ok(godwit_policy::DiskRound { full_pass, sent, remaining, written, storage })
     }
 
-    /// The first round begins.
+    /// A round begins: what the guest wrote in the one before, to each disk.
     pub(super) fn note_writes(&mut self, vm: &mut dyn SourceVm) {
-        self.written = vm.disk_writes();
+        let now = vm.disk_writes().unwrap_or_default();
+        for (index, moving) in self.list.iter_mut().enumerate() {
+            let now = now.get(index).copied();
+            let written = now.zip(moving.written_before).map(|(now, then)| now.saturating_sub(then));
+            moving.written = written.unwrap_or_default();
+            moving.written_before = now;
+        }
+    }
+
+    /// Divides `limit`, which is for the writes to all disks together, among them by what was
+    /// written to each in the last round of `time`. Returns the limits where any of them changes.
+    pub(super) fn divide(&mut self, limit: Option<Rate>, time: Duration) -> Option<Vec<Rate>> {
+        let limits = match limit {
+            None => vec![None; self.list.len()],
+            Some(limit) => {
+                let written: Vec<(Rate, Option<Rate>)> = self
+                    .list
+                    .iter()
+                    .map(|moving| (moving.written.per(time.as_secs_f64()), moving.limit))
+                    .collect();
+                divided(limit, &written).into_iter().map(Some).collect()
+            }
+        };
+        let changed = self.list.iter().zip(&limits).any(|(moving, limit)| moving.limit != *limit);
+        for (moving, limit) in self.list.iter_mut().zip(&limits) {
+            moving.limit = *limit;
+        }
+        changed.then(|| limits.into_iter().flatten().collect())
     }
 
     /// Within a round, now and then: lets the machine look after its disks, and looks what is dirty.
@@ -248,6 +293,23 @@ impl Disks {
     }
 }
 
+/// `limit` for each disk, by what the guest wrote to it and under which limit. One that was held to its limit may
+/// want more. One that was hardly written keeps a little, so that its next write does not wait for long.
+fn divided(limit: Rate, written: &[(Rate, Option<Rate>)]) -> Vec<Rate> {
+    let limit = limit.bytes_per_second();
+    let wants = |(written, own): &(Rate, Option<Rate>)| {
+        let written = written.bytes_per_second();
+        let held = own.is_some_and(|own| written >= HELD * own.bytes_per_second());
+        if held { WANTS_MORE * written } else { written }
+    };
+    let wanted: Vec<f64> = written.iter().map(wants).collect();
+    let all: f64 = wanted.iter().sum();
+    let equal = limit / written.len().max(1) as f64;
+    let least = LEAST_LIMIT.min(equal);
+    let part = |wanted: &f64| if all > 0.0 { (limit * wanted / all).max(least) } else { equal };
+    wanted.iter().map(part).map(Rate::from_bytes_per_second).collect()
+}
+
 /// As many passes as disks, or the adapter is mistaken.
 pub(super) fn begin_passes(
     vm: &mut dyn SourceVm,
@@ -258,4 +320,50 @@ pub(super) fn begin_passes(
     }
     let passes = vm.begin_disk_round().map_err(EngineError::Vm)?;
     if passes.len() == disks { Ok(passes) } else { Err(EngineError::Panicked("main")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: f64 = 1024.0 * 1024.0;
+
+    /// In MiB a second.
+    fn divide(limit: f64, written: &[(f64, Option<f64>)]) -> Vec<f64> {
+        let rate = |mib: f64| Rate::from_bytes_per_second(mib * MIB);
+        let written: Vec<_> = written.iter().map(|(w, limit)| (rate(*w), limit.map(rate))).collect();
+        divided(rate(limit), &written).iter().map(|rate| rate.bytes_per_second() / MIB).collect()
+    }
+
+    #[test]
+    fn each_of_seven_disks_is_held_to_less_than_it_wrote_from_the_first_limit_on() {
+        // Regression: each was given the limit of all, 49 MiB/s, which none of them reached.
+        assert_eq!(divide(49.0, &[(10.0, None); 7]), [7.0; 7]);
+    }
+
+    #[test]
+    fn a_disk_gets_by_what_it_writes_and_never_nothing() {
+        assert_eq!(divide(40.0, &[(60.0, None), (20.0, None), (0.0, None)]), [30.0, 10.0, 1.0]);
+        assert_eq!(divide(30.0, &[(0.0, None), (0.0, None)]), [15.0, 15.0]);
+        assert_eq!(divide(0.5, &[(3.0, None), (0.0, None)]), [0.5, 0.25], "a limit given may be low");
+    }
+
+    #[test]
+    fn a_disk_that_is_held_to_its_limit_gets_more_of_the_next() {
+        let limits = divide(30.0, &[(10.0, Some(10.0)), (15.0, Some(20.0))]);
+        assert_eq!(limits, [15.0, 15.0]);
+    }
+
+    #[test]
+    fn limits_are_handed_on_only_when_they_change() {
+        let disk = |name: &str| Disk { name: name.to_owned(), size: ByteCount(1 << 30) };
+        let mut disks = Disks::new(vec![disk("a"), disk("b")]);
+        disks.list[0].written = ByteCount(10 << 20);
+        let (second, limit) = (Duration::from_secs(1), Some("7MiB/s".parse().unwrap()));
+        let first = disks.divide(limit, second).unwrap();
+        assert_eq!(first.iter().map(Rate::to_string).collect::<Vec<_>>(), ["7MiB/s", "1MiB/s"]);
+        assert_eq!(disks.divide(limit, second), None);
+        assert_eq!(disks.divide(None, second), Some(vec![]));
+        assert_eq!(disks.divide(None, second), None);
+    }
 }

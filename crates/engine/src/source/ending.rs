@@ -24,6 +24,7 @@ impl Source<'_> {
         self.measures.parts.drain = self.lap();
         self.sample_speed();
         (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
+        self.hold(Fault::HoldStopped)?;
         Ok(Some(Input::GuestStopped))
     }
 
@@ -141,7 +142,7 @@ impl Source<'_> {
         let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
         // The answer may be here already, behind what went wrong. Then the old connection must end: as long as it
         // stands, the destination waits there and takes no other.
-        while let Ok(event) = self.events.try_recv() {
+        while let Ok(event) = self.event(Duration::ZERO) {
             match event {
                 Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
                 Event::Peer { message: Ok(Message::Discarded | Message::Abort { .. }), .. } => {

@@ -18,30 +18,34 @@ pub enum Fault {
     LoseFarewell = 4,
     /// Take direct I/O for something that the tracker sees: what lands late is lost.
     TrustTracker = 5,
+    /// Keep the guest stopped for a while before its last pages are copied.
+    HoldStopped = 6,
+    /// Keep READY back for a while before COMMIT is sent.
+    HoldReady = 7,
     /// Kill this process when both machines are ready; the guest still runs.
-    KillAfterPrepare = 6,
+    KillAfterPrepare = 8,
     /// When the guest is stopped.
-    KillAfterStop = 7,
+    KillAfterStop = 9,
     /// When the last round has begun.
-    KillInLastRound = 8,
+    KillInLastRound = 10,
     /// When the machine was told to save its state.
-    KillAfterRelease = 9,
+    KillAfterRelease = 11,
     /// When the last round is on its way.
-    KillAfterLastRound = 10,
+    KillAfterLastRound = 12,
     /// When the digests were compared.
-    KillAfterDigests = 11,
+    KillAfterDigests = 13,
     /// When the device state was sent.
-    KillAfterState = 12,
+    KillAfterState = 14,
     /// When the destination is ready.
-    KillAfterReady = 13,
+    KillAfterReady = 15,
     /// When nobody may run the guest here any more, and COMMIT was not sent.
-    KillBeforeCommit = 14,
+    KillBeforeCommit = 16,
     /// When COMMIT was sent.
-    KillAfterCommit = 15,
+    KillAfterCommit = 17,
     /// When the destination was told that it was heard.
-    KillAfterFarewell = 16,
+    KillAfterFarewell = 18,
     /// Panic when the guest is stopped.
-    PanicAfterStop = 17,
+    PanicAfterStop = 19,
 }
 
 impl Fault {

@@ -25,7 +25,7 @@ mod thread_clock;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -35,14 +35,14 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, PageIndex, Rate};
-use godwit_wire::{BlockOffer, Greeting, Message, Offer, Role, SessionId};
+use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
+use godwit_wire::{BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, Role, SessionId};
 
 use crate::address::{Address, Stream};
 use crate::compression::{Codecs, Compression};
 use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
-use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
 use crate::steering::{Change, Own, Steering};
 use crate::vm::{SourceVm, VmError};
@@ -62,6 +62,9 @@ use state::StatePump;
 
 const PEER: &str = "destination";
 
+/// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests of 1 TiB are 256.
+const PEERS_LIMIT: usize = 256;
+
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in [`Steering`].
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -79,9 +82,12 @@ pub struct Options {
     pub fault: Option<Fault>,
 }
 
+/// Time for a test to do something in between.
+const HOLD: Duration = Duration::from_secs(4);
+
 /// What the threads report.
 enum Event {
-    /// The destination said something, or can no longer.
+    /// The destination said something, or can no longer. It took one of [`PEERS_LIMIT`] places.
     Peer { connection: u32, message: Result<Message, EngineError> },
     /// A channel has carried its part of a round, barrier included.
     Carried { round: u32, result: Result<Carried, EngineError> },
@@ -104,8 +110,9 @@ pub fn migrate(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Measures, Failure> {
     let (events_in, events) = mpsc::channel();
+    let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
     let started = Instant::now();
-    let (settings, Own { max_bandwidth, compression }) = steering.begin();
+    let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
     let disks = Disks::new(vm.disks());
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
@@ -121,13 +128,15 @@ pub fn migrate(
         started,
         events,
         events_in,
+        places,
+        places_in,
         session: new_session(),
         control: None,
         connection: 0,
         control_ended: Cell::new(false),
         channels: Vec::new(),
         counters: Arc::default(),
-        limiter: Arc::new(Limiter::new(max_bandwidth, all_channels)),
+        limiter: Arc::new(Limiter::new(max_bandwidth.map(TypedRate::rate), all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
@@ -145,6 +154,7 @@ pub fn migrate(
         first_writes: None,
         can_govern: false,
         disk_limit: None,
+        disk_time: Duration::ZERO,
         speed: Speed::default(),
         guest_speed: None,
         warning: None,
@@ -204,8 +214,12 @@ struct Source<'a> {
     steering: &'a Steering,
     progress: &'a mut dyn FnMut(&Progress),
     started: Instant,
+    /// What the threads report. All but the destination report once for each order, so only its messages are limited.
     events: Receiver<Event>,
     events_in: Sender<Event>,
+    /// Who reads the destination takes a place here for each message, and waits for one; who looks at it gives it back.
+    places: Receiver<()>,
+    places_in: SyncSender<()>,
     session: SessionId,
     control: Option<Arc<ControlWriter>>,
     /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
@@ -246,7 +260,10 @@ struct Source<'a> {
     first_writes: Option<f64>,
     /// Whether the policy may use a governor.
     can_govern: bool,
+    /// The limit of the guest's writes to all disks that move.
     disk_limit: Option<Rate>,
+    /// How long the round was in which it was last seen what the guest writes to them.
+    disk_time: Duration,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
@@ -328,7 +345,7 @@ impl Source<'_> {
         let broke = matches!(self.cause, Some((_, EngineError::Link { .. })));
         let until = Instant::now() + limits::WORDS;
         while broke && !self.commit_sent && !self.control_ended.get() && Instant::now() < until {
-            match self.events.recv_timeout(limits::TICK) {
+            match self.event(limits::TICK) {
                 Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
                     let words = EngineError::Aborted { peer: PEER, code, text };
                     self.cause = self.cause.take().map(|(phase, _)| (phase, words));
@@ -405,6 +422,11 @@ impl Source<'_> {
             return Err(EngineError::DirectIo);
         }
         self.direct_io &= self.options.fault != Some(Fault::TrustTracker);
+        let most =
+            [("RAM blocks", self.ram.len(), BLOCKS_LIMIT), ("disks to move", self.disks.len(), DISKS_LIMIT)];
+        if let Some((what, count, limit)) = most.into_iter().find(|(_, count, limit)| count > limit) {
+            return Err(EngineError::TooMany { what, count, limit });
+        }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
         let blocks = self.ram.iter();
@@ -438,18 +460,25 @@ impl Source<'_> {
     /// Makes `stream` the control connection, with a thread that reads it.
     fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
         let read = stream.try_clone().map_err(link_error(PEER))?;
-        match &self.control {
-            Some(control) => control.replace(stream)?,
+        let control = match self.control.take() {
+            Some(control) => {
+                control.replace(stream)?;
+                control
+            }
             None => {
                 let control = Arc::new(ControlWriter::new(stream, PEER)?);
                 self.aborter = Some(Aborter::start(Arc::clone(&control))?);
-                self.control = Some(control);
+                control
             }
-        }
+        };
+        self.control = Some(Arc::clone(&control));
+        say_alive(&control)?;
         self.connection += 1;
         self.control_ended.set(false);
-        let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event::Peer { connection, message }).is_ok())
+        let (events, places, connection) = (self.events_in.clone(), self.places_in.clone(), self.connection);
+        read_messages(read, PEER, move |message| {
+            places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok()
+        })
     }
 
     fn say(&self, message: &Message) -> Result<(), EngineError> {
@@ -459,12 +488,21 @@ impl Source<'_> {
         }
     }
 
+    /// The next event of any kind, within `limit`.
+    fn event(&self, limit: Duration) -> Result<Event, RecvTimeoutError> {
+        let event = self.events.recv_timeout(limit);
+        if matches!(event, Ok(Event::Peer { .. })) {
+            let _ = self.places.try_recv();
+        }
+        event
+    }
+
     /// The next event, within `limit`. Notices a cancellation, which an event may wait behind, before COMMIT.
     fn next_event(&self, limit: Duration) -> Result<Option<Event>, EngineError> {
         if self.steering.cancel().is_cancelled() && !self.commit_sent {
             return Err(EngineError::Cancelled);
         }
-        match self.events.recv_timeout(limit) {
+        match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
             Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
@@ -526,6 +564,17 @@ impl Source<'_> {
         }
     }
 
+    /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
+    fn hold(&self, fault: Fault) -> Result<(), EngineError> {
+        let until = Instant::now() + HOLD;
+        while self.options.fault == Some(fault) && Instant::now() < until {
+            if let Some(event) = self.next_event(limits::TICK)? {
+                return Err(Self::out_of_place(event));
+            }
+        }
+        Ok(())
+    }
+
     /// In states that only the destination can end: what it says next.
     fn await_peer(&mut self, state: State) -> Result<Input, EngineError> {
         let (what, limit) = match state {
@@ -549,6 +598,7 @@ impl Source<'_> {
         match input {
             Input::Accepted => self.take_codecs(accepted),
             Input::Ready if state == State::AwaitingReady => {
+                self.hold(Fault::HoldReady)?;
                 self.measures.parts.load = self.lap();
                 self.strike(Fault::KillAfterReady);
                 // Here, where a failure still leaves the guest ours, and not when COMMIT is sent.

@@ -253,7 +253,7 @@ impl Source<'_> {
                 None if self.channels.iter().any(|channel| channel.thread.is_finished())
                     || self.disks.any_ended() =>
                 {
-                    match self.events.try_recv() {
+                    match self.event(Duration::ZERO) {
                         Ok(event) => return Err(Self::out_of_place(event)),
                         Err(_) => return Err(EngineError::Panicked("channel")),
                     }
@@ -329,6 +329,7 @@ impl Source<'_> {
         } else {
             let disk = self.disks.end_round(self.vm, round.disk_sent).map_err(EngineError::Vm)?;
             (round.disk_remaining, round.disk_written) = (disk.remaining, disk.written);
+            self.disk_time = round.time;
             Some(disk)
         };
         let (decision, estimate) = self.policy.round(&Round {
@@ -410,12 +411,7 @@ impl Source<'_> {
             board.delay(plan.delayed.clone());
         }
         self.gate.set_share(plan.memory_share);
-        if plan.disk_limit != self.disk_limit {
-            match self.vm.limit_disks(plan.disk_limit) {
-                Ok(()) => self.disk_limit = plan.disk_limit,
-                Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
-            }
-        }
+        self.limit_disks(plan.disk_limit);
         if !self.vm.was_running() {
             return;
         }
@@ -433,6 +429,16 @@ impl Source<'_> {
                 self.warning = Some(format!("the guest cannot be throttled: {error}"));
                 let _ = self.policy.set("throttle", "off");
             }
+        }
+    }
+
+    /// Limits the guest's writes to the disks that move: by what it wrote to each of them lately,
+    /// so also anew when the limit of all stays what it was.
+    fn limit_disks(&mut self, limit: Option<Rate>) {
+        let Some(limits) = self.disks.divide(limit, self.disk_time) else { return };
+        match self.vm.limit_disks(&limits) {
+            Ok(()) => self.disk_limit = limit,
+            Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
         }
     }
 

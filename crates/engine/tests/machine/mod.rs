@@ -83,6 +83,8 @@ pub struct Source {
     pub guest: Option<JoinHandle<()>>,
     state: Option<UnixStream>,
     pub retired: bool,
+    /// How long its monitor does not answer when the guest is to stop.
+    pub monitor_hangs: Duration,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
     begun: bool,
@@ -111,6 +113,7 @@ impl Source {
             guest: None,
             state: None,
             retired: false,
+            monitor_hangs: Duration::ZERO,
             disks,
             begun: false,
             busy,
@@ -146,7 +149,7 @@ impl SourceVm for Source {
         Ok(())
     }
 
-    fn limit_disks(&mut self, _rate: Option<Rate>) -> Result<(), VmError> {
+    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
         Ok(())
     }
 
@@ -190,6 +193,7 @@ impl SourceVm for Source {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
+        std::thread::sleep(self.monitor_hangs);
         self.running.store(false, Ordering::Relaxed);
         self.guest.take().unwrap().join().unwrap();
         Ok(Instant::now())
@@ -261,6 +265,8 @@ pub struct Destination {
     pub images: Vec<Arc<Image>>,
     pub found: Arc<Mutex<Found>>,
     pub refuse_to_load: bool,
+    /// What happens while it loads.
+    pub while_loading: Box<dyn FnMut() + Send>,
 }
 
 struct Sink {
@@ -315,6 +321,7 @@ impl DestinationVm for Destination {
     }
 
     fn finish_load(&mut self) -> Result<(), VmError> {
+        (self.while_loading)();
         if self.refuse_to_load { Err("this state is not to my taste".into()) } else { Ok(()) }
     }
 

@@ -2,27 +2,40 @@
 //!
 //! [`migrate`] and [`receive`] look like the engine's own functions; the engine is in the VMM. What Ctrl-C is to the
 //! engine here, the end of the sending side is there.
+//!
+//! Invariant: a guest is called in doubt only where it may have been handed over. Whoever does not answer as a machine was
+//! asked for nothing, and a machine whose process ended before it told of the handover took its guest along.
 
-use std::io::{BufRead, BufReader, ErrorKind, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use godwit_engine::address::Address;
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
-use godwit_engine::report::{Measures, Progress};
+use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::source::Options;
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::messages::{Answer, Cost, DiskWish, MigrateRequest, Request, Status};
+use super::messages::{
+    Answer, Cost, DiskWish, MigrateRequest, MigrationLook, ReceiveRequest, Request, Status,
+};
 use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// The measures of a long migration, with all its rounds, are the longest line.
+const LONGEST_ANSWER: u64 = 64 << 20;
+/// Between the end of a socket and that of its process.
+const END_LIMIT: i64 = 5;
+/// A look at a migration that is older may not be the last one that there was.
+const FRESH: Duration = Duration::from_secs(2);
 
 /// Why a request came to nothing.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +56,10 @@ struct Connection {
     reader: BufReader<UnixStream>,
     text: Vec<u8>,
     cancelled: bool,
+    /// The process behind the socket.
+    process: Option<OwnedFd>,
+    /// Whoever is there is no machine.
+    stranger: bool,
 }
 
 impl Connection {
@@ -51,6 +68,8 @@ impl Connection {
         let open = || {
             let stream = UnixStream::connect(path)?;
             stream.set_read_timeout(Some(limits::TICK))?;
+            let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+            let process = pidfd_open(peer.pid, PidfdFlags::empty()).ok();
             let mut text = serde_json::to_string(request)?;
             text.push('\n');
             (&stream).write_all(text.as_bytes())?;
@@ -60,11 +79,21 @@ impl Connection {
                 stream,
                 text: Vec::new(),
                 cancelled: false,
+                process,
+                stranger: false,
             })
         };
         open().map_err(|error: std::io::Error| {
             problem(format!("cannot be reached: {error}; does the machine or the migration still run?"))
         })
+    }
+
+    /// Whether the process behind the socket has ended, or does so now.
+    fn has_ended(&self) -> bool {
+        let Some(process) = &self.process else { return false };
+        // A pidfd becomes readable when its process has ended (pidfd_open(2)).
+        let limit = Timespec { tv_sec: END_LIMIT, tv_nsec: 0 };
+        poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0)
     }
 
     fn problem(&self, problem: &str) -> MicrovmError {
@@ -73,14 +102,21 @@ impl Connection {
 
     /// The next answer. Tells the VMM when `cancel` is wished.
     fn next(&mut self, cancel: &Cancel, limit: Option<Duration>) -> Result<Answer, MicrovmError> {
-        let began = std::time::Instant::now();
+        let began = Instant::now();
         loop {
-            match self.reader.read_until(b'\n', &mut self.text) {
+            // A line has a limit, since whoever listens there may be anyone.
+            let rest = LONGEST_ANSWER.saturating_sub(self.text.len() as u64);
+            match (&mut self.reader).take(rest).read_until(b'\n', &mut self.text) {
+                Ok(_) if rest == 0 => return Err(self.problem("answers more than makes sense")),
                 Ok(_) if self.text.ends_with(b"\n") => {
-                    let answer = serde_json::from_slice(&self.text);
-                    self.text.clear();
-                    return answer
-                        .map_err(|error| self.problem(&format!("answers what is not understood: {error}")));
+                    let line = std::mem::take(&mut self.text);
+                    let unread = match serde_json::from_slice(&line) {
+                        Ok(answer) => return Ok(answer),
+                        Err(error) => format!("answers what is not understood: {error}"),
+                    };
+                    let what = stranger(&line);
+                    self.stranger = what.is_some();
+                    return Err(self.problem(what.unwrap_or(&unread)));
                 }
                 Ok(_) => return Err(self.problem("was closed before it answered; did the machine end?")),
                 Err(error)
@@ -97,6 +133,18 @@ impl Connection {
                 return Err(self.problem("does not answer"));
             }
         }
+    }
+}
+
+/// What is behind a socket that answers with `line`, if that is no machine.
+fn stranger(line: &[u8]) -> Option<&'static str> {
+    match serde_json::from_slice::<serde_json::Value>(line) {
+        Ok(value) if value.get("answer").is_some() => None,
+        // The greeting of QEMU's monitor (docs/interop/qmp-spec).
+        Ok(value) if value.get("QMP").is_some() => {
+            Some("is the QMP monitor of a QEMU, which was asked for nothing: write --vm qemu:PATH")
+        }
+        _ => Some("is no control socket of a microvm: give the path of its --control"),
     }
 }
 
@@ -141,14 +189,13 @@ pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured,
     }
 }
 
-/// The last look at the migration under way, if there was one, and its settings.
+/// The migration under way.
 ///
 /// # Errors
 /// When there is none.
-#[allow(clippy::type_complexity, reason = "the two parts of one answer")]
-pub fn migration(path: &Path) -> Result<(Option<Box<Progress>>, Vec<(String, String)>), MicrovmError> {
+pub fn migration(path: &Path) -> Result<MigrationLook, MicrovmError> {
     match ask(path, &Request::Progress)? {
-        Answer::Migration { progress, settings } => Ok((progress, settings)),
+        Answer::Migration(look) => Ok(look),
         _ => Err(other(path)),
     }
 }
@@ -161,10 +208,22 @@ pub fn command(path: &Path, request: &Request) -> Result<(), MicrovmError> {
     ask(path, request).map(drop)
 }
 
-/// What became of the VMM is not known: it went without a last word.
-fn lost(error: MicrovmError, survivor: Survivor) -> RequestError {
-    let cause = EngineError::Vm(error.into());
-    RequestError::Failed(Failure { phase: Phase::Handover, survivor, cause })
+/// The machine went without a last word: what became of its guest, which was last seen in `stage`, so long ago.
+fn lost(connection: &Connection, error: MicrovmError, stage: Option<Stage>, ago: Duration) -> RequestError {
+    if connection.stranger {
+        return RequestError::Refused(error);
+    }
+    let phase = match stage {
+        None => Phase::Setup,
+        Some(Stage::PreCopy) => Phase::PreCopy,
+        Some(Stage::StopAndCopy) => Phase::StopAndCopy,
+        Some(Stage::Handover) => Phase::Handover,
+    };
+    // That the handover begins is told before COMMIT is sent, and what was told can be read when the machine has gone; but
+    // a reader that was late may have missed it.
+    let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
+    let survivor = if kept { Survivor::Ended } else { Survivor::Unknown };
+    RequestError::Failed(Failure { phase, survivor, cause: EngineError::Vm(error.into()) })
 }
 
 /// Has the machine at `path` move its guest away, and the disks that `disks` wishes, as [`godwit_engine::source::migrate`] does.
@@ -179,12 +238,19 @@ pub fn migrate(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed(), disks));
+    let began = Instant::now();
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
+    let (mut stage, mut seen) = (None, Duration::ZERO);
     loop {
-        match connection.next(steering.cancel(), None).map_err(|error| lost(error, Survivor::Unknown))? {
+        let answer = connection.next(steering.cancel(), None);
+        let ago = began.elapsed().saturating_sub(seen);
+        match answer.map_err(|error| lost(&connection, error, stage, ago))? {
             Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
             Answer::Migrated { measures, cost } => return Ok((*measures, cost)),
-            Answer::Progress(look) => progress(&look),
+            Answer::Progress(look) => {
+                (stage, seen) = (Some(look.stage), look.elapsed);
+                progress(&look);
+            }
             answer => {
                 if let Some(failure) = answer.failure() {
                     return Err(RequestError::Failed(failure));
@@ -194,25 +260,28 @@ pub fn migrate(
     }
 }
 
-/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does, by the codecs that a compression
-/// of this name may come to. `listening` is told where it listens.
+/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does. `listening` is told where it
+/// listens.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
 pub fn receive(
     path: &Path,
-    listen: &Address,
-    wait: Option<Duration>,
-    codecs: &str,
+    request: ReceiveRequest,
     cancel: &Cancel,
     listening: &mut dyn FnMut(&str),
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
-    let wait_ms = wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
-    let request = Request::Receive { listen: listen.to_string(), wait_ms, codecs: Some(codecs.to_owned()) };
-    let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
+    let mut connection = Connection::open(path, &Request::Receive(request)).map_err(RequestError::Refused)?;
     loop {
-        match connection.next(cancel, None).map_err(|error| lost(error, Survivor::Source))? {
+        let answer = connection.next(cancel, None).map_err(|error| match connection.stranger {
+            true => RequestError::Refused(error),
+            false => {
+                let cause = EngineError::Vm(error.into());
+                RequestError::Failed(Failure { phase: Phase::Handover, survivor: Survivor::Source, cause })
+            }
+        });
+        match answer? {
             Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
             Answer::Listening { address } => listening(&address),
             Answer::Notice(line) => notice(&line.into()),

@@ -53,15 +53,22 @@ pub enum Request {
     /// End it; the guest stays.
     Cancel,
     /// Take a guest in.
-    Receive {
-        /// Where to listen.
-        listen: String,
-        /// How long to wait for a source, in milliseconds; none: for ever.
-        wait_ms: Option<u64>,
-        /// Codecs that are taken: auto for all, none, or one.
-        #[serde(default)]
-        codecs: Option<String>,
-    },
+    Receive(ReceiveRequest),
+}
+
+/// How to take a guest in; the engine's options.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ReceiveRequest {
+    /// Where to listen.
+    pub listen: String,
+    /// How long to wait for a source, in milliseconds; none: for ever.
+    pub wait_ms: Option<u64>,
+    /// Codecs that are taken: auto for all, none, or one.
+    #[serde(default)]
+    pub codecs: Option<String>,
+    /// Take a guest in that may come to use more memory than is left.
+    #[serde(default)]
+    pub overcommit: bool,
 }
 
 /// How to move the guest away; the engine's options.
@@ -171,8 +178,8 @@ pub enum Answer {
     Status(Status),
     /// A look at a migration in progress.
     Progress(Box<Progress>),
-    /// The migration that was asked about: its last look, if there was one, and its settings.
-    Migration { progress: Option<Box<Progress>>, settings: Vec<(String, String)> },
+    /// The migration that was asked about.
+    Migration(MigrationLook),
     /// What was seen of the guest.
     Measured(Measured),
     /// The guest has moved away.
@@ -194,6 +201,21 @@ pub enum Answer {
     },
     /// The migration failed.
     Failed { phase: PhaseName, survivor: SurvivorName, cancelled: bool, error: String },
+}
+
+/// A migration that is under way.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MigrationLook {
+    /// The machine, as it was named to `godwit migrate`; only that knows.
+    #[serde(default)]
+    pub vm: Option<String>,
+    /// Where its guest goes, if that is known yet.
+    #[serde(default)]
+    pub to: Option<String>,
+    /// The last look, if there was one.
+    pub progress: Option<Box<Progress>>,
+    /// The settings in force, by name.
+    pub settings: Vec<(String, String)>,
 }
 
 /// The machine.
@@ -278,7 +300,7 @@ names!(
 );
 names!(
     /// Where the guest is after a failure.
-    SurvivorName of Survivor: Source SourceStopped Unknown Destination
+    SurvivorName of Survivor: Source SourceStopped Unknown Destination Ended
 );
 
 fn micros(time: Duration) -> u64 {
@@ -372,8 +394,9 @@ mod tests {
         let line = r#"{"command":"status"}"#;
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
-        let receive = Request::Receive { listen: "[::1]:0".to_owned(), wait_ms: None, codecs: None };
-        assert_eq!(serde_json::from_str::<Request>(line).unwrap(), receive);
+        let listen = "[::1]:0".to_owned();
+        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, overcommit: false };
+        assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }
 

@@ -18,7 +18,7 @@ use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
-use super::messages::{Answer, Cost, MigrateRequest, Request, Status};
+use super::messages::{Answer, Cost, MigrateRequest, ReceiveRequest, Request, Status};
 use super::steer::{Socket, bind, steer};
 use crate::destination::MicrovmDestination;
 use crate::source::MicrovmSource;
@@ -124,8 +124,8 @@ impl Host {
                 Some(steering) => steer(steering, &request),
                 None => refused("its guest does not migrate".to_owned()),
             },
-            Ok(Request::Receive { listen, wait_ms, codecs }) => {
-                return self.receive(&listen, wait_ms, codecs.as_deref(), &line, reader);
+            Ok(Request::Receive(request)) => {
+                return self.receive(&request, &line, reader);
             }
             Err(error) => refused(format!("not understood: {error}")),
         };
@@ -274,15 +274,9 @@ impl Host {
         }
     }
 
-    fn receive(
-        &self,
-        listen: &str,
-        wait_ms: Option<u64>,
-        codecs: Option<&str>,
-        line: &Arc<Line>,
-        reader: impl BufRead + Send + 'static,
-    ) {
-        let codecs = match codecs.unwrap_or("auto").parse::<Compression>() {
+    fn receive(&self, request: &ReceiveRequest, line: &Arc<Line>, reader: impl BufRead + Send + 'static) {
+        let listen = &request.listen;
+        let codecs = match request.codecs.as_deref().unwrap_or("auto").parse::<Compression>() {
             Ok(compression) => compression.codecs(),
             Err(error) => return line.say(&refused(format!("\"codecs\": {error}"))),
         };
@@ -310,8 +304,9 @@ impl Host {
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
         let options = destination::Options {
-            wait: wait_ms.map(Duration::from_millis),
+            wait: request.wait_ms.map(Duration::from_millis),
             codecs,
+            overcommit: request.overcommit,
             ..destination::Options::default()
         };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use godwit_engine::steering::Steering;
 
-use super::messages::{Answer, Request};
+use super::messages::{Answer, MigrationLook, Request};
 use crate::MicrovmError;
 
 /// Does to the migration of `steering` what `request` asks; other requests than those about a migration are refused.
@@ -15,8 +15,12 @@ pub fn steer(steering: &Steering, request: &Request) -> Answer {
     let result = match request {
         Request::Progress => {
             let settings = steering.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
-            let progress = steering.progress().map(Box::new);
-            return Answer::Migration { progress, settings: settings.collect() };
+            return Answer::Migration(MigrationLook {
+                vm: None,
+                to: steering.to().map(|to| to.to_string()),
+                progress: steering.progress().map(Box::new),
+                settings: settings.collect(),
+            });
         }
         Request::Set { settings } => steering.set(settings),
         Request::SwitchOver { force } => steering.switch_over(*force),

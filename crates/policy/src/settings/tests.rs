@@ -63,6 +63,12 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ("max-throttle=100", "max-throttle=100 is not possible: use a whole number from 0 to 99"),
         ("delay-hot-percent=-1", "delay-hot-percent=-1 is not possible: use a whole number from 0 to 90"),
         ("memory-share=1025", "memory-share=1025 is not possible: use a whole number from 0 to 1024"),
+        (
+            "disk-limit=1G",
+            "disk-limit=1G is not possible: '1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
+        ),
+        ("patience=5m", "patience=5m is not possible: '5m' is ambiguous: write 5min or 5ms"),
+        ("downtime-limit=300", "downtime-limit=300 is not possible: '300' is ambiguous: write 300ms or 300s"),
         ("disk-limit=0", "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off"),
         (
             "throttle=hard",

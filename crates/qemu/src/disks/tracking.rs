@@ -306,7 +306,7 @@ fn read_bitmap(client: &mut Client, disk: &Tracked) -> Result<DirtyBitmap, QemuE
     }
 }
 
-/// What the guest has written to all of `found` since QEMU opened them.
-pub(crate) fn written(qmp: &mut Qmp, found: &[Found]) -> Result<ByteCount, QmpError> {
-    Ok(writes_so_far(qmp, found)?.iter().map(|writes| writes.bytes).sum())
+/// What the guest has written to each of `found` since QEMU opened it.
+pub(crate) fn written(qmp: &mut Qmp, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
+    Ok(writes_so_far(qmp, found)?.iter().map(|writes| writes.bytes).collect())
 }

@@ -19,6 +19,7 @@ use crate::disks;
 use crate::machine::Machine;
 use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
+use crate::source::Limits;
 use crate::way_back;
 
 /// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come back.
@@ -135,7 +136,7 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
             true
         }
         Stage::Starting => {
-            way_back::run(&mut machine)?;
+            way_back::run(&mut machine, Limits::default().resume)?;
             // The guest runs; that the network learns of it a little later is no reason to stop.
             let _ = destination::announce(&mut machine.qmp);
             false
@@ -186,7 +187,7 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
     let until = Instant::now() + PATIENCE;
     let mut told = false;
     loop {
-        match way_back::run_again(machine, was_running, PATIENCE) {
+        match way_back::run_again(machine, was_running, Limits::default()) {
             Ok(()) => return Ok(false),
             Err(QemuError::Qmp(QmpError::Closed { .. })) => return Ok(true),
             Err(error) if Instant::now() >= until => return Err(error),

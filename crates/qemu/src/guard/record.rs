@@ -273,7 +273,8 @@ mod tests {
             "capabilities": [{ "capability": "events", "state": false }],
             "parameters": { "downtime-limit": 300 },
         }));
-        let limits = DiskLimits::from_json(&json!({ "before": [{ "id": "d" }], "ours": [{ "id": "d" }] }));
+        let limits =
+            DiskLimits::from_json(&json!({ "before": [{ "node": "n", "call": { "id": "d" } }], "ours": [] }));
         let limits = limits.unwrap();
         Left { settings, limits, disks: true, ..Left::at(Stage::HandingOver, true) }
     }

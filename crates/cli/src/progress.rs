@@ -1,0 +1,193 @@
+//! A migration in progress as a table that grows by a row a round, and whose last row is rewritten in between.
+//!
+//! Columns have fixed widths, so that nothing jumps while it is rewritten. At 80 columns there is room for what matters
+//! most; wider terminals show more.
+
+use godwit_engine::report::{Progress, Stage};
+use godwit_units::{ByteCount, Rate, format_duration};
+
+use crate::layout::{Column, fitting};
+
+/// A column, how wide it is, and what it shows.
+struct Shown {
+    column: Column<'static>,
+    width: usize,
+    cell: fn(&Progress) -> String,
+}
+
+const GAP: usize = 2;
+
+const COLUMNS: [Shown; 14] = [
+    shown(Column::number("time", 0), 6, |now| format_duration(now.elapsed)),
+    shown(Column::words("stage", 1), 9, stage),
+    shown(Column::number("sent", 8), 7, |now| now.sent.to_string()),
+    shown(Column::number("left", 2), 7, |now| now.remaining.to_string()),
+    shown(Column::number("disk left", 3), 9, disks_left),
+    shown(Column::number("dirtied", 6), 9, |now| known(now.dirty_rate, |rate| rate.to_string())),
+    shown(Column::number("link", 5), 9, |now| known(now.bandwidth, |rate| rate.to_string())),
+    shown(Column::number("downtime", 4), 8, |now| known(now.expected_downtime, format_duration)),
+    shown(Column::number("slowed", 7), 8, slowed),
+    shown(Column::number("speed", 10), 5, |now| {
+        known(now.guest_speed, |speed| format!("{:.0} %", speed * 100.0))
+    }),
+    shown(Column::number("to go", 9), 7, |now| {
+        known(now.remaining_time.as_ref(), |time| format_duration(time.mid))
+    }),
+    shown(Column::number("in bits", 11), 8, |now| known(now.bandwidth, Rate::in_bits)),
+    shown(Column::number("writes", 12), 9, |now| known(now.first_writes, |rate| format!("{rate:.0}/s"))),
+    shown(Column::number("disk limit", 13), 10, |now| known(now.disk_limit, |rate| rate.to_string())),
+];
+
+const fn shown(column: Column<'static>, width: usize, cell: fn(&Progress) -> String) -> Shown {
+    Shown { column, width, cell }
+}
+
+/// What it is, or a dash as long as nobody knows.
+fn known<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
+    value.map_or_else(|| "-".to_owned(), show)
+}
+
+fn stage(now: &Progress) -> String {
+    match now.stage {
+        Stage::PreCopy => format!("round {}", now.round),
+        Stage::StopAndCopy => "stopped".to_owned(),
+        Stage::Handover => "handover".to_owned(),
+    }
+}
+
+fn disks_left(now: &Progress) -> String {
+    now.disks.iter().map(|disk| disk.remaining).sum::<ByteCount>().to_string()
+}
+
+fn slowed(now: &Progress) -> String {
+    match now.first_writes {
+        Some(_) if now.throttle == 0.0 => "governed".to_owned(),
+        _ if now.throttle > 0.0 => format!("{:.0} %", now.throttle * 100.0),
+        _ => "-".to_owned(),
+    }
+}
+
+/// The table of one migration.
+#[derive(Debug)]
+pub(crate) struct Table {
+    width: usize,
+    disks: bool,
+}
+
+impl Table {
+    /// For lines of at most `width` columns.
+    pub(crate) fn new(width: usize, disks: bool) -> Self {
+        Self { width, disks }
+    }
+
+    /// Whether it was made for this.
+    pub(crate) fn fits(&self, width: usize, disks: bool) -> bool {
+        self.width == width && self.disks == disks
+    }
+
+    /// The headings.
+    pub(crate) fn head(&self) -> String {
+        let heads: Vec<String> = COLUMNS.iter().map(|shown| shown.column.head.to_owned()).collect();
+        self.line(&heads)
+    }
+
+    /// The row for `now`.
+    pub(crate) fn row(&self, now: &Progress) -> String {
+        let cells: Vec<String> = COLUMNS.iter().map(|shown| (shown.cell)(now)).collect();
+        self.line(&cells)
+    }
+
+    /// One line. A value that is wider than its column takes the room of the least important ones.
+    fn line(&self, cells: &[String]) -> String {
+        let in_use: Vec<usize> = (0..COLUMNS.len())
+            .filter(|&i| self.disks || !COLUMNS[i].column.head.starts_with("disk"))
+            .collect();
+        let columns: Vec<Column<'_>> = in_use.iter().map(|&i| COLUMNS[i].column).collect();
+        let nominal: Vec<usize> = in_use.iter().map(|&i| COLUMNS[i].width).collect();
+        let widths: Vec<usize> =
+            in_use.iter().zip(&nominal).map(|(&i, width)| cells[i].chars().count().max(*width)).collect();
+        // Columns that do not fit with their usual widths are in no line at all, so that lines stay alike.
+        let usual = fitting(&columns, &nominal, GAP, self.width);
+        let now: Vec<usize> = (0..columns.len()).filter(|&i| usual[i]).collect();
+        let chosen = |list: &[usize]| -> Vec<usize> { now.iter().map(|&i| list[i]).collect() };
+        let columns: Vec<Column<'_>> = now.iter().map(|&i| columns[i]).collect();
+        let (in_use, widths) = (chosen(&in_use), chosen(&widths));
+        let fit = fitting(&columns, &widths, GAP, self.width);
+        let text: Vec<String> = (0..columns.len())
+            .filter(|&i| fit[i])
+            .map(|i| columns[i].cell(&cells[in_use[i]], widths[i]))
+            .collect();
+        text.join(&" ".repeat(GAP)).trim_end().to_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use godwit_engine::report::{DiskProgress, RemainingTime};
+
+    use super::*;
+
+    /// The longest that anything can come to.
+    fn extreme(disks: bool) -> Progress {
+        let time = Duration::from_secs(35 * 60 + 54);
+        let bytes = ByteCount(1023 << 40);
+        let rate = Rate::from_bytes_per_second(1023.0 * f64::from(1 << 30));
+        Progress {
+            elapsed: time,
+            stage: Stage::PreCopy,
+            round: 4_000_000,
+            round_ended: false,
+            sent: bytes,
+            remaining: bytes,
+            dirty_rate: Some(rate),
+            bandwidth: Some(rate),
+            expected_downtime: Some(time),
+            remaining_time: Some(RemainingTime { low: time, mid: time, high: time }),
+            throttle: 0.999,
+            first_writes: Some(12_345_678.0),
+            guest_speed: Some(1.0),
+            delayed_segments: 4096,
+            disks: if disks { vec![disk(bytes); 3] } else { Vec::new() },
+            memory_share: 1024,
+            disk_limit: Some(rate),
+            advice: Some("advice".to_owned()),
+            warning: Some("warning".to_owned()),
+        }
+    }
+
+    fn disk(bytes: ByteCount) -> DiskProgress {
+        DiskProgress { name: "disk0".to_owned(), size: bytes, sent: bytes, remaining: bytes, full_pass: true }
+    }
+
+    #[test]
+    fn rows_fit_whatever_the_values() {
+        for width in [20, 40, 79, 80, 100, 120, 160] {
+            for disks in [false, true] {
+                let table = Table::new(width, disks);
+                let usual = Progress { round: 3, throttle: 0.0, ..extreme(disks) };
+                for line in [table.head(), table.row(&extreme(disks)), table.row(&usual)] {
+                    assert!(line.chars().count() <= width, "{width}: {line:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_narrow_table_has_what_matters_and_the_wide_one_more() {
+        let narrow = |disks| Table::new(79, disks).head();
+        let words = |line: String| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        assert_eq!(words(narrow(false)), "time stage sent left dirtied link downtime slowed");
+        assert_eq!(words(narrow(true)), "time stage left disk left dirtied link downtime slowed");
+        assert!(
+            words(Table::new(160, true).head()).ends_with("slowed speed to go in bits writes disk limit")
+        );
+        let row = Table::new(79, false).row(&Progress { round: 3, ..extreme(false) });
+        assert_eq!(words(row), "35.9min round 3 1023TiB 1023TiB 1023GiB/s 1023GiB/s 35.9min 100 %");
+        let governed = Progress { throttle: 0.0, ..extreme(false) };
+        assert!(Table::new(79, false).row(&governed).ends_with("governed"));
+        let early = Progress { dirty_rate: None, bandwidth: None, expected_downtime: None, ..governed };
+        assert!(words(Table::new(79, false).row(&early)).ends_with("- - - governed"));
+    }
+}
