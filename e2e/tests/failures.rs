@@ -1,12 +1,15 @@
 //! Migrations that fail on the way: the guest survives them, and the next attempt succeeds.
 
+use std::io::BufRead;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched, oldest};
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{GuestConfig, Movable, SlowLink, TestVm, VmConfig, flavours_for, skip};
+use godwit_units::Rate;
 use godwit_verify::settings::Mode;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Slow enough that a pre-copy of the small guest lasts for seconds.
 const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
@@ -160,6 +163,101 @@ fn a_destination_that_hangs() -> anyhow::Result<()> {
     let migrate = migrate.wait(LIMIT)?;
     ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
     check_untouched(&mut pair.source)
+}
+
+#[test]
+fn a_cable_that_is_pulled_is_noticed_by_both() -> anyhow::Result<()> {
+    // Mutation: no signs of life, no keep-alive, no user timeout. No packet says that the other side is gone.
+    let test = "a_cable_that_is_pulled_is_noticed_by_both";
+    let Some(mut pair) = pair(test)? else { return Ok(()) };
+    let link = match SlowLink::create(Rate::from_bytes_per_second(f64::from(100 << 20))) {
+        Ok(link) => link,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    let (receive, address) = pair.godwit.receive_over(&link, &pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    link.lose()?;
+
+    let since = Instant::now();
+    let migrate = migrate.wait(LIMIT)?;
+    let noticed = since.elapsed();
+    ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
+    assert_eq!(migrate.last()["guest"], "source");
+    let receive = receive.wait(LIMIT)?;
+    ensure!(receive.status.code() == Some(1), "{}: {}", receive.status, receive.errors);
+    // A write that is stuck is given up after 20 s, a read never.
+    ensure!(noticed.as_secs() < 16 && since.elapsed().as_secs() < 18, "{noticed:?}, {:?}", since.elapsed());
+    check_untouched(&mut pair.source)?;
+    second_attempt(&mut pair)
+}
+
+/// Sees a line of `stream`, and then goes away.
+fn one_line(stream: impl std::io::Read) -> anyhow::Result<String> {
+    let mut line = String::new();
+    std::io::BufReader::with_capacity(1, stream).read_line(&mut line)?;
+    Ok(line)
+}
+
+#[test]
+fn nobody_reads_what_they_say() -> anyhow::Result<()> {
+    // A terminal that is closed, a pager that ends: in the middle of it, and at the handover. Mutation: a macro that
+    // panics then.
+    let test = "nobody_reads_what_they_say";
+    for fault in [None, Some("cut-after-commit"), Some("lose-commit")] {
+        let Some(mut pair) = pair(test)? else { return Ok(()) };
+        let socket = std::env::temp_dir().join(format!("godwit-{test}-{}", std::process::id()));
+        let address = format!("unix:{}", socket.display());
+        let start = |arguments: &[&str]| {
+            let mut command = Command::new(pair.godwit.program());
+            command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            command.spawn()
+        };
+        let mut receive = start(&["receive", "--vm", &pair.destination.vm_name(), "--listen", &address])?;
+        let said = one_line(receive.stderr.take().context("no standard error")?)?;
+        ensure!(said.starts_with("listening on unix:"), "{said}");
+        drop(receive.stdout.take());
+
+        let vm = pair.source.vm_name();
+        let fault: Vec<&str> = fault.iter().flat_map(|fault| ["--fault", fault]).collect();
+        let mut migrate = start(&[&["migrate", "--vm", &vm, "--to", &address], SLOW, &fault[..]].concat())?;
+        one_line(migrate.stderr.take().context("no standard error")?)?;
+        drop(migrate.stdout.take());
+
+        ensure!(migrate.wait()?.success() && receive.wait()?.success(), "fault {fault:?}");
+        ensure!(pair.destination.status()? == "running");
+        pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn under_nohup_the_end_of_a_session_is_ignored() -> anyhow::Result<()> {
+    // Mutation: a handler is installed for a signal that was to be ignored.
+    let Some(mut pair) = pair("under_nohup_the_end_of_a_session_is_ignored")? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let program = pair.godwit.program().display().to_string();
+    let vm = pair.source.vm_name();
+    let mut migrate = Command::new("sh")
+        .args(["-c", "trap '' HUP INT; exec \"$@\"", "sh"])
+        .args([&program, "migrate", "--vm", &vm, "--to", &address])
+        .args(SLOW)
+        .stdin(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    one_line(migrate.stderr.take().context("no standard error")?)?;
+    let pid = Pid::from_child(&migrate);
+    for signal in [Signal::HUP, Signal::INT] {
+        kill_process(pid, signal)?;
+    }
+    ensure!(migrate.wait()?.success(), "a signal that is ignored has ended it");
+    ensure!(receive.wait(LIMIT)?.status.success());
+    ensure!(pair.destination.status()? == "running");
+    Ok(())
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! `godwit plan`: it tells what would be, and leaves the guest as it was.
 
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::ensure;
@@ -27,6 +28,14 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     ensure!(finishes(1, 1) == true, "over a fast link it does: {answer}");
     let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
     ensure!(seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64());
+
+    // As `| head -1` does it, before anything is written.
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let mut unread = Command::new(godwit.program());
+    unread.args(["plan", "--vm", &name, "--for", "200ms"]).stdout(writer).stderr(Stdio::null());
+    let status = unread.status()?;
+    ensure!(status.success(), "nobody reads the plan: {status}");
 
     let wrong = godwit.run(&["plan", "--vm", &name, "--for", "1ms"])?;
     ensure!(wrong.status.code() == Some(2), "{}", wrong.status);

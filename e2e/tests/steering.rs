@@ -2,8 +2,9 @@
 //! cancelled. With QEMU and with microvms.
 
 use std::process::Output;
+use std::time::Duration;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
 use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, flavours_for};
 use godwit_verify::settings::Mode;
@@ -146,6 +147,46 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         machines.check_moved(&migrate)?;
         ensure!(receive.wait(LIMIT)?.status.success());
         machines.refused(&[&["set"], &of[..], &["patience=5s"]].concat(), "cannot be reached")?;
+    }
+    Ok(())
+}
+
+/// Bytes a second that are sent from now on, over `time`.
+fn rate(migrate: &Running, time: Duration) -> anyhow::Result<f64> {
+    let look = || {
+        let lines = migrate.lines();
+        let line = lines.last().context("no progress")?.clone();
+        let number = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
+        Ok::<_, anyhow::Error>((number("sent_bytes")?, number("elapsed_ms")?))
+    };
+    let (sent_before, then) = look()?;
+    std::thread::sleep(time);
+    let (sent, now) = look()?;
+    Ok((sent - sent_before) / (now - then) * 1e3)
+}
+
+#[test]
+fn a_bandwidth_that_is_set_while_it_runs_is_kept_to() -> anyhow::Result<()> {
+    // Mutation: `godwit set max-bandwidth` is taken, shown, and changes nothing.
+    for mut machines in machines("a_bandwidth_that_is_set_while_it_runs_is_kept_to")? {
+        let name = name("bandwidth");
+        let (migrate, receive) = machines.start(&name, ENDLESS)?;
+        let time = Duration::from_secs(2);
+        let mut seen = Vec::new();
+        for (limit, mib) in [("20MiB/s", 20.0), ("5MiB/s", 5.0), ("40MiB/s", 40.0)] {
+            machines.done(&["set", "--migration", &name, &format!("max-bandwidth={limit}")])?;
+            // What was let through under the old one passes first.
+            std::thread::sleep(Duration::from_secs(1));
+            seen.push((mib, rate(&migrate, time)? / f64::from(1 << 20)));
+        }
+        // A round that ends lets the link idle for a moment; the limit itself is never passed by much.
+        for (limit, rate) in &seen {
+            ensure!(*rate > limit * 0.4 && *rate < limit * 1.3, "MiB/s set and sent: {seen:?}");
+        }
+        machines.done(&["cancel", "--migration", &name])?;
+        ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+        receive.wait(LIMIT)?;
+        machines.check_untouched()?;
     }
     Ok(())
 }

@@ -90,6 +90,9 @@ pub enum EngineError {
         /// The most that can be.
         limit: usize,
     },
+    /// The kernel has no random numbers for this process.
+    #[error("no random numbers from the kernel ({0}): let whatever filters system calls allow getrandom(2)")]
+    Random(#[source] io::Error),
     /// The VMs do not fit together.
     #[error("{0}")]
     Layout(String),

@@ -223,3 +223,39 @@ pub(crate) fn barrier(round: u32) -> [u8; HEADER_LEN] {
     godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, round.into());
     frame
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use godwit_units::PageRun;
+    use godwit_wire::{Content, PageFrameBuilder};
+
+    use super::*;
+
+    /// What a reader makes of `frame` with one bit of byte `at` flipped.
+    fn read_damaged(mut frame: Vec<u8>, at: usize) -> Result<(), EngineError> {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        frame[at] ^= 1;
+        ours.write_all(&frame).unwrap();
+        FrameReader::new(Stream::Unix(theirs), "source").frame().map(drop)
+    }
+
+    #[test]
+    fn no_frame_is_handed_on_that_was_damaged_on_the_way() {
+        // Mutation: `header.verify` is left out.
+        let mut builder = PageFrameBuilder::new();
+        let fill = |bytes: &mut [u8]| {
+            bytes.fill(7);
+            Ok::<(), ()>(())
+        };
+        builder.add(PageRun::new(1, 1), fill, |_, _| Some(Content::Data)).unwrap();
+        let pages = builder.finish(0).to_vec();
+        let state = Message::DeviceState(vec![7; 100]).encode();
+        // A byte of a page, of device state, and of the number of a round.
+        for (frame, at) in [(pages, HEADER_LEN + 9), (state, HEADER_LEN + 9), (barrier(3).to_vec(), 8)] {
+            let error = read_damaged(frame, at).unwrap_err();
+            assert!(matches!(error, EngineError::Wire { source: WireError::Checksum { .. }, .. }), "{error}");
+        }
+    }
+}

@@ -48,6 +48,7 @@ impl Pair {
             found: Arc::clone(&self.found),
             refuse_to_load: false,
             while_loading: Box::new(|| {}),
+            while_starting: Box::new(|| {}),
         };
         run(&mut self.source, destination, &options(channels, false), self.faults, steering)
     }
@@ -200,6 +201,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         found: Arc::clone(&pair.found),
         refuse_to_load: false,
         while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
     };
     let steering = steering(|settings| settings.memory_share = Some(1024));
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);

@@ -5,21 +5,25 @@
 
 mod machine;
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_codec::Codec;
+use godwit_engine::address::Listener;
 use godwit_engine::compression::Compression;
-use godwit_engine::destination;
-use godwit_engine::source::Options;
+use godwit_engine::destination::{self, Notice};
+use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
+use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
 
-use machine::{Destination, Found, SIZES, STATE, Source, blocks, options, run};
+use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, blocks, options, run};
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Survivor>, Source, Found) {
@@ -59,6 +63,7 @@ fn move_from(
         found: Arc::clone(&found),
         refuse_to_load,
         while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
     };
     let result = run(&mut source, destination, options, *faults, steering);
     let found = std::mem::take(&mut *found.lock().unwrap());
@@ -204,6 +209,7 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
         found: Arc::clone(&found),
         refuse_to_load: false,
         while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
     };
     let result =
         run(&mut source, destination, &options(2, false), destination::Faults::default(), &some_rounds());
@@ -216,4 +222,103 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
     assert!(text.contains(&format!("mount -o remount,size=29M {mount}")), "{text}");
     assert!(source.running.load(Ordering::Relaxed));
     assert_eq!(allocated, 0, "looking allocates nothing");
+}
+
+#[test]
+fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
+    // Mutation: Ctrl-C is heard behind COMMIT. It must neither call a migration back that has come to its end nor
+    // leave it in doubt.
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let (here, there) = (Cancel::default(), Cancel::default());
+    let (wish_here, wish_there) = (here.clone(), there.clone());
+    let mut destination = Destination {
+        ram: blocks(),
+        source_ram: source.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::default(),
+        refuse_to_load: false,
+        while_loading: Box::new(|| {}),
+        while_starting: Box::new(move || {
+            wish_here.cancel();
+            wish_there.cancel();
+            // Long enough for both to look.
+            std::thread::sleep(Duration::from_millis(500));
+        }),
+    };
+    let receiving = std::thread::spawn(move || {
+        let options = destination::Options::default();
+        let mut lost = false;
+        let mut notice =
+            |notice: &Notice| lost |= matches!(notice, Notice::AwaitingSource { .. } | Notice::Refused(_));
+        let received = destination::receive(&mut destination, &listener, &options, &there, &mut notice);
+        (received.map(drop), lost)
+    });
+    let settings = Settings { downtime_limit: Duration::from_secs(10), ..Settings::default() };
+    let steering = Steering::new(settings, Own::default(), here.clone());
+    let options = Options { to, ..options(2, false) };
+    let result = migrate(&mut source, &options, &steering, &mut |_| {}).map(drop);
+    let (received, lost) = receiving.join().unwrap();
+    assert!(here.is_cancelled());
+    // A source in doubt drops the connection and asks over another one.
+    assert!(!lost, "it was in doubt for a while");
+    assert!(result.is_ok(), "{result:?}");
+    assert!(received.is_ok(), "{received:?}");
+    assert!(source.retired && !source.running.load(Ordering::Relaxed));
+}
+
+#[test]
+fn more_disks_than_the_protocol_can_name_are_refused_before_anything_begins() {
+    // Mutation: the check is left out, and the encoder panics.
+    let disks = (0..65).map(|n| Arc::new(SourceDisk::new(&format!("vd{n}"), 1 << 20))).collect();
+    let mut source = Source::start(Duration::from_secs(60), disks);
+    // Nobody listens there, which would be found next.
+    let options = Options { to: "127.0.0.1:1".parse().unwrap(), ..options(2, false) };
+    let failure = migrate(&mut source, &options, &some_rounds(), &mut |_| {}).unwrap_err();
+    let text = failure.to_string();
+    assert!(text.starts_with("the VM has 65 disks to move, and a migration takes 64 at the most"), "{text}");
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(source.running.load(Ordering::Relaxed));
+}
+
+/// As one message of the destination, the largest that it may send.
+fn digests() -> Vec<u8> {
+    Message::Digests { block: 0, first: 0, digests: vec![0; DIGESTS_PER_MESSAGE] }.encode()
+}
+
+#[test]
+fn a_destination_that_talks_without_end_is_held_back() {
+    // Mutation: the source reads whatever comes into a queue without a limit.
+    let path = std::env::temp_dir().join(format!("godwit-talker-{}", std::process::id()));
+    let listener = UnixListener::bind(&path).unwrap();
+    let to = format!("unix:{}", path.display()).parse().unwrap();
+    let talking = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut greeting = [0; GREETING_LEN];
+        stream.read_exact(&mut greeting).unwrap();
+        stream.write_all(&greeting).unwrap();
+        stream.write_all(&Message::Accept { codecs: 0 }.encode()).unwrap();
+        // The source is busy, and nobody looks at what this says.
+        stream.set_write_timeout(Some(Duration::from_millis(700))).unwrap();
+        let (digests, mut said) = (digests(), 0);
+        while let Ok(count @ 1..) = stream.write(&digests) {
+            said += count;
+        }
+        (said, listener)
+    });
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    source.slow_start = Duration::from_secs(3);
+    let began = Instant::now();
+    let options = Options { to, ..options(1, false) };
+    let failure = migrate(&mut source, &options, &some_rounds(), &mut |_| {}).unwrap_err();
+    let (said, _listener) = talking.join().unwrap();
+    let _ = std::fs::remove_file(&path);
+    // 256 messages of 64 KiB, and what the kernel holds.
+    assert!((1 << 20..24 << 20).contains(&said), "{said} bytes were taken");
+    assert!(failure.to_string().contains("the destination broke the protocol"), "{failure}");
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(source.running.load(Ordering::Relaxed));
+    assert!(began.elapsed() < Duration::from_secs(15), "it ended after {:?}", began.elapsed());
 }

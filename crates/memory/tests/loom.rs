@@ -38,6 +38,29 @@ fn readers_see_whole_states_in_order() {
     });
 }
 
+/// The cause that this is named for: a reader on its way to a cell finds in it the state after the next, which is not
+/// announced yet, and then goes back to the one that is. It takes three states after the first.
+#[test]
+fn a_reader_never_goes_back() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(|| {
+        let mut publisher = Publisher::new(Halves(0, 0));
+        let mut reader = publisher.reader();
+        let watching = thread::spawn(move || {
+            let mut before = 0;
+            for _ in 0..2 {
+                reader.refresh();
+                let Halves(a, b) = **reader.state();
+                assert!(a == b && a >= before, "{a} after {before}");
+                before = a;
+            }
+        });
+        (1..=3).for_each(|number| publisher.publish(Halves(number, number)));
+        watching.join().unwrap();
+    });
+}
+
 /// Whoever learns that an update has returned sees it at the next look-up, even in the midst of the next one.
 #[test]
 fn an_update_that_has_returned_is_seen() {

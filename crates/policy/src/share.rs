@@ -168,6 +168,15 @@ mod tests {
         assert_eq!(shares, [0, 1, 512, 768, 1024]);
     }
 
+    /// A limit that goes on falling would end at nothing, and hold a guest's disks still.
+    #[test]
+    fn no_limit_is_below_a_mebibyte_a_second() {
+        let mut share = Share::default();
+        let mut limits = || share.round(&disk(false, 1 << 30), 1.0, 0.0, DiskLimit::Auto).1;
+        let last = (0..100).filter_map(|_| limits()).last().unwrap();
+        assert_eq!(last.bytes_per_second(), 1_048_576.0);
+    }
+
     #[test]
     fn writes_are_limited_further_with_each_round_that_does_not_shrink() {
         let mut share = Share::default();

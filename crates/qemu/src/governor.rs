@@ -4,19 +4,12 @@
 //! (Documentation/admin-guide/mm/userfaultfd.rst): CAP_SYS_PTRACE of QEMU, or vm.unprivileged_userfaultfd=1, or a descriptor
 //! of /dev/userfaultfd, which godwit opens and hands to QEMU.
 
-use std::fs::File;
-use std::os::fd::{AsFd, RawFd};
-
 use godwit_memory::RamBlock;
 use godwit_track::{PagemapTracker, TrackError, Way};
-use serde_json::json;
 
-use crate::QemuError;
 use crate::machine::Machine;
+use crate::{QemuError, userfaultfd};
 
-const DEVICE: &str = "/dev/userfaultfd";
-/// The name under which QEMU keeps the device's descriptor for a moment.
-pub(crate) const FD_NAME: &str = "godwit-userfaultfd";
 /// CAP_SYS_PTRACE (linux/capability.h).
 const SYS_PTRACE: u64 = 1 << 19;
 
@@ -25,7 +18,8 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
     if ram.iter().any(RamBlock::has_huge_pages) {
         return Some(TrackError::GovernedHugePages.to_string());
     }
-    (!may_call(pid) && File::open(DEVICE).is_err()).then(|| TrackError::NoKernelFaults { pid }.to_string())
+    (!may_call(pid) && !userfaultfd::device_is_there())
+        .then(|| TrackError::NoKernelFaults { pid }.to_string())
 }
 
 /// Whether userfaultfd(2) in the process may handle faults of the kernel.
@@ -50,34 +44,8 @@ pub(crate) fn prepare(
     };
     match called {
         Err(refused @ TrackError::NoKernelFaults { .. }) => {
-            let Ok(device) = File::open(DEVICE) else { return Err(refused.into()) };
-            by_device(machine, tracker, vcpus, &device)
+            userfaultfd::by_device(machine, refused, |way| tracker.prepare_governor(way, vcpus))
         }
         called => Ok(called?),
     }
-}
-
-/// By a descriptor that QEMU holds for a moment.
-fn by_device(
-    machine: &mut Machine,
-    tracker: &PagemapTracker,
-    vcpus: &[i32],
-    device: &File,
-) -> Result<(), QemuError> {
-    machine.qmp.pass_fd(FD_NAME, device.as_fd())?;
-    let prepared = match number_in(machine.pid) {
-        Some(number) => tracker.prepare_governor(Way::Device(number), vcpus),
-        None => Err(TrackError::NoKernelFaults { pid: machine.pid }),
-    };
-    // Nothing of ours stays, whatever came of it.
-    machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }))?;
-    Ok(prepared?)
-}
-
-/// The number of the device's descriptor in process `pid`.
-fn number_in(pid: i32) -> Option<RawFd> {
-    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
-    let device =
-        |path: &std::path::Path| std::fs::read_link(path).is_ok_and(|to| to == std::path::Path::new(DEVICE));
-    entries.filter(|entry| device(&entry.path())).find_map(|entry| entry.file_name().to_str()?.parse().ok())
 }

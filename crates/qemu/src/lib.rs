@@ -21,6 +21,7 @@ pub mod qmp;
 mod run_directory;
 mod settings;
 mod source;
+mod userfaultfd;
 mod way_back;
 
 pub use destination::QemuDestination;
@@ -30,4 +31,4 @@ pub use machine::Reporting;
 pub use source::{Limits, QemuSource};
 
 /// The names under which QEMU may hold descriptors of godwit's.
-const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, governor::FD_NAME];
+const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, userfaultfd::FD_NAME];

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
-use godwit_track::{mappings_of, other_writers};
+use godwit_track::{mappings_of, other_writers, threads_of};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
@@ -69,10 +69,13 @@ impl Machine {
         Ok(Self { qmp, pid })
     }
 
-    /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one.
+    /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one. QEMU has them by the
+    /// numbers of its own PID namespace; these are their numbers here, as the process's is (`SO_PEERCRED`, unix(7)).
     pub(crate) fn vcpu_threads(&mut self) -> Result<Vec<i32>, QmpError> {
         let cpus = self.qmp.execute("query-cpus-fast", Value::Null)?;
-        let thread = |cpu: &Value| cpu["thread-id"].as_i64().and_then(|tid| i32::try_from(tid).ok());
+        let threads = threads_of(self.pid);
+        let here = |inside: i64| threads.iter().find(|thread| i64::from(thread.inside) == inside);
+        let thread = |cpu: &Value| cpu["thread-id"].as_i64().and_then(here).map(|thread| thread.here);
         Ok(cpus.as_array().into_iter().flatten().filter_map(thread).collect())
     }
 

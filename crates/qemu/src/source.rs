@@ -34,6 +34,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
+use crate::userfaultfd;
 use crate::way_back;
 
 /// The name under which QEMU keeps the descriptor.
@@ -377,7 +378,7 @@ impl SourceVm for QemuSource {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
-        let tracker = Arc::new(PagemapTracker::start(self.machine.pid, &self.ram)?);
+        let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
         self.tracker = Arc::downgrade(&tracker);
         Ok(tracker)

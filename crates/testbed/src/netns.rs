@@ -24,6 +24,7 @@ const LATENCY: &str = "50ms";
 pub struct SlowLink {
     name: String,
     interface: String,
+    far: String,
     there: String,
     place: Place,
 }
@@ -44,20 +45,28 @@ impl SlowLink {
         let [here, there] = [1, 2]
             .map(|host| format!("198.{}.{}.{}", 18 + (index >> 16), index >> 8 & 255, index % 256 + host));
         tool("ip", &["netns", "add", &name])?;
-        let link = Self { name, interface, there, place };
-        let (name, near) = (link.name.as_str(), link.interface.as_str());
-        tool("ip", &["link", "add", near, "type", "veth", "peer", "name", &far, "netns", name])?;
+        let link = Self { name, interface, far, there, place };
+        let (name, near, far) = (link.name.as_str(), link.interface.as_str(), link.far.as_str());
+        tool("ip", &["link", "add", near, "type", "veth", "peer", "name", far, "netns", name])?;
         tool("ip", &["address", "add", &format!("{here}/30"), "dev", near])?;
-        tool("ip", &["-n", name, "address", "add", &format!("{}/30", link.there), "dev", &far])?;
+        tool("ip", &["-n", name, "address", "add", &format!("{}/30", link.there), "dev", far])?;
         tool("ip", &["link", "set", near, "up"])?;
-        tool("ip", &["-n", name, "link", "set", &far, "up"])?;
+        tool("ip", &["-n", name, "link", "set", far, "up"])?;
         tool("ip", &["-n", name, "link", "set", "lo", "up"])?;
         let rate = format!("{}bit", (rate.bytes_per_second() * 8.0) as u64);
         let burst = BURST.to_string();
         let bucket = ["root", "tbf", "rate", &rate, "burst", &burst, "latency", LATENCY];
         tool("tc", &[&["qdisc", "add", "dev", near], &bucket[..]].concat())?;
-        tool("tc", &[&["-n", name, "qdisc", "add", "dev", &far], &bucket[..]].concat())?;
+        tool("tc", &[&["-n", name, "qdisc", "add", "dev", far], &bucket[..]].concat())?;
         Ok(link)
+    }
+
+    /// Loses every packet from now on, as a cable that was pulled: no connection is told.
+    ///
+    /// # Errors
+    /// When the tool refuses.
+    pub fn lose(&self) -> anyhow::Result<()> {
+        tool("ip", &["-n", &self.name, "link", "set", &self.far, "down"])
     }
 
     /// The address at the far end.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
 use godwit_qemu::QemuSource;
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for, skip};
+use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for, skip};
 use godwit_units::PageCount;
 use godwit_verify::settings::Mode;
 
@@ -49,6 +49,55 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
         drop(tracker);
         let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid())).unwrap();
         assert!(!smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" uw")));
+        assert_eq!(vm.bugs(), [""; 0]);
+    }
+}
+
+/// The cause that this is named for: QEMU tells the threads of its vCPUs by the numbers of its own PID namespace, and so does the
+/// kernel tell who faults. Taken for numbers of ours they were strangers', who never wait and cannot be throttled.
+#[test]
+fn a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled() {
+    for flavour in flavours_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled") {
+        // `unshare` is the process that the test knows; QEMU, its child, is number 1 in there.
+        let script = std::env::temp_dir().join(format!("godwit-pid-namespace-{}", std::process::id()));
+        let program = flavour.program.display();
+        std::fs::write(
+            &script,
+            format!("#!/bin/sh\nexec unshare --pid --fork --kill-child {program} \"$@\"\n"),
+        )
+        .unwrap();
+        std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        let wrapped = Flavour { program: script.clone(), ..flavour.clone() };
+        let vm = TestVm::source(&VmConfig::new(&wrapped, GuestConfig::small(Mode::Full)));
+        std::fs::remove_file(&script).unwrap();
+        let vm = vm.unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        assert!(vm.vcpu_threads().iter().all(|thread| *thread < 100), "{:?}", vm.vcpu_threads());
+        let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
+
+        let tracker = source.start_tracking().unwrap();
+        let pages = source.ram()[0].all();
+        let harvest = || tracker.harvest(0, pages, PageCount::ZERO, &mut |_| {}).unwrap();
+        source.govern(Some(1000.0)).unwrap();
+        let began = Instant::now();
+        while began.elapsed() < Duration::from_secs(1) {
+            harvest();
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let measures = source.governor_measures();
+        source.govern(None).unwrap();
+        harvest();
+        drop(tracker);
+        println!("{flavour}: {measures:?}");
+        assert!(measures.delayed > 10, "{measures:?}");
+
+        source.throttle(0.9).unwrap();
+        std::thread::sleep(Duration::from_secs(1));
+        let throttled = source.throttle_measures();
+        source.throttle(0.0).unwrap();
+        println!("{flavour}: {throttled:?}");
+        assert!(throttled.ran_share().unwrap() < 0.5, "{throttled:?}");
+        vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
         assert_eq!(vm.bugs(), [""; 0]);
     }
 }

@@ -22,6 +22,38 @@ pub enum TrackError {
         /// The process.
         pid: i32,
     },
+    /// Its thread does not stop.
+    #[error(
+        "the main thread of process {pid} does not stop (state {state}): is its cgroup frozen, or does it wait for storage that does not answer? try again when it runs"
+    )]
+    Stuck {
+        /// The process.
+        pid: i32,
+        /// Its state, as in /proc.
+        state: String,
+    },
+    /// Filters for system calls that may kill.
+    #[error(
+        "process {pid} has {filters} seccomp filters, which may kill it for a system call that it does not make by itself: run godwit as root (CAP_SYS_ADMIN), which suspends them for a moment ({source})"
+    )]
+    Filtered {
+        /// The process.
+        pid: i32,
+        /// How many.
+        filters: u32,
+        /// Why they cannot be suspended.
+        source: io::Error,
+    },
+    /// A filter or a security module is against it.
+    #[error(
+        "process {pid} may not make a userfaultfd ({source}): let its seccomp filter and its security module (SELinux, AppArmor) allow userfaultfd(2), or run godwit where it may open /dev/userfaultfd"
+    )]
+    Refused {
+        /// The process.
+        pid: i32,
+        /// Why.
+        source: io::Error,
+    },
     /// The process may not handle faults of the kernel.
     #[error(
         "process {pid} may not handle faults of the kernel by userfaultfd: run it as root, set vm.unprivileged_userfaultfd=1, or run godwit where it may open /dev/userfaultfd"

@@ -30,9 +30,8 @@ use crate::mappings::BlockMapping;
 use crate::pagemap::{PagemapTracker, Then};
 use crate::uapi;
 
-/// Segments governed at the most: each may cut the process's mappings twice, of which it may have 65,530
-/// (`vm.max_map_count`).
-const MOST: usize = 16_384;
+/// How many mappings a process may have where nothing else is set.
+const MAPPINGS: usize = 65_530;
 
 /// Who has a segment, and what of it is still to be reported since it changed hands.
 #[derive(Debug)]
@@ -50,6 +49,7 @@ pub(crate) struct Governed {
     /// A segment could not be handed over: all stay where they are.
     stuck: AtomicBool,
     count: AtomicUsize,
+    cuts: Mutex<Cuts>,
     /// By block.
     segments: Vec<Vec<Mutex<Segment>>>,
     failure: Mutex<Option<String>>,
@@ -57,18 +57,21 @@ pub(crate) struct Governed {
 
 impl Governed {
     /// All segments of `blocks`, none of which is governed.
-    pub(crate) fn new(governor: Governor, blocks: &[Vec<BlockMapping>]) -> Self {
+    pub(crate) fn new(pid: i32, governor: Governor, blocks: &[Vec<BlockMapping>]) -> Self {
         let free = || Mutex::new(Segment { governed: false, unseen: None });
         let of_block = |mapped: &Vec<BlockMapping>| {
             let pages = mapped.last().map_or(0, |mapping| mapping.pages.end().0);
             (0..pages.div_ceil(SEGMENT_PAGES)).map(|_| free()).collect()
         };
+        let segments: Vec<Vec<_>> = blocks.iter().map(of_block).collect();
+        let cuts = Cuts::new(room_for_cuts(pid), &segments.iter().map(Vec::len).collect::<Vec<_>>());
         Self {
             governor,
             wanted: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             count: AtomicUsize::new(0),
-            segments: blocks.iter().map(of_block).collect(),
+            cuts: Mutex::new(cuts),
+            segments,
             failure: Mutex::new(None),
         }
     }
@@ -164,7 +167,11 @@ impl Governed {
         if wanted == segment.governed || self.stuck.load(Ordering::Relaxed) {
             return Ok(());
         }
-        if wanted && !self.is_worth_it(tracker, block, &pages)? {
+        if wanted && !is_written(tracker, block, &pages)? {
+            return Ok(());
+        }
+        if !self.cuts().change(block, number as usize, wanted) {
+            self.give_up(TOO_MANY);
             return Ok(());
         }
         let (from, to) =
@@ -182,8 +189,8 @@ impl Governed {
             }
             return Ok(());
         };
-        self.stuck.store(true, Ordering::Relaxed);
-        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(source.to_string());
+        self.give_up(&source.to_string());
+        self.cuts().change(block, number as usize, !wanted);
         // Back to where it was; what of it was not passed on yet has never left.
         self.pass(tracker, block, &pages, to, from).map_err(|source| TrackError::Switch {
             block,
@@ -192,16 +199,14 @@ impl Governed {
         })
     }
 
-    /// A segment that nobody writes is left as it is: to hand it over would have all of it read again.
-    fn is_worth_it(
-        &self,
-        tracker: &PagemapTracker,
-        block: usize,
-        pages: &Range<u64>,
-    ) -> Result<bool, TrackError> {
-        let mut written = false;
-        tracker.scan(block, run_of(pages.clone()), Then::Leave, 1, &mut |_| written = true)?;
-        Ok(written && self.count() < MOST)
+    /// No other segment changes hands. Whoever governs next is told so, and takes to other means.
+    fn give_up(&self, why: &str) {
+        self.stuck.store(true, Ordering::Relaxed);
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.to_owned());
+    }
+
+    fn cuts(&self) -> MutexGuard<'_, Cuts> {
+        self.cuts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// From one descriptor to the other.
@@ -239,6 +244,61 @@ impl Governed {
                 .map_err(|source| TrackError::Scan { block, source })
         })
     }
+}
+
+/// A segment that nobody writes is left as it is: to hand it over would have all of it read again.
+fn is_written(tracker: &PagemapTracker, block: usize, pages: &Range<u64>) -> Result<bool, TrackError> {
+    let mut written = false;
+    tracker.scan(block, run_of(pages.clone()), Then::Leave, 1, &mut |_| written = true)?;
+    Ok(written)
+}
+
+const TOO_MANY: &str = "the process would have more mappings than it may (vm.max_map_count): raise that, or let vCPUs be throttled";
+
+/// Where mappings are cut in two, since a segment and its neighbour belong to different descriptors. The kernel makes
+/// neighbours of one descriptor one mapping again (mm/vma.c, `vma_modify_flags_uffd`), so a guest that is governed as a whole
+/// is not cut at all, however large it is.
+#[derive(Debug)]
+struct Cuts {
+    /// By block and segment.
+    governed: Vec<Vec<bool>>,
+    count: usize,
+    most: usize,
+}
+
+impl Cuts {
+    /// No segment is governed; `segments` says how many each block has.
+    fn new(most: usize, segments: &[usize]) -> Self {
+        Self { governed: segments.iter().map(|&count| vec![false; count]).collect(), count: 0, most }
+    }
+
+    /// Takes note that a segment is governed from now on, or not any more; `false`, and nothing noted, if that would be too many
+    /// cuts. To take one back is never refused.
+    fn change(&mut self, block: usize, segment: usize, governed: bool) -> bool {
+        let of_block = &self.governed[block];
+        if of_block[segment] == governed {
+            return true;
+        }
+        let before = segment.checked_sub(1).and_then(|before| of_block.get(before));
+        let neighbours = [before, of_block.get(segment + 1)];
+        let others = neighbours.iter().flatten().filter(|&&&neighbour| neighbour != governed).count();
+        let same = neighbours.iter().flatten().count() - others;
+        let count = (self.count + others).saturating_sub(same);
+        if governed && count > self.most {
+            return false;
+        }
+        self.count = count;
+        self.governed[block][segment] = governed;
+        true
+    }
+}
+
+/// How many cuts process `pid` can take: half of the mappings that it may still make, since it makes some by itself.
+fn room_for_cuts(pid: i32) -> usize {
+    let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+    let most = most.trim().parse().unwrap_or(MAPPINGS);
+    let now = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default().lines().count();
+    most.saturating_sub(now) / 2
 }
 
 /// The two descriptors.
@@ -381,5 +441,38 @@ impl<'a> Joined<'a> {
         if let Some(last) = self.last {
             (self.found)(last);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_that_is_governed_as_a_whole_is_not_cut() {
+        // A terabyte; the limit that counted segments was 16,384.
+        let mut cuts = Cuts::new(4, &[65_536]);
+        for segment in 0..65_536 {
+            assert!(cuts.change(0, segment, true), "{segment}");
+        }
+        assert_eq!(cuts.count, 0);
+        assert!((0..65_536).all(|segment| cuts.change(0, segment, false)));
+        assert_eq!(cuts.count, 0);
+    }
+
+    #[test]
+    fn cuts_are_counted_and_bounded() {
+        let mut cuts = Cuts::new(4, &[10, 2]);
+        assert!(cuts.change(0, 1, true) && cuts.change(0, 3, true));
+        assert_eq!(cuts.count, 4);
+        assert!(!cuts.change(0, 6, true), "a third island has two more");
+        assert!(cuts.change(0, 2, true), "one that joins two takes two away");
+        assert_eq!(cuts.count, 2);
+        assert!(cuts.change(1, 1, true));
+        assert_eq!(cuts.count, 3);
+        // Taking back is never refused, whatever it cuts.
+        assert!(cuts.change(0, 2, false) && cuts.count == 5);
+        assert!(cuts.change(0, 1, false) && cuts.change(0, 3, false) && cuts.change(1, 1, false));
+        assert_eq!(cuts.count, 0);
     }
 }

@@ -20,12 +20,13 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod slots;
+mod threads;
 mod uapi;
 mod union;
 mod vhost;
 mod words;
 
-pub use attach::{Attachment, Way, attach};
+pub use attach::{Approach, Attachment, Way, attach};
 pub use error::TrackError;
 pub use governor::GovernorMeasures;
 pub use kvm::{
@@ -33,6 +34,7 @@ pub use kvm::{
 };
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
 pub use vhost::{VhostLog, VhostLogTracker};
 

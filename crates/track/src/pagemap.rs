@@ -26,7 +26,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use godwit_memory::{MemSlots, RamBlock, Slot, SlotError, SlotFlags, SlotId, SlotReader};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
-use crate::attach::{Attachment, Kind, Way, attach, attach_governing, attach_own};
+use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
 use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
@@ -48,6 +48,8 @@ pub struct PagemapTracker {
     slots: SlotReader,
     /// Some of the memory comes in huge pages only.
     huge: bool,
+    /// See [`Approach`].
+    harmless_filters: u32,
     /// Once there is a governor: which segments it has.
     governed: OnceLock<Governed>,
     /// Held while it is made.
@@ -87,12 +89,21 @@ impl PagemapTracker {
     /// When the kernel lacks the feature, the process may not be traced, does not map the blocks, or has
     /// them registered with a userfaultfd already. The process is then as it was.
     pub fn start(pid: i32, blocks: &[RamBlock]) -> Result<Self, TrackError> {
+        Self::start_by(Approach::default(), pid, blocks)
+    }
+
+    /// The same for a process of which more is known.
+    ///
+    /// # Errors
+    /// As [`Self::start`].
+    pub fn start_by(approach: Approach, pid: i32, blocks: &[RamBlock]) -> Result<Self, TrackError> {
         kernel_support()?;
         let mappings =
             blocks.iter().map(|block| mappings_of(pid, block)).collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
         let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();
-        let mut tracker = Self::protect(pid, attach(pid)?, pagemap, mappings, &names)?;
+        let mut tracker = Self::protect(pid, attach(pid, approach)?, pagemap, mappings, &names)?;
+        tracker.harmless_filters = approach.harmless_filters;
         tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
         Ok(tracker)
     }
@@ -139,19 +150,21 @@ impl PagemapTracker {
             blocks: mappings,
             slots,
             huge: false,
+            harmless_filters: 0,
             governed: OnceLock::new(),
             making: Mutex::new(()),
         })
     }
 
     /// Gets a write governor ready, whose descriptor is made in the process by `way`. Nothing is governed yet. `vcpus` are the
-    /// threads that run the guest; all others are never kept waiting.
+    /// threads that run the guest, by their numbers here; all others are never kept waiting.
     ///
     /// # Errors
     /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or a thread cannot be started. Tracking goes on
     /// as it did.
     pub fn prepare_governor(&self, way: Way, vcpus: &[i32]) -> Result<(), TrackError> {
-        self.prepare(vcpus, || attach_governing(self.pid, way))
+        let approach = Approach { way, harmless_filters: self.harmless_filters };
+        self.prepare(vcpus, || attach_governing(self.pid, approach))
     }
 
     /// The same for a VMM's own memory ([`Self::start_own`]).
@@ -175,7 +188,7 @@ impl PagemapTracker {
             Some(governed) => governed.governor.set_vcpus(vcpus),
             None => {
                 let governor = Governor::start(self.pid, attach()?, &self.blocks, vcpus)?;
-                let _ = self.governed.set(Governed::new(governor, &self.blocks));
+                let _ = self.governed.set(Governed::new(self.pid, governor, &self.blocks));
             }
         }
         Ok(())

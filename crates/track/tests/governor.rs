@@ -394,7 +394,14 @@ fn a_handler_that_hangs_is_stood_in_for() {
     let Some(tracker) = governed.track() else { return };
     tracker.govern(Some(0.0)).unwrap();
     harvest(&tracker, ALL);
+    let hung = Instant::now();
     tracker.stall_governor(Duration::from_secs(30));
+    while tracker.governor_measures().takeovers == 0 && hung.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // The watchdog's patience is 50 ms; a host without a processor to spare takes longer.
+    let noticed = hung.elapsed();
+    assert!(noticed < Duration::from_secs(2), "{noticed:?}");
     // Without a limit, all pages are soon dirty, and then there is nothing to wait for.
     governed.await_writes(1_000_000);
     assert!(tracker.governor_measures().takeovers > 0);

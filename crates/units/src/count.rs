@@ -119,7 +119,8 @@ impl PageIndex {
 
 impl fmt::Display for PageIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "page {} (offset {:#x})", self.0, self.offset())
+        // Of a page that is none, as a peer may name it, the offset takes more bits than `offset` has.
+        write!(f, "page {} (offset {:#x})", self.0, u128::from(self.0) * u128::from(PAGE_SIZE))
     }
 }
 
@@ -165,6 +166,13 @@ mod tests {
         assert_eq!(PageCount(3).bytes(), ByteCount(12288));
         assert_eq!(ByteCount(1000).per(0.5), Rate::from_bytes_per_second(2000.0));
         assert_eq!(ByteCount(1000).per(0.0), Rate::ZERO);
+    }
+
+    #[test]
+    fn a_page_beyond_all_memory_can_be_told_of() {
+        assert_eq!(PageIndex(3).to_string(), "page 3 (offset 0x3000)");
+        assert_eq!(PageIndex(1 << 52).to_string(), "page 4503599627370496 (offset 0x10000000000000000)");
+        assert!(PageIndex(u64::MAX).to_string().ends_with("(offset 0xffffffffffffffff000)"));
     }
 
     #[test]

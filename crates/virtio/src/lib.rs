@@ -14,6 +14,11 @@
 mod mmio;
 mod queue;
 
+/// Fences; tests/loom.rs compiles the file that uses them with others.
+mod sync {
+    pub(crate) use std::sync::atomic::{Ordering, fence};
+}
+
 pub use mmio::{Effect, QUEUE_MOST, Transport, VirtioError};
 pub use queue::{DEVICE_WRITES, NEXT, Piece, Queue};
 

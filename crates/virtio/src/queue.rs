@@ -3,10 +3,9 @@
 //! Invariant: a chain is at most as long as the queue, and of one look at the queue no more chains are taken than it has
 //! places. So rings that bite their own tail end in [`Nonsense`], after a bounded time.
 
-use std::sync::atomic::{Ordering, fence};
-
 use godwit_units::Gpa;
 
+use crate::sync::{Ordering, fence};
 use crate::{GuestMemory, Nonsense};
 
 /// VIRTQ_DESC_F_NEXT.
@@ -69,6 +68,9 @@ impl Queue {
             return Ok(0);
         }
         let index = u16_at(memory, self.parts[1].wrapping_add(2))?;
+        // The index before what it announces: the driver has written entries and descriptors before it (virtio 1.2,
+        // 2.7.13.3), and they must not be read earlier.
+        fence(Ordering::Acquire);
         let waiting = index.wrapping_sub(self.next_available);
         if waiting > self.size { Err(Nonsense) } else { Ok(waiting) }
     }
@@ -132,8 +134,8 @@ impl Queue {
         let slot = u64::from(self.next_used % self.size);
         memory.write(Gpa(self.parts[2].wrapping_add(4 + 8 * slot)), &entry).ok_or(Nonsense)?;
         self.next_used = self.next_used.wrapping_add(1);
-        // The index after the entry; x86 keeps stores in order (SDM volume 3, 10.2.2).
-        fence(Ordering::SeqCst);
+        // The index after the entry (virtio 1.2, 2.7.14).
+        fence(Ordering::Release);
         let index = self.next_used.to_le_bytes();
         memory.write(Gpa(self.parts[2].wrapping_add(2)), &index).ok_or(Nonsense)
     }

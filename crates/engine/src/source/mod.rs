@@ -23,6 +23,7 @@ mod state;
 mod thread_clock;
 
 use std::cell::Cell;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
@@ -112,6 +113,13 @@ pub fn migrate(
     let (events_in, events) = mpsc::channel();
     let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
     let started = Instant::now();
+    let unarmed = |source| Failure {
+        phase: Phase::Setup,
+        survivor: Survivor::Source,
+        cause: EngineError::Random(source),
+    };
+    let session = new_session().map_err(unarmed)?;
+    let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
     let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
     let disks = Disks::new(vm.disks());
     let all_channels = usize::from(options.channels) + disks.len();
@@ -130,7 +138,7 @@ pub fn migrate(
         events_in,
         places,
         places_in,
-        session: new_session(),
+        session,
         control: None,
         connection: 0,
         control_ended: Cell::new(false),
@@ -140,7 +148,7 @@ pub fn migrate(
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
-        ledger: options.ledger.then(|| (Ledger::new(), Key::new(random_seed()))),
+        ledger,
         direct_io: false,
         tracker: None,
         free: None,
@@ -176,28 +184,30 @@ pub fn migrate(
     source.run()
 }
 
-/// The seed of the ledger's fingerprints, which the guest must not know.
-fn random_seed() -> u64 {
-    let [seed, _] = random();
-    seed
+/// A ledger, and the key of its fingerprints, which the guest must not know.
+fn new_ledger() -> io::Result<(Ledger, Key)> {
+    let [seed, _] = random()?;
+    Ok((Ledger::new(), Key::new(seed)))
 }
 
-fn new_session() -> SessionId {
-    let [high, low] = random();
-    SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+fn new_session() -> io::Result<SessionId> {
+    let [high, low] = random()?;
+    Ok(SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes()))
 }
 
-fn random() -> [u64; 2] {
-    use std::io::Read;
+/// Numbers that nobody can guess. Nothing can stand in for them, so who gets none does not begin.
+fn random() -> io::Result<[u64; 2]> {
     let mut bytes = [0; 16];
-    // /dev/urandom is always there and never short (random(4)); should it not be, time and pid still tell sessions apart.
-    let filled = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    if filled.is_err() {
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        bytes = (now.as_nanos() ^ u128::from(std::process::id()) << 96).to_le_bytes();
+    let mut filled = 0;
+    while filled < bytes.len() {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(more) => filled += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
     }
     let bits = u128::from_le_bytes(bytes);
-    [(bits >> 64) as u64, bits as u64]
+    Ok([(bits >> 64) as u64, bits as u64])
 }
 
 /// A channel of memory.
@@ -665,5 +675,22 @@ fn phase_of(state: State) -> Phase {
         | State::AwaitingReady
         | State::Cancelled => Phase::StopAndCopy,
         State::Handover | State::InDoubt | State::Done => Phase::Handover,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A key of a constant, or of something that can be guessed, would be the same each time.
+    #[test]
+    fn each_session_has_a_key_of_its_own() {
+        let prints = [0; 8].map(|_: u8| {
+            let (_, key) = new_ledger().unwrap();
+            key.page(&[7; 4096])
+        });
+        let different: std::collections::HashSet<_> = prints.into_iter().collect();
+        assert_eq!(different.len(), prints.len());
+        assert_ne!(new_session().unwrap().0, new_session().unwrap().0);
     }
 }

@@ -85,6 +85,8 @@ pub struct Source {
     pub retired: bool,
     /// How long its monitor does not answer when the guest is to stop.
     pub monitor_hangs: Duration,
+    /// How long it takes to start tracking.
+    pub slow_start: Duration,
     /// Disks that move along.
     pub disks: Vec<Arc<SourceDisk>>,
     begun: bool,
@@ -114,6 +116,7 @@ impl Source {
             state: None,
             retired: false,
             monitor_hangs: Duration::ZERO,
+            slow_start: Duration::ZERO,
             disks,
             begun: false,
             busy,
@@ -138,6 +141,7 @@ impl SourceVm for Source {
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
+        std::thread::sleep(self.slow_start);
         Ok(Arc::clone(&self.marks) as Arc<dyn DirtyTracker>)
     }
 
@@ -267,6 +271,8 @@ pub struct Destination {
     pub refuse_to_load: bool,
     /// What happens while it loads.
     pub while_loading: Box<dyn FnMut() + Send>,
+    /// What happens while it starts the guest.
+    pub while_starting: Box<dyn FnMut() + Send>,
 }
 
 struct Sink {
@@ -326,6 +332,7 @@ impl DestinationVm for Destination {
     }
 
     fn run(&mut self) -> Result<(), RunError> {
+        (self.while_starting)();
         self.found.lock().unwrap().ran = true;
         Ok(())
     }

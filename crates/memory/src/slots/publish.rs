@@ -8,6 +8,9 @@
 //! every retry means that the writer got on. The writer waits at most for readers that are copying the
 //! reference of the state before last.
 //!
+//! A cell may hold a state that is not announced yet: the writer fills it while a reader is on its way there. Who has
+//! taken that one stays with it until a later one is announced, and never goes back to the announced one.
+//!
 //! Rejected: one cell (a reader that meets the writer in it must wait or make do with a state older than the
 //! last completed update), and a crate for the purpose (its atomics cannot be put under loom).
 
@@ -85,7 +88,7 @@ impl<T> Reader<T> {
     /// Goes on to the latest state; returns whether it is another one than before.
     #[inline]
     pub(super) fn refresh(&mut self) -> bool {
-        self.shared.announced.load(Ordering::Acquire) != self.number && self.fetch()
+        self.shared.announced.load(Ordering::Acquire) > self.number && self.fetch()
     }
 
     #[cold]

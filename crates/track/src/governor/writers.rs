@@ -2,6 +2,8 @@
 
 use std::collections::HashMap;
 
+use crate::threads::threads_of;
+
 /// On whose behalf a thread writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writer {
@@ -17,18 +19,24 @@ const WORKERS: i32 = -1;
 /// Threads remembered, at the most.
 const KNOWN: usize = 4096;
 
-/// Tells them apart.
+/// Tells them apart. Threads that fault come with the numbers of their own PID namespace.
 #[derive(Debug, Default)]
 pub(crate) struct Writers {
     pid: i32,
+    /// In those numbers.
     vcpus: Vec<i32>,
     known: HashMap<i32, Writer>,
 }
 
 impl Writers {
-    /// The threads of process `pid`, of which `vcpus` run the guest.
+    /// The threads of process `pid`, of which `vcpus` run the guest; all these are numbers here.
     pub(crate) fn new(pid: i32, vcpus: &[i32]) -> Self {
-        Self { pid, vcpus: vcpus.to_vec(), known: HashMap::new() }
+        let threads = threads_of(pid);
+        let inside =
+            |here: i32| threads.iter().find(|thread| thread.here == here).map(|thread| thread.inside);
+        // One that has ended, and may be replaced under its number, keeps it.
+        let vcpus = vcpus.iter().map(|&here| inside(here).unwrap_or(here)).collect();
+        Self { pid, vcpus, known: HashMap::new() }
     }
 
     /// On whose behalf `thread` writes.
@@ -44,9 +52,9 @@ impl Writers {
     }
 }
 
-/// A thread that is no vCPU.
+/// A thread that is no vCPU. A kernel worker has the number that it has here: it is in no namespace of a process.
 fn stranger(pid: i32, thread: i32) -> Writer {
-    let own = std::path::Path::new("/proc").join(format!("{pid}/task/{thread}")).exists();
+    let own = threads_of(pid).iter().any(|own| own.inside == thread);
     let name = std::fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
     if !own && name.starts_with("kworker/") { Writer::Guest(WORKERS) } else { Writer::Machine }
 }

@@ -1,0 +1,68 @@
+//! How a userfaultfd is made in a QEMU: by userfaultfd(2), or by a descriptor of /dev/userfaultfd that QEMU holds for a moment,
+//! where the call is refused.
+
+use std::fs::File;
+use std::os::fd::{AsFd, RawFd};
+
+use godwit_memory::RamBlock;
+use godwit_track::{Approach, PagemapTracker, TrackError, Way};
+use serde_json::json;
+
+use crate::QemuError;
+use crate::machine::Machine;
+
+const DEVICE: &str = "/dev/userfaultfd";
+/// The name under which QEMU keeps the device's descriptor for a moment.
+pub(crate) const FD_NAME: &str = "godwit-userfaultfd";
+
+/// Whether this process may open the device.
+pub(crate) fn device_is_there() -> bool {
+    File::open(DEVICE).is_ok()
+}
+
+/// Starts to track `ram` in QEMU's page tables.
+pub(crate) fn start_tracking(machine: &mut Machine, ram: &[RamBlock]) -> Result<PagemapTracker, QemuError> {
+    let pid = machine.pid;
+    let harmless_filters = own_filters(pid);
+    let start = |way| PagemapTracker::start_by(Approach { way, harmless_filters }, pid, ram);
+    match start(Way::Call) {
+        // A filter or a security module stands against the call.
+        Err(refused @ TrackError::Refused { .. }) => by_device(machine, refused, start),
+        started => Ok(started?),
+    }
+}
+
+/// How many filters for system calls of process `pid` are QEMU's own (`-sandbox on`). It lists what is forbidden, which none
+/// of the calls is that make a userfaultfd (QEMU, softmmu/qemu-seccomp.c or system/qemu-seccomp.c, `denylist`).
+fn own_filters(pid: i32) -> u32 {
+    let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let mut arguments = arguments.split(|byte| *byte == 0);
+    let is_option = |argument: &[u8]| argument == b"-sandbox" || argument == b"--sandbox";
+    let sandbox = arguments.by_ref().find(|argument| is_option(argument)).and_then(|_| arguments.next());
+    u32::from(sandbox.is_some_and(|how| how.starts_with(b"on") || how.starts_with(b"enable=on")))
+}
+
+/// Makes something by the device, which stands in for a call that was `refused`.
+pub(crate) fn by_device<T>(
+    machine: &mut Machine,
+    refused: TrackError,
+    make: impl FnOnce(Way) -> Result<T, TrackError>,
+) -> Result<T, QemuError> {
+    let Ok(device) = File::open(DEVICE) else { return Err(refused.into()) };
+    machine.qmp.pass_fd(FD_NAME, device.as_fd())?;
+    let made = match number_in(machine.pid) {
+        Some(number) => make(Way::Device(number)),
+        None => Err(refused),
+    };
+    // Nothing of ours stays, whatever came of it.
+    machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }))?;
+    Ok(made?)
+}
+
+/// The number of the device's descriptor in process `pid`.
+fn number_in(pid: i32) -> Option<RawFd> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
+    let device =
+        |path: &std::path::Path| std::fs::read_link(path).is_ok_and(|to| to == std::path::Path::new(DEVICE));
+    entries.filter(|entry| device(&entry.path())).find_map(|entry| entry.file_name().to_str()?.parse().ok())
+}

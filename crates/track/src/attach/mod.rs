@@ -1,0 +1,218 @@
+//! Attaching to a process that knows nothing of us: one of its threads is made to open a userfaultfd, which is
+//! then taken over.
+//!
+//! ```text
+//! godwit                                   one thread of the VMM
+//!   PTRACE_SEIZE, PTRACE_INTERRUPT  ----->   stops in a system call of its own (other threads run on, vCPUs among them)
+//!   save registers, floating point state and signal mask, also in a frame below its stack
+//!   rip = `syscall; ret`            ----->   userfaultfd(O_CLOEXEC | O_NONBLOCK | USER_MODE_ONLY) = fd
+//!   pidfd_getfd(fd)
+//!   rip = `syscall; ret`            ----->   close(fd): godwit holds the only reference
+//!   restore, PTRACE_DETACH          ----->   runs on; the interrupted call restarts
+//! ```
+//!
+//! A userfaultfd belongs to the address space of the process that made it, hence the detour. When godwit ends,
+//! however it ends, the kernel drops the descriptor and all write protection with it.
+//!
+//! Invariant: whatever fails, the thread gets its registers and its signal mask back and is let go. Also when godwit is killed
+//! in the midst of it: the frame below the thread's stack takes it back (`frame`). Then the process may keep a userfaultfd that
+//! nothing was ever registered with. Two things it does not cover: a process with a shadow stack, and one with a filter that
+//! kills for userfaultfd(2), whose suspension ends with godwit.
+
+mod frame;
+mod gadgets;
+mod sched;
+mod thread;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::{Duration, Instant};
+
+use procfs::process::Process;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
+
+pub(crate) use self::sched::become_punctual;
+
+use self::gadgets::Memory;
+use self::thread::StoppedThread;
+use crate::TrackError;
+use crate::uapi::{
+    self, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
+    UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFD_USER_MODE_ONLY,
+};
+
+/// A userfaultfd of another process, held by this one alone.
+#[derive(Debug)]
+pub struct Attachment {
+    userfaultfd: OwnedFd,
+    stopped: Duration,
+}
+
+impl Attachment {
+    /// How long the one thread was stopped for it.
+    #[must_use]
+    pub fn stopped(&self) -> Duration {
+        self.stopped
+    }
+
+    pub(crate) fn userfaultfd(&self) -> BorrowedFd<'_> {
+        self.userfaultfd.as_fd()
+    }
+}
+
+/// What a userfaultfd is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Lift protection by itself (`WP_ASYNC`): nobody waits, nobody is told.
+    Tracking,
+    /// Tell of each first write and let the writer wait for the answer: the governor's.
+    Governing,
+}
+
+/// How a userfaultfd is made in a process. The governor's has to handle faults of the kernel on the process's behalf (KVM,
+/// read(2), vhost), which needs a right (Documentation/admin-guide/mm/userfaultfd.rst).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// By userfaultfd(2). For the governor's the process needs CAP_SYS_PTRACE, or `vm.unprivileged_userfaultfd` is 1.
+    #[default]
+    Call,
+    /// By a descriptor of /dev/userfaultfd that the process was handed, under this number.
+    Device(RawFd),
+}
+
+/// What is known of a process that is attached to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Approach {
+    /// How its userfaultfd is made.
+    pub way: Way,
+    /// So many system-call filters are known to let userfaultfd(2) and ioctl(2) pass or fail, and to kill for neither. A
+    /// process with more of them, which the kernel does not suspend, is left alone.
+    pub harmless_filters: u32,
+}
+
+/// Takes a userfaultfd with asynchronous write protection out of process `pid`.
+///
+/// # Errors
+/// When the process may not be traced, is traced by someone else, does not stop within seconds, or the kernel lacks the
+/// feature. The process then runs on as it did.
+pub fn attach(pid: i32, approach: Approach) -> Result<Attachment, TrackError> {
+    take(pid, Kind::Tracking, approach)
+}
+
+/// Takes a userfaultfd for the governor out of process `pid`, which then has none of it left.
+///
+/// # Errors
+/// As [`attach`]; also when the process has no right to handle faults of the kernel.
+pub(crate) fn attach_governing(pid: i32, approach: Approach) -> Result<Attachment, TrackError> {
+    take(pid, Kind::Governing, approach).map_err(|error| match error {
+        TrackError::Refused { .. } => TrackError::NoKernelFaults { pid },
+        error => error,
+    })
+}
+
+/// Has a thread of process `pid` make a userfaultfd, and takes it over.
+fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackError> {
+    let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
+    let process = Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
+    let memory = Memory::of(pid, &process)?;
+    let raw_pid =
+        Pid::from_raw(pid).ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
+    let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
+        .map_err(|errno| failed("pidfd_open")(errno.into()))?;
+    // A thread of its own: what it traces is let go when it ends, wherever that is.
+    let taken = std::thread::scope(|scope| {
+        let work = || {
+            sched::become_urgent();
+            take_from(pid, &process, &memory, &pidfd, kind, approach)
+        };
+        let thread = std::thread::Builder::new().name("attach".to_owned()).spawn_scoped(scope, work);
+        thread.map_err(failed("starting a thread"))?.join().unwrap_or_else(|_| {
+            Err(failed("the thread that does it")(io::Error::other("this is a bug in godwit")))
+        })
+    });
+    let (userfaultfd, stopped) = taken?;
+    negotiate(&userfaultfd, pid, kind)?;
+    Ok(Attachment { userfaultfd, stopped })
+}
+
+const IN_PROCESS: &str = "userfaultfd(2) in the process";
+
+/// Stops the main thread of `process` and has it make a userfaultfd; with how long it was stopped.
+fn take_from(
+    pid: i32,
+    process: &Process,
+    memory: &Memory,
+    pidfd: &OwnedFd,
+    kind: Kind,
+    approach: Approach,
+) -> Result<(OwnedFd, Duration), TrackError> {
+    let failed = |step| move |source: io::Error| thread::error(pid, step, source);
+    let started = Instant::now();
+    let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
+    let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64;
+    let flags = if kind == Kind::Tracking { flags | UFFD_USER_MODE_ONLY } else { flags };
+    let made = match approach.way {
+        Way::Call => thread.call(libc::SYS_userfaultfd, [flags, 0, 0]),
+        Way::Device(fd) => {
+            let fd = u64::from(fd.unsigned_abs());
+            thread.call(libc::SYS_ioctl, [fd, uapi::USERFAULTFD_IOC_NEW, flags])
+        }
+    };
+    if let Err(source) = &made
+        && source.kind() == io::ErrorKind::TimedOut
+    {
+        // It goes its way by itself, once it goes.
+        return Err(failed(IN_PROCESS)(io::ErrorKind::TimedOut.into()));
+    }
+    let taken = made.as_ref().ok().and_then(|&fd| RawFd::try_from(fd).ok()).map(|theirs| {
+        let taken = rustix::process::pidfd_getfd(pidfd, theirs, PidfdGetfdFlags::empty());
+        (taken, thread.call(libc::SYS_close, [theirs.unsigned_abs().into(), 0, 0]))
+    });
+    thread.release().map_err(failed("PTRACE_DETACH"))?;
+    let stopped = started.elapsed();
+    if let Err(source) = made {
+        return Err(match source.raw_os_error() {
+            Some(libc::ENOSYS | libc::EPERM | libc::EACCES) => TrackError::Refused { pid, source },
+            _ => failed(IN_PROCESS)(source),
+        });
+    }
+    let (taken, closed) = taken.ok_or_else(|| failed(IN_PROCESS)(io::ErrorKind::InvalidData.into()))?;
+    let userfaultfd = taken.map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
+    closed.map_err(failed("close(2) in the process"))?;
+    Ok((userfaultfd, stopped))
+}
+
+/// Opens a userfaultfd for this process itself: nobody is stopped.
+///
+/// # Errors
+/// When the kernel lacks the feature or this process may not use it.
+pub(crate) fn attach_own(kind: Kind) -> Result<Attachment, TrackError> {
+    let pid = std::process::id().cast_signed();
+    let made = match kind {
+        Kind::Tracking => uapi::userfaultfd(),
+        Kind::Governing => uapi::userfaultfd_with(0),
+    };
+    let userfaultfd = made.map_err(|source| match source.raw_os_error() {
+        Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
+        Some(libc::EPERM) if kind == Kind::Governing => TrackError::NoKernelFaults { pid },
+        _ => TrackError::Attach { pid, step: "userfaultfd(2)", source },
+    })?;
+    negotiate(&userfaultfd, pid, kind)?;
+    Ok(Attachment { userfaultfd, stopped: Duration::ZERO })
+}
+
+/// Asks for what a new userfaultfd is to do. Features are fixed from here on.
+fn negotiate(userfaultfd: &OwnedFd, pid: i32, kind: Kind) -> Result<(), TrackError> {
+    let common = UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
+    let (features, missing) = match kind {
+        Kind::Tracking => (common | UFFD_FEATURE_WP_ASYNC, "asynchronous write protection by userfaultfd"),
+        Kind::Governing => (
+            common | UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_THREAD_ID,
+            "write protection of shared memory by userfaultfd",
+        ),
+    };
+    uapi::uffd_api(userfaultfd.as_fd(), features).map_err(|error| match error.raw_os_error() {
+        Some(libc::EINVAL) => TrackError::Kernel { missing },
+        _ => TrackError::Attach { pid, step: "UFFDIO_API", source: error },
+    })
+}
