@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, wall_clock};
+use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, disks_of, wall_clock};
 
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
@@ -57,9 +57,10 @@ impl Attempt {
         options: &[&str],
     ) -> anyhow::Result<Self> {
         let cpu_before = ended_children()?;
+        let disks = disks_of(options);
         let (receive, address) = match terms.link {
-            Some(link) => godwit.receive_over(link, destination, &[])?,
-            None => godwit.receive(destination, &[])?,
+            Some(link) => godwit.receive_over(link, destination, disks)?,
+            None => godwit.receive(destination, disks)?,
         };
         destination.qmp().forget_events();
         let began = wall_clock();

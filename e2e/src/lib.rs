@@ -16,7 +16,7 @@ pub use terminal::{Screen, Terminal};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use godwit_testbed::{Ended, Flavour, Godwit, Running, TestVm, VmConfig};
+use godwit_testbed::{Ended, Flavour, Godwit, Running, TestVm, VmConfig, disks_of};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -56,12 +56,12 @@ impl Pair {
         Ok(Self { source, destination, godwit })
     }
 
-    /// Runs both commands to their ends: migrate, receive.
+    /// Runs both commands to their ends: migrate, receive. Disks that move may be filled.
     ///
     /// # Errors
     /// When one of them does not start or does not end.
     pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
-        let (receive, address) = self.godwit.receive(&self.destination, &[])?;
+        let (receive, address) = self.godwit.receive(&self.destination, disks_of(options))?;
         let migrate = self.godwit.migrate(&self.source, &address, options)?;
         Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
     }

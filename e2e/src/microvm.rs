@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_testbed::{Ended, Godwit, MicroVm, Movable, kvm_for};
+use godwit_testbed::{Ended, Godwit, MicroVm, Movable, disks_of, kvm_for};
 
 use crate::LIMIT;
 
@@ -43,12 +43,12 @@ impl MicroPair {
         Ok(Some(Self { godwit, source, destination }))
     }
 
-    /// Runs both commands to their ends: migrate, receive.
+    /// Runs both commands to their ends: migrate, receive. Disks that move may be filled.
     ///
     /// # Errors
     /// When one of them does not start or does not end.
     pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
-        let (receive, address) = self.godwit.receive(&self.destination, &[])?;
+        let (receive, address) = self.godwit.receive(&self.destination, disks_of(options))?;
         let migrate = self.godwit.migrate(&self.source, &address, options)?;
         Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
     }

@@ -95,7 +95,7 @@ impl DiskPair {
 
     /// A migration with [`SLOW`] that is in the full pass.
     fn in_full_pass(&self, more: &[&str]) -> anyhow::Result<(Running, Running)> {
-        let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &[])?;
+        let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &["--disks", "all"])?;
         let migrate = self.pair.godwit.migrate(&self.pair.source, &address, &[SLOW, more].concat())?;
         let copying = |line: &Value| {
             line["disks"][0]["full_pass"] == true && line["disks"][0]["sent_bytes"].as_u64() > Some(4 << 20)
@@ -316,6 +316,52 @@ fn left_in(vm: &mut TestVm) -> anyhow::Result<Vec<String>> {
         .collect())
 }
 
+/// What `godwit receive` with these `allowed` says to a source whose disk would be moved.
+fn refused_by(pair: &Pair, allowed: &[&str]) -> anyhow::Result<[Ended; 2]> {
+    let (receive, address) = pair.godwit.receive(&pair.destination, allowed)?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &["--disks", "all"])?;
+    Ok([migrate.wait(LIMIT)?, receive.wait(LIMIT)?])
+}
+
+/// Whoever reached the port could name a disk and overwrite it, whatever the operator there had in mind.
+#[test]
+fn no_disk_is_overwritten_that_receive_was_not_told_of() -> anyhow::Result<()> {
+    for (mut pair, images) in qemus("no_disk_is_overwritten_that_receive_was_not_told_of", "raw")? {
+        let before = std::fs::read(images[1].path())?;
+        for ended in refused_by(&pair, &[])? {
+            check_refused(
+                &ended,
+                1,
+                &["overwrite disk 'disk0'", "receive with --disks disk0 or --disks all"],
+            )?;
+        }
+        let unknown = pair.godwit.receive(&pair.destination, &["--disks", "disk1"]).map(drop).unwrap_err();
+        ensure!(unknown.to_string().contains("has no disk 'disk1'; its drives are disk0"), "{unknown}");
+        ensure!(std::fs::read(images[1].path())? == before, "something was written");
+        check_untouched(&mut pair.source)?;
+        // By another of its names, and into the machine that refused.
+        let (receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "disk0-device"])?;
+        let migrate = pair.godwit.migrate(&pair.source, &address, &["--disks", "all"])?.wait(LIMIT)?;
+        check_moved(&mut pair, &migrate)?;
+        drop(receive);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_microvm_takes_no_disk_that_receive_was_not_told_of() -> anyhow::Result<()> {
+    let Some(disks) = DiskPair::start("allowed")? else { return Ok(()) };
+    let before = disks.to.bytes_from(0)?;
+    let (receive, address) = disks.pair.godwit.receive(&disks.pair.destination, &[])?;
+    let migrate = disks.pair.godwit.migrate(&disks.pair.source, &address, &["--disks", "all"])?;
+    for ended in [migrate.wait(LIMIT)?, receive.wait(LIMIT)?] {
+        check_refused(&ended, 1, &["overwrite disk 'disk'", "receive with --disks disk or --disks all"])?;
+    }
+    ensure!(disks.to.bytes_from(0)? == before, "something was written");
+    disks.pair.check_untouched()?;
+    disks.second_attempt()
+}
+
 #[test]
 fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result<()> {
     let test = "three_disks_of_a_qemu_move_along_and_nothing_stays_behind";
@@ -352,7 +398,7 @@ fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result
 #[test]
 fn a_qemu_whose_disk_was_on_its_way_is_untouched() -> anyhow::Result<()> {
     for (mut pair, _images) in qemus("a_qemu_whose_disk_was_on_its_way_is_untouched", "raw")? {
-        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "disk0"])?;
         let slow = ["--disks", "disk0", "--max-bandwidth", "2MiB/s", "--compression", "none"];
         let migrate = pair.godwit.migrate(&pair.source, &address, &slow)?;
         let copying = |line: &Value| line["disks"][0]["sent_bytes"].as_u64() > Some(1 << 20);

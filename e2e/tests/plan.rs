@@ -73,6 +73,7 @@ fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
     let command = answer["images"][0].as_str().unwrap_or_default();
     ensure!(command.starts_with("qemu-img create -f qcow2 /dev/shm/"), "{answer}");
     ensure!(command.contains(" 3145728 ") && command.ends_with("# data"), "{answer}");
+    ensure!(answer["receive"].as_str().is_some_and(|line| line.contains("receive --disks all")), "{answer}");
     let unknown = plan("other")?;
     ensure!(String::from_utf8_lossy(&unknown.stderr).contains("no disk 'other'"), "{unknown:?}");
     check_untouched(&mut vm)

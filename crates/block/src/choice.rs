@@ -32,11 +32,31 @@ pub enum ChoiceError {
     Mixed(String),
 }
 
+/// The source wants to fill a disk that the operator of the destination did not name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the source wants to overwrite disk '{0}' of this VM, which was not allowed: start godwit receive with --disks {0} or --disks all"
+)]
+pub struct NotAllowed(pub String);
+
 impl DiskChoice {
     /// Whether no disk moves.
     #[must_use]
     pub fn is_none(&self) -> bool {
         *self == Self::None
+    }
+
+    /// At the destination: whether the disk that goes by all of `names`, and that the source calls `offered`, may be filled.
+    ///
+    /// # Errors
+    /// When it was not named.
+    pub fn allow(&self, offered: &str, names: &[String]) -> Result<(), NotAllowed> {
+        let allowed = match self {
+            Self::None => false,
+            Self::All => true,
+            Self::Named(allowed) => allowed.iter().any(|name| name == offered || names.contains(name)),
+        };
+        if allowed { Ok(()) } else { Err(NotAllowed(offered.to_owned())) }
     }
 }
 
@@ -88,6 +108,15 @@ mod tests {
         for text in ["all", "none", "a", "a,b"] {
             assert_eq!(text.parse::<DiskChoice>().unwrap().to_string(), text);
         }
+    }
+
+    #[test]
+    fn only_what_was_named_may_be_filled() {
+        let names = ["n1".to_owned(), "vd1".to_owned()];
+        let allowed = |choice: &str| choice.parse::<DiskChoice>().unwrap().allow("n1", &names).is_ok();
+        assert_eq!(["all", "n1", "x,vd1", "none", "x"].map(allowed), [true, true, true, false, false]);
+        let refused = DiskChoice::None.allow("n1", &names).unwrap_err().to_string();
+        assert!(refused.contains("--disks n1 or --disks all"), "{refused}");
     }
 
     #[test]

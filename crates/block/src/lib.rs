@@ -14,7 +14,7 @@ use std::fmt;
 
 use godwit_units::{ByteCount, PageCount, PageRun};
 
-pub use choice::{ChoiceError, DiskChoice};
+pub use choice::{ChoiceError, DiskChoice, NotAllowed};
 pub use granularity::{GranularityError, Writes, check_granularity, granularity_for, parse_granularity};
 
 /// The finest granularity of dirty blocks.

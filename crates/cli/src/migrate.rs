@@ -44,6 +44,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
     max_bandwidth: Option<String>,
 
+    /// What the link carries at the switchover, if you know better than what was measured; downtimes are
+    /// expected by it [default: as measured]
+    #[arg(long, value_name = "RATE", value_parser = setting("switchover-bandwidth"))]
+    switchover_bandwidth: Option<String>,
+
     /// Give up when no round came closer to the downtime limit for this long, with all that helps in force; 0s: never
     /// [default: 60s]
     #[arg(long, value_name = "TIME", value_parser = setting("patience"))]
@@ -88,6 +93,11 @@ pub(crate) struct Arguments {
     /// The size of the blocks in which writes to these disks are tracked, 4KiB to 1MiB; auto: as the guest writes
     #[arg(long, value_name = "SIZE|auto", default_value = "auto", value_parser = granularity)]
     disk_granularity: Granularity,
+
+    /// Differences between the two VMs that are let pass, by the keys under which they are refused, with commas between, or all.
+    /// The guest may then find another machine, or fail to load
+    #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
+    allow_differences: Vec<String>,
 
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
@@ -205,6 +215,7 @@ impl Arguments {
         let flags = [
             ("downtime-limit", &self.downtime_limit),
             ("max-bandwidth", &self.max_bandwidth),
+            ("switchover-bandwidth", &self.switchover_bandwidth),
             ("patience", &self.patience),
             ("throttle", &self.throttle),
             ("compression", &self.compression),
@@ -251,10 +262,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let hints = !arguments.json;
-    let result = move_guest(&arguments.vm, &options, &disks, &steering, hints, &mut |progress| {
-        display.progress(progress)
-    });
+    let result =
+        move_guest(arguments, &options, &disks, &steering, &mut |progress| display.progress(progress));
     drop(socket);
     display.finish();
     match result {
@@ -275,23 +284,24 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 
 /// The engine is in this process for a QEMU, and in the VMM's for a microvm.
 fn move_guest(
-    vm: &VmName,
+    arguments: &Arguments,
     options: &Options,
     disks: &DiskWish,
     steering: &Steering,
-    hints: bool,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    match vm {
+    match &arguments.vm {
         VmName::Qemu(path) => {
             let vm = QemuSource::open(path).and_then(|vm| match &disks.choice {
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.allowing(&arguments.allow_differences);
             // Only a hint: a monitor that fails now is told of by the migration.
-            if let Some(advice) = vm.reporting().ok().filter(|_| hints).and_then(Reporting::advice) {
+            if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
+            {
                 eprintln!("godwit: hint: {advice}");
             }
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;

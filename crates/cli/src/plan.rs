@@ -120,6 +120,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     if arguments.json {
         let mut plan = as_json(&measured, &settings, &plans);
         plan["images"] = json!(told.images);
+        plan["receive"] = json!(told.receive);
         plan["advice"] = json!(told.advice);
         json_line(&plan);
     } else {
@@ -133,6 +134,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
                 "\nimages at the destination, to be made before its VM is started:\n  {}",
                 told.images.join("\n  ")
             );
+            println!("\nand godwit receive must be told that they may be overwritten:\n  {}", told.receive);
         }
     }
     ExitCode::SUCCESS
@@ -143,6 +145,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 struct Told {
     /// The commands that make images for the guest's disks.
     images: Vec<String>,
+    /// The command that takes the guest in, at the destination.
+    receive: String,
     /// What could be done about free memory.
     advice: Option<&'static str>,
 }
@@ -156,7 +160,11 @@ fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<
             if !disks.is_none() {
                 vm = vm.with_disks(disks, None)?;
             }
-            let told = Told { images: vm.image_commands(), advice: vm.reporting()?.advice() };
+            let told = Told {
+                images: vm.image_commands(),
+                receive: format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR"),
+                advice: vm.reporting()?.advice(),
+            };
             Ok((measure(&mut vm, *time, cancel)?, told))
         }
         VmName::Microvm(_) if !disks.is_none() => {

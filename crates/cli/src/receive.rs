@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_block::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
@@ -48,6 +49,11 @@ pub(crate) struct Arguments {
     /// Codecs that are taken: auto for all of them, none, lz4 or zstd
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
+
+    /// Disks of this VM that the source may overwrite: all, none, or names with commas between. Without it nobody who reaches the
+    /// port can write to a disk
+    #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
+    disks: DiskChoice,
 
     /// Take the guest in even if it may come to use more memory than this host, or the control group of the VM, has left; then
     /// the kernel may end the VM when memory runs out
@@ -98,8 +104,9 @@ fn take_in(
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
     match &arguments.vm {
         VmName::Qemu(path) => {
-            let program = Path::new(process::THIS_PROGRAM);
-            let vm = QemuDestination::open(path).and_then(|vm| vm.guarded(program));
+            let vm =
+                QemuDestination::open(path).and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
+            let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let listener = Listener::bind(&arguments.listen);
             let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
@@ -112,6 +119,7 @@ fn take_in(
             let options = Options {
                 wait,
                 codecs: arguments.compression.codecs(),
+                disks: arguments.disks.clone(),
                 overcommit: arguments.overcommit,
                 faults,
             };
@@ -124,6 +132,7 @@ fn take_in(
                 listen: arguments.listen.to_string(),
                 wait_ms: wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
                 codecs: Some(arguments.compression.to_string()),
+                disks: arguments.disks.to_string(),
                 overcommit: arguments.overcommit,
             };
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);

@@ -1,15 +1,15 @@
-//! The directory in which the sockets of migrations are: made, found to be ours, and swept.
+//! The sockets of migrations in the run directory, which is swept when one more is made.
 //!
 //! Invariant: no socket is served in a directory to which another user could add, and none is removed at which somebody
 //! listens or is about to: sweeping and binding are done under one lock.
 
-use std::fs::{DirBuilder, File};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::fs::File;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use godwit_microvm::control::steer::{Socket, bind};
+use godwit_qemu::run_directory;
 use rustix::fs::FlockOperation;
 
 /// Those who hold the lock sweep and bind, which takes them no time.
@@ -21,8 +21,7 @@ const LOCK_LIMIT: Duration = Duration::from_secs(2);
 /// When the directory is not `user`'s own, or somebody listens there.
 pub(crate) fn listen(directory: &Path, name: &str, user: u32) -> Result<(UnixListener, Socket), String> {
     let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
-    DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;
-    check(directory, user)?;
+    run_directory::make(directory, user)?;
     let lock = File::open(directory).map_err(failed)?;
     let until = Instant::now() + LOCK_LIMIT;
     while let Err(errno) = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
@@ -33,26 +32,6 @@ pub(crate) fn listen(directory: &Path, name: &str, user: u32) -> Result<(UnixLis
     }
     sweep(directory);
     bind(&directory.join(format!("{name}.sock"))).map_err(|error| error.to_string())
-}
-
-/// Refuses a directory that is another's, or in which others could put sockets of theirs: in /tmp anyone can make it first.
-fn check(directory: &Path, user: u32) -> Result<(), String> {
-    let shown = directory.display();
-    // Not through a link, which may be another's as well.
-    let meta = std::fs::symlink_metadata(directory).map_err(|error| format!("{shown}: {error}"))?;
-    let problem = if !meta.is_dir() {
-        "is not a directory"
-    } else if meta.uid() != user {
-        "belongs to another user"
-    } else if meta.mode() & 0o022 != 0 {
-        return Err(format!(
-            "others may write to {shown} (mode {:o}): chmod 700 {shown}",
-            meta.mode() & 0o7777
-        ));
-    } else {
-        return Ok(());
-    };
-    Err(format!("{shown} {problem}: remove it, or set XDG_RUNTIME_DIR to a directory of your own"))
 }
 
 /// Removes the sockets at which nobody listens.
@@ -69,7 +48,7 @@ fn sweep(directory: &Path) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
     use std::path::PathBuf;
 
     use super::*;

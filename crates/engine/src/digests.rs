@@ -7,8 +7,9 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::Builder;
+use std::time::{Duration, Instant};
 
-use godwit_memory::{MemoryError, RamBlock};
+use godwit_memory::{DataHint, MemoryError, RamBlock};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_wire::digest;
 
@@ -17,6 +18,10 @@ pub(crate) const CHUNK_PAGES: u64 = 256;
 const CHUNK_BYTES: usize = (CHUNK_PAGES * PAGE_SIZE) as usize;
 /// More threads than this do not read memory faster.
 const THREADS_LIMIT: usize = 8;
+/// Chunks that tell how fast digests are: 64 MiB.
+const SAMPLE: usize = 64;
+/// Extents of data among which the sample is looked for, in each block.
+const EXTENTS_LOOKED_AT: usize = 64;
 
 /// How many chunks a block of `pages` has.
 pub(crate) fn chunks(pages: PageCount) -> usize {
@@ -46,6 +51,26 @@ fn chunk_digest(
         buffer[at..at + PAGE_SIZE as usize].fill(0);
     });
     Ok(digest(buffer))
+}
+
+/// How long digests of a page take, as measured on a part of `blocks` that has data; nothing where there is none.
+pub(crate) fn cost_of_page(blocks: &[RamBlock]) -> Result<Duration, MemoryError> {
+    let mut longest: Option<(&RamBlock, PageRun)> = None;
+    for block in blocks {
+        for run in block.data(block.all(), &mut DataHint::default()).take(EXTENTS_LOOKED_AT) {
+            let run = run?;
+            if longest.is_none_or(|(_, other)| other.count < run.count) {
+                longest = Some((block, run));
+            }
+        }
+    }
+    let Some((block, run)) = longest else { return Ok(Duration::ZERO) };
+    let first = (run.start.0 / CHUNK_PAGES) as usize;
+    let sample = first..(first + SAMPLE).min(chunks(block.pages()));
+    let pages = sample.len() as u64 * CHUNK_PAGES;
+    let began = Instant::now();
+    digests(block, sample, |_, _| {})?;
+    Ok(began.elapsed().div_f64(pages as f64))
 }
 
 /// Calls its second argument with the pages of a run that count as zero whatever they hold.

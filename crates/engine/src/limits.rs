@@ -16,6 +16,8 @@ pub const LINK: Duration = Duration::from_secs(10);
 pub const ALIVE: Duration = Duration::from_secs(1);
 /// An answer on the control connection; also covers what socket buffers hold, on a slow link.
 pub const ANSWER: Duration = Duration::from_secs(60);
+/// An answer of the source's adapter to a question of the destination's.
+pub const QUESTION: Duration = Duration::from_secs(20);
 /// One write to a socket without any progress.
 pub const WRITE: Duration = Duration::from_secs(20);
 /// From COMMIT to the word that the guest runs; longer than an adapter waits for its machine.

@@ -7,13 +7,32 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
-use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures};
 use godwit_units::{ByteCount, Rate};
 
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
+
+/// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SwitchoverCosts {
+    /// From [`SourceVm::open_state`] until the guest stands still.
+    pub lead: Duration,
+    /// Saving the device state, loading it, and running the guest.
+    pub state: Duration,
+}
+
+impl Default for SwitchoverCosts {
+    /// What is usual.
+    fn default() -> Self {
+        Self { lead: Duration::from_millis(10), state: Duration::from_millis(15) }
+    }
+}
+
+/// Has a question of the destination's adapter answered by the source's.
+pub type Ask<'a> = dyn FnMut(&[u8]) -> Result<Vec<u8>, VmError> + 'a;
 
 /// A VM that is to leave this host.
 pub trait SourceVm {
@@ -25,6 +44,16 @@ pub trait SourceVm {
 
     /// Whether the guest ran when the adapter looked first. It is brought back to this.
     fn was_running(&self) -> bool;
+
+    /// Answers what the destination's adapter asks in [`DestinationVm::compare`], before anything is tracked or sent; at most
+    /// [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than a few seconds.
+    ///
+    /// # Errors
+    /// When it does not understand the question, or the machine does not tell.
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        let _ = question;
+        Err("this kind of machine answers no questions".into())
+    }
 
     /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker is dropped.
     ///
@@ -161,6 +190,11 @@ pub trait SourceVm {
     /// When the machine refuses.
     fn drain(&mut self) -> Result<(), VmError>;
 
+    /// What its switchover will probably cost.
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        SwitchoverCosts::default()
+    }
+
     /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
     /// after [`Self::release_state`].
     ///
@@ -218,17 +252,34 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
+    /// Compares the machine that the source offers with this one, as far as that shows beforehand. `ask` has a question answered by
+    /// the source's adapter ([`SourceVm::answer`]), whose words are a stranger's: they are checked before they are used. Comes before anything
+    /// else is done; changes nothing, so that the machine can go on waiting for another source.
+    ///
+    /// # Errors
+    /// When they differ: all differences and their cures, in one line.
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        let _ = ask;
+        Ok(())
+    }
+
     /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
     fn pid(&self) -> u32 {
         std::process::id()
     }
 
-    /// Opens the disks that the source wants to send, in its order. Their last round comes after [`Self::prepare`], and
+    /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
+    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Their last round comes after [`Self::prepare`], and
     /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        let _ = allowed;
         match wanted.first() {
             None => Ok(Vec::new()),
             Some(disk) => {

@@ -47,6 +47,7 @@ impl Pair {
             images: self.images.clone(),
             found: Arc::clone(&self.found),
             refuse_to_load: false,
+            differs: false,
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
         };
@@ -200,6 +201,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         images: pair.images.clone(),
         found: Arc::clone(&pair.found),
         refuse_to_load: false,
+        differs: false,
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };

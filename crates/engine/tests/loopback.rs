@@ -18,7 +18,7 @@ use godwit_engine::destination::{self, Notice};
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
@@ -62,6 +62,7 @@ fn move_from(
         images: Vec::new(),
         found: Arc::clone(&found),
         refuse_to_load,
+        differs: false,
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
@@ -121,6 +122,30 @@ fn a_state_that_does_not_load_leaves_the_guest_at_the_source() {
     assert_eq!(result, Err(Survivor::Source));
     assert!(source.running.load(Ordering::Relaxed) && source.guest.is_some());
     assert!(!found.ran && !source.retired);
+}
+
+#[test]
+fn another_machine_is_refused_when_its_questions_were_answered_and_nothing_was_begun() {
+    let found: Arc<Mutex<Found>> = Arc::default();
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let destination = Destination {
+        ram: blocks(),
+        source_ram: source.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::clone(&found),
+        refuse_to_load: false,
+        differs: true,
+        while_starting: Box::new(|| {}),
+        while_loading: Box::new(|| {}),
+    };
+    let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
+    let result = run(&mut source, destination, &options(2, false), destination::Faults::default(), &steering);
+    let failure = result.map(drop).unwrap_err();
+    assert_eq!((failure.phase, failure.survivor), (Phase::Setup, Survivor::Source));
+    assert!(failure.to_string().contains("it is another machine"), "{failure}");
+    assert!(source.running.load(Ordering::Relaxed) && !source.retired);
+    assert_eq!(found.lock().unwrap().state_bytes, 0);
 }
 
 /// How long the guest writes where a channel is slow.
@@ -208,6 +233,7 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
         images: Vec::new(),
         found: Arc::clone(&found),
         refuse_to_load: false,
+        differs: false,
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
@@ -239,6 +265,7 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
         source_disks: Vec::new(),
         images: Vec::new(),
         found: Arc::default(),
+        differs: false,
         refuse_to_load: false,
         while_loading: Box::new(|| {}),
         while_starting: Box::new(move || {

@@ -93,6 +93,7 @@ fn destination(source: &Source, while_loading: Box<dyn FnMut() + Send>) -> Desti
         images: Vec::new(),
         found: Arc::<Mutex<Found>>::default(),
         refuse_to_load: false,
+        differs: false,
         while_loading,
         while_starting: Box::new(|| {}),
     }

@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use godwit_block::{Disk, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 
@@ -38,11 +38,18 @@ impl DestinationVm for MicrovmDestination<'_> {
         self.machine.ram().blocks()
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         let own = self.machine.disk();
         let missing = |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
         let open = |wanted: &Disk| match own {
-            Some(disk) if wanted.name == NAME => Ok(disk.fill(wanted)?),
+            Some(disk) if wanted.name == NAME => {
+                allowed.allow(NAME, &[])?;
+                Ok(disk.fill(wanted)?)
+            }
             _ => Err(missing(&wanted.name).into()),
         };
         wanted.iter().map(open).collect()

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
 use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
-use godwit_engine::vm::{SourceVm, VmError};
+use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
 use godwit_units::{ByteCount, Rate};
@@ -210,6 +210,11 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn drain(&mut self) -> Result<(), VmError> {
         Ok(())
+    }
+
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        // As measured (docs/benchmarks.md), with room for a busy host.
+        SwitchoverCosts { lead: Duration::from_millis(2), state: Duration::from_millis(3) }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

@@ -60,7 +60,8 @@ pub struct Policy {
     /// Bytes on the wire for a page.
     page_bytes: f64,
     fixed: Duration,
-    idle: Duration,
+    gap: Duration,
+    at_once: bool,
     lead: Duration,
     /// Disks move as well.
     disks: bool,
@@ -93,7 +94,8 @@ impl Policy {
             before: Vec::new(),
             page_bytes: PAGE_SIZE as f64,
             fixed: Duration::ZERO,
-            idle: Duration::ZERO,
+            gap: Duration::ZERO,
+            at_once: false,
             lead: Duration::ZERO,
             disks: false,
             previous: None,
@@ -195,6 +197,7 @@ impl Policy {
     /// Takes in what was seen of a round and decides.
     pub fn round(&mut self, round: &Round) -> (Decision, Estimate) {
         self.guest.set_memory(round.memory.0);
+        let looked = !self.last_look.is_zero();
         let disk = round.disk.unwrap_or_default();
         let busy = round.time.saturating_sub(round.idle);
         self.bandwidth.observe(round.sent + disk.sent, busy);
@@ -214,23 +217,24 @@ impl Policy {
         }
         self.rounds += 1;
         self.last_look = Duration::ZERO;
-        (self.fixed, self.idle, self.lead) = (round.fixed, round.idle, round.lead);
+        (self.fixed, self.lead) = (round.fixed, round.lead);
+        (self.gap, self.at_once) = (round.gap, round.at_once);
         self.disks = round.disk.is_some();
 
         let bandwidth = self.bandwidth.average();
         let classes = self.guest.classes();
         let dirtied = std::mem::take(&mut self.dirtied);
         let dirty_rate = dirtied / round.time.as_secs_f64().max(1e-6);
-        let left = self.left(&classes, round);
+        let left = self.left(&classes, round, looked);
         let disks = self.share.transfer(&disk, round.time, round.lead);
-        let expected =
-            downtime::expected(left, bandwidth, round.fixed).and_then(|time| time.checked_add(disks?));
+        let last = self.last_bandwidth(bandwidth);
+        let expected = downtime::expected(left, last, round.fixed).and_then(|time| time.checked_add(disks?));
         let limit = self.limit();
         let previous = self.previous.replace(round.remaining);
         let mut estimate = Estimate {
             bandwidth,
             dirty_rate: Rate::from_bytes_per_second(dirty_rate * PAGE_SIZE as f64),
-            expected_downtime: expected,
+            expected_downtime: expected.and_then(|time| time.checked_add(round.verification)),
             limit,
             remaining_time: None,
             advice: None,
@@ -310,10 +314,11 @@ impl Policy {
     fn may_end_round(&self, tick: &Tick) -> bool {
         let growth = self.growth(&self.guest.classes(), self.lead, tick.throttle);
         let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
-        let expected = downtime::expected(ByteCount(bytes as u64), self.bandwidth.average(), self.fixed);
+        let last = self.last_bandwidth(self.bandwidth.average());
+        let expected = downtime::expected(ByteCount(bytes as u64), last, self.fixed);
         (self.plan.throttle > 0.0 || self.plan.first_writes.is_some())
             && !self.disks
-            && self.idle.is_zero()
+            && !self.at_once
             && expected.is_some_and(|expected| expected <= self.limit().mul_f64(AIM))
     }
 
@@ -341,10 +346,32 @@ impl Policy {
         }
     }
 
-    /// All of memory that stop-and-copy would have to send.
-    fn left(&self, classes: &[Class], round: &Round) -> ByteCount {
-        let pages = round.remaining.0 as f64 + self.growth(classes, round.lead, round.throttle);
-        ByteCount((pages * self.page_bytes) as u64)
+    /// All of memory that stop-and-copy would have to send. Where nobody `looked` within the round, harvests have
+    /// hidden from the looks how fast pages become dirty.
+    fn left(&self, classes: &[Class], round: &Round, looked: bool) -> ByteCount {
+        let mut growth = self.growth(classes, round.lead, round.throttle);
+        if !looked {
+            growth = growth.max(self.growth_at_most(round));
+        }
+        ByteCount(((round.remaining.0 as f64 + growth) * self.page_bytes) as u64)
+    }
+
+    /// Pages that become dirty until the guest stands still, at the pace of those that have become so since they were
+    /// harvested: half of the time of sending ago, on average. As pages are written again, that pace only falls. Of
+    /// segments that were left for later looks have seen the growth.
+    fn growth_at_most(&self, round: &Round) -> f64 {
+        let sending = round.time.saturating_sub(round.idle).as_secs_f64();
+        let age = if round.at_once { round.time.as_secs_f64() } else { sending / 2.0 };
+        let written = match round.dirty {
+            [] => round.remaining.0 as f64,
+            dirty => {
+                let harvested = dirty.iter().enumerate().filter(|(at, _)| !self.plan.delayed.contains(*at));
+                harvested.map(|(_, pages)| f64::from(*pages)).sum()
+            }
+        };
+        let lead = round.lead.as_secs_f64();
+        let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * lead);
+        (written / age.max(1e-3) * lead).min(most)
     }
 
     fn limit(&self) -> Duration {
@@ -353,10 +380,15 @@ impl Policy {
         limit + (ceiling - limit) * self.step / STEPS
     }
 
+    /// What the last round has of the link: what the operator says, or what was `measured`.
+    fn last_bandwidth(&self, measured: Rate) -> Rate {
+        self.settings.switchover_bandwidth.map_or(measured, |typed| typed.rate())
+    }
+
     /// The pages that plans aim to have left at the end.
-    fn enough(&self, bandwidth: Rate) -> f64 {
+    fn enough(&self, measured: Rate) -> f64 {
         let time = self.limit().mul_f64(AIM).saturating_sub(self.fixed);
-        bandwidth.bytes_per_second() * time.as_secs_f64() / self.page_bytes
+        self.last_bandwidth(measured).bytes_per_second() * time.as_secs_f64() / self.page_bytes
     }
 
     fn view<'a>(
@@ -386,7 +418,8 @@ impl Policy {
             guest: &self.guest,
             classes,
             unsent: (remaining.0 as f64 - known).max(0.0),
-            idle: self.idle.as_secs_f64(),
+            idle: self.gap.as_secs_f64(),
+            at_once: self.at_once,
             lead: self.lead.as_secs_f64(),
             enough: self.enough(bandwidth),
             free_time: free - used,
@@ -402,11 +435,11 @@ impl Policy {
         if !matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Vcpus)
             || throttle < SEVERE
             || view.delaying
-            || view.idle > 0.0
+            || view.at_once
         {
             return None;
         }
-        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let link = view.link();
         let enough = view.enough * FINALE / AIM;
         Some(Delayed::new(self.guest.spared(view.unsent, self.guest.speed(throttle), link, enough)))
     }
@@ -473,10 +506,10 @@ impl Policy {
     fn remaining_time(&self, view: &View, throttle: f64, bandwidth: Rate) -> Option<RemainingTime> {
         let speed = self.guest.speed(throttle);
         let time = |faster: f64, busier: f64| {
-            let link = Link { pages: view.bandwidth * faster, idle: view.idle, lead: view.lead };
+            let link = Link { pages: view.bandwidth * faster, ..view.link() };
             let seconds =
                 time_to_finish(view.classes, view.unsent, (speed * busier).min(1.0), link, view.enough)?;
-            let last = view.enough.min(view.remaining) / link.pages;
+            let last = view.enough.min(view.remaining) / link.pages.max(1.0);
             Duration::try_from_secs_f64(seconds + last).ok()?.checked_add(self.fixed)
         };
         if bandwidth == Rate::ZERO {

@@ -9,8 +9,10 @@
 //!
 //! so no downtime limit below `x + D·x/(B − D)` can be met however many rounds are made, and none at all when
 //! `D ≥ B`. (From the analysis of dirty-bitmap synchronisation on the QEMU list that proposed to merge
-//! fragmented clears.) Godwit harvests each segment just before it is sent, which takes `x` out of all rounds
-//! but the last; the last is part of the estimate.
+//! fragmented clears.) Godwit harvests each segment just before it is sent, so that harvests do not hold up
+//! sending. What is left of `x` is the look at all of memory that each decision needs, on a link that is
+//! idle meanwhile. It is measured, and so is the last harvest, with the guest stopped, which is part of the
+//! estimate.
 
 use std::time::Duration;
 
@@ -29,7 +31,7 @@ pub fn balanced_transfer(bandwidth: Rate, dirty: Rate, synchronisation: Duration
 }
 
 /// The downtime if the guest were stopped now: what remains over the link, then the fixed costs (last harvest,
-/// device state, handover). `None` before the bandwidth is known.
+/// device state, flush of disks, handover). `None` before the bandwidth is known.
 #[must_use]
 pub fn expected(remaining: ByteCount, bandwidth: Rate, fixed: Duration) -> Option<Duration> {
     bandwidth.time_for(remaining)?.checked_add(fixed)

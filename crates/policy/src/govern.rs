@@ -103,6 +103,7 @@ mod tests {
             classes: &[],
             unsent: 0.0,
             idle: 0.0,
+            at_once: false,
             lead: 0.0,
             enough: 8192.0,
             free_time: 20.0,

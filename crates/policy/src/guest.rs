@@ -255,9 +255,10 @@ impl Segment {
 pub(crate) struct Link {
     /// Pages each second.
     pub(crate) pages: f64,
-    /// Time of each round in which nothing is sent, and all segments are harvested at once then. Zero: each is
-    /// harvested just before it is sent.
+    /// Time of each round in which nothing is sent.
     pub(crate) idle: f64,
+    /// All segments are harvested at once, after that time; else each just before it is sent.
+    pub(crate) at_once: bool,
     /// From the decision to switch over until the guest stands still.
     pub(crate) lead: f64,
 }
@@ -310,12 +311,17 @@ pub(crate) fn after_round(classes: &[Class], unsent: f64, link: Link) -> (Vec<Cl
 /// One round over all classes; returns what it takes.
 fn round(classes: &mut [Class], unsent: f64, total: f64, speed: f64, link: Link) -> f64 {
     let mut time = total / link.pages;
-    if link.idle > 0.0 {
+    if link.at_once {
         time += link.idle;
         for class in classes {
             class.dirty = class.pages * (1.0 - (-speed * class.rate * time).exp());
         }
         return time;
+    }
+    if link.idle > 0.0 {
+        for class in classes.iter_mut() {
+            class.dirty = class.pages - (class.pages - class.dirty) * (-speed * class.rate * link.idle).exp();
+        }
     }
     // What is dirtied before its segment's turn comes is sent in this round as well, which makes it longer.
     for _ in 0..12 {
@@ -331,7 +337,7 @@ fn round(classes: &mut [Class], unsent: f64, total: f64, speed: f64, link: Link)
     for class in classes {
         class.dirty = class.pages * (1.0 - kept(speed * class.rate * time));
     }
-    time
+    time + link.idle
 }
 
 /// The mean of `exp(−x)` over `x` from 0 to `most`: what stays clean of pages whose turns are spread over a round.

@@ -11,21 +11,32 @@ use godwit_units::{ByteCount, PageCount, Rate, format_duration};
 /// What was seen of one round, handed in at its end. All that is not known may be left as [`Round::default`] has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Round<'a> {
-    /// How long it took, from its start to the peer's acknowledgement.
+    /// How long it took: from the acknowledgement of the one before, or from its own start where it is
+    /// the first, to its acknowledgement.
     pub time: Duration,
-    /// Of it, the time in which nothing could be sent: a synchronisation that holds up sending. Zero where each
-    /// segment is harvested just before it is sent.
+    /// Of it, the time in which nothing was sent: the look and the decision before it, a wait for hints of
+    /// free memory, a synchronisation that holds up sending.
     pub idle: Duration,
+    /// What each further round loses in the same way: in the formula of [`downtime`](crate::downtime) it is
+    /// `x`.
+    pub gap: Duration,
+    /// All segments are harvested at once, at the end of that time; else each just before it is sent.
+    pub at_once: bool,
     /// Bytes put on the wire for memory.
     pub sent: ByteCount,
     /// Pages whose data these bytes are; zero: unknown, they are taken to be whole pages.
     pub pages: PageCount,
     /// All that the next round (or the last) has to send, delayed segments and what was never sent included.
     pub remaining: PageCount,
-    /// What stop-and-copy costs beside the transfer: last harvest, device state, handover, as far as known.
+    /// What stop-and-copy costs beside the transfer: last harvest, device state, flush of disks, handover, as
+    /// far as known.
     pub fixed: Duration,
-    /// From a decision to switch over until the guest stands still: what is dirtied meanwhile is sent as well.
+    /// From the look that `remaining` is from until the guest stands still: what is dirtied meanwhile is
+    /// sent as well.
     pub lead: Duration,
+    /// What the comparison of digests adds to the downtime, where one is wanted. It is foretold, and it does
+    /// not count against the limit: nothing that is decided here makes it shorter.
+    pub verification: Duration,
     /// All memory of the VM.
     pub memory: PageCount,
     /// Pages of each segment written since its last harvest (or since tracking began), by a look that clears
@@ -164,7 +175,8 @@ pub struct Estimate {
     pub bandwidth: Rate,
     /// How fast pages became dirty in the last round.
     pub dirty_rate: Rate,
-    /// Downtime if the guest were stopped now; `None` while the bandwidth is unknown.
+    /// Downtime if the guest were stopped now, verification included; `None` while the bandwidth is
+    /// unknown.
     pub expected_downtime: Option<Duration>,
     /// The limit it is held against: the operator's, or more where a ceiling allows it.
     pub limit: Duration,

@@ -86,6 +86,9 @@ pub struct Settings {
     pub memory_share: Option<u16>,
     /// Whether the guest's writes to the disks that move may be limited.
     pub disk_limit: DiskLimit,
+    /// What the link carries when the guest is stopped; `None`: as measured. Downtimes are expected by it,
+    /// rounds still go by what is measured.
+    pub switchover_bandwidth: Option<TypedRate>,
 }
 
 /// Whether and how the guest's disk writes are limited.
@@ -115,6 +118,7 @@ impl Default for Settings {
             max_delay: 50,
             memory_share: None,
             disk_limit: DiskLimit::Auto,
+            switchover_bandwidth: None,
         }
     }
 }
@@ -160,7 +164,7 @@ const MODES: &str = "use off, direct, staged, auto-converge, adaptive, governor 
 const DOWNTIME: &str = "use a time from 1ms to 1h, such as 300ms";
 const LONG: &str = "use a time from 1s to 1000h, such as 60s, or 0s for none";
 
-const KEYS: [Key; 11] = [
+const KEYS: [Key; 12] = [
     Key {
         name: "downtime-limit",
         unit: "time",
@@ -227,6 +231,12 @@ const KEYS: [Key; 11] = [
         default: "auto",
         meaning: "limit of the guest's writes to all moving disks while their rounds do not shrink",
     },
+    Key {
+        name: "switchover-bandwidth",
+        unit: "rate or auto",
+        default: "auto",
+        meaning: "what the link carries at the switchover; auto: as measured",
+    },
 ];
 
 impl Settings {
@@ -289,6 +299,16 @@ impl Settings {
                     },
                 }
             }
+            "switchover-bandwidth" => {
+                let allowed = "use a rate such as 10Gbit or 100MiB/s, or auto";
+                self.switchover_bandwidth = match text {
+                    "auto" => None,
+                    rate => match rate.parse() {
+                        Ok(rate) => Some(rate),
+                        Err(error) => return Err(value(key, text, &error.readings_or(allowed))),
+                    },
+                }
+            }
             _ => {
                 let names: Vec<&str> = KEYS.iter().map(|key| key.name).collect();
                 return Err(SettingError::UnknownKey { key: key.to_owned(), known: names.join(", ") });
@@ -312,6 +332,7 @@ impl Settings {
             "delay-until-percent" => self.delay_until_percent.to_string(),
             "max-delay" => self.max_delay.to_string(),
             "memory-share" => or(self.memory_share.map(|share| share.to_string()), "auto"),
+            "switchover-bandwidth" => or(self.switchover_bandwidth.map(|rate| rate.to_string()), "auto"),
             _ => match self.disk_limit {
                 DiskLimit::Off => "off".to_owned(),
                 DiskLimit::Auto => "auto".to_owned(),

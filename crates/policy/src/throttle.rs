@@ -55,7 +55,10 @@ pub(crate) struct View<'a> {
     pub(crate) guest: &'a Guest,
     pub(crate) classes: &'a [Class],
     pub(crate) unsent: f64,
+    /// Time of each round in which nothing is sent.
     pub(crate) idle: f64,
+    /// All segments are harvested at once, after that time.
+    pub(crate) at_once: bool,
     pub(crate) lead: f64,
     /// What may remain when the guest is stopped.
     pub(crate) enough: f64,
@@ -66,6 +69,13 @@ pub(crate) struct View<'a> {
     pub(crate) most: f64,
     /// Hot segments are delayed: the others still shrink by themselves.
     pub(crate) delaying: bool,
+}
+
+impl View<'_> {
+    /// What sending is like.
+    pub(crate) fn link(&self) -> Link {
+        Link { pages: self.bandwidth, idle: self.idle, at_once: self.at_once, lead: self.lead }
+    }
 }
 
 #[derive(Clone, Debug, Default)]
@@ -150,7 +160,7 @@ impl Throttle {
     /// Whether a guest that is not slowed would keep this from finishing in time, and another round as it is would hardly
     /// leave less.
     pub(crate) fn is_needed(&self, view: &View) -> bool {
-        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let link = view.link();
         let (later, _) = after_round(view.classes, view.unsent, link);
         let left: f64 = later.iter().map(|class| class.dirty).sum();
         left > SHRINKS * view.remaining && self.adapt(view, false) > 0.0
@@ -238,7 +248,7 @@ impl Throttle {
         if view.delaying || view.bandwidth <= 0.0 {
             return 0.0;
         }
-        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let link = view.link();
         let free = time_to_finish(view.classes, view.unsent, 1.0, link, view.enough);
         if free.is_some_and(|time| time <= view.free_time) {
             return 0.0;
@@ -258,7 +268,7 @@ impl Throttle {
     /// milder throttle and fits into [`SEVERE_TIME`], downtime and all such times before included; and where no milder one
     /// finishes in time.
     fn best(&self, view: &View, classes: &[Class], unsent: f64, time_left: f64) -> (f64, f64) {
-        let link = Link { pages: view.bandwidth, idle: view.idle, lead: view.lead };
+        let link = view.link();
         let time = |share: f64| {
             let speed = view.guest.speed(1.0 - share);
             time_to_finish(classes, unsent, speed, link, view.enough).unwrap_or(f64::INFINITY)

@@ -10,14 +10,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_block::{Disk, DiskSink};
-use godwit_engine::vm::{DestinationVm, RunError, VmError};
+use godwit_block::{Disk, DiskChoice, DiskSink};
+use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
@@ -103,6 +104,16 @@ impl QemuDestination {
         self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
     }
 
+    /// Refuses a choice of disks that names what the VM does not have: before anything is waited for.
+    ///
+    /// # Errors
+    /// Names the one, and those that there are.
+    pub fn check_disks(&mut self, allowed: &DiskChoice) -> Result<(), QemuError> {
+        let DiskChoice::Named(names) = allowed else { return Ok(()) };
+        let drives = disks::drives(&mut self.machine.qmp)?;
+        names.iter().try_for_each(|name| disks::by_name(&drives, name).map(|_| ()))
+    }
+
     /// The QEMU process.
     #[must_use]
     pub fn pid(&self) -> i32 {
@@ -123,13 +134,21 @@ impl DestinationVm for QemuDestination {
         self.machine.pid.unsigned_abs()
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        compare::compare(&mut self.machine.qmp, ask)
+    }
+
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
         self.stop_receiving()?;
         self.note(|left| left.disks = true)?;
-        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted)?;
+        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
         self.receiving = Some(receiving);
         Ok(sinks)
     }

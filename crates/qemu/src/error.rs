@@ -122,6 +122,17 @@ pub enum QemuError {
         /// How long it was waited for.
         limit: Duration,
     },
+    /// The guest would find another machine.
+    #[error(
+        "the two VMs differ: {0}; mend it and start the destination QEMU again, or let it pass with godwit migrate --allow-differences KEY,... (the words in brackets)"
+    )]
+    Different(String),
+    /// The other side says what is not understood.
+    #[error("the source tells of {0} in words that are not understood: use the same godwit on both sides")]
+    Unclear(&'static str),
+    /// A disk must stay as it is.
+    #[error(transparent)]
+    NotAllowed(#[from] godwit_block::NotAllowed),
     /// A disk could not be read or written.
     #[error(transparent)]
     Nbd(#[from] NbdError),

@@ -9,6 +9,7 @@
 
 #![forbid(unsafe_code)]
 
+mod compare;
 mod destination;
 mod disk_limits;
 mod disks;
@@ -18,7 +19,7 @@ mod guard;
 mod machine;
 mod mark;
 pub mod qmp;
-mod run_directory;
+pub mod run_directory;
 mod settings;
 mod source;
 mod userfaultfd;

@@ -1,12 +1,13 @@
-//! Where godwit's sockets and records are: root's for all the host, others' for themselves.
+//! The directory for the sockets of godwit: where it is, and that it is ours.
 //!
-//! Invariant: nobody else can write there, for what lies there is done to a QEMU.
+//! Invariant: no socket of ours is made, and none is connected to, in a directory to which another user could add. Who
+//! could exchange the socket of QEMU's NBD server would choose what is written to a disk.
 
-use std::io;
+use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Its path, whether it is there or not.
+/// Where it is: root's for all the host, others' for themselves.
 pub(crate) fn path() -> PathBuf {
     let user = rustix::process::getuid();
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
@@ -16,44 +17,33 @@ pub(crate) fn path() -> PathBuf {
     }
 }
 
-/// Its path, after making sure that it is there and this user's alone.
+/// Makes `directory`, for its owner only, where it is not there yet.
 ///
 /// # Errors
-/// When it cannot be made, or is another user's.
-pub(crate) fn make() -> io::Result<PathBuf> {
-    let path = path();
-    std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&path)?;
-    check(&path)?;
-    Ok(path)
+/// When it cannot be made, is not `user`'s own, or others may write to it: in /tmp anyone can make it first.
+pub fn make(directory: &Path, user: u32) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
+    DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;
+    check(directory, user)
 }
 
 /// Refuses a directory that somebody else made or may write to.
-pub(crate) fn check(path: &Path) -> io::Result<()> {
-    // Not through a link, which would be another user's choice of a directory.
-    let meta = std::fs::symlink_metadata(path)?;
-    let own = meta.is_dir() && meta.uid() == rustix::process::getuid().as_raw();
-    if own && meta.mode() & 0o022 == 0 {
+pub(crate) fn check(directory: &Path, user: u32) -> Result<(), String> {
+    let shown = directory.display();
+    let failed = |error: std::io::Error| format!("{shown}: {error}");
+    // Not through a link, which may be another's as well.
+    let meta = std::fs::symlink_metadata(directory).map_err(failed)?;
+    let problem = if !meta.is_dir() {
+        "is not a directory"
+    } else if meta.uid() != user {
+        "belongs to another user"
+    } else if meta.mode() & 0o022 != 0 {
+        return Err(format!(
+            "others may write to {shown} (mode {:o}): chmod 700 {shown}",
+            meta.mode() & 0o7777
+        ));
+    } else {
         return Ok(());
-    }
-    Err(io::Error::other("it belongs to another user, or others may write to it"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::PermissionsExt;
-
-    #[test]
-    fn a_directory_that_others_may_write_to_is_refused() {
-        let own = std::env::temp_dir().join(format!("godwit-run-directory-{}", std::process::id()));
-        std::fs::create_dir(&own).unwrap();
-        std::fs::set_permissions(&own, PermissionsExt::from_mode(0o700)).unwrap();
-        assert!(check(&own).is_ok());
-        std::fs::set_permissions(&own, PermissionsExt::from_mode(0o777)).unwrap();
-        assert!(check(&own).is_err());
-        let link = own.join("link");
-        std::os::unix::fs::symlink("/proc", &link).unwrap();
-        assert!(check(&link).is_err());
-        std::fs::remove_dir_all(&own).unwrap();
-    }
+    };
+    Err(format!("{shown} {problem}: remove it, or set XDG_RUNTIME_DIR to a directory of your own"))
 }

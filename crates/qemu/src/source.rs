@@ -19,7 +19,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskChoice, DiskRound};
-use godwit_engine::vm::{SourceVm, VmError};
+use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
@@ -27,6 +27,7 @@ use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
+use crate::compare;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, Tracking};
 use crate::governor;
@@ -64,6 +65,9 @@ impl Default for Limits {
     }
 }
 
+/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware.
+const OWN_BLOCKS: Duration = Duration::from_millis(5);
+
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
 pub struct QemuSource {
@@ -71,6 +75,8 @@ pub struct QemuSource {
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
+    /// What it took to look at all that is looked at again before the guest is stopped.
+    looked: Duration,
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
     tracking_stop: Duration,
@@ -91,6 +97,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     grain: Grain,
     tracking: Option<Tracking>,
+    /// Differences between the two machines that the operator lets pass, by key.
+    allowed: Vec<String>,
     /// What brings the guest back when this process is killed.
     guard: Option<Guard>,
 }
@@ -126,15 +134,19 @@ impl QemuSource {
             let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
             return Err(QemuError::SourceState { state: migration, cure });
         }
+        let looking = Instant::now();
         let ram = machine.ram()?;
         machine.check_mappings(&ram)?;
         machine.check_source(&ram)?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
+        let looked = looking.elapsed();
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
+            looked,
             moving: Vec::new(),
+            allowed: Vec::new(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,
@@ -206,6 +218,14 @@ impl QemuSource {
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
         self.moving.iter().map(Found::image_command).collect()
+    }
+
+    /// The same with differences from the destination's machine that are let pass: by the keys under which they are told, by the
+    /// first part of a key, or `all`.
+    #[must_use]
+    pub fn allowing(mut self, differences: &[String]) -> Self {
+        self.allowed = differences.to_vec();
+        self
     }
 
     /// The QEMU process.
@@ -377,6 +397,10 @@ impl SourceVm for QemuSource {
         self.was_running
     }
 
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        compare::answer(&mut self.machine.qmp, question, &self.allowed)
+    }
+
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
         let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
@@ -499,6 +523,11 @@ impl SourceVm for QemuSource {
         // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
         self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
         Ok(())
+    }
+
+    fn switchover_costs(&self) -> SwitchoverCosts {
+        // What was looked at once is looked at again, by the same commands and over all processes.
+        SwitchoverCosts { lead: self.looked + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

@@ -51,9 +51,12 @@ pub fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
         vcpus: Vcpus::Measured,
         governor: false,
         handover: ms(10),
+        flush: Duration::ZERO,
+        hints: Duration::ZERO,
         lead: ms(10),
         settings: Settings::default(),
         verify: false,
+        verification: Duration::ZERO,
         cut: None,
         tick: ms(100),
         longest: Duration::from_secs(100 * 3600),
@@ -188,6 +191,9 @@ pub fn random(seed: u64) -> Scenario {
         3 => scenario.settings.throttle = ThrottleMode::Governor,
         _ => {}
     }
+    scenario.hints = Duration::from_secs_f64(dice.magnitude(1e-3, 1.0));
+    scenario.flush = Duration::from_secs_f64(dice.magnitude(1e-4, 0.1));
+    scenario.verification = Duration::from_secs_f64(dice.magnitude(1e-3, 10.0));
     scenario
 }
 

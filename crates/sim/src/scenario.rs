@@ -25,12 +25,18 @@ pub struct Scenario {
     pub governor: bool,
     /// What stop-and-copy costs beside the transfer and the last synchronisation.
     pub handover: Duration,
+    /// What the last flush of disks adds, where disks move.
+    pub flush: Duration,
+    /// How long the guest is asked for its free pages before the first round, while nothing is sent.
+    pub hints: Duration,
     /// From the decision to switch over until the vCPUs stand still.
     pub lead: Duration,
     /// What the operator wants.
     pub settings: Settings,
     /// Digests are compared before the guest may run.
     pub verify: bool,
+    /// What that takes.
+    pub verification: Duration,
     /// The link breaks.
     pub cut: Option<Cut>,
     /// Time between looks within a round; longer where a round takes more than a hundred.
@@ -120,7 +126,8 @@ pub struct DiskSpec {
 pub enum Synchronisation {
     /// All at once, at the start of a round, while nothing is sent.
     AtOnce(Duration),
-    /// Each segment just before it is sent; the last harvest, with the guest stopped, takes this long.
+    /// Each segment just before it is sent. The look after each round, while nothing is sent, and the last
+    /// harvest, with the guest stopped, take this long each.
     Pieces(Duration),
 }
 

@@ -35,6 +35,9 @@ pub(crate) struct Source<'a> {
     row: RoundRow,
     /// A pass over memory is in progress and goes on in the next round.
     midway: bool,
+    /// Time without sending that belongs to the round: before it, and in it.
+    gap: f64,
+    idle: f64,
     pub(crate) outcome: Outcome,
 }
 
@@ -52,6 +55,8 @@ impl<'a> Source<'a> {
             stopped: None,
             row: RoundRow::default(),
             midway: false,
+            gap: 0.0,
+            idle: 0.0,
             scenario,
             outcome: Outcome::new(),
         }
@@ -128,11 +133,16 @@ impl<'a> Source<'a> {
         if let Some(disk) = &mut self.disk {
             disk.begin();
         }
+        let began = self.now;
         match self.scenario.synchronisation {
             Synchronisation::AtOnce(time) => self.wait(time.as_secs_f64()),
             Synchronisation::Pieces(time) if last => self.wait(time.as_secs_f64()),
             Synchronisation::Pieces(_) => {}
         }
+        if round == 0 && !last {
+            self.wait(self.scenario.hints.as_secs_f64());
+        }
+        self.idle = self.now - began;
         let expected = self.memory.remaining() / self.link().max(1.0);
         let disk_time = self.disk.as_ref().map_or(0.0, |disk| disk.pending() / disk.speed());
         let step = self.scenario.tick.as_secs_f64().max((expected + disk_time) / LOOKS);
@@ -229,7 +239,7 @@ impl<'a> Source<'a> {
             return;
         }
         let remaining = PageCount(self.memory.remaining().ceil() as u64);
-        let in_round = seconds(self.now - self.row.start);
+        let in_round = seconds(self.gap + self.now - self.row.start);
         let throttle = self.plan.throttle;
         let sent = ByteCount((self.row.sent + self.row.disk_sent) as u64);
         let can_govern = self.can_govern();
@@ -270,13 +280,12 @@ impl<'a> Source<'a> {
     /// Asks the policy at the end of a round.
     pub(crate) fn ask(&mut self) -> Decision {
         let row = self.row;
-        let idle = match self.scenario.synchronisation {
-            Synchronisation::AtOnce(time) => time,
-            Synchronisation::Pieces(_) => Duration::ZERO,
+        let (at_once, synchronisation) = match self.scenario.synchronisation {
+            Synchronisation::AtOnce(time) => (true, time),
+            Synchronisation::Pieces(time) => (false, time),
         };
-        let last = match self.scenario.synchronisation {
-            Synchronisation::AtOnce(time) | Synchronisation::Pieces(time) => time,
-        };
+        let flush = if self.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
+        let verification = if self.scenario.verify { self.scenario.verification } else { Duration::ZERO };
         let disk = self.disk.as_ref().map(|disk| DiskRound {
             full_pass: disk.full_pass && disk.pending() > 0.0,
             sent: ByteCount(row.disk_sent as u64),
@@ -290,13 +299,16 @@ impl<'a> Source<'a> {
         let can_govern = self.can_govern();
         let dirty = self.memory.look();
         let (decision, estimate) = self.policy.round(&Round {
-            time: seconds(row.seconds),
-            idle,
+            time: seconds(row.seconds + self.gap),
+            idle: seconds(self.idle + self.gap),
+            gap: synchronisation,
+            at_once,
             sent: ByteCount(row.sent as u64),
             pages: PageCount(pages as u64),
             remaining,
-            fixed: last + self.scenario.handover + self.scenario.link.latency * TURNS,
-            lead: self.scenario.lead,
+            fixed: synchronisation + self.scenario.handover + flush + self.scenario.link.latency * TURNS,
+            lead: self.scenario.lead + if at_once { Duration::ZERO } else { synchronisation },
+            verification,
             memory,
             dirty,
             throttle: self.plan.throttle,
@@ -309,6 +321,9 @@ impl<'a> Source<'a> {
         }
         self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
         self.outcome.expected_downtime = estimate.expected_downtime.unwrap_or_default().as_secs_f64();
+        self.gap = if at_once { 0.0 } else { synchronisation.as_secs_f64() };
+        // What the look has seen is so old when something is made of it.
+        self.wait(self.gap);
         match &decision {
             Decision::NextRound(plan) => {
                 self.plan = plan.clone();

@@ -1,6 +1,7 @@
 //! Both state machines, the messages between them, and a link that may break at any of them.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use godwit_policy::Decision;
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
@@ -179,9 +180,13 @@ impl World<'_> {
                 self.engine.stop();
                 self.source_todo.push_back(Si::GuestStopped);
             }
-            S::CompareDigests => self.send(Message::ToDestination(Di::DigestRequest)),
+            S::CompareDigests => {
+                self.engine.wait(self.scenario.verification.as_secs_f64());
+                self.send(Message::ToDestination(Di::DigestRequest));
+            }
             S::FinishState => {
-                self.engine.wait(self.scenario.handover.as_secs_f64());
+                let flush = if self.scenario.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
+                self.engine.wait((self.scenario.handover + flush).as_secs_f64());
                 self.send(Message::ToDestination(Di::State));
                 self.send(Message::ToDestination(Di::StateEnd));
                 self.source_todo.push_back(Si::StateSent);

@@ -4,8 +4,10 @@
 use std::time::Duration;
 
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_sim::{GuestSpec, NAMES, Outcome, Sample, Vcpus, fit, forecast, named, run};
-use godwit_units::{ByteCount, PageCount};
+use godwit_sim::{
+    GuestSpec, NAMES, Outcome, Sample, Synchronisation, Vcpus, fit, forecast, named, plain, run,
+};
+use godwit_units::{ByteCount, PageCount, Rate};
 
 fn with(name: &str, settings: &[&str]) -> Outcome {
     let mut scenario = named(name).unwrap();
@@ -52,6 +54,50 @@ fn a_short_synchronisation_meets_limits_that_a_long_one_cannot() {
     // D·x/(B − D) alone is 292 ms with 73 ms and 48 ms with 12 ms.
     assert!(!converges("pause", "300ms") && converges("pause-short", "300ms"));
     assert!(converges("pause", "600ms"));
+}
+
+/// With `tib` TiB of memory on 100 Gbit/s and a look at all of it that takes so long.
+fn large(tib: u64, look: Duration, writes: f64) -> Outcome {
+    let size = ByteCount(tib << 40);
+    let guest = GuestSpec::idle(size, size).writing(ByteCount(size.0 / 16), writes);
+    let mut scenario = plain("large", guest, Rate::from_bytes_per_second(12.5e9));
+    scenario.synchronisation = Synchronisation::Pieces(look);
+    run(&scenario)
+}
+
+/// What one thread takes to look at so much, as measured (docs/benchmarks.md).
+fn one_thread(tib: u64) -> Duration {
+    Duration::from_micros(550) * 1024 * tib as u32
+}
+
+#[test]
+fn a_terabyte_and_four_converge_with_what_is_usual() {
+    // Regression: one thread looked, above some 520 GiB for longer than the limit, and eight such rounds gave up.
+    assert!(!large(1, one_thread(1), 0.0).moved());
+    // An idle guest, and one that writes 800 MB/s.
+    for (tib, writes) in [(1, 0.0), (1, 200_000.0), (4, 0.0), (4, 200_000.0)] {
+        let outcome = large(tib, one_thread(tib) / 16, writes);
+        assert!(outcome.moved() && outcome.downtime <= 0.3, "{tib} TiB, {writes}: {}", outcome.downtime);
+        assert_eq!(outcome.throttle, 0.0);
+    }
+}
+
+#[test]
+fn what_is_foretold_holds_flush_verification_and_looks() {
+    let mut scenario = named("idle").unwrap();
+    scenario.disk = named("disk-share").unwrap().disk;
+    scenario.settings.downtime_limit = Duration::from_secs(1);
+    scenario.synchronisation = Synchronisation::Pieces(Duration::from_millis(60));
+    scenario.hints = Duration::from_secs(1);
+    scenario.flush = Duration::from_millis(200);
+    scenario.verify = true;
+    scenario.verification = Duration::from_secs(2);
+    let outcome = run(&scenario);
+    assert!(outcome.moved());
+    let off = outcome.expected_downtime / outcome.downtime;
+    assert!((0.95..1.15).contains(&off), "{} for {}", outcome.expected_downtime, outcome.downtime);
+    // And without any of them it would be far less.
+    assert!(outcome.downtime > 2.26);
 }
 
 #[test]

@@ -155,6 +155,12 @@ impl Godwit {
     }
 }
 
+/// Of the options of a `godwit migrate`, those about disks that its `godwit receive` needs as well.
+#[must_use]
+pub fn disks_of<'a>(options: &'a [&'a str]) -> &'a [&'a str] {
+    options.windows(2).find(|pair| pair[0] == "--disks").unwrap_or_default()
+}
+
 /// A `godwit` at work.
 #[derive(Debug)]
 pub struct Running {

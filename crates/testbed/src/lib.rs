@@ -39,7 +39,7 @@ pub use cpu::{CpuTime, peak_rss};
 pub use disk::{DiskImage, allocated, images_for};
 pub use flavour::{Flavour, flavours, flavours_for};
 pub use gap::{Gap, Observation};
-pub use godwit::{Ended, Godwit, Running};
+pub use godwit::{Ended, Godwit, Running, disks_of};
 pub use guest::{GuestConfig, GuestFiles};
 pub use huge::HugePages;
 pub use machine::Movable;

@@ -173,7 +173,7 @@ fn rounds_of_writes(flavour: &Flavour, disks: &[(&'static str, u64)], granularit
     };
     write(&mut pair, 40);
     let (mut source, mut destination) = pair.open(granularity);
-    let mut sinks = destination.open_disks(&source.disks()).unwrap();
+    let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
     source.start_disk_tracking().unwrap();
     assert_eq!(source.disk_granularity(), vec![ByteCount(granularity); disks.len()]);
 
@@ -253,7 +253,7 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
         vm.wait_ready(LIMIT).unwrap();
         let mut source = source(&vm, 4096);
         let mut destination = QemuDestination::open(&waiting.qmp_socket()).unwrap();
-        let mut sinks = destination.open_disks(&source.disks()).unwrap();
+        let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
         source.start_disk_tracking().unwrap();
 
         let mut first = source.begin_disk_round().unwrap().remove(0);
@@ -327,7 +327,7 @@ fn holes_and_zeros_are_not_read_and_stay_holes() {
             let mut pair = Pair::start(&flavour, &[(format, 1024 * MIB)]);
             pair.disk(0, "write -P 1 600M 2M");
             let (mut source, mut destination) = pair.open(MIB);
-            let mut sinks = destination.open_disks(&source.disks()).unwrap();
+            let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
             source.start_disk_tracking().unwrap();
 
             let first = copy_round(&mut source, &mut sinks);
@@ -354,7 +354,7 @@ fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
         let mut pair = Pair::start(&flavour, &[("raw", 192 * MIB)]);
         (0..12).for_each(|piece| drop(pair.disk(0, &format!("write -P 1 {}M 16M", piece * 16))));
         let (mut source, mut destination) = pair.open(64 << 10);
-        let mut sinks = destination.open_disks(&source.disks()).unwrap();
+        let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
         source.start_disk_tracking().unwrap();
         let mut round = source.begin_disk_round().unwrap().remove(0);
         let extent = round.next().unwrap().unwrap();
@@ -478,15 +478,17 @@ fn what_cannot_be_is_refused_and_nothing_is_touched() {
 
         let error = source.start_disk_tracking().unwrap_err().to_string();
         assert!(error.contains("(exports: none)") && error.contains("nbd-server-stop"), "{error}");
-        let error = destination.open_disks(&source.disks()).err().unwrap().to_string();
+        let error = destination.open_disks(&source.disks(), &DiskChoice::All).err().unwrap().to_string();
         assert!(error.contains("NBD server") && error.contains("nbd-server-stop"), "{error}");
         assert_eq!(leftovers(&mut pair.source), ["the server"]);
         assert_eq!(leftovers(&mut pair.destination), ["the server"]);
 
         let wanted = |name: &str, size| [Disk { name: name.to_owned(), size: ByteCount(size) }];
-        let missing = destination.open_disks(&wanted("other", 8 * MIB)).err().unwrap().to_string();
+        let missing =
+            destination.open_disks(&wanted("other", 8 * MIB), &DiskChoice::All).err().unwrap().to_string();
         assert!(missing.contains("'other'") && missing.contains("disk0"), "{missing}");
-        let size = destination.open_disks(&wanted("disk0", 9 * MIB)).err().unwrap().to_string();
+        let size =
+            destination.open_disks(&wanted("disk0", 9 * MIB), &DiskChoice::All).err().unwrap().to_string();
         assert!(size.contains("9437184") && size.contains("qemu-img create -f raw"), "{size}");
         assert_eq!(leftovers(&mut pair.destination), [""; 0]);
 
@@ -506,7 +508,7 @@ fn moves_disks_until_it_is_killed() {
     let (here, there) = sockets.to_str().unwrap().split_once(',').unwrap();
     let mut source = QemuSource::open(here.as_ref()).unwrap().with_disks(&DiskChoice::All, None).unwrap();
     let mut destination = QemuDestination::open(there.as_ref()).unwrap();
-    let mut sinks = destination.open_disks(&source.disks()).unwrap();
+    let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
     source.start_disk_tracking().unwrap();
     copy_round(&mut source, &mut sinks);
     let _rounds = source.begin_disk_round().unwrap();

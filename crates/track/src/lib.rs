@@ -86,6 +86,12 @@ pub trait DirtyTracker: Send + Sync {
         self.peek(block, within, found)
     }
 
+    /// Whether several threads may look at parts of a block at once, at no more cost in all than one that
+    /// looks at the whole.
+    fn looks_in_parts(&self) -> bool {
+        false
+    }
+
     /// Counts what [`Self::look`] reports.
     ///
     /// # Errors
@@ -118,5 +124,9 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
 
     fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
         (**self).look(block, within, found)
+    }
+
+    fn looks_in_parts(&self) -> bool {
+        (**self).looks_in_parts()
     }
 }

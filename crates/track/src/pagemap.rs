@@ -352,4 +352,8 @@ impl DirtyTracker for PagemapTracker {
             None => self.scan(block, within, Then::Leave, 0, found).map(drop),
         }
     }
+
+    fn looks_in_parts(&self) -> bool {
+        true
+    }
 }

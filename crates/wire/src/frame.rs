@@ -41,11 +41,13 @@ pub enum FrameKind {
     Discarded = 30,
     Farewell = 31,
     Alive = 32,
+    Question = 33,
+    Answer = 34,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -65,6 +67,8 @@ impl FrameKind {
         Self::Discarded,
         Self::Farewell,
         Self::Alive,
+        Self::Question,
+        Self::Answer,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -22,7 +22,7 @@ pub use error::WireError;
 pub use frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, digest, seal};
 pub use greeting::{GREETING_LEN, Greeting, Role, SessionId, VERSION};
 pub use message::{
-    AbortCode, BLOCKS_LIMIT, BlockOffer, DEVICE_STATE_CHUNK, DIGESTS_PER_MESSAGE, DISKS_LIMIT, DiskOffer,
-    Message, NAME_LIMIT, Offer, TEXT_LIMIT,
+    ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, DEVICE_STATE_CHUNK, DIGESTS_PER_MESSAGE, DISKS_LIMIT,
+    DiskOffer, Message, NAME_LIMIT, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT, TEXT_LIMIT,
 };
 pub use pages::{Added, Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun};

@@ -1,5 +1,7 @@
 //! Messages of the control connection: one frame each.
 
+use std::time::Duration;
+
 use godwit_units::{ByteCount, PageCount};
 
 use crate::WireError;
@@ -12,12 +14,19 @@ pub const DISKS_LIMIT: usize = 64;
 /// Bytes in the name of a RAM block or a disk.
 pub const NAME_LIMIT: usize = 255;
 /// Bytes in the text of an abort.
-pub const TEXT_LIMIT: usize = 1024;
+pub const TEXT_LIMIT: usize = 4096;
 /// Bytes of device state in one message.
 pub const DEVICE_STATE_CHUNK: usize = 256 << 10;
+/// Bytes in a question of the destination.
+pub const QUESTION_LIMIT: usize = 64 << 10;
+/// Bytes in the answer to one.
+pub const ANSWER_LIMIT: usize = 1 << 20;
+/// Questions in one migration.
+pub const QUESTIONS_LIMIT: usize = 64;
 /// Digests in one message.
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
 
+const _: () = assert!(QUESTION_LIMIT <= PAYLOAD_LIMIT && ANSWER_LIMIT <= PAYLOAD_LIMIT);
 const _: () = assert!(DEVICE_STATE_CHUNK <= PAYLOAD_LIMIT && DIGESTS_PER_MESSAGE * 16 + 16 <= PAYLOAD_LIMIT);
 
 /// A RAM block as the source offers it.
@@ -127,6 +136,9 @@ pub enum Message {
     RoundAck {
         /// The round.
         round: u32,
+        /// How long the last flush of a disk took, in whole microseconds; zero where none was made since the
+        /// acknowledgement before.
+        flush: Duration,
     },
     /// S: the guest will stop soon; be ready for device state.
     Prepare,
@@ -159,6 +171,10 @@ pub enum Message {
     Farewell,
     /// Both: the sender is there. Said every now and then, in every state, so that silence means something.
     Alive,
+    /// D: a question about the machine, in the words of its kind. Only between the offer and the answer to it.
+    Question(Vec<u8>),
+    /// S: the answer.
+    Answer(Vec<u8>),
 }
 
 impl Message {
@@ -183,13 +199,15 @@ impl Message {
             Self::Discarded => FrameKind::Discarded,
             Self::Farewell => FrameKind::Farewell,
             Self::Alive => FrameKind::Alive,
+            Self::Question(_) => FrameKind::Question,
+            Self::Answer(_) => FrameKind::Answer,
         }
     }
 
     /// The frame to send. Texts and names are cut to their limits.
     ///
     /// # Panics
-    /// When there are more blocks, disks, digests or bytes of device state than a message may carry: a mistake of the
+    /// When there are more blocks, disks, digests or bytes of device state, a question or an answer than a message may carry: a mistake of the
     /// caller.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
@@ -218,11 +236,23 @@ impl Message {
                 aux = *code as u64;
                 put_text(&mut frame, text, TEXT_LIMIT);
             }
-            Self::RoundEnd { round } | Self::RoundAck { round } => aux = (*round).into(),
+            Self::RoundEnd { round } => aux = (*round).into(),
+            Self::RoundAck { round, flush } => {
+                let micros = u32::try_from(flush.as_micros()).unwrap_or(u32::MAX);
+                aux = u64::from(micros) << 32 | u64::from(*round);
+            }
             Self::Digests { block, first, digests } => {
                 assert!(digests.len() <= DIGESTS_PER_MESSAGE, "{} digests", digests.len());
                 aux = u64::from(*block) << 32 | u64::from(*first);
                 frame.extend(digests.iter().flat_map(|digest| digest.to_le_bytes()));
+            }
+            Self::Question(bytes) => {
+                assert!(bytes.len() <= QUESTION_LIMIT, "a question of {} bytes", bytes.len());
+                frame.extend(bytes);
+            }
+            Self::Answer(bytes) => {
+                assert!(bytes.len() <= ANSWER_LIMIT, "an answer of {} bytes", bytes.len());
+                frame.extend(bytes);
             }
             Self::DeviceState(bytes) => frame.extend(bytes),
             Self::Accept { codecs } => aux = (*codecs).into(),
@@ -273,7 +303,10 @@ impl Message {
                 Ok(Self::Abort { code, text })
             }
             FrameKind::RoundEnd => empty(Self::RoundEnd { round: round()? }),
-            FrameKind::RoundAck => empty(Self::RoundAck { round: round()? }),
+            FrameKind::RoundAck => empty(Self::RoundAck {
+                round: header.aux as u32,
+                flush: Duration::from_micros(header.aux >> 32),
+            }),
             FrameKind::Prepare => empty(Self::Prepare),
             FrameKind::Prepared => empty(Self::Prepared),
             FrameKind::DigestRequest => empty(Self::DigestRequest),
@@ -296,6 +329,12 @@ impl Message {
                 Err(WireError::Length { what: "piece of device state" })
             }
             FrameKind::DeviceState => Ok(Self::DeviceState(payload.to_vec())),
+            FrameKind::Question if payload.len() > QUESTION_LIMIT => {
+                Err(WireError::Length { what: "question" })
+            }
+            FrameKind::Question => Ok(Self::Question(payload.to_vec())),
+            FrameKind::Answer if payload.len() > ANSWER_LIMIT => Err(WireError::Length { what: "answer" }),
+            FrameKind::Answer => Ok(Self::Answer(payload.to_vec())),
             FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
             FrameKind::Ready => empty(Self::Ready),
             FrameKind::Commit => empty(Self::Commit),

@@ -3,6 +3,8 @@
 //! Golden bytes are only ever added to: a change to one of them is a change of the protocol's version.
 #![allow(clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::*;
 use proptest::prelude::*;
@@ -64,6 +66,8 @@ fn golden_bytes() {
         hex(&Message::Digests { block: 1, first: 2, digests: vec![3] }.encode()),
         hex(&pages_frame()[..24]),
         hex(&pages_frame()[24 + 8192..]),
+        hex(&Message::Question(b"what".to_vec()).encode()),
+        hex(&Message::Answer(b"this".to_vec()).encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -183,6 +187,20 @@ fn a_header_cannot_announce_more_than_the_limit() {
 }
 
 #[test]
+fn a_question_and_an_answer_have_their_limits() {
+    let mut question = Message::Question(vec![1; QUESTION_LIMIT]).encode();
+    assert!(parse(&question).is_ok());
+    question.push(1);
+    seal(&mut question, FrameKind::Question, 0, 0);
+    assert_eq!(parse(&question), Err(WireError::Length { what: "question" }));
+    let mut answer = Message::Answer(vec![1; ANSWER_LIMIT]).encode();
+    assert!(parse(&answer).is_ok());
+    answer.push(1);
+    seal(&mut answer, FrameKind::Answer, 0, 0);
+    assert_eq!(parse(&answer), Err(WireError::Length { what: "answer" }));
+}
+
+#[test]
 fn a_hostile_text_cannot_write_to_the_terminal() {
     let frame = Message::Abort { code: AbortCode::Other, text: "\x1b[2Jgone\n".to_owned() }.encode();
     let Message::Abort { text, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
@@ -223,10 +241,15 @@ fn any_message() -> impl Strategy<Value = Message> {
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),
-        any::<u32>().prop_map(|round| Message::RoundAck { round }),
+        (any::<u32>(), any::<u32>()).prop_map(|(round, micros)| Message::RoundAck {
+            round,
+            flush: Duration::from_micros(micros.into())
+        }),
         (any::<u32>(), any::<u32>(), prop::collection::vec(any::<u128>(), 0..9))
             .prop_map(|(block, first, digests)| Message::Digests { block, first, digests }),
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::DeviceState),
+        prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::Question),
+        prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::Answer),
         any::<u32>().prop_map(|codecs| Message::Accept { codecs }),
         Just(Message::Prepare),
         Just(Message::Prepared),

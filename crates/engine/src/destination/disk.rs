@@ -3,9 +3,9 @@
 //! Invariant: a disk's pages come over its own channel only, which is checked, and inside the disk. What a round brought is
 //! written before its end is told, so no older version of a page is written after a newer one.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskError, DiskSink};
 use godwit_units::{ByteCount, PageRun};
@@ -22,6 +22,8 @@ const UNSTABLE: ByteCount = ByteCount(128 << 20);
 #[derive(Debug, Default)]
 pub(super) struct LastRound {
     begun: AtomicBool,
+    /// The longest flush since it was last asked for, in microseconds.
+    flush: AtomicU64,
     disks_in_place: Mutex<Option<Instant>>,
 }
 
@@ -33,6 +35,16 @@ impl LastRound {
 
     pub(super) fn has_begun(&self) -> bool {
         self.begun.load(Ordering::Acquire)
+    }
+
+    /// A flush of a disk took so long.
+    fn flushed(&self, time: Duration) {
+        self.flush.fetch_max(time.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// The longest flush of a disk since the last call; zero when there was none.
+    pub(super) fn take_flush(&self) -> Duration {
+        Duration::from_micros(self.flush.swap(0, Ordering::Relaxed))
     }
 
     /// A disk was given all of its bytes; that of the last disk counts.
@@ -80,7 +92,10 @@ impl DiskPlace {
 
     fn flush(&mut self) -> Result<(), EngineError> {
         self.unstable = ByteCount::ZERO;
-        self.with(|sink| sink.settle(true))
+        let began = Instant::now();
+        self.with(|sink| sink.settle(true))?;
+        self.last.flushed(began.elapsed());
+        Ok(())
     }
 }
 

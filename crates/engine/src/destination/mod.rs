@@ -18,12 +18,15 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_codec::Decompressor;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
-use godwit_wire::{AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, Role, SessionId};
+use godwit_wire::{
+    AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT, Role,
+    SessionId,
+};
 
 use crate::address::{Listener, Stream};
 use crate::compression::Codecs;
@@ -101,6 +104,8 @@ pub struct Options {
     pub wait: Option<Duration>,
     /// Codecs that are taken.
     pub codecs: Codecs,
+    /// Disks that the source may overwrite.
+    pub disks: DiskChoice,
     /// Take a guest in that may come to use more memory than this host, or the control group of its VM, has left.
     pub overcommit: bool,
     /// Faults to make up, for tests.
@@ -109,7 +114,13 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { wait: None, codecs: Codecs::ALL, overcommit: false, faults: Faults::default() }
+        Self {
+            wait: None,
+            codecs: Codecs::ALL,
+            disks: DiskChoice::None,
+            overcommit: false,
+            faults: Faults::default(),
+        }
     }
 }
 
@@ -139,6 +150,7 @@ pub fn receive(
         vm,
         listener,
         codecs: options.codecs,
+        allowed: &options.disks,
         overcommit: options.overcommit,
         faults: options.faults,
         cancel,
@@ -174,6 +186,8 @@ struct Destination<'a> {
     ram: Arc<Vec<RamBlock>>,
     listener: &'a Listener,
     codecs: Codecs,
+    /// Disks that the source may overwrite.
+    allowed: &'a DiskChoice,
     overcommit: bool,
     faults: Faults,
     cancel: &'a Cancel,
@@ -288,7 +302,15 @@ impl Destination<'_> {
         self.order = Arc::new(order);
         self.check_room()?;
         let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
-        let sinks = self.vm.open_disks(&disks).map_err(|error| EngineError::Layout(error.to_string()))?;
+        if let (true, Some(disk)) = (self.allowed.is_none(), disks.first()) {
+            // The adapter, which knows all names of a disk, need not be asked.
+            return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
+        }
+        self.compare()?;
+        let sinks = self
+            .vm
+            .open_disks(&disks, self.allowed)
+            .map_err(|error| EngineError::Layout(error.to_string()))?;
         if sinks.len() != disks.len() {
             return Err(EngineError::Panicked("main"));
         }
@@ -299,6 +321,33 @@ impl Destination<'_> {
         let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         (self.notice)(&Notice::Accepted { ram, disks });
         Ok(())
+    }
+
+    /// Has the adapter compare the machines; whatever it asks goes to the source's adapter.
+    fn compare(&mut self) -> Result<(), EngineError> {
+        let Self { vm, control, events, cancel, connection, .. } = self;
+        let (mut asked, mut broken) = (0, None);
+        let compared = vm.compare(&mut |question| {
+            asked += 1;
+            let answered = match control {
+                Some(control) if asked <= QUESTIONS_LIMIT && question.len() <= QUESTION_LIMIT => {
+                    let sent = control.send(&Message::Question(question.to_vec()));
+                    sent.and_then(|()| answer_of(events, *connection, cancel))
+                }
+                _ => Err(EngineError::Panicked("main")),
+            };
+            answered.map_err(|error| {
+                let words = error.to_string();
+                broken = Some(error);
+                words.into()
+            })
+        });
+        // A link that broke is that, whatever the adapter makes of it.
+        match (compared, broken) {
+            (_, Some(error)) => Err(error),
+            (Err(error), None) => Err(EngineError::Layout(error.to_string())),
+            (Ok(()), None) => Ok(()),
+        }
     }
 
     /// Whether all memory that the guest may come to use has room here.
@@ -449,7 +498,8 @@ impl Destination<'_> {
                     self.disks_open = false;
                     self.vm.close_disks().map_err(EngineError::Vm)?;
                 }
-                self.say(&Message::RoundAck { round: self.round })?;
+                let flush = self.last_round.take_flush();
+                self.say(&Message::RoundAck { round: self.round, flush })?;
                 let received = ByteCount(self.received.load(Ordering::Relaxed));
                 (self.notice)(&Notice::Round { round: self.round, received });
             }
@@ -646,6 +696,32 @@ impl Destination<'_> {
             let _ = thread.join();
         }
     }
+}
+
+/// The source's answer to a question that was just asked.
+fn answer_of(events: &Receiver<Event>, current: u32, cancel: &Cancel) -> Result<Vec<u8>, EngineError> {
+    let until = Instant::now() + limits::QUESTION;
+    while Instant::now() < until {
+        if cancel.is_cancelled() {
+            return Err(EngineError::Cancelled);
+        }
+        match events.recv_timeout(limits::TICK) {
+            Ok(Event { connection, .. }) if connection != current => {}
+            Ok(Event { message, .. }) => match message? {
+                Message::Answer(answer) => return Ok(answer),
+                Message::Abort { code, text } => {
+                    return Err(EngineError::Aborted { peer: PEER, code, text });
+                }
+                other => {
+                    let what = format!("it said {:?} when it was asked a question", other.kind());
+                    return Err(EngineError::Protocol { peer: PEER, what });
+                }
+            },
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
+        }
+    }
+    Err(EngineError::Timeout { what: "the source to answer a question", limit: limits::QUESTION })
 }
 
 fn phase_of(state: State) -> Phase {

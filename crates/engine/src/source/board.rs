@@ -4,8 +4,9 @@
 //! time, in whichever round that is; a delay only moves that. A segment that was never touched stays unsent, and the tracker is not
 //! asked about it: the file tells when that changes.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock, SEGMENT_PAGES, Segment, segments};
@@ -17,6 +18,12 @@ use crate::EngineError;
 
 /// Extents of data that are remembered of a block, at the most: 1 MiB of them.
 const MOST_EXTENTS: usize = 65_536;
+
+/// Pages with data that one thread looks at by itself: 8 GiB, which takes it some milliseconds. With more, several
+/// threads share the work.
+const PART: u64 = 1 << 21;
+/// More threads than this do not look.
+const THREADS_LIMIT: u64 = 16;
 
 /// All segments of a VM, in the order of blocks and pages, by which the policy knows them.
 pub(super) struct Board {
@@ -34,6 +41,10 @@ pub(super) struct Board {
     /// What the tracker reported before anything was harvested: one that starts with everything dirty cannot tell what
     /// the guest has written to a segment before its first harvest.
     baseline: Vec<u32>,
+    /// How many threads share a look, where the tracker lets them.
+    threads: usize,
+    /// What is dirty when the guest is stopped, by segment, where many threads have looked at once.
+    last: OnceLock<Vec<Vec<PageRun>>>,
 }
 
 /// What a look found.
@@ -43,6 +54,8 @@ pub(super) struct Look {
     pub(super) dirty: Vec<u32>,
     /// Pages still to be sent, those of unsent segments included.
     pub(super) remaining: PageCount,
+    /// How long the threads were at it, all together.
+    pub(super) spent: Duration,
 }
 
 impl Board {
@@ -70,8 +83,21 @@ impl Board {
         }
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
         let baseline = vec![0; segments.len()];
-        let delayed = Mutex::default();
-        Ok(Self { blocks, segments, unsent, data, extents, delayed, hurry: AtomicBool::new(false), baseline })
+        let present: u64 = data.iter().copied().map(u64::from).sum();
+        let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
+        let threads = (present / PART).clamp(1, processors.min(THREADS_LIMIT)) as usize;
+        Ok(Self {
+            blocks,
+            segments,
+            unsent,
+            data,
+            extents,
+            delayed: Mutex::default(),
+            hurry: AtomicBool::new(false),
+            baseline,
+            threads,
+            last: OnceLock::new(),
+        })
     }
 
     /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so that later looks show what
@@ -83,9 +109,9 @@ impl Board {
         arming: Option<Duration>,
     ) -> Result<Look, EngineError> {
         let armed = arming.map_or(Ok(0), |time| self.arm(tracker, time))?;
-        let dirty = self.dirty(tracker)?;
+        let (dirty, spent) = self.dirty(tracker)?;
         self.baseline[armed..].copy_from_slice(&dirty[armed..]);
-        Ok(self.judge(dirty)?)
+        self.judge(dirty, spent)
     }
 
     /// Whether segment `number` had nothing but a hole when the migration began.
@@ -153,34 +179,105 @@ impl Board {
 
     /// What is dirty and what remains now. Clears nothing.
     pub(super) fn look(&self, tracker: &dyn DirtyTracker) -> Result<Look, EngineError> {
-        Ok(self.judge(self.dirty(tracker)?)?)
+        let (dirty, spent) = self.dirty(tracker)?;
+        self.judge(dirty, spent)
     }
 
-    /// What `tracker` reports, by segment.
-    fn dirty(&self, tracker: &dyn DirtyTracker) -> Result<Vec<u32>, TrackError> {
-        let mut all = vec![0; self.segments.len()];
+    /// With the guest stopped: looks with many threads, where more of them may look than there are `channels`, each
+    /// of which would else look at its own segments.
+    pub(super) fn look_for_the_last_time(
+        &self,
+        tracker: &dyn DirtyTracker,
+        channels: usize,
+    ) -> Result<(), TrackError> {
+        if self.threads > channels && tracker.looks_in_parts() {
+            let (runs, _) = self.each(tracker, |runs: &mut Vec<PageRun>, run| runs.push(run))?;
+            let _ = self.last.set(runs);
+        }
+        Ok(())
+    }
+
+    /// What is dirty in segment `number`, if all were looked at for the last time.
+    pub(super) fn last(&self, number: usize) -> Option<&[PageRun]> {
+        self.last.get().map(|runs| runs[number].as_slice())
+    }
+
+    /// How long the last look takes, of which the threads together take `spent`, with so many `channels`.
+    pub(super) fn last_look(&self, spent: Duration, channels: usize) -> Duration {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        spent / self.threads.max(channels.min(processors)).max(1) as u32
+    }
+
+    /// What `tracker` reports, by segment, and how long the threads were at it together.
+    fn dirty(&self, tracker: &dyn DirtyTracker) -> Result<(Vec<u32>, Duration), TrackError> {
+        self.each(tracker, |count: &mut u32, run| *count += run.count.0 as u32)
+    }
+
+    /// Has `note` take in the runs that `tracker` reports of each segment, cut at its ends; by several threads where that
+    /// is possible. Returns also how long they were at it together.
+    fn each<T: Clone + Default + Send>(
+        &self,
+        tracker: &dyn DirtyTracker,
+        note: impl Fn(&mut T, PageRun) + Sync,
+    ) -> Result<(Vec<T>, Duration), TrackError> {
+        let mut all = vec![T::default(); self.segments.len()];
+        let threads = if tracker.looks_in_parts() { self.threads } else { 1 };
+        let size = self.segments.len().div_ceil(threads).max(1);
+        let work = |first: usize, own: &mut [T]| {
+            let began = Instant::now();
+            self.part(tracker, first..first + own.len(), own, &note).map(|()| began.elapsed())
+        };
+        let work = &work;
+        let spent = std::thread::scope(|scope| {
+            let mut parts = all.chunks_mut(size).enumerate();
+            let own = parts.next();
+            let mut others = Vec::new();
+            for (number, part) in parts {
+                others.push(scope.spawn(move || work(number * size, part)));
+            }
+            let mut spent = own.map_or(Ok(Duration::ZERO), |(_, part)| work(0, part));
+            for other in others {
+                let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                spent = spent.and_then(|spent| Ok(spent + other?));
+            }
+            spent
+        })?;
+        Ok((all, spent))
+    }
+
+    /// The same for the segments `part`, in this thread.
+    fn part<T>(
+        &self,
+        tracker: &dyn DirtyTracker,
+        part: Range<usize>,
+        found: &mut [T],
+        note: &impl Fn(&mut T, PageRun),
+    ) -> Result<(), TrackError> {
+        let segments = &self.segments[part];
         let mut first = 0;
-        while first < self.segments.len() {
-            let block = self.segments[first].block;
-            let count = self.segments[first..].iter().take_while(|segment| segment.block == block).count();
-            let own = &self.segments[first..first + count];
+        while first < segments.len() {
+            let block = segments[first].block;
+            let count = segments[first..].iter().take_while(|segment| segment.block == block).count();
+            let own = &segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
-            let (dirty, mut at) = (&mut all[first..first + count], 0);
-            tracker.look(block, PageRun::new(0, pages), &mut |run| at = spread(run, own, at, dirty))?;
+            let (found, mut at) = (&mut found[first..first + count], 0);
+            tracker.look(block, PageRun::new(own[0].run.start.0, pages), &mut |run| {
+                at = cut(run, own, at, |number, run| note(&mut found[number], run));
+            })?;
             first += count;
         }
-        Ok(all)
+        Ok(())
     }
 
     /// What was written and what remains, where `dirty` is reported.
-    fn judge(&self, mut dirty: Vec<u32>) -> Result<Look, MemoryError> {
+    fn judge(&self, mut dirty: Vec<u32>, spent: Duration) -> Result<Look, EngineError> {
         self.correct(&mut dirty)?;
         let mut remaining = 0;
         for (number, dirty) in dirty.iter().enumerate() {
             let unsent = if self.is_unsent(number) { self.data[number] } else { 0 };
             remaining += u64::from(unsent.max(*dirty));
         }
-        Ok(Look { dirty, remaining: PageCount(remaining) })
+        Ok(Look { dirty, remaining: PageCount(remaining), spent })
     }
 
     /// Corrects what is reported of unsent segments: nothing of what was there before; and of those that were holes what their file has
@@ -213,14 +310,19 @@ impl Board {
     }
 }
 
-/// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at `at` on; returns the one it ends in. Runs come in
-/// order and may go over the ends of segments.
-fn spread(run: PageRun, own: &[Segment], mut at: usize, counts: &mut [u32]) -> usize {
+/// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at `at` on; returns the
+/// one it ends in. Runs come in order and may go over the ends of segments.
+fn spread(run: PageRun, own: &[Segment], at: usize, counts: &mut [u32]) -> usize {
+    cut(run, own, at, |number, run| counts[number] += run.count.0 as u32)
+}
+
+/// Cuts `run` at the ends of the segments `own`, as [`spread`] does.
+fn cut(run: PageRun, own: &[Segment], mut at: usize, mut found: impl FnMut(usize, PageRun)) -> usize {
     let mut start = run.start.0;
     while start < run.end().0 && at < own.len() {
         let end = own[at].run.end().0.min(run.end().0);
         if start < end {
-            counts[at] += (end - start) as u32;
+            found(at, PageRun::new(start, end - start));
             start = end;
         }
         if start >= own[at].run.end().0 {
@@ -254,10 +356,20 @@ mod tests {
             Ok(within.end())
         }
 
-        fn peek(&self, block: usize, _: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        fn peek(
+            &self,
+            block: usize,
+            within: PageRun,
+            found: &mut dyn FnMut(PageRun),
+        ) -> Result<(), TrackError> {
             let told = self.0.lock().unwrap();
-            told.iter().filter(|(of, _)| *of == block).for_each(|(_, run)| found(*run));
+            let own = told.iter().filter(|(of, _)| *of == block);
+            own.filter_map(|(_, run)| run.intersect(within)).for_each(found);
             Ok(())
+        }
+
+        fn looks_in_parts(&self) -> bool {
+            true
         }
     }
 
@@ -334,6 +446,36 @@ mod tests {
         // Out of time at once: all is as it was.
         assert_eq!(board.begin(&tracker, Some(Duration::ZERO)).unwrap().dirty, [0, 0, 0, 0]);
         assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn many_threads_see_what_one_sees() {
+        let mut board = board();
+        let told = vec![
+            (0, PageRun::new(3, 2)),
+            (0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3)),
+            (1, PageRun::new(4, 1)),
+        ];
+        let tracker = Told(Mutex::new(told));
+        let alone = board.look(&tracker).unwrap().dirty;
+        for threads in 2..6 {
+            board.threads = threads;
+            assert_eq!(board.look(&tracker).unwrap().dirty, alone, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn the_last_look_is_shared_where_channels_are_few() {
+        let mut board = board();
+        let tracker = Told(Mutex::new(vec![(0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3))]));
+        board.threads = 4;
+        board.look_for_the_last_time(&tracker, 4).unwrap();
+        assert_eq!(board.last(0), None, "each channel looks for itself");
+        board.look_for_the_last_time(&tracker, 3).unwrap();
+        assert_eq!(board.last(0), Some(&[PageRun::new(SEGMENT_PAGES - 1, 1)][..]));
+        assert_eq!(board.last(1), Some(&[PageRun::new(SEGMENT_PAGES, SEGMENT_PAGES)][..]));
+        assert_eq!(board.last(2), Some(&[PageRun::new(2 * SEGMENT_PAGES, 2)][..]));
+        assert_eq!(board.last(3), Some(&[][..]));
     }
 
     #[test]

@@ -229,7 +229,10 @@ impl Channel {
             dirty.clear();
             let mut note = |run| dirty.push(run);
             let next = if order.last {
-                self.shared.tracker.peek(block, rest, &mut note)?;
+                match self.shared.board.last(owned.number) {
+                    Some(found) => found.iter().filter_map(|run| run.intersect(rest)).for_each(note),
+                    None => self.shared.tracker.peek(block, rest, &mut note)?,
+                }
                 rest.end()
             } else {
                 self.shared.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?

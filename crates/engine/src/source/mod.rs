@@ -37,7 +37,10 @@ use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick}
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
-use godwit_wire::{BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, Role, SessionId};
+use godwit_wire::{
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, QUESTIONS_LIMIT, Role,
+    SessionId,
+};
 
 use crate::address::{Address, Stream};
 use crate::compression::{Codecs, Compression};
@@ -171,6 +174,12 @@ pub fn migrate(
         estimate: None,
         remaining: PageCount::ZERO,
         round_began: started,
+        round_ended: None,
+        gap: Duration::ZERO,
+        waited: Duration::ZERO,
+        flush: Duration::ZERO,
+        round_trip: None,
+        digest_of_page: None,
         last_round: None,
         stopped_at: None,
         mark: started,
@@ -285,6 +294,18 @@ struct Source<'a> {
     estimate: Option<Estimate>,
     remaining: PageCount,
     round_began: Instant,
+    /// When the round before was acknowledged.
+    round_ended: Option<Instant>,
+    /// Time between that and the beginning of this one.
+    gap: Duration,
+    /// Time at the beginning of the round in which nothing was sent.
+    waited: Duration,
+    /// The last flush of disks at the destination.
+    flush: Duration,
+    /// To the destination and back, once it was seen.
+    round_trip: Option<Duration>,
+    /// What the digest of a page takes, once it was measured; only with `verify`.
+    digest_of_page: Option<Duration>,
     last_round: Option<RoundMeasures>,
     stopped_at: Option<Instant>,
     /// When the current part of the downtime began.
@@ -451,7 +472,33 @@ impl Source<'_> {
             blocks,
             disks: self.disks.offers(&self.vm.disk_granularity()),
         }))?;
-        Ok(None)
+        self.await_accept().map(Some)
+    }
+
+    /// Answers what the destination asks about the machine, until it accepts.
+    fn await_accept(&mut self) -> Result<Input, EngineError> {
+        for _ in 0..=QUESTIONS_LIMIT {
+            let what = "the destination to accept";
+            let said = self.await_message(what, limits::ANSWER, |message| match message {
+                Message::Accept { codecs } => Some(Err(*codecs)),
+                Message::Question(question) => Some(Ok(question.clone())),
+                _ => None,
+            })?;
+            let question = match said {
+                Err(codecs) => {
+                    self.take_codecs(Codecs::ALL.common(Codecs(codecs)));
+                    return Ok(Input::Accepted);
+                }
+                Ok(question) => question,
+            };
+            let answer = self.vm.answer(&question).map_err(EngineError::Vm)?;
+            if answer.len() > ANSWER_LIMIT {
+                return Err(EngineError::Panicked("main"));
+            }
+            self.say(&Message::Answer(answer))?;
+        }
+        let what = format!("it asked more than {QUESTIONS_LIMIT} questions");
+        Err(EngineError::Protocol { peer: PEER, what })
     }
 
     /// A new connection to the destination, which has answered the greeting as one; a data channel is not answered.
@@ -515,7 +562,7 @@ impl Source<'_> {
         match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
-            Ok(Event::Peer { message: Ok(Message::RoundAck { round }), .. })
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round, .. }), .. })
                 if self.unawaited == Some(round) =>
             {
                 Ok(None)
@@ -588,17 +635,11 @@ impl Source<'_> {
     /// In states that only the destination can end: what it says next.
     fn await_peer(&mut self, state: State) -> Result<Input, EngineError> {
         let (what, limit) = match state {
-            State::Negotiating => ("the destination to accept", limits::ANSWER),
             State::AwaitingReady => ("the destination to load the device state", limits::ANSWER),
             _ => ("the destination to run the guest", limits::RUNNING),
         };
         let committed = self.commit_sent;
-        let mut accepted = self.codecs;
         let input = self.await_message(what, limit, |message| match message {
-            Message::Accept { codecs } => {
-                accepted = Codecs::ALL.common(Codecs(*codecs));
-                Some(Input::Accepted)
-            }
             Message::Ready => Some(Input::Ready),
             Message::Running => Some(Input::Running),
             // A destination that aborts has discarded the guest; after COMMIT that is all that matters.
@@ -606,7 +647,6 @@ impl Source<'_> {
             _ => None,
         })?;
         match input {
-            Input::Accepted => self.take_codecs(accepted),
             Input::Ready if state == State::AwaitingReady => {
                 self.hold(Fault::HoldReady)?;
                 self.measures.parts.load = self.lap();

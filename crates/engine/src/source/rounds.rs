@@ -2,10 +2,8 @@
 
 use super::*;
 
-/// From a decision to switch over until the guest stands still, on the machines where this was built.
-const LEAD: Duration = Duration::from_millis(10);
-/// Device state and handover, which are measured only once, likewise.
-const FIXED: Duration = Duration::from_millis(15);
+/// Turns of the conversation while the guest is stopped: the device state and READY, COMMIT and Running.
+const TURNS: u32 = 2;
 /// How long memory is made clean before it is sent for the first time, at the most.
 pub(super) const ARMING: Duration = Duration::from_millis(500);
 /// In the first moments of the first round looks come more often: what is hot is best left before it is sent.
@@ -151,6 +149,8 @@ impl Source<'_> {
     /// Has the channels copy what is dirty.
     pub(super) fn start_round(&mut self, round: u32, stage: Stage) -> Result<(), EngineError> {
         self.round_began = Instant::now();
+        // What lies between the rounds belongs to the one that comes.
+        self.gap = self.round_ended.map_or(Duration::ZERO, |ended| ended.elapsed());
         self.sent_before = self.counters.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
         // What a balloon gave back is a hole and was not written. The destination need not keep it, and where digests are compared it must
@@ -170,7 +170,11 @@ impl Source<'_> {
         }
         if let Some(tracker) = &self.tracker {
             tracker.begin_round();
+            if let (true, Some(board)) = (last, &self.board) {
+                board.look_for_the_last_time(tracker.as_ref(), self.channels.len())?;
+            }
         }
+        self.waited = self.round_began.elapsed();
         for channel in &self.channels {
             // A channel that is gone has said why, which is found below.
             let _ = channel.orders.send(order);
@@ -222,9 +226,22 @@ impl Source<'_> {
         self.say(&Message::RoundEnd { round })?;
         let waits = !last || self.options.verify;
         if waits {
-            self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
-                (*message == Message::RoundAck { round }).then_some(())
-            })?;
+            let said = Instant::now();
+            let flush =
+                self.await_message(
+                    "the acknowledgement of a round",
+                    limits::ANSWER,
+                    |message| match message {
+                        Message::RoundAck { round: placed, flush } if *placed == round => Some(*flush),
+                        _ => None,
+                    },
+                )?;
+            // The least that was seen: the destination may have had pages to place first.
+            let round_trip = said.elapsed();
+            self.round_trip = Some(self.round_trip.map_or(round_trip, |least| least.min(round_trip)));
+            if !flush.is_zero() {
+                self.flush = flush;
+            }
         } else {
             self.unawaited = Some(round);
             if let Some(pump) = &self.pump {
@@ -233,6 +250,7 @@ impl Source<'_> {
             }
         }
         total.time = self.round_began.elapsed();
+        self.round_ended = Some(Instant::now());
         total.throttle = self.throttle;
         total.memory_share = self.gate.share();
         self.last_round = Some(total);
@@ -298,7 +316,7 @@ impl Source<'_> {
         self.remaining = look.remaining;
         let sent = self.counters.sent.load(Ordering::Relaxed) - self.sent_before;
         let plan = self.policy.tick(&Tick {
-            in_round: self.round_began.elapsed(),
+            in_round: self.gap + self.round_began.elapsed(),
             sent: ByteCount(sent),
             remaining: look.remaining,
             dirty: &look.dirty,
@@ -319,10 +337,15 @@ impl Source<'_> {
         };
         self.take_changes();
         let speed = self.sample_speed();
+        let verification = self.verification()?;
         let look_began = Instant::now();
         let look = self.look()?;
-        // The last harvest costs what this look costs.
-        let fixed = look_began.elapsed() + FIXED;
+        let look_time = look_began.elapsed();
+        let last_look =
+            self.board.as_ref().map_or(look_time, |board| board.last_look(look.spent, self.channels.len()));
+        let costs = self.vm.switchover_costs();
+        let round_trip = self.round_trip.unwrap_or_default();
+        let fixed = last_look + costs.state + self.flush + round_trip * TURNS;
         round.remaining = look.remaining;
         let disk = if self.disks.is_empty() {
             None
@@ -333,12 +356,16 @@ impl Source<'_> {
             Some(disk)
         };
         let (decision, estimate) = self.policy.round(&Round {
-            time: round.time,
+            time: round.time + self.gap,
+            idle: self.waited + self.gap,
+            // What comes before the next round is mostly this look, and what else it was the last time.
+            gap: look_time.max(self.gap),
             sent: round.sent,
             pages: round.data,
             remaining: look.remaining,
             fixed,
-            lead: LEAD,
+            lead: look_time + costs.lead + round_trip,
+            verification,
             memory: self.ram.iter().map(RamBlock::pages).sum(),
             dirty: &look.dirty,
             throttle: self.throttle,
@@ -367,6 +394,20 @@ impl Source<'_> {
             }
             Decision::GiveUp(advice) => Err(EngineError::NotConverging(advice)),
         }
+    }
+
+    /// How long the comparison of digests will take, where it is wanted: both sides compute them at once.
+    fn verification(&mut self) -> Result<Duration, EngineError> {
+        if !self.options.verify {
+            return Ok(Duration::ZERO);
+        }
+        let page = match self.digest_of_page {
+            Some(page) => page,
+            None => digests::cost_of_page(&self.ram)?,
+        };
+        self.digest_of_page = Some(page);
+        let present: PageCount = self.ram.iter().map(RamBlock::allocated).sum::<Result<_, _>>()?;
+        Ok(page.mul_f64(present.0 as f64))
     }
 
     fn look(&self) -> Result<Look, EngineError> {

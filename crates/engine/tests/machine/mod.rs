@@ -12,13 +12,13 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskRound, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::Steering;
-use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, TrackError};
@@ -138,6 +138,11 @@ impl SourceVm for Source {
 
     fn was_running(&self) -> bool {
         true
+    }
+
+    fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        assert!(!self.begun, "a question when disks move already");
+        Ok(question.iter().rev().copied().collect())
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {
@@ -269,6 +274,8 @@ pub struct Destination {
     pub images: Vec<Arc<Image>>,
     pub found: Arc<Mutex<Found>>,
     pub refuse_to_load: bool,
+    /// It finds that the source is another machine.
+    pub differs: bool,
     /// What happens while it loads.
     pub while_loading: Box<dyn FnMut() + Send>,
     /// What happens while it starts the guest.
@@ -310,7 +317,12 @@ impl DestinationVm for Destination {
         Arc::clone(&self.ram)
     }
 
-    fn open_disks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        assert_eq!((ask(b"abc")?, ask(b"")?), (b"cba".to_vec(), Vec::new()));
+        if self.differs { Err("it is another machine".into()) } else { Ok(()) }
+    }
+
+    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
@@ -368,6 +380,7 @@ pub fn run(
         let options = destination::Options {
             wait: Some(Duration::from_secs(60)),
             faults,
+            disks: DiskChoice::All,
             ..destination::Options::default()
         };
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)

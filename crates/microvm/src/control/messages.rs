@@ -66,6 +66,9 @@ pub struct ReceiveRequest {
     /// Codecs that are taken: auto for all, none, or one.
     #[serde(default)]
     pub codecs: Option<String>,
+    /// Disks that the source may overwrite: none, all, or names with commas between.
+    #[serde(default = "none")]
+    pub disks: String,
     /// Take a guest in that may come to use more memory than is left.
     #[serde(default)]
     pub overcommit: bool,
@@ -394,8 +397,8 @@ mod tests {
         let line = r#"{"command":"status"}"#;
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
-        let listen = "[::1]:0".to_owned();
-        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, overcommit: false };
+        let (listen, disks) = ("[::1]:0".to_owned(), "none".to_owned());
+        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }

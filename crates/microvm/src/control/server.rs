@@ -280,6 +280,10 @@ impl Host {
             Ok(compression) => compression.codecs(),
             Err(error) => return line.say(&refused(format!("\"codecs\": {error}"))),
         };
+        let disks = match request.disks.parse() {
+            Ok(disks) => disks,
+            Err(error) => return line.say(&refused(format!("\"disks\": {error}"))),
+        };
         let listening = listen
             .parse()
             .map_err(|error| format!("\"listen\" {listen:?}: {error}"))
@@ -306,6 +310,7 @@ impl Host {
         let options = destination::Options {
             wait: request.wait_ms.map(Duration::from_millis),
             codecs,
+            disks,
             overcommit: request.overcommit,
             ..destination::Options::default()
         };

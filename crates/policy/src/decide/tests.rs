@@ -33,6 +33,36 @@ fn an_idle_guest_is_switched_over_after_the_first_round() {
 }
 
 #[test]
+fn time_in_which_nothing_is_sent_is_no_measure_of_the_link() {
+    // Regression: a wait for hints and the look at the end of a round counted as sending.
+    let idle = Duration::from_millis(1000);
+    let (_, estimate) = policy(300).round(&Round { idle, ..round(2000, 1000, 20) });
+    assert_eq!(estimate.bandwidth.to_string(), "1000MiB/s");
+}
+
+#[test]
+fn the_operators_bandwidth_counts_for_the_downtime_and_no_more() {
+    let mut policy = policy(300);
+    policy.set("switchover-bandwidth", "100MiB/s").unwrap();
+    // 100 MiB remain: a second at that rate, though 100 ms as measured.
+    let (decision, estimate) = policy.round(&round(1000, 1000, 25_600));
+    assert!(goes_on(&decision));
+    assert_eq!(estimate.bandwidth.to_string(), "1000MiB/s");
+    assert_eq!(estimate.expected_downtime, Some(Duration::from_millis(1010)));
+    policy.set("switchover-bandwidth", "auto").unwrap();
+    let (_, estimate) = policy.round(&round(1000, 1000, 25_600));
+    assert_eq!(estimate.expected_downtime, Some(Duration::from_millis(110)));
+}
+
+#[test]
+fn verification_is_foretold_and_not_held_against_the_limit() {
+    let verification = Duration::from_secs(6);
+    let (decision, estimate) = policy(300).round(&Round { verification, ..round(1000, 1000, 20) });
+    assert_eq!(decision, Decision::SwitchOver);
+    assert!(estimate.expected_downtime.unwrap() >= verification);
+}
+
+#[test]
 fn within_the_limit_rounds_go_on_while_the_rest_shrinks() {
     let mut policy = policy(300);
     assert!(goes_on(&policy.round(&round(1000, 1000, 25_600)).0));

@@ -34,7 +34,7 @@ fn what_a_throttle_leaves_is_measured() {
 #[test]
 fn a_guest_that_rewrites_its_pages_is_not_slowed_by_a_mild_throttle() {
     let hot = [Class { pages: 65_536.0, rate: 11.4, dirty: 65_536.0 }];
-    let link = Link { pages: 32_768.0, idle: 0.0, lead: 0.0 };
+    let link = Link { pages: 32_768.0, idle: 0.0, at_once: false, lead: 0.0 };
     assert_eq!(time_to_finish(&hot, 0.0, 1.0, link, 9000.0), None);
     assert_eq!(time_to_finish(&hot, 0.0, 0.2, link, 9000.0), None);
     let strong = time_to_finish(&hot, 0.0, 0.01, link, 9000.0).unwrap();
@@ -44,7 +44,24 @@ fn a_guest_that_rewrites_its_pages_is_not_slowed_by_a_mild_throttle() {
 #[test]
 fn a_synchronisation_at_once_costs_more_than_one_in_pieces() {
     let class = [Class { pages: 1e6, rate: 0.1, dirty: 1e6 }];
-    let pieces = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.0, lead: 0.0 }, 1e4).unwrap();
-    let once = time_to_finish(&class, 0.0, 1.0, Link { pages: 2e5, idle: 0.07, lead: 0.0 }, 1e4);
-    assert!(once.is_none_or(|once| once > pieces));
+    let pieces = Link { pages: 2e5, idle: 0.0, at_once: false, lead: 0.0 };
+    let once = Link { idle: 0.07, at_once: true, ..pieces };
+    let pieces = time_to_finish(&class, 0.0, 1.0, pieces, 1e4).unwrap();
+    assert!(time_to_finish(&class, 0.0, 1.0, once, 1e4).is_none_or(|once| once > pieces));
+}
+
+#[test]
+fn rounds_come_to_the_balance_of_the_formula() {
+    // So many pages that hardly any is written twice: 100,000 a second, on a link of 250,000.
+    let (pages, writes, bandwidth, gap) = (1e9, 1e5, 2.5e5, 0.06);
+    let mut classes = vec![Class { pages, rate: writes / pages, dirty: 1e6 }];
+    let link = Link { pages: bandwidth, idle: gap, at_once: false, lead: 0.0 };
+    let mut time = 0.0;
+    for _ in 0..40 {
+        let total = classes[0].dirty;
+        time = round(&mut classes, 0.0, total, 1.0, link);
+    }
+    // t = D·x / (B − D), and the round takes x + t.
+    let balanced = writes * gap / (bandwidth - writes);
+    assert!((time - gap - balanced).abs() < 0.02 * balanced, "{time} for {}", gap + balanced);
 }

@@ -26,6 +26,7 @@ fn settings_are_taken_as_typed() {
         "max-delay=7",
         "memory-share=1024",
         "disk-limit=30MiB/s",
+        "switchover-bandwidth=100MiB/s",
     ] {
         settings.assign(assignment).unwrap();
     }
@@ -43,6 +44,7 @@ fn settings_are_taken_as_typed() {
             max_delay: 7,
             memory_share: Some(1024),
             disk_limit: DiskLimit::Fixed("30MiB/s".parse().unwrap()),
+            switchover_bandwidth: Some("100MiB/s".parse().unwrap()),
         }
     );
 }
@@ -70,6 +72,10 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ("patience=5m", "patience=5m is not possible: '5m' is ambiguous: write 5min or 5ms"),
         ("downtime-limit=300", "downtime-limit=300 is not possible: '300' is ambiguous: write 300ms or 300s"),
         ("disk-limit=0", "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off"),
+        (
+            "switchover-bandwidth=fast",
+            "switchover-bandwidth=fast is not possible: use a rate such as 10Gbit or 100MiB/s, or auto",
+        ),
         (
             "throttle=hard",
             "throttle=hard is not possible: use off, direct, staged, auto-converge, adaptive, governor or vcpus",
@@ -99,9 +105,14 @@ fn what_is_shown_can_be_typed() {
         let default = Settings::keys().iter().find(|known| known.name == key).unwrap().default;
         assert_eq!(shown, default, "{key}");
     }
-    for assignment in
-        ["downtime-ceiling=2s", "patience=0s", "finish-within=30s", "memory-share=7", "disk-limit=30MiB/s"]
-    {
+    for assignment in [
+        "downtime-ceiling=2s",
+        "patience=0s",
+        "finish-within=30s",
+        "memory-share=7",
+        "disk-limit=30MiB/s",
+        "switchover-bandwidth=100MiB/s",
+    ] {
         settings.assign(assignment).unwrap();
     }
     let mut again = Settings::default();

@@ -16,6 +16,7 @@ fn view(guest: &Guest, clock: u64, remaining: f64, dirty_rate: f64) -> View<'_> 
         classes: &[],
         unsent: 0.0,
         idle: 0.0,
+        at_once: false,
         lead: 0.0,
         enough: 10.0,
         free_time: 0.0,

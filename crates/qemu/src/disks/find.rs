@@ -110,7 +110,7 @@ impl Drive {
 }
 
 /// The drive that goes by `name`.
-fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, QemuError> {
+pub(crate) fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, QemuError> {
     let mut found = drives.iter().filter(|drive| drive.names.iter().any(|other| other == name));
     match (found.next(), found.next()) {
         (Some(drive), None) => Ok(drive),
@@ -162,8 +162,12 @@ pub(crate) fn choose(drives: &[Drive], choice: &DiskChoice) -> Result<Vec<Found>
     Ok(chosen)
 }
 
-/// The disks that take `wanted` in, in its order.
-pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>, QemuError> {
+/// The disks that take `wanted` in, in its order; all of them must be among those `allowed`.
+pub(crate) fn receiving(
+    drives: &[Drive],
+    wanted: &[Disk],
+    allowed: &DiskChoice,
+) -> Result<Vec<Found>, QemuError> {
     let mut found: Vec<Found> = Vec::new();
     for disk in wanted {
         let drive = by_name(drives, &disk.name).map_err(|error| match error {
@@ -172,6 +176,7 @@ pub(crate) fn receiving(drives: &[Drive], wanted: &[Disk]) -> Result<Vec<Found>,
             }
             other => other,
         })?;
+        allowed.allow(&disk.name, &drive.names)?;
         let here = drive.movable(&disk.name)?;
         if here.size != disk.size {
             return Err(QemuError::DiskSize {
@@ -264,7 +269,9 @@ mod tests {
     #[test]
     fn the_destination_finds_disks_by_any_name_and_of_the_same_size_only() {
         let wanted = |name: &str, size| Disk { name: name.to_owned(), size: ByteCount(size) };
-        let received = |wanted: &[Disk]| receiving(&guest(), wanted).map_err(|error| error.to_string());
+        let received = |wanted: &[Disk]| {
+            receiving(&guest(), wanted, &DiskChoice::All).map_err(|error| error.to_string())
+        };
         let found = received(&[wanted("vd1", 64 << 20), wanted("d0", 64 << 20)]).unwrap();
         let nodes: Vec<_> = found.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
         assert_eq!(nodes, [("vd1", "n1"), ("d0", "#block226")]);
@@ -276,6 +283,15 @@ mod tests {
             received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)]).unwrap_err().contains("are one")
         );
         assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only"));
+    }
+
+    #[test]
+    fn only_disks_that_were_allowed_are_filled_by_any_of_their_names() {
+        let wanted = [Disk { name: "n1".to_owned(), size: ByteCount(64 << 20) }];
+        let received = |allowed: &str| receiving(&guest(), &wanted, &allowed.parse().unwrap());
+        assert_eq!(received("vd1").unwrap().len(), 1);
+        let refused = received("d0").unwrap_err().to_string();
+        assert!(refused.contains("overwrite disk 'n1'") && refused.contains("--disks n1"), "{refused}");
     }
 
     #[test]

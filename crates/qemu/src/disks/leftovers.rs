@@ -30,7 +30,7 @@ pub(crate) fn remove(machine: &mut Machine, which: impl Fn(Mark) -> bool) -> Res
     }
     remove_exports(&mut machine.qmp, &which)?;
     remove_bitmaps(&mut machine.qmp, &which)?;
-    let _ = server::remove_directories(machine.pid, which);
+    let _ = server::remove_directories();
     Ok(())
 }
 

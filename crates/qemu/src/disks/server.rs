@@ -39,9 +39,11 @@ impl Server {
     /// # Errors
     /// When it runs already, for somebody else.
     pub(crate) fn start(machine: &mut Machine) -> Result<Self, QemuError> {
-        let dir = run_directory::path().join(name(Mark::own(), machine.pid));
+        let all = run_directory::path();
+        let dir = all.join(name(Mark::own(), machine.pid));
         let failed = |source| QemuError::Socket { path: dir.clone(), source };
-        run_directory::make().map_err(failed)?;
+        run_directory::make(&all, rustix::process::getuid().as_raw())
+            .map_err(|problem| failed(io::Error::new(io::ErrorKind::PermissionDenied, problem)))?;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(&dir).map_err(failed)?;
         let server = Self { dir: dir.clone() };
         let path = dir.join(SOCKET);
@@ -106,15 +108,49 @@ pub(crate) fn owner(pid: i32) -> Option<Mark> {
     marks.into_iter().next()
 }
 
-/// Removes the directories of some processes.
-pub(crate) fn remove_directories(pid: i32, which: impl Fn(Mark) -> bool) -> io::Result<()> {
-    let end = format!("-nbd-{pid}");
-    for entry in std::fs::read_dir(run_directory::path())?.flatten() {
+/// Removes the directories in `all` of processes that are gone, whichever QEMU they were for.
+fn sweep(all: &Path) -> io::Result<()> {
+    for entry in std::fs::read_dir(all)?.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let mark = name.strip_suffix(&end).and_then(Mark::of);
-        if mark.is_some_and(&which) {
+        let mark = Mark::of(&name).filter(|_| name.contains("-nbd-"));
+        if mark.is_some_and(|mark| !mark.is_alive()) {
             std::fs::remove_dir_all(entry.path())?;
         }
     }
     Ok(())
+}
+
+/// The same in the run directory.
+pub(crate) fn remove_directories() -> io::Result<()> {
+    sweep(&run_directory::path())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_process_that_is_gone_has_left_is_removed() {
+        // Mutation: only what it left for the QEMU that is looked at now.
+        let all = std::env::temp_dir().join(format!("godwit-sweep-{}", std::process::id()));
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        ended.wait().unwrap();
+        let own = name(Mark::own(), 7);
+        let prefix = own.split('-').next().unwrap();
+        let dead = format!("{prefix}-{}-1-nbd-7", ended.id());
+        for dir in [own.as_str(), &dead, "others"] {
+            std::fs::create_dir_all(all.join(dir)).unwrap();
+            std::fs::write(all.join(dir).join(SOCKET), "").unwrap();
+        }
+        sweep(&all).unwrap();
+        let mut left: Vec<String> = std::fs::read_dir(&all)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        left.sort();
+        std::fs::remove_dir_all(&all).unwrap();
+        let mut kept = ["others".to_owned(), own];
+        kept.sort();
+        assert_eq!(left, kept);
+    }
 }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 
-use godwit_block::{Disk, DiskError, DiskSink};
+use godwit_block::{Disk, DiskChoice, DiskError, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
 use godwit_units::PageRun;
 use serde_json::json;
@@ -29,9 +29,10 @@ impl Receiving {
     pub(crate) fn open(
         machine: &mut Machine,
         wanted: &[Disk],
+        allowed: &DiskChoice,
     ) -> Result<(Self, Vec<Box<dyn DiskSink>>), QemuError> {
         let there: Vec<Drive> = drives(&mut machine.qmp)?;
-        let found = receiving(&there, wanted)?;
+        let found = receiving(&there, wanted, allowed)?;
         leftovers::check_alone(&mut machine.qmp)?;
         let server = Server::start(machine)?;
         let receiving = Self { server };

@@ -149,7 +149,9 @@ pub(crate) struct Record {
 impl Record {
     /// A new one of this process for the QEMU `pid`.
     pub(super) fn create(pid: i32, left: Left) -> io::Result<Self> {
-        let path = run_directory::make()?.join(format!("{}{}", Mark::own(), end(pid)));
+        let dir = run_directory::path();
+        run_directory::make(&dir, user()).map_err(io::Error::other)?;
+        let path = dir.join(format!("{}{}", Mark::own(), end(pid)));
         let qemu = Qemu::of(pid).ok_or(io::ErrorKind::NotFound)?;
         let mut options = OpenOptions::new();
         let file = options.append(true).create(true).truncate(false).mode(0o600).open(&path)?;
@@ -201,6 +203,10 @@ impl Record {
     }
 }
 
+fn user() -> u32 {
+    rustix::process::getuid().as_raw()
+}
+
 /// What the name of a record for the QEMU `pid` ends with; the mark comes first, as everywhere.
 fn end(pid: i32) -> String {
     format!("-guard-{pid}")
@@ -221,7 +227,7 @@ fn is_guarded(path: &Path) -> bool {
 fn paths(wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let dir = run_directory::path();
     // What others could have written is nothing to act on.
-    if run_directory::check(&dir).is_err() {
+    if run_directory::check(&dir, user()).is_err() {
         return Vec::new();
     }
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();

@@ -1,0 +1,141 @@
+//! Whether two machines are one to a guest: everything that it sees, and that QEMU's stream of device state relies on, looked at
+//! by QMP on both sides before the first byte is sent.
+//!
+//! The destination asks the source for its picture and compares it with its own; so what differs is refused while both QEMUs are
+//! untouched, and not by a failed load with the guest stopped and the destination used up.
+//!
+//! ```text
+//!   picture    facts and devices of a machine
+//!   tree       the devices, out of `info qtree`
+//!   differ     two pictures, and the differences in words
+//! ```
+
+mod differ;
+mod picture;
+mod tree;
+
+use std::collections::BTreeSet;
+
+use godwit_engine::vm::{Ask, VmError};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::QemuError;
+use crate::machine::text;
+use crate::qmp::{Qmp, QmpError};
+
+pub(crate) use picture::Picture;
+
+/// What the destination asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Question {
+    /// What is your machine?
+    Picture,
+    /// What are the features of your CPUs called?
+    Features,
+}
+
+/// Bytes of all differences together, well below what an abort may carry.
+const TEXT: usize = 3500;
+
+/// Answers a question of the destination's, which is a stranger's text.
+///
+/// # Errors
+/// When it is not understood.
+pub(crate) fn answer(qmp: &mut Qmp, question: &[u8], allowed: &[String]) -> Result<Vec<u8>, VmError> {
+    let answer = match serde_json::from_slice(question)? {
+        Question::Picture => {
+            let allowed = allowed.to_vec();
+            serde_json::to_vec(&Picture { allowed, ..Picture::of(qmp).map_err(QemuError::from)? })?
+        }
+        Question::Features => serde_json::to_vec(&picture::feature_names(qmp).map_err(QemuError::from)?)?,
+    };
+    Ok(answer)
+}
+
+/// Compares the source's machine with the one behind `qmp`.
+///
+/// # Errors
+/// All differences, unless the source's operator lets them pass.
+pub(crate) fn compare(qmp: &mut Qmp, ask: &mut Ask<'_>) -> Result<(), VmError> {
+    let unclear = |_| QemuError::Unclear("its machine");
+    let source: Picture =
+        serde_json::from_slice(&ask(&serde_json::to_vec(&Question::Picture)?)?).map_err(unclear)?;
+    let here = Picture::of(qmp).map_err(QemuError::from)?;
+    let machines = machines(qmp).map_err(QemuError::from)?;
+    let mut found = differ::differences(&source, &here, &machines);
+    found.retain(|difference| !is_allowed(&difference.key, &source.allowed));
+    if found.is_empty() {
+        return Ok(());
+    }
+    if found.iter().any(|difference| difference.key == "cpu.features") {
+        // Only names are missing, and bits will do.
+        let theirs: Option<Vec<String>> =
+            serde_json::from_slice(&ask(&serde_json::to_vec(&Question::Features)?)?).ok();
+        let own = picture::feature_names(qmp).map_err(QemuError::from)?;
+        differ::name_features(&mut found, &theirs.unwrap_or_default(), &own);
+    }
+    Err(QemuError::Different(in_words(&found)).into())
+}
+
+/// Whether the operator lets a difference pass, by its key, by the first part of it, or with all others.
+fn is_allowed(key: &str, allowed: &[String]) -> bool {
+    allowed.iter().any(|name| {
+        name == "all"
+            || key == name
+            || key.strip_prefix(name.as_str()).is_some_and(|rest| rest.starts_with(['.', '/']))
+    })
+}
+
+/// All of them in one line, as far as there is room.
+fn in_words(found: &[differ::Difference]) -> String {
+    let mut text = String::new();
+    for (place, difference) in found.iter().enumerate() {
+        let next = format!("[{}] {}; ", difference.key, difference.text);
+        if text.len() + next.len() > TEXT {
+            text += &format!("and {} more; ", found.len() - place);
+            break;
+        }
+        text += &next;
+    }
+    text.truncate(text.trim_end_matches("; ").len());
+    text
+}
+
+/// The machine types that this QEMU has, by all their names.
+fn machines(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
+    let machines = qmp.execute("query-machines", Value::Null)?;
+    let names = |machine: &Value| [text(&machine["name"]), text(&machine["alias"])];
+    Ok(machines.as_array().into_iter().flatten().flat_map(names).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_are_let_pass_by_key_by_kind_or_all() {
+        let allowed = |key: &str, names: &str| {
+            let names: Vec<String> = names.split(',').map(str::to_owned).collect();
+            is_allowed(key, &names)
+        };
+        assert!(allowed("cpu.features", "cpu.features") && allowed("cpu.features", "smp,cpu"));
+        assert!(allowed("device.host/04.0/x", "device.host/04.0") && allowed("smp", "all"));
+        assert!(!allowed("cpu.features", "cpu.model") && !allowed("cpux", "cpu") && !allowed("cpu", ""));
+    }
+
+    #[test]
+    fn a_list_that_is_too_long_is_cut_between_two() {
+        let one = differ::Difference { key: "cpu".to_owned(), text: "x".repeat(1000) };
+        let text = in_words(&[one.clone(), one.clone(), one.clone(), one.clone(), one]);
+        assert!(text.len() < TEXT + 30 && text.ends_with("x; and 2 more"), "{}", text.len());
+    }
+
+    #[test]
+    fn questions_that_make_no_sense_are_refused() {
+        for bytes in [&b""[..], b"{}", b"\"explode\"", b"[[[[[[", &[0xff; 9]] {
+            assert!(serde_json::from_slice::<Question>(bytes).is_err());
+        }
+    }
+}

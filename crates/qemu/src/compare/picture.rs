@@ -1,0 +1,245 @@
+//! What a guest sees of its machine, asked of QEMU by QMP: the same questions at both sides.
+//!
+//! Invariant: looking changes nothing. What a QEMU does not know is left out, and what only one side knows is not compared.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::tree::{Device, devices};
+use crate::machine::text;
+use crate::qmp::{Qmp, QmpError};
+
+/// A machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Picture {
+    /// QEMU's version: major, minor, micro.
+    pub(crate) version: (u64, u64, u64),
+    /// All but devices, by key.
+    pub(crate) facts: BTreeMap<String, String>,
+    /// Registers of CPUID that QEMU makes of the model and its options, by name; all zero are left out.
+    pub(crate) features: BTreeMap<String, u64>,
+    /// Devices by place.
+    pub(crate) devices: BTreeMap<String, Device>,
+    /// Differences that the source's operator lets pass.
+    #[serde(default)]
+    pub(crate) allowed: Vec<String>,
+}
+
+/// Properties of the machine that a guest, or the stream of device state, sees.
+const OF_THE_MACHINE: [&str; 17] = [
+    "acpi",
+    "cxl",
+    "default-bus-bypass-iommu",
+    "graphics",
+    "hmat",
+    "hpet",
+    "i8042",
+    "max-ram-below-4g",
+    "nvdimm",
+    "pic",
+    "pit",
+    "sata",
+    "smbus",
+    "smm",
+    "usb",
+    "vmport",
+    "x-south-bridge",
+];
+
+/// Properties of a CPU beside its features.
+const OF_THE_CPU: [&str; 11] = [
+    "family",
+    "level",
+    "model",
+    "model-id",
+    "phys-bits",
+    "pmu",
+    "stepping",
+    "vendor",
+    "xlevel",
+    "l3-cache",
+    "legacy-cache",
+];
+
+/// Parts of the topology that `-smp` names.
+const OF_THE_TOPOLOGY: [&str; 6] = ["maxcpus", "sockets", "dies", "modules", "cores", "threads"];
+
+/// What `ask` answers, or `None` where this QEMU does not know it.
+fn known(answer: Result<Value, QmpError>) -> Result<Option<Value>, QmpError> {
+    match answer {
+        Ok(value) => Ok(Some(value)),
+        Err(QmpError::Refused { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
+    known(qmp.execute("qom-get", json!({ "path": path, "property": name })))
+}
+
+fn human(qmp: &mut Qmp, line: &str) -> Result<String, QmpError> {
+    let told = qmp.execute("human-monitor-command", json!({ "command-line": line }));
+    Ok(text(&known(told)?.unwrap_or_default()))
+}
+
+/// A value as it is shown.
+fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.trim().to_owned(),
+        other => other.to_string(),
+    }
+}
+
+impl Picture {
+    /// Looks at the machine behind `qmp`.
+    pub(crate) fn of(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let mut picture = Self { version: qmp.version(), ..Self::default() };
+        picture.machine(qmp)?;
+        picture.processors(qmp)?;
+        picture.memory(qmp)?;
+        picture.devices = devices(&human(qmp, "info qtree")?);
+        Ok(picture)
+    }
+
+    fn note(&mut self, key: &str, value: &Value) {
+        if !value.is_null() {
+            self.facts.insert(key.to_owned(), plain(value));
+        }
+    }
+
+    fn machine(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let kind = property(qmp, "/machine", "type")?.map(|kind| text(&kind)).unwrap_or_default();
+        self.note("machine", &json!(kind.strip_suffix("-machine").unwrap_or(&kind)));
+        for name in OF_THE_MACHINE {
+            if let Some(value) = property(qmp, "/machine", name)? {
+                self.note(&format!("machine.{name}"), &value);
+            }
+        }
+        let kvm = known(qmp.execute("query-kvm", Value::Null))?.unwrap_or_default();
+        self.note("accel", &json!(if kvm["enabled"] == true { "kvm" } else { "tcg" }));
+        if let Some(topology) = property(qmp, "/machine", "smp")? {
+            for name in OF_THE_TOPOLOGY {
+                self.note(&format!("smp.{name}"), &topology[name]);
+            }
+        }
+        Ok(())
+    }
+
+    fn processors(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let cpus = qmp.execute("query-cpus-fast", Value::Null)?;
+        let cpus = cpus.as_array().cloned().unwrap_or_default();
+        self.note("smp", &json!(cpus.len()));
+        let mut places: Vec<String> = cpus.iter().map(|cpu| cpu["props"].to_string()).collect();
+        places.sort();
+        self.note("smp.plugged", &json!(places.join(" ")));
+        let Some(path) = cpus.first().map(|cpu| text(&cpu["qom-path"])) else { return Ok(()) };
+        let kind = property(qmp, &path, "type")?.map(|kind| text(&kind)).unwrap_or_default();
+        self.note("cpu", &json!(kind.strip_suffix("-x86_64-cpu").unwrap_or(&kind)));
+        for name in OF_THE_CPU {
+            if let Some(value) = property(qmp, &path, name)? {
+                self.note(&format!("cpu.{name}"), &value);
+            }
+        }
+        let words = property(qmp, &path, "feature-words")?.unwrap_or_default();
+        for word in words.as_array().into_iter().flatten() {
+            let leaf = word["cpuid-input-eax"].as_u64().unwrap_or(0);
+            let sub = word["cpuid-input-ecx"].as_u64().unwrap_or(0);
+            let register = format!("CPUID {leaf:#x}.{sub} {}", text(&word["cpuid-register"]));
+            let bits = word["features"].as_u64().unwrap_or(0) & !follows_from_topology(&register);
+            if bits != 0 {
+                self.features.insert(register, bits);
+            }
+        }
+        Ok(())
+    }
+
+    fn memory(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let sizes = qmp.execute("query-memory-size-summary", Value::Null)?;
+        self.note("memory", &sizes["base-memory"]);
+        let plugged = known(qmp.execute("query-memory-devices", Value::Null))?.unwrap_or_default();
+        for device in plugged.as_array().into_iter().flatten() {
+            let data = &device["data"];
+            let place = data["addr"].as_u64().or(data["memaddr"].as_u64()).unwrap_or(0);
+            let value = format!(
+                "{} of {} bytes, slot {}, node {}",
+                text(&device["type"]),
+                data["size"],
+                data["slot"],
+                data["node"]
+            );
+            self.note(&format!("memory.device {place:#x}"), &json!(value));
+        }
+        for (name, total) in blocks(&human(qmp, "info ramblock")?) {
+            self.note(&format!("memory.block {name}"), &json!(total));
+        }
+        Ok(())
+    }
+}
+
+/// Bits of a register that say that there are several processors: QEMU 10.0 has them in its words, 7.2 adds them when the guest
+/// asks. The topology is compared by itself.
+fn follows_from_topology(register: &str) -> u64 {
+    match register {
+        // HTT and CmpLegacy.
+        "CPUID 0x1.0 EDX" => 1 << 28,
+        "CPUID 0x80000001.0 ECX" => 1 << 1,
+        _ => 0,
+    }
+}
+
+/// What is no feature of its own among the switches of a CPU.
+const NO_FEATURES: [&str; 4] = ["cmp-legacy", "ht", "legacy-multi-node", "realized"];
+
+/// Names and sizes in `info ramblock` (`ram_block_format` in softmmu/physmem.c): name, page size, offset, used, total. Tables
+/// that the firmware loads may grow when they are loaded, and are left out.
+fn blocks(told: &str) -> Vec<(String, u64)> {
+    let block = |line: &str| {
+        let (head, numbers) = line.split_once(" 0x")?;
+        let mut head = head.trim().rsplitn(3, char::is_whitespace);
+        let (_unit, _count, name) = (head.next()?, head.next()?, head.next()?.trim());
+        let total = numbers.split_whitespace().nth(2)?.strip_prefix("0x")?;
+        let fixed = !name.starts_with("/rom@etc/");
+        Some((name.to_owned(), u64::from_str_radix(total, 16).ok()?)).filter(|_| fixed)
+    };
+    told.lines().filter_map(block).collect()
+}
+
+/// The features of the first CPU that are on, by QEMU's names: what [`Picture::features`] has as bits.
+pub(crate) fn feature_names(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
+    let cpus = qmp.execute("query-cpus-fast", Value::Null)?;
+    let path = text(&cpus[0]["qom-path"]);
+    let list = qmp.execute("qom-list", json!({ "path": path }))?;
+    let mut on = Vec::new();
+    for entry in list.as_array().into_iter().flatten().filter(|entry| entry["type"] == "bool") {
+        let name = text(&entry["name"]);
+        // A feature has other names, with underscores or dots, and a CPU has switches that are no features.
+        let other = name.contains(['_', '.']) || name.starts_with("hotplug");
+        let other = other || name.starts_with("x-") || NO_FEATURES.contains(&name.as_str());
+        if !other && property(qmp, &path, &name)? == Some(Value::Bool(true)) {
+            on.push(name);
+        }
+    }
+    on.sort();
+    Ok(on)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_blocks_are_read_with_and_without_addresses() {
+        let old =
+            "              Block Name    PSize              Offset               Used              Total
+                     mem    4 KiB  0x0000000000000000 0x0000000010000000 0x0000000010000000
+    /rom@etc/acpi/tables    4 KiB  0x00000000100c0000 0x0000000000020000 0x0000000000200000
+0000:00:01.0/virtio-net-pci.rom    4 KiB  0x0000000010080000 0x0000000000040000 0x0000000000040000\n";
+        let rom = ("0000:00:01.0/virtio-net-pci.rom".to_owned(), 0x40000);
+        assert_eq!(blocks(old), [("mem".to_owned(), 0x1000_0000), rom]);
+        let new = "  pc.bios    4 KiB  0x0000000010000000 0x0000000000040000 0x0000000000040000 0x00007f4fb5a00000  ro\n";
+        assert_eq!(blocks(new), [("pc.bios".to_owned(), 0x40000)]);
+        assert!(blocks("what 0x\n 0x1 0x2\nname 0x1 0x2 0xzz").is_empty());
+    }
+}
