@@ -288,7 +288,7 @@ fn disks_that_move_are_let_go_of() -> anyhow::Result<()> {
         let mut pair =
             Pair::start_apart(&config.clone().with_disk("d", &from), &config.clone().with_disk("d", &to))?;
         for fault in ["kill-after-prepare", "kill-after-stop"] {
-            let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+            let (_receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "all"])?;
             let options = ["--disks", "all", "--fault", fault];
             let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
             let moment = await_end(&migrate)?;
