@@ -21,7 +21,7 @@ use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::steer::{self, Engine, Host, assignment};
-use crate::vm::{RequestError, VmName};
+use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
@@ -98,6 +98,11 @@ pub(crate) struct Arguments {
     /// The guest may then find another machine, or fail to load
     #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
     allow_differences: Vec<String>,
+
+    /// Disks that do not move along are on the same storage at both sides, also where godwit cannot see that: they are not
+    /// compared
+    #[arg(long)]
+    disks_are_shared: bool,
 
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
@@ -297,8 +302,13 @@ fn move_guest(
                 choice => vm.with_disks(choice, disks.granularity),
             });
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
-            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let mut vm = vm.allowing(&arguments.allow_differences);
+            if arguments.disks_are_shared {
+                vm = vm.sharing_disks();
+            }
+            // As with the hint below, a monitor that fails is told of later.
+            output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
             // Only a hint: a monitor that fails now is told of by the migration.
             if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
             {

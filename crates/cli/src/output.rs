@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
+use godwit_qemu::ListedDisk;
 use godwit_units::{ByteCount, PageCount, format_duration};
 use serde_json::{Value, json};
 
@@ -14,6 +15,35 @@ use crate::progress::Table;
 /// Prints one line of JSON to standard output, at once.
 pub(crate) fn json_line(value: &Value) {
     println!("{value}");
+}
+
+/// Tells of the guest's disks and what becomes of each, before anything is done.
+pub(crate) fn disks(disks: &[ListedDisk], json: bool) {
+    if json && !disks.is_empty() {
+        json_line(&json!({ "event": "disks", "disks": disks_json(disks) }));
+    }
+    if !json {
+        // Nobody who reads standard error is no reason to stop.
+        let _ = write!(std::io::stderr(), "{}", disk_list(disks));
+    }
+}
+
+/// A line for each of the guest's disks.
+pub(crate) fn disk_list(disks: &[ListedDisk]) -> String {
+    let line = |disk: &ListedDisk| {
+        let ListedDisk { name, size, file, moves } = disk;
+        if *moves {
+            format!("disk '{name}' ({size}) moves along\n")
+        } else {
+            format!("disk '{name}' ({size}) stays; the destination must have the same:\n  {file}\n")
+        }
+    };
+    disks.iter().map(line).collect()
+}
+
+pub(crate) fn disks_json(disks: &[ListedDisk]) -> Vec<Value> {
+    let one = |disk: &ListedDisk| json!({ "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "moves": disk.moves });
+    disks.iter().map(one).collect()
 }
 
 /// How often a line is printed where lines cannot be rewritten.
@@ -263,7 +293,7 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
             "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (QEMU: query-status): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (godwit status --vm VM): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
         Survivor::Ended => {

@@ -12,7 +12,7 @@ use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError};
 use godwit_microvm::control::client;
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_qemu::QemuSource;
+use godwit_qemu::{ListedDisk, QemuSource};
 use godwit_sim::{Forecast, GuestSpec, Sample, Scenario, Synchronisation, fit, forecast, plain};
 use godwit_units::{
     ByteCount, GRAMMAR, PAGE_SIZE, PageCount, Rate, TypedRate, format_duration, parse_duration,
@@ -23,7 +23,7 @@ use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
 use crate::steer::assignment;
-use crate::vm::VmName;
+use crate::vm::{VmName, refused_qemu};
 
 /// Bytes on the wire for a page as it is, its share of the run table among them.
 const PAGE_ON_WIRE: f64 = 4100.0;
@@ -120,12 +120,16 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     if arguments.json {
         let mut plan = as_json(&measured, &settings, &plans);
         plan["images"] = json!(told.images);
+        plan["guest_disks"] = json!(output::disks_json(&told.disks));
         plan["receive"] = json!(told.receive);
         plan["advice"] = json!(told.advice);
         json_line(&plan);
     } else {
         let width = layout::width(&std::io::stdout());
         print!("{}", as_text(&measured, &settings, &plans, width));
+        if !told.disks.is_empty() {
+            print!("\n{}", output::disk_list(&told.disks));
+        }
         if let Some(advice) = told.advice {
             println!("\n{}", layout::wrap("advice: ", advice, 8, width));
         }
@@ -145,6 +149,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 struct Told {
     /// The commands that make images for the guest's disks.
     images: Vec<String>,
+    /// The guest's disks.
+    disks: Vec<ListedDisk>,
     /// The command that takes the guest in, at the destination.
     receive: String,
     /// What could be done about free memory.
@@ -156,12 +162,13 @@ fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<
     let Arguments { vm, disks, time, .. } = arguments;
     match vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuSource::open(path)?;
+            let mut vm = QemuSource::open(path).map_err(|error| refused_qemu(path, error))?;
             if !disks.is_none() {
                 vm = vm.with_disks(disks, None)?;
             }
             let told = Told {
                 images: vm.image_commands(),
+                disks: vm.disk_list()?,
                 receive: format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR"),
                 advice: vm.reporting()?.advice(),
             };

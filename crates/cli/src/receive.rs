@@ -20,7 +20,7 @@ use serde_json::json;
 
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
-use crate::vm::{RequestError, VmName};
+use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// With less RAM than this nobody cares what it costs to fill.
 const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
@@ -79,7 +79,8 @@ fn slow_channel(text: &str) -> Result<(usize, Duration), String> {
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
-    match take_in(arguments, &cancel, &mut |notice| tell_notice(notice, json)) {
+    let mut again = None;
+    match take_in(arguments, &cancel, &mut |notice| tell_notice(notice, json), &mut again) {
         Ok((received, cost)) => {
             tell(&received, cost, json);
             ExitCode::SUCCESS
@@ -89,7 +90,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             ExitCode::from(FAILED)
         }
         Err(RequestError::Failed(failure)) => {
-            tell_failure(&failure, json);
+            tell_failure(&failure, again, json);
             process::exit_code(&failure)
         }
     }
@@ -100,6 +101,7 @@ fn take_in(
     arguments: &Arguments,
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
+    again: &mut Option<Again>,
 ) -> Result<(Received, Cost), RequestError> {
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
     match &arguments.vm {
@@ -107,7 +109,7 @@ fn take_in(
             let vm =
                 QemuDestination::open(path).and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let listener = Listener::bind(&arguments.listen);
             let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
             let (listener, address) = bound.map_err(|source| {
@@ -123,8 +125,10 @@ fn take_in(
                 overcommit: arguments.overcommit,
                 faults,
             };
-            let received =
-                receive(&mut vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
+            let received = receive(&mut vm, &listener, &options, cancel, notice).map_err(|failure| {
+                *again = Some(if vm.still_waits() { Again::Waits } else { Again::QemuEnded });
+                RequestError::Failed(failure)
+            })?;
             Ok((received, process::cost()))
         }
         VmName::Microvm(path) => {
@@ -136,7 +140,11 @@ fn take_in(
                 overcommit: arguments.overcommit,
             };
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);
-            Ok(client::receive(path, request, cancel, &mut listening, notice)?)
+            let received = client::receive(path, request, cancel, &mut listening, notice);
+            Ok(received.inspect_err(|_| {
+                let waits = client::status(path).is_ok_and(|status| status.state == "incoming");
+                *again = Some(if waits { Again::Waits } else { Again::MicrovmUsedUp });
+            })?)
         }
     }
 }
@@ -215,12 +223,41 @@ fn tell(received: &Received, cost: Cost, json: bool) {
     );
 }
 
-fn tell_failure(failure: &Failure, json: bool) {
+/// What another attempt needs after one that failed.
+#[derive(Clone, Copy, Debug)]
+enum Again {
+    /// The VM waits as before.
+    Waits,
+    /// A QEMU can load a guest once.
+    QemuEnded,
+    /// The machine has loaded, or ended.
+    MicrovmUsedUp,
+}
+
+impl Again {
+    fn cure(self) -> &'static str {
+        match self {
+            Self::Waits => "the VM goes on waiting: run godwit receive again for another attempt",
+            Self::QemuEnded => {
+                "its QEMU has ended, since it can load only once: start it again with -incoming defer, then godwit receive"
+            }
+            Self::MicrovmUsedUp => {
+                "its machine cannot be used again: start another with --incoming, then godwit receive"
+            }
+        }
+    }
+}
+
+fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
-            "IN DOUBT: look whether it runs here (QEMU: query-status), and end one of the two VMs"
+            "IN DOUBT: look whether it runs here (godwit status --vm VM), and end one of the two VMs"
+                .to_owned()
         }
-        _ => "the guest does not run here",
+        _ => match again {
+            Some(again) => format!("the guest does not run here; {}", again.cure()),
+            None => "the guest does not run here".to_owned(),
+        },
     };
     eprintln!("godwit: {failure}; {guest}");
     if json {
@@ -231,6 +268,7 @@ fn tell_failure(failure: &Failure, json: bool) {
                 _ => "failed",
             },
             "phase": failure.phase.to_string(),
+            "vm_waits": again.map(|again| matches!(again, Again::Waits)),
             "error": failure.cause.to_string(),
         }));
     }

@@ -49,7 +49,6 @@ macro_rules! eprintln {
     ($($text:tt)*) => { $crate::say::err(format_args!("{}\n", format_args!($($text)*))) };
 }
 
-#[allow(unused_macros, reason = "so that the standard one cannot be used unnoticed")]
 macro_rules! eprint {
     ($($text:tt)*) => { $crate::say::err(format_args!($($text)*)) };
 }

@@ -17,6 +17,7 @@ use godwit_microvm::MicrovmError;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Answer, MigrationLook, Request};
 use godwit_microvm::control::steer::{Socket, steer};
+use godwit_qemu::qmp::Qmp;
 use godwit_units::{GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
 
@@ -24,6 +25,7 @@ use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
+use crate::vm::{VmName, refused_qemu};
 
 /// Requests are short, and so are those who make them.
 const LONGEST_REQUEST: u64 = 64 << 10;
@@ -43,6 +45,9 @@ pub(crate) struct Which {
 pub(crate) struct StatusArguments {
     #[command(flatten)]
     which: Which,
+    /// Instead, what a VM does: running, paused, inmigrate and so on; for one that is in doubt
+    #[arg(long, value_name = "VM", conflicts_with = "migration")]
+    vm: Option<VmName>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -84,7 +89,35 @@ pub(crate) fn assignment(text: &str) -> Result<(String, String), String> {
     }
 }
 
+/// What the machine says of itself, in QEMU's words for a QEMU.
+fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
+    match vm {
+        VmName::Microvm(path) => Ok(client::status(path)?.state),
+        VmName::Qemu(path) => {
+            let asked = Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));
+            let answer = asked.map_err(|error| refused_qemu(path, error.into()))?;
+            Ok(answer["status"].as_str().unwrap_or("in no state that it tells").to_owned())
+        }
+    }
+}
+
 pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
+    if let Some(vm) = &arguments.vm {
+        return match state_of(vm) {
+            Ok(state) if arguments.json => {
+                json_line(&json!({ "vm": vm.to_string(), "state": state }));
+                ExitCode::SUCCESS
+            }
+            Ok(state) => {
+                println!("{vm} is {state}");
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("godwit: {error}");
+                ExitCode::from(FAILED)
+            }
+        };
+    }
     let found = match &arguments.which.migration {
         Some(name) => Found { sockets: vec![socket_of(name)], closed: Vec::new() },
         None => running(),

@@ -4,15 +4,16 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 use vsock::{VsockListener, VsockStream};
 
-use crate::limits;
+use crate::{holder, limits};
 
 /// Where a destination listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,8 +28,18 @@ pub enum Address {
 
 /// A text that is no address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is not an address: write HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT")]
+#[error("'{0}' is not an address: write {example}", example = example(.0))]
 pub struct AddressError(String);
+
+/// What would be an address instead of `text`.
+fn example(text: &str) -> String {
+    let port = text.strip_prefix("tcp:").unwrap_or(text);
+    let port = port.strip_prefix(':').unwrap_or(port);
+    match port.parse::<u16>() {
+        Ok(port) => format!("HOST:{port}, or 0.0.0.0:{port} to listen on all addresses of this host"),
+        Err(_) => "HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT".to_owned(),
+    }
+}
 
 impl FromStr for Address {
     type Err = AddressError;
@@ -204,11 +215,25 @@ pub enum Listener {
 }
 
 impl Listener {
-    /// Listens on `address`.
+    /// Listens on `address`. A unix socket that a process left behind when it was killed is replaced.
     ///
     /// # Errors
-    /// When the address is taken or not ours.
+    /// When the address is taken or not ours, in words that name the cure.
     pub fn bind(address: &Address) -> io::Result<Self> {
+        let bound = Self::bind_now(address);
+        let bound = match (bound, address) {
+            (Err(error), Address::Unix(path))
+                if error.kind() == io::ErrorKind::AddrInUse && is_dead(path) =>
+            {
+                std::fs::remove_file(path)?;
+                Self::bind_now(address)
+            }
+            (bound, _) => bound,
+        };
+        bound.map_err(|error| with_cure(error, address))
+    }
+
+    fn bind_now(address: &Address) -> io::Result<Self> {
         let listener = match address {
             Address::Tcp(text) => Self::Tcp(TcpListener::bind(text.as_str())?),
             Address::Unix(path) => Self::Unix(UnixListener::bind(path)?, path.clone()),
@@ -284,6 +309,40 @@ impl Listener {
     }
 }
 
+/// Whether `path` is a socket at which nobody listens any more.
+fn is_dead(path: &Path) -> bool {
+    let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    let answer = UnixStream::connect(path);
+    socket && answer.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// Why `address` cannot be listened on, and what to do.
+fn with_cure(error: io::Error, address: &Address) -> io::Error {
+    let cure = match (error.kind(), address) {
+        (io::ErrorKind::AddrInUse, Address::Tcp(text)) => {
+            let port = text.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+            let who = port.and_then(holder::of_port).unwrap_or_else(|| "another process".to_owned());
+            format!("{who} listens there: end it, or choose another port")
+        }
+        (io::ErrorKind::AddrInUse, Address::Unix(path)) => match holder::of_path(path) {
+            Some(who) => format!("{who} listens there: end it, or choose another path"),
+            None => "the file exists already: remove it, or choose another path".to_owned(),
+        },
+        (io::ErrorKind::AddrNotAvailable, _) => {
+            "it is no address of this host: use one of its own, or 0.0.0.0 for all of them".to_owned()
+        }
+        (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => {
+            "ports below 1024 are for root: use a higher one".to_owned()
+        }
+        (io::ErrorKind::PermissionDenied, Address::Unix(_)) => {
+            "no right to its directory: use another, or run as its owner".to_owned()
+        }
+        (io::ErrorKind::NotFound, Address::Unix(_)) => "its directory does not exist: make it".to_owned(),
+        _ => return error,
+    };
+    io::Error::new(error.kind(), cure)
+}
+
 impl Drop for Listener {
     fn drop(&mut self) {
         if let Self::Unix(_, path) = self {
@@ -324,6 +383,37 @@ mod tests {
                 sockopt::tcp_keepidle(&stream).unwrap() + interval * sockopt::tcp_keepcnt(&stream).unwrap();
             assert!(silence <= limits::LINK + interval, "{silence:?}");
         }
+    }
+
+    #[test]
+    fn a_port_alone_is_told_what_is_missing() {
+        for text in ["4444", ":4444", "tcp:4444"] {
+            let error = text.parse::<Address>().unwrap_err().to_string();
+            let words = "write HOST:4444, or 0.0.0.0:4444 to listen on all addresses of this host";
+            assert!(error.ends_with(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_listened_on_names_the_cure() {
+        let refused = |address: &Address| Listener::bind(address).unwrap_err().to_string();
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let taken = refused(&listener.address().unwrap());
+        let own = format!("process {} (", std::process::id());
+        assert!(taken.starts_with(&own) && taken.ends_with("end it, or choose another port"), "{taken}");
+        assert!(refused(&"192.0.2.1:4444".parse().unwrap()).contains("no address of this host"));
+
+        let path = std::env::temp_dir().join(format!("godwit-listen-{}", std::process::id()));
+        let address = Address::Unix(path.clone());
+        // As a receiver that was killed leaves it.
+        drop(UnixListener::bind(&path).unwrap());
+        let listener = Listener::bind(&address).unwrap();
+        assert!(refused(&address).starts_with(&own));
+        drop(listener);
+        std::fs::write(&path, "something else").unwrap();
+        assert!(refused(&address).contains("the file exists already"));
+        assert_eq!(std::fs::read(&path).unwrap(), b"something else");
+        std::fs::remove_file(&path).unwrap();
     }
 
     #[test]

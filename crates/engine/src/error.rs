@@ -27,6 +27,17 @@ pub enum EngineError {
         /// Why.
         source: io::Error,
     },
+    /// Somebody listens there, and says nothing.
+    #[error(
+        "{address} takes connections and does not greet as godwit does within {}: is it the address of a godwit receive, and is that not busy with another migration?",
+        format_duration(*limit)
+    )]
+    NoGreeting {
+        /// The address.
+        address: String,
+        /// How long it was waited for.
+        limit: Duration,
+    },
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}")]
     Listen {
@@ -97,7 +108,7 @@ pub enum EngineError {
     #[error("{0}")]
     Layout(String),
     /// A wait reached its limit.
-    #[error("waited {limit:?} for {what} in vain")]
+    #[error("{what} did not come within {}", format_duration(*limit))]
     Timeout {
         /// What was waited for.
         what: &'static str,

@@ -18,6 +18,7 @@ pub mod compression;
 pub mod destination;
 mod digests;
 mod error;
+mod holder;
 mod limiter;
 pub mod limits;
 mod link;

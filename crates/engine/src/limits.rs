@@ -9,6 +9,9 @@ use std::time::Duration;
 pub const CONNECT: Duration = Duration::from_secs(10);
 /// A greeting of a peer that has connected.
 pub const GREETING: Duration = Duration::from_secs(5);
+/// The greeting of a destination that a source has connected to for the first time: who waits there is a person who may have
+/// mistyped the port.
+pub const FIRST_GREETING: Duration = Duration::from_secs(2);
 /// Data on the way unacknowledged by the peer's kernel, the silence after which keep-alive gives up, and the silence of the
 /// peer itself on the control connection.
 pub const LINK: Duration = Duration::from_secs(10);

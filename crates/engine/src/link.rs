@@ -23,7 +23,7 @@ pub(crate) fn link_error(peer: Peer) -> impl Fn(io::Error) -> EngineError {
             peer,
             source: io::Error::new(
                 io::ErrorKind::TimedOut,
-                "it does not go on (no progress within the limit)",
+                "no data has passed for longer than the limit; the peer, its host or the link is stuck",
             ),
         },
         io::ErrorKind::UnexpectedEof => {
@@ -42,10 +42,14 @@ pub(crate) fn send_greeting(stream: &mut Stream, greeting: Greeting, peer: Peer)
     stream.write_all(&greeting.encode()).map_err(link_error(peer))
 }
 
-/// Receives a greeting within [`limits::GREETING`]; afterwards reads have no limit.
-pub(crate) fn receive_greeting(stream: &mut Stream, peer: Peer) -> Result<Greeting, EngineError> {
+/// Receives a greeting within `limit`; afterwards reads have no limit.
+pub(crate) fn receive_greeting(
+    stream: &mut Stream,
+    peer: Peer,
+    limit: Duration,
+) -> Result<Greeting, EngineError> {
     let io = link_error(peer);
-    let until = Instant::now() + limits::GREETING;
+    let until = Instant::now() + limit;
     let mut bytes = [0; GREETING_LEN];
     let mut filled = 0;
     while filled < GREETING_LEN {

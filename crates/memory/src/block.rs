@@ -20,12 +20,21 @@ const TMPFS_MAGIC: i64 = 0x0102_1994;
 /// `statfs.f_type` of hugetlbfs, from `linux/magic.h`.
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 
+/// What to do when a RAM file cannot be opened.
+fn open_cure(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::PermissionDenied => "; run godwit as root or as the user that runs the VM",
+        io::ErrorKind::NotFound => "; it was removed or renamed: restart the VM on a RAM file of its own",
+        _ => "",
+    }
+}
+
 /// Why a RAM file cannot be used or accessed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// The file cannot be opened.
-    #[error("RAM block '{block}': cannot open its file {}: {source}", path.display())]
+    #[error("RAM block '{block}': cannot open its file {}: {source}{}", path.display(), open_cure(source.kind()))]
     Open {
         /// The block.
         block: String,

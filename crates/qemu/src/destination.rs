@@ -119,6 +119,14 @@ impl QemuDestination {
     pub fn pid(&self) -> i32 {
         self.machine.pid
     }
+
+    /// Whether it still waits for a guest, so that another attempt can use it.
+    #[must_use]
+    pub fn still_waits(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let ended = poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&now));
+        !self.prepared && ended.is_ok_and(|ended| ended == 0)
+    }
 }
 
 impl DestinationVm for QemuDestination {
@@ -135,7 +143,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
-        compare::compare(&mut self.machine.qmp, ask)
+        compare::compare(&mut self.machine, ask)
     }
 
     fn open_disks(

@@ -130,6 +130,26 @@ pub enum QemuError {
     /// The other side says what is not understood.
     #[error("the source tells of {0} in words that are not understood: use the same godwit on both sides")]
     Unclear(&'static str),
+    /// A disk that stays is not the same at the destination.
+    #[error(
+        "the guest would not find its disks: {words}; start the destination QEMU on the source's storage, move them along with --disks {names} on both sides, or, if they are the same, say so with godwit migrate --disks-are-shared"
+    )]
+    OtherStorage {
+        /// Which, and how they differ.
+        words: String,
+        /// Their names.
+        names: String,
+    },
+    /// A disk that moves is the same at both sides.
+    #[error(
+        "disk '{disk}' would be copied onto itself: {file} here is an image that the source has open; leave out --disks where storage is shared, or give the destination an image of its own"
+    )]
+    OntoItself {
+        /// The disk.
+        disk: String,
+        /// The image here.
+        file: String,
+    },
     /// A disk must stay as it is.
     #[error(transparent)]
     NotAllowed(#[from] godwit_block::NotAllowed),

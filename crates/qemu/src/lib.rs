@@ -26,6 +26,7 @@ mod userfaultfd;
 mod way_back;
 
 pub use destination::QemuDestination;
+pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
 pub use machine::Reporting;

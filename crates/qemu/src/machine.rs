@@ -149,7 +149,7 @@ impl Machine {
     }
 
     /// A path of the QEMU process as this process reaches it, across chroot and mount namespaces.
-    fn path_here(&self, path: &Path) -> PathBuf {
+    pub(crate) fn path_here(&self, path: &Path) -> PathBuf {
         let base = if path.is_absolute() { "root" } else { "cwd" };
         let relative = path.strip_prefix("/").unwrap_or(path);
         let through = Path::new("/proc").join(self.pid.to_string()).join(base).join(relative);

@@ -11,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use godwit_units::format_duration;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
@@ -28,7 +29,7 @@ const EVENT_LIMIT: usize = 1024;
 #[non_exhaustive]
 pub enum QmpError {
     /// The socket cannot be connected to.
-    #[error("cannot connect to the QMP socket {}: {source}; start QEMU with -qmp unix:{},server=on,wait=off", path.display(), path.display())]
+    #[error("cannot connect to the QMP socket {}: {source}; {}", path.display(), connect_cure(path, source.kind()))]
     Connect {
         /// The socket.
         path: PathBuf,
@@ -36,7 +37,7 @@ pub enum QmpError {
         source: io::Error,
     },
     /// No greeting came.
-    #[error("{} does not greet as a QMP monitor: is another client (libvirt?) connected to it? give godwit a monitor of its own with one more -qmp option", path.display())]
+    #[error("{} does not greet as a QMP monitor: it is none, or another client is connected to it (libvirt holds its own); give godwit a monitor of its own with one more -qmp option", path.display())]
     NoGreeting {
         /// The socket.
         path: PathBuf,
@@ -48,7 +49,7 @@ pub enum QmpError {
         during: String,
     },
     /// No answer within the limit.
-    #[error("QEMU did not answer {during} within {limit:?}")]
+    #[error("QEMU did not answer {during} within {}", format_duration(*limit))]
     Timeout {
         /// What was being waited for.
         during: String,
@@ -73,6 +74,17 @@ pub enum QmpError {
         /// Why.
         source: io::Error,
     },
+}
+
+/// What to do when the socket at `path` cannot be connected to.
+fn connect_cure(path: &Path, kind: io::ErrorKind) -> String {
+    match kind {
+        io::ErrorKind::PermissionDenied => "run godwit as root or as the user that runs QEMU".to_owned(),
+        io::ErrorKind::ConnectionRefused => {
+            format!("nobody listens there: that QEMU has ended, or {} is no monitor of it", path.display())
+        }
+        _ => format!("start QEMU with -qmp unix:{},server=on,wait=off", path.display()),
+    }
 }
 
 /// An event as QEMU sent it.

@@ -27,9 +27,9 @@ use godwit_units::{ByteCount, Rate};
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::compare;
+use crate::compare::{self, Terms};
 use crate::disk_limits::DiskLimits;
-use crate::disks::{self, Found, Grain, Tracking};
+use crate::disks::{self, Found, Grain, ListedDisk, Tracking};
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over, text};
@@ -97,8 +97,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     grain: Grain,
     tracking: Option<Tracking>,
-    /// Differences between the two machines that the operator lets pass, by key.
-    allowed: Vec<String>,
+    /// What the operator lets pass when the destination compares.
+    terms: Terms,
     /// What brings the guest back when this process is killed.
     guard: Option<Guard>,
 }
@@ -146,7 +146,7 @@ impl QemuSource {
         Ok(Self {
             looked,
             moving: Vec::new(),
-            allowed: Vec::new(),
+            terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,
@@ -224,8 +224,24 @@ impl QemuSource {
     /// first part of a key, or `all`.
     #[must_use]
     pub fn allowing(mut self, differences: &[String]) -> Self {
-        self.allowed = differences.to_vec();
+        self.terms.allowed = differences.to_vec();
         self
+    }
+
+    /// The same with disks that stay where they are and are not compared with the destination's: they are on the same storage.
+    #[must_use]
+    pub fn sharing_disks(mut self) -> Self {
+        self.terms.disks_are_shared = true;
+        self
+    }
+
+    /// The disks of the guest, in QEMU's order, and what becomes of each.
+    ///
+    /// # Errors
+    /// When the monitor fails.
+    pub fn disk_list(&mut self) -> Result<Vec<ListedDisk>, QemuError> {
+        let drives = disks::drives(&mut self.machine.qmp)?;
+        Ok(drives.iter().filter_map(|drive| drive.listed(&self.moving)).collect())
     }
 
     /// The QEMU process.
@@ -398,7 +414,8 @@ impl SourceVm for QemuSource {
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
-        compare::answer(&mut self.machine.qmp, question, &self.allowed)
+        let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
+        compare::answer(&mut self.machine, question, &self.terms, &moving)
     }
 
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError> {

@@ -6,7 +6,8 @@
 pub enum WireError {
     /// The connection does not start with the greeting.
     #[error(
-        "the peer does not speak godwit's protocol (it began with {start:02x?}): is this the address of a godwit receive?"
+        "the peer does not speak godwit's protocol (it began with \"{}\"): is this the address of a godwit receive?",
+        start.escape_ascii()
     )]
     NotGodwit {
         /// Its first bytes.

@@ -22,7 +22,7 @@ pub const QUESTION_LIMIT: usize = 64 << 10;
 /// Bytes in the answer to one.
 pub const ANSWER_LIMIT: usize = 1 << 20;
 /// Questions in one migration.
-pub const QUESTIONS_LIMIT: usize = 64;
+pub const QUESTIONS_LIMIT: usize = 4096;
 /// Digests in one message.
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
 

@@ -1,6 +1,7 @@
 //! `godwit bench codecs`: the codecs on a memory image, beside zlib and liblz4 itself.
 
 use std::fs::File;
+use std::io::IsTerminal;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -71,10 +72,18 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let contenders: Vec<Contender> =
         ALL.into_iter().filter(|contender| !arguments.quick || !contender.is_slow()).collect();
     let mut passes: Vec<Vec<Pass>> = vec![Vec::new(); contenders.len()];
-    for _ in 0..arguments.runs {
+    let terminal = std::io::stderr().is_terminal() && !arguments.json;
+    for run in 1..=arguments.runs {
         for (contender, passes) in contenders.iter().zip(&mut passes) {
+            // It takes a minute and more: who waits sees that it goes on.
+            if terminal {
+                eprint!("\r\x1b[Kpass {run} of {}: {}", arguments.runs, contender.name());
+            }
             passes.push(contender.pass(&pages)?);
         }
+    }
+    if terminal {
+        eprint!("\r\x1b[K");
     }
     let rows: Vec<Row> =
         contenders.iter().zip(&passes).map(|(contender, passes)| row(*contender, passes)).collect();
@@ -122,18 +131,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
             speed(pages.len(), row.decompress),
         );
     }
-    let verdict = |met: bool| if met { "met" } else { "MISSED" };
     if let Some(times) = zlib {
-        println!("lz4 is {times:.1} times as fast as zlib fastest (at least 7: {})", verdict(times >= 7.0));
+        println!("lz4 is {times:.1} times as fast as zlib fastest");
     }
     if let Some(times) = by_page {
         println!("lz4 is {times:.1} times as fast as zlib fastest one page at a time");
     }
     if let Some(times) = liblz4 {
-        println!(
-            "lz4 is {times:.2} times as fast as liblz4 itself (at least 0.90: {})",
-            verdict(times >= 0.9)
-        );
+        println!("lz4 is {times:.2} times as fast as liblz4 itself");
     }
     Ok(())
 }

@@ -372,7 +372,7 @@ impl Destination<'_> {
                 let limit = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
                 return Err(EngineError::Timeout { what: "a connection of the source", limit });
             };
-            match receive_greeting(&mut stream, PEER) {
+            match receive_greeting(&mut stream, PEER, limits::GREETING) {
                 Ok(greeting) => return Ok((greeting, stream)),
                 Err(error) => {
                     // A source of another version is told ours, and says so to its operator.

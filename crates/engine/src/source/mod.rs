@@ -507,7 +507,19 @@ impl Source<'_> {
         let mut stream = Stream::connect(address)
             .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
         send_greeting(&mut stream, Greeting { session: self.session, role }, PEER)?;
-        if !matches!(role, Role::Channel(_)) && receive_greeting(&mut stream, PEER)?.session != self.session {
+        if matches!(role, Role::Channel(_)) {
+            return Ok(stream);
+        }
+        let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
+        let greeting = receive_greeting(&mut stream, PEER, limit).map_err(|error| match error {
+            EngineError::Link { source, .. }
+                if role == Role::Control && source.kind() == std::io::ErrorKind::TimedOut =>
+            {
+                EngineError::NoGreeting { address: address.to_string(), limit }
+            }
+            error => error,
+        })?;
+        if greeting.session != self.session {
             let what = "it answered for another session: it is busy with another migration".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }

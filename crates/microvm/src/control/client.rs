@@ -84,7 +84,11 @@ impl Connection {
             })
         };
         open().map_err(|error: std::io::Error| {
-            problem(format!("cannot be reached: {error}; does the machine or the migration still run?"))
+            let cure = match error.kind() {
+                ErrorKind::PermissionDenied => "run godwit as root or as the user that runs the machine",
+                _ => "does the machine or the migration still run?",
+            };
+            problem(format!("cannot be reached: {error}; {cure}"))
         })
     }
 

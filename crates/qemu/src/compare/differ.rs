@@ -21,7 +21,7 @@ pub(crate) struct Difference {
 const SHOWN: usize = 100;
 
 /// A text of the source as it is shown: not too long, and nothing that moves a cursor.
-fn shown(text: &str) -> String {
+pub(super) fn shown(text: &str) -> String {
     let clean = |c: char| if c.is_control() { '\u{fffd}' } else { c };
     text.chars().take(SHOWN).map(clean).collect()
 }

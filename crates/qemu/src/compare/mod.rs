@@ -8,23 +8,26 @@
 //!   picture    facts and devices of a machine
 //!   tree       the devices, out of `info qtree`
 //!   differ     two pictures, and the differences in words
+//!   storage    what the disks are made of: the same at both sides, or not
 //! ```
 
 mod differ;
 mod picture;
+mod storage;
 mod tree;
 
 use std::collections::BTreeSet;
 
 use godwit_engine::vm::{Ask, VmError};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::QemuError;
-use crate::machine::text;
+use crate::machine::{Machine, text};
 use crate::qmp::{Qmp, QmpError};
 
-pub(crate) use picture::Picture;
+use picture::Picture;
 
 /// What the destination asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,34 +37,78 @@ enum Question {
     Picture,
     /// What are the features of your CPUs called?
     Features,
+    /// What disks has your guest, and what are they made of?
+    Disks,
+    /// What is in some blocks of a file of a disk?
+    Samples(usize, usize),
+    /// What is in these blocks of it now?
+    Again(usize, usize, Vec<u64>),
 }
 
 /// Bytes of all differences together, well below what an abort may carry.
 const TEXT: usize = 3500;
 
-/// Answers a question of the destination's, which is a stranger's text.
+/// What the source's operator wants of the comparison.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Terms {
+    /// Differences that are let pass, by key.
+    pub(crate) allowed: Vec<String>,
+    /// Disks that do not move are the same storage: they are not compared.
+    pub(crate) disks_are_shared: bool,
+}
+
+/// Answers a question of the destination's, which is a stranger's text. The disks on the nodes `moving` move along.
 ///
 /// # Errors
 /// When it is not understood.
-pub(crate) fn answer(qmp: &mut Qmp, question: &[u8], allowed: &[String]) -> Result<Vec<u8>, VmError> {
+pub(crate) fn answer(
+    machine: &mut Machine,
+    question: &[u8],
+    terms: &Terms,
+    moving: &[String],
+) -> Result<Vec<u8>, VmError> {
     let answer = match serde_json::from_slice(question)? {
         Question::Picture => {
-            let allowed = allowed.to_vec();
-            serde_json::to_vec(&Picture { allowed, ..Picture::of(qmp).map_err(QemuError::from)? })?
+            let allowed = terms.allowed.clone();
+            let picture = Picture::of(&mut machine.qmp).map_err(QemuError::from)?;
+            serde_json::to_vec(&Picture { allowed, ..picture })?
         }
-        Question::Features => serde_json::to_vec(&picture::feature_names(qmp).map_err(QemuError::from)?)?,
+        Question::Features => {
+            serde_json::to_vec(&picture::feature_names(&mut machine.qmp).map_err(QemuError::from)?)?
+        }
+        Question::Disks => {
+            let shared = terms.disks_are_shared;
+            serde_json::to_vec(&storage::tell(machine, moving, shared).map_err(QemuError::from)?)?
+        }
+        Question::Samples(disk, file) => serde_json::to_vec(&storage::sample(machine, (disk, file)))?,
+        Question::Again(disk, file, blocks) => {
+            serde_json::to_vec(&storage::sample_again(machine, (disk, file), blocks))?
+        }
     };
     Ok(answer)
 }
 
-/// Compares the source's machine with the one behind `qmp`.
+/// Has the source answer a question about `what`.
+fn put<T: DeserializeOwned>(
+    question: &Question,
+    ask: &mut Ask<'_>,
+    what: &'static str,
+) -> Result<T, VmError> {
+    let answer = ask(&serde_json::to_vec(question)?)?;
+    Ok(serde_json::from_slice(&answer).map_err(|_| QemuError::Unclear(what))?)
+}
+
+/// Compares the source's machine and its disks with those of `machine`.
 ///
 /// # Errors
 /// All differences, unless the source's operator lets them pass.
-pub(crate) fn compare(qmp: &mut Qmp, ask: &mut Ask<'_>) -> Result<(), VmError> {
-    let unclear = |_| QemuError::Unclear("its machine");
-    let source: Picture =
-        serde_json::from_slice(&ask(&serde_json::to_vec(&Question::Picture)?)?).map_err(unclear)?;
+pub(crate) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), VmError> {
+    compare_machines(&mut machine.qmp, ask)?;
+    storage::compare(machine, ask)
+}
+
+fn compare_machines(qmp: &mut Qmp, ask: &mut Ask<'_>) -> Result<(), VmError> {
+    let source: Picture = put(&Question::Picture, ask, "its machine")?;
     let here = Picture::of(qmp).map_err(QemuError::from)?;
     let machines = machines(qmp).map_err(QemuError::from)?;
     let mut found = differ::differences(&source, &here, &machines);
@@ -70,11 +117,9 @@ pub(crate) fn compare(qmp: &mut Qmp, ask: &mut Ask<'_>) -> Result<(), VmError> {
         return Ok(());
     }
     if found.iter().any(|difference| difference.key == "cpu.features") {
-        // Only names are missing, and bits will do.
-        let theirs: Option<Vec<String>> =
-            serde_json::from_slice(&ask(&serde_json::to_vec(&Question::Features)?)?).ok();
+        let theirs: Vec<String> = put(&Question::Features, ask, "its processors")?;
         let own = picture::feature_names(qmp).map_err(QemuError::from)?;
-        differ::name_features(&mut found, &theirs.unwrap_or_default(), &own);
+        differ::name_features(&mut found, &theirs, &own);
     }
     Err(QemuError::Different(in_words(&found)).into())
 }

@@ -23,8 +23,9 @@ pub(crate) struct Device {
 }
 
 /// Properties that name what is behind a device on its host, that only say how errors are handled or work is divided there, or
-/// that the guest sets.
-const OF_THE_HOST: [&str; 35] = [
+/// that the guest sets. The geometry of a disk follows from its size, which is compared by itself, and from the partition table
+/// that its image held when QEMU was started (`hd_geometry_guess` in hw/block/hd-geometry.c): empty images have none.
+const OF_THE_HOST: [&str; 41] = [
     "MCFG",
     "account-failed",
     "account-invalid",
@@ -33,17 +34,22 @@ const OF_THE_HOST: [&str; 35] = [
     "busnr",
     "chardev",
     "cryptodev",
+    "cyls",
     "display",
     "drive",
     "ebpf-rss-fds",
     "failover_pair_id",
     "filter",
     "head",
+    "heads",
     "ioeventfd",
     "iothread",
     "iothread-vq-mapping",
+    "lcyls",
+    "lheads",
     "logappend",
     "logfile",
+    "lsecs",
     "memdev",
     "netdev",
     "pcap",
@@ -51,6 +57,7 @@ const OF_THE_HOST: [&str; 35] = [
     "rerror",
     "rng",
     "romfile",
+    "secs",
     "share-rw",
     "smb_io_base",
     "stats",

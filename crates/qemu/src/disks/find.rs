@@ -13,22 +13,37 @@ use crate::qmp::{Qmp, QmpError};
 
 /// What is in a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Medium {
-    node: String,
-    size: ByteCount,
+pub(crate) struct Medium {
+    pub(crate) node: String,
+    pub(crate) size: ByteCount,
     read_only: bool,
     file: String,
     format: String,
+    /// The files that it is made of: the image, those behind it, and where one keeps its data.
+    pub(crate) files: Vec<String>,
+}
+
+/// A disk of the guest, and what becomes of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedDisk {
+    /// What it is called.
+    pub name: String,
+    /// Bytes that the guest sees.
+    pub size: ByteCount,
+    /// The image, as QEMU calls it.
+    pub file: String,
+    /// Whether it moves along.
+    pub moves: bool,
 }
 
 /// A drive of the guest, with or without a medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Drive {
     /// All names, the best first.
-    names: Vec<String>,
+    pub(crate) names: Vec<String>,
     /// Whether a device of the guest uses it.
     attached: bool,
-    medium: Option<Medium>,
+    pub(crate) medium: Option<Medium>,
 }
 
 /// A disk that can move.
@@ -79,8 +94,37 @@ fn drive(block: &Value) -> Drive {
         read_only: inserted["ro"] == true,
         file: text(&inserted["image"]["filename"]),
         format: text(&inserted["image"]["format"]),
+        files: files(&inserted["image"]),
     });
     Drive { names, attached: !path.is_empty(), medium }
+}
+
+/// The files of an image and of those behind it.
+fn files(image: &Value) -> Vec<String> {
+    const CHAIN: usize = 16;
+    let mut found = Vec::new();
+    let mut at = image;
+    while at.is_object() && found.len() < CHAIN {
+        found.push(plain_file(&text(&at["filename"])));
+        if let Some(data) = at["format-specific"]["data"]["data-file"].as_str() {
+            found.push(plain_file(data));
+        }
+        at = &at["backing-image"];
+    }
+    found
+}
+
+/// The file in QEMU's name for a node: with options that are not in a path it is JSON.
+fn plain_file(name: &str) -> String {
+    let parsed = name.strip_prefix("json:").and_then(|json| serde_json::from_str::<Value>(json).ok());
+    let mut at = parsed.as_ref();
+    while let Some(node) = at {
+        if let Some(file) = node["filename"].as_str().filter(|file| file.starts_with('/')) {
+            return file.to_owned();
+        }
+        at = [&node["file"], &node["image"]].into_iter().find(|below| below.is_object());
+    }
+    name.to_owned()
 }
 
 /// The id in `/machine/peripheral/ID/virtio-backend`; an id by itself stays; empty where the device has none.
@@ -93,6 +137,23 @@ fn device_id(path: &str) -> String {
 }
 
 impl Drive {
+    /// Whether a device of the guest has it, which keeps no other copy: flash memory travels with the device state.
+    pub(crate) fn is_in_use(&self) -> bool {
+        let flash = |name: &String| name.starts_with("pflash") || name.starts_with("/machine/system.flash");
+        self.attached && !self.names.iter().any(flash)
+    }
+
+    /// What becomes of it, when `moving` are the disks that move along; a drive without a medium is left out.
+    pub(crate) fn listed(&self, moving: &[Found]) -> Option<ListedDisk> {
+        let medium = self.medium.as_ref().filter(|_| self.is_in_use())?;
+        Some(ListedDisk {
+            name: self.names.first().cloned().unwrap_or_default(),
+            size: medium.size,
+            file: medium.files.first().cloned().unwrap_or_default(),
+            moves: moving.iter().any(|disk| disk.node == medium.node),
+        })
+    }
+
     /// Why it cannot move.
     fn movable(&self, name: &str) -> Result<Found, QemuError> {
         let refused = |why| QemuError::DiskUnmovable { disk: name.to_owned(), why };
@@ -307,6 +368,17 @@ mod tests {
         assert_eq!(command("/vm/a.qcow2"), "qemu-img create -f qcow2 /vm/a.qcow2 1048576   # n1");
         assert_eq!(command("/vm/it's"), "qemu-img create -f qcow2 '/vm/it'\\''s' 1048576   # n1");
         assert_eq!(command("json:{...}"), "qemu-img create -f qcow2 FILE 1048576   # n1");
+    }
+
+    #[test]
+    fn an_image_is_made_of_files_one_behind_the_other() {
+        let image = json!({
+            "filename": "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/vm/top\"}}",
+            "format-specific": { "data": { "data-file": "/vm/data" } },
+            "backing-image": { "filename": "/vm/base", "backing-image": { "filename": "rbd:pool/x" } },
+        });
+        assert_eq!(files(&image), ["/vm/top", "/vm/data", "/vm/base", "rbd:pool/x"]);
+        assert_eq!(plain_file("json:{"), "json:{");
     }
 
     #[test]

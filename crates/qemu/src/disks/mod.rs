@@ -23,7 +23,8 @@ mod server;
 mod sink;
 mod tracking;
 
-pub(crate) use find::{Found, by_name, choose, drives};
+pub use find::ListedDisk;
+pub(crate) use find::{Drive, Found, by_name, choose, drives};
 pub(crate) use grain::Grain;
 pub(crate) use leftovers::{clear, remove};
 pub(crate) use server::FD_NAME;
