@@ -410,5 +410,5 @@ fn a_second_godwit_is_told_of_the_first() -> anyhow::Result<()> {
     let first = pair.godwit.migrate(&pair.source, &address, &["--max-bandwidth", "5MiB/s"])?;
     await_copying(&first)?;
     let second = pair.godwit.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
-    check_refused(&second, 1, &[&format!("godwit (process {}) is migrating this QEMU already", first.pid())])
+    check_refused(&second, 1, &[&format!("process {} (godwit migrate) is at work", first.pid())])
 }

@@ -11,7 +11,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::guard::{self, Holder};
+use crate::guard;
 use crate::qmp::{Qmp, QmpError};
 
 /// A guardian is done within a second, unless QEMU hangs.
@@ -55,14 +55,13 @@ impl Machine {
     /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it has it.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let until = Instant::now() + GUARDIAN_LIMIT;
-        let mut holder = None;
+        let mut gone = None;
         let qmp = Qmp::connect_patiently(path, |pid| {
-            holder = guard::holder(pid);
-            matches!(holder, Some(Holder::GuardianOf(_))) && Instant::now() < until
+            gone = guard::at_work(pid);
+            gone.is_some() && Instant::now() < until
         });
-        let qmp = qmp.map_err(|error| match (error, holder) {
-            (QmpError::NoGreeting { .. }, Some(Holder::Godwit(pid))) => QemuError::OtherGodwit { pid },
-            (QmpError::NoGreeting { .. }, Some(Holder::GuardianOf(pid))) => QemuError::OtherGuardian { pid },
+        let qmp = qmp.map_err(|error| match (error, gone) {
+            (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
             (error, _) => error.into(),
         })?;
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
-pub(crate) use record::{Holder, Left, Stage, holder};
+pub(crate) use record::{Left, Stage, at_work};
 
 use crate::QemuError;
 use crate::machine::Machine;

@@ -253,21 +253,11 @@ pub(super) fn orphans(pid: i32) -> Vec<Record> {
     orphans
 }
 
-/// Who has the monitor of a QEMU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Holder {
-    /// This godwit.
-    Godwit(u32),
-    /// The guardian of this godwit, which is gone.
-    GuardianOf(u32),
-}
-
-/// Who has the monitor of the QEMU `pid`, if it is one of godwit's.
-pub(crate) fn holder(pid: i32) -> Option<Holder> {
+/// The godwit that is gone and whose guardian has the monitor of the QEMU `pid`, if there is one.
+pub(crate) fn at_work(pid: i32) -> Option<u32> {
     let end = end(pid);
     let guarded = paths(|name| name.ends_with(&end)).into_iter().find(|path| is_guarded(path))?;
-    let mark = owner(&guarded)?;
-    Some(if mark.is_alive() { Holder::Godwit(mark.pid) } else { Holder::GuardianOf(mark.pid) })
+    owner(&guarded).filter(|mark| !mark.is_alive()).map(|mark| mark.pid)
 }
 
 #[cfg(test)]
