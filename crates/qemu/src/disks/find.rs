@@ -154,6 +154,23 @@ impl Drive {
         })
     }
 
+    /// The same refusal with the cure for a disk that is to be filled.
+    fn as_a_destination(&self, error: QemuError) -> QemuError {
+        let why = match &self.medium {
+            None => {
+                "it has no medium at the destination: start the QEMU there with an image of the source's size"
+            }
+            Some(medium) if medium.read_only => {
+                "it is read-only at the destination: start the QEMU there with read-only=off and the right to write to the image"
+            }
+            Some(_) => return error,
+        };
+        match error {
+            QemuError::DiskUnmovable { disk, .. } => QemuError::DiskUnmovable { disk, why },
+            other => other,
+        }
+    }
+
     /// Why it cannot move.
     fn movable(&self, name: &str) -> Result<Found, QemuError> {
         let refused = |why| QemuError::DiskUnmovable { disk: name.to_owned(), why };
@@ -238,7 +255,7 @@ pub(crate) fn receiving(
             other => other,
         })?;
         allowed.allow(&disk.name, &drive.names)?;
-        let here = drive.movable(&disk.name)?;
+        let here = drive.movable(&disk.name).map_err(|error| drive.as_a_destination(error))?;
         if here.size != disk.size {
             return Err(QemuError::DiskSize {
                 disk: disk.name.clone(),
@@ -343,7 +360,8 @@ mod tests {
         assert!(
             received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)]).unwrap_err().contains("are one")
         );
-        assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only"));
+        assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only=off"));
+        assert!(received(&[wanted("cd", 512)]).unwrap_err().contains("no medium at the destination"));
     }
 
     #[test]
