@@ -163,13 +163,22 @@ pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid()))?;
     let tracked = smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
     ensure!(!tracked, "memory is still write-protected");
+    check_settings(vm)
+}
+
+/// Checks that QEMU's migration settings are its own defaults.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_settings(vm: &mut TestVm) -> anyhow::Result<()> {
     let capabilities = vm.qmp().execute("query-migrate-capabilities", Value::Null)?;
     for entry in capabilities.as_array().context("no capabilities")? {
         ensure!(entry["state"] == false, "{} was left on", entry["capability"]);
     }
     let parameters = vm.qmp().execute("query-migrate-parameters", Value::Null)?;
-    for (name, default) in [("downtime-limit", 300), ("max-bandwidth", 128 << 20)] {
-        ensure!(parameters[name] == default, "{name} was left at {}", parameters[name]);
+    // QEMU's own defaults (qapi/migration.json).
+    for (name, value) in [("downtime-limit", 300), ("max-bandwidth", 128 << 20)] {
+        ensure!(parameters[name] == value, "{name} was left at {}", parameters[name]);
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Pair, check_moved, oldest};
+use godwit_e2e::{LIMIT, Pair, check_moved, check_settings, oldest};
 use godwit_testbed::{
     BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, VmConfig, flavours_for, images_for,
 };
@@ -83,7 +83,9 @@ fn a_source_that_is_kept_stays_stopped() -> anyhow::Result<()> {
     let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1", "--max-bandwidth", "100MiB/s"])?;
     check_moved(&mut pair, &migrate)?;
     assert_eq!(pair.source.status()?, "postmigrate");
-    Ok(())
+    // It can be used again: nothing of ours is in force there, and nothing at the destination.
+    check_settings(&mut pair.source)?;
+    check_settings(&mut pair.destination)
 }
 
 #[test]

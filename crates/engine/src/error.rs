@@ -118,6 +118,9 @@ pub enum EngineError {
     /// The machine adapter failed.
     #[error("{0}")]
     Vm(#[source] VmError),
+    /// The machine's process has ended during the migration.
+    #[error("the {0} VM has ended: its log or standard error may say why")]
+    Ended(&'static str),
     /// Whether the guest runs at the destination is not known.
     #[error("it is not known whether the guest runs: {0}")]
     Uncertain(#[source] VmError),
@@ -204,7 +207,9 @@ impl EngineError {
     pub fn abort_code(&self) -> AbortCode {
         match self {
             Self::Layout(_) => AbortCode::Layout,
-            Self::Vm(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => AbortCode::Machine,
+            Self::Vm(_) | Self::Ended(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => {
+                AbortCode::Machine
+            }
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,

@@ -45,6 +45,11 @@ pub trait SourceVm {
     /// Whether the guest ran when the adapter looked first. It is brought back to this.
     fn was_running(&self) -> bool;
 
+    /// Whether the machine is known to have ended, and the guest with it. Asked all the time.
+    fn has_ended(&self) -> bool {
+        false
+    }
+
     /// Answers what the destination's adapter asks in [`DestinationVm::compare`], before anything is tracked or sent; at most
     /// [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than a few seconds.
     ///
@@ -266,6 +271,12 @@ pub trait DestinationVm {
     /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
     fn pid(&self) -> u32 {
         std::process::id()
+    }
+
+    /// Whether the machine is known to have ended, so that the guest runs here neither now nor later. Asked all the time
+    /// until [`Self::run`].
+    fn has_ended(&self) -> bool {
+        false
     }
 
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever

@@ -18,7 +18,7 @@ pub use block::{MemoryError, RamBlock};
 pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
 pub use room::{NoRoom, host_holds, mounts_hold};
-pub use segment::{SEGMENT_PAGES, Segment, channel_of, segments};
+pub use segment::{FIRST_HARVEST, NEXT_HARVEST, SEGMENT_PAGES, Segment, channel_of, segments};
 pub use slots::{
     GfnRange, HvaRange, MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId, SlotMap, SlotReader,
 };

@@ -9,6 +9,15 @@ use godwit_units::{PageCount, PageIndex, PageRun};
 /// scan of a clean segment costs more than the system call around it.
 pub const SEGMENT_PAGES: u64 = 4096;
 
+/// Pages that are harvested at once, at the most, where all of a segment is sent: 4 MiB. A segment that turns out
+/// to be hot is put off between two such pieces.
+pub const FIRST_HARVEST: PageCount = PageCount(1024);
+
+/// Pages that are harvested at once, at the most, in every other round: a whole segment, with one call into the
+/// kernel for each contiguous chunk. Two harvests of a page lie a round apart in any case, so what is sent in a
+/// round does not depend on it; only what is dirty at the end of a round has that little longer to become so.
+pub const NEXT_HARVEST: PageCount = PageCount(SEGMENT_PAGES);
+
 /// A piece of one RAM block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {

@@ -4,7 +4,7 @@
 //! `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its incoming migration fails.
 
 use std::io::Write;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -13,8 +13,6 @@ use std::time::Duration;
 use godwit_block::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
 use godwit_memory::RamBlock;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -22,14 +20,12 @@ use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{COMMAND_LIMIT, QmpError};
 use crate::settings::Settings;
-use crate::source::{FD_NAME, failure_words, migration_event};
+use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
-/// No such process (errno(3)).
-const ESRCH: i32 = rustix::io::Errno::SRCH.raw_os_error();
 /// From `quit` to the end of the process.
 const QUIT_LIMIT: Duration = Duration::from_secs(5);
 /// One write of device state without progress.
@@ -42,7 +38,6 @@ const EXITED: &str = "it has exited; see its standard error (do the options of b
 #[derive(Debug)]
 pub struct QemuDestination {
     machine: Machine,
-    process: OwnedFd,
     ram: Arc<Vec<RamBlock>>,
     settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
@@ -79,7 +74,6 @@ impl QemuDestination {
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
-            process: process(machine.pid)?,
             machine,
             ram: Arc::new(ram),
             settings: None,
@@ -123,9 +117,7 @@ impl QemuDestination {
     /// Whether it still waits for a guest, so that another attempt can use it.
     #[must_use]
     pub fn still_waits(&self) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let ended = poll(&mut [PollFd::new(&self.process, PollFlags::IN)], Some(&now));
-        !self.prepared && ended.is_ok_and(|ended| ended == 0)
+        !self.prepared && !self.machine.process.has_ended()
     }
 }
 
@@ -205,12 +197,24 @@ impl DestinationVm for QemuDestination {
         }
     }
 
+    fn has_ended(&self) -> bool {
+        self.machine.process.has_ended()
+    }
+
     fn run(&mut self) -> Result<(), RunError> {
         self.note(|left| left.stage = Stage::Starting).map_err(|error| RunError::NeverRan(error.into()))?;
-        match self.machine.qmp.execute("cont", Value::Null) {
+        let qmp = &mut self.machine.qmp;
+        let never = |error: QmpError| RunError::NeverRan(error.into());
+        let cont = qmp.queue("cont", Value::Null).map_err(|error| match error {
+            // QEMU had closed its end before the command was written.
+            QmpError::Closed { .. } => never(error),
+            error => RunError::Unknown(error.into()),
+        })?;
+        match qmp.answer(&cont, COMMAND_LIMIT) {
             Ok(_) => Ok(()),
-            // Only a refusal says that no instruction was executed; silence and a crash do not.
-            Err(error @ QmpError::Refused { .. }) => Err(RunError::NeverRan(error.into())),
+            // Of what comes behind the command only a refusal says that no instruction was executed; silence and a
+            // crash do not.
+            Err(error @ QmpError::Refused { .. }) => Err(never(error)),
             Err(error) => Err(RunError::Unknown(error.into())),
         }
     }
@@ -236,7 +240,7 @@ impl DestinationVm for QemuDestination {
         }
         // It ends all the same if this cannot be written: it must not run.
         let _ = self.note(|left| left.stage = Stage::Discarding);
-        end_process(&mut self.machine, &self.process)?;
+        end(&mut self.machine)?;
         let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
         Ok(())
     }
@@ -251,48 +255,19 @@ impl QemuDestination {
     }
 }
 
-/// A handle of process `pid` that tells of its end.
-fn process(pid: i32) -> Result<OwnedFd, QemuError> {
-    let pid = Pid::from_raw(pid).ok_or(rustix::io::Errno::SRCH);
-    pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
-        .map_err(|errno| QemuError::System { step: "pidfd_open", source: errno.into() })
-}
-
-/// Tells the network where the guest is now.
-pub(crate) fn announce(qmp: &mut Qmp) -> Result<(), QmpError> {
-    // QEMU's own defaults after a migration (qapi/migration.json, announce-*).
-    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-    qmp.execute("announce-self", timing).map(drop)
-}
-
-/// Ends QEMU, whose guest must never run.
+/// Ends QEMU, whose guest must never run, and waits until the process has ended. Only then can it never run here.
 pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
-    match process(machine.pid) {
-        Ok(process) => end_process(machine, &process),
-        // It has ended by itself.
-        Err(QemuError::System { source, .. }) if source.raw_os_error() == Some(ESRCH) => Ok(()),
-        Err(error) => Err(error),
-    }
-}
-
-/// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
-fn end_process(machine: &mut Machine, process: &OwnedFd) -> Result<(), QemuError> {
     let _ = machine.qmp.execute("quit", Value::Null);
-    let undead = |errno: rustix::io::Errno| QemuError::Undead { pid: machine.pid, source: errno.into() };
+    let undead = |source| QemuError::Undead { pid: machine.pid, source };
     for kill in [false, true] {
         if kill {
-            match pidfd_send_signal(process, Signal::KILL) {
-                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                Err(errno) => return Err(undead(errno)),
-            }
+            machine.process.kill().map_err(undead)?;
         }
-        // A pidfd becomes readable when its process has ended (pidfd_open(2)).
-        let timeout = Timespec { tv_sec: QUIT_LIMIT.as_secs().cast_signed(), tv_nsec: 0 };
-        if poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&timeout)).map_err(undead)? > 0 {
+        if machine.process.ends_within(QUIT_LIMIT).map_err(undead)? {
             return Ok(());
         }
     }
-    Err(undead(rustix::io::Errno::TIMEDOUT))
+    Err(undead(rustix::io::Errno::TIMEDOUT.into()))
 }
 
 impl Drop for QemuDestination {

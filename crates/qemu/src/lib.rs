@@ -18,6 +18,7 @@ mod governor;
 mod guard;
 mod machine;
 mod mark;
+mod process;
 pub mod qmp;
 pub mod run_directory;
 mod settings;

@@ -12,6 +12,7 @@ use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::guard;
+use crate::process::Process;
 use crate::qmp::{Qmp, QmpError};
 
 /// A guardian is done within a second, unless QEMU hangs.
@@ -22,6 +23,7 @@ const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
 pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) pid: i32,
+    pub(crate) process: Process,
 }
 
 /// Whether a guest tells of its free memory all the time.
@@ -65,7 +67,9 @@ impl Machine {
             (error, _) => error.into(),
         })?;
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
-        Ok(Self { qmp, pid })
+        let process =
+            Process::open(pid).map_err(|source| QemuError::System { step: "pidfd_open", source })?;
+        Ok(Self { qmp, pid, process })
     }
 
     /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one. QEMU has them by the

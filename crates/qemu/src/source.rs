@@ -41,6 +41,8 @@ use crate::way_back;
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
+/// From the end of the monitor's connection to the end of QEMU's process, which may have much memory to give back.
+const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a QEMU is waited for; tests have less patience.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +87,8 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// Whether `migrate` was issued.
     migrating: bool,
+    /// Whether the device state was released, so that a destination may have loaded it.
+    released: bool,
     /// The vCPUs' threads, as they were when last asked for.
     vcpus: Vec<i32>,
     throttle: VcpuThrottle,
@@ -164,6 +168,7 @@ impl QemuSource {
             settings: None,
             state: None,
             migrating: false,
+            released: false,
         })
     }
 
@@ -321,6 +326,11 @@ impl QemuSource {
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);
         }
+        if std::mem::take(&mut self.released) && self.was_running && running.is_ok() {
+            // The guest was to run elsewhere, and whoever has prepared for that (a switch, a program that binds its ports)
+            // should know better. The guest runs, whatever becomes of this.
+            let _ = announce(&mut self.machine.qmp);
+        }
         // The guest first: an error here must not hide one there.
         let limits = self.lift_disk_limits();
         let settings = self.restore_settings();
@@ -389,6 +399,12 @@ pub(crate) fn migration_event(event: &Event) -> String {
     if event.name == "MIGRATION" { text(&event.data["status"]) } else { String::new() }
 }
 
+/// Tells the network where the guest is, with QEMU's own defaults after a migration (qapi/migration.json, announce-*).
+pub(crate) fn announce(qmp: &mut Qmp) -> Result<(), QmpError> {
+    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
+    qmp.execute("announce-self", timing).map(drop)
+}
+
 /// QEMU's words about its failed migration, if it says any; `otherwise` if not.
 pub(crate) fn failure_words(qmp: &mut Qmp, otherwise: &str) -> String {
     let migration = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
@@ -411,6 +427,10 @@ impl SourceVm for QemuSource {
 
     fn was_running(&self) -> bool {
         self.was_running
+    }
+
+    fn has_ended(&self) -> bool {
+        self.machine.process.has_ended()
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
@@ -572,6 +592,7 @@ impl SourceVm for QemuSource {
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
+        self.released = true;
         self.machine.qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
         Ok(())
     }
@@ -597,7 +618,13 @@ impl SourceVm for QemuSource {
             // It may have been handed over, and was discarded there.
             self.note_if_possible(|left| left.stage = Stage::Stopping);
         }
-        Ok(self.bring_back()?)
+        // A QEMU that answers nothing does not run the guest either.
+        let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
+        if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
+            // A process closes its sockets a moment before it has ended, and has_ended is asked next.
+            let _ = self.machine.process.ends_within(END_LIMIT);
+        }
+        Ok(back?)
     }
 
     fn retire(&mut self, keep: bool) -> Result<(), VmError> {

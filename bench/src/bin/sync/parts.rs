@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_bench::report::{Better, Report, median};
+use godwit_memory::{FIRST_HARVEST, NEXT_HARVEST, segments};
 use godwit_track::bare::BareMachine;
 use godwit_track::{DirtyTracker, LogMode, VhostLog, VhostLogTracker, clear_dirty_log};
 use godwit_units::{ByteCount, Gpa, PAGE_SIZE, PageCount, PageRun};
@@ -123,11 +124,58 @@ fn clears_for_4_mib() -> anyhow::Result<u64> {
     Ok(tracker.calls().clears - before)
 }
 
+/// Clears of one round of a migration with so much dirty, for each GiB: harvested as the engine's channels do it. With
+/// `first` as in the first round, in which all is sent.
+fn clears_of_a_round(options: Options, percent: u64, first: bool) -> anyhow::Result<f64> {
+    let machine = machine(options.mib, Alignment::Misaligned, None)?;
+    let tracker = machine.log_tracker(LogMode::ManualInitiallySet)?;
+    machine.touch(0, &(0..total(&machine) as u32).collect::<Vec<_>>())?;
+    tracker.begin_round();
+    harvest_all(&tracker, &machine)?;
+    let dirty = some(total(&machine), percent);
+    machine.touch(0, &dirty)?;
+    tracker.begin_round();
+    let (before, mut pages) = (tracker.calls().clears, 0);
+    for segment in segments(&machine.block_sizes()) {
+        let mut at = segment.run.start;
+        while at < segment.run.end() {
+            let mut rest = PageRun::new(at.0, segment.run.end().0 - at.0);
+            if first {
+                rest.count = rest.count.min(FIRST_HARVEST);
+            }
+            at = tracker.harvest(segment.block, rest, NEXT_HARVEST, &mut |run| pages += run.count.0)?;
+        }
+    }
+    ensure!(pages == dirty.len() as u64, "{pages} pages harvested of {}", dirty.len());
+    Ok((tracker.calls().clears - before) as f64 / (options.mib as f64 / 1024.0))
+}
+
+/// What a migration makes of it: its channels share memory segment by segment, and each clears its own.
+fn clears_of_a_migration(options: Options, report: &mut Report) -> anyhow::Result<()> {
+    println!(
+        "\nclears of one round of a migration, for each GiB\n{:<24} {:>8} {:>8} {:>8}",
+        "", "1 %", "10 %", "100 %"
+    );
+    for (first, name) in [(true, "the first round"), (false, "each further round")] {
+        let [one, ten, all] = [1, 10, 100].map(|percent| clears_of_a_round(options, percent, first));
+        let (one, ten, all) = (one?, ten?, all?);
+        println!("{name:<24} {one:>8.0} {ten:>8.0} {all:>8.0}");
+        let key = format!("clears_a_gib_{}", if first { "first" } else { "next" });
+        report.figure(&key, json!({ "1": one, "10": ten, "100": all }));
+        if !first {
+            // One for each segment, and one more where a segment lies in two slots.
+            report.target("clears of a further round, for each GiB", all, 68.0, Better::Lower);
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<()> {
     let clears = clears_for_4_mib()?;
     println!("clears for 4 MiB of misaligned dirty memory: {clears} (one a page: 1024)");
     report.figure("clears_for_4_mib", json!({ "merged": clears, "per_page": 1024 }));
     report.target("clears for 4 MiB of misaligned dirty memory", clears as f64, 1.0, Better::Lower);
+    clears_of_a_migration(options, report)?;
     println!(
         "\nparts of one synchronisation of {} MiB, ms\n{:<12} {:>6} {:>8} {:>8} {:>14} {:>8} {:>16} {:>8} {:>8} {:>8}",
         options.mib,

@@ -275,6 +275,10 @@ impl Destination<'_> {
             EngineError::Aborted { .. } => Input::Aborted,
             _ => Input::Failed,
         };
+        // What kept the guest from running is what the source must hear, whatever broke before.
+        if state == State::Starting {
+            self.cause = None;
+        }
         self.cause.get_or_insert((phase_of(state), error));
         input
     }
@@ -425,6 +429,10 @@ impl Destination<'_> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
             }
+            // Then the guest never runs here, and the source need not wait to hear it.
+            if self.commit_seen.is_none() && self.vm.has_ended() {
+                return Err(EngineError::Ended("destination"));
+            }
             // Once all pages are in place only the control connection counts.
             if let (false, Some(error)) = (self.pages_complete, self.barriers.failure()) {
                 return Err(error);
@@ -525,6 +533,9 @@ impl Destination<'_> {
                 self.measures.disks_to_ready = self.last_round.disks_in_place().map(|at| at.elapsed());
             }
             Action::RunGuest => {
+                if self.vm.has_ended() {
+                    return Err(EngineError::Ended("destination"));
+                }
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
                     self.vm.run().map_err(|error| match error {
                         RunError::NeverRan(error) => EngineError::Vm(error),
@@ -550,11 +561,9 @@ impl Destination<'_> {
                 self.vm.discard().map_err(EngineError::Uncertain)?;
             }
             Action::SendDiscarded => {
-                let message = match (&self.cause, self.commit_seen) {
-                    (Some((_, cause)), None) => {
-                        Message::Abort { code: cause.abort_code(), text: cause.to_string() }
-                    }
-                    _ => Message::Discarded,
+                let message = match &self.cause {
+                    Some((_, cause)) => Message::Abort { code: cause.abort_code(), text: cause.to_string() },
+                    None => Message::Discarded,
                 };
                 // Best effort: a source that does not hear it asks, or notices that the link is gone.
                 let _ = self.say(&message);

@@ -12,7 +12,7 @@ use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
 use godwit_ledger::{Key, Ledger, SegmentLedger};
-use godwit_memory::{DataHint, RamBlock, Segment};
+use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{Content, PageFrameBuilder};
@@ -23,10 +23,6 @@ use super::gate::Gate;
 use super::packer::Packer;
 use crate::EngineError;
 use crate::link::barrier;
-
-/// Pages harvested at once, at the most: 4 MiB. Few enough that they are sent soon after, while the rest of a
-/// busy segment may still be overwritten at no cost.
-const HARVEST_LIMIT: PageCount = PageCount(1024);
 
 /// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are looked at.
 const READ_LIMIT: u64 = 16;
@@ -223,7 +219,7 @@ impl Channel {
             if everything {
                 // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page
                 // tables of the whole range it was given.
-                rest.count = rest.count.min(HARVEST_LIMIT);
+                rest.count = rest.count.min(FIRST_HARVEST);
             }
             let mut dirty = std::mem::take(&mut self.dirty);
             dirty.clear();
@@ -235,7 +231,7 @@ impl Channel {
                 }
                 rest.end()
             } else {
-                self.shared.tracker.harvest(block, rest, HARVEST_LIMIT, &mut note)?
+                self.shared.tracker.harvest(block, rest, NEXT_HARVEST, &mut note)?
             };
             if let Some(recent) = &mut owned.recent {
                 dirty.iter().for_each(|harvested| {

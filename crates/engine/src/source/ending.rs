@@ -115,6 +115,7 @@ impl Source<'_> {
         };
         self.measures.device_state = bytes;
         self.vm.state_saved().map_err(EngineError::Vm)?;
+        self.state_saved = true;
         // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM before it saves devices,
         // so saving them must not write it (qemu_savevm_state_complete_precopy).
         self.say(&Message::DeviceStateEnd)?;
@@ -145,7 +146,12 @@ impl Source<'_> {
         while let Ok(event) = self.event(Duration::ZERO) {
             match event {
                 Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
-                Event::Peer { message: Ok(Message::Discarded | Message::Abort { .. }), .. } => {
+                Event::Peer { message: Ok(Message::Discarded), .. } => {
+                    self.was_discarded(None);
+                    return Ok(Some(Input::Discarded));
+                }
+                Event::Peer { message: Ok(Message::Abort { code, text }), .. } => {
+                    self.was_discarded(Some((code, text)));
                     return Ok(Some(Input::Discarded));
                 }
                 _ => {}

@@ -38,8 +38,8 @@ use godwit_protocol::source::{Action, Input, State, step};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, Rate, TypedRate};
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer, QUESTIONS_LIMIT, Role,
-    SessionId,
+    ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Greeting, Message, Offer,
+    QUESTIONS_LIMIT, Role, SessionId,
 };
 
 use crate::address::{Address, Stream};
@@ -185,6 +185,7 @@ pub fn migrate(
         mark: started,
         resolve_until: None,
         commit_sent: false,
+        state_saved: false,
         cause: None,
         resume_failed: None,
         aborter: None,
@@ -312,6 +313,8 @@ struct Source<'a> {
     mark: Instant,
     resolve_until: Option<Instant>,
     commit_sent: bool,
+    /// The machine has saved all its state, which is on its way.
+    state_saved: bool,
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
@@ -347,11 +350,17 @@ impl Source<'_> {
         }
         self.take_peers_words();
         self.shut_down();
-        let survivor = match (state, &self.resume_failed) {
-            (State::Done, None) => return Ok(self.measures),
-            (State::Done, Some(_)) => Survivor::Destination,
-            (State::Cancelled, None) => Survivor::Source,
-            (State::Cancelled, Some(_)) => Survivor::SourceStopped,
+        let survivor = match (state, self.resume_failed.is_some()) {
+            (State::Done, false) => return Ok(self.measures),
+            (State::Done, true) => Survivor::Destination,
+            (State::Cancelled, _) if self.vm.has_ended() => {
+                // What failed in consequence, and that it could not be brought back, need not be said.
+                self.cause = self.cause.take().map(|(phase, _)| (phase, EngineError::Ended("source")));
+                self.resume_failed = None;
+                Survivor::Ended
+            }
+            (State::Cancelled, false) => Survivor::Source,
+            (State::Cancelled, true) => Survivor::SourceStopped,
             _ => Survivor::Unknown,
         };
         let (phase, cause) = match (self.cause.take(), self.resume_failed.take()) {
@@ -571,6 +580,10 @@ impl Source<'_> {
         if self.steering.cancel().is_cancelled() && !self.commit_sent {
             return Err(EngineError::Cancelled);
         }
+        // Once all of it is on its way, the guest can live on without its machine here.
+        if !self.state_saved && self.vm.has_ended() {
+            return Err(EngineError::Ended("source"));
+        }
         match self.event(limit) {
             // What an earlier control connection ended with is of no interest.
             Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
@@ -651,11 +664,16 @@ impl Source<'_> {
             _ => ("the destination to run the guest", limits::RUNNING),
         };
         let committed = self.commit_sent;
+        let mut reason = None;
         let input = self.await_message(what, limit, |message| match message {
             Message::Ready => Some(Input::Ready),
             Message::Running => Some(Input::Running),
             // A destination that aborts has discarded the guest; after COMMIT that is all that matters.
-            Message::Discarded | Message::Abort { .. } if committed => Some(Input::Discarded),
+            Message::Discarded if committed => Some(Input::Discarded),
+            Message::Abort { code, text } if committed => {
+                reason = Some((*code, text.clone()));
+                Some(Input::Discarded)
+            }
             _ => None,
         })?;
         match input {
@@ -668,10 +686,7 @@ impl Source<'_> {
                 self.strike(Fault::KillBeforeCommit);
             }
             Input::Running => self.measures.parts.handover = self.lap(),
-            Input::Discarded => {
-                let what = "it could not run the guest and has discarded it".to_owned();
-                self.note(state, EngineError::Protocol { peer: PEER, what });
-            }
+            Input::Discarded => self.was_discarded(reason),
             _ => {}
         }
         Ok(input)
@@ -681,6 +696,19 @@ impl Source<'_> {
     fn strike(&self, fault: Fault) {
         if self.options.fault == Some(fault) {
             fault.strike();
+        }
+    }
+
+    /// The destination gave the guest back, for this reason if it told one. What broke before is of no interest then.
+    fn was_discarded(&mut self, reason: Option<(AbortCode, String)>) {
+        match reason {
+            Some((code, text)) => {
+                self.cause = Some((Phase::Handover, EngineError::Aborted { peer: PEER, code, text }));
+            }
+            None => {
+                let what = "it could not run the guest and has discarded it".to_owned();
+                self.note(State::Handover, EngineError::Protocol { peer: PEER, what });
+            }
         }
     }
 

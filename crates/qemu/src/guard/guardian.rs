@@ -18,8 +18,9 @@ use crate::destination;
 use crate::disks;
 use crate::machine::Machine;
 use crate::mark::Mark;
+use crate::process::Process;
 use crate::qmp::{Qmp, QmpError};
-use crate::source::Limits;
+use crate::source::{Limits, announce};
 use crate::way_back;
 
 /// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come back.
@@ -125,7 +126,15 @@ impl Words {
 
 /// Undoes what the record names: the guest first.
 fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Result<(), QemuError> {
-    let mut machine = Machine { qmp: Qmp::take_over(monitor)?, pid: record.pid() };
+    let process = match Process::open(record.pid()) {
+        Ok(process) if record.names_a_living_qemu() => process,
+        // The guest has gone with its QEMU.
+        _ => {
+            record.remove();
+            return Ok(());
+        }
+    };
+    let mut machine = Machine { qmp: Qmp::take_over(monitor)?, pid: record.pid(), process };
     let stage = record.left().stage;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
@@ -138,7 +147,7 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
         Stage::Starting => {
             way_back::run(&mut machine, Limits::default().resume)?;
             // The guest runs; that the network learns of it a little later is no reason to stop.
-            let _ = destination::announce(&mut machine.qmp);
+            let _ = announce(&mut machine.qmp);
             false
         }
     };

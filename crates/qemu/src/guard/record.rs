@@ -183,6 +183,11 @@ impl Record {
         self.qemu.pid
     }
 
+    /// Whether the QEMU is the one that it was, and has not ended.
+    pub(super) fn names_a_living_qemu(&self) -> bool {
+        Qemu::of(self.qemu.pid).as_ref() == Some(&self.qemu)
+    }
+
     /// Writes `change` down. After an error nothing has changed.
     pub(super) fn note(&mut self, change: impl FnOnce(&mut Left)) -> io::Result<()> {
         let mut left = self.left.clone();
@@ -243,7 +248,7 @@ pub(super) fn orphans(pid: i32) -> Vec<Record> {
             continue;
         }
         match Record::open(&path) {
-            Ok(Some(record)) if Qemu::of(record.qemu.pid).as_ref() != Some(&record.qemu) => {
+            Ok(Some(record)) if !record.names_a_living_qemu() => {
                 record.remove();
             }
             Ok(Some(record)) if record.qemu.pid == pid => orphans.push(record),
