@@ -19,6 +19,7 @@ mod governor;
 mod kvm;
 mod mappings;
 mod pagemap;
+mod partial;
 mod slots;
 mod threads;
 mod uapi;

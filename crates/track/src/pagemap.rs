@@ -30,6 +30,7 @@ use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, a
 use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
+use crate::partial::loses_nothing;
 use crate::uapi::{self, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion};
 use crate::{DirtyTracker, TrackError};
 
@@ -105,6 +106,13 @@ impl PagemapTracker {
         let mut tracker = Self::protect(pid, attach(pid, approach)?, pagemap, mappings, &names)?;
         tracker.harmless_filters = approach.harmless_filters;
         tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
+        // Memory of hugetlbfs comes in huge pages for ever, whose entries nobody splits.
+        let ordinary = blocks.iter().filter(|block| !block.has_huge_pages());
+        let mut directories: Vec<_> = ordinary.filter_map(|block| block.path().parent()).collect();
+        directories.dedup();
+        if directories.into_iter().any(|directory| loses_nothing(Some(directory)) == Some(false)) {
+            tracker.protect_once()?;
+        }
         Ok(tracker)
     }
 
@@ -116,6 +124,33 @@ impl PagemapTracker {
     /// When the kernel lacks the feature or the memory is registered with a userfaultfd already.
     pub fn start_own(blocks: &[Vec<BlockMapping>]) -> Result<Self, TrackError> {
         kernel_support()?;
+        let tracker = Self::begin_own(blocks)?;
+        if loses_nothing(None) == Some(false) {
+            tracker.protect_once()?;
+        }
+        Ok(tracker)
+    }
+
+    /// Protects all memory at once, as a harvest of all of it would, and leaves page tables with an entry for each 4 KiB. From then
+    /// on nothing is mapped in huge pages, and no harvest in parts has any to split: for kernels that lose writes in doing so
+    /// (`partial`). Costs the guest the huge pages until tracking ends.
+    ///
+    /// # Errors
+    /// When the kernel refuses, or has no memory for the page tables.
+    #[doc(hidden)]
+    pub fn protect_once(&self) -> Result<(), TrackError> {
+        for (block, mapped) in self.blocks.iter().enumerate() {
+            for mapping in mapped {
+                let bytes = mapping.pages.count.bytes().0;
+                uapi::uffd_write_protect(self.attachment.userfaultfd(), mapping.address.0, bytes, true)
+                    .map_err(|source| TrackError::Scan { block, source })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Tracks memory of this process, of whose kind nothing has been tried.
+    pub(crate) fn begin_own(blocks: &[Vec<BlockMapping>]) -> Result<Self, TrackError> {
         let pid = std::process::id().cast_signed();
         let names: Vec<String> = (0..blocks.len()).map(|number| number.to_string()).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();

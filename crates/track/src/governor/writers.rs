@@ -73,6 +73,28 @@ mod tests {
         assert_eq!(writers.of(i32::MAX), Writer::Machine);
     }
 
+    /// The kernel tells who faults by the numbers of their own PID namespace, in which the first process is number 1.
+    #[test]
+    fn vcpus_of_a_pid_namespace_are_known_by_the_numbers_in_it() {
+        use std::process::{Command, Stdio};
+        let script = ["--pid", "--fork", "--kill-child", "sh", "-c", "echo in; read line"];
+        let mut outer = Command::new("unshare");
+        let outer = outer.args(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let Ok(mut outer) = outer else { return };
+        let mut said = [0; 3];
+        let mut stdout = outer.stdout.take().unwrap();
+        // Without the right to a namespace it says nothing.
+        if std::io::Read::read_exact(&mut stdout, &mut said).is_ok() {
+            let children = format!("/proc/{0}/task/{0}/children", outer.id());
+            let pid: i32 = std::fs::read_to_string(children).unwrap().trim().parse().unwrap();
+            let mut writers = Writers::new(pid, &[pid]);
+            assert_eq!(writers.of(1), Writer::Guest(1));
+            assert_eq!(Writers::new(pid, &[]).of(1), Writer::Machine);
+        }
+        let _ = outer.kill();
+        outer.wait().unwrap();
+    }
+
     #[test]
     fn kernel_workers_write_for_the_guest() {
         let processes = std::fs::read_dir("/proc").unwrap().flatten();
