@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use godwit_testbed::{Ended, Flavour, Godwit, Running, TestVm, VmConfig, disks_of};
-use serde_json::Value;
+use rustix::process::Pid;
+use serde_json::{Value, json};
 
 /// No wait of these tests is longer; it is a bound for what hangs, not a measure of speed.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -93,12 +94,62 @@ pub fn check_moved(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Waits until no godwit has to do with `vm` any more, the guardian of one that was killed among them.
+///
+/// # Errors
+/// When one stays, or leaves its record.
+pub fn await_alone(vm: &TestVm) -> anyhow::Result<()> {
+    let record = format!("-guard-{}", vm.pid());
+    let until = Instant::now() + LIMIT;
+    while guardian_of(vm)?.is_some() {
+        ensure!(Instant::now() < until, "a guardian stays");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for entry in std::fs::read_dir("/run/godwit").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        ensure!(!name.ends_with(&record), "the record {name} stays");
+    }
+    Ok(())
+}
+
+/// The guardian of the godwit that is at work on `vm`.
+///
+/// # Errors
+/// When processes cannot be listed.
+pub fn guardian_of(vm: &TestVm) -> anyhow::Result<Option<Pid>> {
+    let record = format!("-guard-{}", vm.pid());
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        if line.split(|byte| *byte == 0).any(|word| word.ends_with(record.as_bytes())) {
+            return Ok(entry.file_name().to_string_lossy().parse().ok().and_then(Pid::from_raw));
+        }
+    }
+    Ok(None)
+}
+
+/// Checks that nothing is left in `vm` of what godwit adds to it for disks or limits.
+fn check_disks_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
+    let exports = vm.qmp().execute("query-block-exports", Value::Null)?;
+    ensure!(exports == json!([]), "exports are left: {exports}");
+    ensure!(vm.qmp().execute("nbd-server-stop", Value::Null).is_err(), "an NBD server was left");
+    let nodes = vm.qmp().execute("query-named-block-nodes", json!({ "flat": true }))?.to_string();
+    ensure!(!nodes.contains("\"godwit-"), "a bitmap is left: {nodes}");
+    let disks = vm.qmp().execute("query-block", Value::Null)?;
+    for limit in disks.as_array().into_iter().flatten().map(|disk| &disk["inserted"]["bps_wr"]) {
+        ensure!(limit.as_u64().unwrap_or(0) == 0, "a disk is limited to {limit}");
+    }
+    Ok(())
+}
+
 /// Checks that the guest runs in `vm` as if godwit had never been there: running, counting, unharmed, not traced, not
-/// write-protected, and with QEMU's migration settings as they were.
+/// write-protected, with QEMU's migration settings as they were and nothing added to its disks; and that no process of
+/// godwit's is left that has to do with it.
 ///
 /// # Errors
 /// What is not as it should be.
 pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
+    await_alone(vm)?;
+    check_disks_untouched(vm)?;
     let status = vm.status()?;
     ensure!(status == "running", "the guest is '{status}'");
     vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;

@@ -94,6 +94,19 @@ fn unsafe_code_is_where_it_belongs() {
     }
 }
 
+/// `std::thread::spawn` panics where no thread can be had, and the guest may be stopped then.
+#[test]
+fn a_thread_that_cannot_be_had_is_an_error() {
+    for name in ["engine", "qemu", "track", "throttle", "nbd", "memory"] {
+        for file in sources(&root().join("crates").join(name).join("src")) {
+            let text = fs::read_to_string(&file).unwrap();
+            let product = text.split("#[cfg(test)]").next().unwrap();
+            let spawns = product.contains("thread::spawn(") || product.contains("scope.spawn(");
+            assert!(!spawns || file.ends_with("tests.rs"), "{} may panic", file.display());
+        }
+    }
+}
+
 #[test]
 fn nothing_prints_that_could_panic() {
     // The standard macros panic when nobody reads any more, and a panic at the handover leaves the guest in doubt. The

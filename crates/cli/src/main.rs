@@ -8,6 +8,7 @@ mod say;
 
 mod bench;
 mod demo;
+mod guard;
 mod layout;
 mod microvm;
 mod migrate;
@@ -66,6 +67,9 @@ enum Command {
     /// Measure what this machine can do.
     #[command(subcommand)]
     Bench(bench::Command),
+    /// Stand in for a godwit that is killed; godwit starts it by itself.
+    #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
+    Guard(guard::Arguments),
 }
 
 /// The options that make up faults for tests, with the names of their values. No help, usage or hint shows them.
@@ -107,6 +111,7 @@ fn main() -> ExitCode {
         Command::Demo(arguments) => demo::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),
         Command::Bench(command) => bench::run(&command),
+        Command::Guard(arguments) => guard::run(&arguments),
     }
 }
 

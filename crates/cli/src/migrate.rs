@@ -1,5 +1,6 @@
 //! `godwit migrate`.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
@@ -131,6 +132,18 @@ enum FaultName {
     TrustTracker,
     HoldStopped,
     HoldReady,
+    KillAfterPrepare,
+    KillAfterStop,
+    KillInLastRound,
+    KillAfterRelease,
+    KillAfterLastRound,
+    KillAfterDigests,
+    KillAfterState,
+    KillAfterReady,
+    KillBeforeCommit,
+    KillAfterCommit,
+    KillAfterFarewell,
+    PanicAfterStop,
 }
 
 impl From<FaultName> for Fault {
@@ -143,6 +156,18 @@ impl From<FaultName> for Fault {
             FaultName::TrustTracker => Self::TrustTracker,
             FaultName::HoldStopped => Self::HoldStopped,
             FaultName::HoldReady => Self::HoldReady,
+            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
+            FaultName::KillAfterStop => Self::KillAfterStop,
+            FaultName::KillInLastRound => Self::KillInLastRound,
+            FaultName::KillAfterRelease => Self::KillAfterRelease,
+            FaultName::KillAfterLastRound => Self::KillAfterLastRound,
+            FaultName::KillAfterDigests => Self::KillAfterDigests,
+            FaultName::KillAfterState => Self::KillAfterState,
+            FaultName::KillAfterReady => Self::KillAfterReady,
+            FaultName::KillBeforeCommit => Self::KillBeforeCommit,
+            FaultName::KillAfterCommit => Self::KillAfterCommit,
+            FaultName::KillAfterFarewell => Self::KillAfterFarewell,
+            FaultName::PanicAfterStop => Self::PanicAfterStop,
         }
     }
 }
@@ -283,6 +308,7 @@ fn move_guest(
                 DiskChoice::None => Ok(vm),
                 choice => vm.with_disks(choice, disks.granularity),
             });
+            let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let mut vm = vm.allowing(&arguments.allow_differences);
             if arguments.disks_are_shared {

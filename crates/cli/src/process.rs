@@ -7,6 +7,8 @@ use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_microvm::control::messages::Cost;
 use rustix::time::{ClockId, clock_gettime};
 
+/// The program that runs, even where its file was replaced (proc_pid_exe(5)).
+pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
 /// It failed; the guest is where it was.
 pub(crate) const FAILED: u8 = 1;
 /// Wrong usage, as clap has it.

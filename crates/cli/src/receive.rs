@@ -1,5 +1,6 @@
 //! `godwit receive`.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -107,6 +108,7 @@ fn take_in(
         VmName::Qemu(path) => {
             let vm =
                 QemuDestination::open(path).and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
+            let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let listener = Listener::bind(&arguments.listen);
             let bound = listener.and_then(|l| l.address().map(|address| (l, address)));

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock};
@@ -102,7 +103,9 @@ pub(crate) fn digests(
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = threads.min(THREADS_LIMIT).min(total.div_ceil(BATCH));
     let parts = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        // With fewer threads than there are processors it only takes longer.
+        let other = |_| Builder::new().name("digests".to_owned()).spawn_scoped(scope, work);
+        let others: Vec<_> = (1..threads).map_while(|number| other(number).ok()).collect();
         let mut parts = vec![work()];
         for other in others {
             parts.push(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));

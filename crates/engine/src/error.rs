@@ -188,6 +188,14 @@ pub enum EngineError {
     /// The operator cancelled.
     #[error("cancelled")]
     Cancelled,
+    /// A thread cannot be had.
+    #[error("cannot start the {name} thread: {source}; raise the limit (pids.max, ulimit -u) or free memory")]
+    Thread {
+        /// What it would do.
+        name: &'static str,
+        /// Why.
+        source: io::Error,
+    },
     /// A thread of ours ended in a panic.
     #[error("an internal error in the {0} thread (a bug in godwit)")]
     Panicked(&'static str),

@@ -26,6 +26,7 @@ pub mod measure;
 pub mod report;
 pub mod source;
 pub mod steering;
+mod threads;
 pub mod vm;
 
 pub use cancel::Cancel;

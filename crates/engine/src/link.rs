@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
 
 use crate::address::Stream;
-use crate::{EngineError, limits};
+use crate::{EngineError, limits, threads};
 
 /// Who is at the other end, for error texts.
 pub(crate) type Peer = &'static str;
@@ -124,7 +124,7 @@ pub(crate) fn read_messages(
 ) -> Result<(), EngineError> {
     stream.set_read_limit(Some(limits::LINK)).map_err(link_error(peer))?;
     let mut reader = FrameReader::new(stream, peer);
-    std::thread::spawn(move || {
+    let read = move || {
         loop {
             let message = match reader.message() {
                 Ok(Message::Alive) => continue,
@@ -138,15 +138,15 @@ pub(crate) fn read_messages(
                 return;
             }
         }
-    });
-    Ok(())
+    };
+    threads::start("control", read).map(drop)
 }
 
 /// Says over `control` every [`limits::ALIVE`] that this side is there, until the connection that it has now is replaced or ends,
 /// or nobody else has `control` any more.
-pub(crate) fn say_alive(control: &Arc<ControlWriter>) {
+pub(crate) fn say_alive(control: &Arc<ControlWriter>) -> Result<(), EngineError> {
     let (number, control) = (control.number(), Arc::downgrade(control));
-    std::thread::spawn(move || {
+    let say = move || {
         loop {
             std::thread::sleep(limits::ALIVE);
             let Some(control) = control.upgrade() else { return };
@@ -154,7 +154,8 @@ pub(crate) fn say_alive(control: &Arc<ControlWriter>) {
                 return;
             }
         }
-    });
+    };
+    threads::start("alive", say).map(drop)
 }
 
 /// The writing end of the control connection, shared between threads.

@@ -226,6 +226,15 @@ pub trait SourceVm {
     /// When it was not.
     fn state_saved(&mut self) -> Result<(), VmError>;
 
+    /// Called right before COMMIT is sent for the first time: from here on nobody may run the guest here, whatever becomes
+    /// of this process, until [`Self::resume`] is called, which then means that the destination has discarded it.
+    ///
+    /// # Errors
+    /// When that could not be made sure of; [`Self::resume`] brings the guest back.
+    fn handing_over(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// Brings the guest back to how it was found, from wherever the calls above had come, and undoes every setting
     /// that they made. The stream of [`Self::open_state`] ends with it at the latest.
     ///

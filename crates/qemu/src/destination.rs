@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use crate::QemuError;
 use crate::compare;
 use crate::disks::{self, Receiving};
+use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
 use crate::qmp::{COMMAND_LIMIT, QmpError};
 use crate::settings::Settings;
@@ -43,6 +44,8 @@ pub struct QemuDestination {
     prepared: bool,
     /// The disks that are being received.
     receiving: Option<Receiving>,
+    /// What sees to the machine when this process is killed.
+    guard: Option<Guard>,
 }
 
 impl QemuDestination {
@@ -69,7 +72,30 @@ impl QemuDestination {
         machine.check_mappings(&ram)?;
         machine.check_writers(&ram)?;
         disks::clear(&mut machine)?;
-        Ok(Self { machine, ram: Arc::new(ram), settings: None, prepared: false, receiving: None })
+        guard::clear(&mut machine)?;
+        Ok(Self {
+            machine,
+            ram: Arc::new(ram),
+            settings: None,
+            prepared: false,
+            receiving: None,
+            guard: None,
+        })
+    }
+
+    /// The same with a guardian, as [`crate::QemuSource::guarded`]: a guest that was handed over runs, and one that was not
+    /// never does, also when this process is killed.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
+        self.guard = Some(Guard::start(program, &self.machine, Left::at(Stage::Waiting, false))?);
+        Ok(self)
+    }
+
+    /// Writes down, for the guardian, what is about to be done or was undone.
+    fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
+        self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
     }
 
     /// Refuses a choice of disks that names what the VM does not have: before anything is waited for.
@@ -121,6 +147,7 @@ impl DestinationVm for QemuDestination {
             return Ok(Vec::new());
         }
         self.stop_receiving()?;
+        self.note(|left| left.disks = true)?;
         let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
         self.receiving = Some(receiving);
         Ok(sinks)
@@ -136,9 +163,14 @@ impl DestinationVm for QemuDestination {
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         ours.set_write_timeout(Some(WRITE_LIMIT))
             .map_err(|source| QemuError::System { step: "SO_SNDTIMEO", source })?;
-        let qmp = &mut self.machine.qmp;
-        self.settings = Some(Settings::apply(qmp)?);
+        if let Some(guard) = &mut self.guard {
+            guard.renew(&self.machine)?;
+        }
+        let settings = Settings::look(&mut self.machine.qmp)?;
+        self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
+        let qmp = &mut self.machine.qmp;
+        self.settings.insert(settings).apply(qmp).map_err(QemuError::from)?;
         // While it waits this only clears the wish to start by itself after loading.
         qmp.execute("stop", Value::Null)?;
         qmp.pass_fd(FD_NAME, theirs.as_fd())?;
@@ -170,6 +202,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn run(&mut self) -> Result<(), RunError> {
+        self.note(|left| left.stage = Stage::Starting).map_err(|error| RunError::NeverRan(error.into()))?;
         let qmp = &mut self.machine.qmp;
         let never = |error: QmpError| RunError::NeverRan(error.into());
         let cont = qmp.queue("cont", Value::Null).map_err(|error| match error {
@@ -191,8 +224,9 @@ impl DestinationVm for QemuDestination {
         if let Some(settings) = self.settings.take() {
             settings.restore(&mut self.machine.qmp)?;
         }
-        announced?;
-        Ok(())
+        // The guest runs and nothing is left to undo.
+        let _ = self.note(|left| (left.stage, left.settings) = (Stage::Waiting, None));
+        Ok(announced?)
     }
 
     fn discard(&mut self) -> Result<(), VmError> {
@@ -204,34 +238,44 @@ impl DestinationVm for QemuDestination {
                 Err(error) => Err(error.into()),
             };
         }
-        let _ = self.machine.qmp.execute("quit", Value::Null);
-        Ok(self.see_it_end()?)
+        // It ends all the same if this cannot be written: it must not run.
+        let _ = self.note(|left| left.stage = Stage::Discarding);
+        end(&mut self.machine)?;
+        let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
+        Ok(())
     }
 }
 
 impl QemuDestination {
     fn stop_receiving(&mut self) -> Result<(), QmpError> {
-        self.receiving.take().map_or(Ok(()), |receiving| receiving.close(&mut self.machine.qmp))
+        let Some(receiving) = self.receiving.take() else { return Ok(()) };
+        receiving.close(&mut self.machine.qmp)?;
+        let _ = self.note(|left| left.disks = false);
+        Ok(())
     }
+}
 
-    /// Waits until the process has ended, and ends it if it does not by itself. Only then can the guest never run here.
-    fn see_it_end(&self) -> Result<(), QemuError> {
-        let undead = |source| QemuError::Undead { pid: self.machine.pid, source };
-        let process = &self.machine.process;
-        for kill in [false, true] {
-            if kill {
-                process.kill().map_err(undead)?;
-            }
-            if process.ends_within(QUIT_LIMIT).map_err(undead)? {
-                return Ok(());
-            }
+/// Ends QEMU, whose guest must never run, and waits until the process has ended. Only then can it never run here.
+pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
+    let _ = machine.qmp.execute("quit", Value::Null);
+    let undead = |source| QemuError::Undead { pid: machine.pid, source };
+    for kill in [false, true] {
+        if kill {
+            machine.process.kill().map_err(undead)?;
         }
-        Err(undead(rustix::io::Errno::TIMEDOUT.into()))
+        if machine.process.ends_within(QUIT_LIMIT).map_err(undead)? {
+            return Ok(());
+        }
     }
+    Err(undead(rustix::io::Errno::TIMEDOUT.into()))
 }
 
 impl Drop for QemuDestination {
     fn drop(&mut self) {
+        // The guardian waits for the end of this process.
+        if self.guard.is_some() && std::thread::panicking() {
+            return;
+        }
         let _ = self.stop_receiving();
     }
 }

@@ -1,7 +1,8 @@
 //! The guest's disk writes limited by QEMU's own I/O throttling, and put back as they were.
 //!
 //! Source: `block_set_io_throttle` and `query-block` of QEMU's QMP reference. Limits that the operator had set hold as well: of two
-//! limits the lower one. Unlike the throttle of vCPUs these limits are QEMU's: they stay when godwit is killed.
+//! limits the lower one. Unlike the throttle of vCPUs these limits are QEMU's and would stay when godwit is killed, so
+//! they are recorded before they are set (`guard`).
 
 use godwit_units::Rate;
 use serde_json::{Value, json};
@@ -28,7 +29,7 @@ const FURTHER: [&str; 13] = [
 ];
 
 /// What is set of one disk.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq)]
 struct Set {
     /// The block node that the guest's device uses.
     node: String,
@@ -36,38 +37,72 @@ struct Set {
     call: Value,
 }
 
-/// The disks that are limited, as they were before.
-#[derive(Debug, Default)]
+/// The disks that are limited.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct DiskLimits {
+    /// As they were before.
     before: Vec<Set>,
+    /// The calls that limit them.
+    ours: Vec<Value>,
 }
 
 impl DiskLimits {
-    /// Limits the writes of each disk by the node that it uses; all others are left alone. Empty: lifts
-    /// all limits.
-    pub(crate) fn set(&mut self, qmp: &mut Qmp, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
-        if limits.is_empty() {
-            return self.restore(qmp);
-        }
+    /// Looks which of these disks, known by the node that they use, there are, at the first call, and what limits
+    /// their writes so. Changes nothing.
+    pub(crate) fn plan(&mut self, qmp: &mut Qmp, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
         if self.before.is_empty() {
             self.before = disks(&qmp.execute("query-block", Value::Null)?);
             self.before.retain(|before| limits.iter().any(|(node, _)| *node == before.node));
         }
-        for call in calls(&self.before, limits) {
-            qmp.execute("block_set_io_throttle", call)?;
-        }
+        self.ours = calls(&self.before, limits);
         Ok(())
+    }
+
+    /// Sets the limits as planned.
+    pub(crate) fn apply(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        self.ours.iter().try_for_each(|call| set(qmp, call))
     }
 
     /// Puts all limits back. Every disk is tried; the first error is returned.
     pub(crate) fn restore(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let mut result = Ok(());
-        for before in self.before.drain(..) {
-            let restored = qmp.execute("block_set_io_throttle", before.call).map(drop);
-            result = result.and(restored);
-        }
-        result
+        self.ours.clear();
+        let before = std::mem::take(&mut self.before);
+        before.iter().map(|before| set(qmp, &before.call)).fold(Ok(()), Result::and)
     }
+
+    /// Puts back the limits that still are as `apply` made them: somebody may have been here since.
+    pub(crate) fn restore_ours(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let now = disks(&qmp.execute("query-block", Value::Null)?);
+        let disk = |a: &Value, b: &Value| a["id"] == b["id"] && a["device"] == b["device"];
+        let limits = |a: &Value, b: &Value| RATES.iter().all(|key| a[*key] == b[*key]);
+        let ours = std::mem::take(&mut self.ours);
+        self.before.retain(|before| {
+            let mut ours = ours.iter().filter(|ours| disk(ours, &before.call));
+            ours.any(|ours| now.iter().any(|now| disk(&now.call, ours) && limits(&now.call, ours)))
+        });
+        self.restore(qmp)
+    }
+
+    /// Whether there is nothing to put back.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.before.is_empty()
+    }
+
+    /// For the record.
+    pub(crate) fn to_json(&self) -> Value {
+        let set = |set: &Set| json!({ "node": set.node, "call": set.call });
+        json!({ "before": self.before.iter().map(set).collect::<Vec<_>>(), "ours": self.ours })
+    }
+
+    pub(crate) fn from_json(value: &Value) -> Option<Self> {
+        let set = |set: &Value| Set { node: text(&set["node"]), call: set["call"].clone() };
+        let before = value["before"].as_array()?.iter().map(set).collect();
+        Some(Self { before, ours: value["ours"].as_array()?.clone() })
+    }
+}
+
+fn set(qmp: &mut Qmp, call: &Value) -> Result<(), QmpError> {
+    qmp.execute("block_set_io_throttle", call.clone()).map(drop)
 }
 
 /// The calls that put `limits` in force where it is as `before`.

@@ -221,12 +221,35 @@ pub enum QemuError {
         /// Why.
         source: io::Error,
     },
-    /// Somebody moves the disks already.
-    #[error("godwit (process {pid}) is moving disks of this QEMU already: wait for it, or end it")]
+    /// Somebody migrates it already.
+    #[error("godwit (process {pid}) is migrating this QEMU already: wait for it, or end it")]
     OtherGodwit {
         /// The other one.
         pid: u32,
     },
+    /// Somebody still clears up.
+    #[error(
+        "the guardian of godwit (process {pid}), which was killed, is still bringing the guest of this QEMU back: wait for it"
+    )]
+    OtherGuardian {
+        /// The godwit that is gone.
+        pid: u32,
+    },
+    /// There is nowhere to write down what is changed in QEMU.
+    #[error(
+        "cannot write in {}, where godwit records what has to be undone if it is killed: {source}; make it this user's own and writable", path.display()
+    )]
+    Record {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The process that stands in for a godwit that is killed does not start.
+    #[error(
+        "cannot start the guardian, which runs the guest again if godwit is killed: {0}; raise pids.max or free memory"
+    )]
+    Guardian(#[source] io::Error),
     /// A capability that cannot be on.
     #[error(
         "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn it off with migrate-set-capabilities"

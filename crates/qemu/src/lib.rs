@@ -15,16 +15,23 @@ mod disk_limits;
 mod disks;
 mod error;
 mod governor;
+mod guard;
 mod machine;
+mod mark;
 mod process;
 pub mod qmp;
 pub mod run_directory;
 mod settings;
 mod source;
 mod userfaultfd;
+mod way_back;
 
 pub use destination::QemuDestination;
 pub use disks::ListedDisk;
 pub use error::QemuError;
+pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
 pub use machine::Reporting;
 pub use source::{Limits, QemuSource};
+
+/// The names under which QEMU may hold descriptors of godwit's.
+const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, userfaultfd::FD_NAME];

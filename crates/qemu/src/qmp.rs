@@ -109,6 +109,8 @@ pub struct Qmp {
     next_id: u64,
     version: (u64, u64, u64),
     limit: Duration,
+    /// What comes may still be answers to somebody else, or the rest of one.
+    taken_over: bool,
 }
 
 /// A command that was written and whose answer was not waited for.
@@ -124,19 +126,27 @@ impl Qmp {
     /// # Errors
     /// When nobody listens there, no greeting comes within 5 s, or what listens is no monitor.
     pub fn connect(path: &Path) -> Result<Self, QmpError> {
+        Self::connect_patiently(path, |_| false)
+    }
+
+    /// The same, but when no greeting comes, `wait` is asked, with the number of the process behind the monitor,
+    /// whether to wait once more as long.
+    pub(crate) fn connect_patiently(
+        path: &Path,
+        mut wait: impl FnMut(i32) -> bool,
+    ) -> Result<Self, QmpError> {
         let stream = UnixStream::connect(path)
             .map_err(|source| QmpError::Connect { path: path.to_owned(), source })?;
-        let mut qmp = Self {
-            stream,
-            buffer: Vec::new(),
-            events: VecDeque::new(),
-            next_id: 0,
-            version: (0, 0, 0),
-            limit: COMMAND_LIMIT,
+        let mut qmp = Self::over(stream);
+        let peer = qmp.peer_pid()?.as_raw_nonzero().get();
+        let greeting = loop {
+            match qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT) {
+                Ok(greeting) => break greeting,
+                // Not over a new connection: this one stays in QEMU's short queue until QEMU takes it (listen(2)).
+                Err(QmpError::Timeout { .. }) if wait(peer) => {}
+                Err(_) => return Err(QmpError::NoGreeting { path: path.to_owned() }),
+            }
         };
-        let no_greeting = |_| QmpError::NoGreeting { path: path.to_owned() };
-        let greeting =
-            qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT).map_err(no_greeting)?;
         let number = |part: &str| greeting["QMP"]["version"]["qemu"][part].as_u64();
         qmp.version = match (number("major"), number("minor"), number("micro")) {
             (Some(major), Some(minor), Some(micro)) => (major, minor, micro),
@@ -144,6 +154,44 @@ impl Qmp {
         };
         qmp.execute("qmp_capabilities", Value::Null)?;
         Ok(qmp)
+    }
+
+    fn over(stream: UnixStream) -> Self {
+        Self {
+            stream,
+            buffer: Vec::new(),
+            events: VecDeque::new(),
+            next_id: 0,
+            version: (0, 0, 0),
+            limit: COMMAND_LIMIT,
+            taken_over: false,
+        }
+    }
+
+    /// Goes on with the connection of a process that has ended, perhaps within a command or an answer. Its
+    /// [`Self::version`] is not known.
+    ///
+    /// # Errors
+    /// When the connection is gone.
+    pub(crate) fn take_over(stream: UnixStream) -> Result<Self, QmpError> {
+        let mut qmp = Self::over(stream);
+        // Far from the numbers that the other one gave.
+        qmp.next_id = 1 << 32;
+        qmp.taken_over = true;
+        let lost = |_| QmpError::Closed { during: "the takeover".to_owned() };
+        qmp.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(lost)?;
+        // A byte that occurs in no UTF-8 is an error wherever QEMU's parser is, a string included, and resets it; the
+        // end of the line ends its search for the next token (qobject/json-lexer.c, IN_RECOVERY).
+        qmp.stream.write_all(b"\xff\n").map_err(lost)?;
+        Ok(qmp)
+    }
+
+    /// A handle for another process, which must be silent for as long as this one is used.
+    ///
+    /// # Errors
+    /// When there is no descriptor left.
+    pub(crate) fn handle(&self) -> io::Result<UnixStream> {
+        self.stream.try_clone()
     }
 
     /// QEMU's version: major, minor, micro.
@@ -251,14 +299,25 @@ impl Qmp {
         let Queued { id, command } = queued;
         let deadline = Instant::now() + limit;
         loop {
-            let message = self.read_message(command, deadline).map_err(|error| match error {
-                QmpError::Timeout { during, .. } => QmpError::Timeout { during, limit },
-                error => error,
-            })?;
+            let message = match self.read_message(command, deadline) {
+                Ok(message) => message,
+                Err(QmpError::Io { source, .. })
+                    if self.taken_over && source.kind() == io::ErrorKind::InvalidData =>
+                {
+                    continue;
+                }
+                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(error) => return Err(error),
+            };
+            // The answer to what was cut off, and to the byte that ended it.
+            if self.taken_over && message.get("error").is_some() && message.get("id").is_none() {
+                continue;
+            }
             // A late answer to a command that was given up on.
             if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != *id) {
                 continue;
             }
+            self.taken_over &= message["id"] != *id;
             if let Some(error) = message.get("error") {
                 let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
                 return Err(QmpError::Refused {
@@ -329,20 +388,21 @@ impl Qmp {
     }
 
     fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {
-        let invalid = |text: &str| QmpError::Io {
+        let invalid = |kind, text: &str| QmpError::Io {
             during: during.to_owned(),
-            source: io::Error::new(io::ErrorKind::InvalidData, text.to_owned()),
+            source: io::Error::new(kind, text.to_owned()),
         };
         let started = Instant::now();
         let mut searched = 0;
         loop {
             if let Some(at) = self.buffer[searched..].iter().position(|&b| b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=searched + at).collect();
-                return serde_json::from_slice(&line).map_err(|_| invalid("a line that is not JSON"));
+                return serde_json::from_slice(&line)
+                    .map_err(|_| invalid(io::ErrorKind::InvalidData, "a line that is not JSON"));
             }
             searched = self.buffer.len();
             if searched > LINE_LIMIT {
-                return Err(invalid("a line of more than 16 MiB"));
+                return Err(invalid(io::ErrorKind::FileTooLarge, "a line of more than 16 MiB"));
             }
             let now = Instant::now();
             let timeout =
@@ -406,6 +466,25 @@ mod tests {
         thread.join().unwrap();
         assert!(matches!(qmp.execute("stop", Value::Null), Err(QmpError::Closed { .. })));
         std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_connection_is_taken_over_within_an_answer() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        // The rest of an answer, an answer, an event, the answer to what was cut off.
+        let before = "n\": {}, \"id\": 6}\r\n{\"return\": {}, \"id\": 7}\n{\"event\": \"STOP\"}\n\
+            {\"error\": {\"class\": \"GenericError\", \"desc\": \"JSON parse error\"}}\n";
+        theirs.write_all(before.as_bytes()).unwrap();
+        theirs.write_all(b"{\"return\": 5, \"id\": 4294967297}\n").unwrap();
+        let mut qmp = Qmp::take_over(ours).unwrap();
+        assert_eq!(qmp.execute("migrate_cancel", Value::Null).unwrap(), 5);
+        let mut sent = [0; 256];
+        let count = theirs.read(&mut sent).unwrap();
+        assert_eq!(sent[..2], *b"\xff\n");
+        assert!(sent[2..count].starts_with(b"{") && sent[..count].ends_with(b"\n"));
+        // From here on nothing is forgiven.
+        theirs.write_all(b"garbage\n").unwrap();
+        assert!(matches!(qmp.execute("cont", Value::Null), Err(QmpError::Io { .. })));
     }
 
     #[test]

@@ -22,9 +22,15 @@ pub(crate) fn path() -> PathBuf {
 /// # Errors
 /// When it cannot be made, is not `user`'s own, or others may write to it: in /tmp anyone can make it first.
 pub fn make(directory: &Path, user: u32) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
+    DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;
+    check(directory, user)
+}
+
+/// Refuses a directory that somebody else made or may write to.
+pub(crate) fn check(directory: &Path, user: u32) -> Result<(), String> {
     let shown = directory.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
-    DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;
     // Not through a link, which may be another's as well.
     let meta = std::fs::symlink_metadata(directory).map_err(failed)?;
     let problem = if !meta.is_dir() {

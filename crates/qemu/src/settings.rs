@@ -1,6 +1,6 @@
 //! QEMU's migration capabilities and parameters, set for our purpose and put back afterwards.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::QemuError;
 use crate::qmp::{Qmp, QmpError};
@@ -27,26 +27,30 @@ const IN_THE_WAY: [&str; 12] = [
     "zero-copy-send",
 ];
 
-/// Capabilities and parameters as they were found.
-#[derive(Debug, Default)]
+/// As no limit of QEMU's own may stand between its last byte and the switchover: what it sends is small. And no TLS on a
+/// pair of sockets.
+fn parameters() -> Value {
+    json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000, "tls-creds": "" })
+}
+
+/// Capabilities and parameters as they were found, as far as they have to be changed.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Settings {
     capabilities: Vec<Value>,
     parameters: Value,
 }
 
 impl Settings {
-    /// Turns on what is needed and off what is in the way, and remembers what it changed.
-    pub(crate) fn apply(qmp: &mut Qmp) -> Result<Self, QemuError> {
+    /// Looks what is not as it is needed. Changes nothing.
+    pub(crate) fn look(qmp: &mut Qmp) -> Result<Self, QemuError> {
         let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
         let state = |name: &str| {
             found.as_array()?.iter().find(|entry| entry["capability"] == name)?["state"].as_bool()
         };
-        let mut wanted = Vec::new();
-        let mut before = Vec::new();
+        let mut capabilities = Vec::new();
         let mut want = |name: &'static str, on: bool, is: bool| {
             if is != on {
-                wanted.push(json!({ "capability": name, "state": on }));
-                before.push(json!({ "capability": name, "state": is }));
+                capabilities.push(json!({ "capability": name, "state": is }));
             }
         };
         for name in NEEDED {
@@ -62,35 +66,73 @@ impl Settings {
                 want(name, false, is);
             }
         }
-        // No limit of QEMU's own may stand between its last byte and the switchover: what it sends is small. And no TLS
-        // on a pair of sockets.
         let found = qmp.execute("query-migrate-parameters", Value::Null)?;
-        let ours = json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000, "tls-creds": "" });
-        let mut parameters = serde_json::Map::new();
-        for name in ["max-bandwidth", "downtime-limit", "tls-creds"] {
-            if !found[name].is_null() {
-                parameters.insert(name.to_owned(), found[name].clone());
-            }
-        }
-        let settings = Self { capabilities: before, parameters: parameters.into() };
-        if !wanted.is_empty() {
-            qmp.execute("migrate-set-capabilities", json!({ "capabilities": wanted }))?;
-        }
-        if let Err(error) = qmp.execute("migrate-set-parameters", ours) {
-            settings.restore(qmp)?;
-            return Err(error.into());
-        }
-        Ok(settings)
+        let ours = parameters();
+        let names = ours.as_object().into_iter().flat_map(|ours| ours.keys());
+        let there = names.filter(|name| !found[*name].is_null());
+        let parameters: Map<_, _> = there.map(|name| (name.clone(), found[name].clone())).collect();
+        Ok(Self { capabilities, parameters: parameters.into() })
     }
 
-    /// Puts everything back.
-    pub(crate) fn restore(self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        if !self.capabilities.is_empty() {
-            qmp.execute("migrate-set-capabilities", json!({ "capabilities": self.capabilities }))?;
-        }
-        if self.parameters.is_object() {
-            qmp.execute("migrate-set-parameters", self.parameters)?;
+    /// Turns on what is needed and off what is in the way.
+    pub(crate) fn apply(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        set_capabilities(qmp, &opposite(&self.capabilities))?;
+        let set = qmp.execute("migrate-set-parameters", parameters());
+        if let Err(error) = set {
+            self.restore(qmp)?;
+            return Err(error);
         }
         Ok(())
     }
+
+    /// Puts everything back.
+    pub(crate) fn restore(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        set_capabilities(qmp, &self.capabilities)?;
+        set_parameters(qmp, self.parameters.clone())
+    }
+
+    /// Puts back what still is as `apply` made it: somebody may have been here since.
+    pub(crate) fn restore_ours(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
+        let found = found.as_array().cloned().unwrap_or_default();
+        let ours = opposite(&self.capabilities);
+        let pairs = self.capabilities.iter().zip(&ours);
+        let still = pairs.filter(|(_, ours)| found.contains(ours)).map(|(before, _)| before.clone());
+        set_capabilities(qmp, &still.collect::<Vec<_>>())?;
+        let (found, ours) = (qmp.execute("query-migrate-parameters", Value::Null)?, parameters());
+        let mut before = self.parameters.clone();
+        if let Some(before) = before.as_object_mut() {
+            before.retain(|name, _| found[name] == ours[name]);
+        }
+        set_parameters(qmp, before)
+    }
+
+    /// For the record.
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "capabilities": self.capabilities, "parameters": self.parameters })
+    }
+
+    pub(crate) fn from_json(value: &Value) -> Option<Self> {
+        let capabilities = value["capabilities"].as_array()?.clone();
+        Some(Self { capabilities, parameters: value["parameters"].clone() })
+    }
+}
+
+fn opposite(capabilities: &[Value]) -> Vec<Value> {
+    let other = |entry: &Value| json!({ "capability": entry["capability"], "state": entry["state"] != true });
+    capabilities.iter().map(other).collect()
+}
+
+fn set_capabilities(qmp: &mut Qmp, capabilities: &[Value]) -> Result<(), QmpError> {
+    if capabilities.is_empty() {
+        return Ok(());
+    }
+    qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
+}
+
+fn set_parameters(qmp: &mut Qmp, parameters: Value) -> Result<(), QmpError> {
+    if parameters.as_object().is_none_or(Map::is_empty) {
+        return Ok(());
+    }
+    qmp.execute("migrate-set-parameters", parameters).map(drop)
 }

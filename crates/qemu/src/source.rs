@@ -32,18 +32,18 @@ use crate::compare::{self, Terms};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, ListedDisk, Tracking};
 use crate::governor;
+use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
 use crate::userfaultfd;
+use crate::way_back;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much memory to give back.
 const END_LIMIT: Duration = Duration::from_secs(5);
-/// How long a migration may say that it is being cancelled before it is helped along.
-const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 
 /// How long a QEMU is waited for; tests have less patience.
 #[derive(Clone, Copy, Debug)]
@@ -108,6 +108,8 @@ pub struct QemuSource {
     tracking: Option<Tracking>,
     /// What the operator lets pass when the destination compares.
     terms: Terms,
+    /// What brings the guest back when this process is killed.
+    guard: Option<Guard>,
 }
 
 impl QemuSource {
@@ -129,6 +131,10 @@ impl QemuSource {
             }
             _ => "it must be running or paused",
         };
+        let cure = match state.as_str() {
+            "postmigrate" | "finish-migrate" => guard::cure(machine.pid).unwrap_or(cure),
+            _ => cure,
+        };
         if !cure.is_empty() {
             return Err(QemuError::SourceState { state, cure });
         }
@@ -146,12 +152,14 @@ impl QemuSource {
         let parts = machine.parts()?;
         let looked = looking.elapsed();
         disks::clear(&mut machine)?;
+        guard::clear(&mut machine)?;
         Ok(Self {
             looked,
             moving: Vec::new(),
             terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
+            guard: None,
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -196,6 +204,29 @@ impl QemuSource {
         self.machine.check_nested()?;
         self.nested_refused = true;
         Ok(self)
+    }
+
+    /// The same with a guardian: `program` started anew, with [`crate::GUARD_COMMAND`] as the first word of its command
+    /// line, which has to call [`crate::stand_guard`]. Without one a guest that is stopped when this process is killed
+    /// stays stopped.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
+        let left = Left::at(Stage::Copying, self.was_running);
+        self.guard = Some(Guard::start(program, &self.machine, left)?);
+        Ok(self)
+    }
+
+    /// Writes down, for the guardian, what is about to be done or was undone.
+    fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
+        self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
+    }
+
+    /// The same where the thing itself must not wait for it.
+    fn note_if_possible(&mut self, change: impl FnOnce(&mut Left)) {
+        // The record then tells of more than there is, and nothing is undone that is not there.
+        let _ = self.note(change);
     }
 
     /// The same with other limits.
@@ -264,6 +295,7 @@ impl QemuSource {
 
     /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+        self.note(|left| left.stage = Stage::Stopping)?;
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
@@ -300,63 +332,57 @@ impl QemuSource {
         let _ = self.throttle.set_short(false);
     }
 
-    fn cancel_own_migration(&mut self) -> Result<(), QemuError> {
-        // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
-        // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
-        let limit = self.limits.hang;
-        let cancel = self.machine.qmp.queue("migrate_cancel", Value::Null)?;
-        match self.machine.qmp.answer(&cancel, limit) {
-            Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit }),
-            answer => answer?,
-        };
-        let until = Instant::now() + self.limits.resume;
-        let mut help_at = Instant::now() + CANCEL_LIMIT;
-        loop {
-            let state = self.machine.migration_state()?;
-            if is_over(&state) {
-                return Ok(());
-            }
-            let now = Instant::now();
-            if now >= until {
-                return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
-            }
-            // Where the command was queued while disks were drained, it may be carried out between the moment in
-            // which QEMU 7.2 lets go of its lock and the one in which it says that it is in pre-switchover: then
-            // it waits there for ever to be told to go on (migration_maybe_pause in migration/migration.c).
-            if state == "cancelling" && now >= help_at {
-                help_at = now + CANCEL_LIMIT;
-                match self.machine.qmp.execute("migrate-continue", json!({ "state": state })) {
-                    Ok(_) | Err(QmpError::Refused { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
     fn bring_back(&mut self) -> Result<(), QemuError> {
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
-        let running = if std::mem::take(&mut self.migrating) { self.run_again() } else { Ok(()) };
+        let running = match std::mem::take(&mut self.migrating) {
+            true => way_back::run_again(&mut self.machine, self.was_running, self.limits),
+            false => Ok(()),
+        };
+        if running.is_ok() {
+            self.note_if_possible(|left| left.stage = Stage::Copying);
+        }
         if std::mem::take(&mut self.released) && self.was_running && running.is_ok() {
             // The guest was to run elsewhere, and whoever has prepared for that (a switch, a program that binds its ports)
             // should know better. The guest runs, whatever becomes of this.
             let _ = announce(&mut self.machine.qmp);
         }
         // The guest first: an error here must not hide one there.
-        let limits = self.disk_limits.restore(&mut self.machine.qmp);
-        let settings = self.settings.take().map_or(Ok(()), |it| it.restore(&mut self.machine.qmp));
+        let limits = self.lift_disk_limits();
+        let settings = self.restore_settings();
         let tracking = self.end_disk_tracking();
         running?;
         settings?;
         tracking?;
-        Ok(limits?)
+        limits?;
+        // Handed over for a migration that was never begun; else QEMU has no such name.
+        let _ = self.machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }));
+        Ok(())
     }
 
     fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
-        self.tracking.take().map_or(Ok(()), |tracking| tracking.end(&mut self.machine.qmp))
+        let Some(tracking) = self.tracking.take() else { return Ok(()) };
+        tracking.end(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.disks = false);
+        Ok(())
+    }
+
+    fn lift_disk_limits(&mut self) -> Result<(), QmpError> {
+        if self.disk_limits.is_empty() {
+            return Ok(());
+        }
+        self.disk_limits.restore(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.limits = DiskLimits::default());
+        Ok(())
+    }
+
+    fn restore_settings(&mut self) -> Result<(), QmpError> {
+        let Some(settings) = self.settings.take() else { return Ok(()) };
+        settings.restore(&mut self.machine.qmp)?;
+        self.note_if_possible(|left| left.settings = None);
+        Ok(())
     }
 
     fn tracking(&mut self) -> Result<(&mut Tracking, &mut Qmp), QemuError> {
@@ -364,36 +390,6 @@ impl QemuSource {
             Some(tracking) => Ok((tracking, &mut self.machine.qmp)),
             None => Err(QemuError::Changed("the disks were not tracked")),
         }
-    }
-
-    fn run_again(&mut self) -> Result<(), QemuError> {
-        let cancelled = self.cancel_own_migration();
-        if let Err(QemuError::Hangs { .. } | QemuError::Qmp(QmpError::Closed { .. })) = cancelled {
-            // It would not answer anything else either.
-            return cancelled;
-        }
-        let until = Instant::now() + self.limits.resume;
-        while self.was_running {
-            let state = self.machine.run_state()?;
-            if state == "running" {
-                break;
-            }
-            // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
-            // in between; after a failure it runs the guest by itself.
-            let late = Instant::now() >= until;
-            match self.machine.qmp.execute("cont", Value::Null) {
-                Err(QmpError::Refused { description: words, .. }) if late => {
-                    return Err(QemuError::NotRunning { state, words });
-                }
-                Ok(_) if late => {
-                    let words = "it accepted the last one and stopped again".to_owned();
-                    return Err(QemuError::NotRunning { state, words });
-                }
-                Ok(_) | Err(QmpError::Refused { .. }) => std::thread::sleep(Duration::from_millis(1)),
-                Err(error) => return Err(error.into()),
-            }
-        }
-        cancelled
     }
 
     /// Checks again what was checked at the start and may have changed since.
@@ -516,9 +512,15 @@ impl SourceVm for QemuSource {
     }
 
     fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        if limits.is_empty() {
+            return Ok(self.lift_disk_limits()?);
+        }
         let nodes = self.moving.iter().map(|found| found.node.as_str());
         let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
-        Ok(self.disk_limits.set(&mut self.machine.qmp, &limits)?)
+        self.disk_limits.plan(&mut self.machine.qmp, &limits)?;
+        let planned = self.disk_limits.clone();
+        self.note(|left| left.limits = planned)?;
+        Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -527,6 +529,7 @@ impl SourceVm for QemuSource {
 
     fn start_disk_tracking(&mut self) -> Result<(), VmError> {
         if !self.moving.is_empty() {
+            self.note(|left| left.disks = true)?;
             self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
         }
         Ok(())
@@ -598,7 +601,13 @@ impl SourceVm for QemuSource {
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         // What was plugged in since the start would have written unseen.
         self.check_unchanged()?;
-        self.settings = Some(Settings::apply(&mut self.machine.qmp)?);
+        if let Some(guard) = &mut self.guard {
+            guard.renew(&self.machine)?;
+        }
+        let settings = Settings::look(&mut self.machine.qmp)?;
+        self.note(|left| left.settings = Some(settings.clone()))?;
+        let settings = self.settings.insert(settings);
+        settings.apply(&mut self.machine.qmp).map_err(QemuError::from)?;
         self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         self.state = Some(handle);
         Ok(Box::new(ours))
@@ -627,8 +636,16 @@ impl SourceVm for QemuSource {
         }
     }
 
+    fn handing_over(&mut self) -> Result<(), VmError> {
+        Ok(self.note(|left| left.stage = Stage::HandingOver)?)
+    }
+
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
+        if self.migrating {
+            // It may have been handed over, and was discarded there.
+            self.note_if_possible(|left| left.stage = Stage::Stopping);
+        }
         // A QEMU that answers nothing does not run the guest either.
         let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
         if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
@@ -643,22 +660,32 @@ impl SourceVm for QemuSource {
         self.state = None;
         if keep {
             self.end_disk_tracking()?;
-            self.disk_limits.restore(&mut self.machine.qmp)?;
-            if let Some(settings) = self.settings.take() {
-                settings.restore(&mut self.machine.qmp)?;
-            }
+            self.lift_disk_limits()?;
+            self.restore_settings()?;
+            // It stays stopped, as the operator wanted, and nothing is left to be done.
+            self.note_if_possible(|left| left.stage = Stage::Copying);
             return Ok(());
         }
         match self.machine.qmp.execute("quit", Value::Null) {
-            Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
+            Ok(_) | Err(QmpError::Closed { .. }) => {
+                // It is about to end, and whatever was changed in it.
+                self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
+                Ok(())
+            }
             Err(error) => Err(error.into()),
         }
     }
 }
 
 impl Drop for QemuSource {
-    /// Whoever only looked, or gave up without a word, leaves nothing behind either.
+    /// Whoever only looked, gave up without a word or is in doubt leaves nothing behind either.
     fn drop(&mut self) {
+        // The guardian waits for the end of this process, and the guest may stand still meanwhile.
+        if self.guard.is_some() && std::thread::panicking() {
+            return;
+        }
         let _ = self.end_disk_tracking();
+        let _ = self.lift_disk_limits();
+        let _ = self.restore_settings();
     }
 }

@@ -13,7 +13,7 @@ use crate::machine::Machine;
 
 const DEVICE: &str = "/dev/userfaultfd";
 /// The name under which QEMU keeps the device's descriptor for a moment.
-const FD_NAME: &str = "godwit-userfaultfd";
+pub(crate) const FD_NAME: &str = "godwit-userfaultfd";
 
 /// Whether this process may open the device.
 pub(crate) fn device_is_there() -> bool {

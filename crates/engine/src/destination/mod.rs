@@ -35,7 +35,7 @@ use crate::link::{
     ControlWriter, FrameReader, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
 use crate::vm::{DestinationVm, RunError};
-use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
+use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
 
 use barriers::Barriers;
 use channel::{Channel, PEER, Place};
@@ -402,8 +402,8 @@ impl Destination<'_> {
             }
             None => Arc::new(ControlWriter::new(stream, PEER)?),
         };
-        say_alive(&control);
-        self.control = Some(control);
+        self.control = Some(Arc::clone(&control));
+        say_alive(&control)?;
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
         read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
@@ -625,7 +625,7 @@ impl Destination<'_> {
                     _ => Duration::ZERO,
                 },
             };
-            self.channels.push((handle, std::thread::spawn(move || channel.run())));
+            self.channels.push((handle, threads::start("channel", move || channel.run())?));
         }
         Ok(())
     }

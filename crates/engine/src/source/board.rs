@@ -7,6 +7,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock, SEGMENT_PAGES, Segment, segments};
@@ -223,19 +224,21 @@ impl Board {
         let mut all = vec![T::default(); self.segments.len()];
         let threads = if tracker.looks_in_parts() { self.threads } else { 1 };
         let size = self.segments.len().div_ceil(threads).max(1);
-        let work = |first: usize, own: &mut [T]| {
+        let parts = Mutex::new(all.chunks_mut(size).enumerate());
+        let work = || {
             let began = Instant::now();
-            self.part(tracker, first..first + own.len(), own, &note).map(|()| began.elapsed())
-        };
-        let work = &work;
-        let spent = std::thread::scope(|scope| {
-            let mut parts = all.chunks_mut(size).enumerate();
-            let own = parts.next();
-            let mut others = Vec::new();
-            for (number, part) in parts {
-                others.push(scope.spawn(move || work(number * size, part)));
+            loop {
+                let next = parts.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((number, own)) = next else { return Ok(began.elapsed()) };
+                let first = number * size;
+                self.part(tracker, first..first + own.len(), own, &note)?;
             }
-            let mut spent = own.map_or(Ok(Duration::ZERO), |(_, part)| work(0, part));
+        };
+        let spent = std::thread::scope(|scope| {
+            // A thread that cannot be had leaves its part to the others.
+            let start = |_| Builder::new().name("look".to_owned()).spawn_scoped(scope, work);
+            let others: Vec<_> = (1..threads).map_while(|number| start(number).ok()).collect();
+            let mut spent: Result<Duration, TrackError> = work();
             for other in others {
                 let other = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
                 spent = spent.and_then(|spent| Ok(spent + other?));

@@ -18,7 +18,7 @@ use super::packer::Packer;
 use crate::address::Stream;
 use crate::report::{DiskMeasures, DiskProgress};
 use crate::vm::{SourceVm, VmError};
-use crate::{EngineError, limits};
+use crate::{EngineError, limits, threads};
 
 /// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU lets all disk I/O end for
 /// a moment each time that a bitmap is made or taken away, so the guest pays for looking more often.
@@ -124,13 +124,14 @@ impl Disks {
         (stream, packer): (Stream, Packer),
         (board, gate): (Arc<Board>, Arc<Gate>),
         events: Sender<Event>,
-    ) {
+    ) -> Result<(), EngineError> {
         let moving = &mut self.list[index];
         let counters = Arc::clone(&moving.counters);
         let channel = DiskChannel::new((index, number), packer, board, gate, counters);
         let (orders, orders_out) = mpsc::channel();
-        let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
+        let thread = threads::start("disk", move || channel.run(&orders_out, &events))?;
         moving.channel = Some(ChannelHandle { orders, stream, thread });
+        Ok(())
     }
 
     /// Has the channels make their passes of a round; the last one is not cut short.

@@ -12,7 +12,7 @@ impl Source<'_> {
             (*message == Message::Prepared).then_some(())
         })?;
         let Some(control) = &self.control else { return Err(EngineError::Panicked("control")) };
-        self.pump = Some(StatePump::start(stream, Arc::clone(control), self.events_in.clone()));
+        self.pump = Some(StatePump::start(stream, Arc::clone(control), self.events_in.clone())?);
         Ok(Some(Input::Prepared))
     }
 
@@ -190,13 +190,11 @@ impl Source<'_> {
         }
     }
 
-    /// Tells the destination, in a thread of its own: a link that is stuck must not hold up the guest.
+    /// Tells the destination.
     pub(super) fn abort(&mut self) {
-        let (Some(control), Some((_, cause))) = (self.control.clone(), &self.cause) else { return };
-        let message = Message::Abort { code: cause.abort_code(), text: cause.to_string() };
-        self.abort = Some(std::thread::spawn(move || {
-            let _ = control.send(&message);
-        }));
+        if let (Some(aborter), Some((_, cause))) = (&self.aborter, &self.cause) {
+            aborter.say(Message::Abort { code: cause.abort_code(), text: cause.to_string() });
+        }
     }
 
     pub(super) fn resume(&mut self) {
@@ -223,11 +221,8 @@ impl Source<'_> {
         }
         self.disks.join();
         self.tracker = None;
-        if let Some(abort) = self.abort.take() {
-            let until = Instant::now() + limits::ABORT;
-            while !abort.is_finished() && Instant::now() < until {
-                std::thread::sleep(limits::TICK / 20);
-            }
+        if let Some(aborter) = self.aborter.take() {
+            aborter.end();
         }
         self.cut();
         if let Some(pump) = self.pump.take() {

@@ -6,11 +6,13 @@
 //! Threads: this one; one that reads the control connection; one a data channel, of memory or of a disk; one that passes the device state
 //! on. They all report through one queue of events.
 
+mod abort;
 mod board;
 mod channel;
 mod disk;
 mod disks;
 mod ending;
+mod fault;
 mod free;
 mod gate;
 mod live;
@@ -48,12 +50,14 @@ use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, sa
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
 use crate::steering::{Change, Own, Steering};
 use crate::vm::{SourceVm, VmError};
-use crate::{EngineError, Failure, Phase, Survivor, limits};
+use crate::{EngineError, Failure, Phase, Survivor, limits, threads};
 
+use abort::Aborter;
 use board::{Board, Look};
 use channel::{Carried, Channel, Counters, Order, Shared};
 use disk::DiskCarried;
 use disks::{Disks, begin_passes};
+pub use fault::Fault;
 use gate::Gate;
 use live::{IdleWatch, Live};
 use packer::Packer;
@@ -80,25 +84,6 @@ pub struct Options {
     pub keep_source: bool,
     /// A fault to make up, for tests.
     pub fault: Option<Fault>,
-}
-
-/// Faults made up on purpose, where nothing outside could make them at the right moment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
-    CutAfterCommit = 1,
-    /// Break the control connection just before COMMIT is sent: it never arrives.
-    LoseCommit = 2,
-    /// Flip a bit in the source's digest of the first chunk.
-    WrongDigest = 3,
-    /// Break the control connection just before the farewell.
-    LoseFarewell = 4,
-    /// Take direct I/O for something that the tracker sees: what lands late is lost.
-    TrustTracker = 5,
-    /// Keep the guest stopped for [`HOLD`] before its last pages are copied.
-    HoldStopped = 6,
-    /// Keep READY back for [`HOLD`] before COMMIT is sent.
-    HoldReady = 7,
 }
 
 /// Time for a test to do something in between.
@@ -203,7 +188,7 @@ pub fn migrate(
         state_saved: false,
         cause: None,
         resume_failed: None,
-        abort: None,
+        aborter: None,
         measures: Measures { channels: options.channels.into(), ..Measures::default() },
     };
     source.run()
@@ -334,7 +319,7 @@ struct Source<'a> {
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
     resume_failed: Option<VmError>,
-    abort: Option<JoinHandle<()>>,
+    aborter: Option<Aborter>,
     measures: Measures,
 }
 
@@ -418,6 +403,7 @@ impl Source<'_> {
         let mut follow = None;
         for action in actions {
             follow = self.perform(*action)?.or(follow);
+            self.options.fault.inspect(|fault| fault.strike_after(*action));
         }
         match follow {
             Some(input) => Ok(input),
@@ -557,10 +543,14 @@ impl Source<'_> {
                 control.replace(stream)?;
                 control
             }
-            None => Arc::new(ControlWriter::new(stream, PEER)?),
+            None => {
+                let control = Arc::new(ControlWriter::new(stream, PEER)?);
+                self.aborter = Some(Aborter::start(Arc::clone(&control))?);
+                control
+            }
         };
-        say_alive(&control);
-        self.control = Some(control);
+        self.control = Some(Arc::clone(&control));
+        say_alive(&control)?;
         self.connection += 1;
         self.control_ended.set(false);
         let (events, places, connection) = (self.events_in.clone(), self.places_in.clone(), self.connection);
@@ -687,15 +677,26 @@ impl Source<'_> {
             _ => None,
         })?;
         match input {
-            Input::Ready => {
+            Input::Ready if state == State::AwaitingReady => {
                 self.hold(Fault::HoldReady)?;
                 self.measures.parts.load = self.lap();
+                self.strike(Fault::KillAfterReady);
+                // Here, where a failure still leaves the guest ours, and not when COMMIT is sent.
+                self.vm.handing_over().map_err(EngineError::Vm)?;
+                self.strike(Fault::KillBeforeCommit);
             }
             Input::Running => self.measures.parts.handover = self.lap(),
             Input::Discarded => self.was_discarded(reason),
             _ => {}
         }
         Ok(input)
+    }
+
+    /// Ends this process if that is the fault to make up.
+    fn strike(&self, fault: Fault) {
+        if self.options.fault == Some(fault) {
+            fault.strike();
+        }
     }
 
     /// The destination gave the guest back, for this reason if it told one. What broke before is of no interest then.

@@ -55,7 +55,7 @@ impl Source<'_> {
             let channel = Channel::new(packer, shared, own, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
             let events = self.events_in.clone();
-            let thread = std::thread::spawn(move || channel.run(&orders_out, &events));
+            let thread = threads::start("channel", move || channel.run(&orders_out, &events))?;
             self.channels.push(ChannelHandle { orders, stream: handle, thread });
         }
         self.tracker = Some(tracker);
@@ -116,7 +116,7 @@ impl Source<'_> {
             let packer = self.packer(stream, self.disks.segments(index));
             let number = self.ram.len() + index;
             let shared = (Arc::clone(board), Arc::clone(&self.gate));
-            self.disks.start_channel(index, number, (handle, packer), shared, self.events_in.clone());
+            self.disks.start_channel(index, number, (handle, packer), shared, self.events_in.clone())?;
         }
         Ok(())
     }

@@ -12,8 +12,8 @@ use godwit_units::ByteCount;
 use godwit_wire::{DEVICE_STATE_CHUNK, Message};
 
 use super::Event;
-use crate::EngineError;
 use crate::link::ControlWriter;
+use crate::{EngineError, threads};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Gate {
@@ -33,14 +33,14 @@ impl StatePump {
         mut stream: Box<dyn Read + Send>,
         control: Arc<ControlWriter>,
         events: Sender<Event>,
-    ) -> Self {
+    ) -> Result<Self, EngineError> {
         let gate = Arc::new((Mutex::new(Gate::Open), Condvar::new()));
         let own_gate = Arc::clone(&gate);
-        let thread = std::thread::spawn(move || {
+        let thread = threads::start("state", move || {
             let result = pass_on(&mut stream, &control, &own_gate);
             let _ = events.send(Event::StatePassed(result));
-        });
-        Self { thread, gate }
+        })?;
+        Ok(Self { thread, gate })
     }
 
     /// Sends nothing from now on.

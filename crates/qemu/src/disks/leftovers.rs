@@ -3,9 +3,9 @@
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::disks::mark::Mark;
 use crate::disks::server;
 use crate::machine::{Machine, text};
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
 
 /// Removes whatever bears the mark of a process that is gone.
@@ -13,16 +13,23 @@ use crate::qmp::{Qmp, QmpError};
 /// # Errors
 /// When QEMU refuses.
 pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
-    let gone = |mark: Mark| !mark.is_alive();
-    if server::owner(machine.pid).is_some_and(gone) {
+    remove(machine, |mark| !mark.is_alive())
+}
+
+/// Removes whatever bears one of some marks.
+///
+/// # Errors
+/// When QEMU refuses.
+pub(crate) fn remove(machine: &mut Machine, which: impl Fn(Mark) -> bool) -> Result<(), QemuError> {
+    if server::owner(machine.pid).is_some_and(&which) {
         match machine.qmp.execute("nbd-server-stop", Value::Null) {
             // It was stopped before, and the socket lingers.
             Ok(_) | Err(QmpError::Refused { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
-    remove_exports(&mut machine.qmp, gone)?;
-    remove_bitmaps(&mut machine.qmp, gone)?;
+    remove_exports(&mut machine.qmp, &which)?;
+    remove_bitmaps(&mut machine.qmp, &which)?;
     let _ = server::remove_directories();
     Ok(())
 }

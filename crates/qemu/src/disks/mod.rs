@@ -10,7 +10,6 @@
 //!   tracking   a bitmap a disk that records, another one with each round
 //!   round      what a round has to copy, and reading it
 //!   sink       writing at the destination
-//!   mark       whose the bitmaps and exports are, so that a killed godwit's are found
 //! ```
 //!
 //! Invariant: all that is added to QEMU bears a mark, and all that bears the mark of a process that is gone is removed when a godwit
@@ -19,7 +18,6 @@
 mod find;
 mod grain;
 mod leftovers;
-mod mark;
 mod round;
 mod server;
 mod sink;
@@ -28,6 +26,7 @@ mod tracking;
 pub use find::ListedDisk;
 pub(crate) use find::{Drive, Found, by_name, choose, drives};
 pub(crate) use grain::Grain;
-pub(crate) use leftovers::clear;
+pub(crate) use leftovers::{clear, remove};
+pub(crate) use server::FD_NAME;
 pub(crate) use sink::Receiving;
 pub(crate) use tracking::{Tracking, written};

@@ -13,12 +13,13 @@ use godwit_nbd::Address;
 use serde_json::{Value, json};
 
 use crate::QemuError;
-use crate::disks::mark::Mark;
 use crate::machine::{Machine, text};
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
 use crate::run_directory;
 
-const FD_NAME: &str = "godwit-nbd";
+/// The name under which QEMU keeps the socket for a moment.
+pub(crate) const FD_NAME: &str = "godwit-nbd";
 const SOCKET: &str = "nbd";
 
 /// QEMU's NBD server, ours until it is stopped.

@@ -13,9 +13,9 @@ use serde_json::json;
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
 use crate::disks::leftovers;
-use crate::disks::mark::Mark;
 use crate::disks::server::Server;
 use crate::machine::Machine;
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
 
 /// The exports of the disks that are being received.

@@ -26,10 +26,10 @@ use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
 use crate::disks::grain::Grain;
 use crate::disks::leftovers;
-use crate::disks::mark::Mark;
 use crate::disks::round::{Dirty, Pool, Round};
 use crate::disks::server::Server;
 use crate::machine::{Machine, text};
+use crate::mark::Mark;
 use crate::qmp::{Qmp, QmpError};
 
 /// An export that ends lets go of its bitmap a moment later.

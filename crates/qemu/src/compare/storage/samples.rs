@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use super::host_file::{BLOCK, HostFile};
@@ -43,9 +44,11 @@ pub(super) fn read(file: &Arc<HostFile>, places: Vec<u64>, budget: Duration) -> 
     let (done, outcome) = mpsc::channel();
     let file = Arc::clone(file);
     // Whoever reads from storage that hangs hangs with it, and cannot be ended.
-    std::thread::spawn(move || {
+    let read = move || {
         let _ = done.send(read_all(&file, &places, Instant::now() + budget));
-    });
+    };
+    let started = Builder::new().name("samples".to_owned()).spawn(read);
+    started.map_err(|error| format!("cannot be read (no thread can be had: {error})"))?;
     match outcome.recv_timeout(HANGS + budget) {
         Ok(Ok(samples)) => Ok(samples),
         Ok(Err(error)) => Err(format!("cannot be read ({error})")),
@@ -65,9 +68,12 @@ fn read_all(file: &HostFile, places: &[u64], until: Instant) -> std::io::Result<
         Ok(())
     };
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(work)).collect();
+        // Threads that cannot be had leave their part to the others, and at last to this one.
+        let start = |_| Builder::new().name("samples".to_owned()).spawn_scoped(scope, work);
+        let threads: Vec<_> = (1..THREADS).map_while(|number| start(number).ok()).collect();
+        let own = work();
         let ends = threads.into_iter().map(|thread| thread.join().unwrap_or(Ok(())));
-        ends.collect::<std::io::Result<Vec<()>>>()
+        ends.chain([own]).collect::<std::io::Result<Vec<()>>>()
     })?;
     Ok(found.into_inner().unwrap_or_else(PoisonError::into_inner))
 }

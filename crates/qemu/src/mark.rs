@@ -41,10 +41,14 @@ impl fmt::Display for Mark {
     }
 }
 
-fn start_time(pid: u32) -> Option<u64> {
+/// When process `pid` was started, as long as it runs: one that only waits for its parent to hear of its end does not.
+pub(crate) fn start_time(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, may hold anything; start time is the 20th field after it.
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    // The name of the program, in parentheses, may hold anything; the state is the first field after it, start time the
+    // 20th.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?;
+    if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }
 }
 
 #[cfg(test)]
@@ -64,8 +68,16 @@ mod tests {
     #[test]
     fn only_the_living_are_alive() {
         assert!(Mark::own().is_alive());
-        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let gone = Mark { pid: child.id(), started: start_time(child.id()).unwrap() };
+        assert!(gone.is_alive());
+        child.kill().unwrap();
+        // It ends, and its parent has not heard of it yet.
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while gone.is_alive() && std::time::Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert!(!gone.is_alive());
         child.wait().unwrap();
         assert!(!gone.is_alive());
         let given_again = Mark { started: Mark::own().started + 1, ..Mark::own() };

@@ -1,0 +1,79 @@
+//! Faults made up on purpose, where nothing outside could make them at the right moment.
+//!
+//! Those that kill end this process as SIGKILL does: nothing of it is run any more.
+
+use godwit_protocol::source::Action;
+use rustix::process::{Signal, getpid, kill_process};
+
+/// A fault to make up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
+    CutAfterCommit = 1,
+    /// Break the control connection just before COMMIT is sent: it never arrives.
+    LoseCommit = 2,
+    /// Flip a bit in the source's digest of the first chunk.
+    WrongDigest = 3,
+    /// Break the control connection just before the farewell.
+    LoseFarewell = 4,
+    /// Take direct I/O for something that the tracker sees: what lands late is lost.
+    TrustTracker = 5,
+    /// Keep the guest stopped for a while before its last pages are copied.
+    HoldStopped = 6,
+    /// Keep READY back for a while before COMMIT is sent.
+    HoldReady = 7,
+    /// Kill this process when both machines are ready; the guest still runs.
+    KillAfterPrepare = 8,
+    /// When the guest is stopped.
+    KillAfterStop = 9,
+    /// When the last round has begun.
+    KillInLastRound = 10,
+    /// When the machine was told to save its state.
+    KillAfterRelease = 11,
+    /// When the last round is on its way.
+    KillAfterLastRound = 12,
+    /// When the digests were compared.
+    KillAfterDigests = 13,
+    /// When the device state was sent.
+    KillAfterState = 14,
+    /// When the destination is ready.
+    KillAfterReady = 15,
+    /// When nobody may run the guest here any more, and COMMIT was not sent.
+    KillBeforeCommit = 16,
+    /// When COMMIT was sent.
+    KillAfterCommit = 17,
+    /// When the destination was told that it was heard.
+    KillAfterFarewell = 18,
+    /// Panic when the guest is stopped.
+    PanicAfterStop = 19,
+}
+
+impl Fault {
+    /// What is to strike when `action` was carried out.
+    fn is_after(self, action: Action) -> bool {
+        match action {
+            Action::SendPrepare => self == Self::KillAfterPrepare,
+            Action::StopGuest => matches!(self, Self::KillAfterStop | Self::PanicAfterStop),
+            Action::StartLastRound(_) => self == Self::KillInLastRound,
+            Action::ReleaseState => self == Self::KillAfterRelease,
+            Action::CopyLastRound(_) => self == Self::KillAfterLastRound,
+            Action::CompareDigests => self == Self::KillAfterDigests,
+            Action::FinishState => self == Self::KillAfterState,
+            Action::SendCommit => self == Self::KillAfterCommit,
+            Action::SendFarewell => self == Self::KillAfterFarewell,
+            _ => false,
+        }
+    }
+
+    pub(super) fn strike_after(self, action: Action) {
+        if self.is_after(action) {
+            self.strike();
+        }
+    }
+
+    /// Ends this process.
+    pub(super) fn strike(self) {
+        assert!(self != Self::PanicAfterStop, "made up");
+        let _ = kill_process(getpid(), Signal::KILL);
+    }
+}

@@ -1,0 +1,250 @@
+//! The guardian's own process: waits for godwit to end, and then undoes what the record names.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, getppid, pidfd_open, setsid};
+
+use super::late::close_descriptors;
+use super::record::{self, Record};
+use super::{DONE, READY, Stage};
+use crate::QemuError;
+use crate::destination;
+use crate::disks;
+use crate::machine::Machine;
+use crate::mark::Mark;
+use crate::process::Process;
+use crate::qmp::{Qmp, QmpError};
+use crate::source::{Limits, announce};
+use crate::way_back;
+
+/// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come back.
+const PATIENCE: Duration = Duration::from_secs(600);
+const PAUSE: Duration = Duration::from_millis(100);
+/// An export that ends lets go of its bitmap a moment later.
+const BUSY_LIMIT: Duration = Duration::from_secs(5);
+/// Severities of syslog(3) with LOG_DAEMON.
+const NOTICE: u8 = 3 << 3 | 5;
+const ALERT: u8 = 3 << 3 | 1;
+
+/// Stands guard for process `godwit`, which is the parent of this one: standard input is the line to it, standard output
+/// the monitor. Returns when it is not needed any more, and whether all is as it should be.
+pub fn stand_guard(path: &Path, godwit: i32) -> bool {
+    // Ctrl-C and the end of the terminal are godwit's to answer.
+    let _ = setsid();
+    // The kernel looks for somebody to kill where godwit was killed for memory just now. Lowering it takes a right.
+    let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
+    // The lock ends with what was opened first.
+    let Some((line, monitor, _locked, process)) = prepare(path, godwit) else { return false };
+    if !await_end(line, process) {
+        return true;
+    }
+    // What was written down last. Godwit alone removes it, at an ordinary end.
+    let Ok(Some(record)) = Record::open(path) else { return true };
+    if record.left().is_nothing() {
+        record.remove();
+        return true;
+    }
+    let qemu = record.pid();
+    let mut words = Words { godwit, qemu };
+    let stood_in = stand_in(record, monitor, &mut words);
+    if let Err(error) = &stood_in {
+        words.say(ALERT, &format!("{error}"));
+    }
+    stood_in.is_ok()
+}
+
+type Prepared = (UnixStream, UnixStream, Record, OwnedFd);
+
+/// Everything that can fail, while godwit still waits for the answer.
+fn prepare(path: &Path, godwit: i32) -> Option<Prepared> {
+    let line = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
+    let monitor = UnixStream::from(std::io::stdout().as_fd().try_clone_to_owned().ok()?);
+    let record = Record::open(path).ok()??;
+    record.lock().ok()?;
+    let godwit = Pid::from_raw(godwit)?;
+    let process = pidfd_open(godwit, PidfdFlags::empty()).ok()?;
+    // The number is that of the parent as long as the parent lives.
+    if getppid() != Some(godwit) {
+        return None;
+    }
+    (&line).write_all(&[READY]).ok()?;
+    Some((line, monitor, record, process))
+}
+
+/// Waits until godwit says that it is done (`false`) or has ended (`true`). The end of the line alone says nothing: a
+/// godwit that panics closes it and may still use the monitor.
+fn await_end(line: UnixStream, process: OwnedFd) -> bool {
+    let mut line = Some(line);
+    loop {
+        let mut fds = vec![PollFd::new(&process, PollFlags::IN)];
+        fds.extend(line.iter().map(|line| PollFd::new(line, PollFlags::IN)));
+        match poll(&mut fds, None) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => return true,
+        }
+        let ended = !fds[0].revents().is_empty();
+        let spoken = fds.get(1).is_some_and(|fd| !fd.revents().is_empty());
+        drop(fds);
+        let mut word = [0];
+        match &line {
+            Some(stream) if spoken => match (&*stream).read(&mut word) {
+                Ok(1) if word[0] == DONE => return false,
+                _ => line = None,
+            },
+            _ if ended => return true,
+            _ => {}
+        }
+    }
+}
+
+/// What the operator reads.
+struct Words {
+    godwit: i32,
+    qemu: i32,
+}
+
+impl Words {
+    /// One line, to godwit's standard error and to the system's log: the terminal may have gone with godwit.
+    fn say(&self, severity: u8, text: &str) {
+        let Self { godwit, qemu } = self;
+        let line =
+            format!("godwit: godwit (process {godwit}) did not end by itself; QEMU (process {qemu}): {text}");
+        let _ = writeln!(std::io::stderr(), "{line}");
+        let log = UnixDatagram::unbound().and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            socket.send_to(format!("<{severity}>{line}").as_bytes(), "/dev/log")
+        });
+        let _ = log;
+    }
+}
+
+/// Undoes what the record names: the guest first.
+fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Result<(), QemuError> {
+    let process = match Process::open(record.pid()) {
+        Ok(process) if record.names_a_living_qemu() => process,
+        // The guest has gone with its QEMU.
+        _ => {
+            record.remove();
+            return Ok(());
+        }
+    };
+    let mut machine = Machine { qmp: Qmp::take_over(monitor)?, pid: record.pid(), process };
+    let stage = record.left().stage;
+    let ended = match stage {
+        Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
+        Stage::Copying | Stage::Waiting | Stage::HandingOver => false,
+        Stage::Loading | Stage::Discarding => {
+            // Only then can it never run the guest, and lets go of its disks.
+            destination::end(&mut machine)?;
+            true
+        }
+        Stage::Starting => {
+            way_back::run(&mut machine, Limits::default().resume)?;
+            // The guest runs; that the network learns of it a little later is no reason to stop.
+            let _ = announce(&mut machine.qmp);
+            false
+        }
+    };
+    let undone = if ended {
+        record.remove();
+        Ok(())
+    } else {
+        let rest = match stage {
+            Stage::Stopping => Stage::Copying,
+            Stage::Starting => Stage::Waiting,
+            other => other,
+        };
+        // A record that cannot be written any more only makes the next godwit look again.
+        let _ = record.note(|left| left.stage = rest);
+        undo(&mut machine, &mut record)
+    };
+    let (severity, text) = what_became(stage);
+    match undone {
+        Ok(()) => words.say(severity, text),
+        Err(error) => words.say(ALERT, &format!("{text}; what was changed is not all undone: {error}")),
+    }
+    Ok(())
+}
+
+/// What the operator is told of a godwit that had come to `stage`.
+fn what_became(stage: Stage) -> (u8, &'static str) {
+    match stage {
+        Stage::Copying => (NOTICE, "the guest runs here as it did before"),
+        Stage::Stopping => (NOTICE, "the guest was stopped, and was brought back as it was before"),
+        Stage::HandingOver => (
+            ALERT,
+            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination QEMU does not run \
+             it and has ended, `cont` this one; else `quit` this one",
+        ),
+        Stage::Waiting => (NOTICE, "it waits for another migration"),
+        Stage::Loading | Stage::Discarding => (
+            NOTICE,
+            "it had begun to load the guest, never ran it, and was ended: start it anew for another migration",
+        ),
+        Stage::Starting => (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU"),
+    }
+}
+
+/// Runs the guest again; returns whether QEMU has ended, and the guest with it.
+fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result<bool, QemuError> {
+    let until = Instant::now() + PATIENCE;
+    let mut told = false;
+    loop {
+        match way_back::run_again(machine, was_running, Limits::default()) {
+            Ok(()) => return Ok(false),
+            Err(QemuError::Qmp(QmpError::Closed { .. })) => return Ok(true),
+            Err(error) if Instant::now() >= until => return Err(error),
+            Err(error) => {
+                if !std::mem::replace(&mut told, true) {
+                    words
+                        .say(ALERT, &format!("the guest is not back yet: {error}; trying on for 10 minutes"));
+                }
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+}
+
+/// Undoes what can be undone wherever the guest is. All of it is tried; the first error is returned.
+fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
+    let (mut limits, settings) = (record.left().limits.clone(), record.left().settings.clone());
+    let limits_undone = limits.restore(&mut machine.qmp).map_err(QemuError::from);
+    if limits_undone.is_ok() {
+        let _ = record.note(|left| left.limits = limits);
+    }
+    let settings_undone = settings.map_or(Ok(()), |settings| settings.restore(&mut machine.qmp));
+    if settings_undone.is_ok() {
+        let _ = record.note(|left| left.settings = None);
+    }
+    let disks_undone = match record::owner(record.path()) {
+        Some(mark) if record.left().disks => remove_disks(machine, mark),
+        _ => Ok(()),
+    };
+    if disks_undone.is_ok() {
+        let _ = record.note(|left| left.disks = false);
+    }
+    let closed = close_descriptors(machine);
+    if record.left().is_nothing() {
+        record.remove();
+    }
+    limits_undone.and(settings_undone.map_err(QemuError::from)).and(disks_undone).and(closed)
+}
+
+/// Removes what `mark` has added for disks.
+fn remove_disks(machine: &mut Machine, mark: Mark) -> Result<(), QemuError> {
+    let until = Instant::now() + BUSY_LIMIT;
+    loop {
+        match disks::remove(machine, |theirs| theirs == mark) {
+            Err(QemuError::Qmp(QmpError::Refused { .. })) if Instant::now() < until => {
+                std::thread::sleep(PAUSE);
+            }
+            removed => return removed,
+        }
+    }
+}

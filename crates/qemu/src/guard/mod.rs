@@ -1,0 +1,141 @@
+//! The guardian: what brings the guest back when godwit itself is gone.
+//!
+//! A godwit that is killed while the guest is stopped cannot run it again, and what it has set in QEMU stays set. So a
+//! second process stands beside it, which does nothing as long as godwit lives. It is the same program, started anew, and
+//! holds a handle of the monitor's connection (QEMU takes one client at a time), a line to godwit and the record:
+//! no memory of the guest, no userfaultfd, no tracee, no connection to the other side.
+//!
+//! ```text
+//!   record      what has been changed in QEMU, written down before it is changed
+//!   guardian    the other process
+//!   late        both were killed: the next godwit that comes to this QEMU undoes what the record names
+//! ```
+//!
+//! Invariant: everything that godwit changes in QEMU is in the record, or bears its mark, before it is changed; that
+//! COMMIT may go out is in the record before its first byte is sent. After that the guardian never runs the guest.
+
+mod guardian;
+mod late;
+mod record;
+
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+pub use guardian::stand_guard;
+pub(crate) use late::{clear, cure};
+pub(crate) use record::{Left, Stage, at_work};
+
+use crate::QemuError;
+use crate::machine::Machine;
+use crate::run_directory;
+use record::Record;
+
+/// The word of the command line that makes the program a guardian.
+pub const COMMAND: &str = "guard";
+/// What the guardian says when it is ready, and godwit when it is not needed any more.
+const READY: u8 = b'R';
+const DONE: u8 = b'D';
+/// To load the program and to end, on a busy host.
+const START_LIMIT: Duration = Duration::from_secs(10);
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// Godwit's side: the record, and the process that reads it if need be.
+#[derive(Debug)]
+pub(crate) struct Guard {
+    program: PathBuf,
+    record: Record,
+    guardian: Guardian,
+}
+
+#[derive(Debug)]
+struct Guardian {
+    child: Child,
+    line: UnixStream,
+}
+
+impl Guard {
+    /// Starts a guardian by `program` for what is `left` so far.
+    pub(crate) fn start(program: &Path, machine: &Machine, left: Left) -> Result<Self, QemuError> {
+        let record = Record::create(machine.pid, left).map_err(unwritable)?;
+        let guardian = match Guardian::start(program, &record, machine) {
+            Ok(guardian) => guardian,
+            Err(error) => {
+                record.remove();
+                return Err(QemuError::Guardian(error));
+            }
+        };
+        Ok(Self { program: program.to_owned(), record, guardian })
+    }
+
+    /// Writes down what is about to be done, or was undone.
+    pub(crate) fn note(&mut self, change: impl FnOnce(&mut Left)) -> Result<(), QemuError> {
+        self.record.note(change).map_err(unwritable)
+    }
+
+    /// Makes sure that there is a guardian; somebody may have ended it.
+    pub(crate) fn renew(&mut self, machine: &Machine) -> Result<(), QemuError> {
+        if matches!(self.guardian.child.try_wait(), Ok(None)) {
+            return Ok(());
+        }
+        self.guardian = Guardian::start(&self.program, &self.record, machine).map_err(QemuError::Guardian)?;
+        Ok(())
+    }
+}
+
+fn unwritable(source: io::Error) -> QemuError {
+    QemuError::Record { path: run_directory::path(), source }
+}
+
+impl Guardian {
+    fn start(program: &Path, record: &Record, machine: &Machine) -> io::Result<Self> {
+        let (line, theirs) = UnixStream::pair()?;
+        let monitor = machine.qmp.handle()?;
+        // Nothing but these three descriptors passes on: the others are closed when a program is loaded (O_CLOEXEC).
+        let child = Command::new(program)
+            .arg0("godwit")
+            .arg(COMMAND)
+            .arg(record.path())
+            .arg(std::process::id().to_string())
+            .current_dir("/")
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::from(OwnedFd::from(monitor)))
+            .spawn()?;
+        let mut guardian = Self { child, line };
+        let mut word = [0];
+        let ready = guardian.line.set_read_timeout(Some(START_LIMIT));
+        match ready.and_then(|()| guardian.line.read_exact(&mut word)) {
+            Ok(()) if word[0] == READY => Ok(guardian),
+            failed => {
+                let _ = guardian.child.kill();
+                let _ = guardian.child.wait();
+                Err(failed.err().unwrap_or_else(|| io::ErrorKind::InvalidData.into()))
+            }
+        }
+    }
+
+    fn end(&mut self) {
+        let _ = self.line.write_all(&[DONE]);
+        let until = Instant::now() + END_LIMIT;
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Drop for Guard {
+    /// Ordinarily nothing is left by now, or the operator was told of it. A panic is what the guardian is for.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            return;
+        }
+        self.guardian.end();
+        if self.record.left().is_nothing() {
+            self.record.remove();
+        }
+    }
+}

@@ -1,0 +1,308 @@
+//! The record of what godwit has changed in a QEMU: a file in the run directory, a line of JSON for each change.
+//!
+//! The name says whose it is, each line what would have to be undone from then on. A line is written before what it tells
+//! of is done, so one that was cut off tells of something that was not done: the last whole line counts. The guardian
+//! holds a lock of the file for as long as it lives.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use serde_json::{Value, json};
+
+use crate::disk_limits::DiskLimits;
+use crate::mark::{Mark, start_time};
+use crate::run_directory;
+use crate::settings::Settings;
+
+/// How far godwit has come, as far as it matters to whoever stands in for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Source: the guest is as it was found.
+    Copying,
+    /// Source: `migrate` was or is about to be issued, which stops the guest. The guest is the source's.
+    Stopping,
+    /// Source: COMMIT was or is about to be sent.
+    HandingOver,
+    /// Destination: it took in nothing but pages.
+    Waiting,
+    /// Destination: it was told to load. The guest is the source's.
+    Loading,
+    /// Destination: COMMIT came. The guest is the destination's.
+    Starting,
+    /// Destination: the guest is to go, and the source may have been told so.
+    Discarding,
+}
+
+impl Stage {
+    const ALL: [Self; 7] = [
+        Self::Copying,
+        Self::Stopping,
+        Self::HandingOver,
+        Self::Waiting,
+        Self::Loading,
+        Self::Starting,
+        Self::Discarding,
+    ];
+
+    fn word(self) -> &'static str {
+        match self {
+            Self::Copying => "copying",
+            Self::Stopping => "stopping",
+            Self::HandingOver => "handing-over",
+            Self::Waiting => "waiting",
+            Self::Loading => "loading",
+            Self::Starting => "starting",
+            Self::Discarding => "discarding",
+        }
+    }
+}
+
+/// What would have to be undone.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Left {
+    pub(crate) stage: Stage,
+    /// Whether the guest ran when godwit came.
+    pub(crate) was_running: bool,
+    pub(crate) settings: Option<Settings>,
+    pub(crate) limits: DiskLimits,
+    /// Whether there may be bitmaps, exports or a server with godwit's mark.
+    pub(crate) disks: bool,
+}
+
+impl Left {
+    pub(crate) fn at(stage: Stage, was_running: bool) -> Self {
+        Self { stage, was_running, settings: None, limits: DiskLimits::default(), disks: false }
+    }
+
+    /// Whether QEMU is as it was found.
+    pub(crate) fn is_nothing(&self) -> bool {
+        matches!(self.stage, Stage::Copying | Stage::Waiting)
+            && self.settings.is_none()
+            && self.limits.is_empty()
+            && !self.disks
+    }
+
+    fn to_json(&self, qemu: &Qemu) -> Value {
+        json!({
+            "qemu": qemu.pid,
+            "qemu_started": qemu.started,
+            "boot": qemu.boot,
+            "stage": self.stage.word(),
+            "was_running": self.was_running,
+            "settings": self.settings.as_ref().map(Settings::to_json),
+            "limits": self.limits.to_json(),
+            "disks": self.disks,
+        })
+    }
+
+    fn from_json(value: &Value) -> Option<Self> {
+        let stage = Stage::ALL.into_iter().find(|stage| value["stage"] == stage.word())?;
+        let settings = match &value["settings"] {
+            Value::Null => None,
+            settings => Some(Settings::from_json(settings)?),
+        };
+        Some(Self {
+            stage,
+            was_running: value["was_running"].as_bool()?,
+            settings,
+            limits: DiskLimits::from_json(&value["limits"])?,
+            disks: value["disks"].as_bool()?,
+        })
+    }
+}
+
+/// A QEMU process, once and for all.
+#[derive(Clone, Debug, PartialEq)]
+struct Qemu {
+    pid: i32,
+    started: u64,
+    /// Start times count from the start of the host (`/proc/sys/kernel/random/boot_id`, random(4)).
+    boot: String,
+}
+
+impl Qemu {
+    fn of(pid: i32) -> Option<Self> {
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let started = start_time(u32::try_from(pid).ok()?)?;
+        Some(Self { pid, started, boot: boot.trim().to_owned() })
+    }
+
+    fn from_json(value: &Value) -> Option<Self> {
+        let pid = i32::try_from(value["qemu"].as_i64()?).ok()?;
+        let boot = value["boot"].as_str()?.to_owned();
+        Some(Self { pid, started: value["qemu_started"].as_u64()?, boot })
+    }
+}
+
+/// A record.
+#[derive(Debug)]
+pub(crate) struct Record {
+    file: File,
+    path: PathBuf,
+    qemu: Qemu,
+    left: Left,
+}
+
+impl Record {
+    /// A new one of this process for the QEMU `pid`.
+    pub(super) fn create(pid: i32, left: Left) -> io::Result<Self> {
+        let dir = run_directory::path();
+        run_directory::make(&dir, user()).map_err(io::Error::other)?;
+        let path = dir.join(format!("{}{}", Mark::own(), end(pid)));
+        let qemu = Qemu::of(pid).ok_or(io::ErrorKind::NotFound)?;
+        let mut options = OpenOptions::new();
+        let file = options.append(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        file.set_len(0)?;
+        let mut record = Self { file, path, qemu, left };
+        record.note(|_| {})?;
+        Ok(record)
+    }
+
+    /// The one at `path`, as it was left; `None` if it was never begun.
+    pub(super) fn open(path: &Path) -> io::Result<Option<Self>> {
+        let text = std::fs::read_to_string(path)?;
+        let file = OpenOptions::new().append(true).open(path)?;
+        let values = text.lines().rev().filter_map(|line| serde_json::from_str(line).ok());
+        let mut states =
+            values.filter_map(|value| Some((Qemu::from_json(&value)?, Left::from_json(&value)?)));
+        Ok(states.next().map(|(qemu, left)| Self { file, path: path.to_owned(), qemu, left }))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(super) fn left(&self) -> &Left {
+        &self.left
+    }
+
+    pub(super) fn pid(&self) -> i32 {
+        self.qemu.pid
+    }
+
+    /// Whether the QEMU is the one that it was, and has not ended.
+    pub(super) fn names_a_living_qemu(&self) -> bool {
+        Qemu::of(self.qemu.pid).as_ref() == Some(&self.qemu)
+    }
+
+    /// Writes `change` down. After an error nothing has changed.
+    pub(super) fn note(&mut self, change: impl FnOnce(&mut Left)) -> io::Result<()> {
+        let mut left = self.left.clone();
+        change(&mut left);
+        // The first line feed ends what an earlier attempt left unfinished, on a file system that was full.
+        self.file.write_all(format!("\n{}\n", left.to_json(&self.qemu)).as_bytes())?;
+        self.left = left;
+        Ok(())
+    }
+
+    /// Keeps the lock for as long as this lives (flock(2)).
+    pub(super) fn lock(&self) -> io::Result<()> {
+        Ok(flock(&self.file, FlockOperation::NonBlockingLockExclusive)?)
+    }
+
+    pub(super) fn remove(&self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn user() -> u32 {
+    rustix::process::getuid().as_raw()
+}
+
+/// What the name of a record for the QEMU `pid` ends with; the mark comes first, as everywhere.
+fn end(pid: i32) -> String {
+    format!("-guard-{pid}")
+}
+
+/// Whose the record at `path` is.
+pub(super) fn owner(path: &Path) -> Option<Mark> {
+    Mark::of(path.file_name()?.to_str()?)
+}
+
+/// Whether a guardian lives that has this record.
+fn is_guarded(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else { return false };
+    flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
+}
+
+/// All records for QEMUs for which `wanted` answers yes to the end of the name.
+fn paths(wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let dir = run_directory::path();
+    // What others could have written is nothing to act on.
+    if run_directory::check(&dir, user()).is_err() {
+        return Vec::new();
+    }
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(&wanted)).collect()
+}
+
+/// Records of the QEMU `pid` whose godwit and guardian are both gone. Those of QEMUs that are gone are removed.
+pub(super) fn orphans(pid: i32) -> Vec<Record> {
+    let mut orphans = Vec::new();
+    for path in paths(|name| name.contains("-guard-")) {
+        if owner(&path).is_none_or(Mark::is_alive) || is_guarded(&path) {
+            continue;
+        }
+        match Record::open(&path) {
+            Ok(Some(record)) if !record.names_a_living_qemu() => {
+                record.remove();
+            }
+            Ok(Some(record)) if record.qemu.pid == pid => orphans.push(record),
+            _ => {}
+        }
+    }
+    orphans
+}
+
+/// The godwit that is gone and whose guardian has the monitor of the QEMU `pid`, if there is one.
+pub(crate) fn at_work(pid: i32) -> Option<u32> {
+    let end = end(pid);
+    let guarded = paths(|name| name.ends_with(&end)).into_iter().find(|path| is_guarded(path))?;
+    owner(&guarded).filter(|mark| !mark.is_alive()).map(|mark| mark.pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn left() -> Left {
+        let settings = Settings::from_json(&json!({
+            "capabilities": [{ "capability": "events", "state": false }],
+            "parameters": { "downtime-limit": 300 },
+        }));
+        let limits =
+            DiskLimits::from_json(&json!({ "before": [{ "node": "n", "call": { "id": "d" } }], "ours": [] }));
+        let limits = limits.unwrap();
+        Left { settings, limits, disks: true, ..Left::at(Stage::HandingOver, true) }
+    }
+
+    #[test]
+    fn what_is_left_is_read_as_it_was_written() {
+        let qemu = Qemu::of(std::process::id().cast_signed()).unwrap();
+        for stage in Stage::ALL {
+            let left = Left { stage, ..left() };
+            let value = left.to_json(&qemu);
+            assert_eq!(Left::from_json(&value), Some(left));
+            assert_eq!(Qemu::from_json(&value).as_ref(), Some(&qemu));
+        }
+    }
+
+    #[test]
+    fn a_line_that_was_cut_off_does_not_count() {
+        let dir = std::env::temp_dir().join(format!("godwit-record-{}", std::process::id()));
+        let qemu = Qemu::of(std::process::id().cast_signed()).unwrap();
+        let whole = format!("\n{}\n", left().to_json(&qemu));
+        let next = Left::at(Stage::Copying, true).to_json(&qemu).to_string();
+        for cut in 1..next.len() {
+            std::fs::write(&dir, format!("{whole}\n{}", &next[..cut])).unwrap();
+            assert_eq!(Record::open(&dir).unwrap().unwrap().left, left());
+        }
+        std::fs::write(&dir, "\n{\"qemu\"").unwrap();
+        assert!(Record::open(&dir).unwrap().is_none());
+        std::fs::remove_file(dir).unwrap();
+    }
+}
