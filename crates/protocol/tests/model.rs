@@ -372,3 +372,20 @@ fn a_source_killed_before_commit_still_owns_its_guest() {
     }
     assert!(killed_early > 100 && killed_late > 100, "{killed_early}, {killed_late}: the model is broken");
 }
+
+/// The last round has a number of its own, which the destination's acknowledgements rely on.
+#[test]
+fn the_last_round_is_numbered_after_all_others() {
+    for verify in [false, true] {
+        let (_, actions) = src::step(Ss::Stopping { round: 6 }, Si::GuestStopped, verify).unwrap();
+        assert_eq!(actions[0], S::StartLastRound(7));
+        assert!(actions.contains(&S::CopyLastRound(7)), "{actions:?}");
+    }
+}
+
+#[test]
+fn only_done_and_cancelled_end_the_source() {
+    let on_the_way = [Ss::Idle, Ss::PreCopy { round: 0 }, Ss::AwaitingReady, Ss::Handover, Ss::InDoubt];
+    assert!(on_the_way.iter().all(|state| !state.is_final()));
+    assert!(Ss::Done.is_final() && Ss::Cancelled.is_final());
+}

@@ -169,6 +169,25 @@ fn a_failed_read_leaves_the_frame_as_it_was() {
 }
 
 #[test]
+fn a_frame_is_full_of_pages_or_full_of_runs() {
+    let mut builder = PageFrameBuilder::new();
+    assert_eq!(builder.room(), FRAME_PAGES.min(RUNS_LIMIT));
+    let data = |_: &mut [u8]| Ok::<(), ()>(());
+    for left in (0..FRAME_PAGES).rev() {
+        builder.add(PageRun::new(left as u64 * 2, 1), data, |_, _| Some(Content::Data)).unwrap();
+        assert_eq!(builder.room(), left.min(RUNS_LIMIT - (FRAME_PAGES - left)));
+    }
+    let frame = builder.finish(0).to_vec();
+    let header = FrameHeader::decode(frame.first_chunk().unwrap()).unwrap();
+    assert_eq!(usize::from(header.runs), FRAME_PAGES);
+
+    for left in (0..RUNS_LIMIT).rev() {
+        builder.zero(PageRun::new(left as u64 * 2, 1));
+        assert_eq!(builder.room(), FRAME_PAGES.min(left));
+    }
+}
+
+#[test]
 fn strangers_are_told_from_versions() {
     let mut ssh = [0; GREETING_LEN];
     ssh[..8].copy_from_slice(b"SSH-2.0-");
@@ -205,6 +224,122 @@ fn a_hostile_text_cannot_write_to_the_terminal() {
     let frame = Message::Abort { code: AbortCode::Other, text: "\x1b[2Jgone\n".to_owned() }.encode();
     let Message::Abort { text, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
     assert_eq!(text, "\u{fffd}[2Jgone\u{fffd}");
+}
+
+/// A frame of `kind` whose payload is `length` zeros.
+fn zeros(kind: FrameKind, length: usize) -> Vec<u8> {
+    let mut frame = vec![0; HEADER_LEN + length];
+    seal(&mut frame, kind, 0, 0);
+    frame
+}
+
+#[test]
+fn limits_are_what_they_say_to_the_byte() {
+    let header = |length: u32| {
+        let mut frame = zeros(FrameKind::DeviceState, 0);
+        frame[4..8].copy_from_slice(&length.to_le_bytes());
+        FrameHeader::decode(frame.first_chunk().unwrap())
+    };
+    assert_eq!(header(PAYLOAD_LIMIT as u32).unwrap().length, PAYLOAD_LIMIT);
+    assert!(header(PAYLOAD_LIMIT as u32 + 1).is_err());
+
+    let digests = |length| parse(&zeros(FrameKind::Digests, length));
+    let Message::Digests { digests: most, .. } = digests(DIGESTS_PER_MESSAGE * 16).unwrap() else {
+        panic!("not digests")
+    };
+    assert_eq!(most, vec![0; DIGESTS_PER_MESSAGE]);
+    for wrong in [1, 15, 17, DIGESTS_PER_MESSAGE * 16 - 1, DIGESTS_PER_MESSAGE * 16 + 16] {
+        assert_eq!(digests(wrong), Err(WireError::Length { what: "digests" }), "{wrong}");
+    }
+
+    let state = |length| parse(&zeros(FrameKind::DeviceState, length));
+    assert_eq!(state(DEVICE_STATE_CHUNK), Ok(Message::DeviceState(vec![0; DEVICE_STATE_CHUNK])));
+    assert_eq!(state(DEVICE_STATE_CHUNK + 1), Err(WireError::Length { what: "piece of device state" }));
+}
+
+/// The offer of a machine with so many RAM blocks and disks without names, and one more of either put in by hand.
+fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, WireError> {
+    let Message::Offer(mut offer) = offer() else { panic!("not an offer") };
+    offer.machine.clear();
+    offer.blocks = vec![BlockOffer { name: String::new(), pages: PageCount(1) }; blocks];
+    let disk = DiskOffer { name: String::new(), size: ByteCount(1), granularity: ByteCount(1) };
+    offer.disks = vec![disk; disks];
+    let mut frame = Message::Offer(offer).encode();
+    // Channels, two flags, codecs and the name of the machine; then a count of 2 bytes and 10 bytes for each block.
+    let at = HEADER_LEN + 3 + 4 + 2;
+    let behind = at + 2 + blocks * 10;
+    if more[1] {
+        frame[behind] += 1;
+        frame.splice(behind + 1..behind + 1, [0; 14]);
+    }
+    if more[0] {
+        frame[at..at + 2].copy_from_slice(&(blocks as u16 + 1).to_le_bytes());
+        frame.splice(at + 2..at + 2, [0; 10]);
+    }
+    seal(&mut frame, FrameKind::Offer, 0, 0);
+    parse(&frame)
+}
+
+#[test]
+fn an_offer_names_as_many_blocks_and_disks_as_it_may() {
+    let Ok(Message::Offer(most)) = crowded(BLOCKS_LIMIT, DISKS_LIMIT, [false; 2]) else { panic!("refused") };
+    assert_eq!((most.blocks.len(), most.disks.len()), (BLOCKS_LIMIT, DISKS_LIMIT));
+    assert!(crowded(BLOCKS_LIMIT - 1, DISKS_LIMIT - 1, [true; 2]).is_ok());
+    let refused = |more| crowded(BLOCKS_LIMIT, DISKS_LIMIT, more).unwrap_err();
+    assert!(matches!(refused([true, false]), WireError::Field { field: "RAM blocks", .. }));
+    assert!(matches!(refused([false, true]), WireError::Field { field: "disks", .. }));
+}
+
+#[test]
+fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
+    let Message::Offer(mut longest) = offer() else { panic!("not an offer") };
+    longest.machine = "m".repeat(NAME_LIMIT);
+    let longest = Message::Offer(longest);
+    assert_eq!(parse(&longest.encode()), Ok(longest));
+    let abort = |text: String| Message::Abort { code: AbortCode::Other, text }.encode();
+    let longest = abort("t".repeat(TEXT_LIMIT));
+    assert!(parse(&longest).is_ok());
+
+    let mut longer = longest;
+    longer[HEADER_LEN..HEADER_LEN + 2].copy_from_slice(&(TEXT_LIMIT as u16 + 1).to_le_bytes());
+    longer.push(b't');
+    seal(&mut longer, FrameKind::Abort, 0, AbortCode::Other as u64);
+    assert!(parse(&longer).is_err());
+    for (mut frame, kind, aux) in [
+        (abort("gone".to_owned()), FrameKind::Abort, AbortCode::Other as u64),
+        (offer().encode(), FrameKind::Offer, 0),
+    ] {
+        frame.push(0);
+        seal(&mut frame, kind, 0, aux);
+        assert!(matches!(parse(&frame), Err(WireError::Length { .. })), "{kind:?}");
+    }
+}
+
+#[test]
+fn numbers_of_digests_do_not_run_into_each_other() {
+    let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
+    assert_eq!(parse(&message.encode()), Ok(message));
+}
+
+/// A reason for giving up may hold a path in any language.
+#[test]
+fn a_long_text_is_cut_between_two_characters() {
+    for before in 0..4 {
+        let text = "x".repeat(before) + &"\u{20ac}".repeat(5000);
+        let frame = Message::Abort { code: AbortCode::Other, text: text.clone() }.encode();
+        let Message::Abort { text: cut, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
+        assert!(text.starts_with(&cut) && cut.len() < text.len() && cut.len() > 500, "{}", cut.len());
+    }
+}
+
+/// Both sides compare it, and they may not be of the same release: XXH3-128, seed 0.
+#[test]
+fn digests_and_session_names_do_not_change() {
+    assert_eq!(digest(b""), 0x99aa_06d3_0147_98d8_6001_c324_468d_497f);
+    assert_ne!(digest(&[0; 4096]), digest(&[0; 8192]));
+    let name = SessionId(std::array::from_fn(|byte| byte as u8));
+    assert_eq!(name.to_string(), "000102030405060708090a0b0c0d0e0f");
+    assert_eq!(format!("{name:?}"), "SessionId(000102030405060708090a0b0c0d0e0f)");
 }
 
 fn any_message() -> impl Strategy<Value = Message> {
@@ -334,6 +469,57 @@ proptest! {
         }
     }
 
+    /// Whatever goes into a frame comes out of it, in the same order.
+    #[test]
+    fn a_frame_holds_what_was_put_in(
+        pieces in prop::collection::vec((0u64..40, prop::collection::vec(any_look(), 1..30)), 0..12),
+    ) {
+        let mut builder = PageFrameBuilder::new();
+        let mut model = Vec::new();
+        let mut start = 0;
+        for (gap, looks) in pieces {
+            start += gap;
+            let count = looks.len().min(builder.room());
+            let looks = &looks[..count];
+            let run = PageRun::new(start, count as u64);
+            let read = |bytes: &mut [u8]| {
+                for (page, look) in bytes.chunks_mut(4096).zip(looks) {
+                    page.fill(look.unwrap_or(9));
+                }
+                Ok::<(), ()>(())
+            };
+            let wanted = |page: godwit_units::PageIndex, bytes: &[u8]| {
+                let look = looks[(page.0 - start) as usize]?;
+                assert_eq!(bytes, [look; 4096]);
+                Some(if look == 0 { Content::Zero } else { Content::Data })
+            };
+            let added = builder.add(run, read, wanted).unwrap();
+            let zero = looks.iter().filter(|look| **look == Some(0)).count() as u64;
+            let all = looks.iter().flatten().count() as u64;
+            prop_assert_eq!(added, Added { data: PageCount(all - zero), zero: PageCount(zero) });
+            model.extend((start..).zip(looks).filter_map(|(page, look)| Some((page, (*look)?))));
+            start += count as u64;
+        }
+        prop_assert_eq!(builder.data().len(), model.iter().filter(|(_, look)| *look != 0).count() * 4096);
+
+        let frame = builder.finish(3).to_vec();
+
+        let (header, payload) = frame.split_first_chunk().unwrap();
+        let header = FrameHeader::decode(header).unwrap();
+        header.verify(payload).unwrap();
+        let pages = PageFrame::decode(&header, payload).unwrap();
+        let mut seen = Vec::new();
+        for (run, bytes) in pages.runs(pages.data) {
+            let zero = run.content == Content::Zero;
+            prop_assert_eq!(bytes.len() as u64, if zero { 0 } else { run.run.count.0 * 4096 });
+            for page in 0..run.run.count.0 {
+                let look = if zero { 0 } else { bytes[page as usize * 4096] };
+                seen.push((run.run.start.0 + page, look));
+            }
+        }
+        prop_assert_eq!((pages.block, seen), (3, model));
+    }
+
     #[test]
     fn a_greeting_with_wrong_bytes_is_answered(
         session in any::<[u8; 16]>(),
@@ -355,6 +541,11 @@ proptest! {
             prop_assert_eq!(understood.encode(), bytes);
         }
     }
+}
+
+/// A page that is looked at: with these bytes, as zero, or not wanted.
+fn any_look() -> impl Strategy<Value = Option<u8>> {
+    prop_oneof![(0u8..3).prop_map(Some), Just(None)]
 }
 
 /// What befalls a frame on its way out of a peer that is wrong: some bytes are others, its end is missing or there is more,
