@@ -167,6 +167,43 @@ fn a_setting_changes_what_is_in_force_at_once_or_nothing() {
 }
 
 #[test]
+fn memory_waits_for_the_first_pass_over_disks_unless_told_otherwise() {
+    assert_eq!(Policy::new(Settings::default()).start(true).memory_share, 0);
+    assert_eq!(Policy::new(Settings::default()).start(false).memory_share, 1024);
+    let told = Settings { memory_share: Some(100), ..Settings::default() };
+    assert_eq!(Policy::new(told).start(true).memory_share, 100);
+    assert_eq!(Policy::new(told).settings(), &told);
+}
+
+#[test]
+fn a_setting_of_something_else_leaves_the_throttle_in_force() {
+    let mut policy = Policy::new(Settings::default());
+    let (none, hot) = (busy(0), busy(3));
+    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
+    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
+    policy.round(&adaptive_round(&hot, 0.0));
+    let throttle = policy.plan().throttle;
+    assert!(throttle > 0.9, "{throttle}");
+    assert_eq!(policy.set("downtime-limit", "200ms").map(|plan| plan.throttle), Ok(throttle));
+}
+
+#[test]
+fn a_governor_that_is_lost_within_a_round_is_in_the_plan_no_more() {
+    let mut policy = Policy::new(Settings::default());
+    let (none, hot) = (busy(0), busy(3));
+    let look =
+        |ms, dirty| Tick { in_round: Duration::from_millis(ms), dirty, can_govern: true, ..Tick::default() };
+    policy.tick(&look(100, &none));
+    policy.tick(&look(200, &hot));
+    policy.round(&Round { can_govern: true, ..adaptive_round(&hot, 0.0) });
+    assert!(policy.plan().first_writes.is_some(), "{:?}", policy.plan());
+    policy.tick(&look(100, &hot));
+    assert!(policy.plan().first_writes.is_some(), "{:?}", policy.plan());
+    policy.tick(&Tick { can_govern: false, ..look(200, &hot) });
+    assert_eq!(policy.plan().first_writes, None);
+}
+
+#[test]
 fn a_throttled_guest_is_not_kept_for_the_minimum() {
     let mut policy = Policy::new(Settings::default());
     let (hot, some) = (busy(3), vec![500, 400, 300, 0, 0, 0, 0, 0, 0, 0]);
