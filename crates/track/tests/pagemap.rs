@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, PagemapTracker, TrackError, mappings_of, other_writers};
@@ -193,6 +194,11 @@ fn nothing_is_left_behind() {
         assert!(writer.is_registered());
         harvest(&tracker, ALL, 0);
         drop(tracker);
+        // A test beside this one that starts a process has all descriptors twice until that process has loaded its program.
+        let until = Instant::now() + Duration::from_secs(5);
+        while writer.is_registered() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         assert!(!writer.is_registered());
         let status = std::fs::read_to_string(format!("/proc/{}/status", writer.pid())).unwrap();
         assert!(status.contains("TracerPid:\t0"));
