@@ -180,23 +180,23 @@ impl FromStr for Settings {
 }
 
 impl fmt::Display for Settings {
-    /// As words of a kernel command line; sizes in plain bytes, which are never rounded.
+    /// As words of a kernel command line; sizes in bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { mode, rate, working_set, fill, disk, build } = self;
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
-            "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set} godwit.fill={fill}"
+            "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set}B godwit.fill={fill}B"
         )?;
         if *build != BuildWork::default() {
-            write!(f, " godwit.jobs={} godwit.past={}", build.jobs, build.past.0)?;
+            write!(f, " godwit.jobs={} godwit.past={}B", build.jobs, build.past.0)?;
         }
         if disk.is_idle() {
             return Ok(());
         }
         let DiskWork { write, read, block, span, threads } = disk;
-        write!(f, " godwit.disk_write={write} godwit.disk_read={read}")?;
-        write!(f, " godwit.disk_block={} godwit.disk_span={} godwit.disk_threads={threads}", block.0, span.0)
+        write!(f, " godwit.disk_write={write}B godwit.disk_read={read}B")?;
+        write!(f, " godwit.disk_block={}B godwit.disk_span={}B godwit.disk_threads={threads}", block.0, span.0)
     }
 }
 
@@ -262,8 +262,8 @@ mod tests {
         assert!(message("godwit.fill=lots").starts_with("godwit.fill: "));
         assert!(message("godwit.rate=-1").contains("not a number"));
         assert!(message("godwit.speed=1").contains("no setting"));
-        assert!(message("godwit.disk_block=5000").contains("multiple of 4KiB"));
-        assert!(message("godwit.disk_block=0").contains("multiple of 4KiB"));
+        assert!(message("godwit.disk_block=5000B").contains("multiple of 4KiB"));
+        assert!(message("godwit.disk_block=0B").contains("multiple of 4KiB"));
         assert!(message("godwit.jobs=65").contains("0 to 64"));
         assert!(message("godwit.disk_threads=0").contains("1 to 64"));
     }
