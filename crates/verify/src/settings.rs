@@ -196,7 +196,11 @@ impl fmt::Display for Settings {
         }
         let DiskWork { write, read, block, span, threads } = disk;
         write!(f, " godwit.disk_write={write}B godwit.disk_read={read}B")?;
-        write!(f, " godwit.disk_block={}B godwit.disk_span={}B godwit.disk_threads={threads}", block.0, span.0)
+        write!(
+            f,
+            " godwit.disk_block={}B godwit.disk_span={}B godwit.disk_threads={threads}",
+            block.0, span.0
+        )
     }
 }
 

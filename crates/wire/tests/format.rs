@@ -177,9 +177,15 @@ fn a_frame_is_full_of_pages_or_full_of_runs() {
         builder.add(PageRun::new(left as u64 * 2, 1), data, |_, _| Some(Content::Data)).unwrap();
         assert_eq!(builder.room(), left.min(RUNS_LIMIT - (FRAME_PAGES - left)));
     }
+    assert!(!builder.is_empty());
     let frame = builder.finish(0).to_vec();
-    let header = FrameHeader::decode(frame.first_chunk().unwrap()).unwrap();
+    assert!(builder.is_empty());
+    let (header, payload) = frame.split_first_chunk().unwrap();
+    let header = FrameHeader::decode(header).unwrap();
     assert_eq!(usize::from(header.runs), FRAME_PAGES);
+    let pages = PageFrame::decode(&header, payload).unwrap();
+    assert_eq!(pages.raw_len, FRAME_PAGES * 4096);
+    assert_eq!(pages.first_page().0, (FRAME_PAGES as u64 - 1) * 2);
 
     for left in (0..RUNS_LIMIT).rev() {
         builder.zero(PageRun::new(left as u64 * 2, 1));
