@@ -166,7 +166,7 @@ fn pages_that_are_given_back_meanwhile_are_discarded_at_the_destination() -> any
     let options = [CHURN, &["--balloon", "reporting"], &["--rate", "2000"]].concat();
     let test = "pages_that_are_given_back_meanwhile_are_discarded_at_the_destination";
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
-    let (migrate, _) = pair.migrate(&["--max-bandwidth", "20MiB/s"])?;
+    let (migrate, _) = pair.migrate(&["--max-bandwidth", "5MiB/s", "--compression", "none"])?;
     pair.check_moved(&migrate)?;
     let zero: u64 = migrate.last()["round_list"]
         .as_array()
