@@ -11,8 +11,18 @@ use godwit_verify::settings::Mode;
 use serde_json::Value;
 
 /// What would never end by itself.
-const ENDLESS: &[&str] =
-    &["--max-bandwidth", "20MiB/s", "--downtime-limit", "5ms", "--patience", "0s", "--throttle", "off"];
+const ENDLESS: &[&str] = &[
+    "--max-bandwidth",
+    "20MiB/s",
+    "--compression",
+    "none",
+    "--downtime-limit",
+    "5ms",
+    "--patience",
+    "0s",
+    "--throttle",
+    "off",
+];
 
 /// Two machines of one kind, the first with a guest that writes as fast as it can.
 enum Machines {
@@ -139,8 +149,8 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         ensure!(machines.status(&name)?["settings"]["downtime-limit"] == "5ms");
         machines.refused(&["cancel", "--migration", "nobody"], "cannot be reached")?;
 
-        machines.done(&[&["set"], &of[..], &["max-bandwidth=100MiB/s", "delay-hot-percent=0"]].concat())?;
-        ensure!(machines.status(&name)?["settings"]["max-bandwidth"] == "100MiB/s");
+        machines.done(&[&["set"], &of[..], &["max-bandwidth=30MiB/s", "delay-hot-percent=0"]].concat())?;
+        ensure!(machines.status(&name)?["settings"]["max-bandwidth"] == "30MiB/s");
         migrate.wait_for("the second round", LIMIT, |line| line["round"].as_u64() > Some(0))?;
         machines.refused(&[&["switchover"], &of[..]].concat(), "above the limit of 5ms")?;
 
