@@ -138,6 +138,16 @@ fn adaptive_round(dirty: &[u32], throttle: f64) -> Round<'_> {
     }
 }
 
+/// A policy with default settings that has seen three segments rewritten throughout the first round.
+fn throttled() -> Policy {
+    let mut policy = Policy::new(Settings::default());
+    let (none, hot) = (busy(0), busy(3));
+    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
+    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
+    policy.round(&adaptive_round(&hot, 0.0));
+    policy
+}
+
 #[test]
 fn what_is_rewritten_in_the_first_round_is_left_for_later_and_then_throttled() {
     let mut policy = Policy::new(Settings::default());
@@ -154,11 +164,7 @@ fn what_is_rewritten_in_the_first_round_is_left_for_later_and_then_throttled() {
 
 #[test]
 fn a_setting_changes_what_is_in_force_at_once_or_nothing() {
-    let mut policy = Policy::new(Settings::default());
-    let (none, hot) = (busy(0), busy(3));
-    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
-    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
-    policy.round(&adaptive_round(&hot, 0.0));
+    let mut policy = throttled();
     let before = policy.plan().clone();
     assert!(policy.set("max-throttle", "100").is_err());
     assert_eq!((policy.plan(), policy.settings()), (&before, &Settings::default()));
@@ -177,11 +183,7 @@ fn memory_waits_for_the_first_pass_over_disks_unless_told_otherwise() {
 
 #[test]
 fn a_setting_of_something_else_leaves_the_throttle_in_force() {
-    let mut policy = Policy::new(Settings::default());
-    let (none, hot) = (busy(0), busy(3));
-    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
-    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
-    policy.round(&adaptive_round(&hot, 0.0));
+    let mut policy = throttled();
     let throttle = policy.plan().throttle;
     assert!(throttle > 0.9, "{throttle}");
     assert_eq!(policy.set("downtime-limit", "200ms").map(|plan| plan.throttle), Ok(throttle));
@@ -215,11 +217,7 @@ fn a_throttled_guest_is_not_kept_for_the_minimum() {
 
 #[test]
 fn a_round_under_a_throttle_ends_when_what_remains_fits_into_the_downtime() {
-    let mut policy = Policy::new(Settings::default());
-    let (none, hot) = (busy(0), busy(3));
-    policy.tick(&Tick { in_round: Duration::from_millis(100), dirty: &none, ..Tick::default() });
-    policy.tick(&Tick { in_round: Duration::from_millis(200), dirty: &hot, ..Tick::default() });
-    policy.round(&adaptive_round(&hot, 0.0));
+    let (mut policy, none) = (throttled(), busy(0));
     let throttle = policy.plan().throttle;
     // 40 MiB/s: 10 MiB fit into 300 ms, 20 MiB do not.
     let passed_by = |policy: &mut Policy, in_round: u64, remaining: u64| {
