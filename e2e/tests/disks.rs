@@ -229,7 +229,9 @@ fn the_guests_writes_are_limited_until_it_has_moved() -> anyhow::Result<()> {
         line["disk_limit_bytes_per_second"].as_f64() == Some(LIMIT_RATE) && line["round"].as_u64() > Some(3)
     };
     migrate.wait_for("rounds with a limit", LIMIT, limited)?;
-    disks.pair.godwit.done(&["switchover", "--force", "--migration", &name])?;
+    // Where the host is quick enough for the limit of downtime, it has come to its end by itself meanwhile: what was
+    // written says as much then.
+    disks.pair.godwit.run(&["switchover", "--force", "--migration", &name])?;
     let migrate = migrate.wait(LIMIT)?;
     disks.check_moved(&migrate)?;
     // From the second round on, and all but the last, where the guest stands still.
