@@ -229,6 +229,33 @@ fn a_milder_throttle_is_taken_that_costs_hardly_more_than_a_strong_one() {
 }
 
 #[test]
+fn of_milder_ones_none_is_taken_that_costs_over_a_quarter_more() {
+    let guest = Guest::default();
+    // No time is left for strong and brief.
+    let throttle = Throttle { severe: 2.0, ..Throttle::default() };
+    let of_rate = |rate| {
+        let class = [Class { rate, ..CALM[0] }];
+        adapted(&throttle, &at_once(&guest, &class, 60.0), false)
+    };
+    // 20 % take 2.16 s and cost 1.72 s, 15 % take 1.69 s and cost 1.43 s.
+    assert_eq!(of_rate(4.0), 0.8);
+    // 2.56 s and 2.05 s; 1.77 s and 1.51 s.
+    assert_eq!(of_rate(4.5), 0.85);
+}
+
+#[test]
+fn strong_and_brief_is_for_what_costs_a_fifth_less() {
+    let (guest, throttle) = (Guest::default(), Throttle::default());
+    // 1.80 s and 1.26 s of work at 30 %, 1 s and 0.92 s at 8 %, which is less by over a fifth.
+    let class = [Class { rate: 7.0 / 3.0, ..CALM[0] }];
+    assert_eq!(adapted(&throttle, &at_once(&guest, &class, 60.0), false), 0.92);
+    // On a link of half the speed all takes twice as long: 1.76 s at 30 %, 1.8 s at 10 %.
+    let class = [Class { rate: 0.5, ..CALM[0] }];
+    let slow = View { bandwidth: 500.0, ..at_once(&guest, &class, 2.6) };
+    assert_eq!(adapted(&throttle, &slow, false), 0.7);
+}
+
+#[test]
 fn a_round_without_a_throttle_is_made_when_that_brings_the_cost_down() {
     let (guest, throttle) = (Guest::default(), Throttle::default());
     // Now 0.26 s of work at 90 %. After a round of 1 s 632 pages are left: with 2 s of time 1.85 s
