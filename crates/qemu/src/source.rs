@@ -24,7 +24,7 @@ use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
-use godwit_units::{ByteCount, Rate};
+use godwit_units::{ByteCount, Rate, format_duration};
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -38,7 +38,7 @@ use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
 use crate::userfaultfd;
-use crate::way_back;
+use crate::way_back::{self, TOLD_AFTER};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -113,6 +113,8 @@ pub struct QemuSource {
     guard: Option<Guard>,
     /// What has befallen the guest since it was looked at first.
     fate: Fate,
+    /// Hears of waits that are long.
+    told: fn(&str),
 }
 
 impl QemuSource {
@@ -164,6 +166,7 @@ impl QemuSource {
             tracking: None,
             guard: None,
             fate: Fate::default(),
+            told: |_| {},
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -241,6 +244,13 @@ impl QemuSource {
         self
     }
 
+    /// The same, and `told` hears, in a sentence, what a wait of more than a few seconds is for.
+    #[must_use]
+    pub fn telling(mut self, told: fn(&str)) -> Self {
+        self.told = told;
+        self
+    }
+
     /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
@@ -304,12 +314,12 @@ impl QemuSource {
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
         self.take_events();
-        let Self { machine, throttle, tracker, limits, fate, .. } = self;
+        let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut machine.qmp;
         self.migrating = true;
         qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", limits.stop, |event| {
+        let mut wanted = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
@@ -320,7 +330,18 @@ impl QemuSource {
                 }
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
-        })?;
+        };
+        let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
+        let reached = match qmp.wait_event_where(what, first, &mut wanted) {
+            Err(QmpError::Timeout { .. }) if first < limits.stop => {
+                let limit = format_duration(limits.stop);
+                told(&format!(
+                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}"
+                ));
+                qmp.wait_event_where(what, limits.stop - first, wanted)?
+            }
+            reached => reached?,
+        };
         match (migration_event(&reached).as_str(), stopped) {
             ("pre-switchover", Some(at)) => Ok(at),
             ("pre-switchover", None) if !self.was_running => Ok(reached.at),
@@ -358,15 +379,16 @@ impl QemuSource {
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
-        let running = match std::mem::take(&mut self.migrating) {
-            true => way_back::run_again(&mut self.machine, runs, self.limits).and_then(|()| {
-                match self.fate.ended() {
-                    Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
-                    None => Ok(()),
-                }
-            }),
-            false => Ok(()),
-        };
+        let running =
+            match std::mem::take(&mut self.migrating) {
+                true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(|()| {
+                    match self.fate.ended() {
+                        Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
+                        None => Ok(()),
+                    }
+                }),
+                false => Ok(()),
+            };
         self.fate.runs_again();
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);
