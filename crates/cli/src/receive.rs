@@ -76,6 +76,7 @@ pub(crate) struct Arguments {
 
 /// The engine's faults by name.
 #[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(clippy::enum_variant_names, reason = "they are the words of the command line")]
 enum FaultName {
     KillAfterPrepare,
     KillAfterLoad,
