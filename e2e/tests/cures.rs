@@ -130,7 +130,8 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
     check_untouched(&mut pair.source)
 }
 
-/// What a disk is refused with is followed as it is printed, and leads to a guest that has moved with its disk.
+/// What a disk is refused with is followed as it is printed, and leads to a guest that has moved
+/// with its disk.
 #[test]
 fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
     let test = "the_cures_for_a_disk_are_followed_as_printed";
@@ -214,7 +215,8 @@ fn another_user_is_told_who_may() -> anyhow::Result<()> {
         let godwit = Godwit::built()?;
         let (name, socket) = (vm.vm_name(), vm.qmp_socket());
         let migrate = ["migrate", "--vm", &name, "--to", "127.0.0.1:1"];
-        // As a group of operators might have it: they reach the monitor, and not the guest's memory.
+        // As a group of operators might have it: they reach the monitor, and not the guest's
+        // memory.
         let open = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode));
         open(socket.parent().context("no directory")?, 0o755)?;
         open(&socket, 0o666)?;

@@ -69,7 +69,8 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
         1,
         &["another QEMU, has the file of RAM block 'mem' mapped", "qemu-system"],
     )?;
-    // The other way round the process that is named is the one whose guest runs: it must not be ended.
+    // The other way round the process that is named is the one whose guest runs: it must not be
+    // ended.
     let name = waiting.vm_name();
     let refused = Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
     let words = String::from_utf8_lossy(&refused.stderr).into_owned();

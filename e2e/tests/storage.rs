@@ -97,7 +97,8 @@ fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()>
     Ok(())
 }
 
-/// Samples alone missed one that differs in few places: one in three times where a block of a thousand differs.
+/// Samples alone missed one that differs in few places: one in three times where a block of a
+/// thousand differs.
 #[test]
 fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
     const AT: u64 = 30 << 20;

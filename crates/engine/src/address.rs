@@ -217,7 +217,8 @@ impl Write for Stream {
     }
 }
 
-/// A listening socket, and other handles to the same one; a unix socket's file is removed with the last of them.
+/// A listening socket, and other handles to the same one; a unix socket's file is removed with the
+/// last of them.
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<Socket>);
 

@@ -37,7 +37,8 @@ pub enum NoRoom {
         /// A size of the mount that would do, as mount(8) takes it.
         enough: String,
     },
-    /// The control group of the VM has a limit, or that of godwit, to which the pages count that it fills.
+    /// The control group of the VM has a limit, or that of godwit, to which the pages count that it
+    /// fills.
     #[error(
         "{who} may take {room} more of memory ({}), and the guest may come to use {needed} more: raise that limit, or receive with --overcommit",
         limit.display()
@@ -122,7 +123,8 @@ pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let swap = in_meminfo(&meminfo, "SwapFree:").unwrap_or(0);
     let huge = huge_needs(blocks);
-    // Whoever touches a page first has it counted: godwit what it fills, the VM what the guest takes later.
+    // Whoever touches a page first has it counted: godwit what it fills, the VM what the guest
+    // takes later.
     let own = std::process::id();
     for (pid, who) in [(pid, format!("process {pid}")), (own, format!("godwit itself (process {own})"))] {
         let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
@@ -176,8 +178,8 @@ struct Group {
     unified: bool,
 }
 
-/// The control groups of a process that belong to `controller`, from its own outwards; `text` is its /proc/PID/cgroup
-/// (cgroups(7)). The root has no limit.
+/// The control groups of a process that belong to `controller`, from its own outwards; `text` is
+/// its /proc/PID/cgroup (cgroups(7)). The root has no limit.
 fn groups_of(text: &str, controller: &str) -> Vec<Group> {
     let mut groups = Vec::new();
     for line in text.lines() {
@@ -226,8 +228,8 @@ fn room_in(group: &Group, swap: u64) -> Option<(u64, PathBuf)> {
     Some((room, group.dir.join(limit)))
 }
 
-/// The same for huge pages of 2 MiB (Documentation/admin-guide/cgroup-v1/hugetlb.rst, cgroup-v2.rst): a fault beyond this limit
-/// is answered with SIGBUS, whatever the pool still has.
+/// The same for huge pages of 2 MiB (Documentation/admin-guide/cgroup-v1/hugetlb.rst,
+/// cgroup-v2.rst): a fault beyond this limit is answered with SIGBUS, whatever the pool still has.
 fn huge_room_in(group: &Group) -> Option<(u64, PathBuf)> {
     let number = |name: &str| std::fs::read_to_string(group.dir.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, used) = if group.unified {

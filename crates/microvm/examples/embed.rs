@@ -1,6 +1,6 @@
-//! How a VMM embeds the engine, with the microvm in the VMM's place: `docs/microvm.md` shows these lines, and a test sees to it
-//! that it does. Run with an address to listen at, it takes a guest into a new machine; with another machine's guest it would
-//! be the same call at the other side.
+//! How a VMM embeds the engine, with the microvm in the VMM's place: `docs/microvm.md` shows these
+//! lines, and a test sees to it that it does. Run with an address to listen at, it takes a guest
+//! into a new machine; with another machine's guest it would be the same call at the other side.
 
 use std::error::Error;
 use std::time::Duration;

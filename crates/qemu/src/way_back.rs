@@ -15,11 +15,13 @@ use crate::source::Limits;
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(1);
-/// A wait for QEMU's storage that is longer is told of: somebody sits there and sees nothing happen.
+/// A wait for QEMU's storage that is longer is told of: somebody sits there and sees nothing
+/// happen.
 pub(crate) const TOLD_AFTER: Duration = Duration::from_secs(3);
 
-/// Ends QEMU's migration, wherever it is, and then runs the guest if `was_running`. A QEMU whose main loop stands still
-/// is waited for as long as `limits.hang`, all else for `limits.resume`. `told` hears of a wait that is long.
+/// Ends QEMU's migration, wherever it is, and then runs the guest if `was_running`. A QEMU whose
+/// main loop stands still is waited for as long as `limits.hang`, all else for `limits.resume`.
+/// `told` hears of a wait that is long.
 pub(crate) fn run_again(
     machine: &mut Machine,
     was_running: bool,
@@ -50,7 +52,7 @@ fn cancel(
         Err(QmpError::Timeout { .. }) if first < hang => {
             let limit = format_duration(hang);
             told(&format!(
-                "QEMU does not answer; its storage seems to hang; waiting for it, up to {limit}: then the guest runs on"
+                "QEMU does not answer, its storage seems to hang: the guest runs on when that does; waiting up to {limit}"
             ));
             machine.qmp.answer(&cancel, hang - first)
         }

@@ -102,7 +102,7 @@ fn who_waits_for_storage_is_told() {
         let told = TOLD.lock().unwrap().clone();
         assert_eq!(told.len(), 2, "{told:?}");
         assert!(told[0].contains("still flushes its disks; waiting for it, up to 3.6s"), "{told:?}");
-        assert!(told[1].contains("its storage seems to hang") && told[1].contains("up to 2min"), "{told:?}");
+        assert!(told[1].contains("its storage seems to hang") && told[1].contains("up to 120s"), "{told:?}");
         assert_eq!(vm.status().unwrap(), "running");
     }
 }

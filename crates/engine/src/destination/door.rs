@@ -1,8 +1,9 @@
 //! Who comes to the address of a destination that has found its source.
 //!
-//! From then on one thread accepts all connections: it hands on those of the session, and tells another source at
-//! once that this destination is busy, and with whom. Without it, that source would wait for a greeting that does not come,
-//! and the operators of both sides would learn nothing of each other.
+//! From then on one thread accepts all connections: it hands on those of the session, and tells
+//! another source at once that this destination is busy, and with whom. Without it, that source
+//! would wait for a greeting that does not come, and the operators of both sides would learn
+//! nothing of each other.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,14 +21,16 @@ use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, receive_greeting, send_greeting};
 use crate::{Cancel, EngineError, limits, threads};
 
-/// Connections of the session that may wait: those of all channels, and of a source that asks again.
+/// Connections of the session that may wait: those of all channels, and of a source that asks
+/// again.
 const OWN_LIMIT: usize = 128;
 
 /// Notices that may wait to be told; of more, some are not.
 const NOTICES_LIMIT: usize = 16;
 
-/// Connections of strangers that stay open until others come: who closes one at once may take its last words along,
-/// since what the stranger says meanwhile is not read (tcp(7): a reset overtakes data).
+/// Connections of strangers that stay open until others come: who closes one at once may take its
+/// last words along, since what the stranger says meanwhile is not read (tcp(7): a reset overtakes
+/// data).
 const LEFT_OPEN: usize = 8;
 
 /// The thread that accepts; it ends with this.
@@ -102,7 +105,8 @@ impl Drop for Door {
     }
 }
 
-/// Receives the greeting of a source that has connected. One of another version is told ours, and says so to its operator.
+/// Receives the greeting of a source that has connected. One of another version is told ours, and
+/// says so to its operator.
 pub(super) fn greet(stream: &mut Stream) -> Result<Greeting, EngineError> {
     receive_greeting(stream, PEER, limits::GREETING).inspect_err(|error| {
         if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
@@ -130,7 +134,8 @@ impl Keeper {
             match self.listener.accept(None, || self.stopped()) {
                 Ok(Some(stream)) => self.let_in(stream),
                 Ok(None) => return,
-                // Descriptors may be short for a while; what is waiting stays in the queue of the kernel.
+                // Descriptors may be short for a while; what is waiting stays in the queue of the
+                // kernel.
                 Err(_) => std::thread::sleep(limits::TICK),
             }
         }

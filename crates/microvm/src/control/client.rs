@@ -170,8 +170,8 @@ pub fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
     }
 }
 
-/// Whether a machine answers at `path`. Comes before what is waited for without a limit: a monitor of a QEMU that serves somebody
-/// else takes connections, and says nothing.
+/// Whether a machine answers at `path`. Comes before what is waited for without a limit: a monitor
+/// of a QEMU that serves somebody else takes connections, and says nothing.
 fn is_there(path: &Path, cancel: &Cancel) -> Result<(), MicrovmError> {
     let mut connection = Connection::open(path, &Request::Status)?;
     match connection.next(cancel, Some(THERE_LIMIT))? {

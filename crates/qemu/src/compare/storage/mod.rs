@@ -1,9 +1,11 @@
 //! Whether the destination finds the source's disks: those that stay must be the same storage at both sides, those that move must not.
 //!
-//! Images are read as files, beside the QEMUs: the destination's QEMU must not open one yet, which the source's writes (before 10.0
-//! any export makes it do so). The same file is told by its numbers, on one host; else its bytes are compared: samples first, then
-//! as much as some seconds allow, which is all of an image that is not large. A block that differs is read again at both sides until it is known to differ while the source's stands still, or
-//! not to follow where the source's changes: the guest writes meanwhile.
+//! Images are read as files, beside the QEMUs: the destination's QEMU must not open one yet, which
+//! the source's writes (before 10.0 any export makes it do so). The same file is told by its
+//! numbers, on one host; else its bytes are compared: samples first, then as much as some seconds
+//! allow, which is all of an image that is not large. A block that differs is read again at both
+//! sides until it is known to differ while the source's stands still, or not to follow where the
+//! source's changes: the guest writes meanwhile.
 //!
 //! ```text
 //!   host_file   a file or a block device, what it is, and blocks of it
@@ -306,8 +308,8 @@ impl Asked<'_, '_> {
         Ok(None)
     }
 
-    /// Whether the file at `place` of the source's holds what `own` does, or why that cannot be told. What samples do not tell is looked
-    /// for during `time`.
+    /// Whether the file at `place` of the source's holds what `own` does, or why that cannot be
+    /// told. What samples do not tell is looked for during `time`.
     fn content(
         &mut self,
         place: (usize, usize),

@@ -1,11 +1,13 @@
-//! All of a file, or as much of it as some seconds allow, piece by piece in an order that is random.
+//! All of a file, or as much of it as some seconds allow, piece by piece in an order that is
+//! random.
 //!
-//! A copy that was made while the guest ran differs from the source's disk in a few places only, which samples miss: of a thousand
-//! of them one in three times when one block of a thousand differs. So both sides read all that is data at either, at the same
-//! time, and compare digests of pieces. A piece that differs is looked at block by block, since the guest may be writing it.
+//! A copy that was made while the guest ran differs from the source's disk in a few places only,
+//! which samples miss: of a thousand of them one in three times when one block of a thousand
+//! differs. So both sides read all that is data at either, at the same time, and compare digests of
+//! pieces. A piece that differs is looked at block by block, since the guest may be writing it.
 //!
-//! With a share f of the pieces read, an image that differs in n of them is taken for the same with the odds (1 - f)^n: in none of
-//! all cases when all of it was read.
+//! With a share f of the pieces read, an image that differs in n of them is taken for the same with
+//! the odds (1 - f)^n: in none of all cases when all of it was read.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -19,7 +21,8 @@ use super::samples::{self, Sample};
 use super::{Asked, Content, Suspect};
 use crate::compare::{Question, put};
 
-/// Bytes of a piece: large enough that storage is read at its full speed, and no more blocks than are read again at a time.
+/// Bytes of a piece: large enough that storage is read at its full speed, and no more blocks than
+/// are read again at a time.
 const PIECE: usize = BLOCK * super::AGAIN;
 
 /// Pieces of one question.

@@ -1,7 +1,8 @@
 //! Blocks of a file that stand for all of it: drawn at random from where data is, with more from its beginning and its end.
 //!
-//! They find at once what is another image altogether, and on storage that is too slow for more. Reading takes a fraction of a second
-//! at both sides; storage that is slower is sampled less. What differs in a few places only, [`super::pieces`] looks for.
+//! They find at once what is another image altogether, and on storage that is too slow for more.
+//! Reading takes a fraction of a second at both sides; storage that is slower is sampled less. What
+//! differs in a few places only, [`super::pieces`] looks for.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -35,7 +36,8 @@ pub(super) fn draw(file: &Arc<HostFile>, seed: u64) -> Result<Vec<Sample>, Strin
     read(file, places, BLOCK, BUDGET)
 }
 
-/// Reads `size` bytes at each of `places`, as many as `budget` allows: in their order, so that the first ones stand for all.
+/// Reads `size` bytes at each of `places`, as many as `budget` allows: in their order, so that the
+/// first ones stand for all.
 ///
 /// # Errors
 /// As [`draw`].
@@ -117,7 +119,8 @@ fn places(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
     places
 }
 
-/// Numbers below what is asked for: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+/// Numbers below what is asked for: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+/// number generators, 2014).
 pub(super) fn random(seed: u64) -> impl FnMut(u64) -> u64 {
     let mut state = seed;
     move |below| {
