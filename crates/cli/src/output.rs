@@ -305,7 +305,12 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
 
 /// Tells a failure: one line for people on standard error, and with `json` an object as the last line.
 pub(crate) fn failure(failure: &Failure, json: bool) {
-    eprintln!("godwit: {failure}; {}", survivor_text(failure.survivor));
+    let guest = match (&failure.cause, failure.survivor) {
+        // A guest that powered off or panicked is not as it was before.
+        (EngineError::Befallen(_), Survivor::Source) => "the guest is at the source",
+        (_, survivor) => survivor_text(survivor),
+    };
+    eprintln!("godwit: {failure}; {guest}");
     if json {
         let outcome = match (&failure.cause, failure.survivor) {
             (_, Survivor::Unknown) => "in-doubt",
