@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use godwit_memory::{RamBlock, Slot, SlotFlags, SlotId};
+use godwit_memory::RamBlock;
+use godwit_memslots::{MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId};
 use godwit_track::{BlockMapping, VhostLog};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_virtio::GuestMemory;
@@ -103,28 +104,38 @@ impl GuestRam {
     }
 
     /// The memory slots: at least one for each block, and `wanted` in all where the blocks have that many pages.
-    #[must_use]
-    pub fn slots(&self, wanted: usize) -> Vec<Slot> {
+    ///
+    /// # Errors
+    /// When blocks overlap, in the guest.
+    pub fn slots(&self, wanted: usize) -> Result<MemSlots, SlotError> {
         let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
-        let mut slots = Vec::new();
+        let mut slots = MemSlots::new();
+        slots.update(|edit| self.cut(wanted, total, edit))?;
+        Ok(slots)
+    }
+
+    /// Cuts the blocks, of `total` pages, into slots.
+    fn cut(&self, wanted: usize, total: u64, slots: &mut SlotEdit) -> Result<(), SlotError> {
+        let mut id = 0;
         for (block, placed) in self.placed.iter().enumerate() {
             let pages = placed.size / PAGE_SIZE;
             let share =
                 (u128::from(pages) * wanted as u128 / u128::from(total)).clamp(1, pages.into()) as u64;
             for number in 0..share {
                 let (first, end) = (pages * number / share, pages * (number + 1) / share);
-                slots.push(Slot {
-                    id: SlotId(slots.len() as u32),
+                slots.insert(Slot {
+                    id: SlotId(id),
                     flags: SlotFlags::NONE,
                     gfn: Gpa(placed.gpa + first * PAGE_SIZE).frame(),
                     pages: PageCount(end - first),
                     hva: Hva(placed.base.as_ptr() as u64 + first * PAGE_SIZE),
                     block: block as u32,
                     first: PageIndex(first),
-                });
+                })?;
+                id += 1;
             }
         }
-        slots
+        Ok(())
     }
 
     /// Where each block is mapped in this process.
@@ -282,15 +293,15 @@ mod tests {
     #[test]
     fn slots_tile_the_blocks_at_any_alignment() {
         let ram = ram();
-        let slots = ram.slots(100);
+        let slots = ram.slots(100).unwrap().map().to_vec();
         let of = |block| slots.iter().filter(move |slot| slot.block == block);
         assert_eq!(of(0).map(|slot| slot.pages.0).sum::<u64>(), 256);
         assert_eq!(of(1).map(|slot| slot.pages.0).sum::<u64>(), 5);
         assert_eq!(of(1).next().unwrap().gfn.0, 0x203);
         assert_eq!(of(1).next().unwrap().hva.0 % HUGE, 0x5000);
         assert!((95..=100).contains(&slots.len()), "{}", slots.len());
-        assert_eq!(ram.slots(0).len(), 2);
-        assert_eq!(ram.slots(10_000).len(), 261);
+        assert_eq!(ram.slots(0).unwrap().map().len(), 2);
+        assert_eq!(ram.slots(10_000).unwrap().map().len(), 261);
     }
 
     #[test]
@@ -299,7 +310,8 @@ mod tests {
         let ram = ram();
         ram.write(0x1000, &[1; 4096]).unwrap();
         let sizes: Vec<_> = ram.blocks().iter().map(RamBlock::pages).collect();
-        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &ram.slots(7)).unwrap();
+        let slots = ram.slots(7).unwrap().map().to_vec();
+        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &slots).unwrap();
         ram.write(0x20_3ffe, b"seam").unwrap();
         ram.write(0x2000, &[1; 4096]).unwrap();
         for (block, expected) in [(0, PageRun::new(2, 1)), (1, PageRun::new(0, 2))] {
