@@ -18,6 +18,7 @@ use godwit_qemu::QemuDestination;
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
+use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
 use crate::vm::{RequestError, VmName, refused_qemu};
@@ -80,7 +81,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
     let mut again = None;
-    match take_in(arguments, &cancel, &mut |notice| tell_notice(notice, json), &mut again) {
+    match take_in(
+        arguments,
+        &cancel,
+        &mut |notice| tell_notice(notice, !arguments.disks.is_none(), json),
+        &mut again,
+    ) {
         Ok((received, cost)) => {
             tell(&received, cost, json);
             ExitCode::SUCCESS
@@ -165,15 +171,19 @@ fn tell_listening(address: &str, advice: Option<&str>, json: bool) {
         return;
     }
     if let Some(advice) = advice {
-        eprintln!("{advice}");
+        eprintln!("{}", layout::wrap("advice: ", advice, 8, layout::width(&std::io::stderr())));
     }
     eprintln!("listening on {address}");
 }
 
-fn tell_notice(notice: &Notice, json: bool) {
+/// `allowed`: whether disks may be overwritten.
+fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
     match notice {
         // On standard error in any case: somebody knocks who should not.
         Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
+        Notice::Busy { peer } => {
+            eprintln!("godwit: another source came, from {peer}; it was told that this receive is busy");
+        }
         Notice::Accepted { ram, disks } if json => {
             let disks: Vec<_> =
                 disks.iter().map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 })).collect();
@@ -183,6 +193,9 @@ fn tell_notice(notice: &Notice, json: bool) {
             let disks: String =
                 disks.iter().map(|disk| format!(", {} of disk '{}'", disk.size, disk.name)).collect();
             eprintln!("a source has connected: {ram} of RAM{disks} to come");
+            if allowed && disks.is_empty() {
+                eprintln!("no disk comes along: godwit migrate was started without --disks");
+            }
         }
         Notice::Round { round, received } if json => {
             json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
@@ -214,13 +227,15 @@ fn tell(received: &Received, cost: Cost, json: bool) {
         return;
     }
     let how = if received.running { "runs here" } else { "is here, paused as it was" };
-    println!(
-        "the guest {how}: {} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
+    let text = format!(
+        "{} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
         received.bytes,
         format_duration(received.total),
         format_duration(received.load),
         format_duration(received.resume),
     );
+    let label = format!("the guest {how}: ");
+    println!("{}", layout::wrap(&label, &text, 10, layout::width(&std::io::stdout())));
 }
 
 /// What another attempt needs after one that failed.

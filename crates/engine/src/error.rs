@@ -82,7 +82,7 @@ pub enum EngineError {
         what: String,
     },
     /// The peer gave up.
-    #[error("the {peer} gave up: {text}")]
+    #[error("the {peer} {}: {text}", if *code == AbortCode::Busy { "is busy" } else { "gave up" })]
     Aborted {
         /// `source` or `destination`.
         peer: &'static str,

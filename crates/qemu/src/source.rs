@@ -24,7 +24,7 @@ use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
-use godwit_units::{ByteCount, Rate};
+use godwit_units::{ByteCount, Rate, format_duration};
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -37,7 +37,7 @@ use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
 use crate::userfaultfd;
-use crate::way_back;
+use crate::way_back::{self, TOLD_AFTER};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -110,6 +110,8 @@ pub struct QemuSource {
     terms: Terms,
     /// What brings the guest back when this process is killed.
     guard: Option<Guard>,
+    /// Hears of waits that are long.
+    told: fn(&str),
 }
 
 impl QemuSource {
@@ -160,6 +162,7 @@ impl QemuSource {
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,
+            told: |_| {},
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -237,6 +240,13 @@ impl QemuSource {
         self
     }
 
+    /// The same, and `told` hears, in a sentence, what a wait of more than a few seconds is for.
+    #[must_use]
+    pub fn telling(mut self, told: fn(&str)) -> Self {
+        self.told = told;
+        self
+    }
+
     /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
@@ -299,13 +309,13 @@ impl QemuSource {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        let Self { machine, throttle, tracker, limits, .. } = self;
+        let Self { machine, throttle, tracker, limits, told, .. } = self;
         let qmp = &mut machine.qmp;
         qmp.forget_events();
         self.migrating = true;
         qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", limits.stop, |event| {
+        let mut wanted = |event: &Event| {
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
                 let _ = throttle.set(0.0);
@@ -314,7 +324,18 @@ impl QemuSource {
                 }
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
-        })?;
+        };
+        let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
+        let reached = match qmp.wait_event_where(what, first, &mut wanted) {
+            Err(QmpError::Timeout { .. }) if first < limits.stop => {
+                let limit = format_duration(limits.stop);
+                told(&format!(
+                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}"
+                ));
+                qmp.wait_event_where(what, limits.stop - first, wanted)?
+            }
+            reached => reached?,
+        };
         match migration_event(&reached).as_str() {
             "pre-switchover" => Ok(stopped.unwrap_or(reached.at)),
             _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
@@ -338,7 +359,7 @@ impl QemuSource {
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
         let running = match std::mem::take(&mut self.migrating) {
-            true => way_back::run_again(&mut self.machine, self.was_running, self.limits),
+            true => way_back::run_again(&mut self.machine, self.was_running, self.limits, self.told),
             false => Ok(()),
         };
         if running.is_ok() {
