@@ -4,11 +4,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use godwit_block::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
+use godwit_engine::destination::{Fault, Faults, Notice, Options, Received, receive};
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
@@ -65,9 +65,36 @@ pub(crate) struct Arguments {
     #[arg(long, hide = true, value_parser = slow_channel)]
     slow_channel: Option<(usize, Duration)>,
 
+    /// Make up a fault, for tests
+    #[arg(long, hide = true)]
+    fault: Option<FaultName>,
+
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
+}
+
+/// The engine's faults by name.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(clippy::enum_variant_names, reason = "they are the words of the command line")]
+enum FaultName {
+    KillAfterPrepare,
+    KillAfterLoad,
+    KillAfterReady,
+    KillBeforeRun,
+    KillAfterRun,
+}
+
+impl From<FaultName> for Fault {
+    fn from(name: FaultName) -> Self {
+        match name {
+            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
+            FaultName::KillAfterLoad => Self::KillAfterLoad,
+            FaultName::KillAfterReady => Self::KillAfterReady,
+            FaultName::KillBeforeRun => Self::KillBeforeRun,
+            FaultName::KillAfterRun => Self::KillAfterRun,
+        }
+    }
 }
 
 fn slow_channel(text: &str) -> Result<(usize, Duration), String> {
@@ -123,7 +150,8 @@ fn take_in(
                 RequestError::Refused(error.into())
             })?;
             tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
-            let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
+            let kill = arguments.fault.map(Fault::from);
+            let faults = Faults { slow_channel: arguments.slow_channel, kill, ..Faults::default() };
             let options = Options {
                 wait,
                 codecs: arguments.compression.codecs(),

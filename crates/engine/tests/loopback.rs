@@ -176,7 +176,7 @@ fn an_old_page_never_lands_on_a_newer_one() {
     // One channel is late with each frame, in all phases; the other is not.
     for slow in 0..2 {
         let slow_channel = Some((slow, LATE));
-        let faults = destination::Faults { slow_channel, any_channel: false };
+        let faults = destination::Faults { slow_channel, ..destination::Faults::default() };
         let (result, _, found) = move_steered(&options(2, true), &faults, false, &some_rounds());
         assert!(result.is_ok(), "channel {slow}: {result:?}");
         assert_eq!(found.pages_first, Some(true));

@@ -111,3 +111,17 @@ pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuErro
         }
     }
 }
+
+/// Keeps a guest that powered off or panicked from running: QEMU runs what it has stopped itself once
+/// its migration is taken back, a moment after it has said that this has ended.
+pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(), QemuError> {
+    let until = Instant::now() + limit;
+    loop {
+        let state = machine.run_state()?;
+        if !matches!(state.as_str(), "running" | "finish-migrate") || Instant::now() >= until {
+            return Ok(());
+        }
+        machine.qmp.execute("stop", Value::Null)?;
+        std::thread::sleep(PAUSE);
+    }
+}

@@ -9,6 +9,7 @@ mod barriers;
 mod channel;
 mod disk;
 mod door;
+mod fault;
 mod layout;
 mod memory;
 
@@ -40,6 +41,7 @@ use barriers::Barriers;
 use channel::{Channel, PEER, Place};
 use disk::{DiskPlace, LastRound};
 use door::Door;
+pub use fault::Fault;
 use memory::MemoryPlace;
 
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
@@ -136,6 +138,8 @@ pub struct Faults {
     pub slow_channel: Option<(usize, Duration)>,
     /// Pages are taken over any channel.
     pub any_channel: bool,
+    /// This process is killed.
+    pub kill: Option<Fault>,
 }
 
 /// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of.
@@ -246,7 +250,10 @@ impl Destination<'_> {
             let mut follow = None;
             for action in actions {
                 match self.perform(action) {
-                    Ok(input) => follow = input.or(follow),
+                    Ok(input) => {
+                        self.faults.kill.inspect(|fault| fault.strike_after(action));
+                        follow = input.or(follow);
+                    }
                     Err(error) => {
                         uncertain |= matches!(error, EngineError::Uncertain(_));
                         follow = Some(self.failed(state, error));
@@ -547,6 +554,8 @@ impl Destination<'_> {
                     return Err(EngineError::Ended("destination"));
                 }
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
+                    self.vm.taking_over().map_err(EngineError::Vm)?;
+                    self.faults.kill.filter(|it| *it == Fault::KillBeforeRun).inspect(|it| it.strike());
                     self.vm.run().map_err(|error| match error {
                         RunError::NeverRan(error) => EngineError::Vm(error),
                         RunError::Unknown(error) => EngineError::Uncertain(error),
