@@ -240,16 +240,12 @@ impl Policy {
             self.note_progress(expected, round.time);
         }
         let enough = self.enough(bandwidth);
-        // What would be dirty again after a round that sends all.
-        let time =
-            bandwidth.time_for(left).unwrap_or_default().as_secs_f64() * self.guest.speed(round.throttle);
-        let again = classes.iter().map(|c| c.pages * (1.0 - (-c.rate * time).exp())).sum();
         let bounds = Bounds {
             percent: self.settings.delay_hot_percent,
             rounds: self.settings.max_delay,
             until: round.memory.0 as f64 * f64::from(self.settings.delay_until_percent) / 100.0,
             enough,
-            again,
+            again: self.again(&classes, left, bandwidth, round.throttle),
         };
         if !round.dirty.is_empty() {
             self.hot.round(round.dirty, self.guest.segment_pages(), round.remaining.0 as f64, bounds);
@@ -320,6 +316,13 @@ impl Policy {
         let free: f64 =
             classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp())).sum();
         free.min(most)
+    }
+
+    /// Pages that would be dirty after a round that sends all that is `left`.
+    fn again(&self, classes: &[Class], left: ByteCount, bandwidth: Rate, throttle: f64) -> f64 {
+        let time = bandwidth.time_for(left).unwrap_or_default().as_secs_f64();
+        let time = time * self.guest.speed(throttle);
+        classes.iter().map(|c| c.pages * (1.0 - (-c.rate * time).exp())).sum()
     }
 
     /// A look at segments, in the model and in the count of what was dirtied in this round.
