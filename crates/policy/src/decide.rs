@@ -391,7 +391,7 @@ impl Policy {
         let history = self.bandwidth.average();
         let now = sent.per(in_round.as_secs_f64());
         let stalled = now.bytes_per_second() < STALLED * history.bytes_per_second();
-        if in_round >= SETTLED && sent.0 > 0 && !stalled { now } else { history }
+        if in_round >= SETTLED && !stalled { now } else { history }
     }
 
     /// What the modes decide from; what is counted by rounds is left at nothing.
