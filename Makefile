@@ -6,7 +6,12 @@ CARGO ?= cargo
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { \
+	  n = split($$2, words, " "); line = sprintf("  make %-16s", $$1); \
+	  for (i = 1; i <= n; i++) { \
+	    if (length(line) + 1 + length(words[i]) > 80) { print line; line = sprintf("%23s", ""); } \
+	    line = line " " words[i]; \
+	  } print line }' $(MAKEFILE_LIST)
 
 # DEMO=qemu and DEMO=microvm choose the kind of VM. Without a choice it is QEMU, and a microvm where neither QEMU nor the
 # Linux guest can be had. Arguments for `godwit demo` go into DEMO_ARGUMENTS.

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, check_moved, check_refused, check_untouched, guardian_of, oldest,
+    LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched, guardian_of,
+    oldest,
 };
 use godwit_testbed::{
     BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig, flavours_for,
@@ -271,6 +272,56 @@ fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow
             }
         }
         second_attempt(&mut pair)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
+    for flavour in flavours_for("a_receive_killed_before_commit_never_runs_the_guest") {
+        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+        for step in ["kill-after-prepare", "kill-after-load"] {
+            let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
+            let migrate = pair.godwit.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
+            ensure!(migrate.last()["guest"] == "source", "{flavour}: {step}: {}", migrate.last());
+            check_untouched(&mut pair.source).with_context(|| format!("{flavour}: {step}"))?;
+            // One that still loads ends by itself, without the rest.
+            let until = Instant::now() + LIMIT;
+            while pair.destination.is_alive() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            ensure!(!pair.destination.is_alive(), "{flavour}: {step}: it stays: {}", receive.errors());
+            pair.destination = TestVm::destination(pair.source.config())?;
+        }
+        second_attempt(&mut pair)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> anyhow::Result<()> {
+    // Mutation: the guardian of `receive` does not finish what COMMIT asked for.
+    for flavour in flavours_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian") {
+        for step in ["kill-before-run", "kill-after-run"] {
+            let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+            let place = BeaconPlace::find(pair.source.ram_file())?;
+            let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
+            let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
+            let migrate = pair.godwit.migrate(&pair.source, &address, &[])?;
+
+            let moment = await_end(&receive)?;
+
+            let there = await_running(&mut pair.destination, moment)?;
+            ensure!(there < BACK, "{flavour}: {step}: the guest stood for {there:?} after the kill");
+            await_words(&receive, "was handed over to it and runs here: `quit` the source QEMU")?;
+            pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+            check_settings(&mut pair.destination).with_context(|| format!("{flavour}: {step}"))?;
+            // The source asks for a minute, and never runs it.
+            ensure!(pair.source.status()? == "postmigrate", "{flavour}: {step}");
+            ensure!(!migrate.has_ended(), "{flavour}: {step}: {}", migrate.errors());
+            ensure!(!observer.finish()?.ran_on_both, "two guests from one");
+            ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
+        }
     }
     Ok(())
 }

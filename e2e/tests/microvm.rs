@@ -1,5 +1,7 @@
 //! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine in the VMM.
 
+use std::os::unix::net::UnixStream;
+
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
 use godwit_testbed::{
@@ -81,6 +83,13 @@ fn a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt() -> anyhow::
         let last = String::from_utf8_lossy(&output.stdout);
         ensure!(last.contains("\"outcome\":\"refused\""), "{last}");
     }
+    // A monitor that serves somebody else takes the connection, and says nothing.
+    let holder = UnixStream::connect(vm.qmp_socket())?;
+    let output = godwit.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == Some(1), "{}: {errors}", output.status);
+    ensure!(errors.contains("does not answer within 5s"), "{errors}");
+    drop(holder);
     check_untouched(&mut vm)
 }
 

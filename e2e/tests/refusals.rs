@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
-use godwit_testbed::{Backend, Ended, Flavour, Godwit, GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{Backend, Ended, Flavour, Godwit, GuestConfig, Movable, TestVm, VmConfig, flavours_for};
 use godwit_verify::settings::Mode;
 
 /// The config of a small guest, or nothing where there is no QEMU.
@@ -63,12 +63,22 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
         config.guest.memory.0,
         vm.ram_file().display()
     );
-    let _stranger = TestVm::source(&config.with_extra(&["-object", &object]))?;
+    let waiting = TestVm::destination(&config.with_extra(&["-object", &object]))?;
     check_refused(
         &migrate_nowhere(&vm)?,
         1,
         &["another QEMU, has the file of RAM block 'mem' mapped", "qemu-system"],
     )?;
+    // The other way round the process that is named is the one whose guest runs: it must not be
+    // ended.
+    let name = waiting.vm_name();
+    let refused = Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
+    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure!(refused.status.code() == Some(1), "{}: {words}", refused.status);
+    let running = format!("process {} (qemu-system", vm.pid());
+    for part in [&running, "leave that process alone", "a file of its own (mem-path)"] {
+        ensure!(words.contains(part), "'{part}' is not in: {words}");
+    }
     check_untouched(&mut vm)
 }
 

@@ -1,6 +1,7 @@
 //! Disks that stay where they are: the destination must find the source's storage, or be told that it does. A guest that moved without
 //! its disks ran on whatever image was there.
 
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -92,6 +93,35 @@ fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()>
         ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
         ensure!(receive.last()["outcome"] == "paused", "{}", receive.last());
         ensure!(setup_of(&migrate) < Duration::from_secs(5), "{:?}", setup_of(&migrate));
+    }
+    Ok(())
+}
+
+/// Samples alone missed one that differs in few places: one in three times where a block of a
+/// thousand differs.
+#[test]
+fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
+    const AT: u64 = 30 << 20;
+    for flavour in flavours("a_copy_that_differs_in_one_byte_is_found") {
+        let (own, copy) = (image("raw")?, image("raw")?);
+        let data: Vec<u8> =
+            (0_u32..32 << 20).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        let write = |image: &DiskImage, at, bytes: &[u8]| -> std::io::Result<()> {
+            std::fs::OpenOptions::new().write(true).open(image.path())?.write_all_at(bytes, at)
+        };
+        write(&own, 16 << 20, &data)?;
+        write(&copy, 16 << 20, &data)?;
+        let right = data[(AT - (16 << 20)) as usize];
+        write(&copy, AT, &[right ^ 1])?;
+        let config =
+            |image| VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_disk("disk0", image);
+        let mut pair = Pair::start_apart(&config(&own), &config(&copy))?;
+        check_other(&mut pair, &["holds something else"])?;
+
+        write(&copy, AT, &[right])?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate)?;
+        ensure!(setup_of(&migrate) < Duration::from_secs(10), "{:?}", setup_of(&migrate));
     }
     Ok(())
 }

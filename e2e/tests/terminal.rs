@@ -116,3 +116,19 @@ fn a_plan_for_a_quiet_guest_is_a_sentence() -> anyhow::Result<()> {
     ensure!(plan.lines().len() < 20, "{}", plan.text);
     Ok(())
 }
+
+#[test]
+fn a_long_benchmark_shows_that_it_goes_on() -> anyhow::Result<()> {
+    // Nothing was shown for a minute and more.
+    let words = ["bench", "codecs", "--synthetic", "2:1", "1MiB", "--runs", "2", "--quick"];
+    let screen = Terminal::run(&Godwit::built()?, NARROW, &words)?;
+    ensure!(screen.status.success(), "{}", screen.text);
+    screen.check_fits()?;
+    for pass in ["pass 1 of 2: lz4", "pass 2 of 2: lz4"] {
+        ensure!(screen.text.contains(pass), "'{pass}' is not in: {:?}", screen.text);
+    }
+    // The line goes when the table comes, which is judged by nobody's targets.
+    ensure!(screen.lines().iter().all(|line| !line.contains("pass 1 of")), "{:#?}", screen.lines());
+    ensure!(!screen.text.contains("target"), "{:?}", screen.text);
+    Ok(())
+}

@@ -134,6 +134,7 @@ mod tests {
             "godwit migrate --help",
             "godwit receive --vm qemu:/x --slow",
             "godwit receive --vm qemu:/x --slow-channel 1:1s",
+            "godwit receive --vm qemu:/x --fault kill-after-run",
         ] {
             let text = refused(line).replace(line, "");
             assert!(!text.contains("--fault") && !text.contains("--slow-channel"), "{line}: {text}");

@@ -18,6 +18,7 @@ use godwit_microvm::{
 };
 use godwit_units::{ByteCount, GRAMMAR};
 
+use crate::layout;
 use crate::output;
 use crate::process::{CANCELLED, FAILED, cancel_on_signals};
 
@@ -176,10 +177,17 @@ pub(crate) fn run(command: &Command) -> ExitCode {
             output::json_line(&serde_json::to_value(status).unwrap_or_default());
             ExitCode::SUCCESS
         }),
-        Command::Pause(socket) => told(&socket.path, &Request::Pause),
-        Command::Resume(socket) => told(&socket.path, &Request::Resume),
-        Command::Balloon(balloon) => told(&balloon.socket.path, &Request::Balloon { bytes: balloon.size.0 }),
-        Command::Quit(socket) => told(&socket.path, &Request::Quit),
+        Command::Pause(socket) => told(&socket.path, &Request::Pause, "the guest is paused"),
+        Command::Resume(socket) => told(&socket.path, &Request::Resume, "the guest runs"),
+        Command::Balloon(balloon) => {
+            let (path, request) = (&balloon.socket.path, Request::Balloon { bytes: balloon.size.0 });
+            let asked = format!(
+                "the guest is asked to give back {} in all; `godwit microvm status` tells how far it is",
+                balloon.size
+            );
+            told(path, &request, &asked)
+        }
+        Command::Quit(socket) => told(&socket.path, &Request::Quit, "the machine ends"),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("godwit: {error}");
@@ -187,8 +195,12 @@ pub(crate) fn run(command: &Command) -> ExitCode {
     })
 }
 
-fn told(path: &std::path::Path, request: &Request) -> Result<ExitCode, MicrovmError> {
-    client::command(path, request).map(|()| ExitCode::SUCCESS)
+/// Has a request carried out, and says what is so now.
+fn told(path: &std::path::Path, request: &Request, now: &str) -> Result<ExitCode, MicrovmError> {
+    client::command(path, request)?;
+    let label = format!("microvm:{}: ", path.display());
+    println!("{}", layout::wrap(&label, now, 2, layout::width(&std::io::stdout())));
+    Ok(ExitCode::SUCCESS)
 }
 
 fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {

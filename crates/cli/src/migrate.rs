@@ -1,5 +1,6 @@
 //! `godwit migrate`.
 
+use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -314,18 +315,26 @@ fn move_guest(
             if arguments.disks_are_shared {
                 vm = vm.sharing_disks();
             }
+            let mut vm = vm.telling(tell_wait);
             // As with the hint below, a monitor that fails is told of later.
             output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
             // Only a hint: a monitor that fails now is told of by the migration.
             if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
             {
-                eprintln!("godwit: hint: {advice}");
+                let width = layout::width(&std::io::stderr());
+                eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
             }
             let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }
         VmName::Microvm(path) => Ok(client::migrate(path, options, disks, steering, progress)?),
     }
+}
+
+/// The line of progress stands still meanwhile, and is written again behind it.
+fn tell_wait(what: &str) {
+    let clear = if std::io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
+    eprintln!("{clear}godwit: {what}");
 }
 
 fn tell(measures: &Measures, cost: Cost, json: bool) {

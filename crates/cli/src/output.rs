@@ -10,7 +10,7 @@ use godwit_units::{ByteCount, PageCount, format_duration};
 use serde_json::{Value, json};
 
 use crate::layout;
-use crate::progress::Table;
+use crate::progress::{Table, believable};
 
 /// Prints one line of JSON to standard output, at once.
 pub(crate) fn json_line(value: &Value) {
@@ -124,6 +124,7 @@ pub(crate) fn status_text(progress: &Progress, width: usize) -> String {
         ("stage", format!("{stage}, {} after the start", format_duration(progress.elapsed))),
         ("sent", format!("{} in all; {} of memory left", progress.sent, progress.remaining)),
     ];
+    let progress = &believable(progress);
     if let (Some(dirty), Some(link)) = (progress.dirty_rate, progress.bandwidth) {
         lines.push((
             "rates",
@@ -304,7 +305,12 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
 
 /// Tells a failure: one line for people on standard error, and with `json` an object as the last line.
 pub(crate) fn failure(failure: &Failure, json: bool) {
-    eprintln!("godwit: {failure}; {}", survivor_text(failure.survivor));
+    let guest = match (&failure.cause, failure.survivor) {
+        // A guest that powered off or panicked is not as it was before.
+        (EngineError::Befallen(_), Survivor::Source) => "the guest is at the source",
+        (_, survivor) => survivor_text(survivor),
+    };
+    eprintln!("godwit: {failure}; {guest}");
     if json {
         let outcome = match (&failure.cause, failure.survivor) {
             (_, Survivor::Unknown) => "in-doubt",

@@ -4,11 +4,11 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use godwit_block::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Faults, Notice, Options, Received, receive};
+use godwit_engine::destination::{Fault, Faults, Notice, Options, Received, receive};
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
@@ -18,6 +18,7 @@ use godwit_qemu::QemuDestination;
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
+use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
 use crate::vm::{RequestError, VmName, refused_qemu};
@@ -64,9 +65,36 @@ pub(crate) struct Arguments {
     #[arg(long, hide = true, value_parser = slow_channel)]
     slow_channel: Option<(usize, Duration)>,
 
+    /// Make up a fault, for tests
+    #[arg(long, hide = true)]
+    fault: Option<FaultName>,
+
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
+}
+
+/// The engine's faults by name.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(clippy::enum_variant_names, reason = "they are the words of the command line")]
+enum FaultName {
+    KillAfterPrepare,
+    KillAfterLoad,
+    KillAfterReady,
+    KillBeforeRun,
+    KillAfterRun,
+}
+
+impl From<FaultName> for Fault {
+    fn from(name: FaultName) -> Self {
+        match name {
+            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
+            FaultName::KillAfterLoad => Self::KillAfterLoad,
+            FaultName::KillAfterReady => Self::KillAfterReady,
+            FaultName::KillBeforeRun => Self::KillBeforeRun,
+            FaultName::KillAfterRun => Self::KillAfterRun,
+        }
+    }
 }
 
 fn slow_channel(text: &str) -> Result<(usize, Duration), String> {
@@ -80,7 +108,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
     let mut again = None;
-    match take_in(arguments, &cancel, &mut |notice| tell_notice(notice, json), &mut again) {
+    match take_in(
+        arguments,
+        &cancel,
+        &mut |notice| tell_notice(notice, !arguments.disks.is_none(), json),
+        &mut again,
+    ) {
         Ok((received, cost)) => {
             tell(&received, cost, json);
             ExitCode::SUCCESS
@@ -117,7 +150,8 @@ fn take_in(
                 RequestError::Refused(error.into())
             })?;
             tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
-            let faults = Faults { slow_channel: arguments.slow_channel, ..Faults::default() };
+            let kill = arguments.fault.map(Fault::from);
+            let faults = Faults { slow_channel: arguments.slow_channel, kill, ..Faults::default() };
             let options = Options {
                 wait,
                 codecs: arguments.compression.codecs(),
@@ -165,15 +199,19 @@ fn tell_listening(address: &str, advice: Option<&str>, json: bool) {
         return;
     }
     if let Some(advice) = advice {
-        eprintln!("{advice}");
+        eprintln!("{}", layout::wrap("advice: ", advice, 8, layout::width(&std::io::stderr())));
     }
     eprintln!("listening on {address}");
 }
 
-fn tell_notice(notice: &Notice, json: bool) {
+/// `allowed`: whether disks may be overwritten.
+fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
     match notice {
         // On standard error in any case: somebody knocks who should not.
         Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
+        Notice::Busy { peer } => {
+            eprintln!("godwit: another source came, from {peer}; it was told that this receive is busy");
+        }
         Notice::Accepted { ram, disks } if json => {
             let disks: Vec<_> =
                 disks.iter().map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 })).collect();
@@ -183,6 +221,9 @@ fn tell_notice(notice: &Notice, json: bool) {
             let disks: String =
                 disks.iter().map(|disk| format!(", {} of disk '{}'", disk.size, disk.name)).collect();
             eprintln!("a source has connected: {ram} of RAM{disks} to come");
+            if allowed && disks.is_empty() {
+                eprintln!("no disk comes along: godwit migrate was started without --disks");
+            }
         }
         Notice::Round { round, received } if json => {
             json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
@@ -214,13 +255,15 @@ fn tell(received: &Received, cost: Cost, json: bool) {
         return;
     }
     let how = if received.running { "runs here" } else { "is here, paused as it was" };
-    println!(
-        "the guest {how}: {} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
+    let text = format!(
+        "{} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
         received.bytes,
         format_duration(received.total),
         format_duration(received.load),
         format_duration(received.resume),
     );
+    let label = format!("the guest {how}: ");
+    println!("{}", layout::wrap(&label, &text, 10, layout::width(&std::io::stdout())));
 }
 
 /// What another attempt needs after one that failed.

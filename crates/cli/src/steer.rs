@@ -119,7 +119,13 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
         };
     }
     let found = match &arguments.which.migration {
-        Some(name) => Found { sockets: vec![socket_of(name)], closed: Vec::new() },
+        Some(name) => match socket_of(name) {
+            Ok(socket) => Found { sockets: vec![socket], closed: Vec::new() },
+            Err(why) => {
+                eprintln!("godwit: {why}");
+                return ExitCode::from(FAILED);
+            }
+        },
         None => running(),
     };
     let mut all = Vec::new();
@@ -231,7 +237,13 @@ pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
 /// (which may have ended by the time somebody could ask again) or, for a change of settings, as it is now.
 fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> String) -> ExitCode {
     let socket = match &which.migration {
-        Some(name) => socket_of(name),
+        Some(name) => match socket_of(name) {
+            Ok(socket) => socket,
+            Err(why) => {
+                eprintln!("godwit: {why}");
+                return ExitCode::from(FAILED);
+            }
+        },
         None => {
             let Found { sockets, closed } = running();
             match sockets.as_slice() {
@@ -300,16 +312,24 @@ fn owner_in_name(path: &Path) -> Option<u32> {
     path.file_name()?.to_str()?.strip_prefix("godwit-")?.parse().ok()
 }
 
-fn socket_of(name: &str) -> PathBuf {
+/// The socket of the migration `name`, or why there is none.
+fn socket_of(name: &str) -> Result<PathBuf, String> {
     if let Some(path) = name.strip_prefix("microvm:") {
-        return path.into();
+        return Ok(path.into());
     }
     if name.contains('/') {
-        return name.into();
+        return Ok(name.into());
     }
     let file = format!("{name}.sock");
-    let known = running().sockets.into_iter().find(|socket| socket.file_name() == Some(file.as_ref()));
-    known.unwrap_or_else(|| directory().join(file))
+    let Found { sockets, closed } = running();
+    let known = sockets.iter().find(|socket| socket.file_name() == Some(file.as_ref()));
+    known.cloned().ok_or_else(|| match sockets.as_slice() {
+        [] => nothing_runs(&closed),
+        others => {
+            let names: Vec<String> = others.iter().map(|socket| name_of(socket)).collect();
+            format!("no migration '{name}' runs: choose one with --migration {}", names.join("|"))
+        }
+    })
 }
 
 fn name_of(socket: &Path) -> String {

@@ -8,6 +8,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
@@ -151,6 +152,19 @@ impl Stream {
         }
     }
 
+    /// Who is at the other end, as an operator would call it.
+    #[must_use]
+    pub fn peer(&self) -> String {
+        match self {
+            Self::Tcp(stream) => stream.peer_addr().map_or_else(|_| "a host".to_owned(), |at| at.to_string()),
+            Self::Unix(stream) => match sockopt::socket_peercred(stream) {
+                Ok(peer) => format!("process {}", peer.pid.as_raw_nonzero()),
+                // Over vsock (vsock(7)), or a process of a namespace that this one cannot see.
+                Err(_) => "another machine".to_owned(),
+            },
+        }
+    }
+
     /// Another handle to the same connection.
     ///
     /// # Errors
@@ -203,14 +217,15 @@ impl Write for Stream {
     }
 }
 
-/// A listening socket; a unix socket's file is removed with it.
+/// A listening socket, and other handles to the same one; a unix socket's file is removed with the
+/// last of them.
+#[derive(Clone, Debug)]
+pub struct Listener(Arc<Socket>);
+
 #[derive(Debug)]
-pub enum Listener {
-    /// On TCP.
+enum Socket {
     Tcp(TcpListener),
-    /// On a unix socket.
     Unix(UnixListener, PathBuf),
-    /// On vsock.
     Vsock(VsockListener),
 }
 
@@ -234,17 +249,17 @@ impl Listener {
     }
 
     fn bind_now(address: &Address) -> io::Result<Self> {
-        let listener = match address {
-            Address::Tcp(text) => Self::Tcp(TcpListener::bind(text.as_str())?),
-            Address::Unix(path) => Self::Unix(UnixListener::bind(path)?, path.clone()),
-            Address::Vsock(cid, port) => Self::Vsock(VsockListener::bind_with_cid_port(*cid, *port)?),
+        let socket = match address {
+            Address::Tcp(text) => Socket::Tcp(TcpListener::bind(text.as_str())?),
+            Address::Unix(path) => Socket::Unix(UnixListener::bind(path)?, path.clone()),
+            Address::Vsock(cid, port) => Socket::Vsock(VsockListener::bind_with_cid_port(*cid, *port)?),
         };
-        match &listener {
-            Self::Tcp(listener) => listener.set_nonblocking(true)?,
-            Self::Unix(listener, _) => listener.set_nonblocking(true)?,
-            Self::Vsock(listener) => listener.set_nonblocking(true)?,
+        match &socket {
+            Socket::Tcp(listener) => listener.set_nonblocking(true)?,
+            Socket::Unix(listener, _) => listener.set_nonblocking(true)?,
+            Socket::Vsock(listener) => listener.set_nonblocking(true)?,
         }
-        Ok(listener)
+        Ok(Self(Arc::new(socket)))
     }
 
     /// Where it listens, with the port that port 0 became.
@@ -252,10 +267,10 @@ impl Listener {
     /// # Errors
     /// When the kernel does not tell.
     pub fn address(&self) -> io::Result<Address> {
-        Ok(match self {
-            Self::Tcp(listener) => Address::Tcp(listener.local_addr()?.to_string()),
-            Self::Unix(_, path) => Address::Unix(path.clone()),
-            Self::Vsock(listener) => {
+        Ok(match &*self.0 {
+            Socket::Tcp(listener) => Address::Tcp(listener.local_addr()?.to_string()),
+            Socket::Unix(_, path) => Address::Unix(path.clone()),
+            Socket::Vsock(listener) => {
                 let address = listener.local_addr()?;
                 Address::Vsock(address.cid(), address.port())
             }
@@ -268,10 +283,10 @@ impl Listener {
     /// When accepting fails.
     pub fn accept(&self, until: Option<Instant>, stop: impl Fn() -> bool) -> io::Result<Option<Stream>> {
         loop {
-            let accepted = match self {
-                Self::Tcp(listener) => listener.accept().map(|(stream, _)| Stream::Tcp(stream)),
-                Self::Unix(listener, _) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
-                Self::Vsock(listener) => {
+            let accepted = match &*self.0 {
+                Socket::Tcp(listener) => listener.accept().map(|(stream, _)| Stream::Tcp(stream)),
+                Socket::Unix(listener, _) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
+                Socket::Vsock(listener) => {
                     listener.accept().map(|(stream, _)| Stream::Unix(OwnedFd::from(stream).into()))
                 }
             };
@@ -299,10 +314,10 @@ impl Listener {
 
     fn wait_readable(&self, limit: Duration) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let fd = match self {
-            Self::Tcp(listener) => listener.as_fd(),
-            Self::Unix(listener, _) => listener.as_fd(),
-            Self::Vsock(listener) => listener.as_fd(),
+        let fd = match &*self.0 {
+            Socket::Tcp(listener) => listener.as_fd(),
+            Socket::Unix(listener, _) => listener.as_fd(),
+            Socket::Vsock(listener) => listener.as_fd(),
         };
         let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(limit.subsec_nanos()) };
         let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
@@ -343,7 +358,7 @@ fn with_cure(error: io::Error, address: &Address) -> io::Error {
     io::Error::new(error.kind(), cure)
 }
 
-impl Drop for Listener {
+impl Drop for Socket {
     fn drop(&mut self) {
         if let Self::Unix(_, path) = self {
             let _ = std::fs::remove_file(path);

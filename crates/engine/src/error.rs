@@ -82,7 +82,7 @@ pub enum EngineError {
         what: String,
     },
     /// The peer gave up.
-    #[error("the {peer} gave up: {text}")]
+    #[error("the {peer} {}: {text}", if *code == AbortCode::Busy { "is busy" } else { "gave up" })]
     Aborted {
         /// `source` or `destination`.
         peer: &'static str,
@@ -121,6 +121,9 @@ pub enum EngineError {
     /// The machine's process has ended during the migration.
     #[error("the {0} VM has ended: its log or standard error may say why")]
     Ended(&'static str),
+    /// The guest ended by itself, or went on where it must not.
+    #[error("{0}")]
+    Befallen(String),
     /// Whether the guest runs at the destination is not known.
     #[error("it is not known whether the guest runs: {0}")]
     Uncertain(#[source] VmError),
@@ -207,9 +210,12 @@ impl EngineError {
     pub fn abort_code(&self) -> AbortCode {
         match self {
             Self::Layout(_) => AbortCode::Layout,
-            Self::Vm(_) | Self::Ended(_) | Self::Uncertain(_) | Self::NotResumed { .. } | Self::Disk(_) => {
-                AbortCode::Machine
-            }
+            Self::Vm(_)
+            | Self::Ended(_)
+            | Self::Befallen(_)
+            | Self::Uncertain(_)
+            | Self::NotResumed { .. }
+            | Self::Disk(_) => AbortCode::Machine,
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,

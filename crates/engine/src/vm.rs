@@ -50,6 +50,14 @@ pub trait SourceVm {
         false
     }
 
+    /// What has befallen the guest that leaves nothing to be moved, in words and with what to do: it
+    /// powered off or panicked, and its machine keeps it so; or it was reset when it stood still
+    /// already. Asked several times a second while the guest runs, and once more before COMMIT: waits
+    /// for nothing.
+    fn befallen(&mut self) -> Option<String> {
+        None
+    }
+
     /// Answers what the destination's adapter asks in [`DestinationVm::compare`], before anything is tracked or sent; at most
     /// [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than a few seconds.
     ///
@@ -320,6 +328,15 @@ pub trait DestinationVm {
     /// # Errors
     /// When the machine could not load it.
     fn finish_load(&mut self) -> Result<(), VmError>;
+
+    /// COMMIT has come, and [`Self::run`] is called next: from here on whoever stands in for this
+    /// process runs the guest.
+    ///
+    /// # Errors
+    /// When that cannot be made sure of; the guest is then discarded.
+    fn taking_over(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
 
     /// Runs the guest.
     ///

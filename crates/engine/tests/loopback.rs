@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_codec::Codec;
-use godwit_engine::address::Listener;
+use godwit_engine::address::{Listener, Stream};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, Notice};
 use godwit_engine::source::{Options, migrate};
@@ -176,7 +176,7 @@ fn an_old_page_never_lands_on_a_newer_one() {
     // One channel is late with each frame, in all phases; the other is not.
     for slow in 0..2 {
         let slow_channel = Some((slow, LATE));
-        let faults = destination::Faults { slow_channel, any_channel: false };
+        let faults = destination::Faults { slow_channel, ..destination::Faults::default() };
         let (result, _, found) = move_steered(&options(2, true), &faults, false, &some_rounds());
         assert!(result.is_ok(), "channel {slow}: {result:?}");
         assert_eq!(found.pages_first, Some(true));
@@ -294,6 +294,60 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
     assert!(result.is_ok(), "{result:?}");
     assert!(received.is_ok(), "{received:?}");
     assert!(source.retired && !source.running.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_second_source_is_told_of_the_first_at_once() {
+    // Regression: nobody answered it, and the operator of the destination never heard of it.
+    let mut first = Source::start(Duration::from_secs(60), Vec::new());
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let mut destination = Destination {
+        ram: blocks(),
+        source_ram: first.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::default(),
+        differs: false,
+        refuse_to_load: false,
+        while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
+    };
+    let (found_in, found) = std::sync::mpsc::channel();
+    let receiving = std::thread::spawn(move || {
+        let mut told = Vec::new();
+        let mut notice = |notice: &Notice| match notice {
+            Notice::Accepted { .. } => found_in.send(()).unwrap(),
+            Notice::Busy { peer } => told.push(peer.clone()),
+            _ => {}
+        };
+        let options = destination::Options::default();
+        let cancel = Cancel::default();
+        let received = destination::receive(&mut destination, &listener, &options, &cancel, &mut notice);
+        (received.map(drop), told)
+    });
+    let at = Options { to: to.clone(), ..options(2, true) };
+    let migrating =
+        std::thread::spawn(move || migrate(&mut first, &at, &some_rounds(), &mut |_| {}).map(drop));
+    found.recv().unwrap();
+
+    let mut second = Source::start(Duration::from_secs(60), Vec::new());
+    // A stranger that says nothing is in nobody's way for longer than a greeting takes.
+    let silent = Stream::connect(&to).unwrap();
+    silent.shut_down();
+    let at = Options { to, ..options(2, false) };
+    let failure = migrate(&mut second, &at, &some_rounds(), &mut |_| {}).unwrap_err();
+
+    let words = failure.to_string();
+    let expected = "the destination is busy: it has been taking in the guest of 127.0.0.1:";
+    assert!(words.starts_with(expected) && words.contains("start another VM"), "{words}");
+    assert_eq!((failure.phase, failure.survivor), (Phase::Setup, Survivor::Source));
+    assert!(second.running.load(Ordering::Relaxed));
+    let migrated = migrating.join().unwrap();
+    assert!(migrated.is_ok(), "{migrated:?}");
+    let (received, told) = receiving.join().unwrap();
+    assert!(received.is_ok(), "{received:?}");
+    assert!(told.len() == 1 && told[0].starts_with("127.0.0.1:"), "{told:?}");
 }
 
 #[test]

@@ -37,14 +37,15 @@ pub enum NoRoom {
         /// A size of the mount that would do, as mount(8) takes it.
         enough: String,
     },
-    /// The control group of the VM has a limit.
+    /// The control group of the VM has a limit, or that of godwit, to which the pages count that it
+    /// fills.
     #[error(
-        "process {pid} may take {room} more of memory ({}), and the guest may come to use {needed} more: raise that limit, or receive with --overcommit",
+        "{who} may take {room} more of memory ({}), and the guest may come to use {needed} more: raise that limit, or receive with --overcommit",
         limit.display()
     )]
     Group {
-        /// The VM's process.
-        pid: u32,
+        /// The VM's process, or godwit's.
+        who: String,
         /// The file that holds the limit.
         limit: PathBuf,
         /// What is left of it.
@@ -121,10 +122,24 @@ pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     let needed = needs(blocks).values().map(|(_, need)| need.size - need.allocated).sum();
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let swap = in_meminfo(&meminfo, "SwapFree:").unwrap_or(0);
-    let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    for group in groups_of(&groups) {
-        if let Some((room, limit)) = room_in(&group, swap).filter(|(room, _)| *room < needed) {
-            return Err(NoRoom::Group { pid, limit, room: ByteCount(room), needed: ByteCount(needed) });
+    let huge = huge_needs(blocks);
+    // Whoever touches a page first has it counted: godwit what it fills, the VM what the guest
+    // takes later.
+    let own = std::process::id();
+    for (pid, who) in [(pid, format!("process {pid}")), (own, format!("godwit itself (process {own})"))] {
+        let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let refuse = |room, limit, needed| {
+            Err(NoRoom::Group { who: who.clone(), limit, room: ByteCount(room), needed: ByteCount(needed) })
+        };
+        for group in groups_of(&groups, "memory") {
+            if let Some((room, limit)) = room_in(&group, swap).filter(|(room, _)| *room < needed) {
+                return refuse(room, limit, needed);
+            }
+        }
+        for group in groups_of(&groups, "hugetlb").iter().filter(|_| huge > 0) {
+            if let Some((room, limit)) = huge_room_in(group).filter(|(room, _)| *room < huge) {
+                return refuse(room, limit, huge);
+            }
         }
     }
     let Some(available) = in_meminfo(&meminfo, "MemAvailable:") else { return Ok(()) };
@@ -135,13 +150,27 @@ pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     Ok(())
 }
 
+/// Bytes in huge pages that the files of `blocks` do not have yet.
+fn huge_needs(blocks: &[RamBlock]) -> u64 {
+    let huge = blocks.iter().filter(|block| block.has_huge_pages());
+    let needs: BTreeMap<(u64, u64), (u64, u64)> =
+        huge.fold(BTreeMap::new(), |mut needs: BTreeMap<_, (u64, u64)>, block| {
+            if let (Ok(identity), Ok(allocated)) = (block.identity(), block.allocated()) {
+                let need = needs.entry(identity).or_default();
+                *need = (need.0 + block.pages().bytes().0, allocated.bytes().0);
+            }
+            needs
+        });
+    needs.values().map(|(size, allocated)| size.saturating_sub(*allocated)).sum()
+}
+
 /// A line of /proc/meminfo (proc(5)), in bytes.
 fn in_meminfo(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// A control group that counts memory.
+/// A control group that counts memory, or huge pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Group {
     dir: PathBuf,
@@ -149,22 +178,24 @@ struct Group {
     unified: bool,
 }
 
-/// The control groups that count the memory of a process, from its own outwards; `text` is its /proc/PID/cgroup
-/// (cgroups(7)). The root has no limit.
-fn groups_of(text: &str) -> Vec<Group> {
+/// The control groups of a process that belong to `controller`, from its own outwards; `text` is
+/// its /proc/PID/cgroup (cgroups(7)). The root has no limit.
+fn groups_of(text: &str, controller: &str) -> Vec<Group> {
     let mut groups = Vec::new();
     for line in text.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
         let unified = controllers.is_empty();
         let root = match controllers {
-            "" => "/sys/fs/cgroup",
-            controllers if controllers.split(',').any(|name| name == "memory") => "/sys/fs/cgroup/memory",
+            "" => Path::new("/sys/fs/cgroup").to_owned(),
+            controllers if controllers.split(',').any(|name| name == controller) => {
+                Path::new("/sys/fs/cgroup").join(controller)
+            }
             _ => continue,
         };
         let path = path.trim_start_matches('/');
         for part in Path::new(path).ancestors().filter(|part| !part.as_os_str().is_empty()) {
-            groups.push(Group { dir: Path::new(root).join(part), unified });
+            groups.push(Group { dir: root.join(part), unified });
         }
     }
     groups
@@ -194,6 +225,19 @@ fn room_in(group: &Group, swap: u64) -> Option<(u64, PathBuf)> {
         _ => swap,
     };
     let room = most.saturating_sub(used.saturating_sub(droppable)).saturating_add(swap);
+    Some((room, group.dir.join(limit)))
+}
+
+/// The same for huge pages of 2 MiB (Documentation/admin-guide/cgroup-v1/hugetlb.rst,
+/// cgroup-v2.rst): a fault beyond this limit is answered with SIGBUS, whatever the pool still has.
+fn huge_room_in(group: &Group) -> Option<(u64, PathBuf)> {
+    let number = |name: &str| std::fs::read_to_string(group.dir.join(name)).ok()?.trim().parse::<u64>().ok();
+    let (limit, used) = if group.unified {
+        ("hugetlb.2MB.max", "hugetlb.2MB.current")
+    } else {
+        ("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes")
+    };
+    let room = number(limit)?.saturating_sub(number(used)?);
     Some((room, group.dir.join(limit)))
 }
 
@@ -235,7 +279,8 @@ mod tests {
 
     #[test]
     fn the_groups_of_a_process_are_found_in_both_hierarchies() {
-        let dirs = |text| groups_of(text).into_iter().map(|group| (group.dir, group.unified)).collect();
+        let dirs =
+            |text| groups_of(text, "memory").into_iter().map(|group| (group.dir, group.unified)).collect();
         let unified: Vec<(PathBuf, bool)> = dirs("0::/machine.slice/vm1\n");
         let expected = ["/sys/fs/cgroup/machine.slice/vm1", "/sys/fs/cgroup/machine.slice"];
         assert_eq!(unified, expected.map(|dir| (dir.into(), true)));
@@ -265,6 +310,31 @@ mod tests {
         assert_eq!(with_swap, Some((157_000, dir.join("memory.max"))));
         assert_eq!(without, Some((150_000, dir.join("memory.max"))));
         assert_eq!(unlimited, None);
+    }
+
+    #[test]
+    fn what_is_left_of_a_limit_of_huge_pages() {
+        let dir = std::env::temp_dir().join(format!("godwit-huge-group-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let files = [
+            ("hugetlb.2MB.max", "8388608\n"),
+            ("hugetlb.2MB.current", "2097152\n"),
+            ("hugetlb.2MB.limit_in_bytes", "4194304\n"),
+            ("hugetlb.2MB.usage_in_bytes", "4194304\n"),
+        ];
+        for (name, text) in files {
+            std::fs::write(dir.join(name), text).unwrap();
+        }
+        let room = |unified| huge_room_in(&Group { dir: dir.clone(), unified });
+        let (unified, older) = (room(true), room(false));
+        std::fs::write(dir.join("hugetlb.2MB.max"), "max\n").unwrap();
+        let unlimited = room(true);
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!(unified, Some((6 << 20, dir.join("hugetlb.2MB.max"))));
+        assert_eq!(older, Some((0, dir.join("hugetlb.2MB.limit_in_bytes"))));
+        assert_eq!(unlimited, None);
+        let groups = groups_of("7:hugetlb:/vm1\n4:memory:/vm2\n", "hugetlb");
+        assert_eq!(groups, [Group { dir: "/sys/fs/cgroup/hugetlb/vm1".into(), unified: false }]);
     }
 
     #[test]

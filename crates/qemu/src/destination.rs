@@ -201,8 +201,11 @@ impl DestinationVm for QemuDestination {
         self.machine.process.has_ended()
     }
 
+    fn taking_over(&mut self) -> Result<(), VmError> {
+        Ok(self.note(|left| left.stage = Stage::Starting)?)
+    }
+
     fn run(&mut self) -> Result<(), RunError> {
-        self.note(|left| left.stage = Stage::Starting).map_err(|error| RunError::NeverRan(error.into()))?;
         let qmp = &mut self.machine.qmp;
         let never = |error: QmpError| RunError::NeverRan(error.into());
         let cont = qmp.queue("cont", Value::Null).map_err(|error| match error {

@@ -102,6 +102,12 @@ pub enum QemuError {
         /// How that is known.
         what: &'static str,
     },
+    /// The guest was stopped or run by somebody else.
+    #[error(
+        "the run state of the guest changed during the migration, and is '{0}' now: \
+         leave it alone, and start the migration again"
+    )]
+    OtherState(String),
     /// The machine changed during the migration.
     #[error("{0} during the migration: start it again")]
     Changed(&'static str),

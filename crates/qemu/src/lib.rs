@@ -14,6 +14,7 @@ mod destination;
 mod disk_limits;
 mod disks;
 mod error;
+mod fate;
 mod governor;
 mod guard;
 mod machine;

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use godwit_units::format_duration;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
@@ -105,6 +107,8 @@ pub struct Event {
 pub struct Qmp {
     stream: UnixStream,
     buffer: Vec<u8>,
+    /// Bytes at the beginning of `buffer` that hold no end of a line.
+    searched: usize,
     events: VecDeque<Event>,
     next_id: u64,
     version: (u64, u64, u64),
@@ -160,6 +164,7 @@ impl Qmp {
         Self {
             stream,
             buffer: Vec::new(),
+            searched: 0,
             events: VecDeque::new(),
             next_id: 0,
             version: (0, 0, 0),
@@ -333,6 +338,33 @@ impl Qmp {
         }
     }
 
+    /// Takes the events that have come so far. Reads what QEMU has sent by now, and waits for nothing.
+    ///
+    /// # Errors
+    /// A failure of the connection; events that came before it are kept for the next call.
+    pub(crate) fn take_events(&mut self) -> Result<VecDeque<Event>, QmpError> {
+        loop {
+            while let Some(message) = self.next_line("an event")? {
+                // The late answer to a command that was given up on is no event, and is dropped.
+                self.keep_event(&message);
+            }
+            let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
+            match poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
+                Ok(0) | Err(Errno::INTR) => return Ok(std::mem::take(&mut self.events)),
+                Ok(_) => {}
+                Err(errno) => {
+                    return Err(QmpError::Io { during: "an event".to_owned(), source: errno.into() });
+                }
+            }
+            match self.read_more("an event", COMMAND_LIMIT) {
+                Ok(_) => {}
+                // What came before the end is told first.
+                Err(_) if !self.events.is_empty() => return Ok(std::mem::take(&mut self.events)),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
     /// Forgets the events that came so far, so that a wait that follows sees only new ones.
     pub fn forget_events(&mut self) {
         self.events.clear();
@@ -388,39 +420,57 @@ impl Qmp {
     }
 
     fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {
+        let started = Instant::now();
+        loop {
+            if let Some(message) = self.next_line(during)? {
+                return Ok(message);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.read_more(during, left)? {
+                let limit = deadline.duration_since(started);
+                return Err(QmpError::Timeout { during: during.to_owned(), limit });
+            }
+        }
+    }
+
+    /// The first whole line of what was read and not looked at yet.
+    fn next_line(&mut self, during: &str) -> Result<Option<Value>, QmpError> {
         let invalid = |kind, text: &str| QmpError::Io {
             during: during.to_owned(),
             source: io::Error::new(kind, text.to_owned()),
         };
-        let started = Instant::now();
-        let mut searched = 0;
-        loop {
-            if let Some(at) = self.buffer[searched..].iter().position(|&b| b == b'\n') {
-                let line: Vec<u8> = self.buffer.drain(..=searched + at).collect();
-                return serde_json::from_slice(&line)
-                    .map_err(|_| invalid(io::ErrorKind::InvalidData, "a line that is not JSON"));
+        if let Some(at) = self.buffer[self.searched..].iter().position(|&b| b == b'\n') {
+            let line: Vec<u8> = self.buffer.drain(..=self.searched + at).collect();
+            self.searched = 0;
+            let message = serde_json::from_slice(&line);
+            return message
+                .map(Some)
+                .map_err(|_| invalid(io::ErrorKind::InvalidData, "a line that is not JSON"));
+        }
+        self.searched = self.buffer.len();
+        if self.searched > LINE_LIMIT {
+            return Err(invalid(io::ErrorKind::FileTooLarge, "a line of more than 16 MiB"));
+        }
+        Ok(None)
+    }
+
+    /// Reads what there is, and waits up to `limit` for it; `false` when nothing came.
+    fn read_more(&mut self, during: &str, limit: Duration) -> Result<bool, QmpError> {
+        let io = |source| QmpError::Io { during: during.to_owned(), source };
+        self.stream.set_read_timeout(Some(limit)).map_err(io)?;
+        let mut chunk = [0; 16384];
+        match self.stream.read(&mut chunk) {
+            Ok(0) => Err(QmpError::Closed { during: during.to_owned() }),
+            Ok(n) => {
+                self.buffer.extend_from_slice(&chunk[..n]);
+                Ok(true)
             }
-            searched = self.buffer.len();
-            if searched > LINE_LIMIT {
-                return Err(invalid(io::ErrorKind::FileTooLarge, "a line of more than 16 MiB"));
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                Err(QmpError::Closed { during: during.to_owned() })
             }
-            let now = Instant::now();
-            let timeout =
-                || QmpError::Timeout { during: during.to_owned(), limit: deadline.duration_since(started) };
-            let left = deadline.checked_duration_since(now).filter(|d| !d.is_zero()).ok_or_else(timeout)?;
-            let io = |source| QmpError::Io { during: during.to_owned(), source };
-            self.stream.set_read_timeout(Some(left)).map_err(io)?;
-            let mut chunk = [0; 16384];
-            match self.stream.read(&mut chunk) {
-                Ok(0) => return Err(QmpError::Closed { during: during.to_owned() }),
-                Ok(n) => self.buffer.extend_from_slice(&chunk[..n]),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Err(timeout()),
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                    return Err(QmpError::Closed { during: during.to_owned() });
-                }
-                Err(error) => return Err(io(error)),
-            }
+            Err(error) => Err(io(error)),
         }
     }
 }

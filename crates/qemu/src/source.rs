@@ -24,20 +24,21 @@ use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
-use godwit_units::{ByteCount, Rate};
+use godwit_units::{ByteCount, Rate, format_duration};
 use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Grain, ListedDisk, Tracking};
+use crate::fate::Fate;
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over, text};
 use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
 use crate::settings::Settings;
 use crate::userfaultfd;
-use crate::way_back;
+use crate::way_back::{self, TOLD_AFTER};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -110,6 +111,10 @@ pub struct QemuSource {
     terms: Terms,
     /// What brings the guest back when this process is killed.
     guard: Option<Guard>,
+    /// What has befallen the guest since it was looked at first.
+    fate: Fate,
+    /// Hears of waits that are long.
+    told: fn(&str),
 }
 
 impl QemuSource {
@@ -160,6 +165,8 @@ impl QemuSource {
             grain: Grain::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,
+            fate: Fate::default(),
+            told: |_| {},
             throttle: VcpuThrottle::new(machine.pid, &vcpus),
             tracker: Weak::new(),
             governed: GovernorMeasures::default(),
@@ -237,6 +244,13 @@ impl QemuSource {
         self
     }
 
+    /// The same, and `told` hears, in a sentence, what a wait of more than a few seconds is for.
+    #[must_use]
+    pub fn telling(mut self, told: fn(&str)) -> Self {
+        self.told = told;
+        self
+    }
+
     /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
@@ -299,26 +313,52 @@ impl QemuSource {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        let Self { machine, throttle, tracker, limits, .. } = self;
+        self.take_events();
+        let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut machine.qmp;
-        qmp.forget_events();
         self.migrating = true;
         qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
         let mut stopped = None;
-        let reached = qmp.wait_event_where("pre-switchover", limits.stop, |event| {
+        let mut wanted = |event: &Event| {
+            fate.take(event);
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
+                fate.stands_still();
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
                     tracker.answer_at_once();
                 }
             }
             matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
-        })?;
-        match migration_event(&reached).as_str() {
-            "pre-switchover" => Ok(stopped.unwrap_or(reached.at)),
+        };
+        let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
+        let reached = match qmp.wait_event_where(what, first, &mut wanted) {
+            Err(QmpError::Timeout { .. }) if first < limits.stop => {
+                let limit = format_duration(limits.stop);
+                told(&format!(
+                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}"
+                ));
+                qmp.wait_event_where(what, limits.stop - first, wanted)?
+            }
+            reached => reached?,
+        };
+        match (migration_event(&reached).as_str(), stopped) {
+            ("pre-switchover", Some(at)) => Ok(at),
+            ("pre-switchover", None) if !self.was_running => Ok(reached.at),
+            ("pre-switchover", None) => {
+                // Something else has stopped it since it was looked at last, so it is not ours to run.
+                self.was_running = false;
+                self.fate.stands_still();
+                Err(QemuError::Changed("the guest stopped"))
+            }
             _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
         }
+    }
+
+    /// Takes in what QEMU has told by now. A connection that fails is noticed by whoever uses it next.
+    fn take_events(&mut self) {
+        let events = self.machine.qmp.take_events().unwrap_or_default();
+        events.iter().for_each(|event| self.fate.take(event));
     }
 
     /// Lets the vCPUs run and write freely. There is nothing to report: what failed has let go of them.
@@ -337,10 +377,19 @@ impl QemuSource {
             let _ = state.shutdown(Shutdown::Both);
         }
         // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
-        let running = match std::mem::take(&mut self.migrating) {
-            true => way_back::run_again(&mut self.machine, self.was_running, self.limits),
-            false => Ok(()),
-        };
+        self.take_events();
+        let runs = self.was_running && self.fate.ended().is_none();
+        let running =
+            match std::mem::take(&mut self.migrating) {
+                true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(|()| {
+                    match self.fate.ended() {
+                        Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
+                        None => Ok(()),
+                    }
+                }),
+                false => Ok(()),
+            };
+        self.fate.runs_again();
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);
         }
@@ -416,7 +465,7 @@ impl QemuSource {
         }
         let state = self.machine.run_state()?;
         if (state == "running") != self.was_running {
-            return Err(QemuError::Changed("the guest was paused, resumed or shut down"));
+            return Err(QemuError::OtherState(state));
         }
         Ok(())
     }
@@ -459,6 +508,14 @@ impl SourceVm for QemuSource {
 
     fn has_ended(&self) -> bool {
         self.machine.process.has_ended()
+    }
+
+    fn befallen(&mut self) -> Option<String> {
+        self.take_events();
+        let Self { fate, machine, .. } = self;
+        let ended = machine.process.has_ended();
+        // An answer that does not come is found out by whoever needs one.
+        fate.words(ended, || machine.run_state().unwrap_or_default())
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
@@ -626,8 +683,10 @@ impl SourceVm for QemuSource {
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
-        let qmp = &mut self.machine.qmp;
+        let Self { machine, fate, .. } = self;
+        let qmp = &mut machine.qmp;
         let reached = qmp.wait_event_where("the end of its migration", SAVE_LIMIT, |event| {
+            fate.take(event);
             matches!(migration_event(event).as_str(), "failed" | "completed" | "cancelled")
         })?;
         match migration_event(&reached).as_str() {

@@ -4,6 +4,7 @@
 
 use std::time::{Duration, Instant};
 
+use godwit_units::format_duration;
 use serde_json::{Value, json};
 
 use crate::QemuError;
@@ -14,11 +15,20 @@ use crate::source::Limits;
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(1);
+/// A wait for QEMU's storage that is longer is told of: somebody sits there and sees nothing
+/// happen.
+pub(crate) const TOLD_AFTER: Duration = Duration::from_secs(3);
 
-/// Ends QEMU's migration, wherever it is, and then runs the guest if `was_running`. A QEMU whose main loop stands still
-/// is waited for as long as `limits.hang`, all else for `limits.resume`.
-pub(crate) fn run_again(machine: &mut Machine, was_running: bool, limits: Limits) -> Result<(), QemuError> {
-    let cancelled = cancel(machine, limits);
+/// Ends QEMU's migration, wherever it is, and then runs the guest if `was_running`. A QEMU whose
+/// main loop stands still is waited for as long as `limits.hang`, all else for `limits.resume`.
+/// `told` hears of a wait that is long.
+pub(crate) fn run_again(
+    machine: &mut Machine,
+    was_running: bool,
+    limits: Limits,
+    told: fn(&str),
+) -> Result<(), QemuError> {
+    let cancelled = cancel(machine, limits, told);
     if let Err(QemuError::Hangs { .. } | QemuError::Qmp(QmpError::Closed { .. })) = cancelled {
         // It would not answer anything else either.
         return cancelled;
@@ -29,11 +39,26 @@ pub(crate) fn run_again(machine: &mut Machine, was_running: bool, limits: Limits
     cancelled
 }
 
-fn cancel(machine: &mut Machine, Limits { hang, resume, .. }: Limits) -> Result<(), QemuError> {
+fn cancel(
+    machine: &mut Machine,
+    Limits { hang, resume, .. }: Limits,
+    told: fn(&str),
+) -> Result<(), QemuError> {
     // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
     // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
     let cancel = machine.qmp.queue("migrate_cancel", Value::Null)?;
-    match machine.qmp.answer(&cancel, hang) {
+    let first = TOLD_AFTER.min(hang);
+    let answer = match machine.qmp.answer(&cancel, first) {
+        Err(QmpError::Timeout { .. }) if first < hang => {
+            let limit = format_duration(hang);
+            told(&format!(
+                "QEMU does not answer, its storage seems to hang: the guest runs on when that does; waiting up to {limit}"
+            ));
+            machine.qmp.answer(&cancel, hang - first)
+        }
+        answer => answer,
+    };
+    match answer {
         Err(QmpError::Timeout { .. }) => return Err(QemuError::Hangs { limit: hang }),
         answer => answer?,
     };
@@ -84,5 +109,19 @@ pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuErro
             Ok(_) | Err(QmpError::Refused { .. }) => std::thread::sleep(PAUSE),
             Err(error) => return Err(error.into()),
         }
+    }
+}
+
+/// Keeps a guest that powered off or panicked from running: QEMU runs what it has stopped itself once
+/// its migration is taken back, a moment after it has said that this has ended.
+pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(), QemuError> {
+    let until = Instant::now() + limit;
+    loop {
+        let state = machine.run_state()?;
+        if !matches!(state.as_str(), "running" | "finish-migrate") || Instant::now() >= until {
+            return Ok(());
+        }
+        machine.qmp.execute("stop", Value::Null)?;
+        std::thread::sleep(PAUSE);
     }
 }

@@ -60,7 +60,8 @@ pub fn flavours() -> Vec<Flavour> {
     found
 }
 
-/// The QEMUs that the test `test` can run with: none, and aloud why, where QEMU or the guest is missing.
+/// The QEMUs that the test `test` can run with. What is missing is told aloud, with the reason: the
+/// guest, all QEMUs, or one of the two.
 #[must_use]
 pub fn flavours_for(test: &str) -> Vec<Flavour> {
     if let Err(missing) = GuestFiles::find() {
@@ -68,8 +69,36 @@ pub fn flavours_for(test: &str) -> Vec<Flavour> {
         return Vec::new();
     }
     let found = flavours();
-    if found.is_empty() {
-        skip(test, "there is no QEMU: run `make qemu`");
+    if let Some(why) = missing(&found, Flavour::unpacked().is_some()) {
+        skip(test, why);
     }
     found
+}
+
+/// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is there.
+fn missing(found: &[Flavour], unpacked: bool) -> Option<String> {
+    match found {
+        [] => Some("there is no QEMU: run `make qemu`".to_owned()),
+        [only] if unpacked => {
+            Some(format!("there is no QEMU but {only}: run `make qemu` for the system's own"))
+        }
+        [only] => Some(format!("there is no QEMU but {only}: run `make qemu` for QEMU 10")),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_that_is_missing_is_told_of() {
+        // Mutation: a test that has one QEMU where there should be two says nothing.
+        let qemu = |major| Flavour { program: PathBuf::from("qemu"), version: (major, 2, 0) };
+        assert_eq!(missing(&[qemu(7), qemu(10)], true), None);
+        let told = missing(&[qemu(7)], false).unwrap();
+        assert!(told.contains("no QEMU but QEMU 7.2.0") && told.contains("for QEMU 10"), "{told}");
+        assert!(missing(&[qemu(10)], true).unwrap().contains("for the system's own"));
+        assert!(missing(&[], false).unwrap().contains("there is no QEMU: run"));
+    }
 }

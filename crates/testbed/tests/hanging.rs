@@ -3,6 +3,7 @@
 //! The limits are shorter than those of the product, in the same order.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
@@ -72,6 +73,37 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
         }
         disk.answer().unwrap();
         assert_eq!(vm.bugs(), [""; 0]);
+    }
+}
+
+#[test]
+fn who_waits_for_storage_is_told() {
+    static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    for flavour in qemus("who_waits_for_storage_is_told").iter().take(1) {
+        let (mut vm, disk) = hung(flavour);
+        let limits = Limits { answer: SHORT, stop: SHORT * 6, hang: LIMIT, resume: LIMIT };
+        let source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
+        let mut source = source.telling(|what| TOLD.lock().unwrap().push(what.to_owned()));
+        let _state = source.open_state().unwrap();
+
+        source.stop().unwrap_err();
+        let resumed = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let until = Instant::now() + LIMIT;
+                while TOLD.lock().unwrap().len() < 2 && Instant::now() < until {
+                    std::thread::sleep(SHORT / 10);
+                }
+                disk.answer().unwrap();
+            });
+            source.resume()
+        });
+
+        resumed.unwrap();
+        let told = TOLD.lock().unwrap().clone();
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[0].contains("still flushes its disks; waiting for it, up to 3.6s"), "{told:?}");
+        assert!(told[1].contains("its storage seems to hang") && told[1].contains("up to 120s"), "{told:?}");
+        assert_eq!(vm.status().unwrap(), "running");
     }
 }
 

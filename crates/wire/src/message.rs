@@ -92,11 +92,13 @@ pub enum AbortCode {
     NotConverging = 9,
     /// Something else.
     Other = 10,
+    /// The destination has another guest to take in.
+    Busy = 11,
 }
 
 impl AbortCode {
     /// Every code there is.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Layout,
         Self::Machine,
         Self::Protocol,
@@ -107,6 +109,7 @@ impl AbortCode {
         Self::Timeout,
         Self::NotConverging,
         Self::Other,
+        Self::Busy,
     ];
 }
 

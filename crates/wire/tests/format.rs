@@ -68,6 +68,7 @@ fn golden_bytes() {
         hex(&pages_frame()[24 + 8192..]),
         hex(&Message::Question(b"what".to_vec()).encode()),
         hex(&Message::Answer(b"this".to_vec()).encode()),
+        hex(&Message::Abort { code: AbortCode::Busy, text: "later".to_owned() }.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -80,7 +81,7 @@ fn kinds_and_codes_are_listed_completely() {
         frame[0] = number as u8;
         assert_eq!(FrameHeader::decode(&frame).is_ok(), known, "kind {number}");
     }
-    assert_eq!(AbortCode::ALL.map(|code| code as u16), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]);
+    assert_eq!(AbortCode::ALL.map(|code| code as u16), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
 }
 
 #[test]

@@ -8,6 +8,8 @@
 mod barriers;
 mod channel;
 mod disk;
+mod door;
+mod fault;
 mod layout;
 mod memory;
 
@@ -31,15 +33,15 @@ use godwit_wire::{
 use crate::address::{Listener, Stream};
 use crate::compression::Codecs;
 use crate::digests;
-use crate::link::{
-    ControlWriter, FrameReader, link_error, read_messages, receive_greeting, say_alive, send_greeting,
-};
+use crate::link::{ControlWriter, FrameReader, link_error, read_messages, say_alive, send_greeting};
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
 
 use barriers::Barriers;
 use channel::{Channel, PEER, Place};
 use disk::{DiskPlace, LastRound};
+use door::Door;
+pub use fault::Fault;
 use memory::MemoryPlace;
 
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
@@ -56,6 +58,11 @@ struct Event {
 pub enum Notice {
     /// A connection was refused; waiting goes on.
     Refused(String),
+    /// Another source came while one is being served, and was told so.
+    Busy {
+        /// Where it called from.
+        peer: String,
+    },
     /// A source was accepted.
     Accepted {
         /// Guest memory to come.
@@ -131,6 +138,8 @@ pub struct Faults {
     pub slow_channel: Option<(usize, Duration)>,
     /// Pages are taken over any channel.
     pub any_channel: bool,
+    /// This process is killed.
+    pub kill: Option<Fault>,
 }
 
 /// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of.
@@ -158,6 +167,7 @@ pub fn receive(
         events,
         events_in,
         session: SessionId([0; 16]),
+        door: None,
         control: None,
         connection: 0,
         offer: None,
@@ -195,6 +205,8 @@ struct Destination<'a> {
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     session: SessionId,
+    /// Who else comes, from the moment that a source was found.
+    door: Option<Door>,
     control: Option<Arc<ControlWriter>>,
     connection: u32,
     offer: Option<Offer>,
@@ -238,7 +250,10 @@ impl Destination<'_> {
             let mut follow = None;
             for action in actions {
                 match self.perform(action) {
-                    Ok(input) => follow = input.or(follow),
+                    Ok(input) => {
+                        self.faults.kill.inspect(|fault| fault.strike_after(action));
+                        follow = input.or(follow);
+                    }
                     Err(error) => {
                         uncertain |= matches!(error, EngineError::Uncertain(_));
                         follow = Some(self.failed(state, error));
@@ -296,6 +311,7 @@ impl Destination<'_> {
             }
         };
         self.accepted = Instant::now();
+        self.door = Some(Door::open(self.listener, self.session, stream.peer())?);
         send_greeting(&mut stream, Greeting { session: self.session, role: Role::Control }, PEER)?;
         self.use_control(stream)?;
         let Message::Offer(offer) = self.next_message(limits::GREETING)? else {
@@ -376,20 +392,18 @@ impl Destination<'_> {
                 let limit = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
                 return Err(EngineError::Timeout { what: "a connection of the source", limit });
             };
-            match receive_greeting(&mut stream, PEER, limits::GREETING) {
+            match door::greet(&mut stream) {
                 Ok(greeting) => return Ok((greeting, stream)),
-                Err(error) => {
-                    // A source of another version is told ours, and says so to its operator.
-                    if matches!(
-                        error,
-                        EngineError::Wire { source: godwit_wire::WireError::Version { .. }, .. }
-                    ) {
-                        let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
-                        let _ = send_greeting(&mut stream, greeting, PEER);
-                    }
-                    (self.notice)(&Notice::Refused(error.to_string()));
-                }
+                Err(error) => (self.notice)(&Notice::Refused(error.to_string())),
             }
+        }
+    }
+
+    /// The next connection of the session; `None` at `until`.
+    fn next_of_session(&mut self, until: Instant) -> Result<Option<(Greeting, Stream)>, EngineError> {
+        match &self.door {
+            Some(door) => door.next(until, self.cancel, self.notice),
+            None => Err(EngineError::Panicked("door")),
         }
     }
 
@@ -417,8 +431,11 @@ impl Destination<'_> {
     }
 
     /// The next event, waited for as long as the link stands; `None` at `until`.
-    fn next_event(&self, until: Option<Instant>) -> Result<Option<Event>, EngineError> {
+    fn next_event(&mut self, until: Option<Instant>) -> Result<Option<Event>, EngineError> {
         loop {
+            if let Some(door) = &self.door {
+                door.tell(self.notice);
+            }
             // Once COMMIT was seen the guest is ours, and the operator's wish comes too late.
             if self.cancel.is_cancelled() && self.commit_seen.is_none() {
                 return Err(EngineError::Cancelled);
@@ -537,6 +554,8 @@ impl Destination<'_> {
                     return Err(EngineError::Ended("destination"));
                 }
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
+                    self.vm.taking_over().map_err(EngineError::Vm)?;
+                    self.faults.kill.filter(|it| *it == Fault::KillBeforeRun).inspect(|it| it.strike());
                     self.vm.run().map_err(|error| match error {
                         RunError::NeverRan(error) => EngineError::Vm(error),
                         RunError::Unknown(error) => EngineError::Uncertain(error),
@@ -578,21 +597,16 @@ impl Destination<'_> {
         let mut streams: Vec<Option<Stream>> = (0..all).map(|_| None).collect();
         let until = Instant::now() + limits::CONNECT;
         while streams.iter().any(Option::is_none) {
-            let (greeting, stream) = self.next_connection(Some(until)).map_err(|error| match error {
-                EngineError::Timeout { .. } => {
-                    EngineError::Timeout { what: "the data channels", limit: limits::CONNECT }
-                }
-                error => error,
-            })?;
+            let Some((greeting, stream)) = self.next_of_session(until)? else {
+                return Err(EngineError::Timeout { what: "the data channels", limit: limits::CONNECT });
+            };
             let slot = match greeting.role {
-                Role::Channel(number) if greeting.session == self.session => {
-                    streams.get_mut(usize::from(number))
-                }
+                Role::Channel(number) => streams.get_mut(usize::from(number)),
                 _ => None,
             };
             match slot {
                 Some(slot) if slot.is_none() => *slot = Some(stream),
-                _ => (self.notice)(&Notice::Refused("a connection of another session".to_owned())),
+                _ => (self.notice)(&Notice::Refused("a channel that the offer does not have".to_owned())),
             }
         }
         self.barriers = Arc::new(Barriers::new(all));
@@ -663,12 +677,14 @@ impl Destination<'_> {
         (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
         let until = *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
         loop {
-            let (greeting, mut stream) = self.next_connection(Some(until))?;
-            if greeting.role == Role::Resolve && greeting.session == self.session {
+            let Some((greeting, mut stream)) = self.next_of_session(until)? else {
+                return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
+            };
+            if greeting.role == Role::Resolve {
                 send_greeting(&mut stream, Greeting { session: self.session, role: Role::Resolve }, PEER)?;
                 return self.use_control(stream);
             }
-            (self.notice)(&Notice::Refused("a connection of another session".to_owned()));
+            (self.notice)(&Notice::Refused("a connection out of place".to_owned()));
         }
     }
 
@@ -678,6 +694,7 @@ impl Destination<'_> {
         if let Some(control) = &self.control {
             control.finish();
         }
+        self.door = None;
         let mut last_words = None;
         let until = Instant::now() + limits::ABORT;
         // Nothing to wait for once all is said.

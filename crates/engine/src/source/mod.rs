@@ -355,7 +355,8 @@ impl Source<'_> {
             (State::Done, true) => Survivor::Destination,
             (State::Cancelled, _) if self.vm.has_ended() => {
                 // What failed in consequence, and that it could not be brought back, need not be said.
-                self.cause = self.cause.take().map(|(phase, _)| (phase, EngineError::Ended("source")));
+                let ended = self.vm.befallen().map_or(EngineError::Ended("source"), EngineError::Befallen);
+                self.cause = self.cause.take().map(|(phase, _)| (phase, ended));
                 self.resume_failed = None;
                 Survivor::Ended
             }
@@ -376,7 +377,15 @@ impl Source<'_> {
 
     /// Keeps the first failure, which is the cause of those that follow.
     fn note(&mut self, state: State, error: EngineError) {
-        self.cause.get_or_insert((phase_of(state), error));
+        if self.cause.is_some() {
+            return;
+        }
+        // What the machine did not do any more, it did not for this reason.
+        let befallen = match error {
+            EngineError::Vm(_) | EngineError::Ended(_) if !self.commit_sent => self.vm.befallen(),
+            _ => None,
+        };
+        self.cause = Some((phase_of(state), befallen.map_or(error, EngineError::Befallen)));
     }
 
     /// When a channel broke since the destination gave up, its reason is on the way or already here. The guest runs again by now, so there is
@@ -681,6 +690,9 @@ impl Source<'_> {
                 self.hold(Fault::HoldReady)?;
                 self.measures.parts.load = self.lap();
                 self.strike(Fault::KillAfterReady);
+                if !self.vm.has_ended() {
+                    self.check_fate()?;
+                }
                 // Here, where a failure still leaves the guest ours, and not when COMMIT is sent.
                 self.vm.handing_over().map_err(EngineError::Vm)?;
                 self.strike(Fault::KillBeforeCommit);
@@ -690,6 +702,11 @@ impl Source<'_> {
             _ => {}
         }
         Ok(input)
+    }
+
+    /// Ends the migration where nothing is left to be moved.
+    fn check_fate(&mut self) -> Result<(), EngineError> {
+        self.vm.befallen().map_or(Ok(()), |words| Err(EngineError::Befallen(words)))
     }
 
     /// Ends this process if that is the fault to make up.

@@ -295,6 +295,7 @@ impl Source<'_> {
 
     /// Within a round: takes in what the operator changed, and lets the policy look.
     fn tick(&mut self) -> Result<(), EngineError> {
+        self.check_fate()?;
         self.take_changes();
         if let Some(idle) = self.idle.look() {
             let channels = usize::from(self.options.channels.max(1)) + self.disks.len();

@@ -19,7 +19,7 @@ use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::source::Options;
 use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, format_duration};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, pidfd_open};
 
@@ -30,6 +30,8 @@ use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// An answer of a machine that is asked before anything else whether it is one.
+const THERE_LIMIT: Duration = Duration::from_secs(5);
 /// The measures of a long migration, with all its rounds, are the longest line.
 const LONGEST_ANSWER: u64 = 64 << 20;
 /// Between the end of a socket and that of its process.
@@ -133,8 +135,12 @@ impl Connection {
             if cancel.is_cancelled() && !std::mem::replace(&mut self.cancelled, true) {
                 let _ = self.stream.shutdown(Shutdown::Write);
             }
-            if limit.is_some_and(|limit| began.elapsed() > limit) {
-                return Err(self.problem("does not answer"));
+            if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
+                let limit = format_duration(limit);
+                return Err(self.problem(&format!(
+                    "takes connections and does not answer within {limit}: is it a microvm's --control (a QMP monitor is \
+                     --vm qemu:PATH), and does its process run?"
+                )));
             }
         }
     }
@@ -161,6 +167,16 @@ pub fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
     match connection.next(&Cancel::default(), Some(ANSWER_LIMIT))? {
         Answer::Refused { error } => Err(connection.problem(&error)),
         answer => Ok(answer),
+    }
+}
+
+/// Whether a machine answers at `path`. Comes before what is waited for without a limit: a monitor
+/// of a QEMU that serves somebody else takes connections, and says nothing.
+fn is_there(path: &Path, cancel: &Cancel) -> Result<(), MicrovmError> {
+    let mut connection = Connection::open(path, &Request::Status)?;
+    match connection.next(cancel, Some(THERE_LIMIT))? {
+        Answer::Refused { error } => Err(connection.problem(&error)),
+        _ => Ok(()),
     }
 }
 
@@ -242,6 +258,7 @@ pub fn migrate(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed(), disks));
+    is_there(path, steering.cancel()).map_err(RequestError::Refused)?;
     let began = Instant::now();
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     let (mut stage, mut seen) = (None, Duration::ZERO);
@@ -276,6 +293,7 @@ pub fn receive(
     listening: &mut dyn FnMut(&str),
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
+    is_there(path, cancel).map_err(RequestError::Refused)?;
     let mut connection = Connection::open(path, &Request::Receive(request)).map_err(RequestError::Refused)?;
     loop {
         let answer = connection.next(cancel, None).map_err(|error| match connection.stranger {
@@ -316,5 +334,40 @@ pub fn receive(
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use godwit_engine::steering::Own;
+    use godwit_policy::Settings;
+
+    use super::*;
+
+    #[test]
+    fn who_takes_connections_and_says_nothing_is_refused_within_seconds() {
+        // Regression: a QMP monitor that serves somebody else was waited for without a limit.
+        let path = std::env::temp_dir().join(format!("godwit-silent-{}", std::process::id()));
+        let silent = UnixListener::bind(&path).unwrap();
+        let options = Options {
+            to: "127.0.0.1:1".parse().unwrap(),
+            verify: false,
+            channels: 1,
+            ledger: true,
+            keep_source: false,
+            fault: None,
+        };
+        let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
+        let began = Instant::now();
+        let refused = migrate(&path, &options, &DiskWish::default(), &steering, &mut |_| {});
+        let waited = began.elapsed();
+        drop(silent);
+        std::fs::remove_file(&path).unwrap();
+        let Err(RequestError::Refused(error)) = refused else { panic!("{refused:?}") };
+        let words = error.to_string();
+        assert!(words.contains("does not answer within 5s") && words.contains("--vm qemu:PATH"), "{words}");
+        assert!(waited < ANSWER_LIMIT, "{waited:?}");
     }
 }

@@ -260,6 +260,9 @@ pub enum NoticeLine {
     Refused {
         why: String,
     },
+    Busy {
+        peer: String,
+    },
     Accepted {
         ram_bytes: u64,
         /// Names and bytes.
@@ -331,6 +334,7 @@ impl From<&Notice> for Answer {
     fn from(notice: &Notice) -> Self {
         Self::Notice(match notice {
             Notice::Refused(why) => NoticeLine::Refused { why: why.clone() },
+            Notice::Busy { peer } => NoticeLine::Busy { peer: peer.clone() },
             Notice::Accepted { ram, disks } => NoticeLine::Accepted {
                 ram_bytes: ram.0,
                 disks: disks.iter().map(|disk| (disk.name.clone(), disk.size.0)).collect(),
@@ -349,6 +353,7 @@ impl From<NoticeLine> for Notice {
     fn from(line: NoticeLine) -> Self {
         match line {
             NoticeLine::Refused { why } => Self::Refused(why),
+            NoticeLine::Busy { peer } => Self::Busy { peer },
             NoticeLine::Accepted { ram_bytes, disks } => {
                 let disk = |(name, size)| Disk { name, size: ByteCount(size) };
                 Self::Accepted { ram: ByteCount(ram_bytes), disks: disks.into_iter().map(disk).collect() }

@@ -43,6 +43,10 @@ enum Question {
     Samples(usize, usize),
     /// What is in these blocks of it now?
     Again(usize, usize, Vec<u64>),
+    /// Where has it data?
+    Data(usize, usize),
+    /// What is in these pieces of it, which are larger than blocks?
+    Pieces(usize, usize, Vec<u64>),
 }
 
 /// Bytes of all differences together, well below what an abort may carry.
@@ -83,6 +87,10 @@ pub(crate) fn answer(
         Question::Samples(disk, file) => serde_json::to_vec(&storage::sample(machine, (disk, file)))?,
         Question::Again(disk, file, blocks) => {
             serde_json::to_vec(&storage::sample_again(machine, (disk, file), blocks))?
+        }
+        Question::Data(disk, file) => serde_json::to_vec(&storage::data(machine, (disk, file)))?,
+        Question::Pieces(disk, file, pieces) => {
+            serde_json::to_vec(&storage::read_pieces(machine, (disk, file), pieces))?
         }
     };
     Ok(answer)

@@ -131,17 +131,17 @@ impl HostFile {
         found
     }
 
-    /// The digest of a block; 0 for zeros, also beyond the end.
-    pub(super) fn digest(&self, offset: u64) -> std::io::Result<u64> {
+    /// The digest of `size` bytes, which are whole blocks; 0 for zeros, also beyond the end.
+    pub(super) fn digest(&self, offset: u64, size: usize) -> std::io::Result<u64> {
         // Direct reads want memory that is aligned as the storage is.
-        let mut room = vec![0; 2 * BLOCK];
+        let mut room = vec![0; size + BLOCK];
         let start = room.as_ptr().align_offset(BLOCK).min(BLOCK);
-        let block = &mut room[start..start + BLOCK];
+        let block = &mut room[start..start + size];
         // A buffered read must not find what was there before another host wrote.
-        let length = std::num::NonZeroU64::new(BLOCK as u64);
+        let length = std::num::NonZeroU64::new(size as u64);
         let _ = rustix::fs::fadvise(&self.file, offset, length, Advice::DontNeed);
         let mut have = 0;
-        while have < BLOCK {
+        while have < size {
             match self.file.read_at(&mut block[have..], offset + have as u64) {
                 Ok(0) => break,
                 Ok(count) => have += count,
@@ -247,9 +247,16 @@ pub(super) mod tests {
         let scratch = Scratch::new("blocks", 1_000_100, &[(8192, &[7; 4096]), (999_424, &[1; 676])]);
         let file = scratch.open();
         assert_eq!(file.length, 1_000_100);
-        assert_eq!([0, 4096, 12_288, 2_000_000, u64::MAX / 2].map(|at| file.digest(at).unwrap_or(9)), [0; 5]);
-        assert_ne!(file.digest(8192).unwrap(), 0);
-        assert_ne!(file.digest(999_424).unwrap(), file.digest(8192).unwrap());
+        assert_eq!(
+            [0, 4096, 12_288, 2_000_000, u64::MAX / 2].map(|at| file.digest(at, BLOCK).unwrap_or(9)),
+            [0; 5]
+        );
+        let digest = |at| file.digest(at, BLOCK).unwrap();
+        assert_ne!(digest(8192), 0);
+        assert_ne!(digest(999_424), digest(8192));
+        // More than the file has, and the same bytes at another place.
+        assert_ne!(file.digest(0, 1 << 20).unwrap(), 0);
+        assert_eq!(file.digest(16_384, 1 << 19).unwrap(), 0);
         let data = file.data(9);
         assert!(data.iter().any(|(start, end)| *start <= 8192 && *end >= 12_288), "{data:?}");
         assert!(data.iter().all(|(start, end)| start < end && *end <= file.length), "{data:?}");

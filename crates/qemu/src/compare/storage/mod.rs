@@ -1,22 +1,26 @@
 //! Whether the destination finds the source's disks: those that stay must be the same storage at both sides, those that move must not.
 //!
-//! Images are read as files, beside the QEMUs: the destination's QEMU must not open one yet, which the source's writes (before 10.0
-//! any export makes it do so). The same file is told by its numbers, on one host; else samples of its bytes are
-//! compared. A block that differs is read again at both sides until it is known to differ while the source's stands still, or
-//! not to follow where the source's changes: the guest writes meanwhile.
+//! Images are read as files, beside the QEMUs: the destination's QEMU must not open one yet, which
+//! the source's writes (before 10.0 any export makes it do so). The same file is told by its
+//! numbers, on one host; else its bytes are compared: samples first, then as much as some seconds
+//! allow, which is all of an image that is not large. A block that differs is read again at both
+//! sides until it is known to differ while the source's stands still, or not to follow where the
+//! source's changes: the guest writes meanwhile.
 //!
 //! ```text
 //!   host_file   a file or a block device, what it is, and blocks of it
 //!   samples     which blocks stand for all of them
+//!   pieces      all of them, or as many as time allows
 //! ```
 
 mod host_file;
+mod pieces;
 mod samples;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{Ask, VmError};
 use godwit_units::ByteCount;
@@ -27,7 +31,7 @@ use crate::QemuError;
 use crate::disks::{Drive, drives};
 use crate::machine::Machine;
 use crate::qmp::QmpError;
-use host_file::{HostFile, Identity, Sameness};
+use host_file::{BLOCK, HostFile, Identity, Sameness};
 use samples::Sample;
 
 /// Blocks that are read again at a time.
@@ -153,7 +157,21 @@ pub(super) fn sample_again(
     mut blocks: Vec<u64>,
 ) -> Result<Vec<Sample>, String> {
     blocks.truncate(AGAIN);
-    samples::read(&open(machine, place)?, blocks, BUDGET)
+    samples::read(&open(machine, place)?, blocks, BLOCK, BUDGET)
+}
+
+/// What the source answers to [`Question::Data`].
+pub(super) fn data(machine: &mut Machine, place: (usize, usize)) -> Result<Vec<(u64, u64)>, String> {
+    Ok(open(machine, place)?.data(samples::STRETCHES))
+}
+
+/// What the source answers to [`Question::Pieces`].
+pub(super) fn read_pieces(
+    machine: &mut Machine,
+    place: (usize, usize),
+    wanted: Vec<u64>,
+) -> Result<Vec<Sample>, String> {
+    pieces::read(&open(machine, place)?, wanted)
 }
 
 /// Compares the source's disks with those of the machine here.
@@ -163,7 +181,8 @@ pub(super) fn sample_again(
 pub(super) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), VmError> {
     let source: Disks = put(&Question::Disks, ask, "its disks")?;
     let here = Disk::all(machine, &[]).map_err(QemuError::from)?;
-    let mut asked = Asked { machine, ask };
+    let files = source.disks.iter().filter(|disk| !disk.moves).map(|disk| disk.files.len()).sum();
+    let mut asked = Asked { machine, ask, time: pieces::TIME, files };
     for disk in source.disks.iter().filter(|disk| disk.moves) {
         let Some(own) = Disk::counterpart(disk, &here) else { continue };
         if asked.is_the_sources(own, &source.disks)? {
@@ -202,6 +221,10 @@ enum Content {
 struct Asked<'a, 'b> {
     machine: &'a mut Machine,
     ask: &'a mut Ask<'b>,
+    /// What is left for comparing more than samples.
+    time: Duration,
+    /// Among so many files.
+    files: usize,
 }
 
 impl Asked<'_, '_> {
@@ -215,7 +238,10 @@ impl Asked<'_, '_> {
                     Sameness::Same => return Ok(true),
                     // Two may have the same name; what they hold tells. If that cannot be read, the name does.
                     Sameness::Alike => {
-                        if !matches!(self.content((place, layer), storage)?, Ok(Content::Differs)) {
+                        if !matches!(
+                            self.content((place, layer), storage, Duration::ZERO)?,
+                            Ok(Content::Differs)
+                        ) {
                             return Ok(true);
                         }
                     }
@@ -249,6 +275,8 @@ impl Asked<'_, '_> {
             )));
         }
         for (layer, (theirs, own)) in disk.files.iter().zip(&own.files).enumerate() {
+            let share = self.time / u32::try_from(self.files.max(1)).unwrap_or(u32::MAX);
+            self.files = self.files.saturating_sub(1);
             if own.is(theirs) {
                 continue;
             }
@@ -256,7 +284,10 @@ impl Asked<'_, '_> {
                 let file = shown(theirs);
                 return Ok(Some(format!("disk '{name}': {file} at the source cannot be compared")));
             }
-            match self.content((number, layer), own)? {
+            let began = Instant::now();
+            let content = self.content((number, layer), own, share)?;
+            self.time = self.time.saturating_sub(began.elapsed());
+            match content {
                 Ok(Content::Same) => {}
                 Ok(Content::Differs) => {
                     let file = shown(theirs);
@@ -277,8 +308,14 @@ impl Asked<'_, '_> {
         Ok(None)
     }
 
-    /// Whether the file at `place` of the source's holds what `own` does, or why that cannot be told.
-    fn content(&mut self, place: (usize, usize), own: &Storage) -> Result<Result<Content, String>, VmError> {
+    /// Whether the file at `place` of the source's holds what `own` does, or why that cannot be
+    /// told. What samples do not tell is looked for during `time`.
+    fn content(
+        &mut self,
+        place: (usize, usize),
+        own: &Storage,
+        time: Duration,
+    ) -> Result<Result<Content, String>, VmError> {
         let file = match HostFile::open(self.machine, &own.name) {
             Ok(file) => Arc::new(file),
             Err(why) => return Ok(Err(format!("{} here {why}", own.name))),
@@ -289,10 +326,23 @@ impl Asked<'_, '_> {
             Ok(theirs) => theirs,
             Err(why) => return Ok(Err(format!("it {why} at the source"))),
         };
-        let mut suspects = match suspects(&file, &theirs) {
+        let found = match suspects(&file, &theirs) {
             Ok(suspects) => suspects,
             Err(why) => return Ok(Err(format!("{} here {why}", own.name))),
         };
+        match self.settle(place, &file, found)? {
+            Ok(Content::Same) if !time.is_zero() => self.compare_pieces(place, &file, time),
+            settled => Ok(settled),
+        }
+    }
+
+    /// Whether one of `suspects` is found to differ when it is looked at again.
+    fn settle(
+        &mut self,
+        place: (usize, usize),
+        file: &Arc<HostFile>,
+        mut suspects: Vec<Suspect>,
+    ) -> Result<Result<Content, String>, VmError> {
         for pause in PAUSES {
             suspects.truncate(AGAIN);
             if suspects.is_empty() {
@@ -300,10 +350,7 @@ impl Asked<'_, '_> {
             }
             std::thread::sleep(pause);
             let places: Vec<u64> = suspects.iter().map(|suspect| suspect.place).collect();
-            let question = Question::Again(place.0, place.1, places.clone());
-            let again: Result<Vec<Sample>, String> = put(&question, self.ask, "a disk")?;
-            let read = again.and_then(|again| Ok((again, samples::read(&file, places, BUDGET)?)));
-            match read {
+            match self.read_again(place, file, places)? {
                 Ok((again, own)) => look_again(&mut suspects, &again, &own),
                 Err(why) => return Ok(Err(why)),
             }
@@ -311,7 +358,22 @@ impl Asked<'_, '_> {
         let differs = suspects.iter().any(Suspect::differs);
         Ok(Ok(if differs { Content::Differs } else { Content::Same }))
     }
+
+    /// The blocks at `places`, at the source first and then here.
+    fn read_again(
+        &mut self,
+        place: (usize, usize),
+        file: &Arc<HostFile>,
+        places: Vec<u64>,
+    ) -> Result<Result<Both, String>, VmError> {
+        let question = Question::Again(place.0, place.1, places.clone());
+        let again: Result<Vec<Sample>, String> = put(&question, self.ask, "a disk")?;
+        Ok(again.and_then(|again| Ok((again, samples::read(file, places, BLOCK, BUDGET)?))))
+    }
 }
+
+/// What the source has read, and what was read here.
+type Both = (Vec<Sample>, Vec<Sample>);
 
 /// A block that was seen to differ, or that only one side has read so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -340,7 +402,7 @@ impl Suspect {
 fn suspects(file: &Arc<HostFile>, theirs: &[Sample]) -> Result<Vec<Suspect>, String> {
     let places: Vec<u64> = theirs.iter().map(|(place, _)| *place).collect();
     let wanted = places.len().min(ENOUGH);
-    let here: HashMap<u64, u64> = samples::read(file, places, BUDGET)?.into_iter().collect();
+    let here: HashMap<u64, u64> = samples::read(file, places, BLOCK, BUDGET)?.into_iter().collect();
     if here.len() < wanted {
         return Err("is too slow to be looked at".to_owned());
     }

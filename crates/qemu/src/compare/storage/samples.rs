@@ -1,8 +1,8 @@
 //! Blocks of a file that stand for all of it: drawn at random from where data is, with more from its beginning and its end.
 //!
-//! Of the files that were written in part since they were copied, those in which one block of a hundred differs are found with 1,024
-//! samples all but certainly (1 − 0.99^1024), one of a thousand in two of three cases. Reading takes a fraction of a second at both
-//! sides; storage that is slower is sampled less.
+//! They find at once what is another image altogether, and on storage that is too slow for more.
+//! Reading takes a fraction of a second at both sides; storage that is slower is sampled less. What
+//! differs in a few places only, [`super::pieces`] looks for.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -18,7 +18,7 @@ const AT_ENDS: u64 = 64;
 /// Reads under way at a time.
 const THREADS: usize = 8;
 /// Stretches of data that are told apart.
-const STRETCHES: usize = 4096;
+pub(super) const STRETCHES: usize = 4096;
 /// How long samples are read.
 const BUDGET: Duration = Duration::from_millis(400);
 /// A file that answers no read for so long hangs.
@@ -33,19 +33,25 @@ pub(super) type Sample = (u64, u64);
 /// When it cannot be read, in words that follow its name.
 pub(super) fn draw(file: &Arc<HostFile>, seed: u64) -> Result<Vec<Sample>, String> {
     let places = places(&file.data(STRETCHES), seed);
-    read(file, places, BUDGET)
+    read(file, places, BLOCK, BUDGET)
 }
 
-/// Reads the blocks at `places`, as many as `budget` allows: in their order, so that the first ones stand for all.
+/// Reads `size` bytes at each of `places`, as many as `budget` allows: in their order, so that the
+/// first ones stand for all.
 ///
 /// # Errors
 /// As [`draw`].
-pub(super) fn read(file: &Arc<HostFile>, places: Vec<u64>, budget: Duration) -> Result<Vec<Sample>, String> {
+pub(super) fn read(
+    file: &Arc<HostFile>,
+    places: Vec<u64>,
+    size: usize,
+    budget: Duration,
+) -> Result<Vec<Sample>, String> {
     let (done, outcome) = mpsc::channel();
     let file = Arc::clone(file);
     // Whoever reads from storage that hangs hangs with it, and cannot be ended.
     let read = move || {
-        let _ = done.send(read_all(&file, &places, Instant::now() + budget));
+        let _ = done.send(read_all(&file, &places, size, Instant::now() + budget));
     };
     let started = Builder::new().name("samples".to_owned()).spawn(read);
     started.map_err(|error| format!("cannot be read (no thread can be had: {error})"))?;
@@ -56,13 +62,13 @@ pub(super) fn read(file: &Arc<HostFile>, places: Vec<u64>, budget: Duration) -> 
     }
 }
 
-fn read_all(file: &HostFile, places: &[u64], until: Instant) -> std::io::Result<Vec<Sample>> {
+fn read_all(file: &HostFile, places: &[u64], size: usize, until: Instant) -> std::io::Result<Vec<Sample>> {
     let next = AtomicUsize::new(0);
     let found = Mutex::new(Vec::with_capacity(places.len()));
     let work = || -> std::io::Result<()> {
         while Instant::now() < until {
             let Some(place) = places.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-            let digest = file.digest(*place)?;
+            let digest = file.digest(*place, size)?;
             found.lock().unwrap_or_else(PoisonError::into_inner).push((*place, digest));
         }
         Ok(())
@@ -97,15 +103,7 @@ fn places(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
         }
         0
     };
-    let mut state = seed;
-    let mut random = |below: u64| {
-        // SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (word ^ word >> 31) % below
-    };
+    let mut random = random(seed);
     let ends = AT_ENDS.min(total);
     let mut indices: Vec<u64> = (0..ends).chain(total - ends..total).collect();
     // One in each of as many parts of the same size.
@@ -117,10 +115,28 @@ fn places(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
     indices.sort_unstable();
     indices.dedup();
     let mut places: Vec<u64> = indices.into_iter().map(place).collect();
+    shuffle(&mut places, &mut random);
+    places
+}
+
+/// Numbers below what is asked for: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+/// number generators, 2014).
+pub(super) fn random(seed: u64) -> impl FnMut(u64) -> u64 {
+    let mut state = seed;
+    move |below| {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (word ^ word >> 31) % below
+    }
+}
+
+/// Puts `places` into an order that is random.
+pub(super) fn shuffle(places: &mut [u64], random: &mut impl FnMut(u64) -> u64) {
     for last in (1..places.len()).rev() {
         places.swap(last, random(last as u64 + 1) as usize);
     }
-    places
 }
 
 #[cfg(test)]
@@ -151,7 +167,7 @@ mod tests {
         let file = Arc::new(scratch.open());
         let samples = draw(&file, 1).unwrap();
         assert!(samples.len() >= 74, "{}", samples.len());
-        assert!(samples.iter().all(|(at, digest)| file.digest(*at).unwrap() == *digest));
+        assert!(samples.iter().all(|(at, digest)| file.digest(*at, BLOCK).unwrap() == *digest));
         assert!(samples.iter().any(|(at, digest)| *at < 290_000 && *digest != 0));
     }
 }

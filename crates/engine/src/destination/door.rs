@@ -1,0 +1,199 @@
+//! Who comes to the address of a destination that has found its source.
+//!
+//! From then on one thread accepts all connections: it hands on those of the session, and tells
+//! another source at once that this destination is busy, and with whom. Without it, that source
+//! would wait for a greeting that does not come, and the operators of both sides would learn
+//! nothing of each other.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_units::format_duration;
+use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId, WireError};
+
+use super::Notice;
+use super::channel::PEER;
+use crate::address::{Listener, Stream};
+use crate::link::{ControlWriter, receive_greeting, send_greeting};
+use crate::{Cancel, EngineError, limits, threads};
+
+/// Connections of the session that may wait: those of all channels, and of a source that asks
+/// again.
+const OWN_LIMIT: usize = 128;
+
+/// Notices that may wait to be told; of more, some are not.
+const NOTICES_LIMIT: usize = 16;
+
+/// Connections of strangers that stay open until others come: who closes one at once may take its
+/// last words along, since what the stranger says meanwhile is not read (tcp(7): a reset overtakes
+/// data).
+const LEFT_OPEN: usize = 8;
+
+/// The thread that accepts; it ends with this.
+#[derive(Debug)]
+pub(super) struct Door {
+    own: Receiver<(Greeting, Stream)>,
+    notices: Receiver<Notice>,
+    stop: Arc<AtomicBool>,
+    /// Whose greeting is being read.
+    visitor: Arc<Mutex<Option<Stream>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Door {
+    /// Accepts what comes to `listener` while `session` lasts, whose source is called `source`.
+    pub(super) fn open(listener: &Listener, session: SessionId, source: String) -> Result<Self, EngineError> {
+        let (own_in, own) = mpsc::sync_channel(OWN_LIMIT);
+        let (notices_in, notices) = mpsc::sync_channel(NOTICES_LIMIT);
+        let (stop, visitor) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Option<Stream>>>::default());
+        let keeper = Keeper {
+            listener: listener.clone(),
+            session,
+            source,
+            since: Instant::now(),
+            own: own_in,
+            notices: notices_in,
+            stop: Arc::clone(&stop),
+            visitor: Arc::clone(&visitor),
+            left_open: VecDeque::new(),
+        };
+        let thread = threads::start("door", move || keeper.run())?;
+        Ok(Self { own, notices, stop, visitor, thread: Some(thread) })
+    }
+
+    /// The next connection of the session; `None` at `until`.
+    pub(super) fn next(
+        &self,
+        until: Instant,
+        cancel: &Cancel,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Option<(Greeting, Stream)>, EngineError> {
+        loop {
+            self.tell(notice);
+            let left = until.saturating_duration_since(Instant::now());
+            match self.own.recv_timeout(left.min(limits::TICK)) {
+                Ok(found) => return Ok(Some(found)),
+                Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("door")),
+                Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => {
+                    return Err(EngineError::Cancelled);
+                }
+                Err(RecvTimeoutError::Timeout) if left.is_zero() => return Ok(None),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Tells who was sent away since this was called last.
+    pub(super) fn tell(&self, notice: &mut dyn FnMut(&Notice)) {
+        self.notices.try_iter().for_each(|told| notice(&told));
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        if let Some(visitor) = &*self.visitor.lock().unwrap_or_else(PoisonError::into_inner) {
+            visitor.shut_down();
+        }
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Receives the greeting of a source that has connected. One of another version is told ours, and
+/// says so to its operator.
+pub(super) fn greet(stream: &mut Stream) -> Result<Greeting, EngineError> {
+    receive_greeting(stream, PEER, limits::GREETING).inspect_err(|error| {
+        if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
+            let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
+            let _ = send_greeting(stream, greeting, PEER);
+        }
+    })
+}
+
+struct Keeper {
+    listener: Listener,
+    session: SessionId,
+    source: String,
+    since: Instant,
+    own: SyncSender<(Greeting, Stream)>,
+    notices: SyncSender<Notice>,
+    stop: Arc<AtomicBool>,
+    visitor: Arc<Mutex<Option<Stream>>>,
+    left_open: VecDeque<ControlWriter>,
+}
+
+impl Keeper {
+    fn run(mut self) {
+        while !self.stopped() {
+            match self.listener.accept(None, || self.stopped()) {
+                Ok(Some(stream)) => self.let_in(stream),
+                Ok(None) => return,
+                // Descriptors may be short for a while; what is waiting stays in the queue of the
+                // kernel.
+                Err(_) => std::thread::sleep(limits::TICK),
+            }
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    fn let_in(&mut self, mut stream: Stream) {
+        self.visit(stream.try_clone().ok());
+        if self.stopped() {
+            return;
+        }
+        let greeting = greet(&mut stream);
+        self.visit(None);
+        let refused = match greeting {
+            Ok(greeting) if greeting.session == self.session => {
+                // More than the session can have come from nobody that means well.
+                let _ = self.own.try_send((greeting, stream));
+                return;
+            }
+            Ok(greeting) if greeting.role == Role::Control => self.send_away(stream, greeting),
+            Ok(_) => Notice::Refused("a connection of another session".to_owned()),
+            Err(_) if self.stopped() => return,
+            Err(error) => Notice::Refused(error.to_string()),
+        };
+        let _ = self.notices.try_send(refused);
+    }
+
+    fn visit(&self, stream: Option<Stream>) {
+        *self.visitor.lock().unwrap_or_else(PoisonError::into_inner) = stream;
+    }
+
+    /// Another source, which is told why it cannot stay.
+    fn send_away(&mut self, mut stream: Stream, greeting: Greeting) -> Notice {
+        let peer = stream.peer();
+        let (source, since) = (&self.source, whole_seconds(self.since.elapsed()));
+        let text = format!(
+            "it has been taking in the guest of {source} for {since}; wait for its end, or start another VM and \
+             another godwit receive for this guest"
+        );
+        let said = send_greeting(&mut stream, greeting, PEER)
+            .and_then(|()| ControlWriter::new(stream, PEER))
+            .and_then(|control| {
+                control.send(&Message::Abort { code: AbortCode::Busy, text })?;
+                control.finish();
+                Ok(control)
+            });
+        self.left_open.extend(said.ok());
+        while self.left_open.len() > LEFT_OPEN {
+            self.left_open.pop_front();
+        }
+        Notice::Busy { peer }
+    }
+}
+
+/// Nobody wants to read that a guest has been coming for 12.3 s.
+fn whole_seconds(time: Duration) -> String {
+    format_duration(Duration::from_secs(time.as_secs().max(1)))
+}
