@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Each crate depends only on rows above its own.
 const ROWS: [&[&str]; 8] = [
     &["units"],
-    &["bitmap", "wire", "policy", "codec", "ledger", "block", "virtio"],
+    &["bitmap", "memslots", "wire", "policy", "codec", "ledger", "block", "virtio"],
     &["memory", "protocol"],
     &["track", "throttle", "balloon", "verify", "sim", "nbd"],
     &["engine"],

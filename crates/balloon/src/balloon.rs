@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use godwit_units::{ByteCount, Gpa, PAGE_SIZE, PageCount, PageRun};
-use godwit_virtio::{Effect, GuestMemory, Nonsense, Piece, QUEUE_MOST, Queue, Transport, VirtioError};
+use godwit_virtio::{Effect, InvalidRing, Piece, QUEUE_MOST, Queue, Transport, VirtioError};
+use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
 use crate::layout::Layout;
 use crate::{FreeHints, Region};
@@ -369,7 +370,7 @@ fn command(piece: &Piece, memory: &impl GuestMemory) -> Option<u32> {
     if piece.len != 4 {
         return None;
     }
-    memory.read(piece.address, &mut bytes)?;
+    memory.read_slice(&mut bytes, GuestAddress(piece.address.0)).ok()?;
     Some(u32::from_le_bytes(bytes))
 }
 
@@ -380,7 +381,7 @@ fn each_frame(pieces: &[Piece], memory: &impl GuestMemory, mut found: impl FnMut
         // What a driver sends is a page at the most.
         let len = ByteCount(u64::from(piece.len).min(PAGE_SIZE)).0 as usize & !3;
         let mut bytes = [0; PAGE_SIZE as usize];
-        if memory.read(piece.address, &mut bytes[..len]).is_none() {
+        if memory.read_slice(&mut bytes[..len], GuestAddress(piece.address.0)).is_err() {
             continue;
         }
         for frame in bytes[..len]
@@ -410,7 +411,7 @@ fn take_statistics(
     memory: &impl GuestMemory,
     request: &mut Option<u16>,
     statistics: &mut Vec<Statistic>,
-) -> Result<bool, Nonsense> {
+) -> Result<bool, InvalidRing> {
     let mut pieces = Vec::new();
     let mut given_back = false;
     for _ in 0..QUEUE_MOST {
@@ -424,7 +425,7 @@ fn take_statistics(
             let entries = (piece.len as usize / STATISTIC).min(STATISTICS_MOST - statistics.len());
             let mut bytes = [0; STATISTIC * STATISTICS_MOST];
             let bytes = &mut bytes[..entries * STATISTIC];
-            if memory.read(piece.address, bytes).is_some() {
+            if memory.read_slice(bytes, GuestAddress(piece.address.0)).is_ok() {
                 statistics.extend(bytes.chunks(STATISTIC).map(|entry| Statistic {
                     tag: u16::from_le_bytes([entry[0], entry[1]]),
                     value: entry[2..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)),

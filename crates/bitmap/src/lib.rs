@@ -5,6 +5,8 @@
 //! set, a harvested page is either handed out or put back, and no walk allocates. Who sets the bits and when
 //! they are harvested is decided elsewhere.
 //!
+//! With the feature `vm-memory`, [`AtomicDirtyBitmap`] is a `vm_memory::bitmap::Bitmap`.
+//!
 //! The hot loops exist in up to three versions, chosen when the program runs; see [`CodePath`].
 //!
 //! ```
@@ -23,6 +25,8 @@ mod flat;
 mod layered;
 mod merge;
 mod path;
+#[cfg(feature = "vm-memory")]
+mod rust_vmm;
 mod scan;
 mod word;
 

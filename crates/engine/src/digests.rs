@@ -120,3 +120,82 @@ pub(crate) fn digests(
     }
     Ok(result)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two chunks and a half: data in the first and the last, and none between them.
+    fn block() -> RamBlock {
+        let block = RamBlock::anonymous("ram", PageCount(2 * CHUNK_PAGES + CHUNK_PAGES / 2)).unwrap();
+        block.write(PageIndex(7), &[1; PAGE_SIZE as usize]).unwrap();
+        block.write(PageIndex(2 * CHUNK_PAGES + 3), &[2; PAGE_SIZE as usize]).unwrap();
+        block
+    }
+
+    fn bytes(block: &RamBlock, start: u64, pages: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PageCount(pages).bytes().0 as usize];
+        block.read(PageIndex(start), &mut bytes).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn a_digest_is_that_of_its_chunks_bytes() {
+        let block = block();
+        assert_eq!(chunks(block.pages()), 3);
+        let expected = [
+            digest(&bytes(&block, 0, CHUNK_PAGES)),
+            digest(&vec![0; CHUNK_BYTES]),
+            // The last chunk ends with its block.
+            digest(&bytes(&block, 2 * CHUNK_PAGES, CHUNK_PAGES / 2)),
+        ];
+        assert_eq!(digests(&block, 0..3, |_, _| {}).unwrap(), expected);
+        assert_eq!(digests(&block, 1..3, |_, _| {}).unwrap(), expected[1..]);
+        assert_eq!(digests(&block, 1..1, |_, _| {}).unwrap(), []);
+    }
+
+    #[test]
+    fn a_bit_anywhere_in_a_block_shows_in_the_digest_of_its_chunk_alone() {
+        let (one, other) = (block(), block());
+        other.write(PageIndex(2 * CHUNK_PAGES + CHUNK_PAGES / 2 - 1), &[0x80]).unwrap();
+        let (one, other) = (digests(&one, 0..3, |_, _| {}), digests(&other, 0..3, |_, _| {}));
+        let (one, other) = (one.unwrap(), other.unwrap());
+        assert_eq!(one[..2], other[..2]);
+        assert_ne!(one[2], other[2]);
+    }
+
+    #[test]
+    fn many_chunks_come_in_their_order_whoever_digests_them() {
+        let count = 40;
+        let block = RamBlock::anonymous("ram", PageCount(count * CHUNK_PAGES)).unwrap();
+        for chunk in 0..count {
+            block.write(PageIndex(chunk * CHUNK_PAGES), &[1 + chunk as u8; 64]).unwrap();
+        }
+        let found = digests(&block, 0..count as usize, |_, _| {}).unwrap();
+        let expected: Vec<u128> =
+            (0..count).map(|chunk| digest(&bytes(&block, chunk * CHUNK_PAGES, CHUNK_PAGES))).collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn pages_that_count_as_zero_do_so_whatever_they_hold() {
+        let block = block();
+        let zeroed = |run: PageRun, zero: &mut dyn FnMut(PageIndex)| {
+            [7, 2 * CHUNK_PAGES + 3]
+                .map(PageIndex)
+                .into_iter()
+                .filter(|page| (run.start..run.end()).contains(page))
+                .for_each(zero);
+        };
+        let zeros = digest(&vec![0; CHUNK_BYTES]);
+        let half = digest(&vec![0; CHUNK_BYTES / 2]);
+        assert_eq!(digests(&block, 0..3, zeroed).unwrap(), [zeros, zeros, half]);
+    }
+
+    #[test]
+    fn a_page_costs_time_only_where_there_is_data() {
+        let empty = RamBlock::anonymous("ram", PageCount(CHUNK_PAGES)).unwrap();
+        assert_eq!(cost_of_page(&[empty]).unwrap(), Duration::ZERO);
+        assert!(cost_of_page(&[block()]).unwrap() > Duration::ZERO);
+    }
+}

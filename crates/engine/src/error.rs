@@ -295,3 +295,30 @@ impl std::error::Error for Failure {
         self.cause.source()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_told_by_its_code_what_it_can_do_something_about() {
+        let timeout = EngineError::Timeout { what: "an answer", limit: Duration::from_secs(1) };
+        let silent = EngineError::Silent { peer: "source", limit: Duration::from_secs(1) };
+        let protocol = EngineError::Protocol { peer: "source", what: "something".to_owned() };
+        let digest = EngineError::Digest { differing: 1, chunks: 2, block: "ram".to_owned(), offset: 0 };
+        let io = || io::Error::from(io::ErrorKind::NotFound);
+        for (error, code) in [
+            (EngineError::Layout("differ".to_owned()), AbortCode::Layout),
+            (EngineError::Ended("source"), AbortCode::Machine),
+            (protocol, AbortCode::Protocol),
+            (EngineError::State(io()), AbortCode::DeviceState),
+            (digest, AbortCode::Digest),
+            (EngineError::Cancelled, AbortCode::Cancelled),
+            (timeout, AbortCode::Timeout),
+            (silent, AbortCode::Timeout),
+            (EngineError::Random(io()), AbortCode::Other),
+        ] {
+            assert_eq!(error.abort_code(), code, "{error}");
+        }
+    }
+}

@@ -4,7 +4,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -130,6 +130,27 @@ impl RamBlock {
         Self::over(name, path, file, file_offset, size, keep_allocated)
     }
 
+    /// The `size` bytes from `file_offset` on of a file that is open already, such as a memfd, as the RAM block `name`.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    ///
+    /// ```
+    /// use godwit_memory::RamBlock;
+    /// use godwit_units::{ByteCount, PageIndex};
+    ///
+    /// let memfd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC)?;
+    /// rustix::fs::ftruncate(&memfd, 1 << 20)?;
+    /// let block = RamBlock::from_fd("ram", memfd, 0, ByteCount(1 << 20))?;
+    /// block.write(PageIndex(3), &[7; 4096])?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn from_fd(name: &str, fd: OwnedFd, file_offset: u64, size: ByteCount) -> Result<Self, MemoryError> {
+        let file = File::from(fd);
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Self::over(name, &path, file, file_offset, size, false)
+    }
+
     /// A new RAM block of `pages`, all hole, in a file of its own without a name (memfd_create(2)).
     ///
     /// # Errors
@@ -140,11 +161,9 @@ impl RamBlock {
 
     pub(crate) fn in_memfd(name: &str, pages: PageCount, flags: MemfdFlags) -> Result<Self, MemoryError> {
         let failed = |source| MemoryError::Open { block: name.to_owned(), path: "memfd".into(), source };
-        let file = rustix::fs::memfd_create(name, flags);
-        let file = File::from(file.map_err(|errno| failed(errno.into()))?);
-        file.set_len(pages.bytes().0).map_err(failed)?;
-        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-        Self::over(name, &path, file, 0, pages.bytes(), false)
+        let fd = rustix::fs::memfd_create(name, flags).map_err(|errno| failed(errno.into()))?;
+        rustix::fs::ftruncate(&fd, pages.bytes().0).map_err(|errno| failed(errno.into()))?;
+        Self::from_fd(name, fd, 0, pages.bytes())
     }
 
     fn over(

@@ -1,5 +1,4 @@
-//! Guest memory: RAM blocks (what migrates), the segments they are cut into, memory slots (where a host maps them), and
-//! mappings.
+//! Guest memory: RAM blocks (what migrates), the segments they are cut into, and mappings.
 //!
 //! A RAM block is a file that the guest's process maps. Godwit reads and writes it with `pread` and `pwrite`,
 //! not through a mapping of its own: that costs no page tables and no faults, a hole reads as zeros without
@@ -10,8 +9,9 @@ mod extents;
 mod huge;
 mod mapping;
 mod room;
+#[cfg(feature = "vm-memory")]
+mod rust_vmm;
 mod segment;
-mod slots;
 mod tmpfs;
 
 pub use block::{MemoryError, RamBlock};
@@ -19,6 +19,3 @@ pub use extents::{DataExtents, DataHint};
 pub use mapping::Mapping;
 pub use room::{NoRoom, host_holds, mounts_hold};
 pub use segment::{FIRST_HARVEST, NEXT_HARVEST, SEGMENT_PAGES, Segment, channel_of, segments};
-pub use slots::{
-    GfnRange, HvaRange, MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId, SlotMap, SlotReader,
-};

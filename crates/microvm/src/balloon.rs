@@ -68,7 +68,7 @@ impl BalloonDevice {
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], ram: &GuestRam) {
         if let Ok(bytes) = <[u8; 4]>::try_from(bytes) {
             let blocks = ram.blocks();
-            self.balloon().write(offset, u32::from_le_bytes(bytes), ram, &mut Puncher(&blocks));
+            self.balloon().write(offset, u32::from_le_bytes(bytes), ram.memory(), &mut Puncher(&blocks));
         }
     }
 
@@ -87,7 +87,7 @@ impl BalloonDevice {
             free_bytes: value(Statistic::MEMORY_FREE),
             memory_bytes: value(Statistic::MEMORY),
         };
-        balloon.ask_for_statistics(ram);
+        balloon.ask_for_statistics(ram.memory());
         status
     }
 

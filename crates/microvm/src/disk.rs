@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use godwit_block::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
 use godwit_units::{ByteCount, Rate};
-use godwit_virtio::{Effect, GuestMemory, Nonsense, Piece, Transport};
+use godwit_virtio::{Effect, InvalidRing, Piece, Transport};
 use rustix::fs::FlockOperation;
 
 use crate::ram::GuestRam;
@@ -169,7 +169,7 @@ impl Disk {
         let Ok(bytes) = <[u8; 4]>::try_from(bytes) else { return };
         let mut transport = self.transport();
         if let Effect::Notified(queue) = transport.write(offset, u32::from_le_bytes(bytes)) {
-            transport.work(queue, ram, |pieces| self.request(pieces, ram));
+            transport.work(queue, ram.memory(), |pieces| self.request(pieces, ram));
         }
     }
 
@@ -178,21 +178,21 @@ impl Disk {
     }
 
     /// Carries out one request: header, data, status. Returns how many bytes it wrote.
-    fn request(&self, pieces: &[Piece], ram: &GuestRam) -> Result<u32, Nonsense> {
-        let ([header, data @ ..], Some(last)) = (pieces, pieces.last()) else { return Err(Nonsense) };
+    fn request(&self, pieces: &[Piece], ram: &GuestRam) -> Result<u32, InvalidRing> {
+        let ([header, data @ ..], Some(last)) = (pieces, pieces.last()) else { return Err(InvalidRing) };
         if header.len < 16 || header.device_writes || last.len < 1 || !last.device_writes {
-            return Err(Nonsense);
+            return Err(InvalidRing);
         }
         let data = &data[..data.len().saturating_sub(1)];
         let mut bytes = [0; 16];
-        GuestMemory::read(ram, header.address, &mut bytes).ok_or(Nonsense)?;
+        ram.read(header.address.0, &mut bytes).ok_or(InvalidRing)?;
         let kind = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         let sector = bytes[8..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
         let (status, written) = match self.transfer(kind, sector, data, ram) {
             Ok(written) => (0_u8, written),
             Err(status) => (status, 0),
         };
-        GuestMemory::write(ram, last.address, &[status]).ok_or(Nonsense)?;
+        ram.write(last.address.0, &[status]).ok_or(InvalidRing)?;
         Ok(written + 1)
     }
 

@@ -39,6 +39,9 @@ pub enum MicrovmError {
     /// The memory was described in a way that cannot be built.
     #[error("the memory layout does not do: {0}")]
     Layout(String),
+    /// The memory slots contradict each other.
+    #[error("the guest's memory cannot be cut into slots: {0}")]
+    Map(#[from] godwit_memslots::SlotError),
     /// More slots than KVM has.
     #[error("{wanted} memory slots were asked for, but this KVM has {available}: use fewer --slots")]
     Slots {

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_balloon::{Features, FreeHints};
-use godwit_memory::Slot;
+use godwit_memslots::{MemSlots, SlotMap};
 use godwit_track::DirtyTracker;
 use godwit_units::PageCount;
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
@@ -68,7 +68,7 @@ pub struct Machine {
     vcpus: Vcpus,
     vm: VmFd,
     bus: Arc<Bus>,
-    slots: Vec<Slot>,
+    slots: MemSlots,
     tracking: Tracking,
     msrs: Vec<u32>,
     running: AtomicBool,
@@ -95,12 +95,12 @@ impl Machine {
         let disk = plan.disk.as_deref().map(Disk::open).transpose()?;
         let ram = Arc::new(GuestRam::new(&blocks)?);
         let vm = create_vm(&system)?;
-        let slots = ram.slots(plan.slots);
-        let available = system.get_nr_memslots();
-        if slots.len() > available {
-            return Err(MicrovmError::Slots { wanted: slots.len(), available });
+        let slots = ram.slots(plan.slots)?;
+        let (wanted, available) = (slots.map().len(), system.get_nr_memslots());
+        if wanted > available {
+            return Err(MicrovmError::Slots { wanted, available });
         }
-        slots::show(&vm, &slots, &ram)?;
+        slots::show(&vm, slots.map(), &ram)?;
         // Dirty rings must be asked for before the first vCPU is made.
         let tracking = Tracking::choose(plan.tracker, &vm)?;
 
@@ -138,8 +138,8 @@ impl Machine {
 
     /// Its memory slots.
     #[must_use]
-    pub fn slots(&self) -> &[Slot] {
-        &self.slots
+    pub fn slots(&self) -> &SlotMap {
+        self.slots.map()
     }
 
     /// How its writes are tracked, in words.
@@ -159,7 +159,7 @@ impl Machine {
     /// # Errors
     /// When the kernel refuses.
     pub fn start_tracking(&self) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
-        self.tracking.start(&self.vm, &self.slots, &self.bus)
+        self.tracking.start(&self.vm, &self.slots.map().to_vec(), &self.bus)
     }
 
     /// Whether the guest has a driver that hints free pages.

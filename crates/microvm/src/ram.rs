@@ -1,7 +1,7 @@
-//! The guest's memory in this process: mapped files, and copies in and out for devices.
+//! The guest's memory in this process: mapped files, and copies in and out for devices, by vm-memory.
 //!
-//! Invariants: a copy lies within one RAM block; and what a device writes is marked as dirty *after* the data has
-//! landed, so that whoever harvests the mark and then reads the page reads the data.
+//! Invariant: what a device writes is marked as dirty *after* the data has landed, so that whoever harvests the
+//! mark and then reads the page reads the data.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -10,12 +10,14 @@ use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use godwit_memory::{RamBlock, Slot, SlotFlags, SlotId};
-use godwit_track::{BlockMapping, VhostLog};
+use godwit_memory::RamBlock;
+use godwit_memslots::{MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId};
+use godwit_track::{BlockMapping, VhostLog, VhostLogRegion};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
-use godwit_virtio::GuestMemory;
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use crate::MicrovmError;
 use crate::error::system;
@@ -26,6 +28,8 @@ const HUGE: u64 = 2 << 20;
 /// All memory of the guest.
 pub struct GuestRam {
     blocks: Arc<Vec<RamBlock>>,
+    /// As devices see it: refers to what `placed` has mapped, and goes before it.
+    memory: GuestMemoryMmap<VhostLogRegion>,
     placed: Vec<Placed>,
     device_log: Arc<VhostLog>,
 }
@@ -71,7 +75,12 @@ impl GuestRam {
         }
         let top = placed.iter().map(|placed| placed.gpa + placed.size).max().unwrap_or(0);
         let device_log = VhostLog::new(PageCount(top / PAGE_SIZE))?;
-        Ok(Self { blocks: Arc::new(blocks), placed, device_log })
+        let mut by_address: Vec<_> = placed.iter().collect();
+        by_address.sort_by_key(|placed| placed.gpa);
+        let regions = by_address.into_iter().map(|placed| placed.region(&device_log));
+        let memory = GuestMemoryMmap::from_regions(regions.collect::<Result<_, _>>()?);
+        let memory = memory.map_err(|error| MicrovmError::Layout(error.to_string()))?;
+        Ok(Self { blocks: Arc::new(blocks), memory, placed, device_log })
     }
 
     /// The RAM blocks, for the engine.
@@ -103,28 +112,38 @@ impl GuestRam {
     }
 
     /// The memory slots: at least one for each block, and `wanted` in all where the blocks have that many pages.
-    #[must_use]
-    pub fn slots(&self, wanted: usize) -> Vec<Slot> {
+    ///
+    /// # Errors
+    /// When blocks overlap, in the guest.
+    pub fn slots(&self, wanted: usize) -> Result<MemSlots, SlotError> {
         let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
-        let mut slots = Vec::new();
+        let mut slots = MemSlots::new();
+        slots.update(|edit| self.cut(wanted, total, edit))?;
+        Ok(slots)
+    }
+
+    /// Cuts the blocks, of `total` pages, into slots.
+    fn cut(&self, wanted: usize, total: u64, slots: &mut SlotEdit) -> Result<(), SlotError> {
+        let mut id = 0;
         for (block, placed) in self.placed.iter().enumerate() {
             let pages = placed.size / PAGE_SIZE;
             let share =
                 (u128::from(pages) * wanted as u128 / u128::from(total)).clamp(1, pages.into()) as u64;
             for number in 0..share {
                 let (first, end) = (pages * number / share, pages * (number + 1) / share);
-                slots.push(Slot {
-                    id: SlotId(slots.len() as u32),
+                slots.insert(Slot {
+                    id: SlotId(id),
                     flags: SlotFlags::NONE,
                     gfn: Gpa(placed.gpa + first * PAGE_SIZE).frame(),
                     pages: PageCount(end - first),
                     hva: Hva(placed.base.as_ptr() as u64 + first * PAGE_SIZE),
                     block: block as u32,
                     first: PageIndex(first),
-                });
+                })?;
+                id += 1;
             }
         }
-        slots
+        Ok(())
     }
 
     /// Where each block is mapped in this process.
@@ -141,53 +160,42 @@ impl GuestRam {
         &self.device_log
     }
 
-    /// The block that holds `len` bytes at `gpa`, and where in it they are.
-    fn find(&self, gpa: u64, len: usize) -> Option<(usize, u64)> {
-        let number = self.placed.partition_point(|placed| placed.gpa <= gpa).checked_sub(1)?;
-        let offset = gpa - self.placed[number].gpa;
-        let end = offset.checked_add(len as u64)?;
-        (end <= self.placed[number].size).then_some((number, offset))
+    /// The memory as devices see it.
+    #[must_use]
+    pub fn memory(&self) -> &GuestMemoryMmap<VhostLogRegion> {
+        &self.memory
     }
 
-    /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all in one block.
+    /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all memory. The guest may write it meanwhile: the
+    /// copy then holds some mixture, which is what a device sees too.
     #[must_use]
     pub fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
-        let (number, offset) = self.find(gpa, bytes.len())?;
-        // SAFETY: `find` keeps the range within the mapping. The guest may write it meanwhile; the copy then holds some
-        // mixture, which is what a device sees too.
-        unsafe {
-            let from = self.placed[number].base.as_ptr().add(offset as usize);
-            std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len());
-        }
-        Some(())
+        self.memory.read_slice(bytes, GuestAddress(gpa)).ok()
     }
 
-    /// Copies `bytes` to guest memory at `gpa` and marks the pages; `None` if it is not all in one block.
+    /// Copies `bytes` to guest memory at `gpa` and marks the pages; `None` if it is not all memory.
     #[must_use]
     pub fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
-        let (number, offset) = self.find(gpa, bytes.len())?;
-        // SAFETY: as in `read`; no reference to this memory exists.
-        unsafe {
-            let to = self.placed[number].base.as_ptr().add(offset as usize);
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
-        }
-        // The log reaches to the end of the last block, so nothing can lie beyond it.
-        let _ = self.device_log.mark(Gpa(gpa), ByteCount(bytes.len() as u64));
-        Some(())
-    }
-}
-
-impl GuestMemory for GuestRam {
-    fn read(&self, address: Gpa, bytes: &mut [u8]) -> Option<()> {
-        self.read(address.0, bytes)
-    }
-
-    fn write(&self, address: Gpa, bytes: &[u8]) -> Option<()> {
-        self.write(address.0, bytes)
+        self.memory.write_slice(bytes, GuestAddress(gpa)).ok()
     }
 }
 
 impl Placed {
+    /// The same for vm-memory; what goes through it is marked in `log`.
+    fn region(&self, log: &Arc<VhostLog>) -> Result<GuestRegionMmap<VhostLogRegion>, MicrovmError> {
+        let refused = |why: String| MicrovmError::Layout(format!("block '{}': {why}", self.plan.name));
+        let size = usize::try_from(self.size).map_err(|error| refused(error.to_string()))?;
+        let region = MmapRegionBuilder::new_with_bitmap(size, VhostLogRegion::new(log, Gpa(self.gpa)))
+            .with_mmap_prot((ProtFlags::READ | ProtFlags::WRITE).bits().cast_signed())
+            .with_mmap_flags((MapFlags::SHARED | MapFlags::NORESERVE).bits().cast_signed());
+        // SAFETY: `base` and `size` are the mapping that `new` made. It is unmapped by the drop of `self`, and
+        // `GuestRam`, which holds both, drops the region first.
+        let region = unsafe { region.with_raw_mmap_pointer(self.base.as_ptr()) }.build();
+        let region = region.map_err(|error| refused(error.to_string()))?;
+        let end = || refused("it reaches beyond the last guest address".to_owned());
+        GuestRegionMmap::new(region, GuestAddress(self.gpa)).ok_or_else(end)
+    }
+
     fn new(plan: &BlockPlan) -> Result<Self, MicrovmError> {
         let size = plan.size.0;
         let file = match &plan.path {
@@ -282,15 +290,15 @@ mod tests {
     #[test]
     fn slots_tile_the_blocks_at_any_alignment() {
         let ram = ram();
-        let slots = ram.slots(100);
+        let slots = ram.slots(100).unwrap().map().to_vec();
         let of = |block| slots.iter().filter(move |slot| slot.block == block);
         assert_eq!(of(0).map(|slot| slot.pages.0).sum::<u64>(), 256);
         assert_eq!(of(1).map(|slot| slot.pages.0).sum::<u64>(), 5);
         assert_eq!(of(1).next().unwrap().gfn.0, 0x203);
         assert_eq!(of(1).next().unwrap().hva.0 % HUGE, 0x5000);
         assert!((95..=100).contains(&slots.len()), "{}", slots.len());
-        assert_eq!(ram.slots(0).len(), 2);
-        assert_eq!(ram.slots(10_000).len(), 261);
+        assert_eq!(ram.slots(0).unwrap().map().len(), 2);
+        assert_eq!(ram.slots(10_000).unwrap().map().len(), 261);
     }
 
     #[test]
@@ -299,7 +307,8 @@ mod tests {
         let ram = ram();
         ram.write(0x1000, &[1; 4096]).unwrap();
         let sizes: Vec<_> = ram.blocks().iter().map(RamBlock::pages).collect();
-        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &ram.slots(7)).unwrap();
+        let slots = ram.slots(7).unwrap().map().to_vec();
+        let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &slots).unwrap();
         ram.write(0x20_3ffe, b"seam").unwrap();
         ram.write(0x2000, &[1; 4096]).unwrap();
         for (block, expected) in [(0, PageRun::new(2, 1)), (1, PageRun::new(0, 2))] {

@@ -1,7 +1,7 @@
 //! Telling KVM of the memory slots.
 #![allow(unsafe_code)]
 
-use godwit_memory::Slot;
+use godwit_memslots::SlotMap;
 use godwit_units::PAGE_SIZE;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
@@ -11,9 +11,9 @@ use crate::error::kvm;
 use crate::ram::GuestRam;
 
 /// Makes `slots`, which are those of `ram`, in `vm`.
-pub(crate) fn show(vm: &VmFd, slots: &[Slot], ram: &GuestRam) -> Result<(), MicrovmError> {
-    debug_assert!(slots.iter().all(|slot| (slot.block as usize) < ram.blocks().len()));
-    for slot in slots {
+pub(crate) fn show(vm: &VmFd, slots: &SlotMap, ram: &GuestRam) -> Result<(), MicrovmError> {
+    for slot in slots.to_vec() {
+        debug_assert!((slot.block as usize) < ram.blocks().len());
         let region = kvm_userspace_memory_region {
             slot: slot.id.0,
             flags: slot.flags.0,

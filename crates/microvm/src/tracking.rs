@@ -8,7 +8,8 @@ use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
-use godwit_memory::{RamBlock, Slot};
+use godwit_memory::RamBlock;
+use godwit_memslots::Slot;
 use godwit_track::{
     DirtyRingSize, DirtyTracker, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, PagemapTracker,
     UnionTracker, VhostLogTracker,

@@ -66,4 +66,32 @@ mod tests {
         bandwidth.observe(ByteCount(4096), Duration::from_millis(10));
         assert_eq!(bandwidth.average().to_string(), "1000MiB/s");
     }
+    #[test]
+    fn what_is_kept_spans_two_seconds() {
+        let ms = Duration::from_millis;
+        let average = |newest| {
+            let mut bandwidth = Bandwidth::default();
+            bandwidth.observe(ByteCount(100 * MIB), ms(1000));
+            bandwidth.observe(ByteCount(10 * MIB), ms(1000));
+            bandwidth.observe(ByteCount(10 * MIB), ms(newest));
+            bandwidth.average().bytes_per_second() / MIB as f64
+        };
+        // Without the oldest, two seconds are left, or not quite.
+        assert_eq!(average(1000), 10.0);
+        assert_eq!((average(999) * 2.999).round(), 120.0);
+    }
+
+    #[test]
+    fn a_mebibyte_is_a_sample_and_a_smaller_one_only_the_first() {
+        let second = Duration::from_secs(1);
+        let average = |first: u64, then: u64| {
+            let mut bandwidth = Bandwidth::default();
+            bandwidth.observe(ByteCount(first), second);
+            bandwidth.observe(ByteCount(then), second);
+            bandwidth.average().bytes_per_second()
+        };
+        assert_eq!(average(3 * MIB, MIB), 2.0 * MIB as f64);
+        assert_eq!(average(3 * MIB, MIB - 1), 3.0 * MIB as f64);
+        assert_eq!(average(1000, 2000), 1000.0, "until there is a larger one");
+    }
 }

@@ -37,6 +37,8 @@ const LAST_STRAW: u32 = 5;
 const MOST_ROUNDS: u32 = 1000;
 /// A round's own bandwidth is believed within it after this.
 const SETTLED: Duration = Duration::from_millis(500);
+/// But not where it is below this share of the rounds before.
+const STALLED: f64 = 0.2;
 
 /// The convergence policy of one migration.
 #[derive(Clone, Debug)]
@@ -166,20 +168,9 @@ impl Policy {
             self.hot.look(tick.dirty, self.guest.segment_pages(), self.settings.delay_hot_percent);
             self.plan.delayed = self.hot.delayed().clone();
         } else {
-            // Over a whole round the link is known better than from the rounds before.
-            let settled = tick.in_round >= SETTLED && tick.sent.0 > 0;
-            let history = self.bandwidth.average();
-            let link = if settled { tick.sent.per(tick.in_round.as_secs_f64()) } else { history };
-            let link = if settled && link.bytes_per_second() < 0.2 * history.bytes_per_second() {
-                history
-            } else {
-                link
-            };
+            let link = self.link_within(tick.in_round, tick.sent);
             let classes = self.guest.classes();
-            let clock = self.clock + tick.in_round;
-            let sent = tick.sent.0 as f64 / self.page_bytes;
-            let rate = self.dirtied / tick.in_round.as_secs_f64();
-            let view = self.view(&classes, clock, tick.remaining, link, rate, sent);
+            let view = self.view(&classes, self.clock + tick.in_round, tick.remaining, link);
             let mut throttle = self.throttle.clone();
             // The governor's rate holds from harvest to harvest, and so for a whole round.
             if self.governor.budget().is_none() {
@@ -270,9 +261,9 @@ impl Policy {
             }
             None => (crate::share::ALL, None),
         };
-        let sent = round.sent.0 as f64 / self.page_bytes;
-        let mut view = self.view(&classes, self.clock, round.remaining, bandwidth, dirty_rate, sent);
-        view.dirtied = dirtied;
+        let mut view = self.view(&classes, self.clock, round.remaining, bandwidth);
+        (view.dirty_rate, view.dirtied) = (dirty_rate, dirtied);
+        view.sent = round.sent.0 as f64 / self.page_bytes;
         // As long as memory waits for disks, nothing is gained by a slower guest.
         view.delaying |= share < crate::share::ALL;
         let (mut throttle, mut governor) = (self.throttle.clone(), self.governor.clone());
@@ -391,17 +382,25 @@ impl Policy {
         self.last_bandwidth(measured).bytes_per_second() * time.as_secs_f64() / self.page_bytes
     }
 
+    /// What the link carries, within a round: after a while the round itself tells more than the
+    /// rounds before, unless it hardly sends at all, which is no matter of the link.
+    fn link_within(&self, in_round: Duration, sent: ByteCount) -> Rate {
+        let history = self.bandwidth.average();
+        let now = sent.per(in_round.as_secs_f64());
+        let stalled = now.bytes_per_second() < STALLED * history.bytes_per_second();
+        if in_round >= SETTLED && sent.0 > 0 && !stalled { now } else { history }
+    }
+
+    /// What the modes decide from; what is counted by rounds is left at nothing.
     fn view<'a>(
         &'a self,
         classes: &'a [Class],
         clock: Duration,
         remaining: PageCount,
         bandwidth: Rate,
-        dirty_rate: f64,
-        sent: f64,
     ) -> View<'a> {
         let known: f64 = classes.iter().map(|class| class.dirty).sum();
-        let used = self.clock.max(clock).saturating_sub(self.first_round).as_secs_f64();
+        let used = clock.saturating_sub(self.first_round).as_secs_f64();
         let first = self.first_round.as_secs_f64();
         let (free, throttled) = match self.settings.finish_within {
             Some(time) => (time.as_secs_f64(), time.as_secs_f64()),
@@ -412,9 +411,9 @@ impl Policy {
             clock,
             remaining: remaining.0 as f64,
             bandwidth: bandwidth.bytes_per_second() / self.page_bytes,
-            dirty_rate,
-            dirtied: self.dirtied,
-            sent,
+            dirty_rate: 0.0,
+            dirtied: 0.0,
+            sent: 0.0,
             guest: &self.guest,
             classes,
             unsent: (remaining.0 as f64 - known).max(0.0),

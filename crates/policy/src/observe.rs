@@ -233,3 +233,43 @@ impl fmt::Display for Advice {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_of_segments_holds_what_was_put_into_it() {
+        let some = [0, 5, 63, 64, 130, 5];
+        let delayed = Delayed::new(some);
+        let held: Vec<usize> = (0..1000).filter(|segment| delayed.contains(*segment)).collect();
+        assert_eq!(held, [0, 5, 63, 64, 130]);
+        assert_eq!((delayed.count(), delayed.is_empty()), (5, false));
+        let none = Delayed::new([]);
+        assert_eq!((none.count(), none.is_empty(), none.contains(0)), (0, true, false));
+        assert_eq!(none, Delayed::default());
+    }
+
+    #[test]
+    fn advice_says_what_was_tried_and_what_would_help() {
+        let advice = Advice {
+            best: Duration::from_secs(1),
+            limit: Duration::from_millis(300),
+            dirty_rate: Rate::from_bytes_per_second(200.0 * 1_048_576.0),
+            bandwidth: Rate::from_bytes_per_second(100.0 * 1_048_576.0),
+            throttle: 0.0,
+        };
+        assert_eq!(
+            advice.to_string(),
+            "the guest dirties 200MiB/s and the link carries 100MiB/s: the downtime would be 1s at \
+             best, above the limit of 300ms; allow --downtime-limit 1.2s, raise --max-bandwidth, \
+             quieten the guest or let it be throttled"
+        );
+        assert_eq!(
+            Advice { throttle: 0.99, ..advice }.to_string(),
+            "the guest dirties 200MiB/s and the link carries 100MiB/s, at a throttle of 99 %: the \
+             downtime would be 1s at best, above the limit of 300ms; allow --downtime-limit 1.2s, \
+             raise --max-bandwidth, quieten the guest or force the switchover"
+        );
+    }
+}

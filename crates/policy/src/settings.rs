@@ -163,6 +163,7 @@ pub enum SettingError {
 const MODES: &str = "use off, direct, staged, auto-converge, adaptive, governor or vcpus";
 const DOWNTIME: &str = "use a time from 1ms to 1h, such as 300ms";
 const LONG: &str = "use a time from 1s to 1000h, such as 60s, or 0s for none";
+const WITHIN: &str = "use a time from 1s to 1000h, such as 60s, or auto";
 
 const KEYS: [Key; 12] = [
     Key {
@@ -272,11 +273,12 @@ impl Settings {
                 }
                 self.downtime_ceiling = ceiling;
             }
-            "patience" => self.patience = Some(long(key, text)?).filter(|time| !time.is_zero()),
+            "patience" => self.patience = long(key, text, LONG)?,
             "finish-within" => {
                 self.finish_within = match text {
                     "auto" => None,
-                    _ => Some(long(key, text)?).filter(|time| !time.is_zero()),
+                    // None at all is nothing that could be meant: "auto" would be in force.
+                    _ => Some(long(key, text, WITHIN)?.ok_or_else(|| value(key, text, WITHIN))?),
                 }
             }
             "throttle" => self.throttle = text.parse()?,
@@ -364,10 +366,11 @@ fn downtime(key: &str, text: &str) -> Result<Duration, SettingError> {
     if bounds.contains(&time) { Ok(time) } else { Err(value(key, text, DOWNTIME)) }
 }
 
-fn long(key: &str, text: &str) -> Result<Duration, SettingError> {
-    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(LONG)))?;
+/// A time that takes patience; `None` of zero.
+fn long(key: &str, text: &str, allowed: &str) -> Result<Option<Duration>, SettingError> {
+    let time = parse_duration(text).map_err(|error| value(key, text, &error.readings_or(allowed)))?;
     let fits = time.is_zero() || (1..=3_600_000).contains(&time.as_secs());
-    if fits { Ok(time) } else { Err(value(key, text, LONG)) }
+    if fits { Ok(Some(time).filter(|time| !time.is_zero())) } else { Err(value(key, text, allowed)) }
 }
 
 fn number(key: &str, text: &str, most: u32) -> Result<u32, SettingError> {

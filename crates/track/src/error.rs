@@ -134,9 +134,6 @@ pub enum TrackError {
         /// Why.
         source: procfs::ProcError,
     },
-    /// The mappings make no memory slots.
-    #[error("the mappings of the RAM blocks contradict each other: {0}")]
-    Slots(#[from] godwit_memory::SlotError),
     /// A scan failed.
     #[error("scanning the page tables of RAM block {block} failed: {source}")]
     Scan {

@@ -20,6 +20,8 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod partial;
+#[cfg(feature = "vm-memory")]
+mod rust_vmm;
 mod slots;
 mod threads;
 mod uapi;
@@ -35,6 +37,8 @@ pub use kvm::{
 };
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+#[cfg(feature = "vm-memory")]
+pub use rust_vmm::VhostLogRegion;
 pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
 pub use vhost::{VhostLog, VhostLogTracker};

@@ -23,8 +23,8 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-use godwit_memory::{MemSlots, RamBlock, Slot, SlotError, SlotFlags, SlotId, SlotReader};
-use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_memory::RamBlock;
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
 use crate::governed::Governed;
@@ -45,8 +45,6 @@ pub struct PagemapTracker {
     pub(crate) attachment: Attachment,
     pagemap: File,
     pub(crate) blocks: Vec<Vec<BlockMapping>>,
-    /// The same mappings the other way round: from host addresses to pages of RAM blocks.
-    slots: SlotReader,
     /// Some of the memory comes in huge pages only.
     huge: bool,
     /// See [`Approach`].
@@ -177,13 +175,11 @@ impl PagemapTracker {
                 })?;
             }
         }
-        let slots = slots_of(&mappings)?.reader();
         Ok(Self {
             pid,
             attachment,
             pagemap,
             blocks: mappings,
-            slots,
             huge: false,
             harmless_filters: 0,
             governed: OnceLock::new(),
@@ -310,7 +306,6 @@ impl PagemapTracker {
             Then::Leave => PM_SCAN_CHECK_WPASYNC,
         };
         let mut regions = [PageRegion::default(); REGIONS];
-        let mut slots = self.slots.clone();
         let mut left = limit;
         for mapping in &self.blocks[block] {
             let Some(part) = mapping.pages.intersect(within) else { continue };
@@ -324,10 +319,9 @@ impl PagemapTracker {
                     uapi::pagemap_scan(self.pagemap.as_fd(), at, end, flags, left, &mut regions)
                         .map_err(failed)?;
                 for region in &regions[..filled] {
-                    slots.for_each_in_hvas(Hva(region.start)..Hva(region.end), |_, run| {
-                        found(run);
-                        left = left.saturating_sub(run.count.0);
-                    });
+                    let (start, end) = (to_page(region.start), to_page(region.end));
+                    found(PageRun::new(start, end - start));
+                    left = left.saturating_sub(end - start);
                 }
                 if walked <= at || walked > end {
                     return Err(failed(io::Error::other("PAGEMAP_SCAN made no progress")));
@@ -340,31 +334,6 @@ impl PagemapTracker {
         }
         Ok(within.end())
     }
-}
-
-/// A slot for each mapping. Where the blocks lie in the guest's address space is not known from outside and not asked
-/// here: their frames are numbered one block after the other.
-fn slots_of(blocks: &[Vec<BlockMapping>]) -> Result<MemSlots, TrackError> {
-    let mut slots = MemSlots::new();
-    let mut gfn = 0;
-    slots.update(|edit| {
-        let mappings =
-            blocks.iter().enumerate().flat_map(|(block, mapped)| mapped.iter().map(move |m| (block, m)));
-        for (number, (block, mapping)) in mappings.enumerate() {
-            edit.insert(Slot {
-                id: SlotId(number as u32),
-                flags: SlotFlags::LOG_DIRTY_PAGES,
-                gfn: Gfn(gfn),
-                pages: mapping.pages.count,
-                hva: mapping.address,
-                block: block as u32,
-                first: mapping.pages.start,
-            })?;
-            gfn += mapping.pages.count.0;
-        }
-        Ok::<(), SlotError>(())
-    })?;
-    Ok(slots)
 }
 
 impl DirtyTracker for PagemapTracker {

@@ -5,7 +5,7 @@
 //! cut into any number of slots at any page, parts of it may be shown by no slot or by several; nothing is assumed
 //! about alignment. How slots come and go is left to the VMM: a tracker is started on a set that stays.
 
-use godwit_memory::{Slot, SlotFlags};
+use godwit_memslots::{Slot, SlotFlags};
 use godwit_units::{PageCount, PageRun};
 
 use crate::TrackError;
@@ -108,7 +108,7 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
-    use godwit_memory::SlotId;
+    use godwit_memslots::SlotId;
     use godwit_units::{Gfn, Hva, PageIndex};
 
     use super::*;

@@ -15,8 +15,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 
-use godwit_memory::Slot;
-use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_memslots::Slot;
+use godwit_units::{ByteCount, Gfn, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -104,6 +104,13 @@ impl VhostLog {
         } else {
             Err(TrackError::OutsideLog { address: address.0, length: length.0 })
         }
+    }
+
+    /// Whether guest frame `frame` is marked and was not harvested since.
+    #[must_use]
+    pub fn is_marked(&self, frame: Gfn) -> bool {
+        frame.0 < self.frames
+            && self.words()[(frame.0 / 64) as usize].load(Ordering::Relaxed) >> (frame.0 % 64) & 1 == 1
     }
 
     fn words(&self) -> &[AtomicU64] {
@@ -206,7 +213,7 @@ impl DirtyTracker for VhostLogTracker {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use godwit_memory::{SlotFlags, SlotId};
+    use godwit_memslots::{SlotFlags, SlotId};
     use godwit_units::Gfn;
 
     use super::*;

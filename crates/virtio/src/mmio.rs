@@ -2,7 +2,9 @@
 //!
 //! Invariant: features that were not offered are never negotiated, nor loaded.
 
-use crate::{GuestMemory, Nonsense, Piece, Queue};
+use vm_memory::GuestMemory;
+
+use crate::{InvalidRing, Piece, Queue};
 
 const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
@@ -61,7 +63,7 @@ pub enum Effect {
 }
 
 /// The registers and the queues of one device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Transport {
     device: u32,
     offered: u64,
@@ -90,7 +92,8 @@ impl Transport {
             queue_select: 0,
             interrupt: 0,
             generation: 0,
-            queues: vec![Queue::default(); queues],
+            // QUEUE_MOST is a size that a queue can have.
+            queues: (0..queues).filter_map(|_| Queue::new(QUEUE_MOST).ok()).collect(),
         }
     }
 
@@ -127,7 +130,7 @@ impl Transport {
                 (self.offered >> (32 * self.device_features_select)) as u32
             }
             0x34 => queue.map_or(0, |_| QUEUE_MOST.into()),
-            0x44 => queue.map_or(0, |queue| queue.ready.into()),
+            0x44 => queue.map_or(0, |queue| queue.ready().into()),
             0x60 => self.interrupt,
             0x70 => self.status,
             0xfc => self.generation,
@@ -174,45 +177,32 @@ impl Transport {
     }
 
     fn set_queue(&mut self, offset: u64, value: u32) {
-        let Some(queue) = self.queues.get_mut(self.queue_select as usize) else { return };
-        match offset {
-            0x38 => {
-                if let Some(size) = u16::try_from(value).ok().filter(|size| size.is_power_of_two()) {
-                    queue.size = if size <= QUEUE_MOST { size } else { queue.size };
-                }
-            }
-            0x44 => queue.ready = value & 1 != 0,
-            _ => {
-                let (part, high) = ((offset - 0x80) / 16, offset & 4 != 0);
-                if let (Some(address), 0 | 4) = (queue.parts.get_mut(part as usize), offset & 15) {
-                    let (shift, keep) = if high { (32, 0xffff_ffff) } else { (0, !0xffff_ffff) };
-                    *address = *address & keep | u64::from(value) << shift;
-                }
-            }
+        if let Some(queue) = self.queues.get_mut(self.queue_select as usize) {
+            queue.set(offset, value);
         }
     }
 
-    /// Has `carry_out` deal with all requests of queue `number`; see [`Queue::work`]. A queue that makes no sense sets
+    /// Has `carry_out` deal with all requests of queue `number`; see [`Queue::work`]. An invalid queue sets
     /// DEVICE_NEEDS_RESET.
     pub fn work(
         &mut self,
         number: usize,
         memory: &impl GuestMemory,
-        carry_out: impl FnMut(&[Piece]) -> Result<u32, Nonsense>,
+        carry_out: impl FnMut(&[Piece]) -> Result<u32, InvalidRing>,
     ) {
         self.with_queue(number, |queue| queue.work(memory, carry_out));
     }
 
     /// Has `deal` do with queue `number` what it wants, while the device works; it says whether it gave a request back, or that the queue
-    /// makes no sense, which sets DEVICE_NEEDS_RESET.
-    pub fn with_queue(&mut self, number: usize, deal: impl FnOnce(&mut Queue) -> Result<bool, Nonsense>) {
+    /// is invalid, which sets DEVICE_NEEDS_RESET.
+    pub fn with_queue(&mut self, number: usize, deal: impl FnOnce(&mut Queue) -> Result<bool, InvalidRing>) {
         if !self.works() {
             return;
         }
         let Some(queue) = self.queues.get_mut(number) else { return };
         match deal(queue) {
             Ok(given_back) => self.interrupt |= if given_back { USED_BUFFER } else { 0 },
-            Err(Nonsense) => self.status |= NEEDS_RESET,
+            Err(InvalidRing) => self.status |= NEEDS_RESET,
         }
     }
 

@@ -1,25 +1,24 @@
-//! A split queue, walked by the device (virtio 1.2, 2.7).
+//! Requests of a split queue (virtio 1.2, 2.7), which the crate virtio-queue walks.
 //!
-//! Invariant: a chain is at most as long as the queue, and of one look at the queue no more chains are taken than it has
-//! places. So rings that bite their own tail end in [`Nonsense`], after a bounded time.
+//! What this adds is strictness: a chain that does not end, or leads out of the table or out of memory, is an
+//! [`InvalidRing`] and not a shorter request. Chains are bounded by the queue, and of one look no more are
+//! taken than it has places.
 
-use godwit_units::Gpa;
+use virtio_queue::{Error, QueueOwnedT, QueueState, QueueT};
+use vm_memory::GuestMemory;
 
-use crate::sync::{Ordering, fence};
-use crate::{GuestMemory, Nonsense};
+use crate::InvalidRing;
 
 /// VIRTQ_DESC_F_NEXT.
-pub const NEXT: u16 = 1;
+pub const NEXT: u16 = virtio_bindings::virtio_ring::VRING_DESC_F_NEXT as u16;
 /// VIRTQ_DESC_F_WRITE.
-pub const DEVICE_WRITES: u16 = 2;
-/// VIRTQ_DESC_F_INDIRECT, which is not offered.
-const INDIRECT: u16 = 4;
+pub const DEVICE_WRITES: u16 = virtio_bindings::virtio_ring::VRING_DESC_F_WRITE as u16;
 
 /// A piece of guest memory that belongs to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Where it begins; whether it is memory has not been looked at.
-    pub address: Gpa,
+    pub address: godwit_units::Gpa,
     /// Its length in bytes.
     pub len: u32,
     /// Whether the device may write it (and not read it).
@@ -27,141 +26,127 @@ pub struct Piece {
 }
 
 /// A queue as the driver has set it up, and how far the device has come.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Queue {
-    pub(crate) size: u16,
-    pub(crate) ready: bool,
-    /// Descriptors, driver's ring, device's ring.
-    pub(crate) parts: [u64; 3],
-    next_available: u16,
-    next_used: u16,
-}
+#[derive(Debug, PartialEq, Eq)]
+pub struct Queue(virtio_queue::Queue);
 
 impl Queue {
     /// Words of its state.
     pub(crate) const WORDS: usize = 7;
 
-    /// Takes all requests that the driver has made available, in order. `carry_out` returns how many bytes of guest memory it wrote;
-    /// then the request is given back. Returns whether there was any.
+    /// A queue of at most `most` places, a power of two.
+    pub(crate) fn new(most: u16) -> Result<Self, Error> {
+        virtio_queue::Queue::new(most).map(Self)
+    }
+
+    /// Takes all requests that the driver has made available, in order. `carry_out` returns how many bytes of
+    /// guest memory it wrote; then the request is given back. Returns whether there was any.
     ///
     /// # Errors
-    /// When the rings make no sense, or `carry_out` says that a request does not.
+    /// When the rings are invalid, or `carry_out` says that a request is.
     pub fn work(
         &mut self,
         memory: &impl GuestMemory,
-        mut carry_out: impl FnMut(&[Piece]) -> Result<u32, Nonsense>,
-    ) -> Result<bool, Nonsense> {
+        mut carry_out: impl FnMut(&[Piece]) -> Result<u32, InvalidRing>,
+    ) -> Result<bool, InvalidRing> {
         let mut pieces = Vec::new();
+        let mut any = false;
         // What another vCPU adds meanwhile comes with a notification of its own.
-        let available = self.available(memory)?;
-        for _ in 0..available {
+        for _ in 0..self.0.size() {
             let Some(head) = self.take(memory, &mut pieces)? else { break };
             let written = carry_out(&pieces)?;
             self.give_back(memory, head, written)?;
+            any = true;
         }
-        Ok(available > 0)
-    }
-
-    /// How many requests wait.
-    fn available(&self, memory: &impl GuestMemory) -> Result<u16, Nonsense> {
-        if self.size == 0 || !self.ready {
-            return Ok(0);
-        }
-        let index = u16_at(memory, self.parts[1].wrapping_add(2))?;
-        // The index before what it announces: the driver has written entries and descriptors before it (virtio 1.2,
-        // 2.7.13.3), and they must not be read earlier.
-        fence(Ordering::Acquire);
-        let waiting = index.wrapping_sub(self.next_available);
-        if waiting > self.size { Err(Nonsense) } else { Ok(waiting) }
+        Ok(any)
     }
 
     /// Takes the next request, if one waits: fills `pieces` and returns the number to give it back by.
     ///
     /// # Errors
-    /// When the rings make no sense.
-    pub fn take(
+    /// When the rings are invalid.
+    pub fn take<M: GuestMemory>(
         &mut self,
-        memory: &impl GuestMemory,
+        memory: &M,
         pieces: &mut Vec<Piece>,
-    ) -> Result<Option<u16>, Nonsense> {
-        if self.available(memory)? == 0 {
+    ) -> Result<Option<u16>, InvalidRing> {
+        if !self.0.ready() {
             return Ok(None);
         }
-        let slot = u64::from(self.next_available % self.size);
-        let head = u16_at(memory, self.parts[1].wrapping_add(4 + 2 * slot))?;
-        self.walk(memory, head, pieces)?;
-        self.next_available = self.next_available.wrapping_add(1);
-        Ok(Some(head))
-    }
-
-    fn walk(&self, memory: &impl GuestMemory, head: u16, pieces: &mut Vec<Piece>) -> Result<(), Nonsense> {
+        let next = self.0.next_avail();
+        let mut waiting = self.0.iter(memory).map_err(|_| InvalidRing)?;
+        let Some(chain) = waiting.next() else {
+            // Nothing waits, or the entry that should say what does is not in memory.
+            let index = self.0.avail_idx(memory, std::sync::atomic::Ordering::Acquire);
+            return if index.is_ok_and(|index| index.0 == next) { Ok(None) } else { Err(InvalidRing) };
+        };
+        let head = chain.head_index();
         pieces.clear();
-        let mut next = Some(head);
-        while let Some(index) = next {
-            if index >= self.size || pieces.len() >= usize::from(self.size) {
-                return Err(Nonsense);
-            }
-            let mut bytes = [0; 16];
-            let at = self.parts[0].wrapping_add(16 * u64::from(index));
-            memory.read(Gpa(at), &mut bytes).ok_or(Nonsense)?;
-            let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-            let address = bytes[..8].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-            let flags = half(12);
-            if flags & INDIRECT != 0 {
-                return Err(Nonsense);
-            }
+        let mut goes_on = true;
+        for descriptor in chain {
+            goes_on = descriptor.has_next();
             pieces.push(Piece {
-                address: Gpa(address),
-                len: u32::from(half(8)) | u32::from(half(10)) << 16,
-                device_writes: flags & DEVICE_WRITES != 0,
+                address: godwit_units::Gpa(descriptor.addr().0),
+                len: descriptor.len(),
+                device_writes: descriptor.is_write_only(),
             });
-            next = (flags & NEXT != 0).then(|| half(14));
         }
-        Ok(())
+        if goes_on { Err(InvalidRing) } else { Ok(Some(head)) }
     }
 
     /// Gives the request `head` back to the driver, of whose memory `written` bytes were written.
     ///
     /// # Errors
-    /// When the device's ring is not in memory.
-    pub fn give_back(&mut self, memory: &impl GuestMemory, head: u16, written: u32) -> Result<(), Nonsense> {
-        if self.size == 0 {
-            return Err(Nonsense);
+    /// When the device's ring is not in memory, or there is no such request.
+    pub fn give_back(
+        &mut self,
+        memory: &impl GuestMemory,
+        head: u16,
+        written: u32,
+    ) -> Result<(), InvalidRing> {
+        self.0.add_used(memory, head, written).map_err(|_| InvalidRing)
+    }
+
+    pub(crate) fn ready(&self) -> bool {
+        self.0.ready()
+    }
+
+    /// The driver writes `value` to the queue's register at `offset` (virtio 1.2, 4.2.2). A size or an address
+    /// that none can have is not taken.
+    pub(crate) fn set(&mut self, offset: u64, value: u32) {
+        match offset {
+            0x38 => self.0.set_size(u16::try_from(value).unwrap_or(0)),
+            0x44 => self.0.set_ready(value & 1 != 0),
+            0x80 => self.0.set_desc_table_address(Some(value), None),
+            0x84 => self.0.set_desc_table_address(None, Some(value)),
+            0x90 => self.0.set_avail_ring_address(Some(value), None),
+            0x94 => self.0.set_avail_ring_address(None, Some(value)),
+            0xa0 => self.0.set_used_ring_address(Some(value), None),
+            0xa4 => self.0.set_used_ring_address(None, Some(value)),
+            _ => {}
         }
-        let mut entry = [0; 8];
-        entry[..4].copy_from_slice(&u32::from(head).to_le_bytes());
-        entry[4..].copy_from_slice(&written.to_le_bytes());
-        let slot = u64::from(self.next_used % self.size);
-        memory.write(Gpa(self.parts[2].wrapping_add(4 + 8 * slot)), &entry).ok_or(Nonsense)?;
-        self.next_used = self.next_used.wrapping_add(1);
-        // The index after the entry (virtio 1.2, 2.7.14).
-        fence(Ordering::Release);
-        let index = self.next_used.to_le_bytes();
-        memory.write(Gpa(self.parts[2].wrapping_add(2)), &index).ok_or(Nonsense)
     }
 
     pub(crate) fn save(&self) -> [u64; Self::WORDS] {
-        let Self { size, ready, parts, next_available, next_used } = *self;
-        let [descriptors, driver, device] = parts;
-        [size.into(), ready.into(), descriptors, driver, device, next_available.into(), next_used.into()]
+        let state = self.0.state();
+        let QueueState { size, ready, desc_table, avail_ring, used_ring, next_avail, next_used, .. } = state;
+        let (next_avail, next_used) = (next_avail.into(), next_used.into());
+        [size.into(), ready.into(), desc_table, avail_ring, used_ring, next_avail, next_used]
     }
 
-    /// The queue that [`Self::save`] made; `None` if its size is none.
+    /// The queue of at most `most` places that [`Self::save`] made; `None` if none can have made it.
     pub(crate) fn load(words: [u64; Self::WORDS], most: u16) -> Option<Self> {
-        let [size, ready, descriptors, driver, device, next_available, next_used] = words;
-        let fits = size <= u64::from(most) && (size == 0 || size.is_power_of_two());
-        fits.then_some(Self {
-            size: size as u16,
+        let [size, ready, desc_table, avail_ring, used_ring, next_avail, next_used] = words;
+        let state = QueueState {
+            max_size: most,
+            next_avail: u16::try_from(next_avail).ok()?,
+            next_used: u16::try_from(next_used).ok()?,
+            event_idx_enabled: false,
+            size: u16::try_from(size).ok()?,
             ready: ready != 0,
-            parts: [descriptors, driver, device],
-            next_available: next_available as u16,
-            next_used: next_used as u16,
-        })
+            desc_table,
+            avail_ring,
+            used_ring,
+        };
+        virtio_queue::Queue::try_from(state).ok().map(Self)
     }
-}
-
-fn u16_at(memory: &impl GuestMemory, at: u64) -> Result<u16, Nonsense> {
-    let mut bytes = [0; 2];
-    memory.read(Gpa(at), &mut bytes).ok_or(Nonsense)?;
-    Ok(u16::from_le_bytes(bytes))
 }

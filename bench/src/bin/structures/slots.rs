@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
 use godwit_bench::report::{Better, Report};
-use godwit_memory::{MemSlots, Slot, SlotFlags, SlotId};
+use godwit_memslots::{MemSlots, Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use serde_json::json;
 use vm_memory::{
@@ -433,7 +433,7 @@ fn update_rows(
             for (id, &place) in places.iter().enumerate() {
                 edit.insert(slot(id as u64, place, (place * 7919) % n))?;
             }
-            Ok::<(), godwit_memory::SlotError>(())
+            Ok::<(), godwit_memslots::SlotError>(())
         });
         black_box(result.is_ok());
     });

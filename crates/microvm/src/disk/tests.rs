@@ -18,10 +18,14 @@ const HEADER: u64 = 0x4000;
 const DATA: u64 = 0x5000;
 const STATUS: u64 = 0x6000;
 
+fn ram() -> GuestRam {
+    let plan = vec!["name=low,size=16MiB,gpa=0".parse().unwrap()];
+    GuestRam::new(&check(plan).unwrap()).unwrap()
+}
+
 impl Rig {
     fn new(name: &str) -> Self {
-        let plan = vec!["name=low,size=16MiB,gpa=0".parse().unwrap()];
-        let ram = GuestRam::new(&check(plan).unwrap()).unwrap();
+        let ram = ram();
         let path = std::env::temp_dir().join(format!("godwit-disk-{name}-{}", std::process::id()));
         std::fs::write(&path, vec![7; 1 << 20]).unwrap();
         let disk = Disk::open(&path).unwrap();
@@ -98,7 +102,7 @@ fn what_is_written_is_read_also_after_a_move() {
     let other = Disk::open(&rig.path).unwrap();
     other.load(&rig.disk.save()).unwrap();
     assert_eq!(other.save(), rig.disk.save());
-    let rig = Rig { disk: other, path: rig.path.clone(), ram: GuestRam::new(&[]).unwrap() }.with_ram_of(rig);
+    let rig = Rig { disk: other, path: rig.path.clone(), ram: ram() }.with_ram_of(rig);
     assert_eq!(rig.request(1, 0, 8), 0);
     let mut page = [0; 4096];
     rig.ram.read(DATA, &mut page).unwrap();

@@ -4,6 +4,9 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// What the decision is made of, term by term.
+mod terms;
+
 const MIB: u64 = 1 << 20;
 
 fn round(ms: u64, sent_mib: u64, remaining: u64) -> Round<'static> {

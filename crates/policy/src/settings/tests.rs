@@ -119,3 +119,62 @@ fn what_is_shown_can_be_typed() {
     settings.shown().iter().for_each(|(key, value)| again.set(key, value).unwrap());
     assert_eq!(again, settings);
 }
+
+#[test]
+fn bounds_are_allowed_and_what_is_beyond_them_is_not() {
+    let taken = |assignment: &str| Settings::default().assign(assignment).is_ok();
+    let allowed = [
+        "downtime-limit=1ms",
+        "downtime-limit=1h",
+        "downtime-ceiling=300ms",
+        "patience=1s",
+        "patience=1000h",
+        "max-throttle=99",
+        "delay-hot-percent=90",
+        "delay-until-percent=100",
+        "max-delay=1000",
+        "finish-within=1s",
+        " max-delay = 7 ",
+    ];
+    assert_eq!(allowed.map(taken), [true; 11]);
+    let refused = [
+        "downtime-limit=999us",
+        "downtime-limit=3601s",
+        "downtime-ceiling=299ms",
+        "patience=999ms",
+        "patience=1001h",
+        "delay-hot-percent=91",
+        "delay-until-percent=101",
+        "max-delay=1001",
+        "max-delay=7.5",
+    ];
+    assert_eq!(refused.map(taken), [false; 9]);
+}
+
+#[test]
+fn a_limit_may_be_as_high_as_its_ceiling() {
+    let mut settings = Settings::default();
+    settings.set("downtime-ceiling", "1s").unwrap();
+    assert_eq!(settings.set("downtime-limit", "1s"), Ok(()));
+}
+
+/// It was taken, and `auto` was in force: the contrary of what "0s for none" promised.
+#[test]
+fn no_time_to_finish_within_is_refused() {
+    let mut settings = Settings::default();
+    settings.set("finish-within", "5s").unwrap();
+    assert_eq!(
+        settings.set("finish-within", "0s").unwrap_err().to_string(),
+        "finish-within=0s is not possible: use a time from 1s to 1000h, such as 60s, or auto"
+    );
+    assert_eq!(settings.finish_within, Some(Duration::from_secs(5)));
+}
+
+#[test]
+fn modes_are_shown_by_their_names() {
+    for (mode, name) in ThrottleMode::ALL {
+        assert_eq!((mode.to_string().as_str(), name.parse()), (name, Ok(mode)));
+        assert_eq!(format!("{mode:>14}").trim_start(), name);
+        assert_eq!(format!("{mode:>14}").len(), 14);
+    }
+}

@@ -19,7 +19,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 
-use godwit_memory::{Slot, SlotFlags, SlotId};
+use godwit_memslots::{Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use kvm_bindings::{KVM_API_VERSION, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};

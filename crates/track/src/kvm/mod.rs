@@ -19,7 +19,7 @@ pub use uapi::clear_dirty_log;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use godwit_memory::{Slot, SlotFlags};
+use godwit_memslots::{Slot, SlotFlags};
 
 use crate::TrackError;
 

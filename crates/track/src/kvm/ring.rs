@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use godwit_memory::Slot;
+use godwit_memslots::Slot;
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 use super::Logging;

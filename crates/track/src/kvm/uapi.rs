@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use godwit_memory::{Slot, SlotFlags, SlotId};
+use godwit_memslots::{Slot, SlotFlags, SlotId};
 use godwit_units::PAGE_SIZE;
 use kvm_bindings::{
     kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_dirty_log, kvm_dirty_log__bindgen_ty_1,

@@ -11,18 +11,41 @@
 //! and waits for readers; that was rejected, since a reader here may hold its snapshot for a whole round.
 //!
 //! Slot ids are of this host only and never leave it; what migrates is the RAM block.
+//!
+//! For VMM authors: with the feature `vm-memory`, `MemSlots::of_guest_memory` makes the slots of a `GuestMemoryMmap`.
+//!
+//! ```
+//! use godwit_memslots::{MemSlots, Slot, SlotId};
+//! use godwit_units::{Gfn, Hva, PageCount, PageIndex};
+//!
+//! let mut slots = MemSlots::new();
+//! let mut reader = slots.reader();
+//! slots.insert(Slot {
+//!     id: SlotId(7),
+//!     gfn: Gfn(0x100),
+//!     pages: PageCount(16),
+//!     hva: Hva(0x7f00_0000_0000),
+//!     ..Slot::default()
+//! })?;
+//! let slot = reader.by_hva(Hva(0x7f00_0000_3abc)).expect("readers follow at once");
+//! assert_eq!(slot.page_of_hva(Hva(0x7f00_0000_3abc)), Some(PageIndex(3)));
+//! # Ok::<(), godwit_memslots::SlotError>(())
+//! ```
+#![forbid(unsafe_code)]
 
 mod error;
 mod map;
 mod publish;
 mod reader;
+#[cfg(feature = "vm-memory")]
+mod rust_vmm;
 mod slot;
 mod tree;
 
 /// What only this crate's loom test replaces.
 mod sync {
-    pub(super) use std::sync::atomic::{AtomicU64, Ordering};
-    pub(super) use std::sync::{Arc, RwLock};
+    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use std::sync::{Arc, RwLock};
 }
 
 use std::sync::Arc;

@@ -24,7 +24,7 @@ struct Shared<T> {
 
 /// The writer's end.
 #[derive(Debug)]
-pub(super) struct Publisher<T> {
+pub(crate) struct Publisher<T> {
     shared: Arc<Shared<T>>,
     number: u64,
 }
@@ -36,13 +36,13 @@ impl<T: Default> Default for Publisher<T> {
 }
 
 impl<T> Publisher<T> {
-    pub(super) fn new(first: T) -> Self {
+    pub(crate) fn new(first: T) -> Self {
         let first = Arc::new(first);
         let cells = [RwLock::new((0, Arc::clone(&first))), RwLock::new((0, first))];
         Self { shared: Arc::new(Shared { announced: AtomicU64::new(0), cells }), number: 0 }
     }
 
-    pub(super) fn publish(&mut self, state: T) {
+    pub(crate) fn publish(&mut self, state: T) {
         self.number += 1;
         let next = (self.number, Arc::new(state));
         let cell = &self.shared.cells[(self.number % 2) as usize];
@@ -56,7 +56,7 @@ impl<T> Publisher<T> {
         drop(old);
     }
 
-    pub(super) fn reader(&self) -> Reader<T> {
+    pub(crate) fn reader(&self) -> Reader<T> {
         let mut reader = Reader { shared: Arc::clone(&self.shared), number: 0, state: self.first_seen() };
         reader.refresh();
         reader
@@ -72,7 +72,7 @@ impl<T> Publisher<T> {
 
 /// A reader's end, for one thread.
 #[derive(Debug)]
-pub(super) struct Reader<T> {
+pub(crate) struct Reader<T> {
     shared: Arc<Shared<T>>,
     number: u64,
     state: Arc<T>,
@@ -87,7 +87,7 @@ impl<T> Clone for Reader<T> {
 impl<T> Reader<T> {
     /// Goes on to the latest state; returns whether it is another one than before.
     #[inline]
-    pub(super) fn refresh(&mut self) -> bool {
+    pub(crate) fn refresh(&mut self) -> bool {
         self.shared.announced.load(Ordering::Acquire) > self.number && self.fetch()
     }
 
@@ -105,7 +105,7 @@ impl<T> Reader<T> {
 
     /// The state that the last refresh found.
     #[inline]
-    pub(super) fn state(&self) -> &Arc<T> {
+    pub(crate) fn state(&self) -> &Arc<T> {
         &self.state
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use godwit_memory::{MemSlots, Slot, SlotFlags, SlotId};
+use godwit_memslots::{MemSlots, Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 
 const MOST: u32 = 32_764;

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount};
+use godwit_units::{Gfn, Gpa, Hva, PAGE_SIZE, PageCount};
 
-use super::{Slot, SlotId};
+use crate::{Slot, SlotId};
 
 /// A range of guest frames, as it was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +116,24 @@ pub enum SlotError {
         gfns: GfnRange,
         /// The frames of the slot that has the id.
         others: GfnRange,
+    },
+    /// The memory does not begin and end with a page.
+    #[error("{slot} at guest address {start} of {bytes} bytes is not whole pages")]
+    NotPages {
+        /// The slot refused.
+        slot: SlotId,
+        /// Where it would begin.
+        start: Gpa,
+        /// Its size in bytes.
+        bytes: u64,
+    },
+    /// The memory has no address in this process.
+    #[error("{slot} at guest address {start} is not mapped in this process")]
+    NotMapped {
+        /// The slot refused.
+        slot: SlotId,
+        /// Where it would begin.
+        start: Gpa,
     },
     /// There is no slot of this id.
     #[error("there is no {slot}")]

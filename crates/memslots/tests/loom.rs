@@ -9,7 +9,7 @@ mod sync {
     pub(super) use loom::sync::{Arc, RwLock};
 }
 
-#[path = "../src/slots/publish.rs"]
+#[path = "../src/publish.rs"]
 mod publish;
 
 use publish::Publisher;

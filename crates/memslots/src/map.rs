@@ -7,8 +7,8 @@ use std::ops::{ControlFlow, Range};
 
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageRun};
 
-use super::tree::{Entry, Tree};
-use super::{GfnRange, HvaRange, Slot, SlotError, SlotFlags, SlotId};
+use crate::tree::{Entry, Tree};
+use crate::{GfnRange, HvaRange, Slot, SlotError, SlotFlags, SlotId};
 
 /// Guest frames that a guest can have: 2^52, as many as fit a 64-bit physical address.
 const FRAMES: u64 = u64::MAX / PAGE_SIZE + 1;
@@ -131,6 +131,14 @@ impl SlotMap {
         });
     }
 
+    /// All slots, in order of guest frames: what a tracker of KVM's is started on.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<Slot> {
+        let mut slots = Vec::with_capacity(self.len());
+        self.for_each(|slot| slots.push(*slot));
+        slots
+    }
+
     /// Calls `f` with every slot, in order of guest frames.
     pub fn for_each(&self, mut f: impl FnMut(&Slot)) {
         let _ = self.gfns.overlapping(0..u64::MAX, &mut |entry| {
@@ -140,7 +148,7 @@ impl SlotMap {
     }
 
     /// Whether no other slot lies at any host address of `slot`.
-    pub(super) fn is_alone(&self, slot: &Slot) -> bool {
+    pub(crate) fn is_alone(&self, slot: &Slot) -> bool {
         let others = self.hvas.overlapping(slot.hvas(), &mut |entry| {
             if entry.0.id == slot.id { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         });
@@ -172,7 +180,7 @@ impl SlotMap {
     }
 }
 
-/// Changes under way that no reader sees yet; see [`super::MemSlots::update`].
+/// Changes under way that no reader sees yet; see [`crate::MemSlots::update`].
 ///
 /// A change that fails changes nothing; the others stand if the whole update is kept.
 #[derive(Debug)]
@@ -181,11 +189,11 @@ pub struct SlotEdit {
 }
 
 impl SlotEdit {
-    pub(super) fn new(map: SlotMap) -> Self {
+    pub(crate) fn new(map: SlotMap) -> Self {
         Self { map }
     }
 
-    pub(super) fn finish(self) -> SlotMap {
+    pub(crate) fn finish(self) -> SlotMap {
         self.map
     }
 
@@ -195,7 +203,7 @@ impl SlotEdit {
         &self.map
     }
 
-    /// Adds `slot`; see [`super::MemSlots::insert`].
+    /// Adds `slot`; see [`crate::MemSlots::insert`].
     ///
     /// # Errors
     /// As there.
@@ -224,7 +232,7 @@ impl SlotEdit {
         Ok(())
     }
 
-    /// Takes away slot `id`; see [`super::MemSlots::remove`].
+    /// Takes away slot `id`; see [`crate::MemSlots::remove`].
     ///
     /// # Errors
     /// As there.
@@ -236,7 +244,7 @@ impl SlotEdit {
         Ok(slot)
     }
 
-    /// Moves slot `id`; see [`super::MemSlots::move_to`].
+    /// Moves slot `id`; see [`crate::MemSlots::move_to`].
     ///
     /// # Errors
     /// As there.
@@ -251,7 +259,7 @@ impl SlotEdit {
         Ok(())
     }
 
-    /// Gives slot `id` other flags; see [`super::MemSlots::set_flags`].
+    /// Gives slot `id` other flags; see [`crate::MemSlots::set_flags`].
     ///
     /// # Errors
     /// As there.

@@ -21,7 +21,7 @@ use keys::Keys;
 mod keys;
 
 /// What a tree holds: ranges `key..end`.
-pub(super) trait Entry: Copy + Default {
+pub(crate) trait Entry: Copy + Default {
     /// Whether ranges in one tree may overlap.
     const OVERLAPS: bool;
     /// Where the range starts; less than `u64::MAX`.
@@ -45,7 +45,7 @@ const FAN: usize = FAN_BLOCKS * 8;
 const SPARSE: usize = 4;
 
 #[derive(Clone, Debug)]
-pub(super) struct Tree<E> {
+pub(crate) struct Tree<E> {
     root: Node<E>,
     len: usize,
 }
@@ -97,13 +97,13 @@ impl<E: Entry> Default for Tree<E> {
 }
 
 impl<E: Entry> Tree<E> {
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// The last entry of those whose range holds `at`.
     #[inline]
-    pub(super) fn holding(&self, at: u64) -> Option<&E> {
+    pub(crate) fn holding(&self, at: u64) -> Option<&E> {
         let entry = self.floor(at)?;
         if entry.end() > at {
             return Some(entry);
@@ -123,7 +123,7 @@ impl<E: Entry> Tree<E> {
 
     /// The entry of this key and tie.
     #[inline]
-    pub(super) fn exact(&self, key: u64, tie: u32) -> Option<&E> {
+    pub(crate) fn exact(&self, key: u64, tie: u32) -> Option<&E> {
         let mut node = self.root.see();
         loop {
             match node {
@@ -149,7 +149,7 @@ impl<E: Entry> Tree<E> {
     }
 
     /// Calls `f` in order with the entries whose ranges have something of `range`, until it breaks.
-    pub(super) fn overlapping<'a, B>(
+    pub(crate) fn overlapping<'a, B>(
         &'a self,
         range: Range<u64>,
         f: &mut impl FnMut(&'a E) -> ControlFlow<B>,
@@ -158,7 +158,7 @@ impl<E: Entry> Tree<E> {
     }
 
     /// Adds `entry`, whose key and tie must be new.
-    pub(super) fn insert(&mut self, entry: E) {
+    pub(crate) fn insert(&mut self, entry: E) {
         let right = match &mut self.root {
             Node::Leaf(leaf) => Arc::make_mut(leaf).add(entry).map(Node::leaf),
             Node::Inner(inner) => Arc::make_mut(inner).add(entry).map(Node::inner),
@@ -173,7 +173,7 @@ impl<E: Entry> Tree<E> {
     }
 
     /// Puts `entry` in place of the one of the same key and tie, which must exist.
-    pub(super) fn replace(&mut self, entry: E) {
+    pub(crate) fn replace(&mut self, entry: E) {
         match &mut self.root {
             Node::Leaf(leaf) => Arc::make_mut(leaf).replace(entry),
             Node::Inner(inner) => Arc::make_mut(inner).replace(entry),
@@ -181,7 +181,7 @@ impl<E: Entry> Tree<E> {
     }
 
     /// Takes away the entry of this key and tie, which must exist.
-    pub(super) fn remove(&mut self, key: u64, tie: u32) {
+    pub(crate) fn remove(&mut self, key: u64, tie: u32) {
         match &mut self.root {
             Node::Leaf(leaf) => Arc::make_mut(leaf).remove(key, tie),
             Node::Inner(inner) => Arc::make_mut(inner).remove(key, tie),

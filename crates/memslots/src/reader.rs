@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use godwit_units::{Gfn, Hva, PageRun};
 
-use super::publish::Reader;
-use super::{Slot, SlotId, SlotMap};
+use crate::publish::Reader;
+use crate::{Slot, SlotId, SlotMap};
 
 /// Looks slots up in the latest state; for one thread, clone it for more. A look-up never waits.
 #[derive(Clone, Debug)]
@@ -21,7 +21,7 @@ pub struct SlotReader {
 }
 
 impl SlotReader {
-    pub(super) fn new(reader: Reader<SlotMap>) -> Self {
+    pub(crate) fn new(reader: Reader<SlotMap>) -> Self {
         Self { reader, last: Slot::default(), alone: false }
     }
 

@@ -1,0 +1,514 @@
+//! What the decision is made of, with the numbers of the documents (docs/convergence.md).
+
+use crate::observe::DiskRound;
+use crate::settings::DiskLimit;
+
+use super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn near(found: f64, expected: f64) -> bool {
+    (found - expected).abs() <= 1e-6 * expected.abs()
+}
+
+/// 1,000 pages, 400 of them dirty, each written once a second.
+const CLASS: [Class; 1] = [Class { pages: 1000.0, rate: 1.0, dirty: 400.0 }];
+
+/// A link of 1,000 pages a second, in a policy that has seen nothing else.
+fn linked(settings: Settings) -> Policy {
+    let mut policy = Policy::new(settings);
+    policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
+    policy
+}
+
+#[test]
+fn growth_is_what_is_clean_and_written_in_the_time() {
+    let mut policy = Policy::new(Settings::default());
+    let clean = |rate: f64| 600.0 * (1.0 - (-rate).exp());
+    assert!(near(policy.growth(&CLASS, SECOND, 0.0), clean(1.0)));
+    assert!(near(policy.growth(&CLASS, SECOND / 2, 0.0), clean(0.5)));
+    assert!(near(policy.growth(&CLASS, SECOND, 0.75), clean(0.25)));
+    let two = [CLASS[0], Class { rate: 2.0, ..CLASS[0] }];
+    assert!(near(policy.growth(&two, SECOND, 0.0), clean(1.0) + clean(2.0)));
+    // More dirty than there is counts for nothing.
+    let odd = [Class { dirty: 1001.0, ..CLASS[0] }];
+    assert_eq!(policy.growth(&odd, SECOND, 0.0), 0.0);
+    // A governed guest makes no more dirty than it may.
+    policy.plan.first_writes = Some(100.0);
+    assert_eq!(policy.growth(&CLASS, 2 * SECOND, 0.0), 200.0);
+    assert!(near(policy.growth(&CLASS, SECOND / 10, 0.99), clean(0.001)));
+}
+
+#[test]
+fn unseen_growth_goes_at_the_pace_since_the_harvests() {
+    let mut policy = Policy::new(Settings::default());
+    let round = Round {
+        time: 3 * SECOND,
+        idle: SECOND,
+        remaining: PageCount(1000),
+        lead: SECOND / 10,
+        ..Round::default()
+    };
+    // Harvested half of 2 s of sending ago: 1,000 pages a second.
+    assert!(near(policy.growth_at_most(&round), 100.0));
+    // Harvested all at once: 3 s ago.
+    assert!(near(policy.growth_at_most(&Round { at_once: true, ..round }), 1000.0 / 3.0 / 10.0));
+    // What was never sent does not grow; what was left for later was looked at.
+    let dirty = Round { dirty: &[300, 200, 50], ..round };
+    assert!(near(policy.growth_at_most(&dirty), 55.0));
+    policy.plan.delayed = Delayed::new([1]);
+    assert!(near(policy.growth_at_most(&dirty), 35.0));
+    policy.plan.first_writes = Some(100.0);
+    assert!(near(policy.growth_at_most(&dirty), 10.0));
+    // A round of no length has none of any length before it.
+    let short = Round { time: Duration::ZERO, idle: Duration::ZERO, lead: Duration::from_micros(1), ..round };
+    assert!(near(policy.growth_at_most(&short), 1e-4));
+}
+
+#[test]
+fn what_is_left_are_the_bytes_of_what_remains_and_grows() {
+    let mut policy = Policy::new(Settings::default());
+    policy.page_bytes = 2048.0;
+    let round = Round { time: 2 * SECOND, remaining: PageCount(1000), lead: SECOND, ..Round::default() };
+    let seen = 1000.0 + 600.0 * (1.0 - (-1.0_f64).exp());
+    assert_eq!(policy.left(&CLASS, &round, true), ByteCount((seen * 2048.0) as u64));
+    // Not looked at, at the pace since the harvests: 1,000 a second.
+    assert_eq!(policy.left(&CLASS, &round, false), ByteCount(2000 * 2048));
+    let slow = Round { time: 20 * SECOND, ..round };
+    assert_eq!(policy.left(&CLASS, &slow, false), ByteCount((seen * 2048.0) as u64), "whichever is more");
+}
+
+#[test]
+fn the_limit_grows_in_eight_steps() {
+    let ceiling = Some(Duration::from_millis(1100));
+    let mut policy = Policy::new(Settings { downtime_ceiling: ceiling, ..Settings::default() });
+    let mut limit = |step| {
+        policy.step = step;
+        policy.limit().as_millis()
+    };
+    assert_eq!([limit(0), limit(1), limit(4), limit(8)], [300, 400, 700, 1100]);
+    // A ceiling that is below is none.
+    let ceiling = Some(Duration::from_millis(100));
+    let policy = Policy { step: 8, ..Policy::new(Settings { downtime_ceiling: ceiling, ..policy.settings }) };
+    assert_eq!(policy.limit().as_millis(), 300);
+}
+
+#[test]
+fn plans_aim_at_85_percent_of_the_limit_less_what_is_fixed() {
+    let mut policy = linked(Settings::default());
+    policy.fixed = Duration::from_millis(55);
+    // 255 ms − 55 ms at 1,000 pages a second.
+    assert!(near(policy.enough(policy.bandwidth.average()), 200.0));
+    policy.page_bytes = 2048.0;
+    assert!(near(policy.enough(policy.bandwidth.average()), 400.0));
+    policy.set("switchover-bandwidth", "40.96MB/s").unwrap();
+    assert!(near(policy.enough(policy.bandwidth.average()), 4000.0));
+    policy.fixed = SECOND;
+    assert_eq!(policy.enough(policy.bandwidth.average()), 0.0);
+}
+
+#[test]
+fn within_a_round_the_link_is_what_the_round_shows_after_half_a_second() {
+    let policy = linked(Settings::default());
+    let link = |ms, pages: u64| {
+        let sent = PageCount(pages).bytes();
+        (policy.link_within(Duration::from_millis(ms), sent).bytes_per_second() / 4096.0).round()
+    };
+    assert_eq!([link(500, 1000), link(1000, 700)], [2000.0, 700.0]);
+    assert_eq!(link(499, 1000), 1000.0, "too soon");
+    // Sending stood still for most of the time, or altogether.
+    assert_eq!([link(1000, 200), link(1000, 199), link(1000, 0)], [200.0, 1000.0, 1000.0]);
+    assert_eq!(Policy::new(Settings::default()).link_within(SECOND, ByteCount(0)), Rate::ZERO);
+}
+
+#[test]
+fn there_is_time_for_twice_the_first_round_and_twice_that_without_a_throttle() {
+    let mut policy = Policy::new(Settings::default());
+    let mut times = |first: u64, clock: u64| {
+        policy.first_round = SECOND * first as u32;
+        let view = policy.view(&[], SECOND * clock as u32, PageCount(0), Rate::ZERO);
+        (view.free_time, view.time_left)
+    };
+    // At least 10 s and 20 s; what has passed since the first round is used up.
+    assert_eq!(times(3, 3), (20.0, 10.0));
+    assert_eq!(times(3, 7), (16.0, 6.0));
+    assert_eq!(times(3, 30), (-7.0, -17.0));
+    assert_eq!(times(10, 11), (39.0, 19.0));
+    policy.set("finish-within", "7s").unwrap();
+    policy.first_round = 10 * SECOND;
+    let view = policy.view(&[], 12 * SECOND, PageCount(0), Rate::ZERO);
+    assert_eq!((view.free_time, view.time_left), (5.0, 5.0));
+}
+
+#[test]
+fn what_no_class_knows_was_never_sent() {
+    let mut policy = linked(Settings::default());
+    policy.page_bytes = 2048.0;
+    (policy.gap, policy.lead, policy.at_once) = (SECOND / 2, SECOND / 4, true);
+    let view = policy.view(&CLASS, SECOND, PageCount(1400), policy.bandwidth.average());
+    assert_eq!((view.remaining, view.unsent, view.bandwidth), (1400.0, 1000.0, 2000.0));
+    assert_eq!((view.idle, view.lead, view.at_once, view.downtime), (0.5, 0.25, true, 0.3));
+    assert!(!view.delaying);
+    let view = policy.view(&CLASS, SECOND, PageCount(300), Rate::ZERO);
+    assert_eq!(view.unsent, 0.0);
+    policy.hot.look(&[4000, 0, 0, 0], 4096.0, 30);
+    assert!(policy.view(&CLASS, SECOND, PageCount(300), Rate::ZERO).delaying);
+}
+
+#[test]
+fn the_minimum_is_where_a_round_no_longer_brings_three_quarters() {
+    let minimum = |remaining: u64, previous: Option<u64>, transfer_us: u64, searched: u32| {
+        let mut policy = Policy { searched, ..Policy::new(Settings::default()) };
+        let transfer = Duration::from_micros(transfer_us);
+        policy.is_minimum(PageCount(remaining), previous.map(PageCount), transfer)
+    };
+    assert!(!minimum(749, Some(1000), 501, 0));
+    assert!(minimum(750, Some(1000), 501, 0));
+    assert!(!minimum(9999, None, 501, 0), "the first round is compared with nothing");
+    assert!(minimum(1, Some(1000), 500, 0), "fixed costs dominate");
+    assert!(!minimum(1, Some(1000), 501, 7));
+    assert!(minimum(1, Some(1000), 501, 8), "eight rounds are enough");
+    // A guest that is slowed or governed is not kept.
+    let held = |throttle, first_writes| {
+        let mut policy = Policy::new(Settings::default());
+        policy.plan = Plan { throttle, first_writes, ..Plan::default() };
+        policy.is_minimum(PageCount(1), Some(PageCount(1000)), SECOND)
+    };
+    assert_eq!([held(0.1, None), held(0.0, Some(500.0)), held(0.0, None)], [true, true, false]);
+}
+
+#[test]
+fn progress_is_a_downtime_that_is_5_percent_better_than_the_best() {
+    let mut policy = Policy::new(Settings::default());
+    let mut note = |expected: Option<u64>| {
+        policy.note_progress(expected.map(Duration::from_millis), SECOND);
+        (policy.without_progress.as_secs(), policy.stuck_rounds, policy.step)
+    };
+    assert_eq!(note(None), (0, 0, 0));
+    assert_eq!(note(Some(1000)), (0, 0, 0), "better than unknown");
+    assert_eq!(note(Some(951)), (1, 1, 0));
+    // Against the best, not the last; the limit grows from the second such round on.
+    assert_eq!([note(Some(2000)), note(Some(950))], [(2, 2, 1), (3, 3, 2)]);
+    assert_eq!(note(Some(949)), (0, 0, 2));
+    assert_eq!(policy.best, Some(Duration::from_millis(949)));
+    (0..20).for_each(|_| policy.note_progress(None, SECOND));
+    assert_eq!(policy.step, 8);
+}
+
+/// A policy that is `seconds` without progress, over `rounds`.
+fn stuck(settings: Settings, seconds: u64, rounds: u32) -> Policy {
+    let mut policy = Policy::new(settings);
+    (policy.without_progress, policy.stuck_rounds) = (Duration::from_secs(seconds), rounds);
+    policy
+}
+
+const OFF: fn() -> Settings = || Settings { throttle: ThrottleMode::Off, ..Settings::default() };
+
+#[test]
+fn patience_is_a_minute_and_three_rounds() {
+    let hopeless = |seconds, rounds| stuck(OFF(), seconds, rounds).is_hopeless();
+    assert_eq!([hopeless(60, 3), hopeless(59, 3), hopeless(60, 2)], [true, false, false]);
+    // Or a thousand rounds, however short.
+    assert_eq!([hopeless(1, 1000), hopeless(1, 999)], [true, false]);
+    let endless = Settings { patience: None, ..OFF() };
+    assert!(!stuck(endless, 1_000_000, 1_000_000).is_hopeless());
+}
+
+#[test]
+fn what_may_still_help_is_waited_for_five_times_as_long() {
+    let growing = Settings { downtime_ceiling: Some(SECOND), ..OFF() };
+    let at_step = |step, seconds, rounds| Policy { step, ..stuck(growing, seconds, rounds) }.is_hopeless();
+    assert_eq!([at_step(7, 60, 3), at_step(8, 60, 3)], [false, true]);
+    assert_eq!([at_step(7, 300, 12), at_step(7, 299, 12), at_step(7, 300, 11)], [true, false, false]);
+    // A limit of disk writes that may fall further.
+    let mut disks = stuck(OFF(), 60, 3);
+    let disk = DiskRound { remaining: ByteCount(1 << 30), ..DiskRound::default() };
+    disks.share.round(&disk, 1.0, 0.0, DiskLimit::Auto);
+    disks.share.round(&disk, 1.0, 0.0, DiskLimit::Auto);
+    assert!(!disks.is_hopeless());
+    disks.settings.disk_limit = DiskLimit::Off;
+    assert!(disks.is_hopeless());
+}
+
+#[test]
+fn a_handover_above_the_limit_is_hopeless_after_eight_rounds() {
+    let hopeless = |fixed_ms, rounds, ceiling: Option<Duration>| {
+        let settings = Settings { downtime_ceiling: ceiling, ..OFF() };
+        let fixed = Duration::from_millis(fixed_ms);
+        Policy { fixed, ..stuck(settings, 0, rounds) }.is_hopeless()
+    };
+    assert_eq!(
+        [hopeless(301, 8, None), hopeless(300, 8, None), hopeless(301, 7, None)],
+        [true, false, false]
+    );
+    assert!(!hopeless(301, 8, Some(SECOND)), "the limit may grow");
+}
+
+#[test]
+fn before_the_strongest_throttle_is_in_force_it_is_not_hopeless() {
+    let class = [Class { pages: 1000.0, rate: 600.0, dirty: 1000.0 }];
+    let under = |most: f64, max_throttle: f64| {
+        let settings = Settings { throttle: ThrottleMode::Vcpus, max_throttle, ..Settings::default() };
+        let mut policy = Policy { at_once: true, ..stuck(settings, 60, 3) };
+        policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
+        let mut throttle = policy.throttle.clone();
+        let view = policy.view(&class, SECOND, PageCount(1000), policy.bandwidth.average());
+        // No throttle finishes that: the most that is allowed is taken.
+        throttle.round(ThrottleMode::Vcpus, &View { most, ..view }, SECOND);
+        policy.throttle = throttle;
+        (policy.throttle.value(), policy.is_hopeless())
+    };
+    assert_eq!([under(0.97, 0.99).1, under(0.98, 0.99).1, under(0.99, 0.99).1], [false, true, true]);
+    assert_eq!(under(0.5, 0.5), (0.5, true));
+    assert!(!under(0.4, 0.5).1);
+}
+
+#[test]
+fn a_governor_in_force_is_waited_for() {
+    let settings = Settings { throttle: ThrottleMode::Governor, ..Settings::default() };
+    let mut policy = stuck(settings, 60, 3);
+    assert!(policy.is_hopeless(), "there is none");
+    policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
+    let mut governor = policy.governor.clone();
+    let view = policy.view(&CLASS, SECOND, PageCount(1000), policy.bandwidth.average());
+    governor.round(&view, true, true);
+    policy.governor = governor;
+    assert!(!policy.is_hopeless());
+}
+
+#[test]
+fn the_remaining_time_is_rounds_and_the_last_one_with_bounds() {
+    let mut policy = linked(Settings::default());
+    policy.fixed = Duration::from_millis(55);
+    let bandwidth = policy.bandwidth.average();
+    // Nothing is dirtied: 3,000 pages that were never sent, at 1,000 a second, then the 200 that
+    // may be left, and what is fixed.
+    let view = policy.view(&[], SECOND, PageCount(3000), bandwidth);
+    let time = policy.remaining_time(&view, 0.0, bandwidth).unwrap();
+    assert!(near(time.mid.as_secs_f64(), 3.255), "{time:?}");
+    // A link that is 15 % faster or slower.
+    assert!(near(time.low.as_secs_f64(), 3.2 / 1.15 + 0.055), "{time:?}");
+    assert!(near(time.high.as_secs_f64(), 3.2 / 0.85 + 0.055), "{time:?}");
+    // With less left than may be, that.
+    let view = policy.view(&[], SECOND, PageCount(100), bandwidth);
+    let time = policy.remaining_time(&view, 0.0, bandwidth).unwrap();
+    assert!(near(time.mid.as_secs_f64(), 0.155), "{time:?}");
+    assert_eq!(policy.remaining_time(&view, 0.0, Rate::ZERO), None);
+}
+
+#[test]
+fn a_guest_that_is_a_quarter_busier_may_take_far_longer() {
+    let mut policy = linked(Settings::default());
+    (policy.fixed, policy.at_once) = (Duration::from_millis(55), true);
+    let bandwidth = policy.bandwidth.average();
+    let time = |rate: f64, throttle: f64| {
+        let class = [Class { pages: 1000.0, rate, dirty: 1000.0 }];
+        let view = policy.view(&class, SECOND, PageCount(1000), bandwidth);
+        policy.remaining_time(&view, throttle, bandwidth)
+    };
+    // A throttle of 80 %: 1000 · (1 − e^(−0.2 · 1.1)) = 197.5, after one round. A quarter busier,
+    // on a slower link, it takes several.
+    let one = time(1.1, 0.8).unwrap();
+    assert!(near(one.mid.as_secs_f64(), 1.255), "{one:?}");
+    assert!(near(one.low.as_secs_f64(), 1.2 / 1.15 + 0.055), "{one:?}");
+    let second = 1.0 - (-0.2 * 1.25 * 1.1 / 0.85_f64).exp();
+    assert!(near(one.high.as_secs_f64(), (1.2 + second) / 0.85 + 0.055), "{one:?}");
+    // Where the busier one does not finish at all, three times as long.
+    let three = time(4.4, 0.8).unwrap();
+    assert!(near(three.high.as_secs_f64(), 3.0 * three.mid.as_secs_f64()), "{three:?}");
+    assert_eq!(time(60.0, 0.8), None);
+}
+
+#[test]
+fn advice_names_the_throttle_that_did_not_suffice() {
+    let estimate = Policy::new(OFF()).round(&round(1000, 128, 65_536)).1;
+    let advice = throttled().advice(&estimate, 0.2);
+    assert!(advice.throttle > 0.9, "what is in force now: {advice:?}");
+    let advice = Policy::new(OFF()).advice(&estimate, 0.2);
+    assert_eq!((advice.throttle, advice.best, advice.limit), (0.2, Duration::ZERO, estimate.limit));
+}
+
+#[test]
+fn an_estimate_is_what_the_round_showed() {
+    let mut policy = Policy::new(OFF());
+    let disk = DiskRound { sent: ByteCount(50 * MIB), ..DiskRound::default() };
+    // 50 MiB of memory and as much of disks in a second of sending; 100 MiB are 25,600 pages.
+    let seen = Round { idle: SECOND, disk: Some(disk), ..round(2000, 50, 25_600) };
+    let (_, estimate) = policy.round(&seen);
+    assert_eq!(estimate.bandwidth.to_string(), "100MiB/s");
+    assert_eq!(estimate.dirty_rate.to_string(), "50MiB/s", "over all of the round");
+    assert_eq!(estimate.expected_downtime, Some(Duration::from_millis(1010)));
+    // Disks are counted in full beside memory: 95 MiB at 95 % of 100 MiB/s.
+    let disk = DiskRound { sent: ByteCount(100 * MIB), remaining: ByteCount(95 * MIB), ..disk };
+    let mut policy = Policy::new(OFF());
+    let (_, estimate) = policy.round(&Round { disk: Some(disk), ..round(1000, 0, 0) });
+    assert_eq!(estimate.expected_downtime.map(|time| time.as_millis()), Some(1010));
+}
+
+#[test]
+fn pages_that_are_compressed_take_less_of_the_downtime() {
+    let expected = |pages: u64| {
+        let mut policy = Policy::new(OFF());
+        let sent = ByteCount(pages * 1024);
+        let seen = Round { sent, pages: PageCount(pages), ..round(1, 0, 1000) };
+        (policy.round(&seen).1.expected_downtime.unwrap().as_secs_f64() * 1e5).round() / 100.0
+    };
+    // 1,000 pages of 1 KiB each, at 1,024 of them in a millisecond; and the fixed ten.
+    assert_eq!(expected(1024), 10.98);
+    // 1,000 whole ones at 255 KiB in a millisecond; of 256 pages it is believed.
+    assert_eq!([expected(255), expected(256)], [25.69, 13.91]);
+}
+
+#[test]
+fn what_became_dirty_in_a_round_is_added_up_over_its_looks() {
+    let mut policy = Policy::new(OFF());
+    let looks: [[u32; 2]; 3] = [[100, 0], [300, 50], [20, 60]];
+    for (number, dirty) in (1..).zip(&looks) {
+        let in_round = Duration::from_millis(100 * number);
+        policy.tick(&Tick { in_round, dirty, ..Tick::default() });
+    }
+    // 100 + 200 + 20 after a harvest, 50 + 10; and 80 + 40 at the end.
+    let (_, estimate) = policy.round(&Round { dirty: &[100, 100], ..round(2000, 100, 200) });
+    assert_eq!(estimate.dirty_rate.bytes_per_second(), 500.0 / 2.0 * 4096.0);
+    // The next round begins at nothing.
+    let (_, estimate) = policy.round(&Round { dirty: &[100, 120], ..round(1000, 100, 200) });
+    assert_eq!(estimate.dirty_rate.bytes_per_second(), 20.0 * 4096.0);
+}
+
+#[test]
+fn a_look_without_time_since_the_last_one_changes_nothing() {
+    let mut policy = Policy::new(Settings::default());
+    let tick = |ms, dirty| Tick { in_round: Duration::from_millis(ms), dirty, ..Tick::default() };
+    assert_eq!(policy.tick(&tick(0, &[4000, 0, 0, 0])), None);
+    assert!(policy.tick(&tick(100, &[4000, 0, 0, 0])).is_some());
+    // A second look at the same time, or one that came late, is passed over.
+    assert_eq!(policy.tick(&tick(100, &[0, 0, 0, 0])), None);
+    assert_eq!(policy.tick(&tick(50, &[0, 0, 0, 0])), None);
+    assert_eq!(policy.dirtied, 4000.0);
+}
+
+#[test]
+fn a_delay_that_is_forbidden_ends_and_other_settings_leave_it() {
+    let mut policy = Policy::new(Settings::default());
+    let hot = busy(3);
+    policy.tick(&Tick { in_round: SECOND, dirty: &hot, ..Tick::default() });
+    assert_eq!(policy.plan().delayed.count(), 3);
+    assert_eq!(policy.set("max-delay", "7").map(|plan| plan.delayed.count()), Ok(3));
+    assert_eq!(policy.set("delay-hot-percent", "0").map(|plan| plan.delayed.count()), Ok(0));
+    assert_eq!(policy.set("memory-share", "77").map(|plan| plan.memory_share), Ok(77));
+}
+
+#[test]
+fn a_delay_ends_when_a_tenth_of_memory_remains() {
+    let delayed = |remaining: u64| {
+        let mut policy = Policy::new(OFF());
+        let dirty = [4000, 2500, 2500, 0];
+        let seen = Round { memory: PageCount(16_384), dirty: &dirty, ..round(1000, 1, remaining) };
+        let Decision::NextRound(plan) = policy.round(&seen).0 else { panic!("it goes on") };
+        plan.delayed.count()
+    };
+    assert_eq!([delayed(1639), delayed(1638)], [1, 0]);
+}
+
+#[test]
+fn a_guest_is_not_throttled_while_memory_waits_for_disks() {
+    let plan = |disk: DiskRound| {
+        let mut policy = throttled();
+        let hot = busy(3);
+        let Decision::NextRound(plan) =
+            policy.round(&Round { disk: Some(disk), ..adaptive_round(&hot, 0.9) }).0
+        else {
+            panic!("it goes on")
+        };
+        (plan.memory_share, plan.throttle > 0.0)
+    };
+    let much = DiskRound { remaining: ByteCount(1 << 40), sent: ByteCount(1 << 20), ..DiskRound::default() };
+    assert_eq!(plan(DiskRound { full_pass: true, ..much }), (0, false));
+    assert_eq!(plan(much), (1, false));
+    // When disks have as good as nothing left, memory is what is waited for.
+    assert_eq!(plan(DiskRound { remaining: ByteCount(4096), ..much }), (1024, true));
+}
+
+#[test]
+fn disks_that_fill_half_of_what_fits_are_little() {
+    let share = |remaining: u64| {
+        let mut policy = Policy::new(OFF());
+        let disk = |remaining: u64| DiskRound {
+            remaining: ByteCount(remaining),
+            sent: ByteCount(50 * MIB),
+            ..DiskRound::default()
+        };
+        // 100 MiB/s with memory: 24.5 MiB in 245 ms, which is 85 % of the limit less 10 ms.
+        let seen = |disk| Round { disk: Some(disk), ..round(1000, 50, 1 << 20) };
+        policy.round(&seen(disk(100 * MIB)));
+        let Decision::NextRound(plan) = policy.round(&seen(disk(remaining))).0 else { panic!("it goes on") };
+        plan.memory_share
+    };
+    assert_eq!([share(12 * MIB), share(13 * MIB)], [1024, 890]);
+}
+
+#[test]
+fn a_round_ends_within_it_when_what_remains_fits_into_85_percent_of_the_limit() {
+    let mut policy = linked(Settings::default());
+    policy.fixed = Duration::from_millis(55);
+    policy.plan.throttle = 0.9;
+    let ends = |policy: &Policy, remaining: u64| {
+        policy.may_end_round(&Tick { remaining: PageCount(remaining), ..Tick::default() })
+    };
+    // 200 ms of sending at 1,000 pages a second.
+    assert_eq!([ends(&policy, 199), ends(&policy, 201)], [true, false]);
+    let with = |change: fn(&mut Policy)| {
+        let mut policy = policy.clone();
+        change(&mut policy);
+        ends(&policy, 199)
+    };
+    assert!(!with(|policy| policy.plan.throttle = 0.0), "a guest that is not slowed may wait");
+    assert!(with(|policy| (policy.plan.throttle, policy.plan.first_writes) = (0.0, Some(500.0))));
+    assert!(!with(|policy| policy.disks = true), "disks have a round of their own");
+    assert!(!with(|policy| policy.at_once = true), "nothing is left to pass by");
+    policy.page_bytes = 2048.0;
+    assert_eq!([ends(&policy, 399), ends(&policy, 401)], [true, false]);
+}
+
+#[test]
+fn what_becomes_dirty_meanwhile_keeps_a_round_from_ending() {
+    let mut policy = linked(Settings::default());
+    policy.plan.throttle = 0.9;
+    for look in [0, 512, 768, 896] {
+        policy.guest.look(&[look], SECOND, 0.0);
+    }
+    // 128 clean pages of the 1,024, each written 2/3 times a second at full speed.
+    let ends = |policy: &Policy, throttle| {
+        policy.may_end_round(&Tick { remaining: PageCount(250), throttle, ..Tick::default() })
+    };
+    assert!(ends(&policy, 0.0));
+    policy.lead = SECOND / 10;
+    assert!(!ends(&policy, 0.0), "8 pages in 100 ms");
+    assert!(ends(&policy, 0.9), "0.8 pages at a tenth of its speed");
+}
+
+#[test]
+fn only_a_guest_that_hardly_runs_is_spared_and_93_percent_of_the_limit_are_used() {
+    let mut policy = linked(Settings::default());
+    policy.fixed = Duration::from_millis(55);
+    // Ten segments with 100 dirty pages that rest.
+    policy.guest.look(&[100; 10], Duration::ZERO, 0.0);
+    policy.guest.note(&[100; 10]);
+    let spared = |policy: &Policy, throttle: f64, change: fn(&mut View)| {
+        let mut view = policy.view(&[], SECOND, PageCount(1000), policy.bandwidth.average());
+        view.unsent = 0.0;
+        change(&mut view);
+        policy.spared(&view, throttle).map(|spared| spared.count())
+    };
+    // 200 pages by the aim, 218 by the last round's: two segments.
+    assert_eq!(spared(&policy, 0.9, |_| ()), Some(2));
+    assert_eq!(spared(&policy, 0.9, |view| view.enough = 274.0), Some(2));
+    assert_eq!(spared(&policy, 0.9, |view| view.enough = 275.0), Some(3));
+    assert_eq!(spared(&policy, 0.89, |_| ()), None);
+    assert_eq!(spared(&policy, 0.9, |view| view.delaying = true), None);
+    assert_eq!(spared(&policy, 0.9, |view| view.at_once = true), None);
+    policy.settings.throttle = ThrottleMode::Staged;
+    assert_eq!(spared(&policy, 0.9, |_| ()), None);
+    policy.settings.throttle = ThrottleMode::Vcpus;
+    assert_eq!(spared(&policy, 0.9, |_| ()), Some(2));
+}
