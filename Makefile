@@ -146,3 +146,11 @@ bench-governor: guest qemu ## the write governor: rates held, what it costs whom
 .PHONY: bench-sync
 bench-sync: ## dirty-bitmap synchronisation on real KVM, and the trackers against each other (two minutes)
 	@$(CARGO) run --quiet --release --package godwit-bench --bin sync
+
+# `make bench-ping BENCH_PING='--moves 3'` for other figures; see the program's own usage line.
+BENCH_PING ?= --moves 5
+
+.PHONY: bench-ping
+bench-ping: guest qemu ## what a client that pings hears of a guest that moves; needs root (two minutes)
+	@$(CARGO) build --quiet --release --workspace --bin godwit --bin ping
+	@$(CARGO) run --quiet --release --package godwit-bench --bin ping -- $(BENCH_PING)

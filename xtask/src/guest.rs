@@ -16,7 +16,9 @@ use crate::cpio::Archive;
 /// The meta-package: it depends on the kernel of the day.
 const KERNEL: &str = "linux-image-cloud-amd64";
 /// Drivers that the kernel has as modules only; what they need is found by their own word.
-const MODULES: [&str; 3] = ["virtio_pci", "virtio_blk", "virtio_balloon"];
+const MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
+/// Beside them, what they were chosen for.
+const LIST: &str = "list";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 /// Brings target/guest up to date.
@@ -28,9 +30,12 @@ pub(crate) fn build() -> anyhow::Result<()> {
     initramfs(&dir.join("initramfs.cpio"), &modules)
 }
 
-/// Any kernel will do that is there already, with its modules: a newer package is fetched after `rm -r target/guest`.
+/// Any kernel will do that is there already, with these modules: a newer package is fetched after `rm -r target/guest`.
 fn kernel(path: &Path, modules: &Path) -> anyhow::Result<()> {
-    if path.exists() && modules.exists() {
+    // Some of them may be part of the kernel, so which files there are does not tell.
+    let chosen_for = modules.join(LIST);
+    let same = std::fs::read_to_string(&chosen_for).is_ok_and(|list| list == MODULES.join(" "));
+    if path.exists() && same {
         println!("{} is there", path.display());
         return Ok(());
     }
@@ -75,7 +80,7 @@ fn choose_modules(from: &Path, to: &Path) -> anyhow::Result<()> {
         let file = to.join(format!("{number:02}-{name}.ko"));
         std::fs::copy(&found[name], &file).with_context(|| format!("cannot write {}", file.display()))?;
     }
-    Ok(())
+    std::fs::write(to.join(LIST), MODULES.join(" ")).context("cannot write the list of modules")
 }
 
 /// All modules below `dir`, by name.
@@ -124,6 +129,7 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     archive.character_device("dev/console", 5, 1);
     archive.program("init", &std::fs::read(guest_program()?).context("cannot read the guest program")?);
     let mut files: Vec<_> = std::fs::read_dir(modules)?.collect::<Result<_, _>>()?;
+    files.retain(|file| file.file_name() != LIST);
     files.sort_by_key(std::fs::DirEntry::file_name);
     for file in files {
         let name = format!("modules/{}", file.file_name().to_string_lossy());

@@ -149,6 +149,7 @@ fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
         fill,
         disk: DiskWork::default(),
         build: BuildWork::default(),
+        address: None,
     })
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 use godwit_units::ByteCount;
-use godwit_verify::settings::{BuildWork, DiskWork, Mode, Settings};
+use godwit_verify::settings::{BuildWork, CardAddress, DiskWork, Mode, Settings};
 
 /// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a reboot. Without
 /// `tsc=reliable` the kernel may give up on the time-stamp counter after a pause, and then every look at the clock
@@ -63,6 +63,8 @@ pub struct GuestConfig {
     pub disk: DiskWork,
     /// Processes that it runs beside that.
     pub build: BuildWork,
+    /// The address of its network card, if it has one that is to be used.
+    pub address: Option<CardAddress>,
 }
 
 impl GuestConfig {
@@ -77,6 +79,7 @@ impl GuestConfig {
             fill: ByteCount(512 * MIB),
             disk: DiskWork::default(),
             build: BuildWork::default(),
+            address: None,
         }
     }
 
@@ -91,13 +94,14 @@ impl GuestConfig {
             fill: ByteCount(64 * MIB),
             disk: DiskWork::default(),
             build: BuildWork::default(),
+            address: None,
         }
     }
 
     /// The kernel command line.
     #[must_use]
     pub fn command_line(&self) -> String {
-        let Self { memory: _, mode, rate, working_set, fill, disk, build } = *self;
-        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk, build })
+        let Self { memory: _, mode, rate, working_set, fill, disk, build, address } = *self;
+        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk, build, address })
     }
 }

@@ -88,12 +88,7 @@ impl SlowLink {
     /// # Errors
     /// When no script can be written.
     pub fn flavour(&self, flavour: &Flavour) -> anyhow::Result<Flavour> {
-        let script = self.place.file("qemu");
-        let program = flavour.program.display();
-        let text = format!("#!/bin/sh\nexec ip netns exec {} '{program}' \"$@\"\n", self.name);
-        std::fs::write(&script, text).context("cannot write a script")?;
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755))?;
-        Ok(Flavour { program: script, ..flavour.clone() })
+        flavour_within(&self.name, &self.place.file("qemu"), flavour)
     }
 
     /// Bytes that it has carried so far, both ways, headers and all.
@@ -118,12 +113,21 @@ impl Drop for SlowLink {
     }
 }
 
+/// The same QEMU in the namespace `name`, by way of a script at `script`.
+pub(crate) fn flavour_within(name: &str, script: &Path, flavour: &Flavour) -> anyhow::Result<Flavour> {
+    let program = flavour.program.display();
+    let text = format!("#!/bin/sh\nexec ip netns exec {name} '{program}' \"$@\"\n");
+    std::fs::write(script, text).context("cannot write a script")?;
+    std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755))?;
+    Ok(Flavour { program: script.to_owned(), ..flavour.clone() })
+}
+
 /// Removes a namespace, and with it the interfaces in it and their other ends.
 pub(crate) fn remove(name: &str) {
     let _ = tool("ip", &["netns", "delete", name]);
 }
 
-fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
+pub(crate) fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
     let output =
         Command::new(program).args(arguments).output().with_context(|| format!("cannot run {program}"))?;
     let said = String::from_utf8_lossy(&output.stderr);

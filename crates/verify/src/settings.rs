@@ -1,9 +1,11 @@
 //! What the guest is told to do, as words of its kernel command line.
 //!
-//! Keeps one promise: what [`Settings`] prints, it parses to the same value, so that a test can state what it wants
-//! in a type. Words that do not begin with `godwit.` belong to others and are passed over.
+//! Keeps one promise: what [`Settings`] prints, it parses to the same value, so that a test can
+//! state what it wants in a type. Words that do not begin with `godwit.` belong to others and are
+//! passed over.
 
 use std::fmt;
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use godwit_units::{ByteCount, PAGE_SIZE};
@@ -17,8 +19,8 @@ pub enum Mode {
     Rate,
     /// Writes, counts and checks as fast as it can.
     Full,
-    /// Half of its time counts and checks, the other half counts and writes, 5 ms each: by the clock, so that what holds up
-    /// its writes takes nothing from the rest.
+    /// Half of its time counts and checks, the other half counts and writes, 5 ms each: by the
+    /// clock, so that what holds up its writes takes nothing from the rest.
     Mixed,
 }
 
@@ -86,6 +88,33 @@ pub struct BuildWork {
     pub past: ByteCount,
 }
 
+/// The address of the guest's network card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CardAddress {
+    /// The guest itself.
+    pub host: Ipv4Addr,
+    /// How many bits of that name its network.
+    pub prefix: u8,
+}
+
+impl fmt::Display for CardAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.host, self.prefix)
+    }
+}
+
+impl FromStr for CardAddress {
+    type Err = SettingsError;
+
+    fn from_str(text: &str) -> Result<Self, SettingsError> {
+        let parsed = text.split_once('/').and_then(|(host, prefix)| {
+            let prefix = prefix.parse().ok().filter(|prefix| (1..=32).contains(prefix))?;
+            Some(Self { host: host.parse().ok()?, prefix })
+        });
+        parsed.ok_or_else(|| SettingsError::Address(text.to_owned()))
+    }
+}
+
 /// Why a command line is not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -113,9 +142,13 @@ pub enum SettingsError {
     /// Not a number of processes.
     #[error("godwit.jobs={0}: use 0 to 64")]
     Jobs(String),
+    /// Not an address.
+    #[error("godwit.address={0}: use an address and the length of its network, as 192.0.2.2/24")]
+    Address(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, disk_span, disk_threads, jobs and past"
+        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, \
+         disk_span, disk_threads, jobs, past and address"
     )]
     Unknown(String),
 }
@@ -135,6 +168,8 @@ pub struct Settings {
     pub disk: DiskWork,
     /// What other processes do.
     pub build: BuildWork,
+    /// The address of its network card; without one the card is left alone.
+    pub address: Option<CardAddress>,
 }
 
 impl FromStr for Settings {
@@ -144,6 +179,7 @@ impl FromStr for Settings {
         let (mut mode, mut rate, mut working_set, mut fill) = (Mode::Idle, 2000, ByteCount(128 << 20), None);
         let mut disk = DiskWork::default();
         let mut build = BuildWork::default();
+        let mut address = None;
         let size = |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
             let Some(setting) = word.strip_prefix("godwit.") else { continue };
@@ -172,17 +208,19 @@ impl FromStr for Settings {
                     build.jobs = jobs.ok_or_else(|| SettingsError::Jobs(value.to_owned()))?;
                 }
                 Some(("past", value)) => build.past = size("past", value)?,
+                Some(("address", value)) => address = Some(value.parse()?),
                 _ => return Err(SettingsError::Unknown(setting.to_owned())),
             }
         }
-        Ok(Self { mode, rate, working_set, fill: fill.unwrap_or(working_set).max(working_set), disk, build })
+        let fill = fill.unwrap_or(working_set).max(working_set);
+        Ok(Self { mode, rate, working_set, fill, disk, build, address })
     }
 }
 
 impl fmt::Display for Settings {
     /// As words of a kernel command line; sizes in bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mode, rate, working_set, fill, disk, build } = self;
+        let Self { mode, rate, working_set, fill, disk, build, address } = self;
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
@@ -190,6 +228,9 @@ impl fmt::Display for Settings {
         )?;
         if *build != BuildWork::default() {
             write!(f, " godwit.jobs={} godwit.past={}B", build.jobs, build.past.0)?;
+        }
+        if let Some(address) = address {
+            write!(f, " godwit.address={address}")?;
         }
         if disk.is_idle() {
             return Ok(());
@@ -222,6 +263,7 @@ mod tests {
                 fill: ByteCount(1 << 30),
                 disk: DiskWork::default(),
                 build: BuildWork::default(),
+                address: None,
             }
         );
         assert_eq!(settings.to_string().parse(), Ok(settings));
@@ -252,6 +294,15 @@ mod tests {
     }
 
     #[test]
+    fn a_card_is_left_alone_unless_it_has_an_address() {
+        let settings: Settings = "godwit.address=198.18.0.2/30".parse().unwrap();
+        let address = CardAddress { host: Ipv4Addr::new(198, 18, 0, 2), prefix: 30 };
+        assert_eq!(settings.address, Some(address));
+        assert_eq!(settings.to_string().parse(), Ok(settings));
+        assert_eq!("".parse::<Settings>().unwrap().address, None);
+    }
+
+    #[test]
     fn the_buffer_is_at_least_the_working_set() {
         let settings: Settings = "godwit.working_set=64M godwit.fill=1M".parse().unwrap();
         assert_eq!(settings.fill, ByteCount(64 << 20));
@@ -270,5 +321,8 @@ mod tests {
         assert!(message("godwit.disk_block=0B").contains("multiple of 4KiB"));
         assert!(message("godwit.jobs=65").contains("0 to 64"));
         assert!(message("godwit.disk_threads=0").contains("1 to 64"));
+        for address in ["192.0.2.2", "192.0.2.2/33", "192.0.2.2/0", "guest/24"] {
+            assert!(message(&format!("godwit.address={address}")).contains("as 192.0.2.2/24"));
+        }
     }
 }

@@ -11,6 +11,7 @@ mod builds;
 mod disks;
 mod drivers;
 mod init;
+mod network;
 mod work;
 
 use std::process::ExitCode;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         if as_init { drivers::load().and_then(|()| init::command_line()) } else { Ok(arguments()) };
     let outcome = settings.and_then(|line| Ok(line.parse::<Settings>()?)).and_then(|settings| {
         let ending = init::ending_signals()?;
+        network::start(settings.address)?;
         let disk_bugs = disks::start(&settings.disk)?;
         builds::start(&settings.build, &disk_bugs)?;
         work::run(&settings, &disk_bugs, &ending);
