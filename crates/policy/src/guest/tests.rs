@@ -520,3 +520,21 @@ fn rounds_that_gain_hardly_anything_are_no_way_to_finish() {
     assert!(time_to_finish(&class, 0.0, 1.0, link, 346.0).is_some());
     assert_eq!(time_to_finish(&class, 0.0, 1.0, link, 335.0), None);
 }
+
+#[test]
+fn pages_that_never_become_dirty_are_believed_not_to_in_time() {
+    let mut guest = seen(&ON_A_LINE);
+    assert!(near(line(&guest).0, 1024.0));
+    (0..500).for_each(|_| guest.look(&[960], SECOND, 0.0));
+    let (pages, _) = line(&guest);
+    assert!((960.0..980.0).contains(&pages), "{pages}");
+}
+
+#[test]
+fn the_most_that_was_dirty_fades_by_a_thousandth_with_each_look() {
+    let mut guest = seen(&[0, 512, 768]);
+    assert_eq!(guest.segments[0].top, 768.0);
+    guest.look(&[100], SECOND, 0.0);
+    guest.look(&[150], SECOND, 0.0);
+    assert!(near(guest.segments[0].top.into(), 767.232), "{}", guest.segments[0].top);
+}
