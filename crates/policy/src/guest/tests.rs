@@ -538,3 +538,31 @@ fn the_most_that_was_dirty_fades_by_a_thousandth_with_each_look() {
     guest.look(&[150], SECOND, 0.0);
     assert!(near(guest.segments[0].top.into(), 767.232), "{}", guest.segments[0].top);
 }
+
+#[test]
+fn a_line_needs_a_page_that_was_dirty() {
+    let after = |remaining| {
+        let mut guest = Guest::default();
+        guest.look_at_all(remaining, SECOND, 0.0);
+        guest.segments[0].line(4096.0).is_some()
+    };
+    assert_eq!([after(0), after(1)], [false, true]);
+}
+
+#[test]
+fn levels_that_are_close_together_make_no_line() {
+    let mut segment = Segment { top: 1000.0, ..Segment::default() };
+    // Seen at 900 to 1,000 pages it would end at 1,000, if anything followed from that.
+    segment.learn(900.0, 100.0, 1.0);
+    segment.learn(980.0, 20.0, 1.0);
+    assert_eq!(segment.line(4096.0).unwrap().0, 4096.0);
+    segment.learn(600.0, 400.0, 1.0);
+    assert!(near(segment.line(4096.0).unwrap().0.into(), 1000.0));
+}
+
+#[test]
+fn of_a_segment_that_is_dirty_all_over_a_fiftieth_counts_as_clean() {
+    let mut segment = Segment { top: 1000.0, ..Segment::default() };
+    segment.learn(1000.0, 40.0, 1.0);
+    assert_eq!(segment.line(1000.0), Some((1000.0, 2.0)));
+}
