@@ -566,3 +566,12 @@ fn of_a_segment_that_is_dirty_all_over_a_fiftieth_counts_as_clean() {
     segment.learn(1000.0, 40.0, 1.0);
     assert_eq!(segment.line(1000.0), Some((1000.0, 2.0)));
 }
+
+#[test]
+fn what_becomes_dirty_until_the_guest_stands_still_counts() {
+    let link = Link { pages: 1000.0, idle: 0.0, at_once: true, lead: 0.1 };
+    // Nothing is dirty: 1000 · (1 − e^(−0.5 · 2 · 0.1)) = 95.16 will be.
+    let class = [Class { pages: 1000.0, rate: 2.0, dirty: 0.0 }];
+    assert_eq!(time_to_finish(&class, 0.0, 0.5, link, 95.2), Some(0.0));
+    assert_eq!(time_to_finish(&class, 0.0, 0.5, link, 95.1), None);
+}
