@@ -215,6 +215,10 @@ impl SourceVm for Source {
 }
 
 impl DiskVm for Source {
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
         Ok(())
     }
