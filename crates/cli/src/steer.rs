@@ -17,7 +17,7 @@ use godwit_microvm::MicrovmError;
 use godwit_microvm::control::client;
 use godwit_microvm::control::messages::{Answer, MigrationLook, Request};
 use godwit_microvm::control::steer::{Socket, steer};
-use godwit_qemu::qmp::Qmp;
+use godwit_qemu::monitor::Qmp;
 use godwit_units::{GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
 

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use godwit_engine::Failure;
 use godwit_microvm::control::client;
 use godwit_qemu::QemuError;
-use godwit_qemu::qmp::QmpError;
+use godwit_qemu::monitor::QmpError;
 
 /// A machine as named on the command line.
 #[derive(Clone, Debug)]

@@ -13,14 +13,14 @@ use std::time::Duration;
 use godwit_block::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
-use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
-use crate::qmp::{COMMAND_LIMIT, QmpError};
+use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
+use crate::monitor::{COMMAND_LIMIT, QmpError, Seen};
 use crate::settings::Settings;
 use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
@@ -152,10 +152,11 @@ impl DestinationVm for QemuDestination {
         let qmp = &mut self.machine.qmp;
         self.settings.insert(settings).apply(qmp).map_err(QemuError::from)?;
         // While it waits this only clears the wish to start by itself after loading.
-        qmp.execute("stop", Value::Null)?;
+        qmp.run(&Stop)?;
         qmp.pass_fd(FD_NAME, theirs.as_fd())?;
-        qmp.forget_events();
-        qmp.execute("migrate-incoming", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+        // What came before the load says nothing of it.
+        qmp.take_events()?;
+        qmp.run(&MigrateIncoming { uri: &format!("fd:{FD_NAME}") })?;
         Ok(Box::new(ours))
     }
 
@@ -163,9 +164,10 @@ impl DestinationVm for QemuDestination {
         let qmp = &mut self.machine.qmp;
         let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
         let mut ran = false;
-        let reached = qmp.wait_event_where("the end of its incoming migration", LOAD_LIMIT, |event| {
+        let reached = qmp.watch("the end of its incoming migration", LOAD_LIMIT, &mut |event| {
             ran |= event.name == "RESUME";
-            matches!(migration_event(event).as_str(), "failed" | "completed")
+            let ended = migration_event(event);
+            if matches!(ended.as_str(), "failed" | "completed") { Seen::Awaited } else { Seen::TakenIn }
         });
         match reached {
             // Told to stop while it waited, it must not have started by itself. The event tells, at no cost in downtime.
@@ -188,7 +190,7 @@ impl DestinationVm for QemuDestination {
     fn run(&mut self) -> Result<(), RunError> {
         let qmp = &mut self.machine.qmp;
         let never = |error: QmpError| RunError::NeverRan(error.into());
-        let cont = qmp.queue("cont", Value::Null).map_err(|error| match error {
+        let cont = qmp.start(&Cont).map_err(|error| match error {
             // QEMU had closed its end before the command was written.
             QmpError::Closed { .. } => never(error),
             error => RunError::Unknown(error.into()),
@@ -266,7 +268,7 @@ impl QemuDestination {
 
 /// Ends QEMU, whose guest must never run, and waits until the process has ended. Only then can it never run here.
 pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
-    let _ = machine.qmp.execute("quit", Value::Null);
+    let _ = machine.qmp.run(&Quit);
     let undead = |source| QemuError::Undead { pid: machine.pid, source };
     for kill in [false, true] {
         if kill {

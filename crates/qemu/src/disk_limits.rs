@@ -7,8 +7,8 @@
 use godwit_units::Rate;
 use serde_json::{Value, json};
 
-use crate::machine::text;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{Block, QueryBlock, SetIoThrottle};
+use crate::monitor::{Monitor, QmpError};
 
 /// The numbers that every call must name, and those that it may.
 const RATES: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr"];
@@ -49,9 +49,9 @@ pub(crate) struct DiskLimits {
 impl DiskLimits {
     /// Looks which of these disks, known by the node that they use, there are, at the first call, and what limits
     /// their writes so. Changes nothing.
-    pub(crate) fn plan(&mut self, qmp: &mut Qmp, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
+    pub(crate) fn plan(&mut self, qmp: &mut dyn Monitor, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
         if self.before.is_empty() {
-            self.before = disks(&qmp.execute("query-block", Value::Null)?);
+            self.before = disks(&qmp.run(&QueryBlock)?);
             self.before.retain(|before| limits.iter().any(|(node, _)| *node == before.node));
         }
         self.ours = calls(&self.before, limits);
@@ -59,20 +59,20 @@ impl DiskLimits {
     }
 
     /// Sets the limits as planned.
-    pub(crate) fn apply(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn apply(&self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         self.ours.iter().try_for_each(|call| set(qmp, call))
     }
 
     /// Puts all limits back. Every disk is tried; the first error is returned.
-    pub(crate) fn restore(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn restore(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         self.ours.clear();
         let before = std::mem::take(&mut self.before);
         before.iter().map(|before| set(qmp, &before.call)).fold(Ok(()), Result::and)
     }
 
     /// Puts back the limits that still are as `apply` made them: somebody may have been here since.
-    pub(crate) fn restore_ours(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let now = disks(&qmp.execute("query-block", Value::Null)?);
+    pub(crate) fn restore_ours(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        let now = disks(&qmp.run(&QueryBlock)?);
         let disk = |a: &Value, b: &Value| a["id"] == b["id"] && a["device"] == b["device"];
         let limits = |a: &Value, b: &Value| RATES.iter().all(|key| a[*key] == b[*key]);
         let ours = std::mem::take(&mut self.ours);
@@ -95,14 +95,15 @@ impl DiskLimits {
     }
 
     pub(crate) fn from_json(value: &Value) -> Option<Self> {
-        let set = |set: &Value| Set { node: text(&set["node"]), call: set["call"].clone() };
+        let node = |set: &Value| set["node"].as_str().unwrap_or_default().to_owned();
+        let set = |set: &Value| Set { node: node(set), call: set["call"].clone() };
         let before = value["before"].as_array()?.iter().map(set).collect();
         Some(Self { before, ours: value["ours"].as_array()?.clone() })
     }
 }
 
-fn set(qmp: &mut Qmp, call: &Value) -> Result<(), QmpError> {
-    qmp.execute("block_set_io_throttle", call.clone()).map(drop)
+fn set(qmp: &mut dyn Monitor, call: &Value) -> Result<(), QmpError> {
+    qmp.run(&SetIoThrottle(call)).map(drop)
 }
 
 /// The calls that put `limits` in force where it is as `before`.
@@ -126,30 +127,29 @@ fn calls(before: &[Set], limits: &[(&str, Rate)]) -> Vec<Value> {
 }
 
 /// The call for each disk that would set what is set.
-fn disks(blocks: &Value) -> Vec<Set> {
-    let blocks = blocks.as_array().into_iter().flatten();
-    let disk = |block: &Value| {
-        let inserted = block.get("inserted").filter(|inserted| inserted["ro"] != true)?;
-        let (qdev, device) = (text(&block["qdev"]), text(&block["device"]));
-        let mut call = match (qdev.as_str(), device.as_str()) {
+fn disks(blocks: &[Block]) -> Vec<Set> {
+    let disk = |block: &Block| {
+        let inserted = block.inserted.as_ref().filter(|inserted| !inserted.ro)?;
+        let number = |key: &str| inserted.limits.get(key).and_then(Value::as_u64);
+        let mut call = match (block.qdev.as_str(), block.device.as_str()) {
             ("", "") => return None,
             ("", device) => json!({ "device": device }),
             (qdev, _) => json!({ "id": qdev }),
         };
         for key in RATES {
-            call[key] = json!(inserted[key].as_u64().unwrap_or(0));
+            call[key] = json!(number(key).unwrap_or(0));
         }
         for key in FURTHER {
-            if let Some(number) = inserted[key].as_u64().filter(|number| *number > 0) {
+            if let Some(number) = number(key).filter(|number| *number > 0) {
                 call[key] = json!(number);
             }
         }
-        if inserted["group"].is_string() {
-            call["group"] = inserted["group"].clone();
+        if let Some(group) = inserted.limits.get("group").filter(|group| group.is_string()) {
+            call["group"] = group.clone();
         }
-        Some(Set { node: text(&inserted["node-name"]), call })
+        Some(Set { node: inserted.node_name.clone(), call })
     };
-    blocks.filter_map(disk).collect()
+    blocks.iter().filter_map(disk).collect()
 }
 
 /// `call` with writes limited to `rate`. A limit of reads and writes together excludes one of writes, so it is lowered.
@@ -175,13 +175,22 @@ mod tests {
         text.parse().unwrap()
     }
 
+    /// A drive with a medium that has these limits.
+    fn block(qdev: &str, limits: Value) -> Block {
+        let mut inserted = json!({ "file": "", "ro": false, "cache": { "direct": false },
+            "image": { "filename": "", "format": "raw", "virtual-size": 512 } });
+        inserted.as_object_mut().unwrap().extend(limits.as_object().unwrap().clone());
+        let block = json!({ "qdev": qdev, "device": "", "inserted": inserted });
+        serde_json::from_value(block).unwrap()
+    }
+
     #[test]
     fn the_lower_of_two_limits_holds() {
-        let block = |bps: u64, bps_wr: u64| {
-            json!([{ "qdev": "/machine/peripheral/disk", "device": "", "inserted":
-                { "ro": false, "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 } }])
+        let limits = |bps: u64, bps_wr: u64| {
+            let limits = json!({ "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 });
+            block("/machine/peripheral/disk", limits)
         };
-        let call = |bps, bps_wr| limited(&disks(&block(bps, bps_wr))[0].call, rate("1MiB/s"));
+        let call = |bps, bps_wr| limited(&disks(&[limits(bps, bps_wr)])[0].call, rate("1MiB/s"));
         assert_eq!(call(0, 0)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr"], 1 << 20);
         assert_eq!(call(0, 5 << 20)["bps_wr_max"], Value::Null);
@@ -194,13 +203,13 @@ mod tests {
     /// Drives with these nodes and groups.
     fn drives(drives: &[(&str, Option<&str>)]) -> Vec<Set> {
         let drive = |(node, group): &(&str, Option<&str>)| {
-            let mut inserted = json!({ "node-name": node, "ro": false });
+            let mut more = json!({ "node-name": node });
             if let Some(group) = group {
-                inserted["group"] = json!(group);
+                more["group"] = json!(group);
             }
-            json!({ "qdev": format!("dev-{node}"), "device": "", "inserted": inserted })
+            block(&format!("dev-{node}"), more)
         };
-        disks(&drives.iter().map(drive).collect())
+        disks(&drives.iter().map(drive).collect::<Vec<_>>())
     }
 
     #[test]
@@ -217,7 +226,7 @@ mod tests {
 
     #[test]
     fn what_holds_no_disk_or_cannot_be_written_is_left_alone() {
-        let blocks = json!([{ "qdev": "cd", "device": "" }, { "device": "rom", "inserted": { "ro": true } }]);
-        assert!(disks(&blocks).is_empty());
+        let empty = Block { inserted: None, ..block("cd", json!({})) };
+        assert!(disks(&[empty, block("rom", json!({ "ro": true }))]).is_empty());
     }
 }

@@ -10,7 +10,7 @@ use godwit_throttle::ThrottleError;
 use godwit_track::{TrackError, Writer};
 use godwit_units::ByteCount;
 
-use crate::qmp::QmpError;
+use crate::monitor::QmpError;
 
 /// Why a QEMU cannot be migrated, or a step failed.
 #[derive(Debug, thiserror::Error)]

@@ -5,7 +5,7 @@
 //! the destination would be told to run it, and whoever looks after it looks at the source. QEMU loses
 //! the run state of a guest that does so just when it is being stopped, so its events are what counts.
 
-use crate::qmp::Event;
+use crate::monitor::Event;
 
 /// What is known so far.
 #[derive(Clone, Debug, Default)]

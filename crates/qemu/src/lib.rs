@@ -1,6 +1,6 @@
 //! The QEMU adapter: everything godwit knows about QEMU, which is never patched nor linked.
 //!
-//! QEMU is driven through its monitor (`qmp`) and watched through `/proc`. `machine` finds out what runs there and
+//! QEMU is driven through its monitor (`monitor`) and watched through `/proc`. `machine` finds out what runs there and
 //! refuses what cannot be migrated; `source` and `destination` implement the engine's traits.
 //!
 //! The division of work: QEMU's own migration carries the device state and nothing else. Its capability
@@ -19,8 +19,8 @@ mod governor;
 mod guard;
 mod machine;
 mod mark;
+pub mod monitor;
 mod process;
-pub mod qmp;
 pub mod run_directory;
 mod settings;
 mod source;

@@ -9,12 +9,15 @@ use std::time::{Duration, Instant};
 use godwit_memory::RamBlock;
 use godwit_track::{Writer, mappings_of, other_writers, threads_of};
 use godwit_units::ByteCount;
-use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::guard;
+use crate::monitor::commands::{
+    Human, Memdev, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm, QueryMemdev,
+    QueryMemorySize, QueryMigrate, QueryNodes, QueryStatus,
+};
+use crate::monitor::{Monitor, Qmp, QmpError};
 use crate::process::Process;
-use crate::qmp::{Qmp, QmpError};
 
 /// A guardian is done within a second, unless QEMU hangs.
 const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
@@ -22,7 +25,7 @@ const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
 /// A QEMU process and its monitor.
 #[derive(Debug)]
 pub(crate) struct Machine {
-    pub(crate) qmp: Qmp,
+    pub(crate) qmp: Box<dyn Monitor>,
     pub(crate) pid: i32,
     pub(crate) process: Process,
 }
@@ -67,6 +70,11 @@ impl Machine {
             (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
             (error, _) => error.into(),
         })?;
+        Self::behind(Box::new(qmp))
+    }
+
+    /// The process behind a monitor.
+    fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
         let process =
             Process::open(pid).map_err(|source| QemuError::System { step: "pidfd_open", source })?;
@@ -76,23 +84,20 @@ impl Machine {
     /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one. QEMU has them by the
     /// numbers of its own PID namespace; these are their numbers here, as the process's is (`SO_PEERCRED`, unix(7)).
     pub(crate) fn vcpu_threads(&mut self) -> Result<Vec<i32>, QmpError> {
-        let cpus = self.qmp.execute("query-cpus-fast", Value::Null)?;
+        let cpus = self.qmp.run(&QueryCpus)?;
         let threads = threads_of(self.pid);
         let here = |inside: i64| threads.iter().find(|thread| i64::from(thread.inside) == inside);
-        let thread = |cpu: &Value| cpu["thread-id"].as_i64().and_then(here).map(|thread| thread.here);
-        Ok(cpus.as_array().into_iter().flatten().filter_map(thread).collect())
+        Ok(cpus.iter().filter_map(|cpu| here(cpu.thread_id)).map(|thread| thread.here).collect())
     }
 
     /// QEMU's run state (`query-status`).
     pub(crate) fn run_state(&mut self) -> Result<String, QmpError> {
-        let status = self.qmp.execute("query-status", Value::Null)?;
-        Ok(text(&status["status"]))
+        Ok(self.qmp.run(&QueryStatus)?.status)
     }
 
     /// The state of QEMU's own migration, empty when there was none (`query-migrate`).
     pub(crate) fn migration_state(&mut self) -> Result<String, QmpError> {
-        let migration = self.qmp.execute("query-migrate", Value::Null)?;
-        Ok(text(&migration["status"]))
+        Ok(self.qmp.run(&QueryMigrate)?.status)
     }
 
     /// Refuses RAM files that are not what QEMU has mapped: the name may have been given to another file since. Needs the
@@ -113,19 +118,15 @@ impl Machine {
 
     /// Opens all RAM blocks.
     pub(crate) fn ram(&mut self) -> Result<Vec<RamBlock>, QemuError> {
-        let backends = self.qmp.execute("query-memdev", Value::Null)?;
+        let backends = self.qmp.run(&QueryMemdev)?;
         let mut blocks = Vec::new();
-        for backend in backends.as_array().into_iter().flatten() {
-            let id = text(&backend["id"]);
-            let size = backend["size"].as_u64().unwrap_or(0);
+        for Memdev { id, size, share, prealloc } in backends {
+            let object = format!("/objects/{id}");
             let unshared = |what: &str| QemuError::RamNotShared { what: format!("RAM block '{id}' {what}") };
             // Only memory-backend-file has the property; asking the others is refused.
-            let path = match self.object_property(&id, "mem-path") {
-                Ok(path) => text(&path),
-                Err(QmpError::Refused { .. }) => return Err(unshared("is not a memory-backend-file")),
-                Err(error) => return Err(error.into()),
-            };
-            if backend["share"] != true {
+            let path = self.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
+            let path = path.ok_or_else(|| unshared("is not a memory-backend-file"))?;
+            if !share {
                 return Err(unshared("is not shared (share=off)"));
             }
             let path = self.path_here(Path::new(&path));
@@ -133,15 +134,12 @@ impl Machine {
                 return Err(unshared("has a directory as mem-path, in which its file has no name"));
             }
             // Since QEMU 8.1; before, a block begins at the start of its file.
-            let offset =
-                self.object_property(&id, "offset").ok().and_then(|value| value.as_u64()).unwrap_or(0);
-            let keep_allocated = backend["prealloc"] == true;
-            blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), keep_allocated)?);
+            let offset = self.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
+            blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), prealloc)?);
         }
         let shared: u64 = blocks.iter().map(|block| block.pages().bytes().0).sum();
-        let summary = self.qmp.execute("query-memory-size-summary", Value::Null)?;
-        let total =
-            summary["base-memory"].as_u64().unwrap_or(0) + summary["plugged-memory"].as_u64().unwrap_or(0);
+        let summary = self.qmp.run(&QueryMemorySize)?;
+        let total = summary.base_memory.saturating_add(summary.plugged_memory);
         if total > shared {
             let what = format!(
                 "{} of the guest's {} of RAM is not in a shared named file",
@@ -161,10 +159,6 @@ impl Machine {
         if through.exists() { through } else { path.to_owned() }
     }
 
-    fn object_property(&mut self, id: &str, property: &str) -> Result<Value, QmpError> {
-        self.qmp.execute("qom-get", json!({ "path": format!("/objects/{id}"), "property": property }))
-    }
-
     /// Refuses what cannot be migrated from here.
     pub(crate) fn check_source(&mut self, blocks: &[RamBlock]) -> Result<(), QemuError> {
         self.check_blockers()?;
@@ -176,11 +170,11 @@ impl Machine {
 
     /// Refuses a QEMU that works on its images by itself (`query-jobs`).
     fn check_jobs(&mut self) -> Result<(), QemuError> {
-        let jobs = self.qmp.execute("query-jobs", Value::Null)?;
+        let mut jobs = self.qmp.run(&QueryJobs)?;
         // What a job leaves until it is dismissed has no image any more.
-        let at_work = |job: &&Value| !matches!(text(&job["status"]).as_str(), "concluded" | "null");
-        match jobs.as_array().into_iter().flatten().find(at_work) {
-            Some(job) => Err(QemuError::BlockJob { id: text(&job["id"]), kind: text(&job["type"]) }),
+        jobs.retain(|job| !matches!(job.status.as_str(), "concluded" | "null"));
+        match jobs.into_iter().next() {
+            Some(job) => Err(QemuError::BlockJob { id: job.id, kind: job.kind }),
             None => Ok(()),
         }
     }
@@ -189,11 +183,10 @@ impl Machine {
     /// page, posted interrupts) at their physical address, without a look at QEMU's page tables. TCG writes them as
     /// all others.
     pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
-        if self.qmp.execute("query-kvm", Value::Null)?["enabled"] != true {
+        if !self.qmp.run(&QueryKvm)?.enabled {
             return Ok(());
         }
-        let registers = json!({ "command-line": "info registers -a" });
-        let registers = text(&self.qmp.execute("human-monitor-command", registers)?);
+        let registers = self.qmp.run(&Human { command_line: "info registers -a" })?;
         runs_guests(&registers).map_or(Ok(()), |what| Err(QemuError::Nested { what }))
     }
 
@@ -202,33 +195,30 @@ impl Machine {
         let devices = self.devices()?;
         let mut parts: BTreeSet<String> =
             devices.into_iter().map(|(_, name, kind)| format!("device '{name}' ({kind})")).collect();
-        let drives = self.qmp.execute("query-block", Value::Null)?;
-        for drive in drives.as_array().into_iter().flatten() {
-            let (name, file) = (text(&drive["device"]), text(&drive["inserted"]["file"]));
-            let name = if name.is_empty() { text(&drive["qdev"]) } else { name };
+        for drive in self.qmp.run(&QueryBlock)? {
+            let file = drive.inserted.map(|inserted| inserted.file).unwrap_or_default();
+            let name = if drive.device.is_empty() { drive.qdev } else { drive.device };
             parts.insert(format!("image {file} of drive '{name}'"));
         }
         Ok(parts)
     }
 
     fn check_blockers(&mut self) -> Result<(), QemuError> {
-        let migration = self.qmp.execute("query-migrate", Value::Null)?;
-        let reasons = migration["blocked-reasons"].as_array();
-        if let Some(reason) = reasons.and_then(|reasons| reasons.first()) {
-            return Err(QemuError::Blocked(text(reason)));
+        let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
+        match blocked_reasons.into_iter().next() {
+            Some(reason) => Err(QemuError::Blocked(reason)),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// All plugged devices: bus, name and type.
     fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
         let mut devices = Vec::new();
         for bus in ["/machine/peripheral", "/machine/peripheral-anon"] {
-            let children = self.qmp.execute("qom-list", json!({ "path": bus }))?;
-            for child in children.as_array().into_iter().flatten() {
-                let kind = text(&child["type"]);
-                if let Some(kind) = kind.strip_prefix("child<").and_then(|kind| kind.strip_suffix('>')) {
-                    devices.push((bus, text(&child["name"]), kind.to_owned()));
+            for child in self.qmp.run(&QomList { path: bus })? {
+                let kind = child.kind.strip_prefix("child<");
+                if let Some(kind) = kind.and_then(|kind| kind.strip_suffix('>')) {
+                    devices.push((bus, child.name, kind.to_owned()));
                 }
             }
         }
@@ -241,13 +231,10 @@ impl Machine {
         let Some((bus, name, _)) = self.devices()?.into_iter().find(|(.., kind)| is_balloon(kind)) else {
             return Ok(Reporting::NoBalloon);
         };
-        let arguments = json!({ "path": format!("{bus}/{name}"), "property": "free-page-reporting" });
-        match self.qmp.execute("qom-get", arguments) {
-            Ok(Value::Bool(true)) => Ok(Reporting::On),
-            // Before QEMU 5.1 there is no such property.
-            Ok(_) | Err(QmpError::Refused { .. }) => Ok(Reporting::Off),
-            Err(error) => Err(error),
-        }
+        let path = format!("{bus}/{name}");
+        // Before QEMU 5.1 there is no such property.
+        let on = self.qmp.run_if_known(&QomGet::<bool>::new(&path, "free-page-reporting"))?;
+        Ok(if on == Some(true) { Reporting::On } else { Reporting::Off })
     }
 
     /// Looks at the types of all plugged devices, and at the network back ends.
@@ -265,8 +252,7 @@ impl Machine {
             }
         }
         // Network back ends are no objects; only the human monitor lists them.
-        let arguments = json!({ "command-line": "info network" });
-        let network = text(&self.qmp.execute("human-monitor-command", arguments)?);
+        let network = self.qmp.run(&Human { command_line: "info network" })?;
         if let Some(line) = network.lines().find(|line| line.contains("vhost-user")) {
             return Err(QemuError::VhostUser { what: format!("the network back end '{}'", line.trim()) });
         }
@@ -287,14 +273,12 @@ impl Machine {
 
     /// Whether a disk uses direct I/O into guest memory.
     pub(crate) fn direct_io(&mut self) -> Result<bool, QemuError> {
-        let nodes = self.qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-        let direct = |cache: &Value| cache["direct"] == true;
-        if nodes.as_array().into_iter().flatten().any(|node| direct(&node["cache"])) {
+        if self.qmp.run(&QueryNodes::FLAT)?.iter().any(|node| node.cache.direct) {
             return Ok(true);
         }
         // Drives made by -drive show the setting at the drive.
-        let drives = self.qmp.execute("query-block", Value::Null)?;
-        Ok(drives.as_array().into_iter().flatten().any(|drive| direct(&drive["inserted"]["cache"])))
+        let drives = self.qmp.run(&QueryBlock)?;
+        Ok(drives.iter().filter_map(|drive| drive.inserted.as_ref()).any(|medium| medium.cache.direct))
     }
 }
 
@@ -329,11 +313,6 @@ fn runs_guests(registers: &str) -> Option<&'static str> {
 /// Whether QEMU's own migration, in `state`, is not under way.
 pub(crate) fn is_over(state: &str) -> bool {
     matches!(state, "" | "none" | "failed" | "cancelled" | "completed")
-}
-
-/// A JSON string; empty for anything else.
-pub(crate) fn text(value: &Value) -> String {
-    value.as_str().unwrap_or_default().to_owned()
 }
 
 #[cfg(test)]

@@ -1,9 +1,13 @@
 //! QEMU's migration capabilities and parameters, set for our purpose and put back afterwards.
 
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::QemuError;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{
+    Capability, QueryCapabilities, QueryParameters, SetCapabilities, SetParameters,
+};
+use crate::monitor::{Monitor, QmpError};
 
 /// What godwit needs: RAM in shared files left out, the guest stopped and the devices not yet saved, and an event at
 /// each change of state.
@@ -29,28 +33,28 @@ const IN_THE_WAY: [&str; 12] = [
 
 /// As no limit of QEMU's own may stand between its last byte and the switchover: what it sends is small. And no TLS on a
 /// pair of sockets.
-fn parameters() -> Value {
-    json!({ "max-bandwidth": 1u64 << 40, "downtime-limit": 10_000, "tls-creds": "" })
+fn parameters() -> Map<String, Value> {
+    let ours =
+        [("max-bandwidth", json!(1u64 << 40)), ("downtime-limit", json!(10_000)), ("tls-creds", json!(""))];
+    ours.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 /// Capabilities and parameters as they were found, as far as they have to be changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Settings {
-    capabilities: Vec<Value>,
-    parameters: Value,
+    capabilities: Vec<Capability>,
+    parameters: Map<String, Value>,
 }
 
 impl Settings {
     /// Looks what is not as it is needed. Changes nothing.
-    pub(crate) fn look(qmp: &mut Qmp) -> Result<Self, QemuError> {
-        let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
-        let state = |name: &str| {
-            found.as_array()?.iter().find(|entry| entry["capability"] == name)?["state"].as_bool()
-        };
+    pub(crate) fn look(qmp: &mut dyn Monitor) -> Result<Self, QemuError> {
+        let found = qmp.run(&QueryCapabilities)?;
+        let state = |name: &str| Some(found.iter().find(|entry| entry.capability == name)?.state);
         let mut capabilities = Vec::new();
         let mut want = |name: &'static str, on: bool, is: bool| {
             if is != on {
-                capabilities.push(json!({ "capability": name, "state": is }));
+                capabilities.push(Capability { capability: name.to_owned(), state: is });
             }
         };
         for name in NEEDED {
@@ -66,19 +70,16 @@ impl Settings {
                 want(name, false, is);
             }
         }
-        let found = qmp.execute("query-migrate-parameters", Value::Null)?;
         let ours = parameters();
-        let names = ours.as_object().into_iter().flat_map(|ours| ours.keys());
-        let there = names.filter(|name| !found[*name].is_null());
-        let parameters: Map<_, _> = there.map(|name| (name.clone(), found[name].clone())).collect();
-        Ok(Self { capabilities, parameters: parameters.into() })
+        let mut parameters = qmp.run(&QueryParameters)?;
+        parameters.retain(|name, value| ours.contains_key(name) && !value.is_null());
+        Ok(Self { capabilities, parameters })
     }
 
     /// Turns on what is needed and off what is in the way.
-    pub(crate) fn apply(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn apply(&self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         set_capabilities(qmp, &opposite(&self.capabilities))?;
-        let set = qmp.execute("migrate-set-parameters", parameters());
-        if let Err(error) = set {
+        if let Err(error) = set_parameters(qmp, &parameters()) {
             self.restore(qmp)?;
             return Err(error);
         }
@@ -86,25 +87,22 @@ impl Settings {
     }
 
     /// Puts everything back.
-    pub(crate) fn restore(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn restore(&self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         set_capabilities(qmp, &self.capabilities)?;
-        set_parameters(qmp, self.parameters.clone())
+        set_parameters(qmp, &self.parameters)
     }
 
     /// Puts back what still is as `apply` made it: somebody may have been here since.
-    pub(crate) fn restore_ours(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
-        let found = found.as_array().cloned().unwrap_or_default();
+    pub(crate) fn restore_ours(&self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        let found = qmp.run(&QueryCapabilities)?;
         let ours = opposite(&self.capabilities);
         let pairs = self.capabilities.iter().zip(&ours);
         let still = pairs.filter(|(_, ours)| found.contains(ours)).map(|(before, _)| before.clone());
         set_capabilities(qmp, &still.collect::<Vec<_>>())?;
-        let (found, ours) = (qmp.execute("query-migrate-parameters", Value::Null)?, parameters());
+        let (found, ours) = (qmp.run(&QueryParameters)?, parameters());
         let mut before = self.parameters.clone();
-        if let Some(before) = before.as_object_mut() {
-            before.retain(|name, _| found[name] == ours[name]);
-        }
-        set_parameters(qmp, before)
+        before.retain(|name, _| found.get(name) == ours.get(name));
+        set_parameters(qmp, &before)
     }
 
     /// For the record.
@@ -113,26 +111,27 @@ impl Settings {
     }
 
     pub(crate) fn from_json(value: &Value) -> Option<Self> {
-        let capabilities = value["capabilities"].as_array()?.clone();
-        Some(Self { capabilities, parameters: value["parameters"].clone() })
+        let capabilities = Vec::deserialize(value.get("capabilities")?).ok()?;
+        let parameters = value.get("parameters")?.as_object()?.clone();
+        Some(Self { capabilities, parameters })
     }
 }
 
-fn opposite(capabilities: &[Value]) -> Vec<Value> {
-    let other = |entry: &Value| json!({ "capability": entry["capability"], "state": entry["state"] != true });
+fn opposite(capabilities: &[Capability]) -> Vec<Capability> {
+    let other = |entry: &Capability| Capability { state: !entry.state, ..entry.clone() };
     capabilities.iter().map(other).collect()
 }
 
-fn set_capabilities(qmp: &mut Qmp, capabilities: &[Value]) -> Result<(), QmpError> {
+fn set_capabilities(qmp: &mut dyn Monitor, capabilities: &[Capability]) -> Result<(), QmpError> {
     if capabilities.is_empty() {
         return Ok(());
     }
-    qmp.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
+    qmp.run(&SetCapabilities { capabilities }).map(drop)
 }
 
-fn set_parameters(qmp: &mut Qmp, parameters: Value) -> Result<(), QmpError> {
-    if parameters.as_object().is_none_or(Map::is_empty) {
+fn set_parameters(qmp: &mut dyn Monitor, parameters: &Map<String, Value>) -> Result<(), QmpError> {
+    if parameters.is_empty() {
         return Ok(());
     }
-    qmp.execute("migrate-set-parameters", parameters).map(drop)
+    qmp.run(&SetParameters(parameters)).map(drop)
 }

@@ -25,7 +25,6 @@ use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
 use godwit_units::{ByteCount, Rate, format_duration};
-use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
@@ -34,8 +33,11 @@ use crate::disks::{self, Found, Grain, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
-use crate::machine::{Machine, Reporting, is_over, text};
-use crate::qmp::{COMMAND_LIMIT, Event, Qmp, QmpError};
+use crate::machine::{Machine, Reporting, is_over};
+use crate::monitor::commands::{
+    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Transaction,
+};
+use crate::monitor::{COMMAND_LIMIT, Event, Monitor, QmpError, Seen};
 use crate::settings::Settings;
 use crate::userfaultfd;
 use crate::way_back::{self, TOLD_AFTER};
@@ -317,9 +319,9 @@ impl QemuSource {
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut machine.qmp;
         self.migrating = true;
-        qmp.execute("migrate", json!({ "uri": format!("fd:{FD_NAME}") }))?;
+        qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
         let mut stopped = None;
-        let mut wanted = |event: &Event| {
+        let mut look = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
@@ -329,16 +331,20 @@ impl QemuSource {
                     tracker.answer_at_once();
                 }
             }
-            matches!(migration_event(event).as_str(), "pre-switchover" | "failed" | "completed" | "cancelled")
+            let reached = migration_event(event);
+            match reached.as_str() {
+                "pre-switchover" | "failed" | "completed" | "cancelled" => Seen::Awaited,
+                _ => Seen::TakenIn,
+            }
         };
         let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
-        let reached = match qmp.wait_event_where(what, first, &mut wanted) {
+        let reached = match qmp.watch(what, first, &mut look) {
             Err(QmpError::Timeout { .. }) if first < limits.stop => {
                 let limit = format_duration(limits.stop);
                 told(&format!(
                     "QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}"
                 ));
-                qmp.wait_event_where(what, limits.stop - first, wanted)?
+                qmp.watch(what, limits.stop - first, &mut look)?
             }
             reached => reached?,
         };
@@ -407,7 +413,7 @@ impl QemuSource {
         tracking?;
         limits?;
         // Handed over for a migration that was never begun; else QEMU has no such name.
-        let _ = self.machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }));
+        let _ = self.machine.qmp.run(&CloseFd { fdname: FD_NAME });
         Ok(())
     }
 
@@ -434,7 +440,7 @@ impl QemuSource {
         Ok(())
     }
 
-    fn tracking(&mut self) -> Result<(&mut Tracking, &mut Qmp), QemuError> {
+    fn tracking(&mut self) -> Result<(&mut Tracking, &mut dyn Monitor), QemuError> {
         match &mut self.tracking {
             Some(tracking) => Ok((tracking, &mut self.machine.qmp)),
             None => Err(QemuError::Changed("the disks were not tracked")),
@@ -473,19 +479,18 @@ impl QemuSource {
 
 /// The state a MIGRATION event reports; empty for other events.
 pub(crate) fn migration_event(event: &Event) -> String {
-    if event.name == "MIGRATION" { text(&event.data["status"]) } else { String::new() }
+    let status = event.data["status"].as_str().filter(|_| event.name == "MIGRATION");
+    status.unwrap_or_default().to_owned()
 }
 
 /// Tells the network where the guest is, with QEMU's own defaults after a migration (qapi/migration.json, announce-*).
-pub(crate) fn announce(qmp: &mut Qmp) -> Result<(), QmpError> {
-    let timing = json!({ "initial": 50, "max": 550, "rounds": 5, "step": 100 });
-    qmp.execute("announce-self", timing).map(drop)
+pub(crate) fn announce(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+    qmp.run(&AnnounceSelf { initial: 50, max: 550, rounds: 5, step: 100 }).map(drop)
 }
 
 /// QEMU's words about its failed migration, if it says any; `otherwise` if not.
-pub(crate) fn failure_words(qmp: &mut Qmp, otherwise: &str) -> String {
-    let migration = qmp.execute("query-migrate", Value::Null).unwrap_or_default();
-    match text(&migration["error-desc"]) {
+pub(crate) fn failure_words(qmp: &mut dyn Monitor, otherwise: &str) -> String {
+    match qmp.run(&QueryMigrate).unwrap_or_default().error_desc {
         words if words.is_empty() => otherwise.to_owned(),
         words => words,
     }
@@ -565,16 +570,20 @@ impl SourceVm for QemuSource {
 
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
-        self.machine.qmp.execute("migrate-continue", json!({ "state": "pre-switchover" }))?;
+        self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
         Ok(())
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
         let Self { machine, fate, .. } = self;
         let qmp = &mut machine.qmp;
-        let reached = qmp.wait_event_where("the end of its migration", SAVE_LIMIT, |event| {
+        let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
             fate.take(event);
-            matches!(migration_event(event).as_str(), "failed" | "completed" | "cancelled")
+            let ended = migration_event(event);
+            match ended.as_str() {
+                "failed" | "completed" | "cancelled" => Seen::Awaited,
+                _ => Seen::TakenIn,
+            }
         })?;
         match migration_event(&reached).as_str() {
             "completed" => Ok(()),
@@ -612,7 +621,7 @@ impl SourceVm for QemuSource {
             self.note_if_possible(|left| left.stage = Stage::Copying);
             return Ok(());
         }
-        match self.machine.qmp.execute("quit", Value::Null) {
+        match self.machine.qmp.run(&Quit) {
             Ok(_) | Err(QmpError::Closed { .. }) => {
                 // It is about to end, and whatever was changed in it.
                 self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
@@ -745,7 +754,7 @@ impl DiskVm for QemuSource {
 impl DirectIo for QemuSource {
     fn drain(&mut self) -> Result<(), VmError> {
         // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
-        self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
+        self.machine.qmp.run(&Transaction::default())?;
         Ok(())
     }
 }

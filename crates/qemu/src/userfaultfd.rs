@@ -6,10 +6,10 @@ use std::os::fd::{AsFd, RawFd};
 
 use godwit_memory::RamBlock;
 use godwit_track::{Approach, PagemapTracker, TrackError, Way};
-use serde_json::json;
 
 use crate::QemuError;
 use crate::machine::Machine;
+use crate::monitor::commands::CloseFd;
 
 const DEVICE: &str = "/dev/userfaultfd";
 /// The name under which QEMU keeps the device's descriptor for a moment.
@@ -55,7 +55,7 @@ pub(crate) fn by_device<T>(
         None => Err(refused),
     };
     // Nothing of ours stays, whatever came of it.
-    machine.qmp.execute("closefd", json!({ "fdname": FD_NAME }))?;
+    machine.qmp.run(&CloseFd { fdname: FD_NAME })?;
     Ok(made?)
 }
 

@@ -5,11 +5,11 @@
 use std::time::{Duration, Instant};
 
 use godwit_units::format_duration;
-use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::machine::{Machine, is_over};
-use crate::qmp::QmpError;
+use crate::monitor::QmpError;
+use crate::monitor::commands::{Cont, MigrateCancel, MigrateContinue, Stop};
 use crate::source::Limits;
 
 /// How long a migration may say that it is being cancelled before it is helped along.
@@ -46,7 +46,7 @@ fn cancel(
 ) -> Result<(), QemuError> {
     // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
     // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
-    let cancel = machine.qmp.queue("migrate_cancel", Value::Null)?;
+    let cancel = machine.qmp.start(&MigrateCancel)?;
     let first = TOLD_AFTER.min(hang);
     let answer = match machine.qmp.answer(&cancel, first) {
         Err(QmpError::Timeout { .. }) if first < hang => {
@@ -78,10 +78,7 @@ fn cancel(
         // it waits there for ever to be told to go on (migration_maybe_pause in migration/migration.c).
         if state == "cancelling" && now >= help_at {
             help_at = now + CANCEL_LIMIT;
-            match machine.qmp.execute("migrate-continue", json!({ "state": state })) {
-                Ok(_) | Err(QmpError::Refused { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
+            machine.qmp.run_if_known(&MigrateContinue { state: &state })?;
         }
         std::thread::sleep(PAUSE);
     }
@@ -98,7 +95,7 @@ pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuErro
         // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
         // in between; after a failure it runs the guest by itself.
         let late = Instant::now() >= until;
-        match machine.qmp.execute("cont", Value::Null) {
+        match machine.qmp.run(&Cont) {
             Err(QmpError::Refused { description: words, .. }) if late => {
                 return Err(QemuError::NotRunning { state, words });
             }
@@ -121,7 +118,7 @@ pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(),
         if !matches!(state.as_str(), "running" | "finish-migrate") || Instant::now() >= until {
             return Ok(());
         }
-        machine.qmp.execute("stop", Value::Null)?;
+        machine.qmp.run(&Stop)?;
         std::thread::sleep(PAUSE);
     }
 }

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_qemu::qmp::QmpError;
+use godwit_qemu::monitor::QmpError;
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
-use godwit_qemu::qmp::Qmp;
+use godwit_qemu::monitor::Qmp;
 use godwit_verify::heartbeat::DiskSecond;
 use serde_json::{Value, json};
 

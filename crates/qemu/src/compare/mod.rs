@@ -21,11 +21,11 @@ use std::collections::BTreeSet;
 use godwit_engine::vm::{Ask, VmError};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::QemuError;
-use crate::machine::{Machine, text};
-use crate::qmp::{Qmp, QmpError};
+use crate::machine::Machine;
+use crate::monitor::commands::{MachineType, QueryMachines};
+use crate::monitor::{Monitor, QmpError};
 
 use picture::Picture;
 
@@ -115,7 +115,7 @@ pub(crate) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), Vm
     storage::compare(machine, ask)
 }
 
-fn compare_machines(qmp: &mut Qmp, ask: &mut Ask<'_>) -> Result<(), VmError> {
+fn compare_machines(qmp: &mut dyn Monitor, ask: &mut Ask<'_>) -> Result<(), VmError> {
     let source: Picture = put(&Question::Picture, ask, "its machine")?;
     let here = Picture::of(qmp).map_err(QemuError::from)?;
     let machines = machines(qmp).map_err(QemuError::from)?;
@@ -157,10 +157,9 @@ fn in_words(found: &[differ::Difference]) -> String {
 }
 
 /// The machine types that this QEMU has, by all their names.
-fn machines(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
-    let machines = qmp.execute("query-machines", Value::Null)?;
-    let names = |machine: &Value| [text(&machine["name"]), text(&machine["alias"])];
-    Ok(machines.as_array().into_iter().flatten().flat_map(names).collect())
+fn machines(qmp: &mut dyn Monitor) -> Result<BTreeSet<String>, QmpError> {
+    let names = |machine: MachineType| [machine.name, machine.alias];
+    Ok(qmp.run(&QueryMachines)?.into_iter().flat_map(names).collect())
 }
 
 #[cfg(test)]

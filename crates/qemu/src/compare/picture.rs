@@ -4,12 +4,15 @@
 
 use std::collections::BTreeMap;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::tree::{Device, devices};
-use crate::machine::text;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{
+    FeatureWord, Human, QomGet, QomList, QueryCpus, QueryKvm, QueryMemoryDevices, QueryMemorySize,
+};
+use crate::monitor::{Monitor, QmpError};
 
 /// A machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,22 +69,17 @@ const OF_THE_CPU: [&str; 11] = [
 /// Parts of the topology that `-smp` names.
 const OF_THE_TOPOLOGY: [&str; 6] = ["maxcpus", "sockets", "dies", "modules", "cores", "threads"];
 
-/// What `ask` answers, or `None` where this QEMU does not know it.
-fn known(answer: Result<Value, QmpError>) -> Result<Option<Value>, QmpError> {
-    match answer {
-        Ok(value) => Ok(Some(value)),
-        Err(QmpError::Refused { .. }) => Ok(None),
-        Err(error) => Err(error),
-    }
+/// What a property is, or `None` where this QEMU does not know it.
+fn property<T: DeserializeOwned>(
+    qmp: &mut dyn Monitor,
+    path: &str,
+    name: &str,
+) -> Result<Option<T>, QmpError> {
+    qmp.run_if_known(&QomGet::new(path, name))
 }
 
-fn property(qmp: &mut Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
-    known(qmp.execute("qom-get", json!({ "path": path, "property": name })))
-}
-
-fn human(qmp: &mut Qmp, line: &str) -> Result<String, QmpError> {
-    let told = qmp.execute("human-monitor-command", json!({ "command-line": line }));
-    Ok(text(&known(told)?.unwrap_or_default()))
+fn human(qmp: &mut dyn Monitor, command_line: &str) -> Result<String, QmpError> {
+    Ok(qmp.run_if_known(&Human { command_line })?.unwrap_or_default())
 }
 
 /// A value as it is shown.
@@ -94,7 +92,7 @@ fn plain(value: &Value) -> String {
 
 impl Picture {
     /// Looks at the machine behind `qmp`.
-    pub(crate) fn of(qmp: &mut Qmp) -> Result<Self, QmpError> {
+    pub(crate) fn of(qmp: &mut dyn Monitor) -> Result<Self, QmpError> {
         let mut picture = Self { version: qmp.version(), ..Self::default() };
         picture.machine(qmp)?;
         picture.processors(qmp)?;
@@ -109,45 +107,43 @@ impl Picture {
         }
     }
 
-    fn machine(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let kind = property(qmp, "/machine", "type")?.map(|kind| text(&kind)).unwrap_or_default();
+    fn machine(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        let kind: String = property(qmp, "/machine", "type")?.unwrap_or_default();
         self.note("machine", &json!(kind.strip_suffix("-machine").unwrap_or(&kind)));
         for name in OF_THE_MACHINE {
             if let Some(value) = property(qmp, "/machine", name)? {
                 self.note(&format!("machine.{name}"), &value);
             }
         }
-        let kvm = known(qmp.execute("query-kvm", Value::Null))?.unwrap_or_default();
-        self.note("accel", &json!(if kvm["enabled"] == true { "kvm" } else { "tcg" }));
-        if let Some(topology) = property(qmp, "/machine", "smp")? {
+        let kvm = qmp.run_if_known(&QueryKvm)?.is_some_and(|kvm| kvm.enabled);
+        self.note("accel", &json!(if kvm { "kvm" } else { "tcg" }));
+        if let Some(topology) = property::<BTreeMap<String, Value>>(qmp, "/machine", "smp")? {
             for name in OF_THE_TOPOLOGY {
-                self.note(&format!("smp.{name}"), &topology[name]);
+                self.note(&format!("smp.{name}"), topology.get(name).unwrap_or(&Value::Null));
             }
         }
         Ok(())
     }
 
-    fn processors(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let cpus = qmp.execute("query-cpus-fast", Value::Null)?;
-        let cpus = cpus.as_array().cloned().unwrap_or_default();
+    fn processors(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        let cpus = qmp.run(&QueryCpus)?;
         self.note("smp", &json!(cpus.len()));
-        let mut places: Vec<String> = cpus.iter().map(|cpu| cpu["props"].to_string()).collect();
+        let mut places: Vec<String> = cpus.iter().map(|cpu| cpu.props.to_string()).collect();
         places.sort();
         self.note("smp.plugged", &json!(places.join(" ")));
-        let Some(path) = cpus.first().map(|cpu| text(&cpu["qom-path"])) else { return Ok(()) };
-        let kind = property(qmp, &path, "type")?.map(|kind| text(&kind)).unwrap_or_default();
+        let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(()) };
+        let kind: String = property(qmp, path, "type")?.unwrap_or_default();
         self.note("cpu", &json!(kind.strip_suffix("-x86_64-cpu").unwrap_or(&kind)));
         for name in OF_THE_CPU {
-            if let Some(value) = property(qmp, &path, name)? {
+            if let Some(value) = property(qmp, path, name)? {
                 self.note(&format!("cpu.{name}"), &value);
             }
         }
-        let words = property(qmp, &path, "feature-words")?.unwrap_or_default();
-        for word in words.as_array().into_iter().flatten() {
-            let leaf = word["cpuid-input-eax"].as_u64().unwrap_or(0);
-            let sub = word["cpuid-input-ecx"].as_u64().unwrap_or(0);
-            let register = format!("CPUID {leaf:#x}.{sub} {}", text(&word["cpuid-register"]));
-            let bits = word["features"].as_u64().unwrap_or(0) & !follows_from_topology(&register);
+        let words: Vec<FeatureWord> = property(qmp, path, "feature-words")?.unwrap_or_default();
+        for word in words {
+            let (leaf, sub) = (word.cpuid_input_eax, word.cpuid_input_ecx);
+            let register = format!("CPUID {leaf:#x}.{sub} {}", word.cpuid_register);
+            let bits = word.features & !follows_from_topology(&register);
             if bits != 0 {
                 self.features.insert(register, bits);
             }
@@ -155,20 +151,12 @@ impl Picture {
         Ok(())
     }
 
-    fn memory(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let sizes = qmp.execute("query-memory-size-summary", Value::Null)?;
-        self.note("memory", &sizes["base-memory"]);
-        let plugged = known(qmp.execute("query-memory-devices", Value::Null))?.unwrap_or_default();
-        for device in plugged.as_array().into_iter().flatten() {
-            let data = &device["data"];
-            let place = data["addr"].as_u64().or(data["memaddr"].as_u64()).unwrap_or(0);
-            let value = format!(
-                "{} of {} bytes, slot {}, node {}",
-                text(&device["type"]),
-                data["size"],
-                data["slot"],
-                data["node"]
-            );
+    fn memory(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        self.note("memory", &json!(qmp.run(&QueryMemorySize)?.base_memory));
+        for device in qmp.run_if_known(&QueryMemoryDevices)?.unwrap_or_default() {
+            let (kind, data) = (device.kind, device.data);
+            let place = data.addr.or(data.memaddr).unwrap_or(0);
+            let value = format!("{kind} of {} bytes, slot {}, node {}", data.size, data.slot, data.node);
             self.note(&format!("memory.device {place:#x}"), &json!(value));
         }
         for (name, total) in blocks(&human(qmp, "info ramblock")?) {
@@ -207,17 +195,17 @@ fn blocks(told: &str) -> Vec<(String, u64)> {
 }
 
 /// The features of the first CPU that are on, by QEMU's names: what [`Picture::features`] has as bits.
-pub(crate) fn feature_names(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
-    let cpus = qmp.execute("query-cpus-fast", Value::Null)?;
-    let path = text(&cpus[0]["qom-path"]);
-    let list = qmp.execute("qom-list", json!({ "path": path }))?;
+pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
+    let cpus = qmp.run(&QueryCpus)?;
+    let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(Vec::new()) };
+    let list = qmp.run(&QomList { path })?;
     let mut on = Vec::new();
-    for entry in list.as_array().into_iter().flatten().filter(|entry| entry["type"] == "bool") {
-        let name = text(&entry["name"]);
+    for entry in list.into_iter().filter(|entry| entry.kind == "bool") {
+        let name = entry.name;
         // A feature has other names, with underscores or dots, and a CPU has switches that are no features.
         let other = name.contains(['_', '.']) || name.starts_with("hotplug");
         let other = other || name.starts_with("x-") || NO_FEATURES.contains(&name.as_str());
-        if !other && property(qmp, &path, &name)? == Some(Value::Bool(true)) {
+        if !other && property(qmp, path, &name)? == Some(true) {
             on.push(name);
         }
     }

@@ -8,8 +8,8 @@ use godwit_units::ByteCount;
 use serde_json::Value;
 
 use crate::QemuError;
-use crate::machine::text;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{Block, BlockStats, Image, QueryBlock, QueryBlockstats};
+use crate::monitor::{Monitor, QmpError};
 
 /// What is in a drive.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,42 +74,40 @@ fn quoted(text: &str) -> String {
 }
 
 /// All drives, in QEMU's order.
-pub(crate) fn drives(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
-    let blocks = qmp.execute("query-block", Value::Null)?;
-    Ok(blocks.as_array().into_iter().flatten().map(drive).collect())
+pub(crate) fn drives(qmp: &mut dyn Monitor) -> Result<Vec<Drive>, QmpError> {
+    Ok(qmp.run(&QueryBlock)?.into_iter().map(drive).collect())
 }
 
-fn drive(block: &Value) -> Drive {
-    let inserted = &block["inserted"];
-    let node = text(&inserted["node-name"]);
-    let (device, path) = (text(&block["device"]), text(&block["qdev"]));
+fn drive(block: Block) -> Drive {
+    let Block { device, qdev: path, inserted } = block;
+    let node = inserted.as_ref().map(|inserted| inserted.node_name.clone()).unwrap_or_default();
     // QEMU itself names nodes that nobody has named, and differently each time: `#block123`.
     let named = if node.starts_with('#') { String::new() } else { node.clone() };
     let mut names = vec![named, device, device_id(&path), path.clone()];
     names.retain(|name| !name.is_empty());
     names.dedup();
-    let medium = inserted.is_object().then(|| Medium {
+    let medium = inserted.map(|inserted| Medium {
         node,
-        size: ByteCount(inserted["image"]["virtual-size"].as_u64().unwrap_or(0)),
-        read_only: inserted["ro"] == true,
-        file: text(&inserted["image"]["filename"]),
-        format: text(&inserted["image"]["format"]),
-        files: files(&inserted["image"]),
+        size: ByteCount(inserted.image.virtual_size),
+        read_only: inserted.ro,
+        files: files(&inserted.image),
+        file: inserted.image.filename,
+        format: inserted.image.format,
     });
     Drive { names, attached: !path.is_empty(), medium }
 }
 
 /// The files of an image and of those behind it.
-fn files(image: &Value) -> Vec<String> {
+fn files(image: &Image) -> Vec<String> {
     const CHAIN: usize = 16;
     let mut found = Vec::new();
-    let mut at = image;
-    while at.is_object() && found.len() < CHAIN {
-        found.push(plain_file(&text(&at["filename"])));
-        if let Some(data) = at["format-specific"]["data"]["data-file"].as_str() {
+    let mut at = Some(image);
+    while let Some(image) = at.filter(|_| found.len() < CHAIN) {
+        found.push(plain_file(&image.filename));
+        if let Some(data) = image.format_specific["data"]["data-file"].as_str() {
             found.push(plain_file(data));
         }
-        at = &at["backing-image"];
+        at = image.backing_image.as_deref();
     }
     found
 }
@@ -275,19 +273,17 @@ pub(crate) fn receiving(
 }
 
 /// What the guest has written to each of `found` since QEMU opened it.
-pub(crate) fn writes_so_far(qmp: &mut Qmp, found: &[Found]) -> Result<Vec<Writes>, QmpError> {
-    let stats = qmp.execute("query-blockstats", Value::Null)?;
+pub(crate) fn writes_so_far(qmp: &mut dyn Monitor, found: &[Found]) -> Result<Vec<Writes>, QmpError> {
+    let stats = qmp.run(&QueryBlockstats)?;
     Ok(found.iter().map(|found| writes(&stats, &found.node)).collect())
 }
 
 /// What the guest has written to the disk on `node` since QEMU opened it.
-fn writes(stats: &Value, node: &str) -> Writes {
-    let mut of_node = stats.as_array().into_iter().flatten().filter(|entry| entry["node-name"] == node);
-    let number = |entry: &Value, key: &str| entry["stats"][key].as_u64().unwrap_or(0);
-    let entry = of_node.next();
+fn writes(stats: &[BlockStats], node: &str) -> Writes {
+    let entry = stats.iter().find(|entry| entry.node_name == node);
     Writes {
-        bytes: ByteCount(entry.map_or(0, |entry| number(entry, "wr_bytes"))),
-        operations: entry.map_or(0, |entry| number(entry, "wr_operations")),
+        bytes: ByteCount(entry.map_or(0, |entry| entry.stats.wr_bytes)),
+        operations: entry.map_or(0, |entry| entry.stats.wr_operations),
     }
 }
 
@@ -298,18 +294,21 @@ mod tests {
     use super::*;
 
     fn guest() -> Vec<Drive> {
+        let medium = |node: &str, ro: bool, size: u64, format: &str| {
+            json!({ "node-name": node, "ro": ro, "file": "/vm/a", "cache": { "direct": false },
+                "image": { "filename": "/vm/a", "virtual-size": size, "format": format } })
+        };
         let blocks = json!([
-            { "device": "d0", "qdev": "/machine/peripheral-anon/device[0]/virtio-backend", "inserted":
-                { "node-name": "#block226", "ro": false, "image": { "virtual-size": 67108864, "format": "raw" } } },
-            { "device": "", "qdev": "/machine/peripheral/vd1/virtio-backend", "inserted":
-                { "node-name": "n1", "ro": false, "image": { "virtual-size": 67108864, "format": "qcow2" } } },
-            { "device": "rom", "qdev": "scsi7", "inserted":
-                { "node-name": "#block1", "ro": true, "image": { "virtual-size": 512 } } },
+            { "device": "d0", "qdev": "/machine/peripheral-anon/device[0]/virtio-backend",
+                "inserted": medium("#block226", false, 67108864, "raw") },
+            { "device": "", "qdev": "/machine/peripheral/vd1/virtio-backend",
+                "inserted": medium("n1", false, 67108864, "qcow2") },
+            { "device": "rom", "qdev": "scsi7", "inserted": medium("#block1", true, 512, "raw") },
             { "device": "cd", "qdev": "/machine/peripheral-anon/device[1]" },
-            { "device": "spare", "inserted":
-                { "node-name": "#block2", "ro": false, "image": { "virtual-size": 512 } } },
+            { "device": "spare", "inserted": medium("#block2", false, 512, "raw") },
         ]);
-        blocks.as_array().unwrap().iter().map(drive).collect()
+        let blocks: Vec<Block> = serde_json::from_value(blocks).unwrap();
+        blocks.into_iter().map(drive).collect()
     }
 
     fn named(names: &[&str]) -> Result<Vec<String>, String> {
@@ -390,12 +389,19 @@ mod tests {
 
     #[test]
     fn an_image_is_made_of_files_one_behind_the_other() {
-        let image = json!({
-            "filename": "json:{\"driver\":\"qcow2\",\"file\":{\"driver\":\"file\",\"filename\":\"/vm/top\"}}",
-            "format-specific": { "data": { "data-file": "/vm/data" } },
-            "backing-image": { "filename": "/vm/base", "backing-image": { "filename": "rbd:pool/x" } },
-        });
-        assert_eq!(files(&image), ["/vm/top", "/vm/data", "/vm/base", "rbd:pool/x"]);
+        let image = |filename: &str, backing: Option<Box<Image>>| Image {
+            filename: filename.to_owned(),
+            format: "qcow2".to_owned(),
+            virtual_size: 512,
+            format_specific: Value::Null,
+            backing_image: backing,
+        };
+        let file = json!({ "driver": "file", "filename": "/vm/top" });
+        let name = format!("json:{}", json!({ "driver": "qcow2", "file": file }));
+        let base = image("/vm/base", Some(Box::new(image("rbd:pool/x", None))));
+        let data = json!({ "data": { "data-file": "/vm/data" } });
+        let top = Image { format_specific: data, ..image(&name, Some(Box::new(base))) };
+        assert_eq!(files(&top), ["/vm/top", "/vm/data", "/vm/base", "rbd:pool/x"]);
         assert_eq!(plain_file("json:{"), "json:{");
     }
 

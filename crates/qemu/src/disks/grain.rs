@@ -9,7 +9,7 @@ use godwit_block::{Writes, granularity_for};
 use godwit_units::ByteCount;
 
 use crate::disks::find::{Found, writes_so_far};
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::{Monitor, QmpError};
 
 /// Between the two looks, most of which passes anyway while the destination is asked.
 const BETWEEN: Duration = Duration::from_millis(500);
@@ -25,7 +25,11 @@ pub(crate) enum Grain {
 
 impl Grain {
     /// As given, or else to be found out from now on.
-    pub(crate) fn of(given: Option<ByteCount>, qmp: &mut Qmp, found: &[Found]) -> Result<Self, QmpError> {
+    pub(crate) fn of(
+        given: Option<ByteCount>,
+        qmp: &mut dyn Monitor,
+        found: &[Found],
+    ) -> Result<Self, QmpError> {
         match given {
             Some(size) => Ok(Self::Given(size)),
             None => Ok(Self::AsWritten { before: writes_so_far(qmp, found)?, at: Instant::now() }),
@@ -33,7 +37,7 @@ impl Grain {
     }
 
     /// The size for each of `found`. Waits until there was time to see writes.
-    pub(crate) fn sizes(&self, qmp: &mut Qmp, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
+    pub(crate) fn sizes(&self, qmp: &mut dyn Monitor, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
         match self {
             Self::Given(size) => Ok(vec![*size; found.len()]),
             Self::AsWritten { before, at } => {

@@ -1,12 +1,11 @@
 //! What a godwit that was killed has left in QEMU: its server, exports and bitmaps, known by its mark and removed.
 
-use serde_json::{Value, json};
-
 use crate::QemuError;
 use crate::disks::server;
-use crate::machine::{Machine, text};
+use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{Action, ExportDel, NbdServerStop, QueryNodes, Transaction};
+use crate::monitor::{Monitor, QmpError};
 
 /// Removes whatever bears the mark of a process that is gone.
 ///
@@ -22,11 +21,8 @@ pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
 /// When QEMU refuses.
 pub(crate) fn remove(machine: &mut Machine, which: impl Fn(Mark) -> bool) -> Result<(), QemuError> {
     if server::owner(machine.pid).is_some_and(&which) {
-        match machine.qmp.execute("nbd-server-stop", Value::Null) {
-            // It was stopped before, and the socket lingers.
-            Ok(_) | Err(QmpError::Refused { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
+        // Refused where it was stopped before, and the socket lingers.
+        machine.qmp.run_if_known(&NbdServerStop)?;
     }
     remove_exports(&mut machine.qmp, &which)?;
     remove_bitmaps(&mut machine.qmp, &which)?;
@@ -35,7 +31,7 @@ pub(crate) fn remove(machine: &mut Machine, which: impl Fn(Mark) -> bool) -> Res
 }
 
 /// Refuses a QEMU whose disks a living godwit is moving.
-pub(crate) fn check_alone(qmp: &mut Qmp) -> Result<(), QemuError> {
+pub(crate) fn check_alone(qmp: &mut dyn Monitor) -> Result<(), QemuError> {
     let exports = server::exports(qmp)?;
     let bitmaps = bitmaps(qmp)?;
     let mut names = exports.iter().chain(bitmaps.iter().map(|(_, name)| name));
@@ -45,33 +41,32 @@ pub(crate) fn check_alone(qmp: &mut Qmp) -> Result<(), QemuError> {
     }
 }
 
-fn remove_exports(qmp: &mut Qmp, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
+fn remove_exports(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
     for id in server::exports(qmp)? {
         if Mark::of(&id).is_some_and(&which) {
-            qmp.execute("block-export-del", json!({ "id": id, "mode": "hard" }))?;
+            qmp.run(&ExportDel::hard(&id))?;
         }
     }
     Ok(())
 }
 
 /// Removes the bitmaps of some processes; none of them may be exported any more.
-pub(crate) fn remove_bitmaps(qmp: &mut Qmp, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
+pub(crate) fn remove_bitmaps(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
     let ours = bitmaps(qmp)?.into_iter().filter(|(_, name)| Mark::of(name).is_some_and(&which));
-    let remove = |(node, name): (String, String)| json!({ "type": "block-dirty-bitmap-remove", "data": { "node": node, "name": name } });
-    let actions: Vec<Value> = ours.map(remove).collect();
+    let remove = |(node, name)| Action::BlockDirtyBitmapRemove { node, name };
+    let actions: Vec<Action> = ours.map(remove).collect();
     if actions.is_empty() {
         return Ok(());
     }
-    qmp.execute("transaction", json!({ "actions": actions })).map(drop)
+    qmp.run(&Transaction { actions }).map(drop)
 }
 
 /// Node and name of every bitmap.
-fn bitmaps(qmp: &mut Qmp) -> Result<Vec<(String, String)>, QmpError> {
-    let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+fn bitmaps(qmp: &mut dyn Monitor) -> Result<Vec<(String, String)>, QmpError> {
     let mut found = Vec::new();
-    for node in nodes.as_array().into_iter().flatten() {
-        let bitmaps = node["dirty-bitmaps"].as_array().into_iter().flatten();
-        found.extend(bitmaps.map(|bitmap| (text(&node["node-name"]), text(&bitmap["name"]))));
+    for node in qmp.run(&QueryNodes::FLAT)? {
+        let bitmaps = node.dirty_bitmaps.into_iter();
+        found.extend(bitmaps.map(|bitmap| (node.node_name.clone(), bitmap.name)));
     }
     Ok(found)
 }

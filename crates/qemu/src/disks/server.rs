@@ -10,12 +10,13 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use godwit_nbd::Address;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::QemuError;
-use crate::machine::{Machine, text};
+use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{CloseFd, NbdServerStart, NbdServerStop, QueryExports};
+use crate::monitor::{Monitor, QmpError};
 use crate::run_directory;
 
 /// The name under which QEMU keeps the socket for a moment.
@@ -51,12 +52,12 @@ impl Server {
         let listener = UnixListener::bind(&path).map_err(failed)?;
         let qmp = &mut machine.qmp;
         qmp.pass_fd(FD_NAME, listener.as_fd())?;
-        let address = json!({ "addr": { "type": "fd", "data": { "str": FD_NAME } } });
-        match qmp.execute("nbd-server-start", address) {
+        let addr = json!({ "type": "fd", "data": { "str": FD_NAME } });
+        match qmp.run(&NbdServerStart { addr }) {
             Ok(_) => Ok(server),
             Err(QmpError::Refused { description, .. }) => {
                 // Only a server that starts takes the descriptor.
-                let _ = qmp.execute("closefd", json!({ "fdname": FD_NAME }));
+                let _ = qmp.run(&CloseFd { fdname: FD_NAME });
                 let exports = match exports(qmp)?.join(", ") {
                     none if none.is_empty() => "none".to_owned(),
                     exports => exports,
@@ -73,12 +74,9 @@ impl Server {
     }
 
     /// Stops it; all exports end with it.
-    pub(crate) fn stop(self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        match qmp.execute("nbd-server-stop", Value::Null) {
-            // Somebody else was quicker.
-            Ok(_) | Err(QmpError::Refused { .. }) => Ok(()),
-            Err(error) => Err(error),
-        }
+    pub(crate) fn stop(self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
+        // Refused where somebody else was quicker.
+        qmp.run_if_known(&NbdServerStop).map(drop)
     }
 }
 
@@ -89,10 +87,9 @@ impl Drop for Server {
 }
 
 /// The names of all NBD exports.
-pub(crate) fn exports(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
-    let exports = qmp.execute("query-block-exports", Value::Null)?;
-    let nbd = exports.as_array().into_iter().flatten().filter(|export| export["type"] == "nbd");
-    Ok(nbd.map(|export| text(&export["id"])).collect())
+pub(crate) fn exports(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
+    let nbd = qmp.run(&QueryExports)?.into_iter().filter(|export| export.kind == "nbd");
+    Ok(nbd.map(|export| export.id).collect())
 }
 
 /// Whose server this QEMU runs, if it is a godwit's: told by the path of its socket, which the kernel keeps (`/proc/net/unix`).

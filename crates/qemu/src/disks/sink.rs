@@ -8,7 +8,6 @@ use std::collections::VecDeque;
 use godwit_block::{Disk, DiskChoice, DiskError, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
 use godwit_units::PageRun;
-use serde_json::json;
 
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
@@ -16,7 +15,8 @@ use crate::disks::leftovers;
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::ExportAdd;
+use crate::monitor::{Monitor, QmpError};
 
 /// The exports of the disks that are being received.
 #[derive(Debug)]
@@ -53,9 +53,8 @@ impl Receiving {
         place: usize,
         disk: &Found,
     ) -> Result<Box<dyn DiskSink>, QemuError> {
-        let export = json!({ "type": "nbd", "id": format!("{}-{place}", Mark::own()),
-            "node-name": disk.node, "name": disk.name, "writable": true });
-        match machine.qmp.execute("block-export-add", export) {
+        let id = format!("{}-{place}", Mark::own());
+        match machine.qmp.run(&ExportAdd::writing(&id, &disk.node, &disk.name)) {
             Ok(_) => {}
             Err(QmpError::Refused { description, .. }) => {
                 return Err(QemuError::DiskInUse { disk: disk.name.clone(), words: description });
@@ -68,7 +67,7 @@ impl Receiving {
     }
 
     /// Closes all disks.
-    pub(crate) fn close(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn close(self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         self.server.stop(qmp)
     }
 }

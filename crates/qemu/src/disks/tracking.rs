@@ -20,7 +20,6 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_block::{Disk, DiskRound};
 use godwit_nbd::{ALLOCATION, Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use serde_json::{Value, json};
 
 use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
@@ -28,9 +27,10 @@ use crate::disks::grain::Grain;
 use crate::disks::leftovers;
 use crate::disks::round::{Dirty, Pool, Round};
 use crate::disks::server::Server;
-use crate::machine::{Machine, text};
+use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::qmp::{Qmp, QmpError};
+use crate::monitor::commands::{Action, ExportAdd, ExportDel, QueryCapabilities, QueryNodes, Transaction};
+use crate::monitor::{Monitor, QmpError};
 
 /// An export that ends lets go of its bitmap a moment later.
 const BUSY_LIMIT: Duration = Duration::from_secs(5);
@@ -86,13 +86,12 @@ impl Tracking {
         }
     }
 
-    fn begin(&self, qmp: &mut Qmp) -> Result<(), QemuError> {
-        let actions: Vec<Value> = self.disks.iter().map(|disk| add(disk, 0)).collect();
-        qmp.execute("transaction", json!({ "actions": actions }))?;
+    fn begin(&self, qmp: &mut dyn Monitor) -> Result<(), QemuError> {
+        let actions = self.disks.iter().map(|disk| add(disk, 0)).collect();
+        qmp.run(&Transaction { actions })?;
         for (place, disk) in self.disks.iter().enumerate() {
-            let export = json!({ "type": "nbd", "id": format!("{}-{place}", Mark::own()),
-                "node-name": disk.found.node, "name": disk.found.name, "writable": false });
-            qmp.execute("block-export-add", export)?;
+            let (id, found) = (format!("{}-{place}", Mark::own()), &disk.found);
+            qmp.run(&ExportAdd::reading(&id, &found.node, &found.name))?;
             let link = Link::connect(self.server.address(), reading(&disk.found.name))?;
             *disk.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(link);
         }
@@ -104,11 +103,11 @@ impl Tracking {
     }
 
     /// Begins a round for all disks.
-    pub(crate) fn round(&mut self, qmp: &mut Qmp) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
+    pub(crate) fn round(&mut self, qmp: &mut dyn Monitor) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
         let first = self.rounds == 0;
         let dirty = if first {
-            let actions: Vec<Value> = self.disks.iter().map(|disk| clear(disk, self.number)).collect();
-            qmp.execute("transaction", json!({ "actions": actions }))?;
+            let actions = self.disks.iter().map(|disk| clear(disk, self.number)).collect();
+            qmp.run(&Transaction { actions })?;
             vec![None; self.disks.len()]
         } else {
             let ended = self.rotate(qmp)?;
@@ -139,7 +138,7 @@ impl Tracking {
     }
 
     /// Divides the writes during the first round: those ahead of it need not be copied again.
-    pub(crate) fn progress(&mut self, qmp: &mut Qmp) -> Result<(), QemuError> {
+    pub(crate) fn progress(&mut self, qmp: &mut dyn Monitor) -> Result<(), QemuError> {
         if self.rounds != 1 {
             return Ok(());
         }
@@ -161,15 +160,14 @@ impl Tracking {
     }
 
     /// Bytes of each disk that the next round would have to copy.
-    pub(crate) fn dirty(&mut self, qmp: &mut Qmp) -> Result<Vec<ByteCount>, QemuError> {
+    pub(crate) fn dirty(&mut self, qmp: &mut dyn Monitor) -> Result<Vec<ByteCount>, QemuError> {
         self.remove_spent(qmp)?;
-        let nodes = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+        let nodes = qmp.run(&QueryNodes::FLAT)?;
         let name = bitmap(self.number);
         let recorded = |disk: &Tracked| {
-            let mut nodes = nodes.as_array().into_iter().flatten();
-            let node = nodes.find(|node| text(&node["node-name"]) == disk.found.node)?;
-            let mut bitmaps = node["dirty-bitmaps"].as_array()?.iter();
-            bitmaps.find(|bitmap| bitmap["name"] == name)?["count"].as_u64()
+            let node = nodes.iter().find(|node| node.node_name == disk.found.node)?;
+            let bitmap = node.dirty_bitmaps.iter().find(|bitmap| bitmap.name == name)?;
+            Some(bitmap.count)
         };
         let of = |disk: &Tracked| {
             let behind = disk.behind.as_ref().map_or(0, |behind| behind.count().0 * disk.granularity.0);
@@ -180,34 +178,37 @@ impl Tracking {
     }
 
     /// Removes everything from QEMU.
-    pub(crate) fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    pub(crate) fn end(self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         let stopped = self.server.stop(qmp);
         let removed = leftovers::remove_bitmaps(qmp, |mark| mark == Mark::own());
         stopped.and(removed)
     }
 
     /// Lets another bitmap record, for all disks in one moment. Returns the number of the one that has ended.
-    fn rotate(&mut self, qmp: &mut Qmp) -> Result<u32, QmpError> {
+    fn rotate(&mut self, qmp: &mut dyn Monitor) -> Result<u32, QmpError> {
         self.remove_spent(qmp)?;
         let (ended, next) = (self.number, self.number + 1);
-        let disable = |disk: &Tracked| action("block-dirty-bitmap-disable", disk, ended, &json!({}));
+        let disable = |disk: &Tracked| {
+            let node = disk.found.node.clone();
+            Action::BlockDirtyBitmapDisable { node, name: bitmap(ended) }
+        };
         let pair = |disk: &Tracked| [add(disk, next), disable(disk)];
-        let actions: Vec<Value> = self.disks.iter().flat_map(pair).collect();
-        qmp.execute("transaction", json!({ "actions": actions }))?;
+        let actions = self.disks.iter().flat_map(pair).collect();
+        qmp.run(&Transaction { actions })?;
         self.number = next;
         Ok(ended)
     }
 
     /// The dirty blocks of each disk in a bitmap that has ended.
-    fn read_bitmaps(&mut self, qmp: &mut Qmp, ended: u32) -> Result<Vec<DirtyBitmap>, QemuError> {
+    fn read_bitmaps(&mut self, qmp: &mut dyn Monitor, ended: u32) -> Result<Vec<DirtyBitmap>, QemuError> {
         self.spent = Some(ended);
         let mut read = Vec::new();
         for (place, disk) in self.disks.iter().enumerate() {
             // The name is what errors tell of.
             let name = format!("{} (bitmap {ended})", disk.found.name);
-            let export = json!({ "type": "nbd", "id": export_of(place, ended), "node-name": disk.found.node,
-                "name": name, "writable": false, "bitmaps": [bitmap(ended)] });
-            qmp.execute("block-export-add", export)?;
+            let (id, bitmaps) = (export_of(place, ended), [bitmap(ended)]);
+            let export = ExportAdd::reading(&id, &disk.found.node, &name);
+            qmp.run(&export.with_bitmaps(&bitmaps))?;
             let wish = Wish::new(&name).with_context(&dirty_bitmap(&bitmap(ended)));
             let mut client = Client::connect(&self.server.address(), &wish)?;
             read.push(read_bitmap(&mut client, disk)?);
@@ -216,16 +217,18 @@ impl Tracking {
     }
 
     /// Removes the bitmap that was read last, and its exports.
-    fn remove_spent(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    fn remove_spent(&mut self, qmp: &mut dyn Monitor) -> Result<(), QmpError> {
         let Some(spent) = self.spent.take() else { return Ok(()) };
         for place in 0..self.disks.len() {
-            let export = json!({ "id": export_of(place, spent), "mode": "hard" });
-            qmp.execute("block-export-del", export)?;
+            qmp.run(&ExportDel::hard(&export_of(place, spent)))?;
         }
-        let remove = |disk: &Tracked| action("block-dirty-bitmap-remove", disk, spent, &json!({}));
-        let actions: Vec<Value> = self.disks.iter().map(remove).collect();
+        let remove = |disk: &Tracked| {
+            let node = disk.found.node.clone();
+            Action::BlockDirtyBitmapRemove { node, name: bitmap(spent) }
+        };
+        let remove = Transaction { actions: self.disks.iter().map(remove).collect() };
         let until = Instant::now() + BUSY_LIMIT;
-        while let Err(error) = qmp.execute("transaction", json!({ "actions": actions })) {
+        while let Err(error) = qmp.run(&remove) {
             if !matches!(error, QmpError::Refused { .. }) || Instant::now() > until {
                 return Err(error);
             }
@@ -248,29 +251,22 @@ fn bitmap(number: u32) -> String {
     format!("{}-{number}", Mark::own())
 }
 
-fn action(kind: &str, disk: &Tracked, number: u32, more: &Value) -> Value {
-    let mut data = json!({ "node": disk.found.node, "name": bitmap(number) });
-    for (key, value) in more.as_object().into_iter().flatten() {
-        data[key] = value.clone();
-    }
-    json!({ "type": kind, "data": data })
-}
-
-fn add(disk: &Tracked, number: u32) -> Value {
+fn add(disk: &Tracked, number: u32) -> Action {
+    let (node, name) = (disk.found.node.clone(), bitmap(number));
     // Not persistent: it must end with QEMU, and not every format could keep it.
-    let more = json!({ "granularity": disk.granularity.0, "persistent": false });
-    action("block-dirty-bitmap-add", disk, number, &more)
+    let granularity = disk.granularity.0;
+    Action::BlockDirtyBitmapAdd { node, name, granularity, persistent: false }
 }
 
-fn clear(disk: &Tracked, number: u32) -> Value {
-    action("block-dirty-bitmap-clear", disk, number, &json!({}))
+fn clear(disk: &Tracked, number: u32) -> Action {
+    Action::BlockDirtyBitmapClear { node: disk.found.node.clone(), name: bitmap(number) }
 }
 
 /// With it on, QEMU's own migration would carry bitmaps, ours too, and fails over those that are exported.
-fn check_capability(qmp: &mut Qmp) -> Result<(), QemuError> {
-    let found = qmp.execute("query-migrate-capabilities", Value::Null)?;
-    let mut on = found.as_array().into_iter().flatten().filter(|entry| entry["state"] == true);
-    if on.any(|entry| entry["capability"] == "dirty-bitmaps") { Err(QemuError::BitmapsOn) } else { Ok(()) }
+fn check_capability(qmp: &mut dyn Monitor) -> Result<(), QemuError> {
+    let found = qmp.run(&QueryCapabilities)?;
+    let on = found.iter().any(|entry| entry.state && entry.capability == "dirty-bitmaps");
+    if on { Err(QemuError::BitmapsOn) } else { Ok(()) }
 }
 
 /// Asks for the status of all of the disk, many requests at a time.
@@ -307,6 +303,6 @@ fn read_bitmap(client: &mut Client, disk: &Tracked) -> Result<DirtyBitmap, QemuE
 }
 
 /// What the guest has written to each of `found` since QEMU opened it.
-pub(crate) fn written(qmp: &mut Qmp, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
+pub(crate) fn written(qmp: &mut dyn Monitor, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
     Ok(writes_so_far(qmp, found)?.iter().map(|writes| writes.bytes).collect())
 }

@@ -18,8 +18,8 @@ use crate::destination;
 use crate::disks;
 use crate::machine::Machine;
 use crate::mark::Mark;
+use crate::monitor::{Qmp, QmpError};
 use crate::process::Process;
-use crate::qmp::{Qmp, QmpError};
 use crate::source::{Limits, announce};
 use crate::way_back;
 
@@ -134,7 +134,7 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
             return Ok(());
         }
     };
-    let mut machine = Machine { qmp: Qmp::take_over(monitor)?, pid: record.pid(), process };
+    let mut machine = Machine { qmp: Box::new(Qmp::take_over(monitor)?), pid: record.pid(), process };
     let stage = record.left().stage;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,

@@ -3,12 +3,10 @@
 //! Somebody may have been here in between, so only what is still as godwit made it is put back, and a guest that stands
 //! is left to the operator, who may have moved it by other means.
 
-use serde_json::json;
-
 use super::record::{Record, orphans};
 use super::{Left, Stage};
 use crate::machine::Machine;
-use crate::qmp::QmpError;
+use crate::monitor::commands::CloseFd;
 use crate::{FD_NAMES, QemuError};
 
 /// Puts back what a godwit that is gone has set and nobody has changed since.
@@ -28,11 +26,8 @@ pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
 /// Closes whatever descriptor of godwit's QEMU still holds under a name.
 pub(super) fn close_descriptors(machine: &mut Machine) -> Result<(), QemuError> {
     for name in FD_NAMES {
-        match machine.qmp.execute("closefd", json!({ "fdname": name })) {
-            // Most often there is none.
-            Ok(_) | Err(QmpError::Refused { .. }) => {}
-            Err(error) => return Err(error.into()),
-        }
+        // Most often there is none.
+        machine.qmp.run_if_known(&CloseFd { fdname: name })?;
     }
     Ok(())
 }

@@ -1,38 +1,14 @@
 //! What stands against a migration, asked of a stand-in that answers as a QEMU with such devices would: most of them the
 //! host of a test has not got.
 
-use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixListener;
-use std::sync::atomic::{AtomicU32, Ordering};
+use serde_json::{Value, json};
 
 use super::*;
+use crate::monitor::stand_in::StandIn;
 
-static NEXT: AtomicU32 = AtomicU32::new(0);
-
-/// A monitor that gives these answers, by command or command line, and empty ones else.
+/// A machine whose monitor gives these answers, by command, command line or path, and empty ones else.
 fn machine(answers: &[(&str, Value)]) -> Machine {
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let path = std::env::temp_dir().join(format!("godwit-stand-in-{}-{number}", std::process::id()));
-    let listener = UnixListener::bind(&path).unwrap();
-    let answers: HashMap<String, Value> =
-        answers.iter().map(|(what, answer)| ((*what).to_owned(), answer.clone())).collect();
-    std::thread::spawn(move || {
-        let (mut stream, _) = listener.accept().unwrap();
-        let greeting = json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
-        writeln!(stream, "{greeting}").unwrap();
-        for line in BufReader::new(stream.try_clone().unwrap()).lines() {
-            let Ok(request) = line.map(|line| serde_json::from_str::<Value>(&line).unwrap()) else { return };
-            let arguments = &request["arguments"];
-            let what = [&arguments["command-line"], &arguments["path"], &request["execute"]];
-            let what = what.into_iter().find_map(Value::as_str).unwrap();
-            let answer = answers.get(what).cloned().unwrap_or(json!([]));
-            writeln!(stream, "{}", json!({ "return": answer, "id": request["id"] })).unwrap();
-        }
-    });
-    let machine = Machine::connect(&path).unwrap();
-    std::fs::remove_file(path).unwrap();
-    machine
+    Machine::behind(Box::new(StandIn::new(answers))).unwrap()
 }
 
 fn with_device(kind: &str) -> String {

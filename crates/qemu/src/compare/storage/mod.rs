@@ -30,7 +30,7 @@ use super::{Question, put};
 use crate::QemuError;
 use crate::disks::{Drive, drives};
 use crate::machine::Machine;
-use crate::qmp::QmpError;
+use crate::monitor::QmpError;
 use host_file::{BLOCK, HostFile, Identity, Sameness};
 use samples::Sample;
 

@@ -1,106 +1,28 @@
-//! A QMP client: one connection to one monitor, commands answered in order, events kept until asked for.
+//! A monitor over a unix socket: QMP.
 //!
-//! Protocol: QEMU's `docs/interop/qmp-spec`. Every wait has a limit; a monitor answers one client at a time
-//! and leaves a second one waiting for the greeting, so a greeting that does not come is its own error.
+//! Protocol: QEMU's `docs/interop/qmp-spec`. A monitor answers one client at a time and leaves a
+//! second one waiting for the greeting, so a greeting that does not come is its own error.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use godwit_units::format_duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
-/// How long a command may take before the monitor counts as dead. QEMU answers from its main loop, which a
-/// slow disk can hold up for seconds.
-pub const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, Seen, Version};
+
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
 const LINE_LIMIT: usize = 16 << 20;
 /// Events kept for later; the oldest go first when nobody asks for them.
 const EVENT_LIMIT: usize = 1024;
-
-/// What went wrong between godwit and a monitor.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum QmpError {
-    /// The socket cannot be connected to.
-    #[error("cannot connect to the QMP socket {}: {source}; {}", path.display(), connect_cure(path, source.kind()))]
-    Connect {
-        /// The socket.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// No greeting came.
-    #[error("{} does not greet as a QMP monitor: it is none, or another client is connected to it (libvirt holds its own); give godwit a monitor of its own with one more -qmp option", path.display())]
-    NoGreeting {
-        /// The socket.
-        path: PathBuf,
-    },
-    /// QEMU closed the connection: it has quit or crashed.
-    #[error("QEMU closed the monitor during {during}: the process has ended")]
-    Closed {
-        /// What was being waited for.
-        during: String,
-    },
-    /// No answer within the limit.
-    #[error("QEMU did not answer {during} within {}", format_duration(*limit))]
-    Timeout {
-        /// What was being waited for.
-        during: String,
-        /// How long it was waited for.
-        limit: Duration,
-    },
-    /// QEMU refused the command.
-    #[error("QEMU refused {command}: {description}")]
-    Refused {
-        /// The command.
-        command: String,
-        /// QEMU's error class.
-        class: String,
-        /// QEMU's words.
-        description: String,
-    },
-    /// Something that is not QMP came over the socket, or the connection failed.
-    #[error("the monitor connection failed during {during}: {source}")]
-    Io {
-        /// What was being waited for.
-        during: String,
-        /// Why.
-        source: io::Error,
-    },
-}
-
-/// What to do when the socket at `path` cannot be connected to.
-fn connect_cure(path: &Path, kind: io::ErrorKind) -> String {
-    match kind {
-        io::ErrorKind::PermissionDenied => "run godwit as root or as the user that runs QEMU".to_owned(),
-        io::ErrorKind::ConnectionRefused => {
-            format!("nobody listens there: that QEMU has ended, or {} is no monitor of it", path.display())
-        }
-        _ => format!("start QEMU with -qmp unix:{},server=on,wait=off", path.display()),
-    }
-}
-
-/// An event as QEMU sent it.
-#[derive(Clone, Debug)]
-pub struct Event {
-    /// Its name, for example `STOP`.
-    pub name: String,
-    /// Its data, or null.
-    pub data: Value,
-    /// When QEMU emitted it, by the wall clock of its host.
-    pub emitted: Duration,
-    /// The same by this process's clock: when it was read here, less the time since it was emitted.
-    pub at: Instant,
-}
 
 /// A connection to a QMP monitor, past the greeting.
 #[derive(Debug)]
@@ -111,17 +33,10 @@ pub struct Qmp {
     searched: usize,
     events: VecDeque<Event>,
     next_id: u64,
-    version: (u64, u64, u64),
+    version: Version,
     limit: Duration,
     /// What comes may still be answers to somebody else, or the rest of one.
     taken_over: bool,
-}
-
-/// A command that was written and whose answer was not waited for.
-#[derive(Debug)]
-pub struct Queued {
-    id: u64,
-    command: String,
 }
 
 impl Qmp {
@@ -160,7 +75,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    fn over(stream: UnixStream) -> Self {
+    pub(super) fn over(stream: UnixStream) -> Self {
         Self {
             stream,
             buffer: Vec::new(),
@@ -191,17 +106,9 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// A handle for another process, which must be silent for as long as this one is used.
-    ///
-    /// # Errors
-    /// When there is no descriptor left.
-    pub(crate) fn handle(&self) -> io::Result<UnixStream> {
-        self.stream.try_clone()
-    }
-
     /// QEMU's version: major, minor, micro.
     #[must_use]
-    pub fn version(&self) -> (u64, u64, u64) {
+    pub fn version(&self) -> Version {
         self.version
     }
 
@@ -215,45 +122,13 @@ impl Qmp {
             .map_err(|errno| QmpError::Io { during: "SO_PEERCRED".to_owned(), source: errno.into() })
     }
 
-    /// From now on [`Self::execute`] waits for `limit` instead of [`COMMAND_LIMIT`].
-    pub fn set_limit(&mut self, limit: Duration) {
-        self.limit = limit;
-    }
-
-    /// Runs `command` with `arguments` (null for none) and returns its answer.
+    /// Runs `command` with `arguments` (null for none) and returns its answer as it came.
     ///
     /// # Errors
     /// [`QmpError::Refused`] with QEMU's own words, or a failure of the connection.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
-        self.send(command, arguments, None)
-    }
-
-    /// Runs `getfd`: hands `fd` to QEMU under the name `name` (SCM_RIGHTS, as libvirt does).
-    ///
-    /// # Errors
-    /// As [`Self::execute`].
-    pub fn pass_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
-        self.send("getfd", json!({ "fdname": name }), Some(fd)).map(drop)
-    }
-
-    /// Writes `command` without waiting for its answer. QEMU carries commands out in the order in which they
-    /// were written, also those that reach it while its main loop stands still, as long as this connection
-    /// stands: it forgets them when the connection ends before (`monitor_qmp_event` in `monitor/qmp.c`).
-    ///
-    /// # Errors
-    /// A failure of the connection.
-    pub fn queue(&mut self, command: &str, arguments: Value) -> Result<Queued, QmpError> {
-        self.write(command, arguments, None)
-    }
-
-    fn send(
-        &mut self,
-        command: &str,
-        arguments: Value,
-        fd: Option<BorrowedFd<'_>>,
-    ) -> Result<Value, QmpError> {
-        let queued = self.write(command, arguments, fd)?;
-        self.answer(&queued, self.limit)
+        let queued = self.write(command, arguments, None)?;
+        self.read_answer(&queued, self.limit)
     }
 
     fn write(
@@ -296,11 +171,7 @@ impl Qmp {
         Ok(Queued { id, command: command.to_owned() })
     }
 
-    /// Waits up to `limit` for the answer to a command that was queued, and passes over those to earlier ones.
-    ///
-    /// # Errors
-    /// As [`Self::execute`].
-    pub fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
+    fn read_answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
         let Queued { id, command } = queued;
         let deadline = Instant::now() + limit;
         loop {
@@ -341,8 +212,8 @@ impl Qmp {
     /// Takes the events that have come so far. Reads what QEMU has sent by now, and waits for nothing.
     ///
     /// # Errors
-    /// A failure of the connection; events that came before it are kept for the next call.
-    pub(crate) fn take_events(&mut self) -> Result<VecDeque<Event>, QmpError> {
+    /// A failure of the connection; events that came before it are told first.
+    pub fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
         loop {
             while let Some(message) = self.next_line("an event")? {
                 // The late answer to a command that was given up on is no event, and is dropped.
@@ -350,7 +221,7 @@ impl Qmp {
             }
             let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
             match poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
-                Ok(0) | Err(Errno::INTR) => return Ok(std::mem::take(&mut self.events)),
+                Ok(0) | Err(Errno::INTR) => return Ok(self.events.drain(..).collect()),
                 Ok(_) => {}
                 Err(errno) => {
                     return Err(QmpError::Io { during: "an event".to_owned(), source: errno.into() });
@@ -359,18 +230,19 @@ impl Qmp {
             match self.read_more("an event", COMMAND_LIMIT) {
                 Ok(_) => {}
                 // What came before the end is told first.
-                Err(_) if !self.events.is_empty() => return Ok(std::mem::take(&mut self.events)),
+                Err(_) if !self.events.is_empty() => return Ok(self.events.drain(..).collect()),
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Forgets the events that came so far, so that a wait that follows sees only new ones.
+    /// Forgets the events that were read so far, so that a wait that follows sees only new ones.
     pub fn forget_events(&mut self) {
         self.events.clear();
     }
 
-    /// Waits up to `limit` for the first event for which `wanted` answers yes; others are dropped.
+    /// Waits up to `limit` for the first event for which `wanted` answers yes; others are kept for
+    /// later waits.
     ///
     /// # Errors
     /// [`QmpError::Timeout`] naming `what`, or a failure of the connection.
@@ -380,22 +252,11 @@ impl Qmp {
         limit: Duration,
         mut wanted: impl FnMut(&Event) -> bool,
     ) -> Result<Event, QmpError> {
-        let deadline = Instant::now() + limit;
-        loop {
-            while let Some(event) = self.events.pop_front() {
-                if wanted(&event) {
-                    return Ok(event);
-                }
-            }
-            match self.read_message(what, deadline) {
-                Ok(message) => self.keep_event(&message),
-                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
-                Err(error) => return Err(error),
-            }
-        }
+        let mut look = |event: &Event| if wanted(event) { Seen::Awaited } else { Seen::Kept };
+        self.watch_events(what, limit, &mut look)
     }
 
-    /// Waits up to `limit` for an event called `name`; others are dropped.
+    /// Waits up to `limit` for an event called `name`; others are kept for later waits.
     ///
     /// # Errors
     /// As [`Self::wait_event_where`].
@@ -403,9 +264,43 @@ impl Qmp {
         self.wait_event_where(name, limit, |event| event.name == name)
     }
 
-    fn keep_event(&mut self, message: &Value) {
-        let Some(name) = message["event"].as_str() else { return };
-        if self.events.len() == EVENT_LIMIT {
+    fn watch_events(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        look: &mut dyn FnMut(&Event) -> Seen,
+    ) -> Result<Event, QmpError> {
+        let deadline = Instant::now() + limit;
+        // Events before this one were looked at, and are kept.
+        let mut next = 0;
+        loop {
+            while let Some(event) = self.events.get(next) {
+                match look(event) {
+                    Seen::Kept => next += 1,
+                    Seen::TakenIn => drop(self.events.remove(next)),
+                    Seen::Awaited => {
+                        let awaited = event.clone();
+                        self.events.remove(next);
+                        return Ok(awaited);
+                    }
+                }
+            }
+            match self.read_message(what, deadline) {
+                Ok(message) => {
+                    let made_room = self.keep_event(&message);
+                    next -= usize::from(made_room && next > 0);
+                }
+                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Keeps a message that is an event; returns whether the oldest one had to go for it.
+    fn keep_event(&mut self, message: &Value) -> bool {
+        let Some(name) = message["event"].as_str() else { return false };
+        let full = self.events.len() == EVENT_LIMIT;
+        if full {
             self.events.pop_front();
         }
         let stamp = &message["timestamp"];
@@ -417,6 +312,7 @@ impl Qmp {
         let at = Instant::now();
         let at = at.checked_sub(lag).unwrap_or(at);
         self.events.push_back(Event { name: name.to_owned(), data: message["data"].clone(), emitted, at });
+        full
     }
 
     fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {
@@ -475,9 +371,62 @@ impl Qmp {
     }
 }
 
+impl Monitor for Qmp {
+    fn version(&self) -> Version {
+        self.version
+    }
+
+    fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {
+        Self::peer_pid(self)
+    }
+
+    fn handle(&self) -> io::Result<UnixStream> {
+        self.stream.try_clone()
+    }
+
+    fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    fn set_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
+    /// QEMU carries out commands in the order in which they were written, also those that reach it
+    /// while its main loop stands still, as long as this connection stands: it forgets them when the
+    /// connection ends before (`monitor_qmp_event` in `monitor/qmp.c`). The descriptor goes with the
+    /// bytes (SCM_RIGHTS, as libvirt does it).
+    fn queue(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Queued, QmpError> {
+        self.write(command, arguments, fd)
+    }
+
+    fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
+        self.read_answer(queued, limit)
+    }
+
+    fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
+        Self::take_events(self)
+    }
+
+    fn watch(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        look: &mut dyn FnMut(&Event) -> Seen,
+    ) -> Result<Event, QmpError> {
+        self.watch_events(what, limit, look)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
+    use std::path::PathBuf;
 
     use super::*;
 

@@ -1,0 +1,302 @@
+//! What godwit says to a QEMU and hears from it: a monitor, whatever carries it.
+//!
+//! A monitor takes commands in order, answers each, and tells of events in between. [`Qmp`] is one
+//! over a unix socket; tests have one that only answers.
+//!
+//! ```text
+//!   mod        the trait, events, and what can go wrong
+//!   commands   every command that godwit gives, and what it reads of the answers
+//!   qmp        the protocol over a socket
+//! ```
+//!
+//! Invariant: every wait has a limit, and no event is lost to a wait for another one.
+
+pub(crate) mod commands;
+mod qmp;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use godwit_units::format_duration;
+use serde_json::{Value, json};
+
+pub(crate) use commands::Command;
+pub use qmp::Qmp;
+
+/// How long a command may take before the monitor counts as dead. QEMU answers from its main loop,
+/// which a slow disk can hold up for seconds.
+pub const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+
+/// QEMU's version: major, minor, micro; all 0 where it is not known.
+pub type Version = (u64, u64, u64);
+
+/// What went wrong between godwit and a monitor.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum QmpError {
+    /// The socket cannot be connected to.
+    #[error(
+        "cannot connect to the QMP socket {}: {source}; {}",
+        path.display(), connect_cure(path, source.kind())
+    )]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No greeting came.
+    #[error(
+        "{} does not greet as a QMP monitor: it is none, or another client is connected to it \
+         (libvirt holds its own); give godwit a monitor of its own with one more -qmp option",
+        path.display()
+    )]
+    NoGreeting {
+        /// The socket.
+        path: PathBuf,
+    },
+    /// QEMU closed the connection: it has quit or crashed.
+    #[error("QEMU closed the monitor during {during}: the process has ended")]
+    Closed {
+        /// What was being waited for.
+        during: String,
+    },
+    /// No answer within the limit.
+    #[error("QEMU did not answer {during} within {}", format_duration(*limit))]
+    Timeout {
+        /// What was being waited for.
+        during: String,
+        /// How long it was waited for.
+        limit: Duration,
+    },
+    /// QEMU refused the command.
+    #[error("QEMU refused {command}: {description}")]
+    Refused {
+        /// The command.
+        command: String,
+        /// QEMU's error class.
+        class: String,
+        /// QEMU's words.
+        description: String,
+    },
+    /// QEMU's answer lacks something, or has it in another form than its reference says.
+    #[error(
+        "{} answers {command} in a way that godwit does not know ({source}): \
+         godwit is made for QEMU 7.2 to 10.0",
+        version_words(*version)
+    )]
+    Unclear {
+        /// The command.
+        command: &'static str,
+        /// QEMU's version.
+        version: Version,
+        /// What is missing or different.
+        source: serde_json::Error,
+    },
+    /// Something that is not QMP came over the socket, or the connection failed.
+    #[error("the monitor connection failed during {during}: {source}")]
+    Io {
+        /// What was being waited for.
+        during: String,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What to do when the socket at `path` cannot be connected to.
+fn connect_cure(path: &Path, kind: io::ErrorKind) -> String {
+    match kind {
+        io::ErrorKind::PermissionDenied => "run godwit as root or as the user that runs QEMU".to_owned(),
+        io::ErrorKind::ConnectionRefused => {
+            let path = path.display();
+            format!("nobody listens there: that QEMU has ended, or {path} is no monitor of it")
+        }
+        _ => format!("start QEMU with -qmp unix:{},server=on,wait=off", path.display()),
+    }
+}
+
+fn version_words(version: Version) -> String {
+    match version {
+        (0, 0, 0) => "this QEMU".to_owned(),
+        (major, minor, micro) => format!("QEMU {major}.{minor}.{micro}"),
+    }
+}
+
+/// An event as QEMU sent it.
+#[derive(Clone, Debug)]
+pub struct Event {
+    /// Its name, for example `STOP`.
+    pub name: String,
+    /// Its data, or null.
+    pub data: Value,
+    /// When QEMU emitted it, by the wall clock of its host.
+    pub emitted: Duration,
+    /// The same by this process's clock: when it was read here, less the time since it was emitted.
+    pub at: Instant,
+}
+
+/// What a wait does with an event that it comes upon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Seen {
+    /// The wait is over.
+    Awaited,
+    /// All that it says was taken in.
+    TakenIn,
+    /// It is kept for a later wait.
+    Kept,
+}
+
+/// A command that was written and whose answer was not waited for.
+#[derive(Debug)]
+pub(crate) struct Queued {
+    pub(crate) id: u64,
+    pub(crate) command: String,
+}
+
+/// A connection to a QEMU that takes commands. What godwit does with one, typed commands above all,
+/// are methods of `dyn Monitor`.
+pub(crate) trait Monitor: std::fmt::Debug + Send {
+    /// QEMU's version.
+    fn version(&self) -> Version;
+
+    /// The process at the other end.
+    fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError>;
+
+    /// A handle for another process, which must be silent for as long as this one is used.
+    fn handle(&self) -> io::Result<UnixStream>;
+
+    /// How long commands are waited for.
+    fn limit(&self) -> Duration;
+
+    /// From now on commands are waited for so long, and no more for [`COMMAND_LIMIT`].
+    fn set_limit(&mut self, limit: Duration);
+
+    /// Writes a command without waiting for its answer, with `fd` beside it if there is one. QEMU
+    /// carries commands out in the order in which they were written.
+    fn queue(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Queued, QmpError>;
+
+    /// Waits up to `limit` for the answer to a command that was queued; passes over those to earlier
+    /// ones.
+    fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError>;
+
+    /// Takes the events that have come so far, and waits for nothing. Those that came before a
+    /// failure of the connection are told first.
+    fn take_events(&mut self) -> Result<Vec<Event>, QmpError>;
+
+    /// Waits up to `limit` for the first event that is [`Seen::Awaited`], the kept ones first. The
+    /// error of a wait in vain names `what`.
+    fn watch(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        look: &mut dyn FnMut(&Event) -> Seen,
+    ) -> Result<Event, QmpError>;
+}
+
+impl dyn Monitor + '_ {
+    /// Runs a command and returns what QEMU answers.
+    ///
+    /// # Errors
+    /// [`QmpError::Refused`] with QEMU's own words, [`QmpError::Unclear`], or a failure of the
+    /// connection.
+    pub(crate) fn run<C: Command>(&mut self, command: &C) -> Result<C::Answer, QmpError> {
+        let queued = self.start(command)?;
+        let answer = self.answer(&queued, self.limit())?;
+        let version = self.version();
+        let unclear = |source| QmpError::Unclear { command: C::NAME, version, source };
+        serde_json::from_value(answer).map_err(unclear)
+    }
+
+    /// Runs a command that QEMU need not know or may have reason to refuse; `None` where it does.
+    ///
+    /// # Errors
+    /// As [`Self::run`], but for a refusal.
+    pub(crate) fn run_if_known<C: Command>(&mut self, command: &C) -> Result<Option<C::Answer>, QmpError> {
+        match self.run(command) {
+            Ok(answer) => Ok(Some(answer)),
+            Err(QmpError::Refused { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes a command without waiting for its answer.
+    ///
+    /// # Errors
+    /// A failure of the connection.
+    pub(crate) fn start<C: Command>(&mut self, command: &C) -> Result<Queued, QmpError> {
+        let version = self.version();
+        let unclear = |source| QmpError::Unclear { command: C::NAME, version, source };
+        let arguments = serde_json::to_value(command).map_err(unclear)?;
+        self.queue(C::NAME, arguments, None)
+    }
+
+    /// Runs `getfd`: hands `fd` to QEMU under the name `name`.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub(crate) fn pass_fd(&mut self, name: &str, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        let queued = self.queue("getfd", json!({ "fdname": name }), Some(fd))?;
+        self.answer(&queued, self.limit()).map(drop)
+    }
+}
+
+impl<M: Monitor + ?Sized> Monitor for Box<M> {
+    fn version(&self) -> Version {
+        (**self).version()
+    }
+
+    fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {
+        (**self).peer_pid()
+    }
+
+    fn handle(&self) -> io::Result<UnixStream> {
+        (**self).handle()
+    }
+
+    fn limit(&self) -> Duration {
+        (**self).limit()
+    }
+
+    fn set_limit(&mut self, limit: Duration) {
+        (**self).set_limit(limit);
+    }
+
+    fn queue(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+    ) -> Result<Queued, QmpError> {
+        (**self).queue(command, arguments, fd)
+    }
+
+    fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
+        (**self).answer(queued, limit)
+    }
+
+    fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
+        (**self).take_events()
+    }
+
+    fn watch(
+        &mut self,
+        what: &str,
+        limit: Duration,
+        look: &mut dyn FnMut(&Event) -> Seen,
+    ) -> Result<Event, QmpError> {
+        (**self).watch(what, limit, look)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod stand_in;
+#[cfg(test)]
+mod tests;
