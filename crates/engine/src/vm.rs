@@ -18,7 +18,7 @@ pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 /// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwitchoverCosts {
-    /// From [`SourceVm::open_state`] until the guest stands still.
+    /// From the call of [`SourceVm::stop`] until the guest stands still.
     pub lead: Duration,
     /// Saving the device state, loading it, and running the guest.
     pub state: Duration,
@@ -215,7 +215,7 @@ pub trait SourceVm {
     /// When the machine refuses; the guest runs on.
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
 
-    /// Stops the guest. When it returns, no vCPU and no device writes guest memory any more. Returns when the
+    /// Stops the guest, which has run on, and perhaps for a while, since [`Self::open_state`]. When it returns, no vCPU and no device writes guest memory any more. Returns when the
     /// guest stopped. A throttle holds until then and is gone afterwards.
     ///
     /// # Errors
@@ -288,7 +288,7 @@ pub trait DestinationVm {
     }
 
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
-    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Their last round comes after [`Self::prepare`], and
+    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Rounds come also after [`Self::prepare`], and
     /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors

@@ -69,8 +69,11 @@ impl Default for Limits {
     }
 }
 
-/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware.
+/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware. It does so
+/// once, in that very moment, so there is nothing to measure before.
 const OWN_BLOCKS: Duration = Duration::from_millis(5);
+/// What was looked at so long ago before the guest is to be stopped is looked at once more.
+const RECHECK: Duration = Duration::from_secs(1);
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
@@ -81,6 +84,8 @@ pub struct QemuSource {
     was_running: bool,
     /// What it took to look at all that is looked at again before the guest is stopped.
     looked: Duration,
+    /// When that was last, once godwit has begun to prepare.
+    checked: Option<Instant>,
     /// What the machine consists of.
     parts: BTreeSet<String>,
     /// Whether a guest that runs guests is refused.
@@ -160,6 +165,7 @@ impl QemuSource {
         guard::clear(&mut machine)?;
         Ok(Self {
             looked,
+            checked: None,
             moving: Vec::new(),
             terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
@@ -309,10 +315,14 @@ impl QemuSource {
 
     /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
-        self.note(|left| left.stage = Stage::Stopping)?;
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
+        if self.must_recheck() {
+            self.check_unchanged()?;
+        }
+        self.check_running()?;
+        self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut machine.qmp;
@@ -441,6 +451,20 @@ impl QemuSource {
         }
     }
 
+    /// Whether what godwit looked at when it prepared may have changed meanwhile.
+    fn must_recheck(&self) -> bool {
+        self.checked.is_some_and(|at| at.elapsed() > RECHECK)
+    }
+
+    /// Checks that the guest runs, or is paused, as it was at the start.
+    fn check_running(&mut self) -> Result<(), QemuError> {
+        let state = self.machine.run_state()?;
+        if (state == "running") != self.was_running {
+            return Err(QemuError::OtherState(state));
+        }
+        Ok(())
+    }
+
     /// Checks again what was checked at the start and may have changed since.
     fn check_unchanged(&mut self) -> Result<(), QemuError> {
         self.machine.check_source(&self.ram)?;
@@ -463,10 +487,8 @@ impl QemuSource {
         if !same {
             return Err(QemuError::Changed("RAM was plugged or unplugged"));
         }
-        let state = self.machine.run_state()?;
-        if (state == "running") != self.was_running {
-            return Err(QemuError::OtherState(state));
-        }
+        self.check_running()?;
+        self.checked = Some(Instant::now());
         Ok(())
     }
 }
@@ -648,8 +670,9 @@ impl SourceVm for QemuSource {
     }
 
     fn switchover_costs(&self) -> SwitchoverCosts {
-        // What was looked at once is looked at again, by the same commands and over all processes.
-        SwitchoverCosts { lead: self.looked + OWN_BLOCKS, ..SwitchoverCosts::default() }
+        // What is looked at again is looked at by the same commands and over all processes.
+        let looks = if self.checked.is_none() || self.must_recheck() { self.looked } else { Duration::ZERO };
+        SwitchoverCosts { lead: looks + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
