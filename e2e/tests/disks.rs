@@ -398,6 +398,35 @@ fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result
 }
 
 #[test]
+fn a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source() -> anyhow::Result<()> {
+    // Mutation: the QEMU adapter does not flush, so READY is said of what is in caches only.
+    let test = "a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for flavour in flavours_for(test) {
+        let size = ByteCount(16 << 20);
+        let (from, to) = (DiskImage::create("raw", size)?, DiskImage::create("raw", size)?);
+        File::options().write(true).open(from.path())?.write_all_at(&[0x5a; 1 << 20], 0)?;
+        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+        // All is taken, and a flush fails (QEMU's blkdebug).
+        let mut destination = config.clone().with_disk("d", &to);
+        let failing = ",file.driver=blkdebug,file.image.driver=file,file.inject-error.0.event=none,\
+            file.inject-error.0.iotype=flush,file.inject-error.0.errno=5,file.image.filename=";
+        for argument in &mut destination.extra {
+            *argument = argument.replace(",file.driver=file,file.filename=", failing);
+        }
+        let mut pair = Pair::start_apart(&config.with_disk("d", &from), &destination)?;
+        let (migrate, receive) = pair.migrate(&["--disks", "all"])?;
+        let words = ["export 'd': cannot flush", "the guest is at the source"];
+        check_refused(&migrate, 1, &words)?;
+        ensure!(receive.status.code() == Some(1), "{flavour}: {}", receive.errors);
+        check_untouched(&mut pair.source)?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_qemu_whose_disk_was_on_its_way_is_untouched() -> anyhow::Result<()> {
     for (mut pair, _images) in qemus("a_qemu_whose_disk_was_on_its_way_is_untouched", "raw")? {
         let (receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "disk0"])?;

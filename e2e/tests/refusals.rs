@@ -8,7 +8,13 @@ use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldes
 use godwit_testbed::{Backend, Ended, Flavour, Godwit, GuestConfig, Movable, TestVm, VmConfig, flavours_for};
 use godwit_verify::settings::Mode;
 
-/// The config of a small guest, or nothing where there is no QEMU.
+/// The config of a small guest for each QEMU: where the answer is QEMU's.
+fn configs(test: &str) -> Vec<VmConfig> {
+    let config = |flavour| VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+    flavours_for(test).iter().map(config).collect()
+}
+
+/// The same for one QEMU, where any will do, or nothing where there is none.
 fn config(test: &str) -> anyhow::Result<Option<VmConfig>> {
     let flavours: Vec<Flavour> = flavours_for(test);
     if flavours.is_empty() {
@@ -24,62 +30,87 @@ fn migrate_nowhere(vm: &TestVm) -> anyhow::Result<Ended> {
 
 #[test]
 fn ram_that_is_no_shared_named_file() -> anyhow::Result<()> {
-    let Some(config) = config("ram_that_is_no_shared_named_file")? else { return Ok(()) };
-    for (backend, what) in [
-        (Backend::PrivateFile, "is not shared (share=off)"),
-        (Backend::Anonymous, "is not a memory-backend-file"),
-        (Backend::Memfd, "is not a memory-backend-file"),
-    ] {
-        let mut vm = TestVm::source(&config.clone().with_backend(backend))?;
-        vm.wait_ready(LIMIT)?;
-        let ended = migrate_nowhere(&vm)?;
-        check_refused(&ended, 1, &["RAM block 'mem'", what, "share=on,mem-path=/dev/shm/NAME"])?;
-        check_untouched(&mut vm)?;
+    for config in configs("ram_that_is_no_shared_named_file") {
+        for (backend, what) in [
+            (Backend::PrivateFile, "is not shared (share=off)"),
+            (Backend::Anonymous, "is not a memory-backend-file"),
+            (Backend::Memfd, "is not a memory-backend-file"),
+        ] {
+            let mut vm = TestVm::source(&config.clone().with_backend(backend))?;
+            vm.wait_ready(LIMIT)?;
+            let ended = migrate_nowhere(&vm)?;
+            check_refused(&ended, 1, &["RAM block 'mem'", what, "share=on,mem-path=/dev/shm/NAME"])?;
+            check_untouched(&mut vm)?;
+        }
     }
     Ok(())
 }
 
 #[test]
 fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
-    let Some(config) = config("a_disk_with_direct_io_and_a_stranger_in_memory")? else { return Ok(()) };
-    // O_DIRECT needs a file system that has it, which a tmpfs may not.
-    let image =
-        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("direct-{}", std::process::id()));
-    std::fs::write(&image, vec![0; 1 << 20])?;
-    let drive = format!("file={},if=virtio,format=raw,cache=none", image.display());
-    let mut vm = TestVm::source(&config.clone().with_extra(&["-drive", &drive]))?;
-    vm.wait_ready(LIMIT)?;
-    let without = ["--ledger", "off"];
-    let refused = Godwit::built()?.migrate(&vm, "127.0.0.1:1", &without)?.wait(LIMIT)?;
-    check_refused(&refused, 1, &["cache.direct=on", "without --ledger off"])?;
-    check_untouched(&mut vm)?;
-    std::fs::remove_file(image)?;
+    for config in configs("a_disk_with_direct_io_and_a_stranger_in_memory") {
+        // O_DIRECT needs a file system that has it, which a tmpfs may not.
+        let image =
+            std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("direct-{}", std::process::id()));
+        std::fs::write(&image, vec![0; 1 << 20])?;
+        let drive = format!("file={},if=virtio,format=raw,cache=none", image.display());
+        let mut vm = TestVm::source(&config.clone().with_extra(&["-drive", &drive]))?;
+        vm.wait_ready(LIMIT)?;
+        let without = ["--ledger", "off"];
+        let refused = Godwit::built()?.migrate(&vm, "127.0.0.1:1", &without)?.wait(LIMIT)?;
+        check_refused(&refused, 1, &["cache.direct=on", "without --ledger off"])?;
+        check_untouched(&mut vm)?;
+        std::fs::remove_file(image)?;
 
-    let mut vm = TestVm::source(&config)?;
-    vm.wait_ready(LIMIT)?;
-    // Another process that maps the RAM file writable, as a vhost-user back end does.
-    let object = format!(
-        "memory-backend-file,id=other,size={},share=on,mem-path={}",
-        config.guest.memory.0,
-        vm.ram_file().display()
-    );
-    let waiting = TestVm::destination(&config.with_extra(&["-object", &object]))?;
-    check_refused(
-        &migrate_nowhere(&vm)?,
-        1,
-        &["another QEMU, has the file of RAM block 'mem' mapped", "qemu-system"],
-    )?;
-    // The other way round the process that is named is the one whose guest runs: it must not be
-    // ended.
-    let name = waiting.vm_name();
-    let refused = Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
-    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
-    ensure!(refused.status.code() == Some(1), "{}: {words}", refused.status);
-    let running = format!("process {} (qemu-system", vm.pid());
-    for part in [&running, "leave that process alone", "a file of its own (mem-path)"] {
-        ensure!(words.contains(part), "'{part}' is not in: {words}");
+        let mut vm = TestVm::source(&config)?;
+        vm.wait_ready(LIMIT)?;
+        // Another process that maps the RAM file writable, as a vhost-user back end does.
+        let object = format!(
+            "memory-backend-file,id=other,size={},share=on,mem-path={}",
+            config.guest.memory.0,
+            vm.ram_file().display()
+        );
+        let waiting = TestVm::destination(&config.with_extra(&["-object", &object]))?;
+        check_refused(
+            &migrate_nowhere(&vm)?,
+            1,
+            &["another QEMU, has the file of RAM block 'mem' mapped", "qemu-system"],
+        )?;
+        // The other way round the process that is named is the one whose guest runs: it must not be
+        // ended.
+        let name = waiting.vm_name();
+        let refused = Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
+        let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure!(refused.status.code() == Some(1), "{}: {words}", refused.status);
+        let running = format!("process {} (qemu-system", vm.pid());
+        for part in [&running, "leave that process alone", "a file of its own (mem-path)"] {
+            ensure!(words.contains(part), "'{part}' is not in: {words}");
+        }
+        check_untouched(&mut vm)?;
     }
-    check_untouched(&mut vm)
+    Ok(())
+}
+
+#[test]
+fn a_stranger_in_the_destinations_memory() -> anyhow::Result<()> {
+    // Mutation: `check_writers` is not asked at the destination.
+    for flavour in flavours_for("a_stranger_in_the_destinations_memory") {
+        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+        let destination = TestVm::destination(&config)?;
+        let object = format!(
+            "memory-backend-file,id=other,size={},share=on,mem-path={}",
+            config.guest.memory.0,
+            destination.ram_file().display()
+        );
+        let stranger = TestVm::destination(&config.with_extra(&["-object", &object]))?;
+        let error = Godwit::built()?.receive(&destination, &[]).map(drop).unwrap_err().to_string();
+        ensure!(error.contains("another QEMU, has the file of RAM block 'mem' mapped"), "{error}");
+        ensure!(error.contains(&format!("process {} ", stranger.pid())), "{error}");
+        // Alone it is taken.
+        drop(stranger);
+        Godwit::built()?.receive(&destination, &[])?;
+    }
+    Ok(())
 }
 
 #[test]
@@ -106,13 +137,16 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
 
 #[test]
 fn roles_that_are_exchanged() -> anyhow::Result<()> {
-    let Some(config) = config("roles_that_are_exchanged")? else { return Ok(()) };
-    let mut pair = Pair::start(&config)?;
-    let error = pair.godwit.receive(&pair.source, &[]).map(drop).unwrap_err().to_string();
-    ensure!(error.contains("not waiting for a migration") && error.contains("-incoming defer"), "{error}");
-    let ended = migrate_nowhere(&pair.destination)?;
-    check_refused(&ended, 1, &["'inmigrate'", "are source and destination exchanged?"])?;
-    check_untouched(&mut pair.source)
+    for config in configs("roles_that_are_exchanged") {
+        let mut pair = Pair::start(&config)?;
+        let error = pair.godwit.receive(&pair.source, &[]).map(drop).unwrap_err().to_string();
+        let words = ["not waiting for a migration", "-incoming defer"];
+        ensure!(words.iter().all(|word| error.contains(word)), "{error}");
+        let ended = migrate_nowhere(&pair.destination)?;
+        check_refused(&ended, 1, &["'inmigrate'", "are source and destination exchanged?"])?;
+        check_untouched(&mut pair.source)?;
+    }
+    Ok(())
 }
 
 #[test]

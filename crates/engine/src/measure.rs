@@ -134,3 +134,72 @@ fn data(ram: &[RamBlock]) -> Result<Data, EngineError> {
     let bytes = ByteCount((PageCount(present).bytes().0 as f64 * share) as u64);
     Ok(Data { bytes, compressed })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = PAGE_SIZE as usize;
+
+    /// Bytes that nothing makes smaller.
+    fn noise(len: usize) -> Vec<u8> {
+        let mut state = 1u64;
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        };
+        (0..len).map(|_| next()).collect()
+    }
+
+    fn block(name: &str, pages: u64) -> RamBlock {
+        RamBlock::anonymous(name, PageCount(pages)).unwrap()
+    }
+
+    #[test]
+    fn data_is_neither_holes_nor_zeros() {
+        let (one, other) = (block("one", 4096), block("other", 512));
+        // 60 pages of which 20 are zero; 20 more in another block.
+        one.write(PageRun::new(100, 1).start, &[7; 40 * PAGE]).unwrap();
+        one.write(PageRun::new(3000, 1).start, &[0; 20 * PAGE]).unwrap();
+        other.write(PageRun::new(5, 1).start, &[9; 20 * PAGE]).unwrap();
+        let found = data(&[one, other]).unwrap();
+        assert_eq!(found.bytes, PageCount(60).bytes());
+        assert!(found.compressed < 0.1, "{}", found.compressed);
+    }
+
+    #[test]
+    fn what_nothing_makes_smaller_is_sent_as_it_is() {
+        let block = block("noise", 512);
+        block.write(PageRun::new(0, 1).start, &noise(128 * PAGE)).unwrap();
+        let found = data(std::slice::from_ref(&block)).unwrap();
+        assert_eq!((found.bytes, found.compressed), (PageCount(128).bytes(), 1.0));
+        // Half of it noise, half of it next to nothing.
+        block.write(PageRun::new(200, 1).start, &[7; 128 * PAGE]).unwrap();
+        let found = data(&[block]).unwrap();
+        assert_eq!(found.bytes, PageCount(256).bytes());
+        assert!((0.5..0.6).contains(&found.compressed), "{}", found.compressed);
+    }
+
+    #[test]
+    fn a_guest_without_data_has_none() {
+        let found = data(&[block("ram", 64)]).unwrap();
+        assert_eq!((found.bytes, found.compressed), (ByteCount::ZERO, 1.0));
+    }
+
+    #[test]
+    fn of_much_memory_a_part_is_read() {
+        let block = block("ram", 4 * SAMPLED);
+        // Of each four pages the last is zero, and of the sample every page is a third.
+        let mut pages = vec![7; 4 * PAGE];
+        pages[3 * PAGE..].fill(0);
+        let many = pages.repeat(1024);
+        let pieces = 3 * SAMPLED / 4096;
+        for piece in 0..pieces {
+            block.write(PageRun::new(piece * 4096, 1).start, &many).unwrap();
+        }
+        let found = data(&[block]).unwrap();
+        assert_eq!(found.bytes, PageCount(pieces * 4096 * 3 / 4).bytes());
+    }
+}

@@ -240,16 +240,12 @@ impl Policy {
             self.note_progress(expected, round.time);
         }
         let enough = self.enough(bandwidth);
-        // What would be dirty again after a round that sends all.
-        let time =
-            bandwidth.time_for(left).unwrap_or_default().as_secs_f64() * self.guest.speed(round.throttle);
-        let again = classes.iter().map(|c| c.pages * (1.0 - (-c.rate * time).exp())).sum();
         let bounds = Bounds {
             percent: self.settings.delay_hot_percent,
             rounds: self.settings.max_delay,
             until: round.memory.0 as f64 * f64::from(self.settings.delay_until_percent) / 100.0,
             enough,
-            again,
+            again: self.again(&classes, left, bandwidth, round.throttle),
         };
         if !round.dirty.is_empty() {
             self.hot.round(round.dirty, self.guest.segment_pages(), round.remaining.0 as f64, bounds);
@@ -322,6 +318,13 @@ impl Policy {
         free.min(most)
     }
 
+    /// Pages that would be dirty after a round that sends all that is `left`.
+    fn again(&self, classes: &[Class], left: ByteCount, bandwidth: Rate, throttle: f64) -> f64 {
+        let time = bandwidth.time_for(left).unwrap_or_default().as_secs_f64();
+        let time = time * self.guest.speed(throttle);
+        classes.iter().map(|c| c.pages * (1.0 - (-c.rate * time).exp())).sum()
+    }
+
     /// A look at segments, in the model and in the count of what was dirtied in this round.
     fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
         if self.plan.first_writes.is_some() {
@@ -388,7 +391,7 @@ impl Policy {
         let history = self.bandwidth.average();
         let now = sent.per(in_round.as_secs_f64());
         let stalled = now.bytes_per_second() < STALLED * history.bytes_per_second();
-        if in_round >= SETTLED && sent.0 > 0 && !stalled { now } else { history }
+        if in_round >= SETTLED && !stalled { now } else { history }
     }
 
     /// What the modes decide from; what is counted by rounds is left at nothing.

@@ -4,6 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// What comes out of whole rounds and ticks.
+mod rounds;
 /// What the decision is made of, term by term.
 mod terms;
 
@@ -18,6 +20,25 @@ fn round(ms: u64, sent_mib: u64, remaining: u64) -> Round<'static> {
         ..Round::default()
     }
 }
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn near(found: f64, expected: f64) -> bool {
+    (found - expected).abs() <= 1e-6 * expected.abs()
+}
+
+/// 1,000 pages, 400 of them dirty, each written once a second.
+const CLASS: [Class; 1] = [Class { pages: 1000.0, rate: 1.0, dirty: 400.0 }];
+
+/// A link of 1,000 pages a second, in a policy that has seen nothing else.
+fn linked(settings: Settings) -> Policy {
+    let mut policy = Policy::new(settings);
+    policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
+    policy
+}
+
+/// Settings without a throttle.
+const OFF: fn() -> Settings = || Settings { throttle: ThrottleMode::Off, ..Settings::default() };
 
 fn goes_on(decision: &Decision) -> bool {
     matches!(decision, Decision::NextRound(_))

@@ -511,3 +511,12 @@ fn what_is_spared_goes_on_to_become_dirty() {
     assert_eq!(guest.spared(0.0, 1.0, link, sent + spared + 15.0).len(), 5);
     assert!(guest.spared(0.0, 1.0, link, sent + spared - 15.0).len() < 5);
 }
+
+#[test]
+fn rounds_that_gain_hardly_anything_are_no_way_to_finish() {
+    let link = Link { pages: 1000.0, idle: 0.0, at_once: true, lead: 0.0 };
+    // Rounds end at 314 pages, and come there ever more slowly: 353, 345, 339, 334.
+    let class = [Class { pages: 1000.0, rate: 1.2, dirty: 1000.0 }];
+    assert!(time_to_finish(&class, 0.0, 1.0, link, 346.0).is_some());
+    assert_eq!(time_to_finish(&class, 0.0, 1.0, link, 335.0), None);
+}
