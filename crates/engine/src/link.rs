@@ -223,7 +223,8 @@ impl ControlWriter {
     }
 }
 
-/// The header bytes of a barrier: the end of `round` on this channel, and of all rounds if it is the `last` one.
+/// The header bytes of a barrier: the end of `round` on this channel, and of all rounds if it is the
+/// `last` one.
 pub(crate) fn barrier(round: u32, last: bool) -> [u8; HEADER_LEN] {
     let mut frame = [0; HEADER_LEN];
     godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, barrier_aux(round, last));

@@ -215,8 +215,10 @@ pub trait SourceVm {
     /// When the machine refuses; the guest runs on.
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
 
-    /// Stops the guest, which has run on, and perhaps for a while, since [`Self::open_state`]. When it returns, no vCPU and no device writes guest memory any more. Returns when the
-    /// guest stopped. A throttle holds until then and is gone afterwards.
+    /// Stops the guest, which has run on since [`Self::open_state`], perhaps for a while: what may not
+    /// have changed meanwhile is checked here. When it returns, no vCPU and no device writes guest
+    /// memory any more. Returns when the guest stopped. A throttle holds until then and is gone
+    /// afterwards.
     ///
     /// # Errors
     /// When it cannot be stopped; [`Self::resume`] brings it back.
@@ -288,8 +290,8 @@ pub trait DestinationVm {
     }
 
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
-    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Rounds come also after [`Self::prepare`], and
-    /// [`Self::close_disks`] behind that. [`Self::discard`] closes them as well; the sinks have been dropped by then.
+    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any.
+    /// Rounds come also after [`Self::prepare`], and [`Self::close_disks`] behind the last of them. [`Self::discard`] closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.

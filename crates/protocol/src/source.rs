@@ -19,8 +19,8 @@ pub enum State {
         /// The round that was made last.
         round: u32,
     },
-    /// Both machines are ready. What was written meanwhile is copied, so that the guest is stopped for less; it still
-    /// runs.
+    /// Both machines are ready. What was written meanwhile is copied, so that the guest is stopped for
+    /// less; it still runs.
     Closing {
         /// The round.
         round: u32,
@@ -165,8 +165,8 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
             (S::PreCopy { round: round + 1 }, vec![A::CopyRound(round + 1)])
         }
         (S::PreCopy { round }, I::SwitchOver) => (S::Preparing { round }, vec![A::SendPrepare]),
-        // Preparing takes its time, in which the guest has written. One round more as a rule; policy is asked again, since
-        // the guest may write more than it did when it was asked before.
+        // Preparing takes its time, in which the guest has written. One round more as a rule; policy is
+        // asked again, since the guest may write more than it did when it was asked before.
         (S::Preparing { round }, I::Prepared) | (S::Closing { round }, I::NextRound) => {
             (S::Closing { round: round + 1 }, vec![A::CopyRound(round + 1)])
         }

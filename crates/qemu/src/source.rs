@@ -69,11 +69,13 @@ impl Default for Limits {
     }
 }
 
-/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware. It does so
-/// once, in that very moment, so there is nothing to measure before.
+/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and
+/// firmware. It does so once, in that very moment, so there is nothing to measure before.
 const OWN_BLOCKS: Duration = Duration::from_millis(5);
-/// What was looked at so long ago before the guest is to be stopped is looked at once more.
-const RECHECK: Duration = Duration::from_secs(1);
+/// Other processes are looked at when godwit prepares, and once more before the guest is stopped if
+/// that was longer ago: on a host with many of them it takes long. Who maps guest RAM for a device
+/// shows among the devices, too.
+const PROCESSES_AGE: Duration = Duration::from_secs(1);
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
@@ -82,10 +84,12 @@ pub struct QemuSource {
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
-    /// What it took to look at all that is looked at again before the guest is stopped.
+    /// What it took to look at this QEMU, which is looked at again before the guest is stopped.
     looked: Duration,
-    /// When that was last, once godwit has begun to prepare.
-    checked: Option<Instant>,
+    /// What it took to look at all other processes.
+    processes_looked: Duration,
+    /// When they were looked at last, once godwit has begun to prepare.
+    processes_at: Option<Instant>,
     /// What the machine consists of.
     parts: BTreeSet<String>,
     /// Whether a guest that runs guests is refused.
@@ -156,16 +160,19 @@ impl QemuSource {
         let looking = Instant::now();
         let ram = machine.ram()?;
         machine.check_mappings(&ram)?;
-        machine.check_source(&ram)?;
+        machine.check_source()?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
         let parts = machine.parts()?;
         let looked = looking.elapsed();
+        machine.check_writers(&ram)?;
+        let processes_looked = looking.elapsed() - looked;
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
             looked,
-            checked: None,
+            processes_looked,
+            processes_at: None,
             moving: Vec::new(),
             terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
@@ -318,10 +325,8 @@ impl QemuSource {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
-        if self.must_recheck() {
-            self.check_unchanged()?;
-        }
-        self.check_running()?;
+        // What was plugged in since the start would have written unseen.
+        self.check_unchanged()?;
         self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
@@ -451,23 +456,27 @@ impl QemuSource {
         }
     }
 
-    /// Whether what godwit looked at when it prepared may have changed meanwhile.
-    fn must_recheck(&self) -> bool {
-        self.checked.is_some_and(|at| at.elapsed() > RECHECK)
+    /// Whether other processes are to be looked at before the guest is stopped.
+    fn processes_are_due(&self) -> bool {
+        self.processes_at.is_none_or(|at| at.elapsed() > PROCESSES_AGE)
     }
 
-    /// Checks that the guest runs, or is paused, as it was at the start.
-    fn check_running(&mut self) -> Result<(), QemuError> {
-        let state = self.machine.run_state()?;
-        if (state == "running") != self.was_running {
-            return Err(QemuError::OtherState(state));
-        }
+    /// Looks whether another process has mapped guest RAM since the start.
+    fn check_processes(&mut self) -> Result<(), QemuError> {
+        let looking = Instant::now();
+        self.machine.check_writers(&self.ram)?;
+        self.processes_looked = looking.elapsed();
+        self.processes_at = Some(Instant::now());
         Ok(())
     }
 
     /// Checks again what was checked at the start and may have changed since.
     fn check_unchanged(&mut self) -> Result<(), QemuError> {
-        self.machine.check_source(&self.ram)?;
+        if self.processes_are_due() {
+            self.check_processes()?;
+        }
+        let looking = Instant::now();
+        self.machine.check_source()?;
         if self.machine.direct_io()? && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
@@ -487,8 +496,11 @@ impl QemuSource {
         if !same {
             return Err(QemuError::Changed("RAM was plugged or unplugged"));
         }
-        self.check_running()?;
-        self.checked = Some(Instant::now());
+        let state = self.machine.run_state()?;
+        if (state == "running") != self.was_running {
+            return Err(QemuError::OtherState(state));
+        }
+        self.looked = looking.elapsed();
         Ok(())
     }
 }
@@ -670,17 +682,16 @@ impl SourceVm for QemuSource {
     }
 
     fn switchover_costs(&self) -> SwitchoverCosts {
-        // What is looked at again is looked at by the same commands and over all processes.
-        let looks = if self.checked.is_none() || self.must_recheck() { self.looked } else { Duration::ZERO };
-        SwitchoverCosts { lead: looks + OWN_BLOCKS, ..SwitchoverCosts::default() }
+        // What is looked at again is looked at by the same commands.
+        let processes = if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
+        SwitchoverCosts { lead: self.looked + processes + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
-        // What was plugged in since the start would have written unseen.
-        self.check_unchanged()?;
+        self.check_processes()?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }

@@ -34,8 +34,8 @@ pub(super) trait Place: Send {
         bytes: &[u8],
     ) -> Result<(), EngineError>;
 
-    /// A round has ended: nothing that comes later may be overtaken by what was placed. Behind the `last` one nothing
-    /// comes.
+    /// A round has ended: nothing that comes later may be overtaken by what was placed. Behind the
+    /// `last` one nothing comes.
     fn settle(&mut self, last: bool) -> Result<(), EngineError>;
 
     /// The end of the round was told: there is time until the next one.

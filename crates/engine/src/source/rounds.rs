@@ -388,7 +388,7 @@ impl Source<'_> {
                 Ok(Some(Input::NextRound))
             }
             Decision::SwitchOver => {
-                // There is a state stream once both machines are ready, and the next step is to stop the guest.
+                // There is a state stream once both machines are ready, and the guest is stopped next.
                 if self.pump.is_some() {
                     self.close_steering();
                 }
