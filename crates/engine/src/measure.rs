@@ -53,8 +53,10 @@ pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result
         tracker.harvest(number, block.all(), PageCount::ZERO, &mut |_| {})?;
     }
     let began = Instant::now();
-    let mut measured =
-        Measured { vcpus: vm.vcpus(), can_govern: vm.cannot_govern().is_none(), ..Measured::default() };
+    let mut measured = Measured::default();
+    if let Some(brake) = vm.brake() {
+        (measured.vcpus, measured.can_govern) = (brake.vcpus(), brake.cannot_govern().is_none());
+    }
     let mut next = FIRST;
     while next <= time {
         loop {

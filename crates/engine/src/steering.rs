@@ -85,6 +85,13 @@ pub enum SteeringError {
     },
 }
 
+impl Default for Steering {
+    /// One with the usual settings.
+    fn default() -> Self {
+        Self::new(Settings::default(), Own::default(), Cancel::default())
+    }
+}
+
 impl Steering {
     /// A handle on a migration that begins with these settings.
     #[must_use]

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use godwit_block::{Disk, DiskChoice, DiskSink};
-use godwit_engine::vm::{DestinationVm, RunError, VmError};
+use godwit_engine::vm::{DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 
 use crate::disk::NAME;
@@ -36,23 +36,6 @@ impl DestinationVm for MicrovmDestination<'_> {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         self.machine.ram().blocks()
-    }
-
-    fn open_disks(
-        &mut self,
-        wanted: &[Disk],
-        allowed: &DiskChoice,
-    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
-        let own = self.machine.disk();
-        let missing = |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
-        let open = |wanted: &Disk| match own {
-            Some(disk) if wanted.name == NAME => {
-                allowed.allow(NAME, &[])?;
-                Ok(disk.fill(wanted)?)
-            }
-            _ => Err(missing(&wanted.name).into()),
-        };
-        wanted.iter().map(open).collect()
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
@@ -89,6 +72,29 @@ impl DestinationVm for MicrovmDestination<'_> {
             self.machine.stop()?;
         }
         Ok(())
+    }
+
+    fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        Some(self)
+    }
+}
+
+impl DiskDestination for MicrovmDestination<'_> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        let own = self.machine.disk();
+        let missing = |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
+        let open = |wanted: &Disk| match own {
+            Some(disk) if wanted.name == NAME => {
+                allowed.allow(NAME, &[])?;
+                Ok(disk.fill(wanted)?)
+            }
+            _ => Err(missing(&wanted.name).into()),
+        };
+        wanted.iter().map(open).collect()
     }
 }
 

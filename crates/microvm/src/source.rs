@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
 use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
-use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
+use godwit_engine::vm::{Brake, DiskVm, FreePages, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
 use godwit_units::{ByteCount, Rate};
@@ -124,94 +124,6 @@ impl SourceVm for MicrovmSource<'_> {
         Ok(self.machine.start_tracking()?)
     }
 
-    fn tracking_stop(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn hints_free_pages(&self) -> bool {
-        self.machine.hints_free_pages()
-    }
-
-    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
-        self.machine.start_free_page_hints(hints)
-    }
-
-    fn stop_free_page_hints(&mut self) {
-        self.machine.stop_free_page_hints();
-    }
-
-    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
-        Ok(self.machine.throttle(share)?)
-    }
-
-    fn cannot_govern(&self) -> Option<String> {
-        (!self.machine.tracks_page_tables())
-            .then(|| "it takes page tables as tracker (--tracker pagemap)".to_owned())
-    }
-
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
-        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
-        if first_writes.is_some() {
-            tracker.prepare_own_governor(self.machine.vcpu_threads())?;
-        }
-        Ok(tracker.govern(first_writes)?)
-    }
-
-    fn governor_measures(&self) -> GovernorMeasures {
-        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
-    }
-
-    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
-        if let Some((disk, _)) = self.disk {
-            disk.limit(limits.first().copied());
-        }
-        Ok(())
-    }
-
-    fn disks(&self) -> Vec<MovingDisk> {
-        self.disk.iter().map(|(disk, _)| disk.moving()).collect()
-    }
-
-    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
-        if let Some((disk, granularity)) = self.disk {
-            disk.track(granularity);
-        }
-        Ok(())
-    }
-
-    fn disk_granularity(&self) -> Vec<ByteCount> {
-        self.disk.iter().map(|(_, granularity)| *granularity).collect()
-    }
-
-    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        let rounds = self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
-        rounds.collect()
-    }
-
-    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
-        Ok(self.disk.iter().map(|(disk, _)| disk.dirty()).collect())
-    }
-
-    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
-        self.disk.map(|(disk, _)| vec![disk.writes().bytes])
-    }
-
-    fn vcpu_time(&self) -> Option<Duration> {
-        self.machine.vcpu_time()
-    }
-
-    fn vcpus(&self) -> usize {
-        self.machine.vcpu_threads().len()
-    }
-
-    fn direct_io(&self) -> bool {
-        false
-    }
-
-    fn drain(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-
     fn switchover_costs(&self) -> SwitchoverCosts {
         // As measured (docs/benchmarks.md), with room for a busy host.
         SwitchoverCosts { lead: Duration::from_millis(2), state: Duration::from_millis(3) }
@@ -271,6 +183,96 @@ impl SourceVm for MicrovmSource<'_> {
             return Err(error.into());
         }
         Ok(())
+    }
+
+    fn brake(&mut self) -> Option<&mut dyn Brake> {
+        Some(self)
+    }
+
+    fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
+        if self.disk.is_some() { Some(self) } else { None }
+    }
+
+    fn free_pages(&mut self) -> Option<&mut dyn FreePages> {
+        if self.machine.hints_free_pages() { Some(self) } else { None }
+    }
+}
+
+impl Brake for MicrovmSource<'_> {
+    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+        Ok(self.machine.throttle(share)?)
+    }
+
+    fn cannot_govern(&self) -> Option<String> {
+        (!self.machine.tracks_page_tables())
+            .then(|| "it takes page tables as tracker (--tracker pagemap)".to_owned())
+    }
+
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
+        if first_writes.is_some() {
+            tracker.prepare_own_governor(self.machine.vcpu_threads())?;
+        }
+        Ok(tracker.govern(first_writes)?)
+    }
+
+    fn governor_measures(&self) -> GovernorMeasures {
+        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        self.machine.vcpu_time()
+    }
+
+    fn vcpus(&self) -> usize {
+        self.machine.vcpu_threads().len()
+    }
+}
+
+impl DiskVm for MicrovmSource<'_> {
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        if let Some((disk, _)) = self.disk {
+            disk.limit(limits.first().copied());
+        }
+        Ok(())
+    }
+
+    fn disks(&self) -> Vec<MovingDisk> {
+        self.disk.iter().map(|(disk, _)| disk.moving()).collect()
+    }
+
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        if let Some((disk, granularity)) = self.disk {
+            disk.track(granularity);
+        }
+        Ok(())
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.disk.iter().map(|(_, granularity)| *granularity).collect()
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        let rounds = self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
+        rounds.collect()
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        Ok(self.disk.iter().map(|(disk, _)| disk.dirty()).collect())
+    }
+
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
+        self.disk.map(|(disk, _)| vec![disk.writes().bytes])
+    }
+}
+
+impl FreePages for MicrovmSource<'_> {
+    fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
+        self.machine.start_free_page_hints(hints)
+    }
+
+    fn stop_free_page_hints(&mut self) {
+        self.machine.stop_free_page_hints();
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_block::{Disk, DiskChoice, DiskSink};
-use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 use serde_json::{Value, json};
 
@@ -138,26 +138,6 @@ impl DestinationVm for QemuDestination {
         compare::compare(&mut self.machine, ask)
     }
 
-    fn open_disks(
-        &mut self,
-        wanted: &[Disk],
-        allowed: &DiskChoice,
-    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
-        if wanted.is_empty() {
-            return Ok(Vec::new());
-        }
-        self.stop_receiving()?;
-        self.note(|left| left.disks = true)?;
-        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
-        self.receiving = Some(receiving);
-        Ok(sinks)
-    }
-
-    fn close_disks(&mut self) -> Result<(), VmError> {
-        // The devices claim their disks when the guest runs, and a writable export would be in the way.
-        Ok(self.stop_receiving()?)
-    }
-
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
@@ -246,6 +226,32 @@ impl DestinationVm for QemuDestination {
         end(&mut self.machine)?;
         let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
         Ok(())
+    }
+
+    fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        Some(self)
+    }
+}
+
+impl DiskDestination for QemuDestination {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        allowed: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        if wanted.is_empty() {
+            return Ok(Vec::new());
+        }
+        self.stop_receiving()?;
+        self.note(|left| left.disks = true)?;
+        let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
+        self.receiving = Some(receiving);
+        Ok(sinks)
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        // The devices claim their disks when the guest runs, and a writable export would be in the way.
+        Ok(self.stop_receiving()?)
     }
 }
 

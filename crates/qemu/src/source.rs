@@ -20,7 +20,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_block::{Disk, DiskChoice, DiskRound};
-use godwit_engine::vm::{SourceVm, SwitchoverCosts, VmError};
+use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
@@ -534,119 +534,6 @@ impl SourceVm for QemuSource {
         self.tracking_stop
     }
 
-    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
-        if share == 0.0 {
-            // Not by way of the monitor, which may be what has failed.
-            return Ok(self.throttle.set(share)?);
-        }
-        // vCPUs may have been plugged or unplugged.
-        match self.machine.vcpu_threads() {
-            Ok(threads) => self.vcpus = threads,
-            Err(error) => {
-                self.remove_throttle();
-                return Err(QemuError::from(error).into());
-            }
-        }
-        self.throttle.set_threads(&self.vcpus)?;
-        Ok(self.throttle.set(share)?)
-    }
-
-    fn cannot_govern(&self) -> Option<String> {
-        governor::refusal(self.machine.pid, &self.ram)
-    }
-
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
-        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
-        if first_writes.is_some() {
-            self.vcpus = self.machine.vcpu_threads()?;
-            governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
-        }
-        Ok(tracker.govern(first_writes)?)
-    }
-
-    fn governor_measures(&self) -> GovernorMeasures {
-        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
-    }
-
-    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
-        if limits.is_empty() {
-            return Ok(self.lift_disk_limits()?);
-        }
-        let nodes = self.moving.iter().map(|found| found.node.as_str());
-        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
-        self.disk_limits.plan(&mut self.machine.qmp, &limits)?;
-        let planned = self.disk_limits.clone();
-        self.note(|left| left.limits = planned)?;
-        Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.moving.iter().map(|found| Disk { name: found.name.clone(), size: found.size }).collect()
-    }
-
-    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
-        if !self.moving.is_empty() {
-            self.note(|left| left.disks = true)?;
-            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
-        }
-        Ok(())
-    }
-
-    fn disk_granularity(&self) -> Vec<ByteCount> {
-        self.tracking.as_ref().map_or_else(Vec::new, Tracking::granularity)
-    }
-
-    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        if self.moving.is_empty() {
-            return Ok(Vec::new());
-        }
-        let (tracking, qmp) = self.tracking()?;
-        Ok(tracking.round(qmp)?)
-    }
-
-    fn disk_progress(&mut self) -> Result<(), VmError> {
-        match &mut self.tracking {
-            Some(tracking) => Ok(tracking.progress(&mut self.machine.qmp)?),
-            None => Ok(()),
-        }
-    }
-
-    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
-        if self.moving.is_empty() {
-            return Ok(Vec::new());
-        }
-        let (tracking, qmp) = self.tracking()?;
-        Ok(tracking.dirty(qmp)?)
-    }
-
-    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
-        if self.moving.is_empty() {
-            return None;
-        }
-        disks::written(&mut self.machine.qmp, &self.moving).ok()
-    }
-
-    fn vcpu_time(&self) -> Option<Duration> {
-        let mut threads = self.vcpus.clone();
-        threads.sort_unstable();
-        threads.dedup();
-        vcpu_time(self.machine.pid, &threads)
-    }
-
-    fn vcpus(&self) -> usize {
-        self.vcpus.len()
-    }
-
-    fn direct_io(&self) -> bool {
-        self.direct_io
-    }
-
-    fn drain(&mut self) -> Result<(), VmError> {
-        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
-        self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
-        Ok(())
-    }
-
     fn switchover_costs(&self) -> SwitchoverCosts {
         // What was looked at once is looked at again, by the same commands and over all processes.
         SwitchoverCosts { lead: self.looked + OWN_BLOCKS, ..SwitchoverCosts::default() }
@@ -733,6 +620,133 @@ impl SourceVm for QemuSource {
             }
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn brake(&mut self) -> Option<&mut dyn Brake> {
+        Some(self)
+    }
+
+    fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
+        if !self.moving.is_empty() { Some(self) } else { None }
+    }
+
+    fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
+        if self.direct_io { Some(self) } else { None }
+    }
+}
+
+impl Brake for QemuSource {
+    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+        if share == 0.0 {
+            // Not by way of the monitor, which may be what has failed.
+            return Ok(self.throttle.set(share)?);
+        }
+        // vCPUs may have been plugged or unplugged.
+        match self.machine.vcpu_threads() {
+            Ok(threads) => self.vcpus = threads,
+            Err(error) => {
+                self.remove_throttle();
+                return Err(QemuError::from(error).into());
+            }
+        }
+        self.throttle.set_threads(&self.vcpus)?;
+        Ok(self.throttle.set(share)?)
+    }
+
+    fn cannot_govern(&self) -> Option<String> {
+        governor::refusal(self.machine.pid, &self.ram)
+    }
+
+    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
+        if first_writes.is_some() {
+            self.vcpus = self.machine.vcpu_threads()?;
+            governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
+        }
+        Ok(tracker.govern(first_writes)?)
+    }
+
+    fn governor_measures(&self) -> GovernorMeasures {
+        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        let mut threads = self.vcpus.clone();
+        threads.sort_unstable();
+        threads.dedup();
+        vcpu_time(self.machine.pid, &threads)
+    }
+
+    fn vcpus(&self) -> usize {
+        self.vcpus.len()
+    }
+}
+
+impl DiskVm for QemuSource {
+    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
+        if limits.is_empty() {
+            return Ok(self.lift_disk_limits()?);
+        }
+        let nodes = self.moving.iter().map(|found| found.node.as_str());
+        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
+        self.disk_limits.plan(&mut self.machine.qmp, &limits)?;
+        let planned = self.disk_limits.clone();
+        self.note(|left| left.limits = planned)?;
+        Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        self.moving.iter().map(|found| Disk { name: found.name.clone(), size: found.size }).collect()
+    }
+
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        if !self.moving.is_empty() {
+            self.note(|left| left.disks = true)?;
+            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
+        }
+        Ok(())
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.tracking.as_ref().map_or_else(Vec::new, Tracking::granularity)
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        if self.moving.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (tracking, qmp) = self.tracking()?;
+        Ok(tracking.round(qmp)?)
+    }
+
+    fn disk_progress(&mut self) -> Result<(), VmError> {
+        match &mut self.tracking {
+            Some(tracking) => Ok(tracking.progress(&mut self.machine.qmp)?),
+            None => Ok(()),
+        }
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        if self.moving.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (tracking, qmp) = self.tracking()?;
+        Ok(tracking.dirty(qmp)?)
+    }
+
+    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
+        if self.moving.is_empty() {
+            return None;
+        }
+        disks::written(&mut self.machine.qmp, &self.moving).ok()
+    }
+}
+
+impl DirectIo for QemuSource {
+    fn drain(&mut self) -> Result<(), VmError> {
+        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
+        self.machine.qmp.execute("transaction", json!({ "actions": [] }))?;
+        Ok(())
     }
 }
 

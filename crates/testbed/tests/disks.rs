@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_block::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
-use godwit_engine::vm::{DestinationVm, SourceVm};
+use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
 use godwit_qemu::{QemuDestination, QemuSource};
 use godwit_testbed::{DiskImage, Flavour, GuestConfig, TestVm, VmConfig, flavours_for, images_for};
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};

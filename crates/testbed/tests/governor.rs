@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use godwit_engine::vm::SourceVm;
+use godwit_engine::vm::{Brake, SourceVm};
 use godwit_qemu::QemuSource;
 use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for, skip};
 use godwit_units::PageCount;

@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_block::DiskChoice;
-use godwit_engine::vm::SourceVm;
+use godwit_engine::vm::{Brake, DiskVm, SourceVm};
 use godwit_qemu::QemuSource;
 use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for};
 use godwit_throttle::{VcpuThrottle, vcpu_time};

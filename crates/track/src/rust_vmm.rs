@@ -3,10 +3,25 @@
 
 use std::sync::Arc;
 
-use godwit_units::{ByteCount, Gpa};
+use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageRun};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
-use crate::VhostLog;
+use crate::{BlockMapping, VhostLog};
+
+impl BlockMapping {
+    /// Where each region of `memory` is mapped in this process, which is what
+    /// [`PagemapTracker::start_own`](crate::PagemapTracker::start_own) tracks; region and RAM block have the same
+    /// number. `None` where a region has no host address.
+    pub fn of_guest_memory<M: GuestMemoryBackend>(memory: &M) -> Option<Vec<Vec<Self>>> {
+        let mapping = |region: &M::R| {
+            let address = region.get_host_address(MemoryRegionAddress(0)).ok()? as u64;
+            let pages = PageRun::new(0, region.len() / PAGE_SIZE);
+            Some(vec![Self { pages, address: Hva(address) }])
+        };
+        memory.iter().map(mapping).collect()
+    }
+}
 
 /// The part of a [`VhostLog`] that belongs to memory from one guest address on: the bitmap of a region, or
 /// of a piece of it.
@@ -65,7 +80,7 @@ impl Bitmap for VhostLogRegion {
 #[cfg(test)]
 mod tests {
     use godwit_memslots::{Slot, SlotId};
-    use godwit_units::{PageCount, PageRun};
+    use godwit_units::PageCount;
     use vm_memory::mmap::MmapRegionBuilder;
     use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 

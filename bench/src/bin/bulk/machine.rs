@@ -220,34 +220,6 @@ impl SourceVm for Still {
         Ok(Arc::new(Nothing))
     }
 
-    fn tracking_stop(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn throttle(&mut self, _: f64) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn vcpu_time(&self) -> Option<Duration> {
-        None
-    }
-
-    fn vcpus(&self) -> usize {
-        1
-    }
-
-    fn direct_io(&self) -> bool {
-        false
-    }
-
-    fn drain(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) = UnixStream::pair()?;
         self.state = Some(theirs);

@@ -327,10 +327,14 @@ impl Destination<'_> {
             return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
         }
         self.compare()?;
-        let sinks = self
-            .vm
-            .open_disks(&disks, self.allowed)
-            .map_err(|error| EngineError::Layout(error.to_string()))?;
+        let sinks = match (self.vm.disk_destination(), disks.first()) {
+            (_, None) => Ok(Vec::new()),
+            (Some(vm), _) => vm.open_disks(&disks, self.allowed).map_err(|error| error.to_string()),
+            (None, Some(disk)) => {
+                Err(format!("disk '{}' cannot be received by this kind of machine", disk.name))
+            }
+        };
+        let sinks = sinks.map_err(EngineError::Layout)?;
         if sinks.len() != disks.len() {
             return Err(EngineError::Panicked("main"));
         }
@@ -521,7 +525,9 @@ impl Destination<'_> {
                 // Behind the last round nobody has a sink any more.
                 if self.disks_open && self.last_round.has_begun() {
                     self.disks_open = false;
-                    self.vm.close_disks().map_err(EngineError::Vm)?;
+                    if let Some(vm) = self.vm.disk_destination() {
+                        vm.close_disks().map_err(EngineError::Vm)?;
+                    }
                 }
                 let flush = self.last_round.take_flush();
                 self.say(&Message::RoundAck { round: self.round, flush })?;

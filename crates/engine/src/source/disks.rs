@@ -17,7 +17,7 @@ use super::gate::Gate;
 use super::packer::Packer;
 use crate::address::Stream;
 use crate::report::{DiskMeasures, DiskProgress};
-use crate::vm::{SourceVm, VmError};
+use crate::vm::{DiskVm, SourceVm, VmError};
 use crate::{EngineError, limits, threads};
 
 /// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU lets all disk I/O end for
@@ -173,7 +173,7 @@ impl Disks {
     /// The round is over: what remains, whether a first pass was cut short, and what the guest wrote in it.
     pub(super) fn end_round(
         &mut self,
-        vm: &mut dyn SourceVm,
+        vm: &mut dyn DiskVm,
         sent: ByteCount,
     ) -> Result<godwit_policy::DiskRound, VmError> {
         self.look(vm)?;
@@ -188,7 +188,7 @@ impl Disks {
     }
 
     /// A round begins: what the guest wrote in the one before, to each disk.
-    pub(super) fn note_writes(&mut self, vm: &mut dyn SourceVm) {
+    pub(super) fn note_writes(&mut self, vm: &mut dyn DiskVm) {
         let now = vm.disk_writes().unwrap_or_default();
         for (index, moving) in self.list.iter_mut().enumerate() {
             let now = now.get(index).copied();
@@ -220,7 +220,7 @@ impl Disks {
     }
 
     /// Within a round, now and then: lets the machine look after its disks, and looks what is dirty.
-    pub(super) fn tick(&mut self, vm: &mut dyn SourceVm) -> Result<(), VmError> {
+    pub(super) fn tick(&mut self, vm: &mut dyn DiskVm) -> Result<(), VmError> {
         let now = Instant::now();
         if self.is_empty() || self.next_look.is_some_and(|next| now < next) {
             return Ok(());
@@ -230,7 +230,7 @@ impl Disks {
         self.look(vm)
     }
 
-    fn look(&mut self, vm: &mut dyn SourceVm) -> Result<(), VmError> {
+    fn look(&mut self, vm: &mut dyn DiskVm) -> Result<(), VmError> {
         for (moving, dirty) in self.list.iter_mut().zip(vm.dirty_disks()?) {
             moving.dirty = dirty;
         }
@@ -315,9 +315,7 @@ pub(super) fn begin_passes(
     vm: &mut dyn SourceVm,
     disks: usize,
 ) -> Result<Vec<Box<dyn DiskRound>>, EngineError> {
-    if disks == 0 {
-        return Ok(Vec::new());
-    }
+    let Some(vm) = vm.moving_disks() else { return Ok(Vec::new()) };
     let passes = vm.begin_disk_round().map_err(EngineError::Vm)?;
     if passes.len() == disks { Ok(passes) } else { Err(EngineError::Panicked("main")) }
 }

@@ -246,7 +246,7 @@ impl Source<'_> {
         self.measures.lost = losses.lost;
         self.measures.under_half = losses.under_half;
         self.measures.under_tenth = losses.under_tenth;
-        let governor = self.vm.governor_measures();
+        let governor = self.vm.brake().map(|brake| brake.governor_measures()).unwrap_or_default();
         self.measures.first_writes_delayed = governor.delayed;
         self.measures.vcpus_waited = governor.waited;
         self.measures.longest_wait = governor.longest_wait;

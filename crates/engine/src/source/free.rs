@@ -19,9 +19,9 @@ const LOOK: Duration = Duration::from_millis(1);
 
 impl Source<'_> {
     /// Where hints will go, if this guest gives any.
-    pub(super) fn make_free_hints(&self) -> Option<Arc<FreeHints>> {
+    pub(super) fn make_free_hints(&mut self) -> Option<Arc<FreeHints>> {
         // Data of direct I/O lands unseen, so a page may be written though no harvest says so.
-        let wanted = self.vm.was_running() && !self.direct_io && self.vm.hints_free_pages();
+        let wanted = self.vm.was_running() && !self.direct_io && self.vm.free_pages().is_some();
         let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
         wanted.then(|| Arc::new(FreeHints::new(&sizes)))
     }
@@ -38,7 +38,7 @@ impl Source<'_> {
             // Disks came first. What was written meanwhile may be free by now, and none of it was sent.
             board.arm(tracker.as_ref(), rounds::ARMING)?;
         }
-        if !self.vm.start_free_page_hints(&hints) {
+        if !self.vm.free_pages().is_some_and(|guest| guest.start_free_page_hints(&hints)) {
             return Ok(());
         }
         let began = Instant::now();
@@ -67,7 +67,7 @@ impl Source<'_> {
     /// The round is over for which hints were asked: what is hinted from now on would be looked at by nobody.
     pub(super) fn have_free_pages(&mut self, round: u32) {
         if self.hinted_round == Some(round) {
-            self.vm.stop_free_page_hints();
+            self.vm.free_pages().into_iter().for_each(|guest| guest.stop_free_page_hints());
         }
     }
 }

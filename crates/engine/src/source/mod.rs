@@ -86,6 +86,14 @@ pub struct Options {
     pub fault: Option<Fault>,
 }
 
+impl Options {
+    /// What suits most: two channels, fingerprints, no comparison, and a source that ends.
+    #[must_use]
+    pub fn new(to: Address) -> Self {
+        Self { to, verify: false, channels: 2, ledger: true, keep_source: false, fault: None }
+    }
+}
+
 /// Time for a test to do something in between.
 const HOLD: Duration = Duration::from_secs(4);
 
@@ -124,7 +132,7 @@ pub fn migrate(
     let session = new_session().map_err(unarmed)?;
     let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
     let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
-    let disks = Disks::new(vm.disks());
+    let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
         gate: Arc::new(Gate::new(!disks.is_empty())),
@@ -466,7 +474,7 @@ impl Source<'_> {
     }
 
     fn connect_and_offer(&mut self) -> Result<Option<Input>, EngineError> {
-        self.direct_io = self.vm.direct_io();
+        self.direct_io = self.vm.direct_io().is_some();
         if self.direct_io && self.ledger.is_none() {
             return Err(EngineError::DirectIo);
         }
@@ -478,6 +486,7 @@ impl Source<'_> {
         }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
+        let granularity = self.vm.moving_disks().map_or_else(Vec::new, |vm| vm.disk_granularity());
         let blocks = self.ram.iter();
         let blocks =
             blocks.map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() }).collect();
@@ -488,7 +497,7 @@ impl Source<'_> {
             running: self.vm.was_running(),
             machine: self.vm.machine().to_owned(),
             blocks,
-            disks: self.disks.offers(&self.vm.disk_granularity()),
+            disks: self.disks.offers(&granularity),
         }))?;
         self.await_accept().map(Some)
     }

@@ -12,6 +12,9 @@ const EARLY_TICK: Duration = Duration::from_millis(20);
 /// Of the time between two looks, the part that a look may take: with much memory they come less often.
 const LOOK_SHARE: u32 = 20;
 
+/// Why a guest is not slowed down whose VMM has no [`Brake`](crate::vm::Brake).
+const NO_BRAKE: &str = "this kind of machine cannot slow its guest down";
+
 /// What one channel has done.
 enum Part {
     Memory(Carried),
@@ -72,7 +75,10 @@ impl Source<'_> {
     /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes hands would be sent again.
     fn offer_governor(&mut self) {
         let refusal = match &self.ledger {
-            Some(_) => self.vm.cannot_govern(),
+            Some(_) => match self.vm.brake() {
+                Some(brake) => brake.cannot_govern(),
+                None => Some(NO_BRAKE.to_owned()),
+            },
             None => Some("it needs the ledger".to_owned()),
         };
         self.can_govern = refusal.is_none() && self.vm.was_running();
@@ -108,9 +114,11 @@ impl Source<'_> {
         if self.disks.is_empty() {
             return Ok(());
         }
-        self.vm.start_disk_tracking().map_err(EngineError::Vm)?;
-        self.disks.tracked(&self.vm.disk_granularity());
-        self.disks.note_writes(self.vm);
+        if let Some(vm) = self.vm.moving_disks() {
+            vm.start_disk_tracking().map_err(EngineError::Vm)?;
+            self.disks.tracked(&vm.disk_granularity());
+            self.disks.note_writes(vm);
+        }
         for (index, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let packer = self.packer(stream, self.disks.segments(index));
@@ -143,7 +151,10 @@ impl Source<'_> {
 
     /// Waits until direct I/O that is in flight has landed.
     fn drain(&mut self) -> Result<(), EngineError> {
-        if self.direct_io { self.vm.drain().map_err(EngineError::Vm) } else { Ok(()) }
+        match self.vm.direct_io() {
+            Some(devices) if self.direct_io => devices.drain().map_err(EngineError::Vm),
+            _ => Ok(()),
+        }
     }
 
     /// Has the channels copy what is dirty.
@@ -304,7 +315,9 @@ impl Source<'_> {
         if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
             board.hurry(true);
         }
-        self.disks.tick(self.vm).map_err(EngineError::Vm)?;
+        if let Some(vm) = self.vm.moving_disks() {
+            self.disks.tick(vm).map_err(EngineError::Vm)?;
+        }
         let speed = self.sample_speed();
         let now = Instant::now();
         if now < self.next_look {
@@ -348,13 +361,14 @@ impl Source<'_> {
         let round_trip = self.round_trip.unwrap_or_default();
         let fixed = last_look + costs.state + self.flush + round_trip * TURNS;
         round.remaining = look.remaining;
-        let disk = if self.disks.is_empty() {
-            None
-        } else {
-            let disk = self.disks.end_round(self.vm, round.disk_sent).map_err(EngineError::Vm)?;
-            (round.disk_remaining, round.disk_written) = (disk.remaining, disk.written);
-            self.disk_time = round.time;
-            Some(disk)
+        let disk = match self.vm.moving_disks() {
+            None => None,
+            Some(vm) => {
+                let disk = self.disks.end_round(vm, round.disk_sent).map_err(EngineError::Vm)?;
+                (round.disk_remaining, round.disk_written) = (disk.remaining, disk.written);
+                self.disk_time = round.time;
+                Some(disk)
+            }
         };
         let (decision, estimate) = self.policy.round(&Round {
             time: round.time + self.gap,
@@ -421,7 +435,8 @@ impl Source<'_> {
     /// The guest's speed since the last sample, and its sum for the measures.
     pub(super) fn sample_speed(&mut self) -> Option<f64> {
         let governed = self.first_writes.is_some();
-        let speed = self.speed.sample(Instant::now(), self.vm.vcpu_time(), self.throttle, governed);
+        let vcpu_time = self.vm.brake().and_then(|brake| brake.vcpu_time());
+        let speed = self.speed.sample(Instant::now(), vcpu_time, self.throttle, governed);
         if speed.is_some() || self.throttle == 0.0 && !governed {
             self.guest_speed = speed;
         }
@@ -463,7 +478,9 @@ impl Source<'_> {
         }
         // What was consumed until now was consumed under the old one.
         self.sample_speed();
-        match self.vm.throttle(plan.throttle) {
+        let throttled =
+            self.vm.brake().map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.throttle(plan.throttle));
+        match throttled {
             Ok(()) => self.throttle = plan.throttle,
             Err(error) => {
                 // The guest runs free; without a throttle the policy may still find a way, or gives up and says why.
@@ -478,7 +495,7 @@ impl Source<'_> {
     /// so also anew when the limit of all stays what it was.
     fn limit_disks(&mut self, limit: Option<Rate>) {
         let Some(limits) = self.disks.divide(limit, self.disk_time) else { return };
-        match self.vm.limit_disks(&limits) {
+        match self.vm.moving_disks().map_or(Ok(()), |vm| vm.limit_disks(&limits)) {
             Ok(()) => self.disk_limit = limit,
             Err(error) => self.warning = Some(format!("disk writes cannot be limited: {error}")),
         }
@@ -490,7 +507,9 @@ impl Source<'_> {
             return;
         }
         self.sample_speed();
-        match self.vm.govern(first_writes) {
+        let governed =
+            self.vm.brake().map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.govern(first_writes));
+        match governed {
             Ok(()) => self.first_writes = first_writes,
             Err(error) => {
                 self.first_writes = None;

@@ -18,7 +18,7 @@ use godwit_engine::destination::{self, receive};
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::steering::Steering;
-use godwit_engine::vm::{Ask, DestinationVm, RunError, SourceVm, VmError};
+use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, TrackError};
@@ -150,51 +150,6 @@ impl SourceVm for Source {
         Ok(Arc::clone(&self.marks) as Arc<dyn DirtyTracker>)
     }
 
-    fn tracking_stop(&self) -> Duration {
-        Duration::ZERO
-    }
-
-    fn throttle(&mut self, _share: f64) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.disks.iter().map(|disk| disk.disk()).collect()
-    }
-
-    fn disk_granularity(&self) -> Vec<ByteCount> {
-        self.disks.iter().map(|disk| disk.granularity()).collect()
-    }
-
-    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        let all = !std::mem::replace(&mut self.begun, true);
-        Ok(self.disks.iter().map(|disk| disk.round(all)).collect())
-    }
-
-    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
-        Ok(self.disks.iter().map(|disk| disk.dirty()).collect())
-    }
-
-    fn vcpu_time(&self) -> Option<Duration> {
-        None
-    }
-
-    fn vcpus(&self) -> usize {
-        1
-    }
-
-    fn direct_io(&self) -> bool {
-        false
-    }
-
-    fn drain(&mut self) -> Result<(), VmError> {
-        Ok(())
-    }
-
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) = UnixStream::pair()?;
         self.state = Some(theirs);
@@ -252,6 +207,37 @@ impl SourceVm for Source {
     fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
         self.retired = true;
         Ok(())
+    }
+
+    fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
+        if !self.disks.is_empty() { Some(self) } else { None }
+    }
+}
+
+impl DiskVm for Source {
+    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn limit_disks(&mut self, _limits: &[Rate]) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn disks(&self) -> Vec<Disk> {
+        self.disks.iter().map(|disk| disk.disk()).collect()
+    }
+
+    fn disk_granularity(&self) -> Vec<ByteCount> {
+        self.disks.iter().map(|disk| disk.granularity()).collect()
+    }
+
+    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        let all = !std::mem::replace(&mut self.begun, true);
+        Ok(self.disks.iter().map(|disk| disk.round(all)).collect())
+    }
+
+    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
+        Ok(self.disks.iter().map(|disk| disk.dirty()).collect())
     }
 }
 
@@ -322,16 +308,6 @@ impl DestinationVm for Destination {
         if self.differs { Err("it is another machine".into()) } else { Ok(()) }
     }
 
-    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
-        wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
-    }
-
-    fn close_disks(&mut self) -> Result<(), VmError> {
-        assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the last round");
-        self.found.lock().unwrap().disks_closed = true;
-        Ok(())
-    }
-
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
         let (ram, source_ram) = (Arc::clone(&self.ram), Arc::clone(&self.source_ram));
         let (source_disks, images) = (self.source_disks.clone(), self.images.clone());
@@ -355,6 +331,22 @@ impl DestinationVm for Destination {
 
     fn discard(&mut self) -> Result<(), VmError> {
         assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the discard");
+        Ok(())
+    }
+
+    fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        Some(self)
+    }
+}
+
+impl DiskDestination for Destination {
+    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the last round");
+        self.found.lock().unwrap().disks_closed = true;
         Ok(())
     }
 }

@@ -286,7 +286,7 @@ fn regs(state: &[u8]) -> Vec<Vec<u8>> {
 
 #[test]
 fn a_source_that_goes_away_takes_its_throttle_along() {
-    use godwit_engine::vm::SourceVm;
+    use godwit_engine::vm::{Brake, SourceVm};
     let name = "a_source_that_goes_away_takes_its_throttle_along";
     let Some(rig) = rig(name, &plan(1), Some(GuestMode::Full)) else { return };
     rig.machine.run();

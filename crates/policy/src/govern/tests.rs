@@ -129,3 +129,12 @@ fn three_rounds_in_a_row_that_do_not_shrink_end_it() {
     assert!(![48_601.0, 43_741.0].map(&mut failed).contains(&true));
     assert!(failed(39_367.0));
 }
+
+#[test]
+fn a_machine_that_offers_it_no_longer_is_not_governed() {
+    let (guest, mut governor) = (Guest::default(), Governor::default());
+    governor.round(&view(&guest, 60_000.0, 10.0), true, true);
+    assert!(governor.budget().is_some());
+    governor.withdraw();
+    assert_eq!((governor.budget(), governor.failed()), (None, false));
+}

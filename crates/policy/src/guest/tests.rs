@@ -520,3 +520,58 @@ fn rounds_that_gain_hardly_anything_are_no_way_to_finish() {
     assert!(time_to_finish(&class, 0.0, 1.0, link, 346.0).is_some());
     assert_eq!(time_to_finish(&class, 0.0, 1.0, link, 335.0), None);
 }
+
+#[test]
+fn pages_that_never_become_dirty_are_believed_not_to_in_time() {
+    let mut guest = seen(&ON_A_LINE);
+    assert!(near(line(&guest).0, 1024.0));
+    (0..500).for_each(|_| guest.look(&[960], SECOND, 0.0));
+    let (pages, _) = line(&guest);
+    assert!((960.0..980.0).contains(&pages), "{pages}");
+}
+
+#[test]
+fn the_most_that_was_dirty_fades_by_a_thousandth_with_each_look() {
+    let mut guest = seen(&[0, 512, 768]);
+    assert_eq!(guest.segments[0].top, 768.0);
+    guest.look(&[100], SECOND, 0.0);
+    guest.look(&[150], SECOND, 0.0);
+    assert!(near(guest.segments[0].top.into(), 767.232), "{}", guest.segments[0].top);
+}
+
+#[test]
+fn a_line_needs_a_page_that_was_dirty() {
+    let after = |remaining| {
+        let mut guest = Guest::default();
+        guest.look_at_all(remaining, SECOND, 0.0);
+        guest.segments[0].line(4096.0).is_some()
+    };
+    assert_eq!([after(0), after(1)], [false, true]);
+}
+
+#[test]
+fn levels_that_are_close_together_make_no_line() {
+    let mut segment = Segment { top: 1000.0, ..Segment::default() };
+    // Seen at 900 to 1,000 pages it would end at 1,000, if anything followed from that.
+    segment.learn(900.0, 100.0, 1.0);
+    segment.learn(980.0, 20.0, 1.0);
+    assert_eq!(segment.line(4096.0).unwrap().0, 4096.0);
+    segment.learn(600.0, 400.0, 1.0);
+    assert!(near(segment.line(4096.0).unwrap().0.into(), 1000.0));
+}
+
+#[test]
+fn of_a_segment_that_is_dirty_all_over_a_fiftieth_counts_as_clean() {
+    let mut segment = Segment { top: 1000.0, ..Segment::default() };
+    segment.learn(1000.0, 40.0, 1.0);
+    assert_eq!(segment.line(1000.0), Some((1000.0, 2.0)));
+}
+
+#[test]
+fn what_becomes_dirty_until_the_guest_stands_still_counts() {
+    let link = Link { pages: 1000.0, idle: 0.0, at_once: true, lead: 0.1 };
+    // Nothing is dirty: 1000 · (1 − e^(−0.5 · 2 · 0.1)) = 95.16 will be.
+    let class = [Class { pages: 1000.0, rate: 2.0, dirty: 0.0 }];
+    assert_eq!(time_to_finish(&class, 0.0, 0.5, link, 95.2), Some(0.0));
+    assert_eq!(time_to_finish(&class, 0.0, 0.5, link, 95.1), None);
+}

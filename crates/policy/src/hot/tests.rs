@@ -164,10 +164,11 @@ fn a_delay_lasts_as_many_rounds_as_are_allowed_and_ends_for_good() {
     assert!(!hot.look(&[40_000, 0, 0, 0], 4096.0, 30), "not within a round either");
     // One that was forbidden does not come back.
     let mut hot = Hot::default();
-    hot.round(&[40_000, 0, 0, 0], 4096.0, 90_000.0, BOUNDS);
+    hot.round(&[40_000, 3000, 0, 0], 4096.0, 90_000.0, BOUNDS);
+    assert_eq!(hot.delayed().count(), 1);
     hot.forbid();
     assert!(hot.delayed().is_empty());
-    hot.round(&[40_000, 0, 0, 0], 4096.0, 90_000.0, BOUNDS);
+    hot.round(&[40_000, 1000, 0, 0], 4096.0, 90_000.0, BOUNDS);
     assert!(hot.delayed().is_empty());
 }
 

@@ -245,3 +245,12 @@ fn where_writes_are_not_seen_what_became_dirty_counts() {
     assert_eq!(lower(Some(30.0), 100), 21.0);
     assert_eq!(lower(Some(60.0), 100), 35.0);
 }
+
+#[test]
+fn slow_storage_lowers_no_limit_of_rounds_that_shrink() {
+    let mut share = Share { limit: Some(mib_a_second(60.0)), ..Share::default() };
+    let disk =
+        DiskRound { written: ByteCount(100 << 20), storage: Duration::from_millis(900), ..mib(200, 200) };
+    // Rounds would halve at 50 MiB/s.
+    assert_eq!(share.adapted(&disk, 1.0), Some(mib_a_second(60.0)));
+}

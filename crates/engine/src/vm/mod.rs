@@ -1,0 +1,45 @@
+//! What the engine needs of a machine: two traits, implemented by the adapters, and one for each capability
+//! that a machine may have beside them.
+//!
+//! The engine calls them in the order of the state machines and never from two threads at once.
+
+mod capability;
+mod destination;
+mod source;
+
+use std::time::Duration;
+
+pub use capability::{Brake, DirectIo, DiskDestination, DiskVm, FreePages};
+pub use destination::DestinationVm;
+pub use source::SourceVm;
+
+/// An adapter's error; the adapter's words say what to do.
+pub type VmError = Box<dyn std::error::Error + Send + Sync>;
+
+/// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SwitchoverCosts {
+    /// From [`SourceVm::open_state`] until the guest stands still.
+    pub lead: Duration,
+    /// Saving the device state, loading it, and running the guest.
+    pub state: Duration,
+}
+
+impl Default for SwitchoverCosts {
+    /// What is usual.
+    fn default() -> Self {
+        Self { lead: Duration::from_millis(10), state: Duration::from_millis(15) }
+    }
+}
+
+/// Has a question of the destination's adapter answered by the source's.
+pub type Ask<'a> = dyn FnMut(&[u8]) -> Result<Vec<u8>, VmError> + 'a;
+
+/// Why a guest could not be run.
+#[derive(Debug)]
+pub enum RunError {
+    /// It has not executed a single instruction here.
+    NeverRan(VmError),
+    /// It may have run, and may have written to its disks.
+    Unknown(VmError),
+}
