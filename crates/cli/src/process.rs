@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use godwit_control::messages::Cost;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
-use godwit_microvm::control::messages::Cost;
 use rustix::time::{ClockId, clock_gettime};
 
 /// The program that runs, even where its file was replaced (proc_pid_exe(5)).
