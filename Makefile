@@ -37,7 +37,7 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@scripts/run-tests.sh
 
 .PHONY: test-long
-test-long: guest qemu ## the tests that make test leaves out because they take minutes each
+test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (two minutes)
 	@$(CARGO) build --workspace --bins
 	@scripts/run-tests.sh --ignored --test-threads=1
 
