@@ -314,6 +314,8 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
 
         // It never ran the guest, so its QEMU ends, whatever the source has heard.
         while pair.destination.is_alive() {
+            let runs = pair.destination.status().is_ok_and(|status| status == "running");
+            ensure!(!runs, "{flavour}: the guest runs there without COMMIT");
             ensure!(moment.elapsed() < LIMIT, "{flavour}: it stays: {}", receive.errors());
             std::thread::sleep(Duration::from_millis(10));
         }
