@@ -14,7 +14,7 @@ help: ## list the targets
 	  } print line }' $(MAKEFILE_LIST)
 
 # DEMO=qemu and DEMO=microvm choose the kind of VM. Without a choice it is QEMU, and a microvm where neither QEMU nor the
-# Linux guest can be had. Arguments for `godwit demo` go into DEMO_ARGUMENTS.
+# Linux guest can be had. Arguments for `godwit-demo` go into DEMO_ARGUMENTS.
 DEMO ?=
 DEMO_ARGUMENTS ?=
 
@@ -28,7 +28,8 @@ demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof th
 	  else exit 1; fi; \
 	fi; \
 	echo "building godwit"; \
-	$(CARGO) run --quiet --release --bin godwit -- demo --machine $$machine $(DEMO_ARGUMENTS)
+	$(CARGO) build --quiet --release --bin godwit --bin godwit-demo && \
+	target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS)
 
 .PHONY: test
 test: guest qemu ## run all tests, those with real QEMUs and guests among them
@@ -36,7 +37,7 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@scripts/run-tests.sh
 
 .PHONY: test-long
-test-long: guest qemu ## the tests that make test leaves out because they take minutes each
+test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (two minutes)
 	@$(CARGO) build --workspace --bins
 	@scripts/run-tests.sh --ignored --test-threads=1
 
@@ -77,7 +78,7 @@ guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramf
 	@$(CARGO) run --quiet --package xtask -- guest
 
 .PHONY: guest-database
-guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit bench codecs`
+guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit-codecs`
 	@$(CARGO) run --quiet --package xtask -- guest-database
 
 .PHONY: qemu

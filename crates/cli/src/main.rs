@@ -2,20 +2,14 @@
 
 #![forbid(unsafe_code)]
 
-// First, for the macros in it.
+// For its macros: what is printed with them never ends the process.
 #[macro_use]
-mod say;
+extern crate godwit_terminal;
 
-mod bench;
-mod demo;
 mod guard;
-mod layout;
 mod microvm;
 mod migrate;
-mod output;
 mod plan;
-mod process;
-mod progress;
 mod receive;
 mod run_directory;
 mod simulate;
@@ -25,6 +19,7 @@ mod vm;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use godwit_terminal::{layout, output, process, say};
 use godwit_units::GRAMMAR;
 
 /// Live-migrates running virtual machines, exactly and without losing one.
@@ -60,13 +55,8 @@ enum Command {
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
     #[command(subcommand)]
     Microvm(microvm::Command),
-    /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
-    Demo(demo::Arguments),
     /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
     Simulate(simulate::Arguments),
-    /// Measure what this machine can do.
-    #[command(subcommand)]
-    Bench(bench::Command),
     /// Stand in for a godwit that is killed; godwit starts it by itself.
     #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
     Guard(guard::Arguments),
@@ -93,10 +83,7 @@ fn without_hidden(mut error: clap::Error) -> clap::Error {
 
 fn main() -> ExitCode {
     let arguments = Arguments::try_parse().unwrap_or_else(|error| without_hidden(error).exit());
-    if matches!(
-        arguments.command,
-        Command::Plan(_) | Command::Status(_) | Command::Simulate(_) | Command::Bench(_)
-    ) {
+    if matches!(arguments.command, Command::Plan(_) | Command::Status(_) | Command::Simulate(_)) {
         say::ends_quietly();
     }
     match arguments.command {
@@ -108,9 +95,7 @@ fn main() -> ExitCode {
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Microvm(command) => microvm::run(&command),
-        Command::Demo(arguments) => demo::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),
-        Command::Bench(command) => bench::run(&command),
         Command::Guard(arguments) => guard::run(&arguments),
     }
 }
@@ -160,7 +145,6 @@ mod tests {
             "godwit receive --help",
             "godwit plan --help",
             "godwit set --help",
-            "godwit demo --help",
             "godwit simulate --help",
             "godwit microvm run --help",
         ] {

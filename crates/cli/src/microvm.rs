@@ -9,9 +9,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use godwit_control::client;
+use godwit_control::messages::Request;
 use godwit_engine::Cancel;
-use godwit_microvm::control::messages::Request;
-use godwit_microvm::control::{client, server};
+use godwit_microvm::control as server;
 use godwit_microvm::{
     BalloonFeatures, BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError,
     TrackerKind, plain_layout,
@@ -173,7 +174,7 @@ enum ModeName {
 pub(crate) fn run(command: &Command) -> ExitCode {
     let outcome = match command {
         Command::Run(arguments) => run_machine(arguments),
-        Command::Status(socket) => client::status(&socket.path).map(|status| {
+        Command::Status(socket) => client::status(&socket.path).map_err(MicrovmError::from).map(|status| {
             output::json_line(&serde_json::to_value(status).unwrap_or_default());
             ExitCode::SUCCESS
         }),

@@ -6,13 +6,13 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use godwit_block::{DiskChoice, parse_granularity};
+use godwit_control::client;
+use godwit_control::messages::{Cost, DiskWish};
 use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
 use godwit_engine::steering::{Steering, SteeringError};
-use godwit_microvm::control::client;
-use godwit_microvm::control::messages::{Cost, DiskWish};
 use godwit_policy::SettingError;
 use godwit_qemu::{QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use godwit_block::DiskChoice;
+use godwit_control::client;
+use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Fault, Faults, Notice, Options, Received, receive};
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
-use godwit_microvm::control::client;
-use godwit_microvm::control::messages::{Cost, ReceiveRequest};
 use godwit_qemu::QemuDestination;
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;

@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use godwit_microvm::control::steer::{Socket, bind};
+use godwit_control::steer::{Socket, bind};
 use godwit_qemu::run_directory;
 use rustix::fs::FlockOperation;
 

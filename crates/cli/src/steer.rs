@@ -12,11 +12,10 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_control::messages::{Answer, MigrationLook, Request};
+use godwit_control::steer::{Socket, steer};
+use godwit_control::{ControlError, client};
 use godwit_engine::steering::Steering;
-use godwit_microvm::MicrovmError;
-use godwit_microvm::control::client;
-use godwit_microvm::control::messages::{Answer, MigrationLook, Request};
-use godwit_microvm::control::steer::{Socket, steer};
 use godwit_qemu::monitor::Qmp;
 use godwit_units::{GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
@@ -278,7 +277,7 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
     ExitCode::SUCCESS
 }
 
-fn refused(error: &MicrovmError) -> ExitCode {
+fn refused(error: &ControlError) -> ExitCode {
     eprintln!("godwit: {error}");
     ExitCode::from(FAILED)
 }

@@ -5,8 +5,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use godwit_control::client;
 use godwit_engine::Failure;
-use godwit_microvm::control::client;
 use godwit_qemu::QemuError;
 use godwit_qemu::monitor::QmpError;
 

@@ -5,25 +5,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use godwit_balloon::{Balloon, Discard, Features, FreeHints, Region, Statistic};
+use godwit_control::messages::BalloonStatus;
 use godwit_memory::RamBlock;
 use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
-use serde::{Deserialize, Serialize};
 
 use crate::ram::GuestRam;
 use crate::{StateError, blob};
-
-/// A balloon, as it is seen from outside.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BalloonStatus {
-    /// What the guest was asked to give, in all.
-    pub target_bytes: u64,
-    /// What it says that it has given.
-    pub given_bytes: u64,
-    /// What it said last to be free, and its memory in all; each answer is asked for by the one before.
-    pub free_bytes: Option<u64>,
-    /// See above.
-    pub memory_bytes: Option<u64>,
-}
 
 /// The device.
 #[derive(Debug)]

@@ -86,13 +86,8 @@ pub enum MicrovmError {
         own: Option<&'static str>,
     },
     /// The control socket cannot be used.
-    #[error("control socket {}: {problem}", path.display())]
-    Control {
-        /// The socket.
-        path: PathBuf,
-        /// What is wrong, and the cure.
-        problem: String,
-    },
+    #[error(transparent)]
+    Control(#[from] godwit_control::ControlError),
     /// Tracking failed.
     #[error(transparent)]
     Track(#[from] godwit_track::TrackError),

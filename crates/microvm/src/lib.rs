@@ -27,7 +27,6 @@ mod tracking;
 mod vcpu;
 mod vcpu_state;
 
-pub use balloon::BalloonStatus;
 pub use blob::VERSION as STATE_VERSION;
 pub use destination::MicrovmDestination;
 pub use godwit_balloon::Features as BalloonFeatures;

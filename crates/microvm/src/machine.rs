@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_balloon::{Features, FreeHints};
+use godwit_control::messages::BalloonStatus;
 use godwit_memslots::{MemSlots, SlotMap};
 use godwit_track::DirtyTracker;
 use godwit_units::PageCount;
@@ -18,7 +19,7 @@ use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::balloon::{BalloonDevice, BalloonStatus};
+use crate::balloon::BalloonDevice;
 use crate::blob::{Blob, Tag, Writer};
 use crate::boot_block::MAX_CPUS;
 use crate::disk::Disk;

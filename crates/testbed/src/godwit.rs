@@ -42,6 +42,12 @@ impl Godwit {
         Ok(Self { program })
     }
 
+    /// Another program of the same build, such as `godwit-codecs`, in its place.
+    #[must_use]
+    pub fn beside(&self, name: &str) -> Self {
+        Self { program: self.program.with_file_name(name) }
+    }
+
     /// Where the program is.
     #[must_use]
     pub fn program(&self) -> &Path {

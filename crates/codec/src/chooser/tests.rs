@@ -9,7 +9,7 @@ const BATCH: usize = 1 << 20;
 const BATCHES_PER_SEGMENT: usize = 16;
 const SEGMENTS: usize = 64;
 
-/// Compression of one kind of data, by candidate: ratio and nanoseconds a byte, as `godwit bench codecs --synthetic`
+/// Compression of one kind of data, by candidate: ratio and nanoseconds a byte, as `godwit-codecs --synthetic`
 /// measured them.
 #[derive(Clone, Copy)]
 struct Data {

@@ -289,7 +289,7 @@ fn a_hundred_kills_of_who_attaches_leave_a_process_as_it_was() {
 }
 
 #[test]
-#[ignore = "takes half a minute: make test-long"]
+#[ignore = "takes a quarter of a minute: make test-long"]
 fn a_thousand_kills_of_who_attaches_leave_a_process_as_it_was() {
     if possible("kills during attachment") {
         survive("idle", 300);
@@ -301,7 +301,7 @@ fn a_thousand_kills_of_who_attaches_leave_a_process_as_it_was() {
 /// The suspension of a filter ends with who asked for it, so there are microseconds in which a kill meets one that kills.
 /// This tells how many kills that is; docs/qemu.md has the figure.
 #[test]
-#[ignore = "takes half a minute: make test-long"]
+#[ignore = "takes a quarter of a minute: make test-long"]
 fn hardly_a_kill_of_who_attaches_meets_a_filter_that_kills() {
     if !possible("kills during attachment to a filtered process") {
         return;

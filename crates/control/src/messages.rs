@@ -12,8 +12,6 @@ use godwit_engine::{EngineError, Failure, Phase, Survivor};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 
-use crate::balloon::BalloonStatus;
-
 /// What is asked.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
@@ -241,6 +239,19 @@ pub struct Status {
     /// The guest's balloon, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonStatus>,
+}
+
+/// A balloon, as it is seen from outside.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BalloonStatus {
+    /// What the guest was asked to give, in all.
+    pub target_bytes: u64,
+    /// What it says that it has given.
+    pub given_bytes: u64,
+    /// What it said last to be free, and its memory in all; each answer is asked for by the one before.
+    pub free_bytes: Option<u64>,
+    /// See above.
+    pub memory_bytes: Option<u64>,
 }
 
 /// What a migration cost the VMM's process, its vCPUs apart.

@@ -1,4 +1,4 @@
-//! Printing. In this crate `println!` and its relatives are those of this module, for the standard ones panic when
+//! Printing. In our programs `println!` and its relatives are those of this module, for the standard ones panic when
 //! nobody reads any more: a terminal that was closed must not end a migration, least of all in the handover.
 //!
 //! Invariant: no output fails a command. What only puts out something ([`ends_quietly`]) ends without a word when its
@@ -11,12 +11,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 static ENDS_QUIETLY: AtomicBool = AtomicBool::new(false);
 
 /// Output is the only purpose of this process: it ends when nobody reads it.
-pub(crate) fn ends_quietly() {
+pub fn ends_quietly() {
     ENDS_QUIETLY.store(true, Ordering::Relaxed);
 }
 
 /// Writes to standard output, at once.
-pub(crate) fn out(text: Arguments<'_>) {
+pub fn out(text: Arguments<'_>) {
     let mut out = io::stdout().lock();
     let written = out.write_fmt(text).and_then(|()| out.flush());
     let Err(error) = written else { return };
@@ -30,25 +30,33 @@ pub(crate) fn out(text: Arguments<'_>) {
 }
 
 /// Writes to standard error.
-pub(crate) fn err(text: Arguments<'_>) {
+pub fn err(text: Arguments<'_>) {
     // In one piece, as other processes write there, too.
     let _ = io::stderr().lock().write_all(text.to_string().as_bytes());
 }
 
+/// Prints a line to standard output; never panics.
+#[macro_export]
 macro_rules! println {
     () => { $crate::say::out(format_args!("\n")) };
     ($($text:tt)*) => { $crate::say::out(format_args!("{}\n", format_args!($($text)*))) };
 }
 
+/// Prints to standard output; never panics.
+#[macro_export]
 macro_rules! print {
     ($($text:tt)*) => { $crate::say::out(format_args!($($text)*)) };
 }
 
+/// Prints a line to standard error; never panics.
+#[macro_export]
 macro_rules! eprintln {
     () => { $crate::say::err(format_args!("\n")) };
     ($($text:tt)*) => { $crate::say::err(format_args!("{}\n", format_args!($($text)*))) };
 }
 
+/// Prints to standard error; never panics.
+#[macro_export]
 macro_rules! eprint {
     ($($text:tt)*) => { $crate::say::err(format_args!($($text)*)) };
 }

@@ -1,4 +1,4 @@
-//! The contenders of `godwit bench codecs`: each compresses the same blocks of the same pages, on one thread.
+//! The candidates of `godwit-codecs`: each compresses the same blocks of the same pages, on one thread.
 //!
 //! Processor time counts, not the clock on the wall: on a machine with other work both would measure that work, too.
 
@@ -14,7 +14,7 @@ const BATCH: usize = 256 << 10;
 
 /// Who compresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Contender {
+pub(crate) enum Candidate {
     /// zlib, one stream for each block of `block` bytes.
     Zlib { name: &'static str, level: u32, block: usize },
     /// Our path: scattered pages, batches, given up where it is not worth it.
@@ -23,32 +23,32 @@ pub(super) enum Contender {
     Liblz4,
 }
 
-pub(super) const ALL: [Contender; 11] = [
-    Contender::Zlib { name: "zlib default", level: 6, block: BLOCK_LEN },
-    Contender::Zlib { name: "zlib best", level: 9, block: BLOCK_LEN },
-    Contender::Zlib { name: "zlib fastest", level: 1, block: BLOCK_LEN },
+pub(crate) const ALL: [Candidate; 11] = [
+    Candidate::Zlib { name: "zlib default", level: 6, block: BLOCK_LEN },
+    Candidate::Zlib { name: "zlib best", level: 9, block: BLOCK_LEN },
+    Candidate::Zlib { name: "zlib fastest", level: 1, block: BLOCK_LEN },
     // As migrations with zlib do it: QEMU's compression threads took one page at a time.
-    Contender::Zlib { name: "zlib fastest, by page", level: 1, block: PAGE },
-    Contender::Own { name: "lz4", codec: Codec::Lz4 { acceleration: 1 } },
-    Contender::Own { name: "lz4, acceleration 4", codec: Codec::Lz4 { acceleration: 4 } },
-    Contender::Own { name: "lz4, acceleration 8", codec: Codec::Lz4 { acceleration: 8 } },
-    Contender::Own { name: "lz4, acceleration 16", codec: Codec::Lz4 { acceleration: 16 } },
-    Contender::Own { name: "zstd 1", codec: Codec::Zstd { level: 1 } },
-    Contender::Own { name: "zstd 3", codec: Codec::Zstd { level: 3 } },
-    Contender::Liblz4,
+    Candidate::Zlib { name: "zlib fastest, by page", level: 1, block: PAGE },
+    Candidate::Own { name: "lz4", codec: Codec::Lz4 { acceleration: 1 } },
+    Candidate::Own { name: "lz4, acceleration 4", codec: Codec::Lz4 { acceleration: 4 } },
+    Candidate::Own { name: "lz4, acceleration 8", codec: Codec::Lz4 { acceleration: 8 } },
+    Candidate::Own { name: "lz4, acceleration 16", codec: Codec::Lz4 { acceleration: 16 } },
+    Candidate::Own { name: "zstd 1", codec: Codec::Zstd { level: 1 } },
+    Candidate::Own { name: "zstd 3", codec: Codec::Zstd { level: 3 } },
+    Candidate::Liblz4,
 ];
 
 /// One pass over all pages.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pass {
-    pub(super) compress: Duration,
-    pub(super) decompress: Duration,
+pub(crate) struct Pass {
+    pub(crate) compress: Duration,
+    pub(crate) decompress: Duration,
     /// Bytes that the pages became; those of batches that were given up as they are.
-    pub(super) out: usize,
+    pub(crate) out: usize,
 }
 
-impl Contender {
-    pub(super) fn name(self) -> &'static str {
+impl Candidate {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Zlib { name, .. } | Self::Own { name, .. } => name,
             Self::Liblz4 => "liblz4 itself",
@@ -56,12 +56,12 @@ impl Contender {
     }
 
     /// Whether it takes minutes where the others take seconds.
-    pub(super) fn is_slow(self) -> bool {
+    pub(crate) fn is_slow(self) -> bool {
         matches!(self, Self::Zlib { level, .. } if level > 1)
     }
 
     /// Compresses all of `pages` and decompresses them again, and checks that they come back.
-    pub(super) fn pass(self, pages: &[u8]) -> anyhow::Result<Pass> {
+    pub(crate) fn pass(self, pages: &[u8]) -> anyhow::Result<Pass> {
         match self {
             Self::Zlib { level, block, .. } => zlib(level, block, pages),
             Self::Own { codec, .. } => own(codec, pages),

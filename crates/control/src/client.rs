@@ -23,10 +23,10 @@ use godwit_units::{ByteCount, format_duration};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::messages::{
+use crate::ControlError;
+use crate::messages::{
     Answer, Cost, DiskWish, MigrateRequest, MigrationLook, ReceiveRequest, Request, Status,
 };
-use crate::MicrovmError;
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
@@ -44,7 +44,7 @@ const FRESH: Duration = Duration::from_secs(2);
 pub enum RequestError {
     /// It was refused, or the VMM could not be asked: nothing has changed.
     #[error(transparent)]
-    Refused(MicrovmError),
+    Refused(ControlError),
     /// The migration failed.
     #[error("{0}")]
     Failed(Failure),
@@ -65,8 +65,8 @@ struct Connection {
 }
 
 impl Connection {
-    fn open(path: &Path, request: &Request) -> Result<Self, MicrovmError> {
-        let problem = |problem: String| MicrovmError::Control { path: path.to_owned(), problem };
+    fn open(path: &Path, request: &Request) -> Result<Self, ControlError> {
+        let problem = |problem: String| ControlError::new(path, problem);
         let open = || {
             let stream = UnixStream::connect(path)?;
             stream.set_read_timeout(Some(limits::TICK))?;
@@ -102,12 +102,12 @@ impl Connection {
         poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)).is_ok_and(|ready| ready > 0)
     }
 
-    fn problem(&self, problem: &str) -> MicrovmError {
-        MicrovmError::Control { path: self.path.clone(), problem: problem.to_owned() }
+    fn problem(&self, problem: &str) -> ControlError {
+        ControlError::new(&self.path, problem)
     }
 
     /// The next answer. Tells the VMM when `cancel` is wished.
-    fn next(&mut self, cancel: &Cancel, limit: Option<Duration>) -> Result<Answer, MicrovmError> {
+    fn next(&mut self, cancel: &Cancel, limit: Option<Duration>) -> Result<Answer, ControlError> {
         let began = Instant::now();
         loop {
             // A line has a limit, since whoever listens there may be anyone.
@@ -162,7 +162,7 @@ fn stranger(line: &[u8]) -> Option<&'static str> {
 ///
 /// # Errors
 /// When it is refused, or nobody answers.
-pub fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
+pub fn ask(path: &Path, request: &Request) -> Result<Answer, ControlError> {
     let mut connection = Connection::open(path, request)?;
     match connection.next(&Cancel::default(), Some(ANSWER_LIMIT))? {
         Answer::Refused { error } => Err(connection.problem(&error)),
@@ -172,7 +172,7 @@ pub fn ask(path: &Path, request: &Request) -> Result<Answer, MicrovmError> {
 
 /// Whether a machine answers at `path`. Comes before what is waited for without a limit: a monitor
 /// of a QEMU that serves somebody else takes connections, and says nothing.
-fn is_there(path: &Path, cancel: &Cancel) -> Result<(), MicrovmError> {
+fn is_there(path: &Path, cancel: &Cancel) -> Result<(), ControlError> {
     let mut connection = Connection::open(path, &Request::Status)?;
     match connection.next(cancel, Some(THERE_LIMIT))? {
         Answer::Refused { error } => Err(connection.problem(&error)),
@@ -184,22 +184,22 @@ fn is_there(path: &Path, cancel: &Cancel) -> Result<(), MicrovmError> {
 ///
 /// # Errors
 /// When it cannot be asked.
-pub fn status(path: &Path) -> Result<Status, MicrovmError> {
+pub fn status(path: &Path) -> Result<Status, ControlError> {
     match ask(path, &Request::Status)? {
         Answer::Status(status) => Ok(status),
         _ => Err(other(path)),
     }
 }
 
-fn other(path: &Path) -> MicrovmError {
-    MicrovmError::Control { path: path.to_owned(), problem: "answers something else".to_owned() }
+fn other(path: &Path) -> ControlError {
+    ControlError::new(path, "answers something else")
 }
 
 /// Has the machine track its guest's writes for `time`, as [`godwit_engine::measure::measure`] does.
 ///
 /// # Errors
 /// When it refuses, or tracking fails.
-pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured, MicrovmError> {
+pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured, ControlError> {
     let time_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     let mut connection = Connection::open(path, &Request::Measure { time_ms })?;
     match connection.next(cancel, Some(time + ANSWER_LIMIT))? {
@@ -213,7 +213,7 @@ pub fn measure(path: &Path, time: Duration, cancel: &Cancel) -> Result<Measured,
 ///
 /// # Errors
 /// When there is none.
-pub fn migration(path: &Path) -> Result<MigrationLook, MicrovmError> {
+pub fn migration(path: &Path) -> Result<MigrationLook, ControlError> {
     match ask(path, &Request::Progress)? {
         Answer::Migration(look) => Ok(look),
         _ => Err(other(path)),
@@ -224,12 +224,12 @@ pub fn migration(path: &Path) -> Result<MigrationLook, MicrovmError> {
 ///
 /// # Errors
 /// When it refuses.
-pub fn command(path: &Path, request: &Request) -> Result<(), MicrovmError> {
+pub fn command(path: &Path, request: &Request) -> Result<(), ControlError> {
     ask(path, request).map(drop)
 }
 
 /// The machine went without a last word: what became of its guest, which was last seen in `stage`, so long ago.
-fn lost(connection: &Connection, error: MicrovmError, stage: Option<Stage>, ago: Duration) -> RequestError {
+fn lost(connection: &Connection, error: ControlError, stage: Option<Stage>, ago: Duration) -> RequestError {
     if connection.stranger {
         return RequestError::Refused(error);
     }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use godwit_engine::steering::Steering;
 
-use super::messages::{Answer, MigrationLook, Request};
-use crate::MicrovmError;
+use crate::ControlError;
+use crate::messages::{Answer, MigrationLook, Request};
 
 /// Does to the migration of `steering` what `request` asks; other requests than those about a migration are refused.
 #[must_use]
@@ -50,8 +50,8 @@ impl Drop for Socket {
 ///
 /// # Errors
 /// When somebody else listens there, or the socket cannot be made.
-pub fn bind(path: &Path) -> Result<(UnixListener, Socket), MicrovmError> {
-    let problem = |problem: String| MicrovmError::Control { path: path.to_owned(), problem };
+pub fn bind(path: &Path) -> Result<(UnixListener, Socket), ControlError> {
+    let problem = |problem: String| ControlError::new(path, problem);
     match UnixListener::bind(path) {
         Ok(listener) => Ok((listener, Socket(path.to_owned()))),
         // Left behind by a process that was killed, if nobody answers there.

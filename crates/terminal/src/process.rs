@@ -3,24 +3,24 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use godwit_control::messages::Cost;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
-use godwit_microvm::control::messages::Cost;
 use rustix::time::{ClockId, clock_gettime};
 
 /// The program that runs, even where its file was replaced (proc_pid_exe(5)).
-pub(crate) const THIS_PROGRAM: &str = "/proc/self/exe";
+pub const THIS_PROGRAM: &str = "/proc/self/exe";
 /// It failed; the guest is where it was.
-pub(crate) const FAILED: u8 = 1;
+pub const FAILED: u8 = 1;
 /// Wrong usage, as clap has it.
-pub(crate) const USAGE: u8 = 2;
+pub const USAGE: u8 = 2;
 /// An operator is needed.
-pub(crate) const OPERATOR: u8 = 3;
+pub const OPERATOR: u8 = 3;
 /// Cancelled; the guest is where it was.
-pub(crate) const CANCELLED: u8 = 130;
+pub const CANCELLED: u8 = 130;
 
 /// A cancellation that Ctrl-C and SIGTERM ask for. Asking twice changes nothing: to clean up comes first. A signal that
 /// whoever started this process had it ignore stays ignored: SIGHUP under nohup(1), SIGINT in the background of a script.
-pub(crate) fn cancel_on_signals() -> Cancel {
+pub fn cancel_on_signals() -> Cancel {
     let cancel = Cancel::default();
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let signals = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
@@ -39,7 +39,7 @@ fn is_ignored(status: &str, signal: i32) -> bool {
 }
 
 /// The exit code that tells what became of the guest.
-pub(crate) fn exit_code(failure: &Failure) -> ExitCode {
+pub fn exit_code(failure: &Failure) -> ExitCode {
     ExitCode::from(match (&failure.cause, failure.survivor) {
         (EngineError::Cancelled, Survivor::Source) => CANCELLED,
         (_, Survivor::Source) => FAILED,
@@ -48,7 +48,7 @@ pub(crate) fn exit_code(failure: &Failure) -> ExitCode {
 }
 
 /// What this process has cost.
-pub(crate) fn cost() -> Cost {
+pub fn cost() -> Cost {
     Cost { cpu_ms: cpu_time().as_secs_f64() * 1e3, peak_rss_bytes: peak_rss() }
 }
 

@@ -47,7 +47,7 @@ const SAID_LITTLE: ByteCount = ByteCount(64 << 10);
 
 /// `now` without what was reckoned from next to nothing: a first round over empty disks sends some
 /// hundred bytes, by which the rest would take days.
-pub(crate) fn believable(now: &Progress) -> Progress {
+pub fn believable(now: &Progress) -> Progress {
     let mut now = now.clone();
     if now.sent < SAID_LITTLE && now.remaining > SAID_LITTLE {
         (now.bandwidth, now.expected_downtime, now.remaining_time) = (None, None, None);
@@ -82,30 +82,30 @@ fn slowed(now: &Progress) -> String {
 
 /// The table of one migration.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub struct Table {
     width: usize,
     disks: bool,
 }
 
 impl Table {
     /// For lines of at most `width` columns.
-    pub(crate) fn new(width: usize, disks: bool) -> Self {
+    pub fn new(width: usize, disks: bool) -> Self {
         Self { width, disks }
     }
 
     /// Whether it was made for this.
-    pub(crate) fn fits(&self, width: usize, disks: bool) -> bool {
+    pub fn fits(&self, width: usize, disks: bool) -> bool {
         self.width == width && self.disks == disks
     }
 
     /// The headings.
-    pub(crate) fn head(&self) -> String {
+    pub fn head(&self) -> String {
         let heads: Vec<String> = COLUMNS.iter().map(|shown| shown.column.head.to_owned()).collect();
         self.line(&heads)
     }
 
     /// The row for `now`.
-    pub(crate) fn row(&self, now: &Progress) -> String {
+    pub fn row(&self, now: &Progress) -> String {
         let now = believable(now);
         let cells: Vec<String> = COLUMNS.iter().map(|shown| (shown.cell)(&now)).collect();
         self.line(&cells)

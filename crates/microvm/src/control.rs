@@ -11,6 +11,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use godwit_control::messages::{Answer, Cost, MigrateRequest, ReceiveRequest, Request, Status};
+use godwit_control::steer::{Socket, bind, steer};
 use godwit_engine::address::Listener;
 use godwit_engine::compression::Compression;
 use godwit_engine::measure::measure;
@@ -18,8 +20,6 @@ use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
-use super::messages::{Answer, Cost, MigrateRequest, ReceiveRequest, Request, Status};
-use super::steer::{Socket, bind, steer};
 use crate::destination::MicrovmDestination;
 use crate::source::MicrovmSource;
 use crate::{Machine, MachineEvent, MicrovmError};

@@ -1,14 +1,23 @@
-//! `godwit demo`: the main job on this machine, with witnesses.
+//! `godwit-demo`: the main job on this machine, with witnesses.
 //!
 //! What it says about the guest comes from outside of godwit: from the guest's own console and from an observer that
 //! looks at a counter of the guest in both RAM files. The migration itself is the two commands, run as processes.
+
+#![forbid(unsafe_code)]
+
+#[macro_use]
+extern crate godwit_terminal;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::{Parser, ValueEnum};
 use godwit_engine::report::Progress;
+use godwit_terminal::layout;
+use godwit_terminal::output::{self, json_line};
+use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};
+use godwit_terminal::progress::Table;
 use godwit_testbed::{
     BeaconPlace, Beat, Flavour, Godwit, GuestConfig, MicroVm, Movable, Observer, Running, TestVm, VmConfig,
     end_children, flavours, longest_pause,
@@ -16,11 +25,6 @@ use godwit_testbed::{
 use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
 use godwit_verify::settings::{BuildWork, DiskWork, Mode};
 use serde_json::{Value, json};
-
-use crate::layout;
-use crate::output::{self, json_line};
-use crate::process::{CANCELLED, FAILED, cancel_on_signals};
-use crate::progress::Table;
 
 /// A guest under emulation boots in seconds; a machine under load takes longer.
 const BOOT_LIMIT: Duration = Duration::from_secs(180);
@@ -34,9 +38,9 @@ const INDENT: &str = "  ";
 ///
 /// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. The VMs are QEMUs
 /// with a Linux guest (`make demo` provides both), or, where there is no QEMU, microvms, which need only /dev/kvm.
-#[derive(Debug, Args)]
-#[command(after_help = GRAMMAR)]
-pub(crate) struct Arguments {
+#[derive(Debug, Parser)]
+#[command(name = "godwit-demo", version, max_term_width = 80, after_help = GRAMMAR)]
+struct Arguments {
     /// The kind of VM [default: qemu if there is one, else microvm]
     #[arg(long)]
     machine: Option<MachineName>,
@@ -92,8 +96,8 @@ enum QemuChoice {
     Oldest,
 }
 
-/// Runs the command.
-pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+fn main() -> ExitCode {
+    let arguments = &Arguments::parse();
     let cancel = cancel_on_signals();
     let watched = cancel.clone();
     std::thread::spawn(move || {
@@ -106,11 +110,11 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     match demo(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(_) if cancel.is_cancelled() => {
-            eprintln!("godwit: cancelled; both VMs have been ended");
+            eprintln!("godwit-demo: cancelled; both VMs have been ended");
             ExitCode::from(CANCELLED)
         }
         Err(error) => {
-            eprintln!("godwit: {error:#}");
+            eprintln!("godwit-demo: {error:#}");
             if arguments.json {
                 json_line(&json!({ "outcome": "failed", "error": format!("{error:#}") }));
             }

@@ -7,12 +7,12 @@ use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
 /// The columns of the narrowest terminal that all is made for, and of whatever is none.
-pub(crate) const NARROW: usize = 80;
+pub const NARROW: usize = 80;
 /// Longer lines are hard to read.
 const WIDEST: usize = 160;
 
 /// How many columns lines to `stream` may have.
-pub(crate) fn width(stream: &(impl AsFd + IsTerminal)) -> usize {
+pub fn width(stream: &(impl AsFd + IsTerminal)) -> usize {
     if !stream.is_terminal() {
         return NARROW;
     }
@@ -27,7 +27,7 @@ fn length(text: &str) -> usize {
 }
 
 /// `text` behind `label`, in lines of at most `width` columns; all but the first are indented by `indent`.
-pub(crate) fn wrap(label: &str, text: &str, indent: usize, width: usize) -> String {
+pub fn wrap(label: &str, text: &str, indent: usize, width: usize) -> String {
     let mut lines = vec![label.to_owned()];
     let mut begun = false;
     for word in text.split(' ').filter(|word| !word.is_empty()) {
@@ -47,34 +47,34 @@ pub(crate) fn wrap(label: &str, text: &str, indent: usize, width: usize) -> Stri
 
 /// One column of a table.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Column<'a> {
+pub struct Column<'a> {
     /// Its heading.
-    pub(crate) head: &'a str,
+    pub head: &'a str,
     /// Whether its cells are numbers, which end below each other, or words, which begin there.
-    pub(crate) number: bool,
+    pub number: bool,
     /// Where there is no room for all columns, those with the highest rank are left out first.
-    pub(crate) rank: u8,
+    pub rank: u8,
 }
 
 impl<'a> Column<'a> {
     /// A column of numbers.
-    pub(crate) const fn number(head: &'a str, rank: u8) -> Self {
+    pub const fn number(head: &'a str, rank: u8) -> Self {
         Self { head, number: true, rank }
     }
 
     /// A column of words.
-    pub(crate) const fn words(head: &'a str, rank: u8) -> Self {
+    pub const fn words(head: &'a str, rank: u8) -> Self {
         Self { head, number: false, rank }
     }
 
     /// `text` in this column, `width` wide.
-    pub(crate) fn cell(&self, text: &str, width: usize) -> String {
+    pub fn cell(&self, text: &str, width: usize) -> String {
         if self.number { format!("{text:>width$}") } else { format!("{text:<width$}") }
     }
 }
 
 /// Which of `columns` fit into `width` when each is as wide as `widths` says, with `gap` between two.
-pub(crate) fn fitting(columns: &[Column<'_>], widths: &[usize], gap: usize, width: usize) -> Vec<bool> {
+pub fn fitting(columns: &[Column<'_>], widths: &[usize], gap: usize, width: usize) -> Vec<bool> {
     let mut shown = vec![true; columns.len()];
     loop {
         let count = shown.iter().filter(|shown| **shown).count();
@@ -88,7 +88,7 @@ pub(crate) fn fitting(columns: &[Column<'_>], widths: &[usize], gap: usize, widt
 }
 
 /// A table with a heading. Each row has a cell for each of `columns`.
-pub(crate) fn table(columns: &[Column<'_>], rows: &[Vec<String>], indent: usize, width: usize) -> String {
+pub fn table(columns: &[Column<'_>], rows: &[Vec<String>], indent: usize, width: usize) -> String {
     let widths: Vec<usize> = (0..columns.len())
         .map(|i| rows.iter().map(|row| length(&row[i])).max().unwrap_or(0).max(length(columns[i].head)))
         .collect();

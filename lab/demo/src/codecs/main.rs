@@ -1,19 +1,27 @@
-//! `godwit bench codecs`: the codecs on a memory image, beside zlib and liblz4 itself.
+//! `godwit-codecs`: the codecs on a memory image, beside zlib and liblz4 itself.
+#![forbid(unsafe_code)]
+
+#[macro_use]
+extern crate godwit_terminal;
+
+mod candidate;
 
 use std::fs::File;
 use std::io::IsTerminal;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use anyhow::{Context, bail};
-use clap::Args;
+use clap::Parser;
 use godwit_codec::synthetic::Image;
 use godwit_codec::{content_runs, is_zero};
-use godwit_units::ByteCount;
+use godwit_terminal::output::json_line;
+use godwit_terminal::say;
+use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
 
-use super::contender::{ALL, Contender, Pass};
-use crate::output::json_line;
+use crate::candidate::{ALL, Candidate, Pass};
 
 const PAGE: usize = 4096;
 /// Pieces that are taken from a file that is larger than the limit.
@@ -22,9 +30,10 @@ const PIECE: u64 = 4 << 20;
 /// Compare codecs on a memory image: time, size and speed of each, one processor.
 ///
 /// Zero pages are counted and left out: no codec ever sees one in a migration. Times are processor seconds and
-/// medians; contenders take turns, so that a busy neighbour slows all of them.
-#[derive(Debug, Args)]
-pub(crate) struct Arguments {
+/// medians; candidates take turns, so that a busy neighbour slows all of them.
+#[derive(Debug, Parser)]
+#[command(name = "godwit-codecs", version, max_term_width = 80, after_help = GRAMMAR)]
+struct Arguments {
     /// The image: the RAM file of a guest, or any file
     #[arg(value_name = "FILE", required_unless_present = "synthetic", conflicts_with = "synthetic")]
     file: Option<PathBuf>,
@@ -41,7 +50,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIZE", default_value = "256MiB")]
     limit: ByteCount,
 
-    /// Passes of each contender
+    /// Passes of each candidate
     #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u8).range(1..=99))]
     runs: u8,
 
@@ -54,40 +63,51 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// The medians of a contender.
+/// The medians of a candidate.
 struct Row {
-    contender: Contender,
+    candidate: Candidate,
     compress: f64,
     decompress: f64,
     out: usize,
 }
 
-pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
+fn main() -> ExitCode {
+    say::ends_quietly();
+    match run(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("godwit-codecs: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let (name, mut pages) = image(arguments)?;
     let all = pages.len();
     drop_zero_pages(&mut pages);
     if pages.is_empty() {
         bail!("{name} holds no page that is not zero: nothing to compress");
     }
-    let contenders: Vec<Contender> =
-        ALL.into_iter().filter(|contender| !arguments.quick || !contender.is_slow()).collect();
-    let mut passes: Vec<Vec<Pass>> = vec![Vec::new(); contenders.len()];
+    let candidates: Vec<Candidate> =
+        ALL.into_iter().filter(|candidate| !arguments.quick || !candidate.is_slow()).collect();
+    let mut passes: Vec<Vec<Pass>> = vec![Vec::new(); candidates.len()];
     let terminal = std::io::stderr().is_terminal() && !arguments.json;
     for run in 1..=arguments.runs {
-        for (contender, passes) in contenders.iter().zip(&mut passes) {
+        for (candidate, passes) in candidates.iter().zip(&mut passes) {
             // It takes a minute and more: who waits sees that it goes on.
             if terminal {
-                eprint!("\r\x1b[Kpass {run} of {}: {}", arguments.runs, contender.name());
+                eprint!("\r\x1b[Kpass {run} of {}: {}", arguments.runs, candidate.name());
             }
-            passes.push(contender.pass(&pages)?);
+            passes.push(candidate.pass(&pages)?);
         }
     }
     if terminal {
         eprint!("\r\x1b[K");
     }
     let rows: Vec<Row> =
-        contenders.iter().zip(&passes).map(|(contender, passes)| row(*contender, passes)).collect();
-    let find = |name: &str| rows.iter().position(|row| row.contender.name() == name);
+        candidates.iter().zip(&passes).map(|(candidate, passes)| row(*candidate, passes)).collect();
+    let find = |name: &str| rows.iter().position(|row| row.candidate.name() == name);
     // Ratios within a run, so that what slows one slows the other.
     let versus = |one: &str, other: &str| {
         let (one, other) = (find(one)?, find(other)?);
@@ -123,7 +143,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
     for row in &rows {
         println!(
             "{:<22}{:>9.2}{:>10.1}{:>8.3}{:>12.0}{:>12.0}",
-            row.contender.name(),
+            row.candidate.name(),
             row.compress,
             mib(row.out),
             row.out as f64 / pages.len() as f64,
@@ -146,7 +166,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<()> {
 impl Row {
     fn json(&self, bytes: usize) -> Value {
         json!({
-            "name": self.contender.name(),
+            "name": self.candidate.name(),
             "seconds": self.compress,
             "bytes_out": self.out,
             "mb_per_second": speed(bytes, self.compress),
@@ -155,9 +175,9 @@ impl Row {
     }
 }
 
-fn row(contender: Contender, passes: &[Pass]) -> Row {
+fn row(candidate: Candidate, passes: &[Pass]) -> Row {
     Row {
-        contender,
+        candidate,
         compress: median(passes.iter().map(|pass| pass.compress.as_secs_f64())),
         decompress: median(passes.iter().map(|pass| pass.decompress.as_secs_f64())),
         out: passes.first().map_or(0, |pass| pass.out),
@@ -238,11 +258,11 @@ mod tests {
     }
 
     #[test]
-    fn every_contender_gives_the_pages_back() {
+    fn every_candidate_gives_the_pages_back() {
         let pages = Image::TwoToOne.bytes(1, 70 * PAGE);
-        for contender in ALL {
-            let pass = contender.pass(&pages).unwrap();
-            assert!(pass.out < pages.len(), "{}", contender.name());
+        for candidate in ALL {
+            let pass = candidate.pass(&pages).unwrap();
+            assert!(pass.out < pages.len(), "{}", candidate.name());
         }
     }
 

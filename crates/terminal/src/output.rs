@@ -13,12 +13,12 @@ use crate::layout;
 use crate::progress::{Table, believable};
 
 /// Prints one line of JSON to standard output, at once.
-pub(crate) fn json_line(value: &Value) {
+pub fn json_line(value: &Value) {
     println!("{value}");
 }
 
 /// Tells of the guest's disks and what becomes of each, before anything is done.
-pub(crate) fn disks(disks: &[ListedDisk], json: bool) {
+pub fn disks(disks: &[ListedDisk], json: bool) {
     if json && !disks.is_empty() {
         json_line(&json!({ "event": "disks", "disks": disks_json(disks) }));
     }
@@ -29,7 +29,7 @@ pub(crate) fn disks(disks: &[ListedDisk], json: bool) {
 }
 
 /// A line for each of the guest's disks.
-pub(crate) fn disk_list(disks: &[ListedDisk]) -> String {
+pub fn disk_list(disks: &[ListedDisk]) -> String {
     let line = |disk: &ListedDisk| {
         let ListedDisk { name, size, file, moves } = disk;
         if *moves {
@@ -41,7 +41,8 @@ pub(crate) fn disk_list(disks: &[ListedDisk]) -> String {
     disks.iter().map(line).collect()
 }
 
-pub(crate) fn disks_json(disks: &[ListedDisk]) -> Vec<Value> {
+/// The same for programs.
+pub fn disks_json(disks: &[ListedDisk]) -> Vec<Value> {
     let one = |disk: &ListedDisk| json!({ "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "moves": disk.moves });
     disks.iter().map(one).collect()
 }
@@ -51,7 +52,7 @@ const LINE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Shows a migration in progress.
 #[derive(Debug)]
-pub(crate) struct Display {
+pub struct Display {
     json: bool,
     terminal: bool,
     line_open: bool,
@@ -61,7 +62,9 @@ pub(crate) struct Display {
 }
 
 impl Display {
-    pub(crate) fn new(json: bool) -> Self {
+    /// Output for people, or lines of JSON.
+    #[must_use]
+    pub fn new(json: bool) -> Self {
         Self {
             json,
             terminal: std::io::stderr().is_terminal(),
@@ -73,7 +76,7 @@ impl Display {
     }
 
     /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and every two seconds.
-    pub(crate) fn progress(&mut self, progress: &Progress) {
+    pub fn progress(&mut self, progress: &Progress) {
         if self.json {
             json_line(&progress_json(progress));
             return;
@@ -106,7 +109,7 @@ impl Display {
     }
 
     /// Ends a line that is still being rewritten.
-    pub(crate) fn finish(&mut self) {
+    pub fn finish(&mut self) {
         if std::mem::take(&mut self.line_open) {
             eprintln!();
         }
@@ -114,7 +117,7 @@ impl Display {
 }
 
 /// How a migration gets on, for `godwit status`: each line with its label.
-pub(crate) fn status_text(progress: &Progress, width: usize) -> String {
+pub fn status_text(progress: &Progress, width: usize) -> String {
     let stage = match progress.stage {
         Stage::PreCopy => format!("round {}", progress.round),
         Stage::StopAndCopy => "the guest is stopped, the last pages are sent".to_owned(),
@@ -139,7 +142,7 @@ pub(crate) fn status_text(progress: &Progress, width: usize) -> String {
 }
 
 /// A line with its label; what does not fit goes on below the text.
-pub(crate) fn labelled(label: &str, indent: usize, text: &str, width: usize) -> String {
+pub fn labelled(label: &str, indent: usize, text: &str, width: usize) -> String {
     layout::wrap(&format!("{label:<indent$}"), text, indent, width) + "\n"
 }
 
@@ -198,7 +201,7 @@ fn times(list: &[(&str, Duration)]) -> String {
 }
 
 /// The measures for people, in lines of at most `width` columns.
-pub(crate) fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -> String {
+pub fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -> String {
     let parts = &measures.parts;
     let parts = times(&[
         ("drain", parts.drain),
@@ -287,7 +290,7 @@ fn verified_text(measures: &Measures) -> String {
 }
 
 /// Where the guest is, and what is to be done, if anything.
-pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
+pub fn survivor_text(survivor: Survivor) -> &'static str {
     match survivor {
         Survivor::Source => "the guest is at the source, as it was before",
         Survivor::SourceStopped => {
@@ -304,7 +307,7 @@ pub(crate) fn survivor_text(survivor: Survivor) -> &'static str {
 }
 
 /// Tells a failure: one line for people on standard error, and with `json` an object as the last line.
-pub(crate) fn failure(failure: &Failure, json: bool) {
+pub fn failure(failure: &Failure, json: bool) {
     let guest = match (&failure.cause, failure.survivor) {
         // A guest that powered off or panicked is not as it was before.
         (EngineError::Befallen(_), Survivor::Source) => "the guest is at the source",
@@ -334,7 +337,7 @@ pub(crate) fn failure(failure: &Failure, json: bool) {
 }
 
 /// Tells that a VM was refused before anything began.
-pub(crate) fn refusal(error: &dyn std::fmt::Display, json: bool) {
+pub fn refusal(error: &dyn std::fmt::Display, json: bool) {
     eprintln!("godwit: {error}");
     if json {
         json_line(&json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }));
