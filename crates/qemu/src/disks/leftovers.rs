@@ -4,7 +4,7 @@ use crate::QemuError;
 use crate::disks::server;
 use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::monitor::commands::{Action, ExportDel, NbdServerStop, QueryNodes, Transaction};
+use crate::monitor::commands::{BitmapAction, ExportDel, NbdServerStop, QueryNodes, Transaction};
 use crate::monitor::{Monitor, QmpError};
 
 /// Removes whatever bears the mark of a process that is gone.
@@ -53,8 +53,8 @@ fn remove_exports(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result
 /// Removes the bitmaps of some processes; none of them may be exported any more.
 pub(crate) fn remove_bitmaps(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
     let ours = bitmaps(qmp)?.into_iter().filter(|(_, name)| Mark::of(name).is_some_and(&which));
-    let remove = |(node, name)| Action::BlockDirtyBitmapRemove { node, name };
-    let actions: Vec<Action> = ours.map(remove).collect();
+    let remove = |(node, name)| BitmapAction::Remove { node, name };
+    let actions: Vec<BitmapAction> = ours.map(remove).collect();
     if actions.is_empty() {
         return Ok(());
     }

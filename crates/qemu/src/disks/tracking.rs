@@ -29,7 +29,9 @@ use crate::disks::round::{Dirty, Pool, Round};
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::monitor::commands::{Action, ExportAdd, ExportDel, QueryCapabilities, QueryNodes, Transaction};
+use crate::monitor::commands::{
+    BitmapAction, ExportAdd, ExportDel, QueryCapabilities, QueryNodes, Transaction,
+};
 use crate::monitor::{Monitor, QmpError};
 
 /// An export that ends lets go of its bitmap a moment later.
@@ -190,7 +192,7 @@ impl Tracking {
         let (ended, next) = (self.number, self.number + 1);
         let disable = |disk: &Tracked| {
             let node = disk.found.node.clone();
-            Action::BlockDirtyBitmapDisable { node, name: bitmap(ended) }
+            BitmapAction::Disable { node, name: bitmap(ended) }
         };
         let pair = |disk: &Tracked| [add(disk, next), disable(disk)];
         let actions = self.disks.iter().flat_map(pair).collect();
@@ -224,7 +226,7 @@ impl Tracking {
         }
         let remove = |disk: &Tracked| {
             let node = disk.found.node.clone();
-            Action::BlockDirtyBitmapRemove { node, name: bitmap(spent) }
+            BitmapAction::Remove { node, name: bitmap(spent) }
         };
         let remove = Transaction { actions: self.disks.iter().map(remove).collect() };
         let until = Instant::now() + BUSY_LIMIT;
@@ -251,15 +253,15 @@ fn bitmap(number: u32) -> String {
     format!("{}-{number}", Mark::own())
 }
 
-fn add(disk: &Tracked, number: u32) -> Action {
+fn add(disk: &Tracked, number: u32) -> BitmapAction {
     let (node, name) = (disk.found.node.clone(), bitmap(number));
     // Not persistent: it must end with QEMU, and not every format could keep it.
     let granularity = disk.granularity.0;
-    Action::BlockDirtyBitmapAdd { node, name, granularity, persistent: false }
+    BitmapAction::Add { node, name, granularity, persistent: false }
 }
 
-fn clear(disk: &Tracked, number: u32) -> Action {
-    Action::BlockDirtyBitmapClear { node: disk.found.node.clone(), name: bitmap(number) }
+fn clear(disk: &Tracked, number: u32) -> BitmapAction {
+    BitmapAction::Clear { node: disk.found.node.clone(), name: bitmap(number) }
 }
 
 /// With it on, QEMU's own migration would carry bitmaps, ours too, and fails over those that are exported.

@@ -446,19 +446,23 @@ impl<'a> ExportDel<'a> {
     }
 }
 
-/// Actions for all disks in one moment.
+/// Actions for the bitmaps of all disks in one moment.
 #[derive(Debug, Default, Serialize)]
 pub(crate) struct Transaction {
-    pub(crate) actions: Vec<Action>,
+    pub(crate) actions: Vec<BitmapAction>,
 }
 
 #[derive(Debug, Serialize)]
-#[serde(tag = "type", content = "data", rename_all = "kebab-case")]
-pub(crate) enum Action {
-    BlockDirtyBitmapAdd { node: String, name: String, granularity: u64, persistent: bool },
-    BlockDirtyBitmapClear { node: String, name: String },
-    BlockDirtyBitmapDisable { node: String, name: String },
-    BlockDirtyBitmapRemove { node: String, name: String },
+#[serde(tag = "type", content = "data")]
+pub(crate) enum BitmapAction {
+    #[serde(rename = "block-dirty-bitmap-add")]
+    Add { node: String, name: String, granularity: u64, persistent: bool },
+    #[serde(rename = "block-dirty-bitmap-clear")]
+    Clear { node: String, name: String },
+    #[serde(rename = "block-dirty-bitmap-disable")]
+    Disable { node: String, name: String },
+    #[serde(rename = "block-dirty-bitmap-remove")]
+    Remove { node: String, name: String },
 }
 
 /// A call as [`crate::disk_limits`] makes it and writes it down.

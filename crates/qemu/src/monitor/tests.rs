@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use super::commands::{
-    Action, ExportAdd, QomGet, QueryBlock, QueryCpus, QueryMigrate, QueryStatus, Stop, Transaction,
+    BitmapAction, ExportAdd, QomGet, QueryBlock, QueryCpus, QueryMigrate, QueryStatus, Stop, Transaction,
 };
 use super::stand_in::StandIn;
 use super::*;
@@ -38,7 +38,7 @@ fn commands_are_written_as_qemu_reads_them() {
     let qmp: &mut dyn Monitor = &mut stand_in;
     qmp.run(&Stop).unwrap();
     let (node, name) = ("n1".to_owned(), "b".to_owned());
-    let add = Action::BlockDirtyBitmapAdd { node, name, granularity: 4096, persistent: false };
+    let add = BitmapAction::Add { node, name, granularity: 4096, persistent: false };
     qmp.run(&Transaction { actions: vec![add] }).unwrap();
     qmp.run(&ExportAdd::writing("e", "n1", "disk")).unwrap();
     let bitmaps = ["b".to_owned()];
