@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::{Parser, ValueEnum};
 use godwit_engine::report::Progress;
+use godwit_guest_workload::settings::{BuildWork, DiskWork, Mode};
 use godwit_terminal::layout;
 use godwit_terminal::output::{self, json_line};
 use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};
@@ -23,7 +24,6 @@ use godwit_testbed::{
     end_children, flavours, longest_pause,
 };
 use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
-use godwit_verify::settings::{BuildWork, DiskWork, Mode};
 use serde_json::{Value, json};
 
 /// A guest under emulation boots in seconds; a machine under load takes longer.
