@@ -41,12 +41,12 @@ pub struct Moved {
 }
 
 /// Where moves are made from: a guest that did not leave is used again.
-pub struct Ground {
+pub struct Fixture {
     config: VmConfig,
     source: Option<TestVm>,
 }
 
-impl Ground {
+impl Fixture {
     /// For machines like `config`.
     pub fn new(config: VmConfig) -> Self {
         Self { config, source: None }
@@ -75,11 +75,11 @@ impl Ground {
         let after = (source.cpu_time()?, destination.cpu_time()?);
         let here = if moved.finished { &destination } else { &source };
         here.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-        let (seen, course) = observer.finish_with_course()?;
+        let (seen, trace) = observer.finish_with_course()?;
         ensure!(!seen.ran_on_both, "the guest ran on both sides");
 
-        let rate = course.rate(from.saturating_sub(BEFORE), from);
-        let loss = course.loss(from, from + moved.wall, rate);
+        let rate = trace.rate(from.saturating_sub(BEFORE), from);
+        let loss = trace.loss(from, from + moved.wall, rate);
         let millis = |time: Duration| seconds(time) * 1e3;
         let longest = seen.longest();
         let used = (after.0 - before.0).others + (after.1 - before.1).others + moved.godwit_cpu;

@@ -16,7 +16,7 @@ pub use terminal::{Screen, Terminal};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use godwit_testbed::{Ended, Flavour, Godwit, Running, TestVm, VmConfig, disks_of};
+use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, disks_of};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -197,11 +197,11 @@ pub fn check_refused(ended: &Ended, code: i32, words: &[&str]) -> anyhow::Result
     Ok(())
 }
 
-/// One of `flavours`, the oldest: where any will do.
+/// One of `builds`, the oldest: where any will do.
 ///
 /// # Errors
 /// When there is none.
-pub fn oldest(flavours: &[Flavour]) -> anyhow::Result<&Flavour> {
-    let Some(flavour) = flavours.iter().min_by_key(|flavour| flavour.version) else { bail!("no QEMU") };
-    Ok(flavour)
+pub fn oldest(builds: &[QemuBuild]) -> anyhow::Result<&QemuBuild> {
+    let Some(build) = builds.iter().min_by_key(|build| build.version) else { bail!("no QEMU") };
+    Ok(build)
 }

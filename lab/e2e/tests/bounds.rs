@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
-use godwit_testbed::{GuestConfig, Style, TestVm, VmConfig, flavours_for, own_migration};
+use godwit_testbed::{GuestConfig, Style, TestVm, VmConfig, builds_for, own_migration};
 
 /// Moves by each, of which the quickest counts: what else the machine does only ever adds.
 const MOVES: usize = 3;
@@ -21,9 +21,9 @@ const LEAST_DOWNTIME: Duration = Duration::from_millis(4);
 fn it_is_not_ten_times_slower_than_it_was() -> anyhow::Result<()> {
     let test = "it_is_not_ten_times_slower_than_it_was";
     // The newest: QEMU 7.2's own migration of guests under TCG was seen to damage one.
-    let flavours = flavours_for(test);
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let config = VmConfig::new(flavour, GuestConfig::standard());
+    let builds = builds_for(test);
+    let Some(build) = builds.last() else { return Ok(()) };
+    let config = VmConfig::new(build, GuestConfig::standard());
     let mut pair = Pair::start(&config)?;
     let (mut own, mut godwit) = (Vec::new(), Vec::new());
     for _ in 0..MOVES {

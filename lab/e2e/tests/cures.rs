@@ -15,7 +15,7 @@ use godwit_e2e::{
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, flavours_for, images_for, skip,
+    DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 
@@ -84,11 +84,11 @@ fn a_receive_that_is_busy_says_so_to_another_source() -> anyhow::Result<()> {
 
 #[test]
 fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
-    let flavours = flavours_for("who_comes_second_is_told_of_the_first");
-    if flavours.is_empty() {
+    let builds = builds_for("who_comes_second_is_told_of_the_first");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -135,11 +135,11 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
 #[test]
 fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
     let test = "the_cures_for_a_disk_are_followed_as_printed";
-    let flavours = if images_for(test) { flavours_for(test) } else { Vec::new() };
-    for flavour in flavours {
+    let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
+    for build in builds {
         let (own, other) = (image(64)?, image(32)?);
         let config = |image: &DiskImage| {
-            VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_disk("disk0", image)
+            VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk0", image)
         };
         let mut pair = Pair::start_apart(&config(&own), &config(&other))?;
 
@@ -177,9 +177,8 @@ fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
 /// A QEMU loads a guest once. That it is used up is said, and what to do, and that does it.
 #[test]
 fn a_qemu_whose_load_failed_is_started_again_as_told() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_qemu_whose_load_failed_is_started_again_as_told") {
-        let config =
-            |extra: &[&str]| VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_extra(extra);
+    for build in builds_for("a_qemu_whose_load_failed_is_started_again_as_told") {
+        let config = |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(extra);
         let more = config(&["-device", "virtio-rng-pci"]);
         let mut pair = Pair::start_apart(&more, &config(&[]))?;
 
@@ -208,9 +207,9 @@ fn another_user_is_told_who_may() -> anyhow::Result<()> {
         skip(test, "only root can be another user for a moment");
         return Ok(());
     }
-    let flavours = flavours_for(test);
-    if let Ok(flavour) = oldest(&flavours) {
-        let mut vm = TestVm::source(&VmConfig::new(flavour, GuestConfig::small(Mode::Idle)))?;
+    let builds = builds_for(test);
+    if let Ok(build) = oldest(&builds) {
+        let mut vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
         vm.wait_ready(LIMIT)?;
         let godwit = Godwit::built()?;
         let (name, socket) = (vm.vm_name(), vm.qmp_socket());

@@ -4,23 +4,23 @@
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Flavour, Godwit, GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
 use serde_json::json;
 
 /// The config of a small guest, or nothing where there is no QEMU.
 fn config(test: &str) -> anyhow::Result<Option<VmConfig>> {
-    let flavours: Vec<Flavour> = flavours_for(test);
-    if flavours.is_empty() {
+    let builds: Vec<QemuBuild> = builds_for(test);
+    if builds.is_empty() {
         return Ok(None);
     }
-    Ok(Some(VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate))))
+    Ok(Some(VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate))))
 }
 
 /// Both QEMUs, if they are here.
-fn both(test: &str) -> Option<[Flavour; 2]> {
-    let mut flavours = flavours_for(test);
-    flavours.sort_by_key(|flavour| flavour.version);
-    let found = <[Flavour; 2]>::try_from(flavours).ok();
+fn both(test: &str) -> Option<[QemuBuild; 2]> {
+    let mut builds = builds_for(test);
+    builds.sort_by_key(|build| build.version);
+    let found = <[QemuBuild; 2]>::try_from(builds).ok();
     if found.is_none() {
         println!("SKIPPED {test}: it needs two QEMUs: run `make qemu`");
     }
@@ -94,7 +94,7 @@ fn a_machine_type_that_the_destination_does_not_have_is_refused() -> anyhow::Res
     let Some([old, new]) = both("a_machine_type_that_the_destination_does_not_have_is_refused") else {
         return Ok(());
     };
-    let config = |flavour| VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+    let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate));
     let mut pair = Pair::start_apart(&config(&new), &config(&old))?;
     let words =
         ["[machine] machine: pc-q35-10", "pc-q35-7.2 here", "does not have that", "-machine pc-q35-7.2)"];
@@ -105,7 +105,7 @@ fn a_machine_type_that_the_destination_does_not_have_is_refused() -> anyhow::Res
 fn a_guest_moves_to_a_newer_qemu_and_back() -> anyhow::Result<()> {
     let Some([old, new]) = both("a_guest_moves_to_a_newer_qemu_and_back") else { return Ok(()) };
     let devices = ["-machine", "pc-q35-7.2", "-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"];
-    let config = |flavour| VmConfig::new(flavour, GuestConfig::small(Mode::Rate)).with_extra(&devices);
+    let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_extra(&devices);
     let mut pair = Pair::start_apart(&config(&old), &config(&new))?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
     check_moved(&mut pair, &migrate)?;
@@ -123,9 +123,9 @@ fn a_guest_moves_to_a_newer_qemu_and_back() -> anyhow::Result<()> {
 #[test]
 fn a_device_plugged_at_the_source_is_found_on_the_destinations_command_line() -> anyhow::Result<()> {
     let test = "a_device_plugged_at_the_source_is_found_on_the_destinations_command_line";
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let port = ["-device", "pcie-root-port,id=port0,chassis=1,addr=06.0"];
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_extra(&port);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&port);
         let mut pair = Pair::start(&config)?;
         let device = json!({ "driver": "virtio-rng-pci", "bus": "port0", "id": "rng0" });
         pair.source.qmp().execute("device_add", device)?;
@@ -213,7 +213,7 @@ fn machines_that_were_started_alike_are_alike() -> anyhow::Result<()> {
     ];
     for machine in machines {
         for (from, to) in [(&old, &old), (&new, &new), (&old, &new), (&new, &old)] {
-            let config = |flavour| VmConfig::new(flavour, GuestConfig::small(Mode::Rate)).with_extra(machine);
+            let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_extra(machine);
             let (source, destination) = (TestVm::source(&config(from))?, TestVm::destination(&config(to))?);
             let godwit = Godwit::built()?;
             let (mut receive, address) = godwit.receive(&destination, &[])?;

@@ -9,7 +9,7 @@ use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Flavour, GuestConfig, SlowReads, TestVm, VmConfig, flavours_for, images_for, soak,
+    DiskImage, GuestConfig, QemuBuild, SlowReads, TestVm, VmConfig, builds_for, images_for, soak,
 };
 use godwit_units::ByteCount;
 
@@ -25,7 +25,7 @@ fn image() -> anyhow::Result<DiskImage> {
 }
 
 /// A small guest that reads `image` all the time, eight requests at a time, and writes a little.
-fn config(image: &DiskImage, flavour: &Flavour, way: &str) -> VmConfig {
+fn config(image: &DiskImage, build: &QemuBuild, way: &str) -> VmConfig {
     let disk = DiskWork {
         write: 4 << 20,
         read: 96 << 20,
@@ -35,22 +35,22 @@ fn config(image: &DiskImage, flavour: &Flavour, way: &str) -> VmConfig {
     };
     let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Idle) };
     let drive = format!("file={},if=virtio,format=raw,cache=none,aio={way}", image.path().display());
-    VmConfig::new(flavour, guest).with_extra(&["-drive", &drive])
+    VmConfig::new(build, guest).with_extra(&["-drive", &drive])
 }
 
 #[test]
 fn what_lands_late_is_found() -> anyhow::Result<()> {
     let test = "what_lands_late_is_found";
-    let mut flavours = if images_for(test) { flavours_for(test) } else { Vec::new() };
+    let mut builds = if images_for(test) { builds_for(test) } else { Vec::new() };
     if soak(0) == 0 {
         // In short, one QEMU will do.
-        flavours.truncate(1);
+        builds.truncate(1);
     }
-    for flavour in flavours {
+    for build in builds {
         for way in WAYS {
             let image = image()?;
             let slow = SlowReads::for_test("what_lands_late_is_found (slowly)", &image.path(), READS);
-            let config = config(&image, &flavour, way);
+            let config = config(&image, &build, way);
             let mut pair = Pair::start(&config)?;
             for number in 0..soak(1) {
                 // Every other time what is read lands much later.
@@ -58,8 +58,7 @@ fn what_lands_late_is_found() -> anyhow::Result<()> {
                     slow.add(pair.source.pid())?;
                 }
                 let (migrate, _) = pair.migrate(&["--verify", "--max-bandwidth", "200MiB/s"])?;
-                check_moved(&mut pair, &migrate)
-                    .with_context(|| format!("{flavour} {way}, move {number}"))?;
+                check_moved(&mut pair, &migrate).with_context(|| format!("{build} {way}, move {number}"))?;
                 pair.source = std::mem::replace(&mut pair.destination, TestVm::destination(&config)?);
             }
         }
@@ -73,12 +72,12 @@ fn without_the_second_look_it_is_lost() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    let Some(flavour) = flavours_for(test).pop() else { return Ok(()) };
+    let Some(build) = builds_for(test).pop() else { return Ok(()) };
     let image = image()?;
     let Some(slow) = SlowReads::for_test(test, &image.path(), READS) else {
         return Ok(());
     };
-    let mut pair = Pair::start(&config(&image, &flavour, "threads"))?;
+    let mut pair = Pair::start(&config(&image, &build, "threads"))?;
     let config = pair.source.config().clone();
     for _ in 0..20 {
         slow.add(pair.source.pid())?;

@@ -10,7 +10,7 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, flavours_for, images_for,
+    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -277,17 +277,17 @@ fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskIma
     if !images_for(test) {
         return Ok(Vec::new());
     }
-    let start = |flavour| {
+    let start = |build| {
         let image = || DiskImage::create(format, ByteCount(64 << 20));
         let images = [image()?, image()?];
         let rate = 2 << 20;
         let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
         let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
-        let config = |image| VmConfig::new(flavour, guest).with_disk("disk0", image);
+        let config = |image| VmConfig::new(build, guest).with_disk("disk0", image);
         let pair = Pair::start_apart(&config(&images[0]), &config(&images[1]))?;
         Ok((pair, images))
     };
-    flavours_for(test).iter().map(start).collect()
+    builds_for(test).iter().map(start).collect()
 }
 
 #[test]
@@ -367,14 +367,14 @@ fn a_microvm_takes_no_disk_that_receive_was_not_told_of() -> anyhow::Result<()> 
 #[test]
 fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result<()> {
     let test = "three_disks_of_a_qemu_move_along_and_nothing_stays_behind";
-    let flavours = if images_for(test) { flavours_for(test) } else { Vec::new() };
-    for flavour in flavours {
+    let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
+    for build in builds {
         let disk =
             DiskWork { write: 2 << 20, read: 2 << 20, span: ByteCount(16 << 20), ..DiskWork::default() };
         let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
         let mut images = Vec::new();
         let mut config = |formats: [&'static str; 3]| -> anyhow::Result<VmConfig> {
-            let mut config = VmConfig::new(&flavour, guest);
+            let mut config = VmConfig::new(&build, guest);
             for (name, format) in ["disk0", "disk1", "disk2"].into_iter().zip(formats) {
                 let image = DiskImage::create(format, ByteCount(48 << 20))?;
                 config = config.with_disk(name, &image);
@@ -404,11 +404,11 @@ fn a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source() -> anyhow::Resu
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let size = ByteCount(16 << 20);
         let (from, to) = (DiskImage::create("raw", size)?, DiskImage::create("raw", size)?);
         File::options().write(true).open(from.path())?.write_all_at(&[0x5a; 1 << 20], 0)?;
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         // All is taken, and a flush fails (QEMU's blkdebug).
         let mut destination = config.clone().with_disk("d", &to);
         let failing = ",file.driver=blkdebug,file.image.driver=file,file.inject-error.0.event=none,\
@@ -420,7 +420,7 @@ fn a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source() -> anyhow::Resu
         let (migrate, receive) = pair.migrate(&["--disks", "all"])?;
         let words = ["export 'd': cannot flush", "the guest is at the source"];
         check_refused(&migrate, 1, &words)?;
-        ensure!(receive.status.code() == Some(1), "{flavour}: {}", receive.errors);
+        ensure!(receive.status.code() == Some(1), "{build}: {}", receive.errors);
         check_untouched(&mut pair.source)?;
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{GuestConfig, Movable, SlowLink, TestVm, VmConfig, flavours_for, skip};
+use godwit_testbed::{GuestConfig, Movable, SlowLink, TestVm, VmConfig, builds_for, skip};
 use godwit_units::Rate;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -16,11 +16,11 @@ const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
 
 /// A pair with a guest that writes, or nothing where there is no QEMU.
 fn pair(test: &str) -> anyhow::Result<Option<Pair>> {
-    let flavours = flavours_for(test);
-    if flavours.is_empty() {
+    let builds = builds_for(test);
+    if builds.is_empty() {
         return Ok(None);
     }
-    Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate))).map(Some)
+    Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate))).map(Some)
 }
 
 fn second_attempt(pair: &mut Pair) -> anyhow::Result<()> {
@@ -83,11 +83,11 @@ fn the_destination_qemu_killed_before_it_is_ready() -> anyhow::Result<()> {
 
 #[test]
 fn a_destination_with_other_devices() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_destination_with_other_devices");
-    if flavours.is_empty() {
+    let builds = builds_for("a_destination_with_other_devices");
+    if builds.is_empty() {
         return Ok(());
     }
-    let config = VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate));
+    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate));
     let mut pair = Pair::start(&config.clone().with_extra(&["-device", "virtio-rng-pci"]))?;
     pair.destination = TestVm::destination(&config)?;
 
@@ -293,11 +293,11 @@ fn a_peer_that_hangs_on_a_link_that_stands() -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_that_outruns_the_link() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_guest_that_outruns_the_link");
-    if flavours.is_empty() {
+    let builds = builds_for("a_guest_that_outruns_the_link");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Full)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Full)))?;
     let limits = ["--max-bandwidth", "20MiB/s", "--patience", "3s", "--downtime-limit", "50ms"];
     let (migrate, _) = pair.migrate(&[&limits[..], &["--throttle", "off"]].concat())?;
     ensure!(migrate.errors.contains("not converging"), "{}", migrate.errors);

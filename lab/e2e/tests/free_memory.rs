@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Link, MicroPair, Pair, await_copying, check_moved, check_refused};
 use godwit_guest_workload::settings::{BuildWork, Mode};
-use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, VmConfig, flavours_for, soak};
+use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, VmConfig, builds_for, soak};
 use godwit_units::ByteCount;
 use serde_json::Value;
 
@@ -193,25 +193,25 @@ fn a_machine_without_the_balloon_refuses_the_state() -> anyhow::Result<()> {
 }
 
 /// A Linux guest with 512 MiB, of which a process that has ended had 300, and a balloon.
-fn linux(flavour: &godwit_testbed::Flavour, balloon: &str) -> VmConfig {
-    let build = BuildWork { jobs: 0, past: ByteCount(300 << 20) };
-    let guest = GuestConfig { memory: ByteCount(512 << 20), build, ..GuestConfig::small(Mode::Rate) };
-    VmConfig::new(flavour, guest).with_extra(&["-device", balloon])
+fn linux(build: &godwit_testbed::QemuBuild, balloon: &str) -> VmConfig {
+    let work = BuildWork { jobs: 0, past: ByteCount(300 << 20) };
+    let guest = GuestConfig { memory: ByteCount(512 << 20), build: work, ..GuestConfig::small(Mode::Rate) };
+    VmConfig::new(build, guest).with_extra(&["-device", balloon])
 }
 
 const REPORTING: &str = "virtio-balloon-pci,free-page-reporting=on";
 
 #[test]
 fn what_a_linux_guest_reports_is_neither_sent_nor_held() -> anyhow::Result<()> {
-    for flavour in flavours_for("what_a_linux_guest_reports_is_neither_sent_nor_held") {
-        let mut pair = Pair::start(&linux(&flavour, REPORTING))?;
+    for build in builds_for("what_a_linux_guest_reports_is_neither_sent_nor_held") {
+        let mut pair = Pair::start(&linux(&build, REPORTING))?;
         pair.source.await_held(LIMIT, &|held| held.0 <= 280 << 20)?;
         let (migrate, _) = pair.migrate(&["--verify", "--compression", "none"])?;
         let here = pair.destination.held()?.0;
         check_moved(&mut pair, &migrate)?;
         let sent = migrate.last()["sent_bytes"].as_u64().unwrap_or(u64::MAX);
-        ensure!(sent < 300 << 20, "{flavour}: {sent} bytes were sent");
-        ensure!(here < 300 << 20, "{flavour}: the destination holds {here} bytes");
+        ensure!(sent < 300 << 20, "{build}: {sent} bytes were sent");
+        ensure!(here < 300 << 20, "{build}: the destination holds {here} bytes");
     }
     Ok(())
 }
@@ -219,8 +219,8 @@ fn what_a_linux_guest_reports_is_neither_sent_nor_held() -> anyhow::Result<()> {
 #[test]
 fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
     let test = "what_it_reports_while_it_moves_is_discarded";
-    let Some(flavour) = flavours_for(test).into_iter().next() else { return Ok(()) };
-    let mut pair = Pair::start(&linux(&flavour, REPORTING))?;
+    let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
+    let mut pair = Pair::start(&linux(&build, REPORTING))?;
     // Linux waits for two seconds before it reports; by then most of it was sent.
     let (migrate, _) = pair.migrate(&["--compression", "none", "--max-bandwidth", "100MiB/s"])?;
     check_moved(&mut pair, &migrate)?;
@@ -233,8 +233,8 @@ fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
 #[test]
 fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
     let test = "a_plan_says_what_would_make_free_memory_known";
-    let Some(flavour) = flavours_for(test).into_iter().next() else { return Ok(()) };
-    let small = |extra: &[&str]| VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_extra(extra);
+    let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
+    let small = |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(extra);
     let cases: [(&[&str], &str); 3] = [
         (&[], "-device virtio-balloon-pci,free-page-reporting=on"),
         (&["-device", "virtio-balloon-pci"], "start it with free-page-reporting=on"),

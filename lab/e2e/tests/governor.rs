@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Ended, Flavour, GuestConfig, HugePages, Running, VmConfig, flavours_for, skip};
+use godwit_testbed::{Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, skip};
 use godwit_units::ByteCount;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -18,8 +18,8 @@ const ARRIVES: &[&str] = &["--downtime-limit", "200ms", "--verify"];
 /// What would never end by itself.
 const ENDLESS: &[&str] = &["--downtime-limit", "1ms", "--patience", "0s"];
 
-fn busy(flavour: &Flavour) -> VmConfig {
-    VmConfig::new(flavour, GuestConfig::small(Mode::Full))
+fn busy(build: &QemuBuild) -> VmConfig {
+    VmConfig::new(build, GuestConfig::small(Mode::Full))
 }
 
 fn is_governed(line: &Value) -> bool {
@@ -57,10 +57,10 @@ fn governing(pair: &Pair, options: &[&str]) -> anyhow::Result<(Running, Running)
 
 #[test]
 fn a_busy_guest_is_governed_and_arrives() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_busy_guest_is_governed_and_arrives") {
-        let mut pair = Pair::start(&busy(&flavour))?;
+    for build in builds_for("a_busy_guest_is_governed_and_arrives") {
+        let mut pair = Pair::start(&busy(&build))?;
         let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
         check_governed(&migrate)?;
     }
     Ok(())
@@ -68,9 +68,9 @@ fn a_busy_guest_is_governed_and_arrives() -> anyhow::Result<()> {
 
 #[test]
 fn several_vcpus_are_governed() -> anyhow::Result<()> {
-    let flavours = flavours_for("several_vcpus_are_governed");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let mut pair = Pair::start(&VmConfig { cpus: 2, ..busy(flavour) })?;
+    let builds = builds_for("several_vcpus_are_governed");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&VmConfig { cpus: 2, ..busy(build) })?;
     let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--channels", "3"]].concat())?;
     check_moved(&mut pair, &migrate)?;
     check_governed(&migrate)
@@ -78,9 +78,9 @@ fn several_vcpus_are_governed() -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_guest_is_governed_and_let_go_while_it_is_copied");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let mut pair = Pair::start(&busy(flavour))?;
+    let builds = builds_for("a_guest_is_governed_and_let_go_while_it_is_copied");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
     let name = format!("governed-{}", std::process::id());
     let options = [ENDLESS, &["--verify", "--name", name.as_str()]].concat();
     let (migrate, receive) = governing(&pair, &options)?;
@@ -105,8 +105,8 @@ fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
 
 #[test]
 fn a_killed_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_killed_governor_leaves_the_guest_as_it_was") {
-        let mut pair = Pair::start(&busy(&flavour))?;
+    for build in builds_for("a_killed_governor_leaves_the_guest_as_it_was") {
+        let mut pair = Pair::start(&busy(&build))?;
         let (mut migrate, _receive) = governing(&pair, ENDLESS)?;
         migrate.kill();
         check_untouched(&mut pair.source)?;
@@ -116,9 +116,9 @@ fn a_killed_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
 
 #[test]
 fn a_cancelled_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_cancelled_governor_leaves_the_guest_as_it_was");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let mut pair = Pair::start(&busy(flavour))?;
+    let builds = builds_for("a_cancelled_governor_leaves_the_guest_as_it_was");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
     let (migrate, receive) = governing(&pair, ENDLESS)?;
     migrate.signal(Signal::INT)?;
     ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
@@ -129,22 +129,22 @@ fn a_cancelled_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
 /// A QEMU without CAP_SYS_PTRACE, as an unprivileged one is.
 struct Unprivileged {
     script: PathBuf,
-    flavour: Flavour,
+    build: QemuBuild,
 }
 
 impl Unprivileged {
-    fn new(test: &str, flavour: &Flavour) -> anyhow::Result<Option<Self>> {
+    fn new(test: &str, build: &QemuBuild) -> anyhow::Result<Option<Self>> {
         if Command::new("setpriv").arg("--version").output().is_err() {
             skip(test, "there is no setpriv(1)");
             return Ok(None);
         }
         let script = std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
-        let program = flavour.program.display();
+        let program = build.program.display();
         let words = "setpriv --bounding-set -sys_ptrace --inh-caps -sys_ptrace";
         std::fs::write(&script, format!("#!/bin/sh\nexec {words} -- {program} \"$@\"\n"))?;
         std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755))?;
-        let flavour = Flavour { program: script.clone(), ..flavour.clone() };
-        Ok(Some(Self { script, flavour }))
+        let build = QemuBuild { program: script.clone(), ..build.clone() };
+        Ok(Some(Self { script, build }))
     }
 }
 
@@ -157,12 +157,12 @@ impl Drop for Unprivileged {
 #[test]
 fn an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed() -> anyhow::Result<()> {
     let test = "an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed";
-    let flavours = flavours_for(test);
-    if flavours.is_empty() {
+    let builds = builds_for(test);
+    if builds.is_empty() {
         return Ok(());
     }
-    let Some(unprivileged) = Unprivileged::new(test, oldest(&flavours)?)? else { return Ok(()) };
-    let mut pair = Pair::start(&busy(&unprivileged.flavour))?;
+    let Some(unprivileged) = Unprivileged::new(test, oldest(&builds)?)? else { return Ok(()) };
+    let mut pair = Pair::start(&busy(&unprivileged.build))?;
     let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
     check_moved(&mut pair, &migrate)?;
     check_governed(&migrate)
@@ -170,9 +170,9 @@ fn an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed() -> anyhow::R
 
 #[test]
 fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
-    let flavours = flavours_for("where_a_guest_cannot_be_governed_it_is_throttled");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let mut pair = Pair::start(&busy(flavour))?;
+    let builds = builds_for("where_a_guest_cannot_be_governed_it_is_throttled");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
     let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--ledger", "off"]].concat())?;
     check_moved(&mut pair, &migrate)?;
     check_fell_back(&migrate, "it needs the ledger")
@@ -181,10 +181,10 @@ fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
 #[test]
 fn memory_in_huge_pages_is_not_governed() -> anyhow::Result<()> {
     let test = "memory_in_huge_pages_is_not_governed";
-    let flavours = flavours_for(test);
-    let Some(flavour) = flavours.last() else { return Ok(()) };
+    let builds = builds_for(test);
+    let Some(build) = builds.last() else { return Ok(()) };
     let Some(huge) = HugePages::for_test(test, ByteCount(512 << 20)) else { return Ok(()) };
-    let mut pair = Pair::start(&busy(flavour).with_ram_in(huge.dir()))?;
+    let mut pair = Pair::start(&busy(build).with_ram_in(huge.dir()))?;
     let options = ["--downtime-limit", "400ms", "--compression", "none", "--verify"];
     let (migrate, _) = pair.migrate(&[GOVERNED, &options].concat())?;
     check_moved(&mut pair, &migrate)?;

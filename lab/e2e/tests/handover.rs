@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Ended, Flavour, GuestConfig, Network, RemoteDisk, Running, TestVm, VmConfig, flavours_for,
+    DiskImage, Ended, GuestConfig, Network, QemuBuild, RemoteDisk, Running, TestVm, VmConfig, builds_for,
     images_for,
 };
 use godwit_units::ByteCount;
@@ -15,8 +15,8 @@ use godwit_units::ByteCount;
 const SOON: Duration = Duration::from_secs(3);
 
 /// A pair with a guest that writes.
-fn pair(flavour: &Flavour) -> anyhow::Result<Pair> {
-    Pair::start(&VmConfig::new(flavour, GuestConfig::small(Mode::Rate)))
+fn pair(build: &QemuBuild) -> anyhow::Result<Pair> {
+    Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Rate)))
 }
 
 /// A migration that is held while the guest is stopped.
@@ -65,10 +65,10 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let image = |format| DiskImage::create(format, ByteCount(16 << 20));
         let (raw, qcow2) = (image("raw")?, image("qcow2")?);
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate));
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let mut pair = Pair::start(&config.with_disk("raw", &raw).with_disk("qcow2", &qcow2))?;
         let (link, migrate, receive) = held_at_ready(&mut pair, &[])?;
 
@@ -77,7 +77,7 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
         // The destination waits for two minutes for a word from the source, and holds no lock meanwhile.
         let cut = Instant::now();
         let migrate = migrate.wait(LIMIT)?;
-        check_back(&migrate).with_context(|| flavour.to_string())?;
+        check_back(&migrate).with_context(|| build.to_string())?;
         ensure!(cut.elapsed() < Duration::from_secs(10), "{:?}", cut.elapsed());
         ensure!(pair.destination.status()? == "paused");
         check_untouched(&mut pair.source)?;
@@ -88,9 +88,9 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
 
 #[test]
 fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once") {
+    for build in builds_for("a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once") {
         for stopped in [false, true] {
-            let mut pair = pair(&flavour)?;
+            let mut pair = pair(&build)?;
             let (migrate, receive) = if stopped {
                 held_when_stopped(&mut pair)?
             } else {
@@ -105,7 +105,7 @@ fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -
 
             let killed = Instant::now();
             let migrate = migrate.wait(LIMIT)?;
-            ensure!(killed.elapsed() < SOON, "{flavour}, stopped {stopped}: {:?}", killed.elapsed());
+            ensure!(killed.elapsed() < SOON, "{build}, stopped {stopped}: {:?}", killed.elapsed());
             ensure!(migrate.status.code() == Some(3), "{}: {}", migrate.status, migrate.errors);
             ensure!(migrate.last()["guest"] == "ended", "{}", migrate.last());
             ensure!(migrate.last()["outcome"] == "failed", "{}", migrate.last());
@@ -119,13 +119,13 @@ fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -
 
 #[test]
 fn a_guest_that_has_arrived_outlives_the_qemu_it_came_from() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_has_arrived_outlives_the_qemu_it_came_from") {
-        let mut pair = pair(&flavour)?;
+    for build in builds_for("a_guest_that_has_arrived_outlives_the_qemu_it_came_from") {
+        let mut pair = pair(&build)?;
         let (_link, migrate, receive) = held_at_ready(&mut pair, &[])?;
 
         pair.source.kill();
 
-        check_moved(&mut pair, &migrate.wait(LIMIT)?).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate.wait(LIMIT)?).with_context(|| build.to_string())?;
         ensure!(receive.wait(LIMIT)?.status.success());
     }
     Ok(())
@@ -134,9 +134,9 @@ fn a_guest_that_has_arrived_outlives_the_qemu_it_came_from() -> anyhow::Result<(
 #[test]
 fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it() -> anyhow::Result<()> {
     let test = "a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it";
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         for ready in [false, true] {
-            let mut pair = pair(&flavour)?;
+            let mut pair = pair(&build)?;
             let (_link, migrate, receive) = if ready {
                 let (link, migrate, receive) = held_at_ready(&mut pair, &[])?;
                 (Some(link), migrate, receive)
@@ -150,10 +150,10 @@ fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it
             // Long before the source would say COMMIT.
             let killed = Instant::now();
             let migrate = migrate.wait(LIMIT)?;
-            ensure!(killed.elapsed() < SOON, "{flavour}, ready {ready}: {:?}", killed.elapsed());
+            ensure!(killed.elapsed() < SOON, "{build}, ready {ready}: {:?}", killed.elapsed());
             check_back(&migrate)?;
             ensure!(migrate.errors.contains("the destination VM has ended"), "{}", migrate.errors);
-            check_untouched(&mut pair.source).with_context(|| format!("{flavour}, ready {ready}"))?;
+            check_untouched(&mut pair.source).with_context(|| format!("{build}, ready {ready}"))?;
             ensure!(receive.wait(LIMIT)?.status.code() == Some(1));
         }
     }
@@ -166,9 +166,9 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let image = DiskImage::create("raw", ByteCount(16 << 20))?;
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_disk("disk", &image);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk", &image);
         let mut pair = Pair::start(&config)?;
         let (_link, migrate, receive) = held_at_ready(&mut pair, &[])?;
 
@@ -190,9 +190,9 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
 
 #[test]
 fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
-    for flavour in flavours_for("the_network_is_told_where_the_guest_is") {
+    for build in builds_for("the_network_is_told_where_the_guest_is") {
         let (here, there) = (Network::listen()?, Network::listen()?);
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate));
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let mut source = config.clone();
         source.extra.extend(here.arguments());
         let mut destination = config;
@@ -205,8 +205,8 @@ fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
         link.cut();
         check_back(&migrate.wait(LIMIT)?)?;
         std::thread::sleep(Duration::from_secs(1));
-        ensure!(before == 0 && here.announcements()? > 0, "{flavour}: not announced at the source");
-        ensure!(there_before == 0, "{flavour}: a guest that does not run was announced");
+        ensure!(before == 0 && here.announcements()? > 0, "{build}: not announced at the source");
+        ensure!(there_before == 0, "{build}: a guest that does not run was announced");
         drop(receive);
 
         pair.destination = TestVm::destination(&destination)?;
@@ -217,7 +217,7 @@ fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
         std::thread::sleep(Duration::from_secs(1));
         // Five are QEMU's own, which it makes when it has loaded a guest and sends when that runs.
         let announced = there.announcements()?;
-        ensure!(announced > 5, "{flavour}: announced {announced} times");
+        ensure!(announced > 5, "{build}: announced {announced} times");
         ensure!(receive.wait(LIMIT)?.status.success());
     }
     Ok(())

@@ -10,7 +10,7 @@ use godwit_e2e::{
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig, flavours_for,
+    BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig, builds_for,
     images_for,
 };
 use godwit_units::ByteCount;
@@ -71,18 +71,17 @@ fn second_attempt(pair: &mut Pair) -> anyhow::Result<()> {
 
 #[test]
 fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Result<()> {
-    for flavour in flavours_for("at_every_step_up_to_commit_the_guest_runs_on_at_the_source") {
-        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+    for build in builds_for("at_every_step_up_to_commit_the_guest_runs_on_at_the_source") {
+        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         for step in BEFORE_COMMIT {
             let options = ["--fault", step, "--verify"];
             let options = if *step == "kill-after-digests" { &options[..] } else { &options[..2] };
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, options)?;
             let moment = await_end(&migrate)?;
-            let back =
-                await_running(&mut pair.source, moment).with_context(|| format!("{flavour}: {step}"))?;
-            ensure!(back < BACK, "{flavour}: {step}: the guest stood for {back:?} after the kill");
-            check_untouched(&mut pair.source).with_context(|| format!("{flavour}: {step}"))?;
+            let back = await_running(&mut pair.source, moment).with_context(|| format!("{build}: {step}"))?;
+            ensure!(back < BACK, "{build}: {step}: the guest stood for {back:?} after the kill");
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {step}"))?;
             ensure!(migrate.errors().contains("did not end by itself"), "{step}: {}", migrate.errors());
             pair.destination = TestVm::destination(pair.source.config())?;
         }
@@ -93,9 +92,9 @@ fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Resul
 
 #[test]
 fn from_commit_on_the_guest_never_runs_at_the_source() -> anyhow::Result<()> {
-    for flavour in flavours_for("from_commit_on_the_guest_never_runs_at_the_source") {
+    for build in builds_for("from_commit_on_the_guest_never_runs_at_the_source") {
         for step in ["kill-after-commit", "kill-after-farewell"] {
-            let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+            let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
             let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
 
@@ -117,11 +116,11 @@ fn from_commit_on_the_guest_never_runs_at_the_source() -> anyhow::Result<()> {
 
 #[test]
 fn just_before_commit_the_guest_is_in_doubt_and_runs_nowhere() -> anyhow::Result<()> {
-    let flavours = flavours_for("just_before_commit_the_guest_is_in_doubt_and_runs_nowhere");
-    if flavours.is_empty() {
+    let builds = builds_for("just_before_commit_the_guest_is_in_doubt_and_runs_nowhere");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &["--fault", "kill-before-commit"])?;
     await_words(&migrate, "IN DOUBT")?;
@@ -183,15 +182,15 @@ fn turn_round(pair: &mut Pair) -> anyhow::Result<()> {
 /// Kills `migrate` `times` times: half of them at moments spread over all of the migration, half of them while the guest is
 /// stopped.
 fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
-    let flavours = flavours_for(test);
-    for flavour in &flavours {
-        let mut pair = Pair::start(&VmConfig::new(flavour, GuestConfig::small(Mode::Idle)))?;
+    let builds = builds_for(test);
+    for build in &builds {
+        let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
         let began = Instant::now();
         let (migrate, _) = pair.migrate(&[])?;
         let whole = began.elapsed();
         check_moved(&mut pair, &migrate)?;
         turn_round(&mut pair)?;
-        let each = times / flavours.len() as u32;
+        let each = times / builds.len() as u32;
         let (mut back, mut moved, mut in_doubt) = (0, 0, 0);
         for number in 0..each {
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
@@ -208,8 +207,8 @@ fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
             let moment = Instant::now();
             match find_guest(&mut pair, moment)? {
                 Found::Source => {
-                    ensure!(moment.elapsed() < BACK, "{flavour}: it stood for {:?}", moment.elapsed());
-                    check_untouched(&mut pair.source).with_context(|| format!("{flavour}: kill {number}"))?;
+                    ensure!(moment.elapsed() < BACK, "{build}: it stood for {:?}", moment.elapsed());
+                    check_untouched(&mut pair.source).with_context(|| format!("{build}: kill {number}"))?;
                     pair.destination = TestVm::destination(pair.source.config())?;
                     back += 1;
                 }
@@ -225,9 +224,9 @@ fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
                 }
             }
         }
-        println!("{flavour}: {back} stayed, {moved} moved, {in_doubt} in doubt");
+        println!("{build}: {back} stayed, {moved} moved, {in_doubt} in doubt");
         // The moment before COMMIT is short, and one kill or two may meet it.
-        ensure!(in_doubt <= 1 + each / 10, "{flavour}: {in_doubt} of {each} in doubt");
+        ensure!(in_doubt <= 1 + each / 10, "{build}: {in_doubt} of {each} in doubt");
         second_attempt(&mut pair)?;
     }
     Ok(())
@@ -246,9 +245,9 @@ fn at_a_hundred_random_moments_the_guest_runs_on() -> anyhow::Result<()> {
 
 #[test]
 fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side");
-    for flavour in &flavours {
-        let mut pair = Pair::start(&VmConfig::new(flavour, GuestConfig::small(Mode::Idle)))?;
+    let builds = builds_for("a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side");
+    for build in &builds {
+        let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
         for delay in [0, 4, 12] {
             let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, &[])?;
@@ -280,19 +279,19 @@ fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow
 
 #[test]
 fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_receive_killed_before_commit_never_runs_the_guest") {
-        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+    for build in builds_for("a_receive_killed_before_commit_never_runs_the_guest") {
+        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         for step in ["kill-after-prepare", "kill-after-load"] {
             let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
-            ensure!(migrate.last()["guest"] == "source", "{flavour}: {step}: {}", migrate.last());
-            check_untouched(&mut pair.source).with_context(|| format!("{flavour}: {step}"))?;
+            ensure!(migrate.last()["guest"] == "source", "{build}: {step}: {}", migrate.last());
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {step}"))?;
             // One that still loads ends by itself, without the rest.
             let until = Instant::now() + LIMIT;
             while pair.destination.is_alive() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            ensure!(!pair.destination.is_alive(), "{flavour}: {step}: it stays: {}", receive.errors());
+            ensure!(!pair.destination.is_alive(), "{build}: {step}: it stays: {}", receive.errors());
             pair.destination = TestVm::destination(pair.source.config())?;
         }
         second_attempt(&mut pair)?;
@@ -303,8 +302,8 @@ fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
 #[test]
 fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` runs a guest that is loaded and that no COMMIT came for.
-    for flavour in flavours_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none") {
-        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+    for build in builds_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none") {
+        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
         let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", "kill-after-ready"])?;
@@ -314,23 +313,25 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
 
         // It never ran the guest, so its QEMU ends, whatever the source has heard.
         while pair.destination.is_alive() {
-            ensure!(moment.elapsed() < LIMIT, "{flavour}: it stays: {}", receive.errors());
+            let runs = pair.destination.status().is_ok_and(|status| status == "running");
+            ensure!(!runs, "{build}: the guest runs there without COMMIT");
+            ensure!(moment.elapsed() < LIMIT, "{build}: it stays: {}", receive.errors());
             std::thread::sleep(Duration::from_millis(10));
         }
         match find_guest(&mut pair, moment)? {
             // The link's end came before READY was read.
             Found::Source => {
                 let migrate = migrate.wait(LIMIT)?;
-                ensure!(migrate.last()["guest"] == "source", "{flavour}: {}", migrate.last());
-                check_untouched(&mut pair.source).with_context(|| flavour.to_string())?;
+                ensure!(migrate.last()["guest"] == "source", "{build}: {}", migrate.last());
+                check_untouched(&mut pair.source).with_context(|| build.to_string())?;
             }
             // READY was read and COMMIT may have gone out: the source does not run it on a guess.
             Found::Nowhere => {
-                ensure!(pair.source.status()? == "postmigrate", "{flavour}");
+                ensure!(pair.source.status()? == "postmigrate", "{build}");
                 drop(migrate);
                 pair.source.resume()?;
             }
-            Found::Destination => anyhow::bail!("{flavour}: the guest runs at a QEMU that has ended"),
+            Found::Destination => anyhow::bail!("{build}: the guest runs at a QEMU that has ended"),
         }
         ensure!(!observer.finish()?.ran_on_both, "two guests from one");
         pair.destination = TestVm::destination(pair.source.config())?;
@@ -342,9 +343,9 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
 #[test]
 fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` does not finish what COMMIT asked for.
-    for flavour in flavours_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian") {
+    for build in builds_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian") {
         for step in ["kill-before-run", "kill-after-run"] {
-            let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)))?;
+            let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
             let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
             let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
@@ -353,13 +354,13 @@ fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> a
             let moment = await_end(&receive)?;
 
             let there = await_running(&mut pair.destination, moment)?;
-            ensure!(there < BACK, "{flavour}: {step}: the guest stood for {there:?} after the kill");
+            ensure!(there < BACK, "{build}: {step}: the guest stood for {there:?} after the kill");
             await_words(&receive, "was handed over to it and runs here: `quit` the source QEMU")?;
             pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-            check_settings(&mut pair.destination).with_context(|| format!("{flavour}: {step}"))?;
+            check_settings(&mut pair.destination).with_context(|| format!("{build}: {step}"))?;
             // The source asks for a minute, and never runs it.
-            ensure!(pair.source.status()? == "postmigrate", "{flavour}: {step}");
-            ensure!(!migrate.has_ended(), "{flavour}: {step}: {}", migrate.errors());
+            ensure!(pair.source.status()? == "postmigrate", "{build}: {step}");
+            ensure!(!migrate.has_ended(), "{build}: {step}: {}", migrate.errors());
             ensure!(!observer.finish()?.ran_on_both, "two guests from one");
             ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
         }
@@ -373,10 +374,10 @@ fn disks_that_move_are_let_go_of() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let image = || DiskImage::create("qcow2", ByteCount(64 << 20));
         let (from, to, again) = (image()?, image()?, image()?);
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate));
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let mut pair =
             Pair::start_apart(&config.clone().with_disk("d", &from), &config.clone().with_disk("d", &to))?;
         for fault in ["kill-after-prepare", "kill-after-stop"] {
@@ -385,8 +386,8 @@ fn disks_that_move_are_let_go_of() -> anyhow::Result<()> {
             let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
             let moment = await_end(&migrate)?;
             let back = await_running(&mut pair.source, moment)?;
-            ensure!(back < BACK, "{flavour}: {fault}: the guest stood for {back:?} after the kill");
-            check_untouched(&mut pair.source).with_context(|| format!("{flavour}: {fault}"))?;
+            ensure!(back < BACK, "{build}: {fault}: the guest stood for {back:?} after the kill");
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {fault}"))?;
             pair.destination = TestVm::destination(&config.clone().with_disk("d", &again))?;
         }
         let (migrate, _) = pair.migrate(&["--verify", "--disks", "all"])?;
@@ -409,10 +410,9 @@ fn killed_with_its_guardian(pair: &Pair, address: &str, fault: &str) -> anyhow::
 
 #[test]
 fn what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators() -> anyhow::Result<()> {
-    let flavours =
-        flavours_for("what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators");
-    for flavour in &flavours {
-        let mut pair = Pair::start(&VmConfig::new(flavour, GuestConfig::small(Mode::Rate)))?;
+    let builds = builds_for("what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators");
+    for build in &builds {
+        let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Rate)))?;
         let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         killed_with_its_guardian(&pair, &address, "kill-after-prepare")?;
         let left = pair.source.qmp().execute("query-migrate-capabilities", Value::Null)?;
@@ -450,12 +450,12 @@ fn await_back_by_hand(vm: &mut TestVm) -> anyhow::Result<()> {
 #[test]
 fn a_limit_that_an_operator_has_set_since_stays() -> anyhow::Result<()> {
     let test = "a_limit_that_an_operator_has_set_since_stays";
-    let flavours = flavours_for(test);
-    if flavours.is_empty() || !images_for(test) {
+    let builds = builds_for(test);
+    if builds.is_empty() || !images_for(test) {
         return Ok(());
     }
     let image = DiskImage::create("raw", ByteCount(16 << 20))?;
-    let config = VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Idle)).with_disk("d", &image);
+    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle)).with_disk("d", &image);
     let mut vm = TestVm::source(&config)?;
     let godwit = Godwit::built()?;
     let disks = vm.qmp().execute("query-block", Value::Null)?;
@@ -493,11 +493,11 @@ fn boot() -> anyhow::Result<String> {
 
 #[test]
 fn a_second_godwit_is_told_of_the_first() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_second_godwit_is_told_of_the_first");
-    if flavours.is_empty() {
+    let builds = builds_for("a_second_godwit_is_told_of_the_first");
+    if builds.is_empty() {
         return Ok(());
     }
-    let pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let first = pair.godwit.migrate(&pair.source, &address, &["--max-bandwidth", "5MiB/s"])?;
     await_copying(&first)?;

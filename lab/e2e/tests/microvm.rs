@@ -6,7 +6,7 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, flavours_for, kvm_for,
+    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, builds_for, kvm_for,
 };
 use rustix::process::Signal;
 
@@ -62,11 +62,11 @@ fn a_source_that_is_killed_before_the_handover_leaves_no_doubt() -> anyhow::Resu
 #[test]
 fn a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt() -> anyhow::Result<()> {
     let test = "a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt";
-    let flavours = flavours_for(test);
-    if flavours.is_empty() {
+    let builds = builds_for(test);
+    if builds.is_empty() {
         return Ok(());
     }
-    let config = VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Idle));
+    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle));
     let mut vm = TestVm::source(&config)?;
     vm.wait_ready(LIMIT)?;
     let godwit = Godwit::built()?;

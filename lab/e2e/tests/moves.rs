@@ -6,7 +6,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_settings, oldest};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, VmConfig, flavours_for, images_for,
+    BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -16,14 +16,14 @@ const SHARED: ByteCount = ByteCount(32 << 20);
 
 /// Moves a guest with all witnesses.
 fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
-    for flavour in flavours_for(test) {
-        let mut pair = Pair::start(&VmConfig::new(&flavour, GuestConfig::small(mode)))?;
+    for build in builds_for(test) {
+        let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(mode)))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
 
         let (migrate, receive) = pair.migrate(&["--verify"])?;
 
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
         let seen = observer.finish()?;
         ensure!(!seen.ran_on_both, "two guests from one");
         ensure!(seen.switchover.is_some(), "the guest was not seen to move");
@@ -56,11 +56,11 @@ fn a_guest_at_full_speed() -> anyhow::Result<()> {
 #[test]
 fn the_expected_downtime_holds_the_digests() -> anyhow::Result<()> {
     // Regression: 16 ms were foretold and 118 ms came, as the digests were left out.
-    let flavours = flavours_for("the_expected_downtime_holds_the_digests");
-    if flavours.is_empty() {
+    let builds = builds_for("the_expected_downtime_holds_the_digests");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Idle)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle)))?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
     check_moved(&mut pair, &migrate)?;
     let expected = |line: &Value| line["expected_downtime_ms"].as_f64();
@@ -74,11 +74,11 @@ fn the_expected_downtime_holds_the_digests() -> anyhow::Result<()> {
 
 #[test]
 fn a_source_that_is_kept_stays_stopped() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_source_that_is_kept_stays_stopped");
-    if flavours.is_empty() {
+    let builds = builds_for("a_source_that_is_kept_stays_stopped");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     // One channel, limited: the other ways through the same code.
     let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1", "--max-bandwidth", "100MiB/s"])?;
     check_moved(&mut pair, &migrate)?;
@@ -90,11 +90,11 @@ fn a_source_that_is_kept_stays_stopped() -> anyhow::Result<()> {
 
 #[test]
 fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_paused_guest_arrives_paused");
-    if flavours.is_empty() {
+    let builds = builds_for("a_paused_guest_arrives_paused");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     pair.source.qmp().execute("stop", json!({}))?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
     assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
@@ -108,8 +108,8 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
     let image = std::env::temp_dir().join(format!("godwit-e2e-disk-{}", std::process::id()));
     std::fs::write(&image, vec![7; 1 << 20])?;
     let drive = format!("file={},if=virtio,format=raw", image.display());
-    for flavour in flavours_for("several_vcpus_and_a_disk_on_shared_storage") {
-        let mut config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full)).with_extra(&[
+    for build in builds_for("several_vcpus_and_a_disk_on_shared_storage") {
+        let mut config = VmConfig::new(&build, GuestConfig::small(Mode::Full)).with_extra(&[
             "-drive",
             &drive,
             "-device",
@@ -118,7 +118,7 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
         config.cpus = 2;
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
     }
     std::fs::remove_file(image)?;
     Ok(())
@@ -127,14 +127,14 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
 /// Every vCPU writes memory: the guest's own work, and processes that come, fill memory, check it and go.
 #[test]
 fn several_vcpus_that_all_write() -> anyhow::Result<()> {
-    for flavour in flavours_for("several_vcpus_that_all_write") {
+    for build in builds_for("several_vcpus_that_all_write") {
         let mut guest = GuestConfig::small(Mode::Full);
         guest.build.jobs = 3;
-        let mut config = VmConfig::new(&flavour, guest);
+        let mut config = VmConfig::new(&build, guest);
         config.cpus = 4;
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
     }
     Ok(())
 }
@@ -146,20 +146,20 @@ fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()>
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let image = DiskImage::create("raw", SHARED)?;
         let mut guest = GuestConfig::small(Mode::Rate);
         guest.disk = DiskWork { write: 4 << 20, read: 4 << 20, span: SHARED, ..DiskWork::default() };
-        let mut pair = Pair::start(&VmConfig::new(&flavour, guest).with_disk("disk0", &image))?;
+        let mut pair = Pair::start(&VmConfig::new(&build, guest).with_disk("disk0", &image))?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
         let seconds = pair.destination.disk_seconds().len();
         let until = Instant::now() + LIMIT;
         while pair.destination.disk_seconds().len() < seconds + 2 {
-            ensure!(Instant::now() < until, "{flavour}: the disk's work does not go on");
+            ensure!(Instant::now() < until, "{build}: the disk's work does not go on");
             std::thread::sleep(Duration::from_millis(100));
         }
-        ensure!(pair.destination.bugs().is_empty(), "{flavour}: {:?}", pair.destination.bugs());
+        ensure!(pair.destination.bugs().is_empty(), "{build}: {:?}", pair.destination.bugs());
     }
     Ok(())
 }
@@ -167,14 +167,14 @@ fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()>
 #[test]
 fn a_guest_in_huge_pages() -> anyhow::Result<()> {
     let test = "a_guest_in_huge_pages";
-    let flavours = flavours_for(test);
+    let builds = builds_for(test);
     // Source and destination, 256 MiB each.
     let Some(huge) = HugePages::for_test(test, ByteCount(512 << 20)) else { return Ok(()) };
-    for flavour in flavours {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_ram_in(huge.dir());
+    for build in builds {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_ram_in(huge.dir());
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify", "--max-bandwidth", "200MiB/s"])?;
-        check_moved(&mut pair, &migrate).with_context(|| flavour.to_string())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
         // One written page makes 512 dirty; the ledger finds the one.
         let unchanged = migrate.last()["unchanged_pages"].as_u64();
         ensure!(unchanged > Some(0), "{}", migrate.last());
@@ -184,12 +184,12 @@ fn a_guest_in_huge_pages() -> anyhow::Result<()> {
 
 #[test]
 fn each_codec_carries_a_guest() -> anyhow::Result<()> {
-    let flavours = flavours_for("each_codec_carries_a_guest");
-    if flavours.is_empty() {
+    let builds = builds_for("each_codec_carries_a_guest");
+    if builds.is_empty() {
         return Ok(());
     }
     for codec in ["none", "lz4", "lz4:8", "zstd", "zstd:-5"] {
-        let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Full)))?;
+        let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Full)))?;
         let (migrate, _) =
             pair.migrate(&["--compression", codec, "--verify", "--max-bandwidth", "100MiB/s"])?;
         check_moved(&mut pair, &migrate).with_context(|| codec.to_owned())?;
@@ -202,11 +202,11 @@ fn each_codec_carries_a_guest() -> anyhow::Result<()> {
 
 #[test]
 fn a_destination_without_codecs() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_destination_without_codecs");
-    if flavours.is_empty() {
+    let builds = builds_for("a_destination_without_codecs");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &["--compression", "none"])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &["--compression", "lz4", "--verify"])?;
     let migrate = migrate.wait(LIMIT)?;

@@ -3,7 +3,7 @@
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{GuestConfig, VmConfig, flavours_for};
+use godwit_testbed::{GuestConfig, VmConfig, builds_for};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 
 /// Less than the stack of a thread.
@@ -11,11 +11,11 @@ const ROOM: u64 = 1 << 20;
 
 #[test]
 fn a_migration_that_can_start_no_thread_still_ends_well() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_migration_that_can_start_no_thread_still_ends_well");
-    if flavours.is_empty() {
+    let builds = builds_for("a_migration_that_can_start_no_thread_still_ends_well");
+    if builds.is_empty() {
         return Ok(());
     }
-    let mut pair = Pair::start(&VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate)))?;
+    let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, &["--max-bandwidth", "20MiB/s"])?;
     await_copying(&migrate)?;

@@ -7,7 +7,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_alone, await_copying, check_refused, check_settings, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Ended, Flavour, GuestConfig, Ports, Running, TestVm, VmConfig, flavours_for, images_for,
+    DiskImage, Ended, GuestConfig, Ports, QemuBuild, Running, TestVm, VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -40,9 +40,9 @@ struct Acting {
 }
 
 impl Acting {
-    fn start(flavour: &Flavour, options: &[&str]) -> anyhow::Result<Self> {
+    fn start(build: &QemuBuild, options: &[&str]) -> anyhow::Result<Self> {
         let ports = Ports::new()?;
-        let plain = VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+        let plain = VmConfig::new(build, GuestConfig::small(Mode::Rate));
         let mut source = plain.clone().with_extra(options);
         source.extra.extend(ports.arguments());
         let pair = Pair::start_apart(&source, &plain.with_extra(&["-device", "pvpanic"]))?;
@@ -106,20 +106,20 @@ fn await_new_count(vm: &TestVm, old: u64) -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended") {
+    for build in builds_for("a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended") {
         for (act, when, words) in [
             (Act::PowersOff, When::PreCopy, "the guest powered off"),
             (Act::PowersOff, When::Stopped, "the guest powered off"),
             (Act::Panics, When::PreCopy, "the guest panicked"),
         ] {
-            let mut acting = Acting::start(&flavour, &[])?;
+            let mut acting = Acting::start(&build, &[])?;
             let (migrate, receive) = acting.migrate(when)?;
 
             acting.act(act)?;
 
             let acted = Instant::now();
             let migrate = migrate.wait(LIMIT)?;
-            let context = || format!("{flavour}, {act:?} {when:?}: {}", migrate.errors);
+            let context = || format!("{build}, {act:?} {when:?}: {}", migrate.errors);
             ensure!(acted.elapsed() < SOON, "{}: {:?}", context(), acted.elapsed());
             check_refused(&migrate, 3, &[words, "the guest has ended with its VM"]).with_context(context)?;
             ensure!(migrate.last()["guest"] == "ended", "{}", migrate.last());
@@ -131,19 +131,19 @@ fn a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended() -> anyhow:
 
 #[test]
 fn a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved") {
+    for build in builds_for("a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved") {
         for (act, words, state) in [
             (Act::PowersOff, "the guest powered off and does not run any more", "shutdown"),
             (Act::Panics, "the guest panicked and does not run any more", "guest-panicked"),
         ] {
-            let mut acting = Acting::start(&flavour, &["-no-shutdown", "-action", "panic=pause"])?;
+            let mut acting = Acting::start(&build, &["-no-shutdown", "-action", "panic=pause"])?;
             let (migrate, receive) = acting.migrate(When::PreCopy)?;
 
             acting.act(act)?;
 
             let acted = Instant::now();
             let migrate = migrate.wait(LIMIT)?;
-            let context = || format!("{flavour}, {act:?}: {}", migrate.errors);
+            let context = || format!("{build}, {act:?}: {}", migrate.errors);
             ensure!(acted.elapsed() < SOON, "{}: {:?}", context(), acted.elapsed());
             check_left(&migrate, words).with_context(context)?;
             ensure!(receive.wait(LIMIT)?.last()["vm_waits"] == true);
@@ -161,15 +161,15 @@ fn a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved() -> anyhow::Re
 
 #[test]
 fn a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side") {
+    for build in builds_for("a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side") {
         for (act, words) in [(Act::PowersOff, "the guest powered off"), (Act::Panics, "the guest panicked")] {
-            let mut acting = Acting::start(&flavour, &["-no-shutdown", "-action", "panic=pause"])?;
+            let mut acting = Acting::start(&build, &["-no-shutdown", "-action", "panic=pause"])?;
             let (migrate, receive) = acting.migrate(When::Stopped)?;
 
             acting.act(act)?;
 
             let migrate = migrate.wait(LIMIT)?;
-            let context = || format!("{flavour}, {act:?}: {}", migrate.errors);
+            let context = || format!("{build}, {act:?}: {}", migrate.errors);
             check_left(&migrate, words).with_context(context)?;
             ensure!(receive.wait(LIMIT)?.status.code() == Some(1));
             let Acting { pair, .. } = &mut acting;
@@ -185,10 +185,10 @@ fn a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side() -> anyho
 
 #[test]
 fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_is_reset_boots_anew_and_moves") {
+    for build in builds_for("a_guest_that_is_reset_boots_anew_and_moves") {
         // When it has booted again, and while its firmware still runs.
         for booted in [true, false] {
-            let mut acting = Acting::start(&flavour, &["-action", "reboot=reset"])?;
+            let mut acting = Acting::start(&build, &["-action", "reboot=reset"])?;
             let (receive, address) = acting.pair.godwit.receive(&acting.pair.destination, &[])?;
             let name = format!("reset-{}-{booted}", std::process::id());
             let options = [SLOW, &["--verify", "--name", &name]].concat();
@@ -205,7 +205,7 @@ fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
             let set = ["set", "--migration", &name];
             acting.pair.godwit.done(&[&set[..], &free[..]].concat())?;
             let migrate = migrate.wait(LIMIT)?;
-            let context = || format!("{flavour}, booted {booted}: {} {}", migrate.last(), migrate.errors);
+            let context = || format!("{build}, booted {booted}: {} {}", migrate.last(), migrate.errors);
             ensure!(migrate.last()["outcome"] == "migrated", "{}", context());
             ensure!(migrate.last()["verified"] == true, "{}", context());
             ensure!(receive.wait(LIMIT)?.status.success());
@@ -223,8 +223,8 @@ fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
 
 #[test]
 fn a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew() -> anyhow::Result<()> {
-    for flavour in flavours_for("a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew") {
-        let mut acting = Acting::start(&flavour, &["-action", "reboot=reset"])?;
+    for build in builds_for("a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew") {
+        let mut acting = Acting::start(&build, &["-action", "reboot=reset"])?;
         let old = acting.pair.source.heartbeats().last().context("no heartbeat")?.heartbeat.n;
         let (migrate, _receive) = acting.migrate(When::Stopped)?;
 
@@ -232,7 +232,7 @@ fn a_guest_that_is_reset_when_it_stands_still_stays_and_boots_anew() -> anyhow::
 
         let migrate = migrate.wait(LIMIT)?;
         check_left(&migrate, "the guest was reset while it stood still for the handover")?;
-        await_new_count(&acting.pair.source, old).with_context(|| flavour.to_string())?;
+        await_new_count(&acting.pair.source, old).with_context(|| build.to_string())?;
         check_untouched(&mut acting.pair.source)?;
     }
     Ok(())
@@ -255,12 +255,12 @@ fn what_others_do_to_the_vm_meanwhile_ends_the_migration() -> anyhow::Result<()>
     if !images_for(test) {
         return Ok(());
     }
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         let size = ByteCount(16 << 20);
         let (image, overlay) = (DiskImage::create("raw", size)?, DiskImage::create("qcow2", size)?);
         let port = ["-device", "pcie-root-port,id=hot,chassis=1"];
         let target = format!("driver=null-co,node-name=target,size={}", size.0);
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_extra(&port);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&port);
         let config = config.with_extra(&["-blockdev", &target]).with_disk("disk", &image);
         let mut pair = Pair::start(&config)?;
         let job = |kind: &str| json!({ "job-id": kind, "device": "disk", "target": "target", "sync": "full", "speed": 1 });
@@ -314,12 +314,12 @@ fn what_others_do_to_the_vm_meanwhile_ends_the_migration() -> anyhow::Result<()>
             pair.godwit.done(&set)?;
             let migrate = migrate.wait(LIMIT)?;
             let words: Vec<&str> = words.iter().map(String::as_str).collect();
-            check_refused(&migrate, 1, &words).with_context(|| format!("{flavour}: {what}"))?;
+            check_refused(&migrate, 1, &words).with_context(|| format!("{build}: {what}"))?;
             receive.wait(LIMIT)?;
             if let Some((command, arguments)) = undone {
                 pair.source.qmp().execute(command, arguments)?;
             }
-            check_untouched(&mut pair.source).with_context(|| format!("{flavour}: {what}"))?;
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {what}"))?;
             // It was found when the destination had been told to get ready.
             pair.destination = TestVm::destination(&config)?;
         }

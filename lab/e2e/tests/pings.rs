@@ -10,7 +10,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Flavour, GuestConfig, Lan, Silence, Style, TestVm, VmConfig, flavours_for, images_for,
+    DiskImage, GuestConfig, Lan, QemuBuild, Silence, Style, TestVm, VmConfig, builds_for, images_for,
     own_migration, skip,
 };
 use godwit_units::ByteCount;
@@ -30,9 +30,9 @@ fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    let flavours = flavours_for(test);
+    let builds = builds_for(test);
     // Of QEMU 7.2 no move by itself is asked for, which the tests of bounds do not either.
-    let Some(newest) = flavours.last() else { return Ok(()) };
+    let Some(newest) = builds.last() else { return Ok(()) };
     let lan = match Lan::create() {
         Ok(lan) => lan,
         Err(why) => {
@@ -43,10 +43,10 @@ fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
     let image = DiskImage::create("raw", ByteCount(64 << 20))?;
     let own = silences(&lan, newest, &image, Mover::Qemu)?;
     let bound = quickest(&own).max(LEAST).mul_f64(SILENCE);
-    for flavour in &flavours {
-        let moved = silences(&lan, flavour, &image, Mover::Godwit)?;
-        println!("{flavour}: {moved:?}; by {newest} itself: {own:?}");
-        ensure!(quickest(&moved) < bound, "{flavour}: {moved:?}, by QEMU itself {own:?}");
+    for build in &builds {
+        let moved = silences(&lan, build, &image, Mover::Godwit)?;
+        println!("{build}: {moved:?}; by {newest} itself: {own:?}");
+        ensure!(quickest(&moved) < bound, "{build}: {moved:?}, by QEMU itself {own:?}");
     }
     Ok(())
 }
@@ -62,12 +62,12 @@ fn quickest(silences: &[Duration]) -> Duration {
 }
 
 /// What a client hears nothing for while the guest moves, once for each of a few moves.
-fn silences(lan: &Lan, flavour: &Flavour, image: &DiskImage, by: Mover) -> anyhow::Result<Vec<Duration>> {
+fn silences(lan: &Lan, build: &QemuBuild, image: &DiskImage, by: Mover) -> anyhow::Result<Vec<Duration>> {
     let node = format!("driver=raw,node-name=disk,file.driver=file,file.filename={}", image.path().display());
     let node = format!("{node},cache.direct=on,file.cache.direct=on");
     let balloon = "virtio-balloon-pci,free-page-reporting=on";
     let disk = ["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk"];
-    let config = VmConfig::new(flavour, GuestConfig::small(Mode::Idle))
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle))
         .with_extra(&disk)
         .with_extra(&["-cpu", "max", "-device", balloon]);
     let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;

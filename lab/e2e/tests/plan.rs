@@ -7,7 +7,7 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, flavours_for, kvm_for,
+    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for, kvm_for,
 };
 use godwit_units::ByteCount;
 use serde_json::Value;
@@ -46,9 +46,9 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
 
 #[test]
 fn a_plan_for_a_busy_qemu_guest() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_plan_for_a_busy_qemu_guest");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
-    let mut vm = TestVm::source(&VmConfig::new(flavour, GuestConfig::small(Mode::Full)))?;
+    let builds = builds_for("a_plan_for_a_busy_qemu_guest");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(Mode::Full)))?;
     vm.wait_ready(LIMIT)?;
     plan(&Godwit::built()?, &vm)?;
     check_untouched(&mut vm)
@@ -56,10 +56,10 @@ fn a_plan_for_a_busy_qemu_guest() -> anyhow::Result<()> {
 
 #[test]
 fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
-    let flavours = flavours_for("a_plan_tells_how_to_make_images");
-    let Some(flavour) = flavours.last() else { return Ok(()) };
+    let builds = builds_for("a_plan_tells_how_to_make_images");
+    let Some(build) = builds.last() else { return Ok(()) };
     let image = DiskImage::create("qcow2", ByteCount(3 << 20))?;
-    let mut config = VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+    let mut config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
     config.extra.extend(image.arguments("data"));
     let mut vm = TestVm::source(&config)?;
     vm.wait_ready(LIMIT)?;
@@ -120,8 +120,8 @@ fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
         ensure!((0.5..2.0).contains(&bytes), "{name}: simulated bytes / real bytes = {bytes}");
         Ok(())
     };
-    if let Some(flavour) = flavours_for(test).last() {
-        let config = VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
+    if let Some(build) = builds_for(test).last() {
+        let config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
         let (source, destination) = (TestVm::source(&config)?, TestVm::destination(&config)?);
         source.wait_ready(LIMIT)?;
         alike(&source, &destination)?;

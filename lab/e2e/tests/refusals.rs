@@ -6,21 +6,21 @@ use std::net::{TcpListener, TcpStream};
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Backend, Ended, Flavour, Godwit, GuestConfig, Movable, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{Backend, Ended, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig, builds_for};
 
 /// The config of a small guest for each QEMU: where the answer is QEMU's.
 fn configs(test: &str) -> Vec<VmConfig> {
-    let config = |flavour| VmConfig::new(flavour, GuestConfig::small(Mode::Rate));
-    flavours_for(test).iter().map(config).collect()
+    let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    builds_for(test).iter().map(config).collect()
 }
 
 /// The same for one QEMU, where any will do, or nothing where there is none.
 fn config(test: &str) -> anyhow::Result<Option<VmConfig>> {
-    let flavours: Vec<Flavour> = flavours_for(test);
-    if flavours.is_empty() {
+    let builds: Vec<QemuBuild> = builds_for(test);
+    if builds.is_empty() {
         return Ok(None);
     }
-    Ok(Some(VmConfig::new(oldest(&flavours)?, GuestConfig::small(Mode::Rate))))
+    Ok(Some(VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate))))
 }
 
 /// `godwit migrate` of a VM that is to be refused, to an address where nobody listens.
@@ -94,8 +94,8 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
 #[test]
 fn a_stranger_in_the_destinations_memory() -> anyhow::Result<()> {
     // Mutation: `check_writers` is not asked at the destination.
-    for flavour in flavours_for("a_stranger_in_the_destinations_memory") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+    for build in builds_for("a_stranger_in_the_destinations_memory") {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let destination = TestVm::destination(&config)?;
         let object = format!(
             "memory-backend-file,id=other,size={},share=on,mem-path={}",

@@ -7,10 +7,10 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Flavour, GuestConfig, Mount, TestVm, VmConfig, flavours_for, skip};
+use godwit_testbed::{GuestConfig, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip};
 
-fn config(flavour: &Flavour) -> VmConfig {
-    VmConfig::new(flavour, GuestConfig::small(Mode::Rate))
+fn config(build: &QemuBuild) -> VmConfig {
+    VmConfig::new(build, GuestConfig::small(Mode::Rate))
 }
 
 /// What its RAM file takes of its file system.
@@ -21,7 +21,7 @@ fn allocated(vm: &TestVm) -> anyhow::Result<u64> {
 #[test]
 fn a_tmpfs_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
     let test = "a_tmpfs_too_small_for_all_of_the_guest_is_refused";
-    for flavour in flavours_for(test) {
+    for build in builds_for(test) {
         // The guest has 256 MiB and uses less, which would fit: it would die later, when it grows.
         let mount = match Mount::new("tmpfs", "size=240M") {
             Ok(mount) => mount,
@@ -30,12 +30,12 @@ fn a_tmpfs_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
                 return Ok(());
             }
         };
-        let config = config(&flavour);
+        let config = config(&build);
         let mut pair = Pair::start_apart(&config, &config.clone().with_ram_in(mount.dir()))?;
         let (migrate, receive) = pair.migrate(&[])?;
         let dir = mount.dir().display().to_string();
         for ended in [&migrate, &receive] {
-            ensure!(ended.status.code() == Some(1), "{flavour}: {}: {}", ended.status, ended.errors);
+            ensure!(ended.status.code() == Some(1), "{build}: {}: {}", ended.status, ended.errors);
             let words = format!("the tmpfs at {dir} has room for 240MiB of guest memory");
             ensure!(ended.errors.contains(&words), "{}", ended.errors);
         }
@@ -88,8 +88,8 @@ impl Drop for Group {
 #[test]
 fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
     let test = "a_control_group_too_small_for_all_of_the_guest_is_refused";
-    let flavours = flavours_for(test);
-    if flavours.is_empty() {
+    let builds = builds_for(test);
+    if builds.is_empty() {
         return Ok(());
     }
     let group = match Group::new(200 << 20) {
@@ -99,7 +99,7 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
             return Ok(());
         }
     };
-    let mut pair = Pair::start(&config(oldest(&flavours)?))?;
+    let mut pair = Pair::start(&config(oldest(&builds)?))?;
     group.take(pair.destination.pid())?;
     let (migrate, _) = pair.migrate(&[])?;
     ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, flavours_for};
+use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, builds_for};
 use serde_json::Value;
 
 /// What would never end by itself.
@@ -42,14 +42,14 @@ enum Qemus {
 /// All kinds that there are here, each started when the one before is through: guests at full speed
 /// would take each other's processor.
 fn machines(test: &str, qemus: Qemus) -> impl Iterator<Item = anyhow::Result<Machines>> {
-    let mut flavours = flavours_for(test);
+    let mut builds = builds_for(test);
     if qemus == Qemus::Newest {
-        flavours.drain(..flavours.len().saturating_sub(1));
+        builds.drain(..builds.len().saturating_sub(1));
     }
-    let of_qemu = flavours.into_iter().map(|flavour| {
+    let of_qemu = builds.into_iter().map(|build| {
         // Shown where the test fails.
-        println!("with {flavour}");
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full));
+        println!("with {build}");
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         Ok(Machines::Qemu(Box::new(Pair::start(&config)?)))
     });
     let test = format!("microvm: {test}");

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::ensure;
 use godwit_e2e::{Pair, check_moved, check_refused, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
-use godwit_testbed::{DiskImage, Ended, Flavour, GuestConfig, TestVm, VmConfig, flavours_for, images_for};
+use godwit_testbed::{DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for};
 use godwit_units::ByteCount;
 use serde_json::json;
 
@@ -19,14 +19,14 @@ fn image(format: &'static str) -> anyhow::Result<DiskImage> {
 }
 
 /// A guest that writes its disk and checks what it has written.
-fn config(flavour: &Flavour, image: &DiskImage) -> VmConfig {
+fn config(build: &QemuBuild, image: &DiskImage) -> VmConfig {
     let rate = 2 << 20;
     let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
-    VmConfig::new(flavour, GuestConfig { disk, ..GuestConfig::small(Mode::Rate) }).with_disk("disk0", image)
+    VmConfig::new(build, GuestConfig { disk, ..GuestConfig::small(Mode::Rate) }).with_disk("disk0", image)
 }
 
-fn flavours(test: &str) -> Vec<Flavour> {
-    if images_for(test) { flavours_for(test) } else { Vec::new() }
+fn builds(test: &str) -> Vec<QemuBuild> {
+    if images_for(test) { builds_for(test) } else { Vec::new() }
 }
 
 /// Checks that both sides refuse with all of `words`, and that neither QEMU was touched.
@@ -46,10 +46,10 @@ fn setup_of(migrate: &Ended) -> Duration {
 /// This was migrated with success, and the guest ran on a blank disk.
 #[test]
 fn a_blank_image_is_not_the_sources_disk() -> anyhow::Result<()> {
-    for flavour in flavours("a_blank_image_is_not_the_sources_disk") {
+    for build in builds("a_blank_image_is_not_the_sources_disk") {
         for format in ["raw", "qcow2"] {
             let (own, blank) = (image(format)?, image(format)?);
-            let mut pair = Pair::start_apart(&config(&flavour, &own), &config(&flavour, &blank))?;
+            let mut pair = Pair::start_apart(&config(&build, &own), &config(&build, &blank))?;
             let (a, b) = (own.path().display().to_string(), blank.path().display().to_string());
             let words = format!("disk 'disk0' is {a} at the source; {b} here holds something else");
             check_other(&mut pair, &[&words])?;
@@ -63,11 +63,11 @@ fn a_blank_image_is_not_the_sources_disk() -> anyhow::Result<()> {
 
 #[test]
 fn a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size() -> anyhow::Result<()> {
-    for flavour in flavours("a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size") {
+    for build in builds("a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size") {
         let (shared, small) = (image("raw")?, DiskImage::create("raw", ByteCount(32 << 20))?);
-        let mut pair = Pair::start_apart(&config(&flavour, &shared), &config(&flavour, &small))?;
+        let mut pair = Pair::start_apart(&config(&build, &shared), &config(&build, &small))?;
         check_other(&mut pair, &["disk 'disk0' has 64MiB at the source and 32MiB here"])?;
-        pair.destination = TestVm::destination(&config(&flavour, &shared))?;
+        pair.destination = TestVm::destination(&config(&build, &shared))?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate)?;
         let told = &migrate.lines[0];
@@ -80,9 +80,9 @@ fn a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size() -> anyhow::R
 /// What the operator copied while the guest was stopped will do; what was copied while it ran will not.
 #[test]
 fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()> {
-    for flavour in flavours("a_copy_is_the_same_unless_the_guest_has_written_since") {
+    for build in builds("a_copy_is_the_same_unless_the_guest_has_written_since") {
         let (own, copy) = (image("raw")?, image("raw")?);
-        let mut pair = Pair::start_apart(&config(&flavour, &own), &config(&flavour, &copy))?;
+        let mut pair = Pair::start_apart(&config(&build, &own), &config(&build, &copy))?;
         std::fs::copy(own.path(), copy.path())?;
         std::thread::sleep(Duration::from_secs(3));
         check_other(&mut pair, &["holds something else"])?;
@@ -102,7 +102,7 @@ fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()>
 #[test]
 fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
     const AT: u64 = 30 << 20;
-    for flavour in flavours("a_copy_that_differs_in_one_byte_is_found") {
+    for build in builds("a_copy_that_differs_in_one_byte_is_found") {
         let (own, copy) = (image("raw")?, image("raw")?);
         let data: Vec<u8> =
             (0_u32..32 << 20).map(|at| (at.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
@@ -113,8 +113,7 @@ fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
         write(&copy, 16 << 20, &data)?;
         let right = data[(AT - (16 << 20)) as usize];
         write(&copy, AT, &[right ^ 1])?;
-        let config =
-            |image| VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_disk("disk0", image);
+        let config = |image| VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk0", image);
         let mut pair = Pair::start_apart(&config(&own), &config(&copy))?;
         check_other(&mut pair, &["holds something else"])?;
 
@@ -128,13 +127,13 @@ fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
 
 #[test]
 fn an_operator_who_knows_better_is_believed() -> anyhow::Result<()> {
-    for flavour in flavours("an_operator_who_knows_better_is_believed").into_iter().take(1) {
+    for build in builds("an_operator_who_knows_better_is_believed").into_iter().take(1) {
         // Two names of one storage that godwit cannot look into.
         let node = "driver=null-co,node-name=disk0,size=67108864,read-zeroes=on";
         let other = "driver=raw,node-name=disk0,file.driver=null-co,file.size=67108864,file.read-zeroes=on";
         let config = |node| {
             let disk = ["-blockdev", node, "-device", "virtio-blk-pci,id=disk0-device,drive=disk0"];
-            VmConfig::new(&flavour, GuestConfig::small(Mode::Rate)).with_extra(&disk)
+            VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&disk)
         };
         let hidden =
             "driver=blkdebug,node-name=disk0,image.driver=null-co,image.size=67108864,image.read-zeroes=on";
@@ -153,7 +152,7 @@ fn an_operator_who_knows_better_is_believed() -> anyhow::Result<()> {
 /// An image that the source has open, named for the destination by mistake, was only saved by QEMU's locks, where there are any.
 #[test]
 fn a_disk_is_not_copied_onto_itself() -> anyhow::Result<()> {
-    for flavour in flavours("a_disk_is_not_copied_onto_itself") {
+    for build in builds("a_disk_is_not_copied_onto_itself") {
         let shared = image("raw")?;
         let node = format!(
             "driver=raw,node-name=disk0,file.driver=file,file.locking=off,file.filename={}",
@@ -161,7 +160,7 @@ fn a_disk_is_not_copied_onto_itself() -> anyhow::Result<()> {
         );
         let guest = GuestConfig::small(Mode::Rate);
         let extra = ["-blockdev", &node, "-device", "virtio-blk-pci,id=disk0-device,drive=disk0"];
-        let mut pair = Pair::start(&VmConfig::new(&flavour, guest).with_extra(&extra))?;
+        let mut pair = Pair::start(&VmConfig::new(&build, guest).with_extra(&extra))?;
         let before = std::fs::metadata(Path::new(&shared.path()))?.modified()?;
         let (migrate, receive) = pair.migrate(&["--disks", "all"])?;
         for ended in [&migrate, &receive] {

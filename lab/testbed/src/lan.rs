@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use godwit_guest_workload::settings::CardAddress;
 
-use crate::flavour::Flavour;
 use crate::leftovers::{Place, unique};
-use crate::netns::{flavour_within, remove, tool};
+use crate::netns::{build_within, remove, tool};
 use crate::pings::Pings;
+use crate::qemu_build::QemuBuild;
 use crate::vm::VmConfig;
 
 /// The range for benchmarks (RFC 2544). The namespace has no way out, so each may have the same.
@@ -59,15 +59,15 @@ impl Lan {
         self.ip(&["tuntap", "add", &port, "mode", "tap"])?;
         self.ip(&["link", "set", &port, "master", "switch", "up"])?;
         let mut config = config.clone();
-        config.flavour = self.flavour(&config.flavour, &port)?;
+        config.build = self.build(&config.build, &port)?;
         config.guest.address = Some(GUEST);
         let back_end = format!("tap,id=net,ifname={port},script=no,downscript=no");
         let card = format!("virtio-net-pci,netdev=net,mac={MAC}");
         Ok(config.with_extra(&["-netdev", &back_end, "-device", &card]))
     }
 
-    fn flavour(&self, flavour: &Flavour, port: &str) -> anyhow::Result<Flavour> {
-        flavour_within(&self.name, &self.place.file(port), flavour)
+    fn build(&self, build: &QemuBuild, port: &str) -> anyhow::Result<QemuBuild> {
+        build_within(&self.name, &self.place.file(port), build)
     }
 
     /// Starts to ping the guest, every 5 ms.

@@ -10,10 +10,8 @@
 
 mod children;
 mod console;
-mod course;
 mod cpu;
 mod disk;
-mod flavour;
 mod gap;
 mod godwit;
 mod guest;
@@ -30,6 +28,8 @@ mod own;
 mod own_disks;
 mod pings;
 mod ports;
+mod progress_trace;
+mod qemu_build;
 mod remote_disk;
 mod skip;
 mod slow_reads;
@@ -38,10 +38,8 @@ mod vm;
 
 pub use children::end_children;
 pub use console::{Beat, Console, longest_pause};
-pub use course::{Course, Loss, WINDOW};
 pub use cpu::{CpuTime, peak_rss};
 pub use disk::{DiskImage, allocated, images_for};
-pub use flavour::{Flavour, flavours, flavours_for};
 pub use gap::{Gap, Observation};
 pub use godwit::{Ended, Godwit, Running, disks_of};
 pub use guest::{GuestConfig, GuestFiles};
@@ -57,6 +55,8 @@ pub use own::{OwnMigration, Style, own_migration, own_migration_within, wall_clo
 pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
 pub use pings::{Heard, Pings, Silence};
 pub use ports::Ports;
+pub use progress_trace::{Loss, ProgressTrace, WINDOW};
+pub use qemu_build::{QemuBuild, builds, builds_for};
 pub use remote_disk::RemoteDisk;
 pub use skip::skip;
 pub use slow_reads::SlowReads;

@@ -11,8 +11,8 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use godwit_units::{ByteCount, Rate};
 
-use crate::flavour::Flavour;
 use crate::leftovers::{Place, unique};
+use crate::qemu_build::QemuBuild;
 
 /// Bytes that may pass at once; with a segment of 64 KiB, the largest there is, the rate is kept.
 const BURST: u64 = 256 << 10;
@@ -87,8 +87,8 @@ impl SlowLink {
     ///
     /// # Errors
     /// When no script can be written.
-    pub fn flavour(&self, flavour: &Flavour) -> anyhow::Result<Flavour> {
-        flavour_within(&self.name, &self.place.file("qemu"), flavour)
+    pub fn build(&self, build: &QemuBuild) -> anyhow::Result<QemuBuild> {
+        build_within(&self.name, &self.place.file("qemu"), build)
     }
 
     /// Bytes that it has carried so far, both ways, headers and all.
@@ -114,12 +114,12 @@ impl Drop for SlowLink {
 }
 
 /// The same QEMU in the namespace `name`, by way of a script at `script`.
-pub(crate) fn flavour_within(name: &str, script: &Path, flavour: &Flavour) -> anyhow::Result<Flavour> {
-    let program = flavour.program.display();
+pub(crate) fn build_within(name: &str, script: &Path, build: &QemuBuild) -> anyhow::Result<QemuBuild> {
+    let program = build.program.display();
     let text = format!("#!/bin/sh\nexec ip netns exec {name} '{program}' \"$@\"\n");
     std::fs::write(script, text).context("cannot write a script")?;
     std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755))?;
-    Ok(Flavour { program: script.to_owned(), ..flavour.clone() })
+    Ok(QemuBuild { program: script.to_owned(), ..build.clone() })
 }
 
 /// Removes a namespace, and with it the interfaces in it and their other ends.

@@ -2,7 +2,7 @@
 //!
 //! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of the source's file and only for
 //! reading, and never fills a hole of the destination's file. It takes the time around each look, and drops a look that
-//! was interrupted. And it believes only a beacon that moves. What follows from the samples is `gap`'s and `course`'s.
+//! was interrupted. And it believes only a beacon that moves. What follows from the samples is `gap`'s and `trace`'s.
 
 use std::fs::File;
 use std::io;
@@ -20,8 +20,8 @@ use godwit_units::{ByteCount, PAGE_SIZE};
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
-use crate::course::Course;
 use crate::gap::{GapFinder, Observation};
+use crate::progress_trace::ProgressTrace;
 
 const INTERVAL: Duration = Duration::from_micros(100);
 /// A look that took longer was interrupted in the middle and says nothing about the time it was taken.
@@ -106,7 +106,7 @@ fn seek(file: &File, target: SeekFrom) -> io::Result<Option<u64>> {
 pub struct Observer {
     ending: Arc<AtomicBool>,
     started: Instant,
-    thread: Option<JoinHandle<(Observation, Course)>>,
+    thread: Option<JoinHandle<(Observation, ProgressTrace)>>,
 }
 
 impl Observer {
@@ -143,12 +143,12 @@ impl Observer {
     ///
     /// # Errors
     /// As [`Self::finish`].
-    pub fn finish_with_course(mut self) -> anyhow::Result<(Observation, Course)> {
+    pub fn finish_with_course(mut self) -> anyhow::Result<(Observation, ProgressTrace)> {
         self.ending.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("the observer has ended before")?;
-        let (seen, course) = thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
+        let (seen, trace) = thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
         ensure!(seen.counted > 0, "the guest did not count at all while it was observed");
-        Ok((seen, course))
+        Ok((seen, trace))
     }
 }
 
@@ -178,11 +178,11 @@ fn sample(
     destination: &Arrival,
     started: Instant,
     ending: &AtomicBool,
-) -> (Observation, Course) {
+) -> (Observation, ProgressTrace) {
     // Both are refused without privilege, and only make the samples more even.
     let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), -20);
     let _ = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1));
-    let (mut finder, mut course) = (GapFinder::default(), Course::default());
+    let (mut finder, mut trace) = (GapFinder::default(), ProgressTrace::default());
     while !ending.load(Ordering::Relaxed) {
         let before = Instant::now();
         let there = destination.word(COUNTER_OFFSET);
@@ -190,11 +190,11 @@ fn sample(
         if before.elapsed() <= LOOK_LIMIT {
             let at = before.duration_since(started);
             finder.sample(at, here, there);
-            course.note(at, there.map_or(here, |there| there.max(here)));
+            trace.note(at, there.map_or(here, |there| there.max(here)));
         }
         std::thread::sleep(INTERVAL);
     }
-    (finder.observation(), course)
+    (finder.observation(), trace)
 }
 
 #[cfg(test)]

@@ -16,9 +16,9 @@ use serde_json::{Value, json};
 use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
 use crate::disk::DiskImage;
-use crate::flavour::Flavour;
 use crate::guest::{GuestConfig, GuestFiles};
 use crate::leftovers::Place;
+use crate::qemu_build::QemuBuild;
 
 /// QEMU opens its monitors before anything slow; a machine under load takes its time to load the program.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -41,7 +41,7 @@ pub enum Backend {
 #[derive(Clone, Debug)]
 pub struct VmConfig {
     /// The QEMU.
-    pub flavour: Flavour,
+    pub build: QemuBuild,
     /// The guest in it.
     pub guest: GuestConfig,
     /// Virtual processors; the guest's work is done on one of them.
@@ -57,9 +57,9 @@ pub struct VmConfig {
 impl VmConfig {
     /// One virtual processor, RAM in a shared file, nothing extra.
     #[must_use]
-    pub fn new(flavour: &Flavour, guest: GuestConfig) -> Self {
-        let (flavour, backend) = (flavour.clone(), Backend::default());
-        Self { flavour, guest, cpus: 1, backend, ram_in: None, extra: Vec::new() }
+    pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
+        let (build, backend) = (build.clone(), Backend::default());
+        Self { build, guest, cpus: 1, backend, ram_in: None, extra: Vec::new() }
     }
 
     /// The same with RAM elsewhere.
@@ -123,7 +123,7 @@ impl TestVm {
         let files = GuestFiles::find()?;
         let place = Place::with_ram_in(config.ram_in.as_deref())?;
         let errors = File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
-        let child = Command::new(&config.flavour.program)
+        let child = Command::new(&config.build.program)
             .args(arguments(config, &place))
             .arg("-kernel")
             .arg(&files.kernel)
@@ -136,7 +136,7 @@ impl TestVm {
             .stdout(Stdio::piped())
             .stderr(errors)
             .spawn()
-            .with_context(|| format!("cannot start {}", config.flavour.program.display()))?;
+            .with_context(|| format!("cannot start {}", config.build.program.display()))?;
         let mut started = Started { child: Some(child) };
         let (mut qmp, console) = started.talk(&place)?;
         let cpus = qmp.execute("query-cpus-fast", Value::Null)?;

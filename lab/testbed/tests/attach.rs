@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::SourceVm;
 use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
-use godwit_testbed::{GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_for};
 use godwit_track::{Approach, attach};
 use godwit_units::PageCount;
 
@@ -45,8 +45,8 @@ fn signals(vm: &TestVm) -> Vec<String> {
 
 #[test]
 fn kills_of_who_attaches_leave_qemu_as_it_was() {
-    for flavour in flavours_for("kills_of_who_attaches_leave_qemu_as_it_was") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full));
+    for build in builds_for("kills_of_who_attaches_leave_qemu_as_it_was") {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         let mut vm = ready(&config);
         let before = signals(&vm);
         for kill in 0..40_u32 {
@@ -67,8 +67,8 @@ fn kills_of_who_attaches_leave_qemu_as_it_was() {
             }
             attacher.kill().unwrap();
             attacher.wait().unwrap();
-            assert_eq!(vm.status().unwrap(), "running", "{flavour}: kill {kill}");
-            assert_eq!(signals(&vm), before, "{flavour}: kill {kill}");
+            assert_eq!(vm.status().unwrap(), "running", "{build}: kill {kill}");
+            assert_eq!(signals(&vm), before, "{build}: kill {kill}");
         }
         vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
         assert_eq!((vm.bugs(), vm.errors()), (Vec::new(), String::new()));
@@ -77,8 +77,8 @@ fn kills_of_who_attaches_leave_qemu_as_it_was() {
 
 #[test]
 fn a_sandboxed_qemu_is_tracked_with_the_right_to_suspend_filters_and_without() {
-    for flavour in flavours_for("a_sandboxed_qemu_is_tracked") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Full));
+    for build in builds_for("a_sandboxed_qemu_is_tracked") {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         let mut vm = ready(&config.with_extra(&["-sandbox", SANDBOX]));
         let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
         assert!(status.contains("Seccomp:\t2") && status.contains("Seccomp_filters:\t1"), "{status}");

@@ -14,7 +14,7 @@ use godwit_block::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_qemu::{QemuDestination, QemuSource};
-use godwit_testbed::{DiskImage, Flavour, GuestConfig, TestVm, VmConfig, flavours_for, images_for};
+use godwit_testbed::{DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for};
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 use serde_json::{Value, json};
 
@@ -29,8 +29,8 @@ struct Pair {
 }
 
 /// QEMUs that the test `test` can run with.
-fn qemus(test: &str) -> Vec<Flavour> {
-    if images_for(test) { flavours_for(test) } else { Vec::new() }
+fn qemus(test: &str) -> Vec<QemuBuild> {
+    if images_for(test) { builds_for(test) } else { Vec::new() }
 }
 
 fn name(place: usize) -> String {
@@ -38,11 +38,11 @@ fn name(place: usize) -> String {
 }
 
 impl Pair {
-    fn start(flavour: &Flavour, disks: &[(&'static str, u64)]) -> Self {
+    fn start(build: &QemuBuild, disks: &[(&'static str, u64)]) -> Self {
         let image =
             |(format, size): &(&'static str, u64)| DiskImage::create(format, ByteCount(*size)).unwrap();
         let images: Vec<_> = disks.iter().map(|disk| (image(disk), image(disk))).collect();
-        let config = || VmConfig::new(flavour, GuestConfig::small(Mode::Idle));
+        let config = || VmConfig::new(build, GuestConfig::small(Mode::Idle));
         let (mut here, mut there) = (config(), config());
         for (place, (source, destination)) in images.iter().enumerate() {
             here = here.with_disk(&name(place), source);
@@ -163,8 +163,8 @@ impl Dice {
     }
 }
 
-fn rounds_of_writes(flavour: &Flavour, disks: &[(&'static str, u64)], granularity: u64) {
-    let mut pair = Pair::start(flavour, disks);
+fn rounds_of_writes(build: &QemuBuild, disks: &[(&'static str, u64)], granularity: u64) {
+    let mut pair = Pair::start(build, disks);
     let mut dice = Dice(granularity);
     let mut write = |pair: &mut Pair, count: usize| {
         for (place, (_, size)) in disks.iter().enumerate() {
@@ -184,8 +184,8 @@ fn rounds_of_writes(flavour: &Flavour, disks: &[(&'static str, u64)], granularit
         let counted = source.dirty_disks().unwrap();
         let copied = copy_round(&mut source, &mut sinks);
         let dirty: Vec<_> = copied.iter().map(|(dirty, _)| dirty.unwrap()).collect();
-        assert_eq!(dirty, counted, "{flavour}");
-        assert!(dirty.iter().all(|dirty| dirty.0 > 0), "{flavour}: {dirty:?}");
+        assert_eq!(dirty, counted, "{build}");
+        assert!(dirty.iter().all(|dirty| dirty.0 > 0), "{build}: {dirty:?}");
     }
     write(&mut pair, 20);
     let mut state = source.open_state().unwrap();
@@ -193,7 +193,7 @@ fn rounds_of_writes(flavour: &Flavour, disks: &[(&'static str, u64)], granularit
     let mut taken = destination.prepare().unwrap();
     let stopped = Instant::now();
     copy_round(&mut source, &mut sinks);
-    println!("{flavour}, {} disks: the last round took {:?}", disks.len(), stopped.elapsed());
+    println!("{build}, {} disks: the last round took {:?}", disks.len(), stopped.elapsed());
     let nothing: Vec<_> = copy_round(&mut source, &mut sinks);
     assert!(nothing.iter().all(|(dirty, read)| *dirty == Some(ByteCount::ZERO) && *read == 0), "{nothing:?}");
     sinks.iter_mut().for_each(|sink| sink.settle(true).unwrap());
@@ -210,10 +210,10 @@ fn rounds_of_writes(flavour: &Flavour, disks: &[(&'static str, u64)], granularit
     destination.run().unwrap();
     source.retire(true).unwrap();
 
-    assert_eq!(pair.destination.status().unwrap(), "running", "{flavour}");
-    assert_eq!(pair.destination.errors(), "", "{flavour}");
-    assert_eq!(leftovers(&mut pair.source), [""; 0], "{flavour}");
-    assert_eq!(leftovers(&mut pair.destination), [""; 0], "{flavour}");
+    assert_eq!(pair.destination.status().unwrap(), "running", "{build}");
+    assert_eq!(pair.destination.errors(), "", "{build}");
+    assert_eq!(leftovers(&mut pair.source), [""; 0], "{build}");
+    assert_eq!(leftovers(&mut pair.destination), [""; 0], "{build}");
     for (source, destination) in &pair.images {
         source.compare(destination).unwrap();
     }
@@ -228,26 +228,26 @@ fn copy_memory(pair: &Pair) {
 
 #[test]
 fn a_disk_is_the_same_after_rounds_of_writes() {
-    for flavour in qemus("a_disk_is_the_same_after_rounds_of_writes") {
-        rounds_of_writes(&flavour, &[("raw", 64 * MIB)], 64 << 10);
-        rounds_of_writes(&flavour, &[("qcow2", 64 * MIB)], 4 << 10);
+    for build in qemus("a_disk_is_the_same_after_rounds_of_writes") {
+        rounds_of_writes(&build, &[("raw", 64 * MIB)], 64 << 10);
+        rounds_of_writes(&build, &[("qcow2", 64 * MIB)], 4 << 10);
     }
 }
 
 #[test]
 fn three_disks_are_the_same_one_of_which_ends_within_a_page() {
-    for flavour in qemus("three_disks_are_the_same_one_of_which_ends_within_a_page") {
-        rounds_of_writes(&flavour, &[("raw", 8 * MIB + 512), ("qcow2", 32 * MIB), ("raw", 100 * MIB)], MIB);
+    for build in qemus("three_disks_are_the_same_one_of_which_ends_within_a_page") {
+        rounds_of_writes(&build, &[("raw", 8 * MIB + 512), ("qcow2", 32 * MIB), ("raw", 100 * MIB)], MIB);
     }
 }
 
 #[test]
 fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() {
-    for flavour in qemus("a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped") {
+    for build in qemus("a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped") {
         let images = [0, 1].map(|_| DiskImage::create("qcow2", ByteCount(128 * MIB)).unwrap());
         let mut guest = GuestConfig::small(Mode::Idle);
         guest.disk = DiskWork { write: 8 * MIB, span: ByteCount(128 * MIB), threads: 2, ..guest.disk };
-        let config = || VmConfig::new(&flavour, guest);
+        let config = || VmConfig::new(&build, guest);
         let mut vm = TestVm::source(&config().with_disk("disk0", &images[0])).unwrap();
         let waiting = TestVm::destination(&config().with_disk("disk0", &images[1])).unwrap();
         vm.wait_ready(LIMIT).unwrap();
@@ -274,18 +274,18 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
         // Stopped by its migration, QEMU has flushed the disk; what is cached of the image, this does.
         monitor(&mut vm, "qemu-io -d /machine/peripheral/disk0-device/virtio-backend flush");
         images[0].compare(&images[1]).unwrap();
-        println!("{flavour}: {written} written during {rounds:?}");
-        assert!(written.0 > 0 && rounds.iter().any(|(dirty, _)| dirty.unwrap().0 > 0), "{flavour}");
+        println!("{build}: {written} written during {rounds:?}");
+        assert!(written.0 > 0 && rounds.iter().any(|(dirty, _)| dirty.unwrap().0 > 0), "{build}");
         drop(sinks);
         source.resume().unwrap();
-        assert_eq!((leftovers(&mut vm), vm.bugs()), (Vec::new(), Vec::new()), "{flavour}");
+        assert_eq!((leftovers(&mut vm), vm.bugs()), (Vec::new(), Vec::new()), "{build}");
     }
 }
 
 #[test]
 fn the_size_of_dirty_blocks_follows_the_writes_of_late() {
-    for flavour in qemus("the_size_of_dirty_blocks_follows_the_writes_of_late") {
-        let mut pair = Pair::start(&flavour, &[("raw", 32 * MIB), ("raw", 32 * MIB)]);
+    for build in qemus("the_size_of_dirty_blocks_follows_the_writes_of_late") {
+        let mut pair = Pair::start(&build, &[("raw", 32 * MIB), ("raw", 32 * MIB)]);
         // QEMU counts these as it counts a guest's; plain writes it does not.
         let write = |pair: &mut Pair, place, at: String| {
             pair.disk(place, &format!("aio_write -P 1 {at}"));
@@ -301,14 +301,14 @@ fn the_size_of_dirty_blocks_follows_the_writes_of_late() {
         source.start_disk_tracking().unwrap();
 
         let sizes = source.disk_granularity();
-        assert_eq!(sizes, [ByteCount(8 << 10), ByteCount(MIB)], "{flavour}");
+        assert_eq!(sizes, [ByteCount(8 << 10), ByteCount(MIB)], "{build}");
     }
 }
 
 #[test]
 fn behind_the_end_of_a_disk_there_are_zeros() {
-    for flavour in qemus("behind_the_end_of_a_disk_there_are_zeros") {
-        let mut pair = Pair::start(&flavour, &[("raw", 8192 + 512)]);
+    for build in qemus("behind_the_end_of_a_disk_there_are_zeros") {
+        let mut pair = Pair::start(&build, &[("raw", 8192 + 512)]);
         pair.disk(0, "write -P 7 0 8704");
         let mut source = source(&pair.source, 4096);
         source.start_disk_tracking().unwrap();
@@ -316,15 +316,15 @@ fn behind_the_end_of_a_disk_there_are_zeros() {
         assert_eq!(round.next().unwrap().unwrap().run, PageRun::new(0, 3));
         let mut bytes = vec![0xee; 4096];
         round.ask(PageRun::new(2, 1)).and_then(|()| round.take(&mut bytes)).unwrap();
-        assert_eq!(bytes, [vec![7; 512], vec![0; 3584]].concat(), "{flavour}");
+        assert_eq!(bytes, [vec![7; 512], vec![0; 3584]].concat(), "{build}");
     }
 }
 
 #[test]
 fn holes_and_zeros_are_not_read_and_stay_holes() {
-    for flavour in qemus("holes_and_zeros_are_not_read_and_stay_holes") {
+    for build in qemus("holes_and_zeros_are_not_read_and_stay_holes") {
         for format in ["raw", "qcow2"] {
-            let mut pair = Pair::start(&flavour, &[(format, 1024 * MIB)]);
+            let mut pair = Pair::start(&build, &[(format, 1024 * MIB)]);
             pair.disk(0, "write -P 1 600M 2M");
             let (mut source, mut destination) = pair.open(MIB);
             let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
@@ -332,26 +332,26 @@ fn holes_and_zeros_are_not_read_and_stay_holes() {
 
             let first = copy_round(&mut source, &mut sinks);
             // Of a new raw image QEMU has allocated the first block; the rest of it is holes.
-            assert!((2 * MIB..=2 * MIB + (64 << 10)).contains(&first[0].1), "{flavour} {format}: {first:?}");
+            assert!((2 * MIB..=2 * MIB + (64 << 10)).contains(&first[0].1), "{build} {format}: {first:?}");
             pair.disk(0, "write -P 2 100M 1M");
             pair.disk(0, "discard 600M 1M");
             let second = copy_round(&mut source, &mut sinks);
-            assert_eq!(second, [(Some(ByteCount(2 * MIB)), MIB)], "{flavour} {format}");
+            assert_eq!(second, [(Some(ByteCount(2 * MIB)), MIB)], "{build} {format}");
 
             sinks[0].settle(true).unwrap();
             drop(sinks);
             source.resume().unwrap();
             pair.compare();
             let allocated = pair.images[0].1.allocated().unwrap();
-            assert!(allocated.0 < 4 * MIB, "{flavour} {format}: {allocated}");
+            assert!(allocated.0 < 4 * MIB, "{build} {format}: {allocated}");
         }
     }
 }
 
 #[test]
 fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
-    for flavour in qemus("what_is_written_ahead_of_the_first_round_is_not_copied_twice") {
-        let mut pair = Pair::start(&flavour, &[("raw", 192 * MIB)]);
+    for build in qemus("what_is_written_ahead_of_the_first_round_is_not_copied_twice") {
+        let mut pair = Pair::start(&build, &[("raw", 192 * MIB)]);
         (0..12).for_each(|piece| drop(pair.disk(0, &format!("write -P 1 {}M 16M", piece * 16))));
         let (mut source, mut destination) = pair.open(64 << 10);
         let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
@@ -365,9 +365,9 @@ fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
         pair.disk(0, "write -z 150M 1M");
         source.disk_progress().unwrap();
         pair.disk(0, "write -P 4 120M 64k");
-        assert_eq!(source.dirty_disks().unwrap(), [ByteCount(128 << 10)], "{flavour}");
+        assert_eq!(source.dirty_disks().unwrap(), [ByteCount(128 << 10)], "{build}");
         source.disk_progress().unwrap();
-        assert_eq!(source.dirty_disks().unwrap(), [ByteCount(64 << 10)], "{flavour}");
+        assert_eq!(source.dirty_disks().unwrap(), [ByteCount(64 << 10)], "{build}");
         copy_extent(&mut *round, &mut *sinks[0], extent);
         copy(&mut *round, &mut *sinks[0]);
         source.disk_progress().unwrap();
@@ -375,7 +375,7 @@ fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
         drop(round);
 
         let second = copy_round(&mut source, &mut sinks);
-        assert_eq!(second, [(Some(ByteCount(128 << 10)), 128 << 10)], "{flavour}");
+        assert_eq!(second, [(Some(ByteCount(128 << 10)), 128 << 10)], "{build}");
         sinks[0].settle(true).unwrap();
         drop(sinks);
         source.resume().unwrap();
@@ -386,12 +386,12 @@ fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
 
 #[test]
 fn the_granularity_follows_what_the_guest_has_written() {
-    for flavour in qemus("the_granularity_follows_what_the_guest_has_written") {
+    for build in qemus("the_granularity_follows_what_the_guest_has_written") {
         let images = [0, 1].map(|_| DiskImage::create("raw", ByteCount(8 * MIB)).unwrap());
         let mut guest = GuestConfig::small(Mode::Idle);
         guest.disk =
             DiskWork { write: MIB, block: ByteCount(32 << 10), span: ByteCount(8 * MIB), ..guest.disk };
-        let config = VmConfig::new(&flavour, guest).with_disk("disk0", &images[0]);
+        let config = VmConfig::new(&build, guest).with_disk("disk0", &images[0]);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         vm.qmp().execute("stop", Value::Null).unwrap();
@@ -400,32 +400,32 @@ fn the_granularity_follows_what_the_guest_has_written() {
         let mean = number("wr_bytes") / number("wr_operations");
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         source = source.with_disks(&DiskChoice::All, None).unwrap();
-        assert_eq!(source.disk_writes(), Some(vec![ByteCount(number("wr_bytes"))]), "{flavour}");
+        assert_eq!(source.disk_writes(), Some(vec![ByteCount(number("wr_bytes"))]), "{build}");
         source.start_disk_tracking().unwrap();
         let chosen = source.disk_granularity()[0].0;
-        assert!(chosen <= mean && mean < 2 * chosen, "{flavour}: {chosen} for a mean of {mean}");
+        assert!(chosen <= mean && mean < 2 * chosen, "{build}: {chosen} for a mean of {mean}");
 
         let idle = TestVm::source(
-            &VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_disk("disk0", &images[1]),
+            &VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk0", &images[1]),
         );
         let idle = idle.unwrap();
         let mut source = QemuSource::open(&idle.qmp_socket()).unwrap();
         source = source.with_disks(&DiskChoice::All, None).unwrap();
         source.start_disk_tracking().unwrap();
-        assert_eq!(source.disk_granularity(), [ByteCount(64 << 10)], "{flavour}");
+        assert_eq!(source.disk_granularity(), [ByteCount(64 << 10)], "{build}");
     }
 }
 
 #[test]
 fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
-    for flavour in qemus("a_read_error_names_disk_and_offset_and_leaves_the_guest_alone") {
+    for build in qemus("a_read_error_names_disk_and_offset_and_leaves_the_guest_alone") {
         let image = DiskImage::create("raw", ByteCount(8 * MIB)).unwrap();
         let file = format!("file.image.driver=file,file.image.filename={}", image.path().display());
         // Every read of the sector at 5 MiB fails.
         let error =
             "file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.sector=10240";
         let node = format!("driver=raw,node-name=bad,file.driver=blkdebug,{file},{error}");
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle));
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let config = config.with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=bad,id=vd"]);
         let mut vm = TestVm::source(&config).unwrap();
         monitor(&mut vm, "qemu-io -d /machine/peripheral/vd/virtio-backend \"write 0 8M\"");
@@ -439,8 +439,8 @@ fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
 
         let error = round.ask(page(5 * MIB)).and_then(|()| round.take(&mut bytes)).unwrap_err().to_string();
 
-        assert!(error.contains("'bad'") && error.contains("offset 0x500000"), "{flavour}: {error}");
-        assert!(error.contains("EIO"), "{flavour}: {error}");
+        assert!(error.contains("'bad'") && error.contains("offset 0x500000"), "{build}: {error}");
+        assert!(error.contains("EIO"), "{build}: {error}");
         drop(round);
         source.resume().unwrap();
         assert_eq!((leftovers(&mut vm), vm.status().unwrap().as_str()), (Vec::new(), "running"));
@@ -449,8 +449,8 @@ fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
 
 #[test]
 fn a_server_that_is_stopped_by_others_ends_the_round_with_a_reason() {
-    for flavour in qemus("a_server_that_is_stopped_by_others_ends_the_round_with_a_reason") {
-        let mut pair = Pair::start(&flavour, &[("qcow2", 8 * MIB)]);
+    for build in qemus("a_server_that_is_stopped_by_others_ends_the_round_with_a_reason") {
+        let mut pair = Pair::start(&build, &[("qcow2", 8 * MIB)]);
         pair.disk(0, "write 0 8M");
         let mut source = source(&pair.source, MIB);
         source.start_disk_tracking().unwrap();
@@ -459,17 +459,17 @@ fn a_server_that_is_stopped_by_others_ends_the_round_with_a_reason() {
 
         let error = round.next().unwrap_err().to_string();
 
-        assert!(error.contains("cannot connect") && error.contains("'disk0'"), "{flavour}: {error}");
+        assert!(error.contains("cannot connect") && error.contains("'disk0'"), "{build}: {error}");
         drop(round);
         source.resume().unwrap();
-        assert_eq!(leftovers(&mut pair.source), [""; 0], "{flavour}");
+        assert_eq!(leftovers(&mut pair.source), [""; 0], "{build}");
     }
 }
 
 #[test]
 fn what_cannot_be_is_refused_and_nothing_is_touched() {
-    for flavour in qemus("what_cannot_be_is_refused_and_nothing_is_touched") {
-        let mut pair = Pair::start(&flavour, &[("raw", 8 * MIB)]);
+    for build in qemus("what_cannot_be_is_refused_and_nothing_is_touched") {
+        let mut pair = Pair::start(&build, &[("raw", 8 * MIB)]);
         let (mut source, mut destination) = pair.open(MIB);
         let address = json!({ "addr": { "type": "inet", "data": { "host": "127.0.0.1", "port": "0" } } });
         for vm in [&mut pair.source, &mut pair.destination] {
@@ -518,8 +518,8 @@ fn moves_disks_until_it_is_killed() {
 
 #[test]
 fn what_a_killed_godwit_leaves_is_removed_by_the_next_one() {
-    for flavour in qemus("what_a_killed_godwit_leaves_is_removed_by_the_next_one") {
-        let mut pair = Pair::start(&flavour, &[("raw", 8 * MIB), ("qcow2", 8 * MIB)]);
+    for build in qemus("what_a_killed_godwit_leaves_is_removed_by_the_next_one") {
+        let mut pair = Pair::start(&build, &[("raw", 8 * MIB), ("qcow2", 8 * MIB)]);
         pair.disk(0, "write 0 1M");
         let sockets = [&pair.source, &pair.destination].map(|vm| vm.qmp_socket().display().to_string());
         let mut victim = Command::new(std::env::current_exe().unwrap())
@@ -532,26 +532,26 @@ fn what_a_killed_godwit_leaves_is_removed_by_the_next_one() {
         let moving = lines.map_while(Result::ok).any(|line| line == "moving");
         victim.kill().unwrap();
         victim.wait().unwrap();
-        assert!(moving, "{flavour}");
+        assert!(moving, "{build}");
 
         let nodes = pair.source.qmp().execute("query-named-block-nodes", json!({ "flat": true })).unwrap();
-        assert!(nodes.to_string().contains("godwit-"), "{flavour}: it left nothing, so this shows nothing");
+        assert!(nodes.to_string().contains("godwit-"), "{build}: it left nothing, so this shows nothing");
         let source = QemuSource::open(&pair.source.qmp_socket()).unwrap();
         let destination = QemuDestination::open(&pair.destination.qmp_socket()).unwrap();
 
         drop((source, destination));
-        assert_eq!(leftovers(&mut pair.source), [""; 0], "{flavour}");
-        assert_eq!(leftovers(&mut pair.destination), [""; 0], "{flavour}");
+        assert_eq!(leftovers(&mut pair.source), [""; 0], "{build}");
+        assert_eq!(leftovers(&mut pair.destination), [""; 0], "{build}");
     }
 }
 
 #[test]
 fn bitmaps_of_others_and_of_a_living_godwit_are_left_alone() {
-    for flavour in qemus("bitmaps_of_others_and_of_a_living_godwit_are_left_alone") {
+    for build in qemus("bitmaps_of_others_and_of_a_living_godwit_are_left_alone") {
         let image = DiskImage::create("qcow2", ByteCount(8 * MIB)).unwrap();
         let socket = image.path().with_extension("qmp");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_disk("disk0", &image);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk0", &image);
         let mut vm = TestVm::source(&config.with_extra(&["-qmp", &monitor])).unwrap();
         vm.qmp().execute("block-dirty-bitmap-add", json!({ "node": "disk0", "name": "backup" })).unwrap();
         let mut first = source(&vm, MIB);
@@ -561,11 +561,11 @@ fn bitmaps_of_others_and_of_a_living_godwit_are_left_alone() {
         let second = QemuSource::open(&socket).unwrap();
         let mut second = second.with_disks(&DiskChoice::All, None).unwrap();
         let error = second.start_disk_tracking().unwrap_err().to_string();
-        assert!(error.contains(&format!("godwit (process {})", std::process::id())), "{flavour}: {error}");
+        assert!(error.contains(&format!("godwit (process {})", std::process::id())), "{build}: {error}");
         drop(second);
 
-        assert_eq!(first.begin_disk_round().unwrap().len(), 1, "{flavour}");
+        assert_eq!(first.begin_disk_round().unwrap().len(), 1, "{build}");
         first.resume().unwrap();
-        assert_eq!(leftovers(&mut vm), ["\"backup\""], "{flavour}");
+        assert_eq!(leftovers(&mut vm), ["\"backup\""], "{build}");
     }
 }

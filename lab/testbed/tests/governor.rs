@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::{Brake, SourceVm};
 use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
-use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for, skip};
+use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, skip};
 use godwit_units::PageCount;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
 fn a_guest_is_held_to_its_rate_and_let_go() {
-    for flavour in flavours_for("a_guest_is_held_to_its_rate_and_let_go") {
-        let mut vm = TestVm::source(&VmConfig::new(&flavour, GuestConfig::small(Mode::Full))).unwrap();
+    for build in builds_for("a_guest_is_held_to_its_rate_and_let_go") {
+        let mut vm = TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Full))).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         if let Some(why) = source.cannot_govern() {
@@ -36,7 +36,7 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
         }
         let measures = source.governor_measures();
         let allowed = (measures.first_writes - before.first_writes) as f64 / began.elapsed().as_secs_f64();
-        println!("{flavour}: {allowed:.0} first writes a second, {answers} answers, {measures:?}");
+        println!("{build}: {allowed:.0} first writes a second, {answers} answers, {measures:?}");
         // Others use the processors, too, so the bounds are far apart.
         assert!((500.0..1300.0).contains(&allowed), "{allowed}");
         assert!(measures.delayed > before.delayed);
@@ -57,17 +57,17 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
 /// kernel tell who faults. Taken for numbers of ours they were strangers', who never wait and cannot be throttled.
 #[test]
 fn a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled() {
-    for flavour in flavours_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled") {
+    for build in builds_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled") {
         // `unshare` is the process that the test knows; QEMU, its child, is number 1 in there.
         let script = std::env::temp_dir().join(format!("godwit-pid-namespace-{}", std::process::id()));
-        let program = flavour.program.display();
+        let program = build.program.display();
         std::fs::write(
             &script,
             format!("#!/bin/sh\nexec unshare --pid --fork --kill-child {program} \"$@\"\n"),
         )
         .unwrap();
         std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
-        let wrapped = Flavour { program: script.clone(), ..flavour.clone() };
+        let wrapped = QemuBuild { program: script.clone(), ..build.clone() };
         let vm = TestVm::source(&VmConfig::new(&wrapped, GuestConfig::small(Mode::Full)));
         std::fs::remove_file(&script).unwrap();
         let vm = vm.unwrap();
@@ -88,14 +88,14 @@ fn a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled() {
         source.govern(None).unwrap();
         harvest();
         drop(tracker);
-        println!("{flavour}: {measures:?}");
+        println!("{build}: {measures:?}");
         assert!(measures.delayed > 10, "{measures:?}");
 
         source.throttle(0.9).unwrap();
         std::thread::sleep(Duration::from_secs(1));
         let throttled = source.throttle_measures();
         source.throttle(0.0).unwrap();
-        println!("{flavour}: {throttled:?}");
+        println!("{build}: {throttled:?}");
         assert!(throttled.ran_share().unwrap() < 0.5, "{throttled:?}");
         vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
         assert_eq!(vm.bugs(), [""; 0]);

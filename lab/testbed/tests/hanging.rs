@@ -10,7 +10,7 @@ use godwit_engine::vm::SourceVm;
 use godwit_guest_workload::settings::Mode;
 use godwit_qemu::{Limits, QemuSource};
 use godwit_testbed::{
-    DiskImage, Flavour, GuestConfig, RemoteDisk, TestVm, VmConfig, flavours_for, images_for,
+    DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -19,14 +19,14 @@ const LIMIT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(600);
 
 /// QEMUs that the test `test` can run with.
-fn qemus(test: &str) -> Vec<Flavour> {
-    if images_for(test) { flavours_for(test) } else { Vec::new() }
+fn qemus(test: &str) -> Vec<QemuBuild> {
+    if images_for(test) { builds_for(test) } else { Vec::new() }
 }
 
 /// A guest, and its disk on storage that hangs with a write on its way.
-fn hung(flavour: &Flavour) -> (TestVm, RemoteDisk) {
+fn hung(build: &QemuBuild) -> (TestVm, RemoteDisk) {
     let disk = RemoteDisk::start(ByteCount(1 << 20)).unwrap();
-    let mut config = VmConfig::new(flavour, GuestConfig::small(Mode::Idle));
+    let mut config = VmConfig::new(build, GuestConfig::small(Mode::Idle));
     config.extra.extend(disk.arguments("disk"));
     let mut vm = TestVm::source(&config).unwrap();
     vm.wait_ready(LIMIT).unwrap();
@@ -45,8 +45,8 @@ fn capabilities_on(vm: &mut TestVm) -> Vec<Value> {
 #[test]
 fn a_guest_runs_on_when_its_storage_answers_again() {
     // On QEMU 7.2 `migrate_cancel` comes too early now and then for the migration's thread to hear it: so several times.
-    for flavour in qemus("a_guest_runs_on_when_its_storage_answers_again") {
-        let (mut vm, disk) = hung(&flavour);
+    for build in qemus("a_guest_runs_on_when_its_storage_answers_again") {
+        let (mut vm, disk) = hung(&build);
         for round in 0..4 {
             let limits = Limits { answer: SHORT, stop: SHORT, hang: LIMIT, resume: LIMIT };
             let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
@@ -64,7 +64,7 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
 
             assert!(stopped.unwrap_err().to_string().contains("did not answer pre-switchover"));
             resumed.unwrap();
-            assert_eq!(vm.status().unwrap(), "running", "{flavour}, attempt {round}");
+            assert_eq!(vm.status().unwrap(), "running", "{build}, attempt {round}");
             assert_eq!(capabilities_on(&mut vm), [Value::Null; 0]);
             vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
             disk.hang().unwrap();
@@ -79,8 +79,8 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
 #[test]
 fn who_waits_for_storage_is_told() {
     static TOLD: Mutex<Vec<String>> = Mutex::new(Vec::new());
-    for flavour in qemus("who_waits_for_storage_is_told").iter().take(1) {
-        let (mut vm, disk) = hung(flavour);
+    for build in qemus("who_waits_for_storage_is_told").iter().take(1) {
+        let (mut vm, disk) = hung(build);
         let limits = Limits { answer: SHORT, stop: SHORT * 6, hang: LIMIT, resume: LIMIT };
         let source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
         let mut source = source.telling(|what| TOLD.lock().unwrap().push(what.to_owned()));
@@ -109,8 +109,8 @@ fn who_waits_for_storage_is_told() {
 
 #[test]
 fn the_cure_that_is_told_brings_a_guest_back() {
-    for flavour in qemus("the_cure_that_is_told_brings_a_guest_back") {
-        let (mut vm, disk) = hung(&flavour);
+    for build in qemus("the_cure_that_is_told_brings_a_guest_back") {
+        let (mut vm, disk) = hung(&build);
         let limits = Limits { answer: SHORT, stop: SHORT, hang: SHORT, resume: SHORT };
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
         let _state = source.open_state().unwrap();
@@ -138,9 +138,9 @@ fn the_cure_that_is_told_brings_a_guest_back() {
 
 #[test]
 fn qemus_refusal_to_run_the_guest_is_told_in_its_words() {
-    for flavour in qemus("qemus_refusal_to_run_the_guest_is_told_in_its_words") {
+    for build in qemus("qemus_refusal_to_run_the_guest_is_told_in_its_words") {
         let image = DiskImage::create("raw", ByteCount(1 << 20)).unwrap();
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_disk("disk", &image);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk", &image);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         let limits = Limits { resume: SHORT, ..Limits::default() };

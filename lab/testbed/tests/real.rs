@@ -13,26 +13,26 @@ use std::time::{Duration, Instant};
 use godwit_guest_workload::settings::Mode;
 use godwit_guest_workload::stamp::Page;
 use godwit_testbed::{
-    BeaconPlace, Flavour, GuestConfig, Observer, Style, TestVm, VmConfig, flavours_for, longest_pause,
+    BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig, builds_for, longest_pause,
     own_migration, skip,
 };
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-fn ready(flavour: &Flavour, mode: Mode) -> TestVm {
-    let vm = TestVm::source(&VmConfig::new(flavour, GuestConfig::small(mode))).unwrap();
+fn ready(build: &QemuBuild, mode: Mode) -> TestVm {
+    let vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(mode))).unwrap();
     vm.wait_ready(LIMIT).unwrap();
     vm
 }
 
 #[test]
 fn the_guest_works_in_every_mode() {
-    for flavour in flavours_for("the_guest_works_in_every_mode") {
+    for build in builds_for("the_guest_works_in_every_mode") {
         for mode in [Mode::Idle, Mode::Rate, Mode::Full, Mode::Mixed] {
-            let vm = ready(&flavour, mode);
+            let vm = ready(&build, mode);
             let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
             let (first, last) = (beats[0].heartbeat, beats[beats.len() - 1].heartbeat);
-            println!("{flavour} {mode}: {last}, longest pause {:?}", longest_pause(&beats));
+            println!("{build} {mode}: {last}, longest pause {:?}", longest_pause(&beats));
             assert_eq!(vm.bugs(), [""; 0]);
             assert!(last.count > first.count && last.checked > first.checked);
             assert_eq!(last.writes > first.writes, mode != Mode::Idle);
@@ -58,8 +58,8 @@ fn bytes(page: &Page) -> Vec<u8> {
 
 #[test]
 fn the_guest_tells_of_damage_done_to_its_memory() {
-    for flavour in flavours_for("the_guest_tells_of_damage_done_to_its_memory") {
-        let vm = ready(&flavour, Mode::Rate);
+    for build in builds_for("the_guest_tells_of_damage_done_to_its_memory") {
+        let vm = ready(&build, Mode::Rate);
         let ram = File::options().read(true).write(true).open(vm.ram_file()).unwrap();
         // Beyond the working set of 4096 pages nothing is ever written again.
         let offset = find_page(&ram, 5000);
@@ -78,14 +78,14 @@ fn the_guest_tells_of_damage_done_to_its_memory() {
 
 #[test]
 fn qemus_own_migration_is_timed_from_outside() {
-    for flavour in flavours_for("qemus_own_migration_is_timed_from_outside") {
-        if flavour.version < (8, 0, 0) {
+    for build in builds_for("qemus_own_migration_is_timed_from_outside") {
+        if build.version < (8, 0, 0) {
             // A guest under TCG was seen to crash after it: an assertion here might fail now and then for no fault of ours.
-            skip(&format!("own migration of {flavour}"), "guests under TCG were seen to crash after it");
+            skip(&format!("own migration of {build}"), "guests under TCG were seen to crash after it");
             continue;
         }
         for style in [Style::Plain, Style::Multifd(2)] {
-            let mut source = ready(&flavour, Mode::Rate);
+            let mut source = ready(&build, Mode::Rate);
             let mut destination = TestVm::destination(source.config()).unwrap();
             let place = BeaconPlace::find(source.ram_file()).unwrap();
             let observer = Observer::start(place, source.ram_file(), destination.ram_file()).unwrap();
@@ -97,7 +97,7 @@ fn qemus_own_migration_is_timed_from_outside() {
             let seen = observer.finish().unwrap();
             let mut beats = source.heartbeats_across(&destination);
             beats.retain(|beat| beat.at > began);
-            println!("{flavour} {style:?}: {own:?}\n  {seen:?}\n  longest pause {:?}", longest_pause(&beats));
+            println!("{build} {style:?}: {own:?}\n  {seen:?}\n  longest pause {:?}", longest_pause(&beats));
             assert!(seen.switchover.is_some() && !seen.ran_on_both, "{seen:?}");
             assert!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
             assert_eq!((source.bugs(), destination.bugs()), (vec![], vec![]));
@@ -108,9 +108,9 @@ fn qemus_own_migration_is_timed_from_outside() {
 
 #[test]
 fn a_qemu_that_does_not_start_is_told_in_its_own_words() {
-    for flavour in flavours_for("a_qemu_that_does_not_start_is_told_in_its_own_words") {
+    for build in builds_for("a_qemu_that_does_not_start_is_told_in_its_own_words") {
         let config =
-            VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_extra(&["-device", "nonsense"]);
+            VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(&["-device", "nonsense"]);
         let told = TestVm::source(&config).unwrap_err().to_string();
         assert!(told.contains("did not come up") && told.contains("nonsense"), "{told}");
     }
@@ -118,8 +118,8 @@ fn a_qemu_that_does_not_start_is_told_in_its_own_words() {
 
 #[test]
 fn nothing_stays_behind() {
-    for flavour in flavours_for("nothing_stays_behind") {
-        let vm = TestVm::source(&VmConfig::new(&flavour, GuestConfig::small(Mode::Idle))).unwrap();
+    for build in builds_for("nothing_stays_behind") {
+        let vm = TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Idle))).unwrap();
         let (pid, ram, socket) = (vm.pid(), vm.ram_file().to_owned(), vm.qmp_socket());
         assert!(ram.exists() && socket.exists());
         drop(vm);

@@ -11,14 +11,14 @@ use godwit_block::DiskChoice;
 use godwit_engine::vm::{Brake, DiskVm, SourceVm};
 use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
-use godwit_testbed::{Flavour, GuestConfig, TestVm, VmConfig, flavours_for};
+use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
 use godwit_throttle::{VcpuThrottle, vcpu_time};
 use godwit_units::Rate;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
-fn ready(flavour: &Flavour, cpus: u32) -> TestVm {
-    let config = VmConfig { cpus, ..VmConfig::new(flavour, GuestConfig::small(Mode::Full)) };
+fn ready(build: &QemuBuild, cpus: u32) -> TestVm {
+    let config = VmConfig { cpus, ..VmConfig::new(build, GuestConfig::small(Mode::Full)) };
     let vm = TestVm::source(&config).unwrap();
     vm.wait_ready(LIMIT).unwrap();
     vm
@@ -70,8 +70,8 @@ fn as_a_child() {
 
 #[test]
 fn a_killed_throttler_leaves_qemu_at_full_speed() {
-    for flavour in flavours_for("a_killed_throttler_leaves_qemu_at_full_speed") {
-        let mut vm = ready(&flavour, 2);
+    for build in builds_for("a_killed_throttler_leaves_qemu_at_full_speed") {
+        let mut vm = ready(&build, 2);
         let free = speed(&vm);
         let numbers = [&[vm.pid()], vm.vcpu_threads()].concat();
         let numbers: Vec<String> = numbers.iter().map(i32::to_string).collect();
@@ -93,7 +93,7 @@ fn a_killed_throttler_leaves_qemu_at_full_speed() {
         let killed = Instant::now();
         let traced_after = is_traced(&vm);
         let after = speed(&vm);
-        println!("{flavour}: free {free:.3}, at 99 % {slow:.3}, after SIGKILL {after:.3}");
+        println!("{build}: free {free:.3}, at 99 % {slow:.3}, after SIGKILL {after:.3}");
         assert_eq!(line, "throttled\n");
         assert!(traced && !traced_after);
         assert_eq!(answered.unwrap(), "running");
@@ -106,15 +106,15 @@ fn a_killed_throttler_leaves_qemu_at_full_speed() {
 
 #[test]
 fn qemu_answers_under_a_throttle() {
-    for flavour in flavours_for("qemu_answers_under_a_throttle") {
-        let mut vm = ready(&flavour, 1);
+    for build in builds_for("qemu_answers_under_a_throttle") {
+        let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         for share in [0.0, 0.5, 0.9, 0.99] {
             source.throttle(share).unwrap();
             let (ran, (median, most)) = (speed(&vm), latency(&mut vm));
             let longest = source.throttle_measures().longest_stop;
             println!(
-                "{flavour} at {share}: runs {ran:.3}, answers in {median:.2} ms, at most {most:.2} ms; longest stop {longest:?}"
+                "{build} at {share}: runs {ran:.3}, answers in {median:.2} ms, at most {most:.2} ms; longest stop {longest:?}"
             );
             assert_eq!(is_traced(&vm), share > 0.0);
         }
@@ -130,8 +130,8 @@ fn qemu_answers_under_a_throttle() {
 
 #[test]
 fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
-    for flavour in flavours_for("a_throttle_ends_when_the_guest_stops_and_on_every_way_back") {
-        let mut vm = ready(&flavour, 1);
+    for build in builds_for("a_throttle_ends_when_the_guest_stops_and_on_every_way_back") {
+        let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         for share in [0.0, 0.5, 0.9, 0.99] {
             let mut stops = Vec::new();
@@ -150,9 +150,7 @@ fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
                 assert_eq!(vm.status().unwrap(), "running");
             }
             stops.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
-            println!(
-                "{flavour} at {share}: migrate to pre-switchover (of which until STOP), ms: {stops:.2?}"
-            );
+            println!("{build} at {share}: migrate to pre-switchover (of which until STOP), ms: {stops:.2?}");
         }
         // Nothing was opened, so QEMU refuses to migrate.
         source.throttle(0.99).unwrap();
@@ -175,8 +173,8 @@ fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
 
 #[test]
 fn the_end_of_qemu_is_told_at_the_next_call() {
-    for flavour in flavours_for("the_end_of_qemu_is_told_at_the_next_call") {
-        let mut vm = ready(&flavour, 1);
+    for build in builds_for("the_end_of_qemu_is_told_at_the_next_call") {
+        let mut vm = ready(&build, 1);
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         source.throttle(0.9).unwrap();
         vm.kill();
@@ -201,8 +199,8 @@ fn disk_writes_are_limited_and_put_back() {
     }
     let options: Vec<&str> = options.iter().map(String::as_str).collect();
     let rates = |texts: [&str; 2]| texts.map(|text| text.parse::<Rate>().unwrap());
-    for flavour in flavours_for("disk_writes_are_limited_and_put_back") {
-        let config = VmConfig::new(&flavour, GuestConfig::small(Mode::Idle)).with_extra(&options);
+    for build in builds_for("disk_writes_are_limited_and_put_back") {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(&options);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         // A monitor of its own serves the test.
@@ -220,14 +218,14 @@ fn disk_writes_are_limited_and_put_back() {
         let source = QemuSource::open(&vm.qmp_socket()).unwrap();
         let mut source = source.with_disks(&choice, None).unwrap();
         source.limit_disks(&rates(["1MiB/s", "3MiB/s"])).unwrap();
-        assert_eq!(limits(&mut vm), [(1 << 20, 7_000_000), (3 << 20, 0), (0, 0)], "{flavour}");
+        assert_eq!(limits(&mut vm), [(1 << 20, 7_000_000), (3 << 20, 0), (0, 0)], "{build}");
         source.limit_disks(&rates(["2MiB/s", "1MiB/s"])).unwrap();
-        assert_eq!(limits(&mut vm), [(2 << 20, 7_000_000), (1 << 20, 0), (0, 0)], "{flavour}");
+        assert_eq!(limits(&mut vm), [(2 << 20, 7_000_000), (1 << 20, 0), (0, 0)], "{build}");
         source.limit_disks(&[]).unwrap();
-        assert_eq!(limits(&mut vm), before, "{flavour}");
+        assert_eq!(limits(&mut vm), before, "{build}");
         source.limit_disks(&rates(["2MiB/s", "1MiB/s"])).unwrap();
         source.resume().unwrap();
-        assert_eq!(limits(&mut vm), before, "{flavour}");
+        assert_eq!(limits(&mut vm), before, "{build}");
     }
     for image in images {
         std::fs::remove_file(image).unwrap();

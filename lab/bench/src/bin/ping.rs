@@ -16,7 +16,7 @@ use anyhow::{Context, bail, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Flavour, Godwit, GuestConfig, Lan, Style, TestVm, VmConfig, flavours_for, own_migration,
+    DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for, own_migration,
 };
 use godwit_units::ByteCount;
 use serde_json::{Map, Value, json};
@@ -42,8 +42,8 @@ fn main() -> anyhow::Result<()> {
     report.figure("moves", moves);
     let lan = Lan::create()?;
     let image = DiskImage::create("raw", ByteCount(64 << 20))?;
-    for flavour in &flavours_for("bench ping") {
-        measure(&mut report, &lan, flavour, &image, moves)?;
+    for build in &builds_for("bench ping") {
+        measure(&mut report, &lan, build, &image, moves)?;
     }
     report.finish()?;
     Ok(())
@@ -52,19 +52,19 @@ fn main() -> anyhow::Result<()> {
 fn measure(
     report: &mut Report,
     lan: &Lan,
-    flavour: &Flavour,
+    build: &QemuBuild,
     image: &DiskImage,
     moves: usize,
 ) -> anyhow::Result<()> {
     let file = format!("file.driver=file,file.filename={},file.cache.direct=on", image.path().display());
     let node = format!("driver=raw,node-name=disk,cache.direct=on,{file}");
-    let config = VmConfig::new(flavour, GuestConfig::small(Mode::Idle))
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle))
         .with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk", "-cpu", "max"])
         .with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]);
     let mut source = TestVm::source(&lan.attach(&config)?)?;
     source.wait_ready(LIMIT)?;
     println!(
-        "\n{flavour}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's consists of"
+        "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's consists of"
     );
     println!("  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  waited)");
     let (mut own, mut list) = (Vec::new(), Vec::new());
@@ -85,13 +85,13 @@ fn measure(
     let medians: Map<String, Value> = names.map(|name| ((*name).to_owned(), json!(middle(name)))).collect();
     let (godwit, qemu) = (middle("silence_ms"), median(&own));
     report.target(
-        format!("{flavour}: a client's silence, times that of QEMU's own migration"),
+        format!("{build}: a client's silence, times that of QEMU's own migration"),
         godwit / qemu,
         1.5,
         Better::Lower,
     );
     let figures = json!({ "qemu_silence_ms": qemu, "godwit": medians, "moves": list });
-    report.figure(&flavour.to_string(), figures);
+    report.figure(&build.to_string(), figures);
     Ok(())
 }
 

@@ -15,7 +15,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::Options;
-use crate::ground::{DISK, LIMIT, MIB, flavour, guest};
+use crate::fixture::{DISK, LIMIT, MIB, build, guest};
 
 /// Bytes that the guest writes each second.
 const RATE: u64 = 2_000_000;
@@ -58,7 +58,7 @@ fn row(block: u64, span: u64, intervals: usize) -> anyhow::Result<Row> {
     let image = DiskImage::create("raw", ByteCount(1024 * MIB))?;
     let work =
         DiskWork { write: RATE, block: ByteCount(block), span: ByteCount(span), ..DiskWork::default() };
-    let mut vm = TestVm::source(&VmConfig::new(&flavour()?, guest(work)).with_disk(DISK, &image))?;
+    let mut vm = TestVm::source(&VmConfig::new(&build()?, guest(work)).with_disk(DISK, &image))?;
     vm.wait_ready(LIMIT)?;
     std::thread::sleep(Duration::from_secs(2));
     // As `godwit migrate` does: two looks, half a second apart.

@@ -9,7 +9,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::Options;
-use crate::ground::{Ground, MIB, Mover, guest};
+use crate::fixture::{Fixture, MIB, Mover, guest};
 
 /// With a limit it must be over by then.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -35,8 +35,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         for _ in 0..rounds {
             let size = ByteCount(512 * MIB);
             let images = [DiskImage::create("raw", size)?, DiskImage::create("raw", size)?];
-            let ground =
-                Ground { guest: guest(work), images: [&images[0], &images[1]], link: None, patience };
+            let fixture =
+                Fixture { guest: guest(work), images: [&images[0], &images[1]], link: None, patience };
             let options = [
                 "--max-bandwidth",
                 "20MiB/s",
@@ -47,7 +47,7 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
                 "--set",
                 setting,
             ];
-            let moved = ground.one_move(Mover::Godwit(&options))?;
+            let moved = fixture.one_move(Mover::Godwit(&options))?;
             let limits = limits(&moved.own_words["progress"]);
             let last = limits
                 .last()

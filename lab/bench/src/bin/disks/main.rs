@@ -5,8 +5,8 @@
 //! writes to its disk faster than the link carries; `ready`, how long the end takes after a disk's last byte. Keeps one promise: what is compared with QEMU is
 //! seen from outside: bytes by the link, downtime by an observer, latency by the guest.
 
+mod fixture;
 mod granularity;
-mod ground;
 mod limit;
 mod ready;
 mod search;

@@ -12,7 +12,7 @@ use godwit_units::ByteCount;
 use serde_json::json;
 
 use crate::Options;
-use crate::ground::{Ground, MIB, Mover, guest, told};
+use crate::fixture::{Fixture, MIB, Mover, guest, told};
 
 const LIMIT_MS: f64 = 50.0;
 
@@ -36,13 +36,13 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         for _ in 0..options.rounds {
             let size = ByteCount(512 * MIB);
             let images = [DiskImage::create("raw", size)?, DiskImage::create_in(&dir, "raw", size)?];
-            let ground = Ground {
+            let fixture = Fixture {
                 guest: guest(work),
                 images: [&images[0], &images[1]],
                 link: None,
                 patience: options.patience,
             };
-            let moved = ground.one_move(Mover::Godwit(&[]))?;
+            let moved = fixture.one_move(Mover::Godwit(&[]))?;
             anyhow::ensure!(moved.finished && moved.bugs == 0, "the guest did not move: {}", moved.own_words);
             ready.push(moved.own_words["receive"]["disks_to_ready_ms"].as_f64().unwrap_or(f64::NAN));
             downtime.push(moved.downtime_ms);

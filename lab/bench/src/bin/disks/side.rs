@@ -11,7 +11,7 @@ use godwit_units::{ByteCount, Rate};
 use serde_json::json;
 
 use crate::Options;
-use crate::ground::{Ground, MIB, Moved, Mover, copy, fill, guest};
+use crate::fixture::{Fixture, MIB, Moved, Mover, copy, fill, guest};
 
 const LINK_MIB: u64 = 100;
 const SIZE: u64 = 2048 * MIB;
@@ -111,13 +111,13 @@ fn one_move(
         span: ByteCount(SPAN),
         ..DiskWork::default()
     };
-    let ground = Ground {
+    let fixture = Fixture {
         guest: guest(work),
         images: [&images[0], &images[1]],
         link: Some(link),
         patience: options.patience,
     };
-    ground.one_move(mover)
+    fixture.one_move(mover)
 }
 
 fn print_row(name: &str, rate: u64, moves: &[Moved]) {

@@ -10,7 +10,7 @@ use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::heartbeat::BUILD;
 use godwit_guest_workload::settings::{BuildWork, Mode};
 use godwit_testbed::{
-    Backend, Flavour, Godwit, GuestConfig, Movable, Style, TestVm, VmConfig, own_migration,
+    Backend, Godwit, GuestConfig, Movable, QemuBuild, Style, TestVm, VmConfig, own_migration,
 };
 use godwit_units::ByteCount;
 use serde::Serialize;
@@ -62,7 +62,7 @@ impl Contestant {
         }
     }
 
-    fn config(self, flavour: &Flavour, case: &Case) -> VmConfig {
+    fn config(self, build: &QemuBuild, case: &Case) -> VmConfig {
         let guest = GuestConfig {
             memory: ByteCount(case.memory),
             build: case.build,
@@ -70,7 +70,7 @@ impl Contestant {
             fill: ByteCount(16 << 20),
             ..GuestConfig::small(Mode::Idle)
         };
-        let config = VmConfig::new(flavour, guest);
+        let config = VmConfig::new(build, guest);
         match self {
             Self::Skipping => config.with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]),
             Self::Without => config,
@@ -108,16 +108,16 @@ struct Row {
 }
 
 pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow::Result<()> {
-    let flavour =
-        Flavour::unpacked().or_else(Flavour::installed).context("there is no QEMU: run `make qemu`")?;
+    let build =
+        QemuBuild::unpacked().or_else(QemuBuild::installed).context("there is no QEMU: run `make qemu`")?;
     let godwit = Godwit::built()?;
-    println!("\n{}: {} guest, {flavour}, TCP loopback, {rounds} rounds", case.name, ByteCount(case.memory));
+    println!("\n{}: {} guest, {build}, TCP loopback, {rounds} rounds", case.name, ByteCount(case.memory));
     print_head();
     let mut order = ALL.to_vec();
     let mut rows = Vec::new();
     for _ in 0..rounds {
         for &contestant in &order {
-            let row = one_move(contestant, case, &flavour, &godwit)
+            let row = one_move(contestant, case, &build, &godwit)
                 .with_context(|| format!("{} did not move the guest", contestant.name()))?;
             print_row(&row);
             rows.push(row);
@@ -150,8 +150,8 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
     Ok(())
 }
 
-fn one_move(contestant: Contestant, case: &Case, flavour: &Flavour, godwit: &Godwit) -> anyhow::Result<Row> {
-    let config = contestant.config(flavour, case);
+fn one_move(contestant: Contestant, case: &Case, build: &QemuBuild, godwit: &Godwit) -> anyhow::Result<Row> {
+    let config = contestant.config(build, case);
     let mut source = TestVm::source(&config)?;
     let mut destination = TestVm::destination(&config)?;
     source.wait_ready(LIMIT)?;

@@ -11,7 +11,7 @@ use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_memory::RamBlock;
-use godwit_testbed::{BeaconPlace, Flavour, GuestConfig, Observer, TestVm, VmConfig};
+use godwit_testbed::{BeaconPlace, GuestConfig, Observer, QemuBuild, TestVm, VmConfig};
 use godwit_throttle::VcpuThrottle;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, Way};
 use godwit_units::{ByteCount, PageCount, PageRun};
@@ -26,16 +26,16 @@ const RATES: [f64; 6] = [1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0];
 const MEMORY: u64 = 1 << 30;
 
 /// A guest and its tracker.
-struct Ground {
+struct Fixture {
     vm: TestVm,
     tracker: PagemapTracker,
     all: PageRun,
 }
 
-impl Ground {
+impl Fixture {
     fn new(guest: GuestConfig, cpus: u32) -> anyhow::Result<Self> {
-        let flavour = Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
-        let vm = TestVm::source(&VmConfig { cpus, ..VmConfig::new(&flavour, guest) })?;
+        let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+        let vm = TestVm::source(&VmConfig { cpus, ..VmConfig::new(&build, guest) })?;
         vm.wait_ready(LIMIT)?;
         vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT)?;
         let block = RamBlock::open("mem", vm.ram_file(), 0, guest.memory, false)?;
@@ -90,8 +90,8 @@ impl Ground {
         let observer = Observer::start(place, self.vm.ram_file(), self.vm.ram_file())?;
         std::thread::sleep(TIME);
         let to = observer.started().elapsed();
-        let (_, course) = observer.finish_with_course()?;
-        Ok(course.rate(Duration::from_millis(100), to.saturating_sub(Duration::from_millis(100))))
+        let (_, trace) = observer.finish_with_course()?;
+        Ok(trace.rate(Duration::from_millis(100), to.saturating_sub(Duration::from_millis(100))))
     }
 
     /// The same while all of its memory is harvested every [`HARVEST`].
@@ -135,10 +135,10 @@ fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
         "{:>9} {:>9} {:>7} {:>9} {:>11} {:>10} {:>10} {:>8}",
         "rate", "held", "ratio", "delayed", "longest ms", "QMP p50 ms", "QMP p99 ms", "others"
     );
-    let mut ground = Ground::new(guest, 1)?;
+    let mut fixture = Fixture::new(guest, 1)?;
     let (mut rows, mut all_answers, mut free) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..options.rounds {
-        free.push(ground.under(f64::INFINITY, TIME)?.0);
+        free.push(fixture.under(f64::INFINITY, TIME)?.0);
     }
     let free = median(&free);
     println!("{:>9} {free:>9.0}", "no limit");
@@ -148,7 +148,7 @@ fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
         let mut answers = Vec::new();
         let mut last = GovernorMeasures::default();
         for _ in 0..options.rounds {
-            let (seen, measures, mut times) = ground.under(rate, TIME)?;
+            let (seen, measures, mut times) = fixture.under(rate, TIME)?;
             held.push(seen);
             answers.append(&mut times);
             last = measures;
@@ -178,21 +178,21 @@ fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
 
 fn readers(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
     let guest = GuestConfig { mode: Mode::Rate, rate: 0, ..GuestConfig::standard() };
-    let ground = Ground::new(guest, 1)?;
+    let fixture = Fixture::new(guest, 1)?;
     let (mut free, mut governed) = (Vec::new(), Vec::new());
     // By turns, as the speed of an emulated guest drifts.
     for _ in 0..rounds {
-        free.push(ground.speed()?);
-        ground.tracker.govern(Some(2000.0))?;
-        governed.push(ground.speed_while_harvested()?);
-        println!("{:?}", ground.tracker.governor_measures());
-        ground.tracker.govern(None)?;
-        ground.tracker.harvest(0, ground.all, PageCount::ZERO, &mut |_| {})?;
+        free.push(fixture.speed()?);
+        fixture.tracker.govern(Some(2000.0))?;
+        governed.push(fixture.speed_while_harvested()?);
+        println!("{:?}", fixture.tracker.governor_measures());
+        fixture.tracker.govern(None)?;
+        fixture.tracker.harvest(0, fixture.all, PageCount::ZERO, &mut |_| {})?;
     }
     let (free, governed) = (median(&free), median(&governed));
-    let mut throttle = VcpuThrottle::new(ground.vm.pid(), ground.vm.vcpu_threads());
+    let mut throttle = VcpuThrottle::new(fixture.vm.pid(), fixture.vm.vcpu_threads());
     throttle.set(0.9)?;
-    let throttled = ground.speed()?;
+    let throttled = fixture.speed()?;
     throttle.set(0.0)?;
     println!(
         "a guest that reads and computes: {:.1} % under the governor, {:.1} % under a vCPU throttle of 90 %",

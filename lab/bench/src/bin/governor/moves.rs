@@ -4,11 +4,11 @@
 //! reads on while its writes are held up; *paced* writes so many pages a second, which it makes up for before it reads on.
 
 use anyhow::Context;
-use godwit_bench::moves::{Ground, LIMIT, by_godwit, by_qemu};
+use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
 use godwit_bench::report::{Better, Report};
 use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Flavour, Godwit, GuestConfig, Style, TestVm, VmConfig};
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
 use godwit_units::ByteCount;
 
 const GOVERNOR: &str = "governor, full speed";
@@ -24,7 +24,7 @@ const HALF: u64 = 375_000;
 
 /// Runs the comparison and enters figures and targets into `report`.
 pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
-    let flavour = Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = Godwit::built()?;
     let full = GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
     let mixed = GuestConfig { mode: Mode::Mixed, ..full };
@@ -54,8 +54,8 @@ pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
                 }
                 None => by_qemu(source, destination, Style::AutoConverge, LIMIT),
             };
-            let mut ground = Ground::new(VmConfig::new(&flavour, guest));
-            rows.push(ground.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            let mut fixture = Fixture::new(VmConfig::new(&build, guest));
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
         }
     }
     println!("medians:");

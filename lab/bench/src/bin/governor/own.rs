@@ -16,13 +16,13 @@ const WRITES: usize = 20_000;
 /// Every so many bytes a page of the large memory is there.
 const SPACING: u64 = 64 << 10;
 
-struct Ground {
+struct Fixture {
     memory: Mapping,
     tracker: PagemapTracker,
     all: PageRun,
 }
 
-impl Ground {
+impl Fixture {
     fn new(size: u64) -> anyhow::Result<Self> {
         let file = File::from(rustix::fs::memfd_create("governed", rustix::fs::MemfdFlags::CLOEXEC)?);
         file.set_len(size)?;
@@ -47,22 +47,22 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
 }
 
 fn answers(report: &mut Report) -> anyhow::Result<()> {
-    let ground = Ground::new(SMALL)?;
-    for page in 0..ground.all.count.0 {
-        ground.memory.store((page * PAGE_SIZE) as usize, page);
+    let fixture = Fixture::new(SMALL)?;
+    for page in 0..fixture.all.count.0 {
+        fixture.memory.store((page * PAGE_SIZE) as usize, page);
     }
     let writer = std::thread::scope(|scope| {
         scope
             .spawn(|| -> anyhow::Result<Vec<f64>> {
                 let own = rustix::thread::gettid().as_raw_nonzero().get();
-                ground.tracker.prepare_own_governor(&[own])?;
-                ground.tracker.govern(Some(f64::INFINITY))?;
-                ground.harvest()?;
+                fixture.tracker.prepare_own_governor(&[own])?;
+                fixture.tracker.govern(Some(f64::INFINITY))?;
+                fixture.harvest()?;
                 let mut times = Vec::with_capacity(WRITES);
                 for number in 0..WRITES as u64 {
-                    let page = number * 7919 % ground.all.count.0;
+                    let page = number * 7919 % fixture.all.count.0;
                     let began = Instant::now();
-                    ground.memory.store((page * PAGE_SIZE) as usize, number);
+                    fixture.memory.store((page * PAGE_SIZE) as usize, number);
                     times.push(began.elapsed().as_secs_f64() * 1e6);
                 }
                 Ok(times)
@@ -85,12 +85,12 @@ fn answers(report: &mut Report) -> anyhow::Result<()> {
 
 /// A writer looks at the clock all the time while 16 GiB change hands; every segment has been written.
 fn hands(report: &mut Report) -> anyhow::Result<()> {
-    let ground = Ground::new(LARGE)?;
+    let fixture = Fixture::new(LARGE)?;
     let there = |number: u64| (number * SPACING % LARGE) as usize;
     for number in 0..LARGE / SPACING {
-        ground.memory.store(there(number), 1);
+        fixture.memory.store(there(number), 1);
     }
-    ground.harvest()?;
+    fixture.harvest()?;
     let (over, longest, writer) = (AtomicBool::new(false), AtomicU64::new(0), AtomicI32::new(0));
     let (mut gaps, mut times) = (Vec::new(), Vec::new());
     std::thread::scope(|scope| -> anyhow::Result<()> {
@@ -100,7 +100,7 @@ fn hands(report: &mut Report) -> anyhow::Result<()> {
             while !over.load(Ordering::Relaxed) {
                 number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let began = Instant::now();
-                ground.memory.store(there(number >> 33), number);
+                fixture.memory.store(there(number >> 33), number);
                 longest.fetch_max(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             }
         });
@@ -108,19 +108,19 @@ fn hands(report: &mut Report) -> anyhow::Result<()> {
             std::thread::yield_now();
         }
         let result = (|| {
-            ground.tracker.prepare_own_governor(&[writer.load(Ordering::Acquire)])?;
+            fixture.tracker.prepare_own_governor(&[writer.load(Ordering::Acquire)])?;
             std::thread::sleep(Duration::from_millis(200));
             for to in [true, false, true, false, true, false] {
-                ground.tracker.govern(to.then_some(f64::INFINITY))?;
+                fixture.tracker.govern(to.then_some(f64::INFINITY))?;
                 longest.store(0, Ordering::Relaxed);
                 let began = Instant::now();
-                ground.harvest()?;
+                fixture.harvest()?;
                 times.push(began.elapsed().as_secs_f64() * 1e3);
                 gaps.push(longest.load(Ordering::Relaxed) as f64 / 1e6);
                 println!(
                     "16 GiB {}: {} segments governed, {:.0} ms, longest write {:.2} ms",
                     if to { "to the governor" } else { "back" },
-                    ground.tracker.governed_segments(),
+                    fixture.tracker.governed_segments(),
                     times[times.len() - 1],
                     gaps[gaps.len() - 1]
                 );

@@ -3,11 +3,11 @@
 //! What is measured, and how it is kept fair: `godwit_bench::moves`.
 
 use anyhow::Context;
-use godwit_bench::moves::{Ground, LIMIT, by_godwit, by_qemu};
+use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
 use godwit_bench::report::{Better, Report};
 use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Flavour, Godwit, GuestConfig, Style, TestVm, VmConfig};
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
 use godwit_units::ByteCount;
 
 use crate::Options;
@@ -41,14 +41,14 @@ const ADAPTIVE: &str = "godwit adaptive";
 
 /// Runs the comparison and enters figures and targets into `report`.
 pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<()> {
-    let flavour = Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = Godwit::built()?;
     let guest =
         GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
-    let mut ground = Ground::new(VmConfig::new(&flavour, guest));
+    let mut fixture = Fixture::new(VmConfig::new(&build, guest));
     let patience = options.patience.as_secs();
     println!(
-        "{flavour}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; never: not within {patience} s"
+        "{build}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; never: not within {patience} s"
     );
     print_head();
     let (mut rows, mut names) = (Vec::new(), Vec::new());
@@ -59,7 +59,7 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
         for _ in 0..options.qemu_rounds {
             let by =
                 |source: &mut TestVm, destination: &mut TestVm| by_qemu(source, destination, style, patience);
-            rows.push(ground.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
         }
     }
     for round in 0..options.rounds {
@@ -70,13 +70,13 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
             let by = |source: &mut TestVm, destination: &mut TestVm| {
                 by_godwit(&godwit, source, destination, [throttle, compression])
             };
-            rows.push(ground.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
         }
     }
     println!("medians:");
     let medians: Vec<Row> = names.iter().filter_map(|name| medians(&rows, name)).collect();
     medians.iter().for_each(print_row);
-    report.figure("qemu", flavour.to_string());
+    report.figure("qemu", build.to_string());
     report.figure("patience_s", patience);
     report.figure("medians", serde_json::to_value(&medians)?);
     report.figure("moves", serde_json::to_value(&rows)?);

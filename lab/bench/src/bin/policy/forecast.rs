@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Flavour, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, kvm_for};
+use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, QemuBuild, TestVm, VmConfig, kvm_for};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
@@ -50,11 +50,11 @@ pub(crate) fn compare(report: &mut Report) -> anyhow::Result<()> {
             figures.push(one(&godwit, &name, &source, &destination, link)?);
         }
     }
-    let flavour = Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     for (mode, working_set, link) in QEMUS {
         let guest =
             GuestConfig { mode, working_set: ByteCount(working_set << 20), ..GuestConfig::standard() };
-        let config = VmConfig::new(&flavour, guest);
+        let config = VmConfig::new(&build, guest);
         let source = TestVm::source(&config)?;
         let destination = TestVm::destination(&config)?;
         source.wait_ready(LIMIT)?;

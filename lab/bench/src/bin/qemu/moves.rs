@@ -12,7 +12,7 @@ use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Ended, Flavour, Godwit, GuestConfig, Observation, Observer, TestVm, VmConfig, flavours,
+    BeaconPlace, Ended, Godwit, GuestConfig, Observation, Observer, QemuBuild, TestVm, VmConfig, builds,
 };
 use serde_json::{Value, json};
 
@@ -26,11 +26,11 @@ const BEATS_AT_THE_END: usize = 100;
 /// Moves a guest `count` times and enters what was found into `report`.
 pub(crate) fn repeat(count: usize, report: &mut Report) -> anyhow::Result<()> {
     let godwit = Godwit::built()?;
-    let flavour = oldest()?;
+    let build = oldest()?;
     println!(
-        "\n{flavour}, a guest writing at full speed over 128 MiB, {count} moves in a row, each with --verify"
+        "\n{build}, a guest writing at full speed over 128 MiB, {count} moves in a row, each with --verify"
     );
-    let config = VmConfig::new(&flavour, GuestConfig { mode: Mode::Full, ..GuestConfig::standard() });
+    let config = VmConfig::new(&build, GuestConfig { mode: Mode::Full, ..GuestConfig::standard() });
     let mut here = TestVm::source(&config)?;
     here.wait_ready(LIMIT)?;
     let mut place = None;
@@ -67,12 +67,12 @@ pub(crate) fn repeat(count: usize, report: &mut Report) -> anyhow::Result<()> {
         here.wait_for_heartbeats_after(Instant::now(), BEATS_AT_THE_END, LIMIT)?;
     }
     tally.bugs.extend(here.bugs());
-    tally.finish(&flavour, report);
+    tally.finish(&build, report);
     Ok(())
 }
 
-fn oldest() -> anyhow::Result<Flavour> {
-    flavours().into_iter().min_by_key(|flavour| flavour.version).context("there is no QEMU: run `make qemu`")
+fn oldest() -> anyhow::Result<QemuBuild> {
+    builds().into_iter().min_by_key(|build| build.version).context("there is no QEMU: run `make qemu`")
 }
 
 #[derive(Default)]
@@ -113,9 +113,9 @@ impl Tally {
         self.moves.push(json!({ "guest_gap_ms": gap, "migrate": last }));
     }
 
-    fn finish(self, flavour: &Flavour, report: &mut Report) {
+    fn finish(self, build: &QemuBuild, report: &mut Report) {
         self.bugs.iter().take(20).for_each(|bug| println!("{bug}"));
-        report.figure("qemu", flavour.to_string());
+        report.figure("qemu", build.to_string());
         report.figure("median_guest_gap_ms", median(&self.downtimes));
         report.figure("median_total_ms", median(&self.totals));
         report.figure("moves", self.moves);

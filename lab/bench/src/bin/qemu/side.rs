@@ -16,8 +16,8 @@ use anyhow::{Context, ensure};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{
-    Backend, BeaconPlace, Flavour, Gap, Godwit, GuestConfig, Observation, Observer, Style, TestVm, VmConfig,
-    own_migration,
+    Backend, BeaconPlace, Gap, Godwit, GuestConfig, Observation, Observer, QemuBuild, Style, TestVm,
+    VmConfig, own_migration,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -90,7 +90,7 @@ struct Moved {
 
 /// Runs the comparison and enters figures and targets into `report`.
 pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> anyhow::Result<()> {
-    let flavour = Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = with_godwit.then(Godwit::built).transpose()?;
     let mut order = vec![
         Contestant::Plain,
@@ -101,13 +101,13 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
     ];
     order.retain(|&contestant| with_godwit || contestant != Contestant::Godwit);
     println!(
-        "{flavour}, 1 GiB guest, 512 MiB filled, 2,000 pages/s over 128 MiB, TCP loopback, {rounds} rounds"
+        "{build}, 1 GiB guest, 512 MiB filled, 2,000 pages/s over 128 MiB, TCP loopback, {rounds} rounds"
     );
     print_head();
     let mut rows = Vec::new();
     for _ in 0..rounds {
         for &contestant in &order {
-            let row = one_move(contestant, &flavour, godwit.as_ref())
+            let row = one_move(contestant, &build, godwit.as_ref())
                 .with_context(|| format!("{} did not move the guest", contestant.name()))?;
             print_row(&row);
             rows.push(row);
@@ -119,7 +119,7 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
     for &contestant in &order {
         print_row(&medians(&rows, contestant));
     }
-    report.figure("qemu", flavour.to_string());
+    report.figure("qemu", build.to_string());
     report.figure("rounds", rounds);
     report.figure(
         "medians",
@@ -176,8 +176,8 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-fn one_move(contestant: Contestant, flavour: &Flavour, godwit: Option<&Godwit>) -> anyhow::Result<Row> {
-    let config = VmConfig::new(flavour, GuestConfig::standard()).with_backend(contestant.backend());
+fn one_move(contestant: Contestant, build: &QemuBuild, godwit: Option<&Godwit>) -> anyhow::Result<Row> {
+    let config = VmConfig::new(build, GuestConfig::standard()).with_backend(contestant.backend());
     let mut source = TestVm::source(&config)?;
     let mut destination = TestVm::destination(&config)?;
     source.wait_ready(LIMIT)?;

@@ -11,7 +11,7 @@ use godwit_bench::godwit::{Attempt, Terms};
 use godwit_bench::report::median;
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    BeaconPlace, DiskImage, Flavour, Godwit, GuestConfig, Observer, SlowLink, TestVm, VmConfig,
+    BeaconPlace, DiskImage, Godwit, GuestConfig, Observer, QemuBuild, SlowLink, TestVm, VmConfig,
     own_migration_with_disks,
 };
 use godwit_units::ByteCount;
@@ -26,8 +26,8 @@ pub(crate) const DISK: &str = "disk0";
 const AFTER: usize = 12;
 
 /// QEMU 10.
-pub(crate) fn flavour() -> anyhow::Result<Flavour> {
-    Flavour::unpacked().context("QEMU 10 is missing: run `make qemu`")
+pub(crate) fn build() -> anyhow::Result<QemuBuild> {
+    QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")
 }
 
 /// An idle guest of 512 MiB, of which 256 MiB are filled, with this work for its disk.
@@ -61,7 +61,7 @@ pub(crate) struct Moved {
 }
 
 /// How a move is made.
-pub(crate) struct Ground<'a> {
+pub(crate) struct Fixture<'a> {
     pub(crate) guest: GuestConfig,
     /// Source and destination.
     pub(crate) images: [&'a DiskImage; 2],
@@ -70,12 +70,12 @@ pub(crate) struct Ground<'a> {
     pub(crate) patience: Duration,
 }
 
-impl Ground<'_> {
+impl Fixture<'_> {
     /// Boots a guest, lets it work, moves it, and looks how it is.
     pub(crate) fn one_move(&self, mover: Mover<'_>) -> anyhow::Result<Moved> {
-        let flavour = flavour()?;
-        let there = self.link.map_or(Ok(flavour.clone()), |link| link.flavour(&flavour))?;
-        let here = VmConfig::new(&flavour, self.guest).with_disk(DISK, self.images[0]);
+        let build = build()?;
+        let there = self.link.map_or(Ok(build.clone()), |link| link.build(&build))?;
+        let here = VmConfig::new(&build, self.guest).with_disk(DISK, self.images[0]);
         let mut there = VmConfig::new(&there, self.guest).with_disk(DISK, self.images[1]);
         if matches!(mover, Mover::Qemu) {
             there = there.with_extra(&["-S"]);

@@ -10,7 +10,7 @@ pub const WINDOW: Duration = Duration::from_millis(50);
 
 /// How far the guest had counted, and when, about every [`WINDOW`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Course {
+pub struct ProgressTrace {
     points: Vec<(Duration, u64)>,
 }
 
@@ -25,7 +25,7 @@ pub struct Loss {
     pub under_tenth: Duration,
 }
 
-impl Course {
+impl ProgressTrace {
     /// The guest had counted to `count` at `at`. Points closer than [`WINDOW`] to the last are passed over.
     pub(crate) fn note(&mut self, at: Duration, count: u64) {
         let due = self.points.last().is_none_or(|(last, _)| at >= *last + WINDOW);
@@ -85,16 +85,16 @@ mod tests {
 
     #[test]
     fn work_lost_is_what_was_not_counted() {
-        let mut course = Course::default();
+        let mut trace = ProgressTrace::default();
         // A second at full speed, one at a quarter, one at a twentieth.
         for at in (0..=3000).step_by(10) {
             let count =
                 at.min(1000) * 100 + at.clamp(1000, 2000) * 25 - 25_000 + at.clamp(2000, 3000) * 5 - 10_000;
-            course.note(ms(at), count);
+            trace.note(ms(at), count);
         }
 
-        let before = course.rate(ms(0), ms(1000));
-        let loss = course.loss(ms(500), ms(3000), before);
+        let before = trace.rate(ms(0), ms(1000));
+        let loss = trace.loss(ms(500), ms(3000), before);
 
         assert!((before - 100_000.0).abs() < 1.0, "{before}");
         assert!((loss.work.as_secs_f64() - 1.7).abs() < 0.01, "{loss:?}");
@@ -103,10 +103,10 @@ mod tests {
 
     #[test]
     fn a_count_that_was_read_from_an_older_copy_is_no_step_back() {
-        let mut course = Course::default();
-        course.note(ms(0), 100);
-        course.note(ms(60), 40);
-        course.note(ms(120), 220);
-        assert_eq!(course.rate(ms(0), ms(120)), 1000.0);
+        let mut trace = ProgressTrace::default();
+        trace.note(ms(0), 100);
+        trace.note(ms(60), 40);
+        trace.note(ms(120), 220);
+        assert_eq!(trace.rate(ms(0), ms(120)), 1000.0);
     }
 }

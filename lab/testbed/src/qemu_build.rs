@@ -13,14 +13,14 @@ const BINARY: &str = "qemu-system-x86_64";
 
 /// One usable QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Flavour {
+pub struct QemuBuild {
     /// The program, or a script that becomes it.
     pub program: PathBuf,
     /// Major, minor, micro.
     pub version: (u32, u32, u32),
 }
 
-impl Flavour {
+impl QemuBuild {
     /// The QEMU `program`, if it runs.
     #[must_use]
     pub fn at(program: &Path) -> Option<Self> {
@@ -45,7 +45,7 @@ impl Flavour {
     }
 }
 
-impl fmt::Display for Flavour {
+impl fmt::Display for QemuBuild {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (major, minor, micro) = self.version;
         write!(f, "QEMU {major}.{minor}.{micro}")
@@ -54,8 +54,8 @@ impl fmt::Display for Flavour {
 
 /// All usable QEMUs, the system's own first.
 #[must_use]
-pub fn flavours() -> Vec<Flavour> {
-    let mut found: Vec<_> = [Flavour::installed(), Flavour::unpacked()].into_iter().flatten().collect();
+pub fn builds() -> Vec<QemuBuild> {
+    let mut found: Vec<_> = [QemuBuild::installed(), QemuBuild::unpacked()].into_iter().flatten().collect();
     found.dedup_by(|a, b| a.version == b.version);
     found
 }
@@ -63,20 +63,20 @@ pub fn flavours() -> Vec<Flavour> {
 /// The QEMUs that the test `test` can run with. What is missing is told aloud, with the reason: the
 /// guest, all QEMUs, or one of the two.
 #[must_use]
-pub fn flavours_for(test: &str) -> Vec<Flavour> {
+pub fn builds_for(test: &str) -> Vec<QemuBuild> {
     if let Err(missing) = GuestFiles::find() {
         skip(test, missing);
         return Vec::new();
     }
-    let found = flavours();
-    if let Some(why) = missing(&found, Flavour::unpacked().is_some()) {
+    let found = builds();
+    if let Some(why) = missing(&found, QemuBuild::unpacked().is_some()) {
         skip(test, why);
     }
     found
 }
 
 /// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is there.
-fn missing(found: &[Flavour], unpacked: bool) -> Option<String> {
+fn missing(found: &[QemuBuild], unpacked: bool) -> Option<String> {
     match found {
         [] => Some("there is no QEMU: run `make qemu`".to_owned()),
         [only] if unpacked => {
@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn a_qemu_that_is_missing_is_told_of() {
         // Mutation: a test that has one QEMU where there should be two says nothing.
-        let qemu = |major| Flavour { program: PathBuf::from("qemu"), version: (major, 2, 0) };
+        let qemu = |major| QemuBuild { program: PathBuf::from("qemu"), version: (major, 2, 0) };
         assert_eq!(missing(&[qemu(7), qemu(10)], true), None);
         let told = missing(&[qemu(7)], false).unwrap();
         assert!(told.contains("no QEMU but QEMU 7.2.0") && told.contains("for QEMU 10"), "{told}");
