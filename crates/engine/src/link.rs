@@ -8,7 +8,9 @@ use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_wire::{FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError};
+use godwit_wire::{
+    FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError, barrier_aux,
+};
 
 use crate::address::Stream;
 use crate::{EngineError, limits, threads};
@@ -221,10 +223,11 @@ impl ControlWriter {
     }
 }
 
-/// The header bytes of a barrier: the end of `round` on this channel.
-pub(crate) fn barrier(round: u32) -> [u8; HEADER_LEN] {
+/// The header bytes of a barrier: the end of `round` on this channel, and of all rounds if it is the
+/// `last` one.
+pub(crate) fn barrier(round: u32, last: bool) -> [u8; HEADER_LEN] {
     let mut frame = [0; HEADER_LEN];
-    godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, round.into());
+    godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, barrier_aux(round, last));
     frame
 }
 
@@ -257,7 +260,8 @@ mod tests {
         let pages = builder.finish(0).to_vec();
         let state = Message::DeviceState(vec![7; 100]).encode();
         // A byte of a page, of device state, and of the number of a round.
-        for (frame, at) in [(pages, HEADER_LEN + 9), (state, HEADER_LEN + 9), (barrier(3).to_vec(), 8)] {
+        for (frame, at) in [(pages, HEADER_LEN + 9), (state, HEADER_LEN + 9), (barrier(3, true).to_vec(), 8)]
+        {
             let error = read_damaged(frame, at).unwrap_err();
             assert!(matches!(error, EngineError::Wire { source: WireError::Checksum { .. }, .. }), "{error}");
         }

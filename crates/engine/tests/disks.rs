@@ -3,17 +3,25 @@
 
 mod machine;
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use godwit_engine::destination::Faults;
+use godwit_block::DiskChoice;
+use godwit_engine::address::Listener;
+use godwit_engine::destination::{self, Faults};
 use godwit_engine::report::Measures;
 use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_memory::RamBlock;
 use godwit_policy::Settings;
-use godwit_units::PageCount;
+use godwit_units::{ByteCount, PageCount};
+use godwit_wire::{
+    BlockOffer, DiskOffer, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role, SessionId,
+};
 
 use machine::{Destination, Found, Image, Source, SourceDisk, blocks, bytes, options, run};
 
@@ -48,6 +56,7 @@ impl Pair {
             found: Arc::clone(&self.found),
             refuse_to_load: false,
             differs: false,
+            while_preparing: Box::new(|| {}),
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
         };
@@ -202,6 +211,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         found: Arc::clone(&pair.found),
         refuse_to_load: false,
         differs: false,
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
@@ -209,4 +219,113 @@ fn a_slow_disk_holds_up_nobody_else() {
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);
     pair.check_moved(&result);
     assert!(!held_up.load(Ordering::SeqCst), "memory or the other disk waited for the slow one");
+}
+
+#[test]
+fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
+    // Mutation: the round behind Prepare is taken for the last one, and the disks are closed in it.
+    let mut pair = Pair::new(Duration::from_secs(60), |_| {});
+    let rests = Arc::clone(&pair.source.rests);
+    let destination = Destination {
+        ram: blocks(),
+        source_ram: pair.source.ram(),
+        source_disks: pair.source.disks.clone(),
+        images: pair.images.clone(),
+        found: Arc::clone(&pair.found),
+        refuse_to_load: false,
+        differs: false,
+        while_preparing: Box::new(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            rests.store(true, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(100));
+        }),
+        while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
+    };
+    let result = run(&mut pair.source, destination, &options(2, false), Faults::default(), &steering(|_| {}));
+    pair.check_moved(&result);
+    let rounds = result.unwrap().round_list;
+    // Its barriers are all that the disks' channels carry.
+    assert!(rounds.last().unwrap().disk_sent.0 < 4096, "{rounds:?}");
+}
+
+/// The next frame that says more than that its sender is there: kind and payload.
+fn frame(stream: &mut TcpStream) -> (u16, Vec<u8>) {
+    loop {
+        let mut header = [0; HEADER_LEN];
+        stream.read_exact(&mut header).unwrap();
+        let length = u32::from_le_bytes(header[4..8].try_into().unwrap());
+        let mut payload = vec![0; length as usize];
+        stream.read_exact(&mut payload).unwrap();
+        let kind = u16::from_le_bytes([header[0], header[1]]);
+        if kind != FrameKind::Alive as u16 {
+            return (kind, payload);
+        }
+    }
+}
+
+#[test]
+fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
+    // Mutation: the guest is loaded while its disks are still written.
+    let source_ram = blocks();
+    let images: Vec<_> = DISKS.map(|(name, size)| Arc::new(Image::new(name, size))).into();
+    let mut destination = Destination {
+        ram: blocks(),
+        source_ram: Arc::clone(&source_ram),
+        source_disks: Vec::new(),
+        images,
+        found: Arc::default(),
+        refuse_to_load: false,
+        differs: false,
+        while_preparing: Box::new(|| {}),
+        while_loading: Box::new(|| panic!("it is loaded")),
+        while_starting: Box::new(|| {}),
+    };
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap().to_string();
+    let receiving = std::thread::spawn(move || {
+        let options = destination::Options { disks: DiskChoice::All, ..destination::Options::default() };
+        destination::receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {}).map(drop)
+    });
+    let session = SessionId([7; 16]);
+    let connect = |role| {
+        let mut stream = TcpStream::connect(&to).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.write_all(&Greeting { session, role }.encode()).unwrap();
+        stream
+    };
+    let mut control = connect(Role::Control);
+    control.read_exact(&mut [0; GREETING_LEN]).unwrap();
+    let block = |block: &RamBlock| BlockOffer { name: block.name().to_owned(), pages: block.pages() };
+    let disk = |(name, size): (&str, u64)| DiskOffer {
+        name: name.to_owned(),
+        size: ByteCount(size),
+        granularity: ByteCount::ZERO,
+    };
+    let offer = Offer {
+        channels: 1,
+        codecs: 0,
+        verify: false,
+        running: true,
+        machine: "made-up".to_owned(),
+        blocks: source_ram.iter().map(block).collect(),
+        disks: DISKS.map(disk).into(),
+    };
+    control.write_all(&Message::Offer(offer).encode()).unwrap();
+    while let (kind, mut question) = frame(&mut control)
+        && kind == FrameKind::Question as u16
+    {
+        question.reverse();
+        control.write_all(&Message::Answer(question).encode()).unwrap();
+    }
+    let _channels = [0, 1, 2].map(|number| connect(Role::Channel(number)));
+    control.write_all(&Message::Prepare.encode()).unwrap();
+    assert_eq!(frame(&mut control).0, FrameKind::Prepared as u16);
+    control.write_all(&Message::DeviceStateEnd.encode()).unwrap();
+    let (kind, text) = frame(&mut control);
+    assert_eq!(kind, FrameKind::Abort as u16);
+    let text = String::from_utf8_lossy(&text[2..]).into_owned();
+    assert!(text.contains("all device state before the last round of its disks"), "{text}");
+    let failure = receiving.join().unwrap().unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
 }

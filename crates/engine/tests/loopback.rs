@@ -63,6 +63,7 @@ fn move_from(
         found: Arc::clone(&found),
         refuse_to_load,
         differs: false,
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
@@ -94,6 +95,38 @@ fn what_was_never_sent_goes_with_the_last_round() {
         assert_eq!(found.pages_first, Some(true));
         assert!(found.ran && source.retired);
     }
+}
+
+#[test]
+fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
+    // Mutation: the guest is stopped as soon as the destination is prepared.
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let rests = Arc::clone(&source.rests);
+    let found: Arc<Mutex<Found>> = Arc::default();
+    let destination = Destination {
+        ram: blocks(),
+        source_ram: source.ram(),
+        source_disks: Vec::new(),
+        images: Vec::new(),
+        found: Arc::clone(&found),
+        refuse_to_load: false,
+        differs: false,
+        while_preparing: Box::new(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            rests.store(true, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(100));
+        }),
+        while_loading: Box::new(|| {}),
+        while_starting: Box::new(|| {}),
+    };
+    let settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    let steering = Steering::new(settings, Own::default(), Cancel::default());
+    let faults = destination::Faults::default();
+    let measures = run(&mut source, destination, &options(2, false), faults, &steering).unwrap();
+    let data: Vec<u64> = measures.round_list.iter().map(|round| round.data.0).collect();
+    assert_eq!(data.last(), Some(&0), "{data:?}");
+    assert_eq!(found.lock().unwrap().pages_first, Some(true));
 }
 
 #[test]
@@ -137,6 +170,7 @@ fn another_machine_is_refused_when_its_questions_were_answered_and_nothing_was_b
         refuse_to_load: false,
         differs: true,
         while_starting: Box::new(|| {}),
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
     };
     let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
@@ -269,6 +303,7 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
         found: Arc::clone(&found),
         refuse_to_load: false,
         differs: false,
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
@@ -302,6 +337,7 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
         found: Arc::default(),
         differs: false,
         refuse_to_load: false,
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
         while_starting: Box::new(move || {
             wish_here.cancel();
@@ -345,6 +381,7 @@ fn a_second_source_is_told_of_the_first_at_once() {
         found: Arc::default(),
         differs: false,
         refuse_to_load: false,
+        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };

@@ -94,6 +94,7 @@ fn destination(source: &Source, while_loading: Box<dyn FnMut() + Send>) -> Desti
         found: Arc::<Mutex<Found>>::default(),
         refuse_to_load: false,
         differs: false,
+        while_preparing: Box::new(|| {}),
         while_loading,
         while_starting: Box::new(|| {}),
     }

@@ -8,6 +8,8 @@
 //!                 <---------------------- RoundAck --
 //!   Preparing     -- Prepare ---------------------->
 //!                 <---------------------- Prepared -- Prepared
+//!   Closing ⟲     -- pages …, RoundEnd ------------>     ⟲
+//!                 <---------------------- RoundAck --
 //!   Stopping         (guest stops)
 //!   StopAndCopy   -- last pages, RoundEnd --------->               (the machine saves its devices meanwhile,
 //!                 <---------------------- RoundAck --               unless digests are to be compared)

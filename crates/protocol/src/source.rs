@@ -16,12 +16,18 @@ pub enum State {
     },
     /// The destination gets ready for the device state; the guest still runs.
     Preparing {
-        /// The last round.
+        /// The round that was made last.
+        round: u32,
+    },
+    /// Both machines are ready. What was written meanwhile is copied, so that the guest is stopped for
+    /// less; it still runs.
+    Closing {
+        /// The round.
         round: u32,
     },
     /// The guest is being stopped.
     Stopping {
-        /// The last round.
+        /// The round that was made last.
         round: u32,
     },
     /// The guest is stopped; the last dirty pages are copied.
@@ -59,6 +65,8 @@ pub enum Input {
     SwitchOver,
     /// The destination is ready for the device state.
     Prepared,
+    /// The same, and another round would gain nothing, or the operator does not want to wait for one.
+    PreparedInHaste,
     /// The guest is stopped and its devices are drained.
     GuestStopped,
     /// The digests of both sides are equal.
@@ -125,6 +133,7 @@ impl State {
             | Self::Negotiating
             | Self::PreCopy { .. }
             | Self::Preparing { .. }
+            | Self::Closing { .. }
             | Self::Stopping { .. }
             | Self::StopAndCopy
             | Self::Verifying
@@ -151,12 +160,19 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
     Ok(match (state, input) {
         (S::Idle, I::Start) => (S::Negotiating, vec![A::SendOffer]),
         (S::Negotiating, I::Accepted) => (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)]),
-        (S::PreCopy { .. }, I::RoundPlaced) => (state, vec![A::AskPolicy]),
+        (S::PreCopy { .. } | S::Closing { .. }, I::RoundPlaced) => (state, vec![A::AskPolicy]),
         (S::PreCopy { round }, I::NextRound) => {
             (S::PreCopy { round: round + 1 }, vec![A::CopyRound(round + 1)])
         }
         (S::PreCopy { round }, I::SwitchOver) => (S::Preparing { round }, vec![A::SendPrepare]),
-        (S::Preparing { round }, I::Prepared) => (S::Stopping { round }, vec![A::StopGuest]),
+        // Preparing takes its time, in which the guest has written. One round more as a rule; policy is
+        // asked again, since the guest may write more than it did when it was asked before.
+        (S::Preparing { round }, I::Prepared) | (S::Closing { round }, I::NextRound) => {
+            (S::Closing { round: round + 1 }, vec![A::CopyRound(round + 1)])
+        }
+        (S::Preparing { round }, I::PreparedInHaste) | (S::Closing { round }, I::SwitchOver) => {
+            (S::Stopping { round }, vec![A::StopGuest])
+        }
         // The machine saves its devices while the last pages are copied. The destination takes both in the order in which
         // they were sent, so it need not be waited for in between.
         (S::Stopping { round }, I::GuestStopped) if !verify => {

@@ -7,11 +7,12 @@ use std::fmt::Debug;
 
 use godwit_protocol::{destination as dst, source as src};
 
-const SOURCE_STATES: [src::State; 13] = [
+const SOURCE_STATES: [src::State; 14] = [
     src::State::Idle,
     src::State::Negotiating,
     src::State::PreCopy { round: 0 },
     src::State::Preparing { round: 0 },
+    src::State::Closing { round: 0 },
     src::State::Stopping { round: 0 },
     src::State::StopAndCopy,
     src::State::Verifying,
@@ -22,7 +23,7 @@ const SOURCE_STATES: [src::State; 13] = [
     src::State::Done,
     src::State::Cancelled,
 ];
-const SOURCE_INPUTS: [src::Input; 15] = [
+const SOURCE_INPUTS: [src::Input; 16] = [
     src::Input::Start,
     src::Input::Accepted,
     src::Input::RoundPlaced,
@@ -30,6 +31,7 @@ const SOURCE_INPUTS: [src::Input; 15] = [
     src::Input::NextRound,
     src::Input::SwitchOver,
     src::Input::Prepared,
+    src::Input::PreparedInHaste,
     src::Input::GuestStopped,
     src::Input::DigestsEqual,
     src::Input::StateSent,

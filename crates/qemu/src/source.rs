@@ -69,8 +69,13 @@ impl Default for Limits {
     }
 }
 
-/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and firmware.
+/// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and
+/// firmware. It does so once, in that very moment, so there is nothing to measure before.
 const OWN_BLOCKS: Duration = Duration::from_millis(5);
+/// Other processes are looked at when godwit prepares, and once more before the guest is stopped if
+/// that was longer ago: on a host with many of them it takes long. Who maps guest RAM for a device
+/// shows among the devices, too.
+const PROCESSES_AGE: Duration = Duration::from_secs(1);
 
 /// A QEMU whose guest is to leave.
 #[derive(Debug)]
@@ -79,8 +84,12 @@ pub struct QemuSource {
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     was_running: bool,
-    /// What it took to look at all that is looked at again before the guest is stopped.
+    /// What it took to look at this QEMU, which is looked at again before the guest is stopped.
     looked: Duration,
+    /// What it took to look at all other processes.
+    processes_looked: Duration,
+    /// When they were looked at last, once godwit has begun to prepare.
+    processes_at: Option<Instant>,
     /// What the machine consists of.
     parts: BTreeSet<String>,
     /// Whether a guest that runs guests is refused.
@@ -151,15 +160,19 @@ impl QemuSource {
         let looking = Instant::now();
         let ram = machine.ram()?;
         machine.check_mappings(&ram)?;
-        machine.check_source(&ram)?;
+        machine.check_source()?;
         let vcpus = machine.vcpu_threads()?;
         let direct_io = machine.direct_io()?;
         let parts = machine.parts()?;
         let looked = looking.elapsed();
+        machine.check_writers(&ram)?;
+        let processes_looked = looking.elapsed() - looked;
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
             looked,
+            processes_looked,
+            processes_at: None,
             moving: Vec::new(),
             terms: Terms::default(),
             grain: Grain::Given(ByteCount::ZERO),
@@ -309,10 +322,12 @@ impl QemuSource {
 
     /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
-        self.note(|left| left.stage = Stage::Stopping)?;
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
         // the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
+        // What was plugged in since the start would have written unseen.
+        self.check_unchanged()?;
+        self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut machine.qmp;
@@ -441,9 +456,27 @@ impl QemuSource {
         }
     }
 
+    /// Whether other processes are to be looked at before the guest is stopped.
+    fn processes_are_due(&self) -> bool {
+        self.processes_at.is_none_or(|at| at.elapsed() > PROCESSES_AGE)
+    }
+
+    /// Looks whether another process has mapped guest RAM since the start.
+    fn check_processes(&mut self) -> Result<(), QemuError> {
+        let looking = Instant::now();
+        self.machine.check_writers(&self.ram)?;
+        self.processes_looked = looking.elapsed();
+        self.processes_at = Some(Instant::now());
+        Ok(())
+    }
+
     /// Checks again what was checked at the start and may have changed since.
     fn check_unchanged(&mut self) -> Result<(), QemuError> {
-        self.machine.check_source(&self.ram)?;
+        if self.processes_are_due() {
+            self.check_processes()?;
+        }
+        let looking = Instant::now();
+        self.machine.check_source()?;
         if self.machine.direct_io()? && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
@@ -467,6 +500,7 @@ impl QemuSource {
         if (state == "running") != self.was_running {
             return Err(QemuError::OtherState(state));
         }
+        self.looked = looking.elapsed();
         Ok(())
     }
 }
@@ -535,16 +569,16 @@ impl SourceVm for QemuSource {
     }
 
     fn switchover_costs(&self) -> SwitchoverCosts {
-        // What was looked at once is looked at again, by the same commands and over all processes.
-        SwitchoverCosts { lead: self.looked + OWN_BLOCKS, ..SwitchoverCosts::default() }
+        // What is looked at again is looked at by the same commands.
+        let processes = if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
+        SwitchoverCosts { lead: self.looked + processes + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         let (ours, theirs) =
             UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
         let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
-        // What was plugged in since the start would have written unseen.
-        self.check_unchanged()?;
+        self.check_processes()?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }

@@ -177,7 +177,9 @@ impl Memory {
         self.pending = 0.0;
         if self.at_once {
             for segment in &mut self.segments {
-                segment.taken += std::mem::take(&mut segment.dirty);
+                // A page that was taken before and left for later may have been written again: it is sent once.
+                let taken = segment.taken + std::mem::take(&mut segment.dirty);
+                segment.taken = taken.min(segment.data);
             }
         }
     }

@@ -277,8 +277,13 @@ impl<'a> Source<'a> {
         self.outcome.rounds.push(*row);
     }
 
-    /// Asks the policy at the end of a round.
-    pub(crate) fn ask(&mut self) -> Decision {
+    /// Whether the guest is slowed down.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.plan.throttle > 0.0 || self.plan.first_writes.is_some()
+    }
+
+    /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to follow.
+    pub(crate) fn ask(&mut self, prepared: bool) -> Decision {
         let row = self.row;
         let (at_once, synchronisation) = match self.scenario.synchronisation {
             Synchronisation::AtOnce(time) => (true, time),
@@ -307,7 +312,8 @@ impl<'a> Source<'a> {
             pages: PageCount(pages as u64),
             remaining,
             fixed: synchronisation + self.scenario.handover + flush + self.scenario.link.latency * TURNS,
-            lead: self.scenario.lead + if at_once { Duration::ZERO } else { synchronisation },
+            lead: if prepared { Duration::ZERO } else { self.scenario.lead }
+                + if at_once { Duration::ZERO } else { synchronisation },
             verification,
             memory,
             dirty,

@@ -95,7 +95,12 @@ impl World<'_> {
                 Message::ToDestination(input) => self.destination_takes(input),
                 // Nobody waits for the last round to be in place, unless digests are to be compared.
                 Message::ToSource(Si::RoundPlaced)
-                    if !self.scenario.verify && !matches!(self.source, Ss::PreCopy { .. }) => {}
+                    if !self.scenario.verify
+                        && !matches!(self.source, Ss::PreCopy { .. } | Ss::Closing { .. }) => {}
+                // A guest that is held back need not be so for another round.
+                Message::ToSource(Si::Prepared) if self.engine.holds_back() => {
+                    self.source_takes(Si::PreparedInHaste);
+                }
                 Message::ToSource(input) => self.source_takes(input),
             }
         } else if !self.link && !self.source_knows {
@@ -166,17 +171,20 @@ impl World<'_> {
                 }
             }
             S::AskPolicy => {
-                let input = match self.engine.ask() {
+                let prepared = matches!(self.source, Ss::Closing { .. });
+                let input = match self.engine.ask(prepared) {
                     Decision::NextRound(_) => Si::NextRound,
                     Decision::SwitchOver => Si::SwitchOver,
                     Decision::GiveUp(_) => Si::Failed,
                 };
                 self.source_todo.push_back(input);
             }
-            S::SendPrepare => self.send(Message::ToDestination(Di::Prepare)),
-            S::StopGuest => {
+            S::SendPrepare => {
                 let spent = 2.0 * self.scenario.link.latency.as_secs_f64();
                 self.engine.wait((self.scenario.lead.as_secs_f64() - spent).max(0.0));
+                self.send(Message::ToDestination(Di::Prepare));
+            }
+            S::StopGuest => {
                 self.engine.stop();
                 self.source_todo.push_back(Si::GuestStopped);
             }

@@ -145,6 +145,26 @@ pub fn seal(frame: &mut [u8], kind: FrameKind, runs: u16, aux: u64) {
     header[16..24].copy_from_slice(&checksum.to_le_bytes());
 }
 
+/// In the aux of a barrier, above the round.
+const LAST: u64 = 1 << 32;
+
+/// The aux of a barrier: the end of `round`, behind which nothing comes if it is the `last` one.
+#[must_use]
+pub fn barrier_aux(round: u32, last: bool) -> u64 {
+    u64::from(round) | if last { LAST } else { 0 }
+}
+
+/// The round that a barrier ends, and whether it is the last one.
+///
+/// # Errors
+/// When the aux says something else as well.
+pub fn barrier_of(aux: u64) -> Result<(u32, bool), WireError> {
+    match u32::try_from(aux & !LAST) {
+        Ok(round) => Ok((round, aux & LAST != 0)),
+        Err(_) => Err(WireError::Field { what: "barrier", field: "aux", value: aux }),
+    }
+}
+
 /// The digest that both sides compare: XXH3-128 of `bytes`.
 #[must_use]
 pub fn digest(bytes: &[u8]) -> u128 {

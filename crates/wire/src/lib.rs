@@ -19,7 +19,7 @@ mod message;
 mod pages;
 
 pub use error::WireError;
-pub use frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, digest, seal};
+pub use frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, barrier_aux, barrier_of, digest, seal};
 pub use greeting::{GREETING_LEN, Greeting, Role, SessionId, VERSION};
 pub use message::{
     ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, DEVICE_STATE_CHUNK, DIGESTS_PER_MESSAGE, DISKS_LIMIT,

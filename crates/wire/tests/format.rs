@@ -36,6 +36,12 @@ fn offer() -> Message {
     })
 }
 
+fn barrier(round: u32, last: bool) -> [u8; HEADER_LEN] {
+    let mut frame = [0; HEADER_LEN];
+    seal(&mut frame, FrameKind::Barrier, 0, barrier_aux(round, last));
+    frame
+}
+
 fn pages_frame() -> Vec<u8> {
     let mut builder = PageFrameBuilder::new();
     let read = |bytes: &mut [u8]| {
@@ -69,6 +75,8 @@ fn golden_bytes() {
         hex(&Message::Question(b"what".to_vec()).encode()),
         hex(&Message::Answer(b"this".to_vec()).encode()),
         hex(&Message::Abort { code: AbortCode::Busy, text: "later".to_owned() }.encode()),
+        hex(&barrier(5, false)),
+        hex(&barrier(6, true)),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -326,6 +334,19 @@ fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
 fn numbers_of_digests_do_not_run_into_each_other() {
     let message = Message::Digests { block: 0x8000_0001, first: 0xf000_0003, digests: vec![] };
     assert_eq!(parse(&message.encode()), Ok(message));
+}
+
+#[test]
+fn a_barrier_says_its_round_and_whether_it_is_the_last_one() {
+    for (round, last) in [(0, false), (0, true), (7, true), (u32::MAX, false), (u32::MAX, true)] {
+        let header = FrameHeader::decode(&barrier(round, last)).unwrap();
+        assert_eq!(barrier_of(header.aux), Ok((round, last)));
+    }
+    for bit in 33..64 {
+        let aux = barrier_aux(7, true) | 1 << bit;
+        let refused = WireError::Field { what: "barrier", field: "aux", value: aux };
+        assert_eq!(barrier_of(aux), Err(refused));
+    }
 }
 
 /// A reason for giving up may hold a path in any language.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use godwit_codec::{CodecId, Decompressor};
 use godwit_units::PageRun;
-use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame};
+use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
 use crate::EngineError;
@@ -34,8 +34,9 @@ pub(super) trait Place: Send {
         bytes: &[u8],
     ) -> Result<(), EngineError>;
 
-    /// A round has ended: nothing that comes later may be overtaken by what was placed.
-    fn settle(&mut self) -> Result<(), EngineError>;
+    /// A round has ended: nothing that comes later may be overtaken by what was placed. Behind the
+    /// `last` one nothing comes.
+    fn settle(&mut self, last: bool) -> Result<(), EngineError>;
 
     /// The end of the round was told: there is time until the next one.
     fn rest(&mut self) -> Result<(), EngineError>;
@@ -71,8 +72,9 @@ impl Channel {
         self.received.fetch_add((HEADER_LEN + header.length) as u64, Ordering::Relaxed);
         match header.kind {
             FrameKind::Barrier if header.length == 0 => {
-                self.place.settle()?;
-                self.barriers.reached(self.number, header.aux);
+                let (round, last) = barrier_of(header.aux).map_err(wire_error(PEER))?;
+                self.place.settle(last)?;
+                self.barriers.reached(self.number, round.into());
                 return self.place.rest();
             }
             FrameKind::Pages => {}

@@ -3,7 +3,7 @@
 //! Invariant: a disk's pages come over its own channel only, which is checked, and inside the disk. What a round brought is
 //! written before its end is told, so no older version of a page is written after a newer one.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,20 +21,17 @@ const UNSTABLE: ByteCount = ByteCount(128 << 20);
 /// The round with the guest stopped, as the channels of disks and the conversation know it.
 #[derive(Debug, Default)]
 pub(super) struct LastRound {
-    begun: AtomicBool,
+    /// Disks of which it is on stable storage, and whose sinks are gone.
+    ended: AtomicUsize,
     /// The longest flush since it was last asked for, in microseconds.
     flush: AtomicU64,
     disks_in_place: Mutex<Option<Instant>>,
 }
 
 impl LastRound {
-    /// To be called before the source is let begin it.
-    pub(super) fn begin(&self) {
-        self.begun.store(true, Ordering::Release);
-    }
-
-    pub(super) fn has_begun(&self) -> bool {
-        self.begun.load(Ordering::Acquire)
+    /// Of how many disks it has ended.
+    pub(super) fn ended(&self) -> usize {
+        self.ended.load(Ordering::Acquire)
     }
 
     /// A flush of a disk took so long.
@@ -124,13 +121,14 @@ impl Place for DiskPlace {
         if self.unstable >= UNSTABLE { self.flush() } else { Ok(()) }
     }
 
-    fn settle(&mut self) -> Result<(), EngineError> {
-        if !self.last.has_begun() {
+    fn settle(&mut self, last: bool) -> Result<(), EngineError> {
+        if !last {
             return self.with(|sink| sink.settle(false));
         }
         self.last.in_place();
         self.flush()?;
         self.sink = None;
+        self.last.ended.fetch_add(1, Ordering::Release);
         Ok(())
     }
 
@@ -206,15 +204,18 @@ mod tests {
         let mut place = place(&noted, &last);
         let page = [1; PAGE_SIZE as usize];
         place.place(3, PageRun::new(1, 1), Content::Data, &page).unwrap();
-        place.settle().unwrap();
+        place.settle(false).unwrap();
         assert_eq!(noted.take(), ["write 1 1", "settle false"]);
         place.rest().unwrap();
         place.rest().unwrap();
         assert_eq!(noted.take(), ["settle true"], "once");
         assert_eq!(last.disks_in_place(), None);
-        last.begin();
-        place.settle().unwrap();
+        assert_eq!(last.ended(), 0);
+        place.settle(true).unwrap();
         assert_eq!(noted.take(), ["settle true"]);
+        assert_eq!(last.ended(), 1);
+        assert!(place.settle(true).is_err(), "there is one last round");
+        assert_eq!(last.ended(), 1);
         assert!(last.disks_in_place().is_some());
         assert_eq!(Arc::strong_count(&noted.0), 1, "the machine may have the disk");
         assert!(place.place(3, PageRun::new(1, 1), Content::Data, &page).is_err());

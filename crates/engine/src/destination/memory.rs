@@ -65,7 +65,7 @@ impl Place for MemoryPlace {
         Ok(())
     }
 
-    fn settle(&mut self) -> Result<(), EngineError> {
+    fn settle(&mut self, _: bool) -> Result<(), EngineError> {
         Ok(())
     }
 

@@ -173,7 +173,7 @@ pub fn receive(
         offer: None,
         order: Arc::default(),
         disks: Vec::new(),
-        disks_open: false,
+        open_disks: 0,
         last_round: Arc::default(),
         channels: Vec::new(),
         barriers: Arc::new(Barriers::new(0)),
@@ -213,8 +213,8 @@ struct Destination<'a> {
     order: Arc<Vec<usize>>,
     /// The disks that come along, until their channels have them.
     disks: Vec<(Disk, Box<dyn DiskSink>)>,
-    /// The machine's disks are open for us.
-    disks_open: bool,
+    /// The machine's disks that are open for us.
+    open_disks: usize,
     last_round: Arc<LastRound>,
     channels: Vec<(Stream, JoinHandle<()>)>,
     barriers: Arc<Barriers>,
@@ -339,7 +339,7 @@ impl Destination<'_> {
             return Err(EngineError::Panicked("main"));
         }
         self.disks = disks.iter().cloned().zip(sinks).collect();
-        self.disks_open = !self.disks.is_empty();
+        self.open_disks = self.disks.len();
         self.measures.verified = offer.verify;
         self.offer = Some(offer);
         let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
@@ -523,8 +523,8 @@ impl Destination<'_> {
             }
             Action::SendRoundAck => {
                 // Behind the last round nobody has a sink any more.
-                if self.disks_open && self.last_round.has_begun() {
-                    self.disks_open = false;
+                if self.open_disks > 0 && self.last_round.ended() == self.open_disks {
+                    self.open_disks = 0;
                     if let Some(vm) = self.vm.disk_destination() {
                         vm.close_disks().map_err(EngineError::Vm)?;
                     }
@@ -538,13 +538,15 @@ impl Destination<'_> {
                 // Others may have filled the mount meanwhile. Soon the guest stops, and then it is too late to say so.
                 self.check_room()?;
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
-                // The source stops the guest and begins the last round when it has heard that we are prepared.
-                self.last_round.begin();
                 self.say(&Message::Prepared)?;
             }
             Action::SendDigests => self.send_digests()?,
             Action::WriteState => self.write_state()?,
             Action::FinishLoad => {
+                if self.open_disks > 0 {
+                    let what = "it sent all device state before the last round of its disks".to_owned();
+                    return Err(EngineError::Protocol { peer: PEER, what });
+                }
                 let began = Instant::now();
                 self.sink = None;
                 self.vm.finish_load().map_err(EngineError::Vm)?;

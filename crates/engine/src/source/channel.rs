@@ -154,7 +154,7 @@ impl Channel {
         self.segments = segments;
         result?;
         self.flush()?;
-        self.packer.put(&barrier(order.round), &mut self.carried)?;
+        self.packer.put(&barrier(order.round, order.last), &mut self.carried)?;
         Ok(self.carried)
     }
 

@@ -151,7 +151,7 @@ impl DiskChannel {
         self.flush()?;
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!whole).then_some(pass);
-        self.packer.put(&barrier(round), &mut self.carried)?;
+        self.packer.put(&barrier(round, last), &mut self.carried)?;
         Ok(DiskCarried { carried: self.carried, storage: self.storage, cut: !whole, goes_on: false })
     }
 

@@ -13,6 +13,14 @@ impl Source<'_> {
         })?;
         let Some(control) = &self.control else { return Err(EngineError::Panicked("control")) };
         self.pump = Some(StatePump::start(stream, Arc::clone(control), self.events_in.clone())?);
+        // A guest that stands still has written nothing meanwhile, one that is held back need not be
+        // so for longer, and who wants it stopped now need not wait for disks.
+        let held_back = self.throttle > 0.0 || self.first_writes.is_some();
+        if held_back || self.steering.wants_switch_over() || !self.vm.was_running() {
+            self.close_steering();
+            return Ok(Some(Input::PreparedInHaste));
+        }
+        self.drain()?;
         Ok(Some(Input::Prepared))
     }
 

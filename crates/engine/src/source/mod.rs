@@ -773,7 +773,7 @@ impl Source<'_> {
 fn phase_of(state: State) -> Phase {
     match state {
         State::Idle | State::Negotiating => Phase::Setup,
-        State::PreCopy { .. } | State::Preparing { .. } => Phase::PreCopy,
+        State::PreCopy { .. } | State::Preparing { .. } | State::Closing { .. } => Phase::PreCopy,
         State::Stopping { .. }
         | State::StopAndCopy
         | State::Verifying

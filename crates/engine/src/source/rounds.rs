@@ -150,7 +150,7 @@ impl Source<'_> {
     }
 
     /// Waits until direct I/O that is in flight has landed.
-    fn drain(&mut self) -> Result<(), EngineError> {
+    pub(super) fn drain(&mut self) -> Result<(), EngineError> {
         match self.vm.direct_io() {
             Some(devices) if self.direct_io => devices.drain().map_err(EngineError::Vm),
             _ => Ok(()),
@@ -379,7 +379,8 @@ impl Source<'_> {
             pages: round.data,
             remaining: look.remaining,
             fixed,
-            lead: look_time + costs.lead + round_trip,
+            // Once both machines are ready nothing lies between.
+            lead: look_time + costs.lead + if self.pump.is_some() { Duration::ZERO } else { round_trip },
             verification,
             memory: self.ram.iter().map(RamBlock::pages).sum(),
             dirty: &look.dirty,
@@ -402,14 +403,22 @@ impl Source<'_> {
                 Ok(Some(Input::NextRound))
             }
             Decision::SwitchOver => {
-                self.steering.close();
-                // What was taken until just now: a limit of bandwidth still matters.
-                self.take_changes();
+                // There is a state stream once both machines are ready, and the guest is stopped next.
+                if self.pump.is_some() {
+                    self.close_steering();
+                }
                 // The throttle stays until the guest stands still.
                 Ok(Some(Input::SwitchOver))
             }
             Decision::GiveUp(advice) => Err(EngineError::NotConverging(advice)),
         }
+    }
+
+    /// The guest is about to be stopped: nothing can be changed any more.
+    pub(super) fn close_steering(&mut self) {
+        self.steering.close();
+        // What was taken until just now: a limit of bandwidth still matters.
+        self.take_changes();
     }
 
     /// How long the comparison of digests will take, where it is wanted: both sides compute them at once.

@@ -130,8 +130,9 @@ pub trait DirectIo {
 /// Disks that a source may fill, at the destination.
 pub trait DiskDestination {
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
-    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any. Their last round comes after [`DestinationVm::prepare`](super::DestinationVm::prepare), and
-    /// [`Self::close_disks`] behind that. [`DestinationVm::discard`](super::DestinationVm::discard) closes them as well; the sinks have been dropped by then.
+    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any.
+    /// Rounds come also after [`DestinationVm::prepare`](super::DestinationVm::prepare), and
+    /// [`Self::close_disks`] behind the last of them. [`DestinationVm::discard`](super::DestinationVm::discard) closes them as well; the sinks have been dropped by then.
     ///
     /// # Errors
     /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.

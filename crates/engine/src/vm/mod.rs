@@ -19,7 +19,7 @@ pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 /// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwitchoverCosts {
-    /// From [`SourceVm::open_state`] until the guest stands still.
+    /// From the call of [`SourceVm::stop`] until the guest stands still.
     pub lead: Duration,
     /// Saving the device state, loading it, and running the guest.
     pub state: Duration,

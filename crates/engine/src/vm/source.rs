@@ -34,8 +34,10 @@ pub trait SourceVm {
     /// When the machine refuses; the guest runs on.
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
 
-    /// Stops the guest. When it returns, no vCPU and no device writes guest memory any more. Returns when the
-    /// guest stopped. A throttle holds until then and is gone afterwards.
+    /// Stops the guest, which has run on since [`Self::open_state`], perhaps for a while: what may not
+    /// have changed meanwhile is checked here. When it returns, no vCPU and no device writes guest
+    /// memory any more. Returns when the guest stopped. A throttle holds until then and is gone
+    /// afterwards.
     ///
     /// # Errors
     /// When it cannot be stopped; [`Self::resume`] brings it back.

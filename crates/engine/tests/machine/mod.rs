@@ -92,6 +92,8 @@ pub struct Source {
     begun: bool,
     /// The guest writes for so long, and then no more.
     busy: Duration,
+    /// It does not write while this holds.
+    pub rests: Arc<AtomicBool>,
     /// Until then it keeps to [`EARLY`], and touches nothing else.
     late: Duration,
 }
@@ -120,6 +122,7 @@ impl Source {
             disks,
             begun: false,
             busy,
+            rests: Arc::default(),
             late,
         };
         source.resume().unwrap();
@@ -183,11 +186,11 @@ impl SourceVm for Source {
             let (until, late) = (Instant::now() + self.busy, Instant::now() + self.late);
             let (ram, marks, running) =
                 (Arc::clone(&self.ram), Arc::clone(&self.marks), Arc::clone(&self.running));
-            let disks = self.disks.clone();
+            let (disks, rests) = (self.disks.clone(), Arc::clone(&self.rests));
             self.guest = Some(std::thread::spawn(move || {
                 let mut seed = 1u64;
                 while running.load(Ordering::Relaxed) {
-                    if Instant::now() >= until {
+                    if Instant::now() >= until || rests.load(Ordering::Relaxed) {
                         std::thread::sleep(Duration::from_millis(1));
                         continue;
                     }
@@ -262,6 +265,8 @@ pub struct Destination {
     pub refuse_to_load: bool,
     /// It finds that the source is another machine.
     pub differs: bool,
+    /// What happens while it gets ready to load.
+    pub while_preparing: Box<dyn FnMut() + Send>,
     /// What happens while it loads.
     pub while_loading: Box<dyn FnMut() + Send>,
     /// What happens while it starts the guest.
@@ -309,6 +314,7 @@ impl DestinationVm for Destination {
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
+        (self.while_preparing)();
         let (ram, source_ram) = (Arc::clone(&self.ram), Arc::clone(&self.source_ram));
         let (source_disks, images) = (self.source_disks.clone(), self.images.clone());
         Ok(Box::new(Sink { ram, source_ram, source_disks, images, found: Arc::clone(&self.found) }))

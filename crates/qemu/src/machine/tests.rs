@@ -39,7 +39,7 @@ fn with_device(kind: &str) -> String {
     let children =
         json!([{ "name": "net1", "type": format!("child<{kind}>") }, { "name": "type", "type": "string" }]);
     let mut machine = machine(&[("/machine/peripheral", children)]);
-    machine.check_source(&[]).map_or_else(|error| error.to_string(), |()| "fine".to_owned())
+    machine.check_source().map_or_else(|error| error.to_string(), |()| "fine".to_owned())
 }
 
 #[test]
@@ -71,11 +71,11 @@ fn back_ends_in_other_processes_are_refused() {
         " \\ net0: index=0,type=passt,vhost-user to unix:/tmp/passt_1.socket",
     ] {
         let mut machine = machine(&[("info network", json!(line))]);
-        let told = machine.check_source(&[]).unwrap_err().to_string();
+        let told = machine.check_source().unwrap_err().to_string();
         assert!(told.contains("the network back end") && told.contains("vhost-user device"), "{told}");
     }
     let plain = json!(" \\ net0: index=0,type=user,net=10.0.2.0,restrict=off");
-    machine(&[("info network", plain)]).check_source(&[]).unwrap();
+    machine(&[("info network", plain)]).check_source().unwrap();
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn a_guest_that_runs_guests_under_kvm_is_refused() {
 fn work_on_the_images_is_refused() {
     let job = |status: &str| json!([{ "id": "backup0", "type": "backup", "status": status }]);
     let told =
-        |status| machine(&[("query-jobs", job(status))]).check_source(&[]).map_err(|error| error.to_string());
+        |status| machine(&[("query-jobs", job(status))]).check_source().map_err(|error| error.to_string());
     assert!(told("running").unwrap_err().contains("a block job ('backup0', backup) runs"));
     assert!(told("concluded").is_ok());
 }
