@@ -2,7 +2,7 @@
 //!
 //! Keeps three promises: nothing is installed (the kernel is unpacked, not set up); a second run changes nothing; and
 //! the image does not hold the beacon's magic number, which an observer would take for the beacon. What the guest does
-//! is left to `godwit-verify`.
+//! is left to `godwit-guest-workload`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -136,7 +136,7 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
         archive.program(&name, &std::fs::read(file.path()).context("cannot read a module")?);
     }
     let image = archive.finish();
-    let magic = godwit_verify::beacon::magic();
+    let magic = godwit_guest_workload::beacon::magic();
     ensure!(
         !image.windows(magic.len()).any(|window| window == magic),
         "the guest program holds the beacon's magic number: the compiler put it together ahead of time"
@@ -157,7 +157,15 @@ fn guest_program() -> anyhow::Result<PathBuf> {
     let target = crate::target_dir().join("guest-build");
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let status = Command::new(cargo)
-        .args(["build", "--quiet", "--release", "--package", "godwit-verify", "--bin", "godwit-guest"])
+        .args([
+            "build",
+            "--quiet",
+            "--release",
+            "--package",
+            "godwit-guest-workload",
+            "--bin",
+            "godwit-guest",
+        ])
         .args(["--target", TRIPLE, "--target-dir"])
         .arg(&target)
         .env("RUSTFLAGS", "-C target-feature=+crt-static -C strip=symbols")

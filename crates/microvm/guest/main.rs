@@ -1,6 +1,6 @@
 //! The guest of the microvm: a program on the bare machine that stamps memory and disk, checks them and says BUG.
 //!
-//! It is the Linux guest's workload (`godwit-verify`, whose files it shares) without Linux: one image, entered in
+//! It is the Linux guest's workload (`godwit-guest-workload`, whose files it shares) without Linux: one image, entered in
 //! 64-bit mode by every vCPU at once, without privilege, interrupts and allocator. Keeps the same promise: nothing
 //! it finds stops it, and what it prints means the same. Built by the build script of `godwit-microvm` with the
 //! ordinary toolchain.
@@ -12,23 +12,23 @@
 extern crate self as godwit_units;
 
 mod balloon;
-#[path = "../../verify/src/beacon.rs"]
+#[path = "../../../lab/guest-workload/src/beacon.rs"]
 mod beacon;
 #[path = "../src/boot_block.rs"]
 mod boot_block;
 mod churn;
 mod cpu;
 mod disk;
-#[path = "../../verify/src/heartbeat.rs"]
+#[path = "../../../lab/guest-workload/src/heartbeat.rs"]
 mod heartbeat;
-#[path = "../../verify/src/pace.rs"]
+#[path = "../../../lab/guest-workload/src/pace.rs"]
 mod pace;
 mod serial;
-#[path = "../../verify/src/stamp.rs"]
+#[path = "../../../lab/guest-workload/src/stamp.rs"]
 mod stamp;
 mod virtio;
 mod work;
-#[path = "../../verify/src/workload.rs"]
+#[path = "../../../lab/guest-workload/src/workload.rs"]
 mod workload;
 
 use core::panic::PanicInfo;

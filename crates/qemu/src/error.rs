@@ -12,6 +12,14 @@ use godwit_units::ByteCount;
 
 use crate::qmp::QmpError;
 
+/// What to do when the guardian does not start.
+fn guardian_cure(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::TimedOut => "it was not ready within 30 s: the host is overloaded, so try again later",
+        _ => "raise pids.max or free memory",
+    }
+}
+
 /// Why a QEMU cannot be migrated, or a step failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -253,9 +261,12 @@ pub enum QemuError {
     },
     /// The process that stands in for a godwit that is killed does not start.
     #[error(
-        "cannot start the guardian, which runs the guest again if godwit is killed: {0}; raise pids.max or free memory"
+        "cannot start the guardian, which runs the guest again if godwit is killed: {source}; {}", guardian_cure(source.kind())
     )]
-    Guardian(#[source] io::Error),
+    Guardian {
+        /// Why.
+        source: io::Error,
+    },
     /// A capability that cannot be on.
     #[error(
         "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn it off with migrate-set-capabilities"

@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::{Parser, ValueEnum};
 use godwit_engine::report::Progress;
+use godwit_guest_workload::settings::{BuildWork, DiskWork, Mode};
 use godwit_terminal::layout;
 use godwit_terminal::output::{self, json_line};
 use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};
 use godwit_terminal::progress::Table;
 use godwit_testbed::{
-    BeaconPlace, Beat, Flavour, Godwit, GuestConfig, MicroVm, Movable, Observer, Running, TestVm, VmConfig,
-    end_children, flavours, longest_pause,
+    BeaconPlace, Beat, Godwit, GuestConfig, MicroVm, Movable, Observer, QemuBuild, Running, TestVm, VmConfig,
+    builds, end_children, longest_pause,
 };
 use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
-use godwit_verify::settings::{BuildWork, DiskWork, Mode};
 use serde_json::{Value, json};
 
 /// A guest under emulation boots in seconds; a machine under load takes longer.
@@ -157,11 +157,11 @@ fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
     })
 }
 
-fn choose(choice: QemuChoice) -> anyhow::Result<Flavour> {
-    let found = flavours().into_iter();
+fn choose(choice: QemuChoice) -> anyhow::Result<QemuBuild> {
+    let found = builds().into_iter();
     let chosen = match choice {
-        QemuChoice::Newest => found.max_by_key(|flavour| flavour.version),
-        QemuChoice::Oldest => found.min_by_key(|flavour| flavour.version),
+        QemuChoice::Newest => found.max_by_key(|build| build.version),
+        QemuChoice::Oldest => found.min_by_key(|build| build.version),
     };
     chosen.context("there is no QEMU: run `make qemu`")
 }
@@ -174,10 +174,10 @@ fn machines(arguments: &Arguments, godwit: &Godwit, say: &dyn Fn(&str)) -> anyho
     let size = arguments.memory;
     let choice = arguments
         .machine
-        .unwrap_or_else(|| if flavours().is_empty() { MachineName::Microvm } else { MachineName::Qemu });
+        .unwrap_or_else(|| if builds().is_empty() { MachineName::Microvm } else { MachineName::Qemu });
     if choice == MachineName::Qemu {
         let config = VmConfig::new(&choose(arguments.qemu)?, guest);
-        let name = config.flavour.to_string();
+        let name = config.build.to_string();
         say(&format!("starting a source and a destination, {size} each: {name}"));
         let machines = (TestVm::source(&config)?, TestVm::destination(&config)?);
         say("booting Linux in the source; its init fills and stamps half of its memory");

@@ -4,9 +4,9 @@ use std::io::{self, Write};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
+use godwit_guest_workload::heartbeat::Heartbeat;
 use godwit_memory::RamBlock;
 use godwit_units::{ByteCount, PageIndex};
-use godwit_verify::heartbeat::Heartbeat;
 
 use super::*;
 use crate::{GuestMode, plain_layout};

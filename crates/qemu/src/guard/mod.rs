@@ -41,7 +41,7 @@ pub const COMMAND: &str = "guard";
 const READY: u8 = b'R';
 const DONE: u8 = b'D';
 /// To load the program and to end, on a busy host.
-const START_LIMIT: Duration = Duration::from_secs(10);
+const START_LIMIT: Duration = Duration::from_secs(30);
 const END_LIMIT: Duration = Duration::from_secs(2);
 
 /// Godwit's side: the record, and the process that reads it if need be.
@@ -66,7 +66,7 @@ impl Guard {
             Ok(guardian) => guardian,
             Err(error) => {
                 record.remove();
-                return Err(QemuError::Guardian(error));
+                return Err(QemuError::Guardian { source: error });
             }
         };
         Ok(Self { program: program.to_owned(), record, guardian })
@@ -82,13 +82,23 @@ impl Guard {
         if matches!(self.guardian.child.try_wait(), Ok(None)) {
             return Ok(());
         }
-        self.guardian = Guardian::start(&self.program, &self.record, machine).map_err(QemuError::Guardian)?;
+        self.guardian = Guardian::start(&self.program, &self.record, machine)
+            .map_err(|source| QemuError::Guardian { source })?;
         Ok(())
     }
 }
 
 fn unwritable(source: io::Error) -> QemuError {
     QemuError::Record { path: run_directory::path(), source }
+}
+
+/// A read that ends by its time limit says EAGAIN (socket(7), SO_RCVTIMEO), as fork(2) does where there is no
+/// process to be had.
+fn start_error(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
+        _ => error,
+    }
 }
 
 impl Guardian {
@@ -113,7 +123,7 @@ impl Guardian {
             failed => {
                 let _ = guardian.child.kill();
                 let _ = guardian.child.wait();
-                Err(failed.err().unwrap_or_else(|| io::ErrorKind::InvalidData.into()))
+                Err(failed.err().map_or_else(|| io::ErrorKind::InvalidData.into(), start_error))
             }
         }
     }
@@ -137,5 +147,22 @@ impl Drop for Guard {
         if self.record.left().is_nothing() {
             self.record.remove();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guardian_that_is_slow_is_not_told_as_a_lack_of_processes() {
+        let (mut line, _theirs) = UnixStream::pair().unwrap();
+        line.set_read_timeout(Some(Duration::from_millis(1))).unwrap();
+        let slow = line.read_exact(&mut [0]).unwrap_err();
+        let told = QemuError::Guardian { source: start_error(slow) }.to_string();
+        assert!(told.contains("overloaded") && !told.contains("pids.max"), "{told}");
+        let none = io::Error::from_raw_os_error(rustix::io::Errno::AGAIN.raw_os_error());
+        let told = QemuError::Guardian { source: none }.to_string();
+        assert!(told.contains("pids.max"), "{told}");
     }
 }

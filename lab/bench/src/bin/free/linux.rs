@@ -1,0 +1,243 @@
+//! A Linux guest under QEMU, idle or at work like that of a build.
+//!
+//! Each move has a guest of its own, freshly booted, that was left alone for the same time before it moves.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_bench::godwit::Attempt;
+use godwit_bench::report::{Better, Report, median};
+use godwit_guest_workload::heartbeat::BUILD;
+use godwit_guest_workload::settings::{BuildWork, Mode};
+use godwit_testbed::{
+    Backend, Godwit, GuestConfig, Movable, QemuBuild, Style, TestVm, VmConfig, own_migration,
+};
+use godwit_units::ByteCount;
+use serde::Serialize;
+
+const LIMIT: Duration = Duration::from_secs(300);
+/// Linux reports free pages two seconds after they became free, a few blocks at a time.
+const SETTLING: Duration = Duration::from_secs(12);
+const GIB: u64 = 1 << 30;
+const MIB: f64 = 1_048_576.0;
+
+/// A guest, and how much faster than QEMU's plain migration it should move.
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    memory: u64,
+    build: BuildWork,
+    /// Of the time of QEMU's plain migration, the share that must be saved.
+    saved: f64,
+}
+
+pub(crate) const CASES: [Case; 4] = [
+    Case { name: "idle", memory: 8 * GIB, build: NOTHING, saved: 0.79 },
+    Case { name: "build", memory: 8 * GIB, build: BUILDING, saved: 0.50 },
+    Case { name: "sparse", memory: 128 * GIB, build: NOTHING, saved: 0.87 },
+    Case { name: "sparse-build", memory: 128 * GIB, build: BUILDING_ONLY, saved: 0.84 },
+];
+const NOTHING: BuildWork = BuildWork { jobs: 0, past: ByteCount(0) };
+/// Two processes at a time, in a guest that has used 3 GiB before.
+const BUILDING: BuildWork = BuildWork { jobs: 2, past: ByteCount(3 * GIB) };
+const BUILDING_ONLY: BuildWork = BuildWork { jobs: 2, past: ByteCount(0) };
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Contestant {
+    Skipping,
+    Without,
+    Plain,
+    Hints,
+}
+
+const ALL: [Contestant; 4] =
+    [Contestant::Skipping, Contestant::Without, Contestant::Plain, Contestant::Hints];
+
+impl Contestant {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Skipping => "godwit, reporting",
+            Self::Without => "godwit, no balloon",
+            Self::Plain => "QEMU plain",
+            Self::Hints => "QEMU free-page-hint",
+        }
+    }
+
+    fn config(self, build: &QemuBuild, case: &Case) -> VmConfig {
+        let guest = GuestConfig {
+            memory: ByteCount(case.memory),
+            build: case.build,
+            working_set: ByteCount(4 << 20),
+            fill: ByteCount(16 << 20),
+            ..GuestConfig::small(Mode::Idle)
+        };
+        let config = VmConfig::new(build, guest);
+        match self {
+            Self::Skipping => config.with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]),
+            Self::Without => config,
+            Self::Plain => config.with_backend(Backend::Anonymous),
+            Self::Hints => config.with_backend(Backend::Anonymous).with_extra(&[
+                "-object",
+                "iothread,id=hints",
+                "-device",
+                "virtio-balloon-pci,free-page-hint=on,iothread=hints",
+            ]),
+        }
+    }
+}
+
+/// The figures of one move.
+#[derive(Clone, Debug, Serialize)]
+struct Row {
+    case: &'static str,
+    contestant: &'static str,
+    total_ms: f64,
+    sent_mib: f64,
+    /// Guest memory that the host holds, before the move at the source and after it at the destination.
+    held_source_mib: f64,
+    held_destination_mib: f64,
+    /// The most memory of godwit's processes.
+    godwit_mib: f64,
+    /// Page tables of the two QEMUs after the move.
+    tables_source_mib: f64,
+    tables_destination_mib: f64,
+    /// Pages that the guest's jobs filled a second before the move.
+    work: f64,
+    bugs: usize,
+    /// What godwit says of the move.
+    own_words: serde_json::Value,
+}
+
+pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow::Result<()> {
+    let build =
+        QemuBuild::unpacked().or_else(QemuBuild::installed).context("there is no QEMU: run `make qemu`")?;
+    let godwit = Godwit::built()?;
+    println!("\n{}: {} guest, {build}, TCP loopback, {rounds} rounds", case.name, ByteCount(case.memory));
+    print_head();
+    let mut order = ALL.to_vec();
+    let mut rows = Vec::new();
+    for _ in 0..rounds {
+        for &contestant in &order {
+            let row = one_move(contestant, case, &build, &godwit)
+                .with_context(|| format!("{} did not move the guest", contestant.name()))?;
+            print_row(&row);
+            rows.push(row);
+        }
+        order.rotate_left(1);
+    }
+    let of = |contestant: Contestant, figure: fn(&Row) -> f64| {
+        let own = rows.iter().filter(|row| row.contestant == contestant.name());
+        median(&own.map(figure).collect::<Vec<_>>())
+    };
+    let total = |contestant| of(contestant, |row| row.total_ms);
+    println!("medians of the total time:");
+    for contestant in ALL {
+        println!("{:<20} {:>9.0} ms", contestant.name(), total(contestant));
+    }
+    report.target(
+        format!("{}: total time saved against QEMU plain, %", case.name),
+        (1.0 - total(Contestant::Skipping) / total(Contestant::Plain)) * 100.0,
+        case.saved * 100.0,
+        Better::Higher,
+    );
+    if case.build.jobs > 0 {
+        let work = |contestant| of(contestant, |row| row.work);
+        let slower = (1.0 - work(Contestant::Skipping) / work(Contestant::Without)) * 100.0;
+        report.target(format!("{}: work slower with reporting, %", case.name), slower, 1.0, Better::Lower);
+    }
+    let bugs: usize = rows.iter().map(|row| row.bugs).sum();
+    report.target(format!("{}: BUG lines of guests", case.name), bugs as f64, 0.0, Better::Lower);
+    report.figure(case.name, serde_json::to_value(&rows)?);
+    Ok(())
+}
+
+fn one_move(contestant: Contestant, case: &Case, build: &QemuBuild, godwit: &Godwit) -> anyhow::Result<Row> {
+    let config = contestant.config(build, case);
+    let mut source = TestVm::source(&config)?;
+    let mut destination = TestVm::destination(&config)?;
+    source.wait_ready(LIMIT)?;
+    let began = Instant::now();
+    let before = done(&source);
+    std::thread::sleep(SETTLING.saturating_sub(began.elapsed()));
+    let after = done(&source);
+    let work = (after.0 - before.0) / (after.1 - before.1).max(1e-3);
+    let held_source = held(&source)?;
+    let (wall, sent, godwit_memory, own_words) = match contestant {
+        Contestant::Skipping | Contestant::Without => {
+            let options = ["--downtime-limit", "300ms", "--keep-source"];
+            let attempt = Attempt::within(LIMIT, godwit, &source, &mut destination, &options)?;
+            let (migrate, receive) = attempt.moved()?;
+            let peak = |value: &serde_json::Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
+            let memory = peak(migrate.last()).max(peak(receive.last()));
+            let last = migrate.last();
+            (attempt.wall, last["sent_bytes"].as_f64().unwrap_or(f64::NAN), memory, last.clone())
+        }
+        Contestant::Plain | Contestant::Hints => {
+            let own = own_migration(&mut source, &mut destination, Style::Plain, LIMIT)?;
+            (own.wall, own.sent.0 as f64, 0.0, serde_json::Value::Null)
+        }
+    };
+    destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    let bugs = [source.bugs(), destination.bugs()].concat();
+    bugs.iter().for_each(|bug| println!("{bug}"));
+    ensure!(destination.status()? == "running", "the guest does not run");
+    Ok(Row {
+        case: case.name,
+        contestant: contestant.name(),
+        total_ms: wall.as_secs_f64() * 1e3,
+        sent_mib: sent / MIB,
+        held_source_mib: held_source,
+        held_destination_mib: held(&destination)?,
+        godwit_mib: godwit_memory / MIB,
+        tables_source_mib: status(&source, "VmPTE:")?,
+        tables_destination_mib: status(&destination, "VmPTE:")?,
+        work,
+        bugs: bugs.len(),
+        own_words,
+    })
+}
+
+/// Pages that the guest's jobs have filled, and when it said so, in seconds.
+fn done(vm: &TestVm) -> (f64, f64) {
+    let lines = vm.console_lines();
+    let line = lines.iter().rev().find(|line| line.starts_with(BUILD) && line.ends_with('.'));
+    let number = |key: &str| {
+        let word = line?.split(' ').find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        word?.parse::<f64>().ok()
+    };
+    (number("pages").unwrap_or(0.0), number("t_ms").unwrap_or(0.0) / 1e3)
+}
+
+/// Guest memory that the host holds for `vm`, in MiB: what its RAM file takes, or QEMU's anonymous memory.
+fn held(vm: &TestVm) -> anyhow::Result<f64> {
+    match vm.config().backend {
+        Backend::SharedFile => Ok(Movable::held(vm)?.0 as f64 / MIB),
+        _ => status(vm, "RssAnon:"),
+    }
+}
+
+/// A field of /proc/PID/status that is a size (proc(5)), in MiB.
+fn status(vm: &TestVm, field: &str) -> anyhow::Result<f64> {
+    let text = std::fs::read_to_string(format!("/proc/{}/status", vm.pid()))?;
+    let kib = text.lines().find_map(|line| line.strip_prefix(field)?.trim().strip_suffix("kB"));
+    Ok(kib.and_then(|kib| kib.trim().parse::<f64>().ok()).map_or(f64::NAN, |kib| kib / 1024.0))
+}
+
+fn print_head() {
+    println!(
+        "{:<20} {:>9} {:>9} {:>15} {:>10} {:>17} {:>12}",
+        "", "total ms", "sent MiB", "held MiB s+d", "godwit MiB", "tables MiB s+d", "pages/s"
+    );
+}
+
+fn print_row(row: &Row) {
+    println!(
+        "{:<20} {:>9.0} {:>9.1} {:>15} {:>10.1} {:>17} {:>12.0}",
+        row.contestant,
+        row.total_ms,
+        row.sent_mib,
+        format!("{:.0}+{:.0}", row.held_source_mib, row.held_destination_mib),
+        row.godwit_mib,
+        format!("{:.1}+{:.1}", row.tables_source_mib, row.tables_destination_mib),
+        row.work
+    );
+}

@@ -1,0 +1,93 @@
+//! Guests that outrun the link, moved by Godwit with its governor and with its vCPU throttle, and by QEMU.
+//!
+//! One writes 256 MiB at random as fast as it can. The others read half of the time: *mixed* by the clock, 5 ms each, so that it
+//! reads on while its writes are held up; *paced* writes so many pages a second, which it makes up for before it reads on.
+
+use anyhow::Context;
+use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
+use godwit_bench::report::{Better, Report};
+use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
+use godwit_units::ByteCount;
+
+const GOVERNOR: &str = "governor, full speed";
+const VCPUS: &str = "vcpus, full speed";
+const POST_COPY: &str = "QEMU post-copy";
+const MIXED: &str = "governor, mixed";
+const MIXED_VCPUS: &str = "vcpus, mixed";
+const MIXED_QEMU: &str = "auto-converge, mixed";
+const PACED: &str = "governor, paced";
+const PACED_QEMU: &str = "auto-converge, paced";
+/// Writes a second that take half of the time of a guest at full speed here.
+const HALF: u64 = 375_000;
+
+/// Runs the comparison and enters figures and targets into `report`.
+pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let godwit = Godwit::built()?;
+    let full = GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
+    let mixed = GuestConfig { mode: Mode::Mixed, ..full };
+    let paced = GuestConfig { mode: Mode::Rate, rate: HALF, ..full };
+    let plan = [
+        (GOVERNOR, full, Some("governor")),
+        (VCPUS, full, Some("vcpus")),
+        (POST_COPY, full, None),
+        (MIXED, mixed, Some("governor")),
+        (MIXED_VCPUS, mixed, Some("vcpus")),
+        (MIXED_QEMU, mixed, None),
+        (PACED, paced, Some("governor")),
+        (PACED_QEMU, paced, None),
+    ];
+    print_head();
+    let mut rows = Vec::new();
+    for round in 0..rounds {
+        for (name, guest, throttle) in plan {
+            // QEMU takes its time: once is enough to know how much.
+            if round > 0 && [MIXED_QEMU, PACED_QEMU].contains(&name) {
+                continue;
+            }
+            let by = |source: &mut TestVm, destination: &mut TestVm| match throttle {
+                Some(throttle) => by_godwit(&godwit, source, destination, [throttle, "none"]),
+                None if name == POST_COPY => {
+                    by_qemu(source, destination, Style::PostCopy { limited: true }, LIMIT)
+                }
+                None => by_qemu(source, destination, Style::AutoConverge, LIMIT),
+            };
+            let mut fixture = Fixture::new(VmConfig::new(&build, guest));
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+        }
+    }
+    println!("medians:");
+    let medians: Vec<Row> = plan.iter().filter_map(|(name, ..)| medians(&rows, name)).collect();
+    medians.iter().for_each(print_row);
+    report.figure("medians", serde_json::to_value(&medians)?);
+    report.figure("moves", serde_json::to_value(&rows)?);
+    targets(&rows, report);
+    Ok(())
+}
+
+/// Work lost, in seconds. Under a tenth of its speed a guest loses at least nine tenths of the time; a loss below that says that the guest
+/// was disturbed before the move, in the time that it is compared with.
+fn lost(row: &Row) -> f64 {
+    row.lost_s.max(0.9 * row.under_tenth_s)
+}
+
+fn targets(rows: &[Row], report: &mut Report) {
+    let ratio = |own: &str, other: &str, figure: fn(&Row) -> f64| {
+        median_of(rows, own, figure) / median_of(rows, other, figure)
+    };
+    let mut below = |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
+    below(
+        "full speed: governor / QEMU post-copy: total time",
+        ratio(GOVERNOR, POST_COPY, |row| row.total_s),
+        1.2,
+    );
+    let stall = of(rows, GOVERNOR).map(|row| row.stall_ms).fold(f64::NAN, f64::max);
+    below("full speed: longest gap before the switchover, worst, ms", stall, 50.0);
+    below("full speed: governor / vCPU throttle: work lost", ratio(GOVERNOR, VCPUS, lost), 1.0 / 3.0);
+    below("mixed: governor / QEMU auto-converge: work lost", ratio(MIXED, MIXED_QEMU, lost), 0.1);
+    below("paced: governor / QEMU auto-converge: work lost", ratio(PACED, PACED_QEMU, lost), 0.1);
+    let bugs: usize = rows.iter().map(|row| row.bugs).sum();
+    below("BUG lines, all moves", bugs as f64, 0.0);
+}

@@ -1,0 +1,181 @@
+//! What a client hears of an idle guest with ordinary devices while it moves: by godwit, and by
+//! QEMU itself.
+//!
+//! The client pings every 5 ms over a switch. Its silence is divided: the downtime, with its parts
+//! as godwit tells them, and the time from the guest's first instruction to its first answer, in
+//! which the guest's processor either ran or waited for one of the host's. Keeps one promise: what
+//! is said of the client was seen by the client.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use godwit_bench::report::{Better, Report, median};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{
+    DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for, own_migration,
+};
+use godwit_units::ByteCount;
+use serde_json::{Map, Value, json};
+
+const USAGE: &str = "usage: ping [--moves N]
+  --moves N    moves by each, in turns (5)";
+const LIMIT: Duration = Duration::from_secs(60);
+const ANSWERS: usize = 100;
+const PARTS: [&str; 6] = ["downtime_ms", "drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
+/// What is measured here of the time behind the downtime.
+const BEHIND: [&str; 4] = ["silence_ms", "to_answer_ms", "vcpu_ran_ms", "vcpu_waited_ms"];
+
+fn main() -> anyhow::Result<()> {
+    let mut moves = 5;
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--moves" => moves = arguments.next().context(USAGE)?.parse().context(USAGE)?,
+            _ => bail!(USAGE),
+        }
+    }
+    let mut report = Report::new("ping");
+    report.figure("moves", moves);
+    let lan = Lan::create()?;
+    let image = DiskImage::create("raw", ByteCount(64 << 20))?;
+    for build in &builds_for("bench ping") {
+        measure(&mut report, &lan, build, &image, moves)?;
+    }
+    report.finish()?;
+    Ok(())
+}
+
+fn measure(
+    report: &mut Report,
+    lan: &Lan,
+    build: &QemuBuild,
+    image: &DiskImage,
+    moves: usize,
+) -> anyhow::Result<()> {
+    let file = format!("file.driver=file,file.filename={},file.cache.direct=on", image.path().display());
+    let node = format!("driver=raw,node-name=disk,cache.direct=on,{file}");
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Idle))
+        .with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk", "-cpu", "max"])
+        .with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]);
+    let mut source = TestVm::source(&lan.attach(&config)?)?;
+    source.wait_ready(LIMIT)?;
+    println!(
+        "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's consists of"
+    );
+    println!("  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  waited)");
+    let (mut own, mut list) = (Vec::new(), Vec::new());
+    for _ in 0..moves {
+        let silence = by_qemu(lan, &config, &mut source)?;
+        let row = by_godwit(lan, &config, &mut source)?;
+        let of = |key: &str| row[key].as_f64().unwrap_or(f64::NAN);
+        let ([down, drain, copy, save, load, hand], [heard, answer, ran, waited]) =
+            (PARTS.map(of), BEHIND.map(of));
+        println!(
+            "{silence:>6.1}  {heard:>6.1} | {down:>8.1} ({drain:>5.1} {copy:>5.1} {save:>5.1} {load:>5.1} {hand:>9.1})  {answer:>9.1} ({ran:>8.1} {waited:>7.1})"
+        );
+        own.push(silence);
+        list.push(row);
+    }
+    let middle = |key: &str| median(&list.iter().filter_map(|row| row[key].as_f64()).collect::<Vec<_>>());
+    let names = PARTS.iter().chain(&BEHIND);
+    let medians: Map<String, Value> = names.map(|name| ((*name).to_owned(), json!(middle(name)))).collect();
+    let (godwit, qemu) = (middle("silence_ms"), median(&own));
+    report.target(
+        format!("{build}: a client's silence, times that of QEMU's own migration"),
+        godwit / qemu,
+        1.5,
+        Better::Lower,
+    );
+    let figures = json!({ "qemu_silence_ms": qemu, "godwit": medians, "moves": list });
+    report.figure(&build.to_string(), figures);
+    Ok(())
+}
+
+/// The client's silence, in ms, while QEMU moves the guest of `source`, which then is what it has
+/// moved to.
+fn by_qemu(lan: &Lan, config: &VmConfig, source: &mut TestVm) -> anyhow::Result<f64> {
+    let mut destination = TestVm::destination(&lan.attach(config)?)?;
+    let pings = lan.ping()?;
+    pings.await_answers(ANSWERS, LIMIT)?;
+    let began = Instant::now();
+    own_migration(source, &mut destination, Style::Plain, LIMIT)?;
+    source.kill();
+    pings.await_answers(ANSWERS, LIMIT)?;
+    let silence = pings.finish()?.longest_silence(began, Instant::now()).context("nothing was heard")?;
+    *source = destination;
+    Ok(ms(silence.length()))
+}
+
+/// The same by godwit, with all that is to be known of it.
+fn by_godwit(lan: &Lan, config: &VmConfig, source: &mut TestVm) -> anyhow::Result<Map<String, Value>> {
+    let godwit = Godwit::built()?;
+    let mut destination = TestVm::destination(&lan.attach(config)?)?;
+    let pings = lan.ping()?;
+    pings.await_answers(ANSWERS, LIMIT)?;
+    destination.qmp().forget_events();
+    let clock = VcpuClock::start(&destination)?;
+    let began = Instant::now();
+    let (receive, address) = godwit.receive(&destination, &[])?;
+    let ended = godwit.migrate(source, &address, &[])?.wait(LIMIT)?;
+    ensure!(ended.last()["outcome"] == "migrated", "{} {}", ended.last(), ended.errors);
+    pings.await_answers(ANSWERS, LIMIT)?;
+    receive.wait(LIMIT)?;
+    let resumed = destination.qmp().wait_event("RESUME", LIMIT)?.at;
+    let heard = pings.finish()?;
+    let samples = clock.finish()?;
+    let silence = heard.longest_silence(began, Instant::now()).context("nothing was heard")?;
+    let answer = heard.answered.iter().find(|at| **at > resumed).context("no answer")?;
+    // The last sample of before; what the processor did in the millisecond between is not known.
+    let before = |at: Instant| samples.iter().rfind(|sample| sample.0 <= at).map_or((0.0, 0.0), |it| it.1);
+    let ((ran, waited), (ran_before, waited_before)) = (before(*answer), before(resumed));
+    let values = [ms(silence.length()), ms(*answer - resumed), ran - ran_before, waited - waited_before];
+    let mut row: Map<String, Value> =
+        BEHIND.iter().zip(values).map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
+    row.extend(PARTS.iter().map(|name| ((*name).to_owned(), ended.last()[*name].clone())));
+    *source = destination;
+    Ok(row)
+}
+
+fn ms(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// When it was looked at, and how long a thread had run and waited by then, in ms.
+type Sample = (Instant, (f64, f64));
+
+/// Looks every millisecond how long a vCPU has run, and has waited for a processor (`schedstat`,
+/// kernel's Documentation/scheduler/sched-stats.rst).
+struct VcpuClock {
+    ends: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Sample>>,
+}
+
+impl VcpuClock {
+    fn start(vm: &TestVm) -> anyhow::Result<Self> {
+        let vcpu = vm.vcpu_threads().first().context("no vCPU")?;
+        let path = PathBuf::from(format!("/proc/{}/task/{vcpu}/schedstat", vm.pid()));
+        let ends = Arc::<AtomicBool>::default();
+        let ending = Arc::clone(&ends);
+        let thread = std::thread::spawn(move || {
+            let mut samples = Vec::new();
+            while !ending.load(Ordering::Relaxed) {
+                let text = std::fs::read_to_string(&path).unwrap_or_default();
+                let mut numbers = text.split(' ').map(|number| number.parse::<f64>().unwrap_or(0.0) / 1e6);
+                let mut next = || numbers.next().unwrap_or(0.0);
+                samples.push((Instant::now(), (next(), next())));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            samples
+        });
+        Ok(Self { ends, thread })
+    }
+
+    fn finish(self) -> anyhow::Result<Vec<Sample>> {
+        self.ends.store(true, Ordering::Relaxed);
+        self.thread.join().ok().context("the clock has panicked")
+    }
+}

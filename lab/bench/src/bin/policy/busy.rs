@@ -1,0 +1,106 @@
+//! A guest that no link of 128 MiB/s can follow, moved by QEMU in all of its ways and by Godwit with each throttle.
+//!
+//! What is measured, and how it is kept fair: `godwit_bench::moves`.
+
+use anyhow::Context;
+use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
+use godwit_bench::report::{Better, Report};
+use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
+use godwit_units::ByteCount;
+
+use crate::Options;
+
+const DOWNTIME_LIMIT_MS: f64 = 300.0;
+
+const QEMU: [(&str, Style); 7] = [
+    ("QEMU plain", Style::Plain),
+    ("QEMU multifd 2", Style::Multifd(2)),
+    ("QEMU multifd 2, zstd", Style::Zstd),
+    ("QEMU xbzrle", Style::Xbzrle),
+    ("QEMU auto-converge", Style::AutoConverge),
+    ("QEMU post-copy", Style::PostCopy { limited: true }),
+    ("QEMU post-copy, free", Style::PostCopy { limited: false }),
+];
+/// QEMU's ways that are known to end, given time.
+const ENDS: [Style; 3] =
+    [Style::AutoConverge, Style::PostCopy { limited: true }, Style::PostCopy { limited: false }];
+/// Throttle and compression. What is compared with QEMU sends pages as they are.
+const THROTTLES: [(&str, &str, &str); 8] = [
+    ("godwit direct", "direct", "none"),
+    ("godwit staged", "staged", "none"),
+    ("godwit auto-converge", "auto-converge", "none"),
+    (ADAPTIVE, "adaptive", "none"),
+    ("godwit vcpus", "vcpus", "none"),
+    ("compressed, direct", "direct", "auto"),
+    ("compressed, staged", "staged", "auto"),
+    ("compressed, adaptive", "adaptive", "auto"),
+];
+const ADAPTIVE: &str = "godwit adaptive";
+
+/// Runs the comparison and enters figures and targets into `report`.
+pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<()> {
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let godwit = Godwit::built()?;
+    let guest =
+        GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
+    let mut fixture = Fixture::new(VmConfig::new(&build, guest));
+    let patience = options.patience.as_secs();
+    println!(
+        "{build}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; never: not within {patience} s"
+    );
+    print_head();
+    let (mut rows, mut names) = (Vec::new(), Vec::new());
+    let wanted = |name: &str| name.contains(&options.only);
+    for (name, style) in QEMU.into_iter().filter(|(name, _)| wanted(name)) {
+        names.push(name);
+        let patience = if ENDS.contains(&style) { LIMIT } else { options.patience };
+        for _ in 0..options.qemu_rounds {
+            let by =
+                |source: &mut TestVm, destination: &mut TestVm| by_qemu(source, destination, style, patience);
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+        }
+    }
+    for round in 0..options.rounds {
+        for (name, throttle, compression) in THROTTLES.into_iter().filter(|(name, ..)| wanted(name)) {
+            if round == 0 {
+                names.push(name);
+            }
+            let by = |source: &mut TestVm, destination: &mut TestVm| {
+                by_godwit(&godwit, source, destination, [throttle, compression])
+            };
+            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+        }
+    }
+    println!("medians:");
+    let medians: Vec<Row> = names.iter().filter_map(|name| medians(&rows, name)).collect();
+    medians.iter().for_each(print_row);
+    report.figure("qemu", build.to_string());
+    report.figure("patience_s", patience);
+    report.figure("medians", serde_json::to_value(&medians)?);
+    report.figure("moves", serde_json::to_value(&rows)?);
+    targets(&rows, report);
+    Ok(())
+}
+
+fn targets(rows: &[Row], report: &mut Report) {
+    let adaptive = |figure: fn(&Row) -> f64| median_of(rows, ADAPTIVE, figure);
+    let against = |rival: &str, figure: fn(&Row) -> f64| adaptive(figure) / median_of(rows, rival, figure);
+    let mut below = |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
+    let total = |row: &Row| row.total_s;
+    let worst = |figure: fn(&Row) -> f64| of(rows, ADAPTIVE).map(figure).fold(f64::NAN, f64::max);
+    let unfinished = of(rows, ADAPTIVE).filter(|row| !row.finished).count();
+    below("adaptive: moves that did not finish", unfinished as f64, 0.0);
+    below("adaptive / QEMU auto-converge: total time", against("QEMU auto-converge", total), 0.25);
+    below("adaptive / QEMU post-copy on that link: total time", against("QEMU post-copy", total), 1.5);
+    let free = against("QEMU post-copy, free", total);
+    below("adaptive / QEMU post-copy, its second half unlimited: total time", free, 1.5);
+    let lost = against("QEMU auto-converge", |row| row.lost_s);
+    below("adaptive / QEMU auto-converge: the guest's work lost", lost, 0.25);
+    let gap = worst(|row| row.gap_ms - row.gap_resolution_ms);
+    below("adaptive: longest gap but one sample, worst, ms", gap, DOWNTIME_LIMIT_MS);
+    below("adaptive: under 10 % of its speed, worst, s", worst(|row| row.under_tenth_s), 3.0);
+    let bugs: usize = rows.iter().map(|row| row.bugs).sum();
+    below("busy guest: BUG lines, all moves", bugs as f64, 0.0);
+}

@@ -1,0 +1,207 @@
+//! What the end-to-end tests in `tests/` share: a pair of machines, a link that can be cut, and what it means that a
+//! guest is untouched.
+//!
+//! The tests drive the `godwit` command as its users do, against real QEMUs with the self-checking guest.
+
+#![forbid(unsafe_code)]
+
+mod link;
+mod microvm;
+mod terminal;
+
+pub use link::Link;
+pub use microvm::MicroPair;
+pub use terminal::{Screen, Terminal};
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, disks_of};
+use rustix::process::Pid;
+use serde_json::{Value, json};
+
+/// No wait of these tests is longer; it is a bound for what hangs, not a measure of speed.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// A source with a guest at work and a destination that waits.
+#[derive(Debug)]
+pub struct Pair {
+    /// Where the guest is.
+    pub source: TestVm,
+    /// Where it is to go.
+    pub destination: TestVm,
+    /// The command.
+    pub godwit: Godwit,
+}
+
+impl Pair {
+    /// Starts both and waits until the guest works.
+    ///
+    /// # Errors
+    /// When that does not come about.
+    pub fn start(config: &VmConfig) -> anyhow::Result<Self> {
+        Self::start_apart(config, config)
+    }
+
+    /// The same with a machine of its own on each side.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn start_apart(source: &VmConfig, destination: &VmConfig) -> anyhow::Result<Self> {
+        let godwit = Godwit::built()?;
+        let source = TestVm::source(source)?;
+        let destination = TestVm::destination(destination)?;
+        source.wait_ready(LIMIT)?;
+        source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        Ok(Self { source, destination, godwit })
+    }
+
+    /// Runs both commands to their ends: migrate, receive. Disks that move may be filled.
+    ///
+    /// # Errors
+    /// When one of them does not start or does not end.
+    pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
+        let (receive, address) = self.godwit.receive(&self.destination, disks_of(options))?;
+        let migrate = self.godwit.migrate(&self.source, &address, options)?;
+        Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
+    }
+}
+
+/// Waits until `migrate` is copying.
+///
+/// # Errors
+/// When it never does.
+pub fn await_copying(migrate: &Running) -> anyhow::Result<()> {
+    let copying = |line: &Value| line["sent_bytes"].as_u64() > Some(1 << 20) && line["outcome"].is_null();
+    migrate.wait_for("copying", LIMIT, copying).map(drop)
+}
+
+/// Checks that a migration has come to a good end: the guest runs at the destination, counts on and finds no damage.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_moved(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
+    let last = migrate.last();
+    ensure!(last["outcome"] == "migrated", "{last} {}", migrate.errors);
+    ensure!(migrate.status.success(), "exit status {}", migrate.status);
+    ensure!(pair.destination.status()? == "running", "the guest does not run at the destination");
+    pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    let numbers: Vec<u64> =
+        pair.source.heartbeats_across(&pair.destination).iter().map(|beat| beat.heartbeat.n).collect();
+    ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "heartbeats went back: {numbers:?}");
+    let bugs = [pair.source.bugs(), pair.destination.bugs()].concat();
+    ensure!(bugs.is_empty(), "{bugs:?}");
+    Ok(())
+}
+
+/// Waits until no godwit has to do with `vm` any more, the guardian of one that was killed among them.
+///
+/// # Errors
+/// When one stays, or leaves its record.
+pub fn await_alone(vm: &TestVm) -> anyhow::Result<()> {
+    let record = format!("-guard-{}", vm.pid());
+    let until = Instant::now() + LIMIT;
+    while guardian_of(vm)?.is_some() {
+        ensure!(Instant::now() < until, "a guardian stays");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for entry in std::fs::read_dir("/run/godwit").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        ensure!(!name.ends_with(&record), "the record {name} stays");
+    }
+    Ok(())
+}
+
+/// The guardian of the godwit that is at work on `vm`.
+///
+/// # Errors
+/// When processes cannot be listed.
+pub fn guardian_of(vm: &TestVm) -> anyhow::Result<Option<Pid>> {
+    let record = format!("-guard-{}", vm.pid());
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        if line.split(|byte| *byte == 0).any(|word| word.ends_with(record.as_bytes())) {
+            return Ok(entry.file_name().to_string_lossy().parse().ok().and_then(Pid::from_raw));
+        }
+    }
+    Ok(None)
+}
+
+/// Checks that nothing is left in `vm` of what godwit adds to it for disks or limits.
+fn check_disks_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
+    let exports = vm.qmp().execute("query-block-exports", Value::Null)?;
+    ensure!(exports == json!([]), "exports are left: {exports}");
+    ensure!(vm.qmp().execute("nbd-server-stop", Value::Null).is_err(), "an NBD server was left");
+    let nodes = vm.qmp().execute("query-named-block-nodes", json!({ "flat": true }))?.to_string();
+    ensure!(!nodes.contains("\"godwit-"), "a bitmap is left: {nodes}");
+    let disks = vm.qmp().execute("query-block", Value::Null)?;
+    for limit in disks.as_array().into_iter().flatten().map(|disk| &disk["inserted"]["bps_wr"]) {
+        ensure!(limit.as_u64().unwrap_or(0) == 0, "a disk is limited to {limit}");
+    }
+    Ok(())
+}
+
+/// Checks that the guest runs in `vm` as if godwit had never been there: running, counting, unharmed, not traced, not
+/// write-protected, with QEMU's migration settings as they were and nothing added to its disks; and that no process of
+/// godwit's is left that has to do with it.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
+    await_alone(vm)?;
+    check_disks_untouched(vm)?;
+    let status = vm.status()?;
+    ensure!(status == "running", "the guest is '{status}'");
+    vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))? {
+        let status = std::fs::read_to_string(task?.path().join("status")).unwrap_or_default();
+        let tracer = status.lines().find(|line| line.starts_with("TracerPid:")).unwrap_or("TracerPid:\t0");
+        ensure!(tracer == "TracerPid:\t0", "a thread is traced: {tracer}");
+    }
+    // `uw`: registered with a userfaultfd for write protection (proc(5), smaps VmFlags).
+    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid()))?;
+    let tracked = smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
+    ensure!(!tracked, "memory is still write-protected");
+    check_settings(vm)
+}
+
+/// Checks that QEMU's migration settings are its own defaults.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_settings(vm: &mut TestVm) -> anyhow::Result<()> {
+    let capabilities = vm.qmp().execute("query-migrate-capabilities", Value::Null)?;
+    for entry in capabilities.as_array().context("no capabilities")? {
+        ensure!(entry["state"] == false, "{} was left on", entry["capability"]);
+    }
+    let parameters = vm.qmp().execute("query-migrate-parameters", Value::Null)?;
+    // QEMU's own defaults (qapi/migration.json).
+    for (name, value) in [("downtime-limit", 300), ("max-bandwidth", 128 << 20)] {
+        ensure!(parameters[name] == value, "{name} was left at {}", parameters[name]);
+    }
+    Ok(())
+}
+
+/// Checks that `ended` failed with exit status `code` and that its one line of complaint contains all of `words`.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn check_refused(ended: &Ended, code: i32, words: &[&str]) -> anyhow::Result<()> {
+    let complaint = ended.errors.trim();
+    ensure!(ended.status.code() == Some(code), "exit status {}: {complaint}", ended.status);
+    ensure!(complaint.lines().count() == 1, "not one line: {complaint}");
+    for word in words {
+        ensure!(complaint.contains(word), "'{word}' is not in: {complaint}");
+    }
+    Ok(())
+}
+
+/// One of `builds`, the oldest: where any will do.
+///
+/// # Errors
+/// When there is none.
+pub fn oldest(builds: &[QemuBuild]) -> anyhow::Result<&QemuBuild> {
+    let Some(build) = builds.iter().min_by_key(|build| build.version) else { bail!("no QEMU") };
+    Ok(build)
+}

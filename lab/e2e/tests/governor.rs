@@ -1,0 +1,204 @@
+//! Guests under the write governor: they arrive exact, a godwit that is killed or cancelled leaves nothing behind, and where a
+//! guest cannot be governed its vCPUs are throttled instead.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, skip};
+use godwit_units::ByteCount;
+use rustix::process::Signal;
+use serde_json::Value;
+
+const GOVERNED: &[&str] = &["--max-bandwidth", "40MiB/s", "--throttle", "governor"];
+const ARRIVES: &[&str] = &["--downtime-limit", "200ms", "--verify"];
+/// What would never end by itself.
+const ENDLESS: &[&str] = &["--downtime-limit", "1ms", "--patience", "0s"];
+
+fn busy(build: &QemuBuild) -> VmConfig {
+    VmConfig::new(build, GuestConfig::small(Mode::Full))
+}
+
+fn is_governed(line: &Value) -> bool {
+    line["first_writes"].as_f64() > Some(0.0)
+}
+
+/// It was governed, waited, and was never throttled.
+fn check_governed(migrate: &Ended) -> anyhow::Result<()> {
+    let last = migrate.last();
+    ensure!(migrate.lines.iter().any(is_governed), "{last}");
+    ensure!(last["first_writes_delayed"].as_u64() > Some(0), "{last}");
+    ensure!(last["vcpus_waited_ms"].as_f64() > Some(0.0), "{last}");
+    let throttled = |line: &&Value| line["throttle"].as_f64() > Some(0.0);
+    ensure!(!migrate.lines.iter().any(|line| throttled(&line)), "{last}");
+    Ok(())
+}
+
+/// It was said `why` it was not governed, and its vCPUs were throttled.
+fn check_fell_back(migrate: &Ended, why: &str) -> anyhow::Result<()> {
+    let says = |line: &Value| line["warning"].as_str().is_some_and(|words| words.contains(why));
+    ensure!(migrate.lines.iter().any(says), "{}", migrate.last());
+    ensure!(migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)), "{}", migrate.last());
+    ensure!(!migrate.lines.iter().any(is_governed), "{}", migrate.last());
+    Ok(())
+}
+
+/// A migration that governs its guest by now.
+fn governing(pair: &Pair, options: &[&str]) -> anyhow::Result<(Running, Running)> {
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &[GOVERNED, options].concat())?;
+    await_copying(&migrate)?;
+    migrate.wait_for("a governed guest", LIMIT, is_governed)?;
+    Ok((migrate, receive))
+}
+
+#[test]
+fn a_busy_guest_is_governed_and_arrives() -> anyhow::Result<()> {
+    for build in builds_for("a_busy_guest_is_governed_and_arrives") {
+        let mut pair = Pair::start(&busy(&build))?;
+        let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        check_governed(&migrate)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn several_vcpus_are_governed() -> anyhow::Result<()> {
+    let builds = builds_for("several_vcpus_are_governed");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&VmConfig { cpus: 2, ..busy(build) })?;
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--channels", "3"]].concat())?;
+    check_moved(&mut pair, &migrate)?;
+    check_governed(&migrate)
+}
+
+#[test]
+fn a_guest_is_governed_and_let_go_while_it_is_copied() -> anyhow::Result<()> {
+    let builds = builds_for("a_guest_is_governed_and_let_go_while_it_is_copied");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
+    let name = format!("governed-{}", std::process::id());
+    let options = [ENDLESS, &["--verify", "--name", name.as_str()]].concat();
+    let (migrate, receive) = governing(&pair, &options)?;
+    let set = |setting: &str| -> anyhow::Result<()> {
+        pair.godwit.done(&["set", "--migration", name.as_str(), setting]).map(drop)
+    };
+    for _ in 0..3 {
+        set("throttle=off")?;
+        migrate.wait_for("a guest that is let go", LIMIT, |line| {
+            line["event"] == "progress" && !is_governed(line)
+        })?;
+        set("throttle=governor")?;
+        migrate.wait_for("a governed guest", LIMIT, is_governed)?;
+    }
+    set("downtime-limit=200ms")?;
+    let migrate = migrate.wait(LIMIT)?;
+    check_moved(&mut pair, &migrate)?;
+    ensure!(migrate.last()["verified"] == true, "{}", migrate.last());
+    ensure!(receive.wait(LIMIT)?.status.success());
+    Ok(())
+}
+
+#[test]
+fn a_killed_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
+    for build in builds_for("a_killed_governor_leaves_the_guest_as_it_was") {
+        let mut pair = Pair::start(&busy(&build))?;
+        let (mut migrate, _receive) = governing(&pair, ENDLESS)?;
+        migrate.kill();
+        check_untouched(&mut pair.source)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_cancelled_governor_leaves_the_guest_as_it_was() -> anyhow::Result<()> {
+    let builds = builds_for("a_cancelled_governor_leaves_the_guest_as_it_was");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
+    let (migrate, receive) = governing(&pair, ENDLESS)?;
+    migrate.signal(Signal::INT)?;
+    ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+    drop(receive);
+    check_untouched(&mut pair.source)
+}
+
+/// A QEMU without CAP_SYS_PTRACE, as an unprivileged one is.
+struct Unprivileged {
+    script: PathBuf,
+    build: QemuBuild,
+}
+
+impl Unprivileged {
+    fn new(test: &str, build: &QemuBuild) -> anyhow::Result<Option<Self>> {
+        if Command::new("setpriv").arg("--version").output().is_err() {
+            skip(test, "there is no setpriv(1)");
+            return Ok(None);
+        }
+        let script = std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
+        let program = build.program.display();
+        let words = "setpriv --bounding-set -sys_ptrace --inh-caps -sys_ptrace";
+        std::fs::write(&script, format!("#!/bin/sh\nexec {words} -- {program} \"$@\"\n"))?;
+        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755))?;
+        let build = QemuBuild { program: script.clone(), ..build.clone() };
+        Ok(Some(Self { script, build }))
+    }
+}
+
+impl Drop for Unprivileged {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.script);
+    }
+}
+
+#[test]
+fn an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed() -> anyhow::Result<()> {
+    let test = "an_unprivileged_qemu_is_governed_by_a_device_that_it_is_handed";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let Some(unprivileged) = Unprivileged::new(test, oldest(&builds)?)? else { return Ok(()) };
+    let mut pair = Pair::start(&busy(&unprivileged.build))?;
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES].concat())?;
+    check_moved(&mut pair, &migrate)?;
+    check_governed(&migrate)
+}
+
+#[test]
+fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
+    let builds = builds_for("where_a_guest_cannot_be_governed_it_is_throttled");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build))?;
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--ledger", "off"]].concat())?;
+    check_moved(&mut pair, &migrate)?;
+    check_fell_back(&migrate, "it needs the ledger")
+}
+
+#[test]
+fn memory_in_huge_pages_is_not_governed() -> anyhow::Result<()> {
+    let test = "memory_in_huge_pages_is_not_governed";
+    let builds = builds_for(test);
+    let Some(build) = builds.last() else { return Ok(()) };
+    let Some(huge) = HugePages::for_test(test, ByteCount(512 << 20)) else { return Ok(()) };
+    let mut pair = Pair::start(&busy(build).with_ram_in(huge.dir()))?;
+    let options = ["--downtime-limit", "400ms", "--compression", "none", "--verify"];
+    let (migrate, _) = pair.migrate(&[GOVERNED, &options].concat())?;
+    check_moved(&mut pair, &migrate)?;
+    check_fell_back(&migrate, "RAM on hugetlbfs cannot be governed")
+}
+
+#[test]
+fn a_microvm_that_tracks_by_page_tables_governs_itself() -> anyhow::Result<()> {
+    let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", "pagemap"];
+    let test = "a_microvm_that_tracks_by_page_tables_governs_itself";
+    let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
+    // A guest that shares its processor with another test is no match for a faster link.
+    let link = ["--max-bandwidth", "20MiB/s", "--compression", "none", "--throttle", "governor"];
+    let (migrate, _) = pair.migrate(&[&link, ARRIVES].concat())?;
+    pair.check_moved(&migrate)?;
+    check_governed(&migrate)
+}

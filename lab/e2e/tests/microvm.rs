@@ -1,0 +1,326 @@
+//! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine in the VMM.
+
+use std::os::unix::net::UnixStream;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{
+    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, builds_for, kvm_for,
+};
+use rustix::process::Signal;
+
+/// Slow enough that a pre-copy lasts for seconds.
+const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
+const SMALL: &[&str] = &["--memory", "128MiB", "--mode", "rate", "--working-set", "16MiB"];
+
+fn moves(test: &str, options: &[&str]) -> anyhow::Result<()> {
+    let Some(mut pair) = MicroPair::start(test, options)? else { return Ok(()) };
+    let (migrate, receive) = pair.migrate(&["--verify"])?;
+    pair.check_moved(&migrate)?;
+    ensure!(migrate.last()["verified"] == true);
+    ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
+    ensure!(pair.source.wait(LIMIT)?.success(), "the source ended badly: {}", pair.source.errors());
+    Ok(())
+}
+
+#[test]
+fn an_idle_guest() -> anyhow::Result<()> {
+    moves("an_idle_guest", &["--memory", "256MiB", "--mode", "idle"])
+}
+
+#[test]
+fn a_writing_guest_with_all_witnesses() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("a_writing_guest_with_all_witnesses", SMALL)? else { return Ok(()) };
+    let place = BeaconPlace::find(pair.source.ram_file())?;
+    let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    pair.check_moved(&migrate)?;
+    let seen = observer.finish()?;
+    ensure!(!seen.ran_on_both, "two guests from one");
+    ensure!(seen.switchover.is_some(), "the guest was not seen to move");
+    Ok(())
+}
+
+#[test]
+fn a_source_that_is_killed_before_the_handover_leaves_no_doubt() -> anyhow::Result<()> {
+    let test = "a_source_that_is_killed_before_the_handover_leaves_no_doubt";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+    pair.source.kill();
+    let migrate = migrate.wait(LIMIT)?;
+    // The guest is lost with its machine, as it would be without a migration. It runs nowhere, which is certain.
+    check_refused(&migrate, 3, &["the guest has ended with its VM at the source", "during pre-copy"])?;
+    assert_eq!((&migrate.last()["outcome"], &migrate.last()["guest"]), (&"failed".into(), &"ended".into()));
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    ensure!(pair.destination.status()? == "incoming");
+    Ok(())
+}
+
+#[test]
+fn a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt() -> anyhow::Result<()> {
+    let test = "a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle));
+    let mut vm = TestVm::source(&config)?;
+    vm.wait_ready(LIMIT)?;
+    let godwit = Godwit::built()?;
+    let name = format!("microvm:{}", vm.qmp_socket().display());
+    for rest in [["migrate", "--to", "127.0.0.1:1"], ["receive", "--listen", "127.0.0.1:0"]] {
+        let [command, option, address] = rest;
+        let output = godwit.run(&[command, "--vm", &name, option, address, "--json"])?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1), "{command}: {}: {errors}", output.status);
+        ensure!(
+            errors.contains("is the QMP monitor of a QEMU") && errors.contains("--vm qemu:PATH"),
+            "{errors}"
+        );
+        let last = String::from_utf8_lossy(&output.stdout);
+        ensure!(last.contains("\"outcome\":\"refused\""), "{last}");
+    }
+    // A monitor that serves somebody else takes the connection, and says nothing.
+    let holder = UnixStream::connect(vm.qmp_socket())?;
+    let output = godwit.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
+    let errors = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.code() == Some(1), "{}: {errors}", output.status);
+    ensure!(errors.contains("does not answer within 5s"), "{errors}");
+    drop(holder);
+    check_untouched(&mut vm)
+}
+
+#[test]
+fn a_guest_at_full_speed_under_each_tracker() -> anyhow::Result<()> {
+    for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
+        let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "8MiB", "--tracker", tracker];
+        moves("a_guest_at_full_speed_under_each_tracker", &options)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn odd_blocks_many_slots_two_vcpus_and_a_disk() -> anyhow::Result<()> {
+    let image = std::env::temp_dir().join(format!("godwit-e2e-microvm-{}", std::process::id()));
+    std::fs::write(&image, vec![0; 4 << 20])?;
+    let disk = image.display().to_string();
+    for (tracker, mode) in [("kvm-log", "hot-cold"), ("pagemap", "sequential"), ("kvm-ring", "rate")] {
+        moves(
+            "odd_blocks_many_slots_two_vcpus_and_a_disk",
+            &[
+                ["--block", "name=low,size=33MiB,gpa=0,host-offset=0x3000"],
+                ["--block", "name=odd,size=20484KiB,gpa=0x4001000,host-offset=0x1ff000"],
+                ["--block", "name=high,size=40MiB,gpa=0x100007000"],
+                ["--slots", "300"],
+                ["--cpus", "2"],
+                ["--disk", &disk],
+                ["--tracker", tracker],
+                ["--mode", mode],
+            ]
+            .concat(),
+        )?;
+    }
+    std::fs::remove_file(image)?;
+    Ok(())
+}
+
+#[test]
+fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: a_link_cut_in_pre_copy", SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let link = Link::to(&address)?;
+    let migrate = pair.godwit.migrate(&pair.source, link.address(), SLOW)?;
+    await_copying(&migrate)?;
+
+    link.cut();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    assert_eq!(migrate.last()["guest"], "source");
+    assert_eq!(migrate.last()["phase"], "pre-copy");
+    pair.check_untouched()?;
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    assert_eq!(pair.destination.status()?, "incoming");
+    pair.second_attempt()
+}
+
+#[test]
+fn the_destination_killed() -> anyhow::Result<()> {
+    let Some(mut pair) = MicroPair::start("microvm: the_destination_killed", SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    pair.destination.kill();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+    pair.check_untouched()?;
+    let receive = receive.wait(LIMIT)?;
+    ensure!(receive.errors.contains("did the machine end?"), "{}", receive.errors);
+    pair.destination = MicroVm::start(&pair.godwit, &[SMALL, &["--incoming"]].concat())?;
+    pair.second_attempt()
+}
+
+#[test]
+fn ctrl_c_on_either_side() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: ctrl_c_on_either_side", SMALL)? else { return Ok(()) };
+    for at_source in [true, false] {
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+        await_copying(&migrate)?;
+
+        if at_source {
+            migrate.signal(Signal::INT)?
+        } else {
+            receive.signal(Signal::INT)?
+        }
+
+        let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+        let (cancelled, told) = if at_source { (&migrate, &receive) } else { (&receive, &migrate) };
+        ensure!(cancelled.status.code() == Some(130), "{} {}", cancelled.status, cancelled.errors);
+        assert_eq!(cancelled.last()["outcome"], "cancelled");
+        ensure!(told.errors.contains("gave up: cancelled"), "{}", told.errors);
+        pair.check_untouched()?;
+    }
+    pair.second_attempt()
+}
+
+#[test]
+fn the_migrating_command_killed() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: the_migrating_command_killed", SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let mut migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+
+    // Nobody watches any more: the VMM gives up by itself.
+    migrate.kill();
+
+    pair.check_untouched()?;
+    assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
+    pair.second_attempt()
+}
+
+#[test]
+fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
+    for fault in ["cut-after-commit", "lose-commit", "lose-farewell"] {
+        let Some(pair) = MicroPair::start("microvm: the_link_breaks_at_the_handover", SMALL)? else {
+            return Ok(());
+        };
+        let (migrate, receive) = pair.migrate(&["--fault", fault])?;
+        pair.check_moved(&migrate)?;
+        assert_eq!(receive.last()["outcome"], "running", "{fault}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: a_copy_that_is_not_exact_never_runs", SMALL)? else {
+        return Ok(());
+    };
+    let (migrate, receive) = pair.migrate(&["--verify", "--fault", "wrong-digest"])?;
+    ensure!(migrate.errors.contains("NOT exact: 1 of 128 chunks"), "{}", migrate.errors);
+    assert_eq!(receive.status.code(), Some(1));
+    pair.check_untouched()?;
+    assert_eq!(pair.destination.status()?, "incoming");
+    pair.second_attempt()
+}
+
+#[test]
+fn a_source_that_is_kept_never_runs_again() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: a_source_that_is_kept_never_runs_again", SMALL)? else {
+        return Ok(());
+    };
+    let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1"])?;
+    pair.check_moved(&migrate)?;
+    assert_eq!(pair.source.status()?, "gone");
+    let answer = pair.source.ask("resume")?;
+    assert_eq!(answer["error"], "the guest has gone elsewhere: it must not run twice");
+    // And neither does it move again.
+    let again = pair.godwit.migrate(&pair.source, "127.0.0.1:1", &[])?.wait(LIMIT)?;
+    check_refused(&again, 1, &["left by its guest", "the guest runs elsewhere"])
+}
+
+#[test]
+fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("microvm: a_paused_guest_arrives_paused", SMALL)? else {
+        return Ok(());
+    };
+    assert_eq!(pair.source.ask("pause")?["answer"], "done");
+    let (migrate, receive) = pair.migrate(&["--verify"])?;
+    assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
+    assert_eq!(receive.last()["outcome"], "paused");
+    assert_eq!(pair.destination.status()?, "paused");
+    assert_eq!(pair.destination.ask("resume")?["answer"], "done");
+    pair.check_moved(&migrate)
+}
+
+#[test]
+fn machines_that_do_not_fit() -> anyhow::Result<()> {
+    let Some(mut pair) = MicroPair::start("machines_that_do_not_fit", SMALL)? else { return Ok(()) };
+    // Sizes are compared before anything is copied; the rest when the state is loaded, and the guest runs on.
+    let low = "name=ram,size=128MiB,gpa=0";
+    let cases: [(&[&str], &str); 4] = [
+        (&["--memory", "64MiB"], "has 128MiB at the source and 64MiB at the destination"),
+        (
+            &["--block", low, "--block", "name=more,size=1MiB,gpa=0x10000000"],
+            "RAM blocks that the source has not",
+        ),
+        (&["--block", "name=ram,size=128MiB,gpa=0", "--cpus", "2"], "start both with the same --cpus"),
+        (&["--block", "name=other,size=128MiB,gpa=0"], "RAM block 'ram' of the source does not exist"),
+    ];
+    for (options, words) in cases {
+        pair.destination = MicroVm::start(&pair.godwit, &[options, &["--incoming"]].concat())?;
+        let (migrate, _) = pair.migrate(&[])?;
+        check_refused(&migrate, 1, &[words])?;
+        pair.check_untouched()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn exchanged_and_missing_machines() -> anyhow::Result<()> {
+    let Some(pair) = MicroPair::start("exchanged_and_missing_machines", SMALL)? else { return Ok(()) };
+    let exchanged = pair.godwit.migrate(&pair.destination, "127.0.0.1:1", &[])?.wait(LIMIT)?;
+    check_refused(&exchanged, 1, &["are source and destination exchanged?"])?;
+    let nobody = pair.godwit.migrate(&pair.source, "127.0.0.1:1", &[])?.wait(LIMIT)?;
+    check_refused(&nobody, 1, &["cannot connect to 127.0.0.1:1"])?;
+    pair.check_untouched()
+}
+
+#[test]
+fn a_guest_that_triple_faults() -> anyhow::Result<()> {
+    if !kvm_for("a_guest_that_triple_faults") {
+        return Ok(());
+    }
+    let mut vm = MicroVm::start(&Godwit::built()?, &["--memory", "32MiB", "--mode", "crash"])?;
+    let status = vm.wait(LIMIT)?;
+    ensure!(status.code() == Some(4), "{status}");
+    let errors = vm.errors();
+    ensure!(errors.contains("triple fault") && errors.lines().count() == 1, "{errors}");
+    Ok(())
+}
+
+#[test]
+fn machines_that_cannot_be() -> anyhow::Result<()> {
+    if !kvm_for("machines_that_cannot_be") {
+        return Ok(());
+    }
+    let cases: [(&[&str], &str); 5] = [
+        (&["--memory", "1MiB"], "at least 16MiB at guest address 0"),
+        (&["--cpus", "99"], "99 vCPUs do not do: use 1 to 32"),
+        (&["--disk", "/nonexistent"], "cannot be opened for writing"),
+        (&["--block", "name=a,size=16MiB,gpa=0", "--block", "name=b,size=4KiB,gpa=0x1000"], "overlap"),
+        (&["--fill", "1GiB"], "use a smaller --fill or more --memory"),
+    ];
+    for (options, words) in cases {
+        let error = MicroVm::start(&Godwit::built()?, options).err();
+        let error = error.map_or_else(String::new, |error| error.to_string());
+        ensure!(error.contains(words), "{options:?}: {error}");
+    }
+    Ok(())
+}

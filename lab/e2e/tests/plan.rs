@@ -1,0 +1,134 @@
+//! `godwit plan`: it tells what would be, and leaves the guest as it was.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::ensure;
+use godwit_e2e::{LIMIT, MicroPair, check_untouched};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{
+    DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for, kvm_for,
+};
+use godwit_units::ByteCount;
+use serde_json::Value;
+
+/// Plans for `vm` and checks the answer.
+fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
+    let name = vm.vm_name();
+    let arguments =
+        ["plan", "--vm", &name, "--for", "700ms", "--link", "5MiB/s", "--link", "10Gbit", "--json"];
+    let output = godwit.done(&arguments)?;
+    let answer: Value = serde_json::from_slice(&output.stdout)?;
+    let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);
+    ensure!(samples >= 5, "{answer}");
+    ensure!(answer["measured"]["dirty"][samples - 1][1].as_u64() > Some(1000), "{answer}");
+    let finishes =
+        |link: usize, case: usize| answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone();
+    ensure!(finishes(0, 1) == false, "without a throttle it does not: {answer}");
+    ensure!(finishes(1, 1) == true, "over a fast link it does: {answer}");
+    let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
+    ensure!(seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64());
+
+    // As `| head -1` does it, before anything is written.
+    let (reader, writer) = std::io::pipe()?;
+    drop(reader);
+    let mut unread = Command::new(godwit.program());
+    unread.args(["plan", "--vm", &name, "--for", "200ms"]).stdout(writer).stderr(Stdio::null());
+    let status = unread.status()?;
+    ensure!(status.success(), "nobody reads the plan: {status}");
+
+    let wrong = godwit.run(&["plan", "--vm", &name, "--for", "1ms"])?;
+    ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
+    let wrong = godwit.run(&["plan", "--vm", &name, "--set", "speed=9"])?;
+    ensure!(wrong.status.code() == Some(2), "{}", wrong.status);
+    Ok(())
+}
+
+#[test]
+fn a_plan_for_a_busy_qemu_guest() -> anyhow::Result<()> {
+    let builds = builds_for("a_plan_for_a_busy_qemu_guest");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(Mode::Full)))?;
+    vm.wait_ready(LIMIT)?;
+    plan(&Godwit::built()?, &vm)?;
+    check_untouched(&mut vm)
+}
+
+#[test]
+fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
+    let builds = builds_for("a_plan_tells_how_to_make_images");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let image = DiskImage::create("qcow2", ByteCount(3 << 20))?;
+    let mut config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    config.extra.extend(image.arguments("data"));
+    let mut vm = TestVm::source(&config)?;
+    vm.wait_ready(LIMIT)?;
+    let godwit = Godwit::built()?;
+    let name = vm.vm_name();
+    let plan = |disks: &str| {
+        let arguments = ["plan", "--vm", &name, "--for", "200ms", "--disks", disks, "--json"];
+        godwit.run(&arguments)
+    };
+    let answer: Value = serde_json::from_slice(&plan("all")?.stdout)?;
+    let command = answer["images"][0].as_str().unwrap_or_default();
+    ensure!(command.starts_with("qemu-img create -f qcow2 /dev/shm/"), "{answer}");
+    ensure!(command.contains(" 3145728 ") && command.ends_with("# data"), "{answer}");
+    ensure!(answer["receive"].as_str().is_some_and(|line| line.contains("receive --disks all")), "{answer}");
+    let unknown = plan("other")?;
+    ensure!(String::from_utf8_lossy(&unknown.stderr).contains("no disk 'other'"), "{unknown:?}");
+    check_untouched(&mut vm)
+}
+
+#[test]
+fn a_plan_for_a_busy_microvm() -> anyhow::Result<()> {
+    if !kvm_for("a_plan_for_a_busy_microvm") {
+        return Ok(());
+    }
+    let godwit = Godwit::built()?;
+    for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
+        let options =
+            ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", tracker];
+        let vm = MicroVm::start(&godwit, &options)?;
+        vm.wait_ready(LIMIT)?;
+        plan(&godwit, &vm)?;
+        ensure!(vm.status()? == "running");
+        vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+    }
+    Ok(())
+}
+
+/// The simulator held against real migrations: the forecast is a simulation of the guest that was looked at. The bounds
+/// are those of a busy host; `make bench-policy` measures how far it is off.
+#[test]
+fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
+    let test = "a_simulated_migration_is_like_the_real_one";
+    let godwit = Godwit::built()?;
+    let alike = |source: &dyn Movable, destination: &dyn Movable| -> anyhow::Result<()> {
+        let name = source.vm_name();
+        let arguments = ["plan", "--vm", &name, "--for", "1s", "--link", "400Mbit", "--json"];
+        let output = godwit.run(&arguments)?;
+        let plan: Value = serde_json::from_slice(&output.stdout)?;
+        let simulated = &plan["plans"][0]["cases"][0]["forecast"];
+        let (receive, address) = godwit.receive(destination, &[])?;
+        let migrate = godwit.migrate(source, &address, &["--max-bandwidth", "400Mbit"])?.wait(LIMIT)?;
+        ensure!(receive.wait(LIMIT)?.status.success(), "{}", migrate.errors);
+        let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+        let time = number(&simulated["seconds"][1]) * 1e3 / number(&migrate.last()["total_ms"]);
+        let bytes = number(&simulated["bytes"]) / number(&migrate.last()["sent_bytes"]);
+        ensure!((0.4..2.5).contains(&time), "{name}: simulated time / real time = {time}");
+        ensure!((0.5..2.0).contains(&bytes), "{name}: simulated bytes / real bytes = {bytes}");
+        Ok(())
+    };
+    if let Some(build) = builds_for(test).last() {
+        let config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+        let (source, destination) = (TestVm::source(&config)?, TestVm::destination(&config)?);
+        source.wait_ready(LIMIT)?;
+        alike(&source, &destination)?;
+    }
+    let options = ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
+    if let Some(pair) = MicroPair::start(&format!("microvm: {test}"), &options)? {
+        alike(&pair.source, &pair.destination)?;
+    }
+    Ok(())
+}

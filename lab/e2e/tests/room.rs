@@ -1,0 +1,132 @@
+//! Destinations without room for all that the guest may come to use: refused before anything moves.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{GuestConfig, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip};
+
+fn config(build: &QemuBuild) -> VmConfig {
+    VmConfig::new(build, GuestConfig::small(Mode::Rate))
+}
+
+/// What its RAM file takes of its file system.
+fn allocated(vm: &TestVm) -> anyhow::Result<u64> {
+    Ok(std::fs::metadata(vm.ram_file())?.blocks() * 512)
+}
+
+#[test]
+fn a_tmpfs_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
+    let test = "a_tmpfs_too_small_for_all_of_the_guest_is_refused";
+    for build in builds_for(test) {
+        // The guest has 256 MiB and uses less, which would fit: it would die later, when it grows.
+        let mount = match Mount::new("tmpfs", "size=240M") {
+            Ok(mount) => mount,
+            Err(why) => {
+                skip(test, format_args!("{why:#}"));
+                return Ok(());
+            }
+        };
+        let config = config(&build);
+        let mut pair = Pair::start_apart(&config, &config.clone().with_ram_in(mount.dir()))?;
+        let (migrate, receive) = pair.migrate(&[])?;
+        let dir = mount.dir().display().to_string();
+        for ended in [&migrate, &receive] {
+            ensure!(ended.status.code() == Some(1), "{build}: {}: {}", ended.status, ended.errors);
+            let words = format!("the tmpfs at {dir} has room for 240MiB of guest memory");
+            ensure!(ended.errors.contains(&words), "{}", ended.errors);
+        }
+        assert_eq!(migrate.last()["phase"], "setup");
+        check_untouched(&mut pair.source)?;
+        assert_eq!(allocated(&pair.destination)?, 0, "looking allocates nothing");
+
+        // The cure, as it is told; the same QEMU takes the guest in, and its memory stays sparse.
+        let cure = format!("mount -o remount,size=256M {dir}");
+        ensure!(migrate.errors.contains(&cure), "{}", migrate.errors);
+        ensure!(Command::new("sh").args(["-c", &cure]).status()?.success());
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate)?;
+        let taken = allocated(&pair.destination)?;
+        ensure!(taken < 250 << 20, "the guest takes {taken} bytes");
+        // The files go before their mount does.
+        drop(pair);
+    }
+    Ok(())
+}
+
+/// A control group with a limit of memory; its processes are moved out when it is dropped.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(limit: u64) -> anyhow::Result<Self> {
+        let (root, file) = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
+            ("/sys/fs/cgroup", "memory.max")
+        } else {
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+        };
+        let dir = Path::new(root).join(format!("godwit-room-{}", std::process::id()));
+        std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let group = Self(dir);
+        std::fs::write(group.0.join(file), limit.to_string()).context("no control group counts memory")?;
+        Ok(group)
+    }
+
+    fn take(&self, pid: i32) -> anyhow::Result<()> {
+        Ok(std::fs::write(self.0.join("cgroup.procs"), pid.to_string())?)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
+    let test = "a_control_group_too_small_for_all_of_the_guest_is_refused";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let group = match Group::new(200 << 20) {
+        Ok(group) => group,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    let mut pair = Pair::start(&config(oldest(&builds)?))?;
+    group.take(pair.destination.pid())?;
+    let (migrate, _) = pair.migrate(&[])?;
+    ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
+    for words in ["of memory (/sys/fs/cgroup/", "the guest may come to use 256MiB more", "--overcommit"] {
+        ensure!(migrate.errors.contains(words), "'{words}' is not in: {}", migrate.errors);
+    }
+    check_untouched(&mut pair.source)?;
+
+    // Whatever godwit itself fills counts to its own group: that of QEMU need not have a limit.
+    let root = group.0.parent().context("no root")?.join("cgroup.procs");
+    std::fs::write(root, pair.destination.pid().to_string())?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    group.take(receive.pid())?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &[])?.wait(godwit_e2e::LIMIT)?;
+    ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
+    let words = format!("godwit itself (process {}) may take ", receive.pid());
+    ensure!(migrate.errors.contains(&words), "'{words}' is not in: {}", migrate.errors);
+    drop(receive.wait(godwit_e2e::LIMIT)?);
+    check_untouched(&mut pair.source)?;
+    group.take(pair.destination.pid())?;
+
+    // Whoever shares memory out more than once says so.
+    let (receive, address) = pair.godwit.receive(&pair.destination, &["--overcommit"])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, &["--verify"])?.wait(godwit_e2e::LIMIT)?;
+    check_moved(&mut pair, &migrate)?;
+    ensure!(receive.wait(godwit_e2e::LIMIT)?.status.success());
+    // Nobody is in it when it goes.
+    pair.destination.kill();
+    Ok(())
+}

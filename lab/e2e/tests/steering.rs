@@ -1,0 +1,269 @@
+//! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked, changed, switched over and
+//! cancelled. With QEMU and with microvms.
+
+use std::process::Output;
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, builds_for};
+use serde_json::Value;
+
+/// What would never end by itself.
+const ENDLESS: &[&str] = &[
+    "--max-bandwidth",
+    "20MiB/s",
+    "--compression",
+    "none",
+    "--downtime-limit",
+    "5ms",
+    "--patience",
+    "0s",
+    "--throttle",
+    "off",
+];
+
+/// Two machines of one kind, the first with a guest that writes as fast as it can.
+enum Machines {
+    Qemu(Box<Pair>),
+    Microvm(MicroPair),
+}
+
+/// Which QEMUs a test needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Qemus {
+    /// QEMU's part in it differs from version to version.
+    All,
+    /// It is about what godwit itself does.
+    Newest,
+}
+
+/// All kinds that there are here, each started when the one before is through: guests at full speed
+/// would take each other's processor.
+fn machines(test: &str, qemus: Qemus) -> impl Iterator<Item = anyhow::Result<Machines>> {
+    let mut builds = builds_for(test);
+    if qemus == Qemus::Newest {
+        builds.drain(..builds.len().saturating_sub(1));
+    }
+    let of_qemu = builds.into_iter().map(|build| {
+        // Shown where the test fails.
+        println!("with {build}");
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
+        Ok(Machines::Qemu(Box::new(Pair::start(&config)?)))
+    });
+    let test = format!("microvm: {test}");
+    let microvms = std::iter::once_with(move || {
+        println!("with microvms");
+        let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB"];
+        Ok(MicroPair::start(&test, &options)?.map(Machines::Microvm))
+    });
+    of_qemu.chain(microvms.filter_map(Result::transpose))
+}
+
+impl Machines {
+    fn godwit(&self) -> &Godwit {
+        match self {
+            Self::Qemu(pair) => &pair.godwit,
+            Self::Microvm(pair) => &pair.godwit,
+        }
+    }
+
+    fn source(&self) -> &dyn Movable {
+        match self {
+            Self::Qemu(pair) => &pair.source,
+            Self::Microvm(pair) => &pair.source,
+        }
+    }
+
+    fn destination(&self) -> &dyn Movable {
+        match self {
+            Self::Qemu(pair) => &pair.destination,
+            Self::Microvm(pair) => &pair.destination,
+        }
+    }
+
+    /// A migration under `name`, with `options`, that is copying.
+    fn start(&self, name: &str, options: &[&str]) -> anyhow::Result<(Running, Running)> {
+        let (receive, address) = self.godwit().receive(self.destination(), &[])?;
+        let options = [&["--name", name], options].concat();
+        let migrate = self.godwit().migrate(self.source(), &address, &options)?;
+        await_copying(&migrate)?;
+        Ok((migrate, receive))
+    }
+
+    fn check_moved(&mut self, migrate: &Ended) -> anyhow::Result<()> {
+        match self {
+            Self::Qemu(pair) => check_moved(pair, migrate),
+            Self::Microvm(pair) => pair.check_moved(migrate),
+        }
+    }
+
+    fn check_untouched(&mut self) -> anyhow::Result<()> {
+        match self {
+            Self::Qemu(pair) => check_untouched(&mut pair.source),
+            Self::Microvm(pair) => pair.check_untouched(),
+        }
+    }
+
+    /// Runs a command that is to be refused with one line that contains `words`.
+    fn refused(&self, arguments: &[&str], words: &str) -> anyhow::Result<()> {
+        let output = self.godwit().run(arguments)?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1), "{arguments:?}: {}", output.status);
+        ensure!(errors.contains(words) && errors.trim().lines().count() == 1, "{arguments:?}: {errors}");
+        Ok(())
+    }
+
+    fn done(&self, arguments: &[&str]) -> anyhow::Result<Output> {
+        self.godwit().done(arguments)
+    }
+
+    /// What `godwit status` says of `name`.
+    fn status(&self, name: &str) -> anyhow::Result<Value> {
+        let output = self.done(&["status", "--migration", name, "--json"])?;
+        Ok(serde_json::from_slice::<Value>(&output.stdout)?["migrations"][0].clone())
+    }
+}
+
+/// A name for the migrations of one test.
+fn name(test: &str) -> String {
+    format!("{test}-{}", std::process::id())
+}
+
+#[test]
+fn a_busy_guest_is_throttled_and_arrives() -> anyhow::Result<()> {
+    for machines in machines("a_busy_guest_is_throttled_and_arrives", Qemus::All) {
+        let mut machines = machines?;
+        // No match for a guest at full speed, also where that shares its processor with another test.
+        let link = ["--max-bandwidth", "20MiB/s", "--compression", "none"];
+        let options = [&link[..], &["--downtime-limit", "200ms", "--verify"]].concat();
+        let (migrate, receive) = machines.start(&name("throttled"), &options)?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(receive.wait(LIMIT)?.status.success());
+        ensure!(migrate.last()["throttled_ms"].as_f64() > Some(0.0), "{}", migrate.last());
+        ensure!(migrate.last()["lost_ms"].as_f64() > Some(0.0), "{}", migrate.last());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_migration_is_steered() -> anyhow::Result<()> {
+    for machines in machines("a_migration_is_steered", Qemus::Newest) {
+        let mut machines = machines?;
+        let name = name("steered");
+        let of = ["--migration", name.as_str()];
+        let (migrate, receive) = machines.start(&name, ENDLESS)?;
+
+        let status = machines.status(&name)?;
+        ensure!(status["progress"]["sent_bytes"].as_u64() > Some(0), "{status}");
+        ensure!(status["settings"]["downtime-limit"] == "5ms", "{status}");
+        ensure!(status["settings"]["max-bandwidth"] == "20MiB/s", "{status}");
+
+        // What is wrong changes nothing, nor does what stands beside it.
+        machines.refused(&[&["set"], &of[..], &["speed=9"]].concat(), "there is no setting 'speed'")?;
+        let two = [&["set"], &of[..], &["downtime-limit=1h", "patience=soon"]].concat();
+        machines.refused(&two, "patience=soon is not possible: use a time")?;
+        ensure!(machines.status(&name)?["settings"]["downtime-limit"] == "5ms");
+        machines.refused(&["cancel", "--migration", "nobody"], "no migration 'nobody' runs")?;
+
+        machines.done(&[&["set"], &of[..], &["max-bandwidth=30MiB/s", "delay-hot-percent=0"]].concat())?;
+        ensure!(machines.status(&name)?["settings"]["max-bandwidth"] == "30MiB/s");
+        migrate.wait_for("the second round", LIMIT, |line| line["round"].as_u64() > Some(0))?;
+        machines.refused(&[&["switchover"], &of[..]].concat(), "above the limit of 5ms")?;
+
+        machines.done(&[&["switchover"], &of[..], &["--force"]].concat())?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(receive.wait(LIMIT)?.status.success());
+        // By name where another test has one that runs.
+        machines.refused(&[&["set"], &of[..], &["patience=5s"]].concat(), "no migration ")?;
+    }
+    Ok(())
+}
+
+/// Bytes a second that are sent from now on, over `time`.
+fn rate(migrate: &Running, time: Duration) -> anyhow::Result<f64> {
+    let look = || {
+        let lines = migrate.lines();
+        let line = lines.last().context("no progress")?.clone();
+        let number = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
+        Ok::<_, anyhow::Error>((number("sent_bytes")?, number("elapsed_ms")?))
+    };
+    let (sent_before, then) = look()?;
+    std::thread::sleep(time);
+    let (sent, now) = look()?;
+    Ok((sent - sent_before) / (now - then) * 1e3)
+}
+
+#[test]
+fn a_bandwidth_that_is_set_while_it_runs_is_kept_to() -> anyhow::Result<()> {
+    // Mutation: `godwit set max-bandwidth` is taken, shown, and changes nothing.
+    for machines in machines("a_bandwidth_that_is_set_while_it_runs_is_kept_to", Qemus::Newest) {
+        let mut machines = machines?;
+        let name = name("bandwidth");
+        let (migrate, receive) = machines.start(&name, ENDLESS)?;
+        let time = Duration::from_secs(2);
+        let mut seen = Vec::new();
+        for (limit, mib) in [("20MiB/s", 20.0), ("5MiB/s", 5.0), ("40MiB/s", 40.0)] {
+            machines.done(&["set", "--migration", &name, &format!("max-bandwidth={limit}")])?;
+            // What was let through under the old one passes first.
+            std::thread::sleep(Duration::from_secs(1));
+            seen.push((mib, rate(&migrate, time)? / f64::from(1 << 20)));
+        }
+        // A round that ends lets the link idle for a moment; the limit itself is never passed by much.
+        for (limit, rate) in &seen {
+            ensure!(*rate > limit * 0.4 && *rate < limit * 1.3, "MiB/s set and sent: {seen:?}");
+        }
+        machines.done(&["cancel", "--migration", &name])?;
+        ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+        receive.wait(LIMIT)?;
+        machines.check_untouched()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_switchover_is_forced_within_the_first_round() -> anyhow::Result<()> {
+    for machines in machines("a_switchover_is_forced_within_the_first_round", Qemus::All) {
+        let mut machines = machines?;
+        let name = name("forced");
+        let (migrate, receive) = machines.start(&name, &[ENDLESS, &["--verify"]].concat())?;
+        machines.refused(&["switchover", "--migration", &name], "the downtime not known yet")?;
+        machines.done(&["set", "--migration", &name, "max-bandwidth=off"])?;
+        machines.done(&["switchover", "--migration", &name, "--force"])?;
+        let migrate = migrate.wait(LIMIT)?;
+        machines.check_moved(&migrate)?;
+        ensure!(migrate.last()["verified"] == true);
+        ensure!(receive.wait(LIMIT)?.status.success());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_migration_is_cancelled_from_outside() -> anyhow::Result<()> {
+    for machines in machines("a_migration_is_cancelled_from_outside", Qemus::All) {
+        let mut machines = machines?;
+        let name = name("cancelled");
+        let (migrate, _receive) = machines.start(&name, ENDLESS)?;
+        machines.done(&["cancel", "--migration", &name])?;
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(migrate.status.code() == Some(130), "{}", migrate.status);
+        machines.check_untouched()?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_throttle_ends_with_the_godwit_that_held_it() -> anyhow::Result<()> {
+    for machines in machines("a_throttle_ends_with_the_godwit_that_held_it", Qemus::All) {
+        let mut machines = machines?;
+        let options = ["--max-bandwidth", "20MiB/s", "--downtime-limit", "1ms", "--throttle", "direct"];
+        let (mut migrate, _receive) = machines.start(&name("killed"), &options)?;
+        migrate.wait_for("a throttle", LIMIT, |line| line["throttle"].as_f64() > Some(0.5))?;
+        migrate.kill();
+        machines.check_untouched()?;
+    }
+    Ok(())
+}

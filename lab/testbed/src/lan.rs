@@ -1,0 +1,90 @@
+//! A network of virtual machines: a switch, a port for each machine, and a client that pings.
+//!
+//! The switch is a bridge in a network namespace of its own, the ports are tap devices, and the
+//! client sits at the bridge's own address: like any switch, the bridge sends a frame to the port
+//! at which it last heard its destination. Keeps one promise: namespace, bridge and ports go with
+//! their owner, or with the next sweep. Needs root.
+
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use godwit_guest_workload::settings::CardAddress;
+
+use crate::leftovers::{Place, unique};
+use crate::netns::{build_within, remove, tool};
+use crate::pings::Pings;
+use crate::qemu_build::QemuBuild;
+use crate::vm::VmConfig;
+
+/// The range for benchmarks (RFC 2544). The namespace has no way out, so each may have the same.
+const GUEST: CardAddress = CardAddress { host: Ipv4Addr::new(198, 18, 0, 2), prefix: 24 };
+const CLIENT: &str = "198.18.0.1/24";
+/// The guest's card has the same address at each port.
+const MAC: &str = "52:54:00:12:34:56";
+
+/// The network.
+#[derive(Debug)]
+pub struct Lan {
+    name: String,
+    ports: AtomicU32,
+    place: Place,
+}
+
+impl Lan {
+    /// A network without machines.
+    ///
+    /// # Errors
+    /// When the kernel or the tool `ip` refuse, for want of privilege for example.
+    pub fn create() -> anyhow::Result<Self> {
+        let place = Place::new()?;
+        let (name, _) = unique();
+        tool("ip", &["netns", "add", &name])?;
+        let lan = Self { name, ports: AtomicU32::new(0), place };
+        lan.ip(&["link", "set", "lo", "up"])?;
+        // Without a delay a port forwards from the start, as those of a hypervisor do.
+        lan.ip(&["link", "add", "switch", "type", "bridge", "stp_state", "0", "forward_delay", "0"])?;
+        lan.ip(&["address", "add", CLIENT, "dev", "switch"])?;
+        lan.ip(&["link", "set", "switch", "up"])?;
+        Ok(lan)
+    }
+
+    /// The same machine with a virtio card at a port of its own; the guest gives it the address
+    /// that is pinged.
+    ///
+    /// # Errors
+    /// When there is no port to be had.
+    pub fn attach(&self, config: &VmConfig) -> anyhow::Result<VmConfig> {
+        let port = format!("port{}", self.ports.fetch_add(1, Ordering::Relaxed));
+        self.ip(&["tuntap", "add", &port, "mode", "tap"])?;
+        self.ip(&["link", "set", &port, "master", "switch", "up"])?;
+        let mut config = config.clone();
+        config.build = self.build(&config.build, &port)?;
+        config.guest.address = Some(GUEST);
+        let back_end = format!("tap,id=net,ifname={port},script=no,downscript=no");
+        let card = format!("virtio-net-pci,netdev=net,mac={MAC}");
+        Ok(config.with_extra(&["-netdev", &back_end, "-device", &card]))
+    }
+
+    fn build(&self, build: &QemuBuild, port: &str) -> anyhow::Result<QemuBuild> {
+        build_within(&self.name, &self.place.file(port), build)
+    }
+
+    /// Starts to ping the guest, every 5 ms.
+    ///
+    /// # Errors
+    /// When there is no socket to be had.
+    pub fn ping(&self) -> anyhow::Result<Pings> {
+        Pings::start(&PathBuf::from("/run/netns").join(&self.name), GUEST.host)
+    }
+
+    fn ip(&self, arguments: &[&str]) -> anyhow::Result<()> {
+        tool("ip", &[&["-n", &self.name], arguments].concat())
+    }
+}
+
+impl Drop for Lan {
+    fn drop(&mut self) {
+        remove(&self.name);
+    }
+}

@@ -1,0 +1,64 @@
+//! What the demo, the end-to-end tests and the benchmarks share: real machines that run the self-checking
+//! guest.
+//!
+//! A [`TestVm`] is a QEMU with its monitor, console and RAM file, a [`MicroVm`] is one of our own; an [`Observer`] times the guest from outside; and
+//! [`own_migration`] has QEMU migrate by itself, for comparison. Keeps one promise: whatever way a test ends, no QEMU
+//! process, RAM file or directory of it stays behind. Of Godwit it knows the command line only ([`Godwit`]), so
+//! that what it reports about a migration is the word of a bystander.
+
+#![forbid(unsafe_code)]
+
+mod children;
+mod console;
+mod cpu;
+mod disk;
+mod gap;
+mod godwit;
+mod guest;
+mod huge;
+mod lan;
+mod leftovers;
+mod machine;
+mod microvm;
+mod mount;
+mod netns;
+mod network;
+mod observer;
+mod own;
+mod own_disks;
+mod pings;
+mod ports;
+mod progress_trace;
+mod qemu_build;
+mod remote_disk;
+mod skip;
+mod slow_reads;
+mod soak;
+mod vm;
+
+pub use children::end_children;
+pub use console::{Beat, Console, longest_pause};
+pub use cpu::{CpuTime, peak_rss};
+pub use disk::{DiskImage, allocated, images_for};
+pub use gap::{Gap, Observation};
+pub use godwit::{Ended, Godwit, Running, disks_of};
+pub use guest::{GuestConfig, GuestFiles};
+pub use huge::HugePages;
+pub use lan::Lan;
+pub use machine::Movable;
+pub use microvm::{MicroVm, kvm_for};
+pub use mount::Mount;
+pub use netns::SlowLink;
+pub use network::Network;
+pub use observer::{BeaconPlace, Observer};
+pub use own::{OwnMigration, Style, own_migration, own_migration_within, wall_clock};
+pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
+pub use pings::{Heard, Pings, Silence};
+pub use ports::Ports;
+pub use progress_trace::{Loss, ProgressTrace, WINDOW};
+pub use qemu_build::{QemuBuild, builds, builds_for};
+pub use remote_disk::RemoteDisk;
+pub use skip::skip;
+pub use slow_reads::SlowReads;
+pub use soak::soak;
+pub use vm::{Backend, TestVm, VmConfig};

@@ -1,0 +1,177 @@
+//! A link of a given rate: a network namespace at the end of a pair of virtual interfaces, with a token bucket on both.
+//!
+//! What is started within the namespace shares that link with everything else that is, as the services of another host would. Sockets in
+//! the file system are reached from both sides. Keeps one promise: namespace and interfaces go with their owner, or with the next
+//! sweep. Needs root.
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, ensure};
+use godwit_units::{ByteCount, Rate};
+
+use crate::leftovers::{Place, unique};
+use crate::qemu_build::QemuBuild;
+
+/// Bytes that may pass at once; with a segment of 64 KiB, the largest there is, the rate is kept.
+const BURST: u64 = 256 << 10;
+/// A packet that would wait longer is dropped.
+const LATENCY: &str = "50ms";
+
+/// The link and the namespace at its far end.
+#[derive(Debug)]
+pub struct SlowLink {
+    name: String,
+    interface: String,
+    far: String,
+    there: String,
+    place: Place,
+}
+
+impl SlowLink {
+    /// A link that carries `rate` each way.
+    ///
+    /// # Errors
+    /// When the kernel or the tools `ip` and `tc` refuse, for want of privilege for example.
+    pub fn create(rate: Rate) -> anyhow::Result<Self> {
+        let place = Place::new()?;
+        let (name, number) = unique();
+        let owner = std::process::id();
+        // Names of interfaces have 15 bytes at the most.
+        let [interface, far] = ["a", "b"].map(|side| format!("gw{owner:x}{side}{number}"));
+        // The range for benchmarks (RFC 2544), four addresses a link.
+        let index = (owner * 8 + number) % (1 << 15) * 4;
+        let [here, there] = [1, 2]
+            .map(|host| format!("198.{}.{}.{}", 18 + (index >> 16), index >> 8 & 255, index % 256 + host));
+        tool("ip", &["netns", "add", &name])?;
+        let link = Self { name, interface, far, there, place };
+        let (name, near, far) = (link.name.as_str(), link.interface.as_str(), link.far.as_str());
+        tool("ip", &["link", "add", near, "type", "veth", "peer", "name", far, "netns", name])?;
+        tool("ip", &["address", "add", &format!("{here}/30"), "dev", near])?;
+        tool("ip", &["-n", name, "address", "add", &format!("{}/30", link.there), "dev", far])?;
+        tool("ip", &["link", "set", near, "up"])?;
+        tool("ip", &["-n", name, "link", "set", far, "up"])?;
+        tool("ip", &["-n", name, "link", "set", "lo", "up"])?;
+        let rate = format!("{}bit", (rate.bytes_per_second() * 8.0) as u64);
+        let burst = BURST.to_string();
+        let bucket = ["root", "tbf", "rate", &rate, "burst", &burst, "latency", LATENCY];
+        tool("tc", &[&["qdisc", "add", "dev", near], &bucket[..]].concat())?;
+        tool("tc", &[&["-n", name, "qdisc", "add", "dev", far], &bucket[..]].concat())?;
+        Ok(link)
+    }
+
+    /// Loses every packet from now on, as a cable that was pulled: no connection is told.
+    ///
+    /// # Errors
+    /// When the tool refuses.
+    pub fn lose(&self) -> anyhow::Result<()> {
+        tool("ip", &["-n", &self.name, "link", "set", &self.far, "down"])
+    }
+
+    /// The address at the far end.
+    #[must_use]
+    pub fn address(&self) -> &str {
+        &self.there
+    }
+
+    /// What runs `program` at the far end.
+    #[must_use]
+    pub fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.name]).arg(program);
+        command
+    }
+
+    /// The same QEMU, at the far end.
+    ///
+    /// # Errors
+    /// When no script can be written.
+    pub fn build(&self, build: &QemuBuild) -> anyhow::Result<QemuBuild> {
+        build_within(&self.name, &self.place.file("qemu"), build)
+    }
+
+    /// Bytes that it has carried so far, both ways, headers and all.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn carried(&self) -> anyhow::Result<ByteCount> {
+        let count = |name: &str| {
+            let path = format!("/sys/class/net/{}/statistics/{name}", self.interface);
+            let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+            text.trim().parse::<u64>().with_context(|| format!("{path} holds no number"))
+        };
+        Ok(ByteCount(count("tx_bytes")? + count("rx_bytes")?))
+    }
+}
+
+impl Drop for SlowLink {
+    fn drop(&mut self) {
+        // At once, also where something still runs in the namespace; its end goes with it.
+        let _ = tool("ip", &["link", "delete", &self.interface]);
+        remove(&self.name);
+    }
+}
+
+/// The same QEMU in the namespace `name`, by way of a script at `script`.
+pub(crate) fn build_within(name: &str, script: &Path, build: &QemuBuild) -> anyhow::Result<QemuBuild> {
+    let program = build.program.display();
+    let text = format!("#!/bin/sh\nexec ip netns exec {name} '{program}' \"$@\"\n");
+    std::fs::write(script, text).context("cannot write a script")?;
+    std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755))?;
+    Ok(QemuBuild { program: script.to_owned(), ..build.clone() })
+}
+
+/// Removes a namespace, and with it the interfaces in it and their other ends.
+pub(crate) fn remove(name: &str) {
+    let _ = tool("ip", &["netns", "delete", name]);
+}
+
+pub(crate) fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
+    let output =
+        Command::new(program).args(arguments).output().with_context(|| format!("cannot run {program}"))?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::TcpListener;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn a_link_carries_what_it_is_told_to_and_goes_away() {
+        let link = match SlowLink::create(Rate::from_bytes_per_second(f64::from(8 << 20))) {
+            Ok(link) => link,
+            Err(why) => {
+                crate::skip("a_link_carries_what_it_is_told_to_and_goes_away", format_args!("{why:#}"));
+                return;
+            }
+        };
+        let listener = TcpListener::bind("0.0.0.0:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (network, host) = link.address().rsplit_once('.').unwrap();
+        let near = host.parse::<u8>().unwrap() - 1;
+        let script = format!("head -c 8388608 /dev/zero > /dev/tcp/{network}.{near}/{port}");
+        let mut sender = link.command(Path::new("bash")).args(["-c", &script]).spawn().unwrap();
+
+        let mut stream = listener.accept().unwrap().0;
+        let began = Instant::now();
+        let mut bytes = Vec::new();
+        stream.read_to_end(&mut bytes).unwrap();
+        let took = began.elapsed();
+        sender.wait().unwrap();
+
+        assert_eq!(bytes.len(), 8 << 20);
+        assert!(took > Duration::from_millis(800), "{took:?}");
+        assert!(link.carried().unwrap() > ByteCount(8 << 20));
+        let (interface, name) = (link.interface.clone(), link.name.clone());
+        drop(link);
+        assert!(!Path::new("/sys/class/net").join(interface).exists());
+        assert!(!Path::new("/run/netns").join(name).exists());
+    }
+}

@@ -1,0 +1,104 @@
+//! Which QEMUs are usable here.
+//!
+//! Keeps one promise: a test that has none to run with says so aloud. How they get here is left to `make qemu`.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::guest::{GuestFiles, target_dir};
+use crate::skip::skip;
+
+const BINARY: &str = "qemu-system-x86_64";
+
+/// One usable QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QemuBuild {
+    /// The program, or a script that becomes it.
+    pub program: PathBuf,
+    /// Major, minor, micro.
+    pub version: (u32, u32, u32),
+}
+
+impl QemuBuild {
+    /// The QEMU `program`, if it runs.
+    #[must_use]
+    pub fn at(program: &Path) -> Option<Self> {
+        let output = Command::new(program).arg("--version").output().ok()?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text.lines().next()?.strip_prefix("QEMU emulator version ")?.split(' ').next()?;
+        let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
+        let mut next = || numbers.next().unwrap_or(0);
+        Some(Self { program: program.to_owned(), version: (next(), next(), next()) })
+    }
+
+    /// The system's own.
+    #[must_use]
+    pub fn installed() -> Option<Self> {
+        Self::at(Path::new(BINARY))
+    }
+
+    /// The newer one that `make qemu` unpacks.
+    #[must_use]
+    pub fn unpacked() -> Option<Self> {
+        Self::at(&target_dir().join("qemu-10.0").join(BINARY))
+    }
+}
+
+impl fmt::Display for QemuBuild {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor, micro) = self.version;
+        write!(f, "QEMU {major}.{minor}.{micro}")
+    }
+}
+
+/// All usable QEMUs, the system's own first.
+#[must_use]
+pub fn builds() -> Vec<QemuBuild> {
+    let mut found: Vec<_> = [QemuBuild::installed(), QemuBuild::unpacked()].into_iter().flatten().collect();
+    found.dedup_by(|a, b| a.version == b.version);
+    found
+}
+
+/// The QEMUs that the test `test` can run with. What is missing is told aloud, with the reason: the
+/// guest, all QEMUs, or one of the two.
+#[must_use]
+pub fn builds_for(test: &str) -> Vec<QemuBuild> {
+    if let Err(missing) = GuestFiles::find() {
+        skip(test, missing);
+        return Vec::new();
+    }
+    let found = builds();
+    if let Some(why) = missing(&found, QemuBuild::unpacked().is_some()) {
+        skip(test, why);
+    }
+    found
+}
+
+/// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is there.
+fn missing(found: &[QemuBuild], unpacked: bool) -> Option<String> {
+    match found {
+        [] => Some("there is no QEMU: run `make qemu`".to_owned()),
+        [only] if unpacked => {
+            Some(format!("there is no QEMU but {only}: run `make qemu` for the system's own"))
+        }
+        [only] => Some(format!("there is no QEMU but {only}: run `make qemu` for QEMU 10")),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_qemu_that_is_missing_is_told_of() {
+        // Mutation: a test that has one QEMU where there should be two says nothing.
+        let qemu = |major| QemuBuild { program: PathBuf::from("qemu"), version: (major, 2, 0) };
+        assert_eq!(missing(&[qemu(7), qemu(10)], true), None);
+        let told = missing(&[qemu(7)], false).unwrap();
+        assert!(told.contains("no QEMU but QEMU 7.2.0") && told.contains("for QEMU 10"), "{told}");
+        assert!(missing(&[qemu(10)], true).unwrap().contains("for the system's own"));
+        assert!(missing(&[], false).unwrap().contains("there is no QEMU: run"));
+    }
+}

@@ -1,0 +1,352 @@
+//! One QEMU with the self-checking guest.
+//!
+//! Keeps two promises: every wait has a limit, and a QEMU that does not come up is reported with its own words. It has
+//! two monitors, one for the test and one for whoever migrates it. Its files and their removal are `leftovers`'s.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow, bail};
+use godwit_guest_workload::heartbeat::DiskSecond;
+use godwit_qemu::qmp::Qmp;
+use serde_json::{Value, json};
+
+use crate::console::{Beat, Console};
+use crate::cpu::CpuTime;
+use crate::disk::DiskImage;
+use crate::guest::{GuestConfig, GuestFiles};
+use crate::leftovers::Place;
+use crate::qemu_build::QemuBuild;
+
+/// QEMU opens its monitors before anything slow; a machine under load takes its time to load the program.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
+/// Where the guest's RAM is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Backend {
+    /// A named file under /dev/shm, mapped shared: what Godwit needs.
+    #[default]
+    SharedFile,
+    /// The same file mapped privately: the guest's writes do not reach it.
+    PrivateFile,
+    /// Anonymous memory.
+    Anonymous,
+    /// Shared memory without a name.
+    Memfd,
+}
+
+/// Which machine to start.
+#[derive(Clone, Debug)]
+pub struct VmConfig {
+    /// The QEMU.
+    pub build: QemuBuild,
+    /// The guest in it.
+    pub guest: GuestConfig,
+    /// Virtual processors; the guest's work is done on one of them.
+    pub cpus: u32,
+    /// Where its RAM is.
+    pub backend: Backend,
+    /// The directory of its RAM file, where it is not /dev/shm.
+    pub ram_in: Option<PathBuf>,
+    /// More arguments for QEMU.
+    pub extra: Vec<String>,
+}
+
+impl VmConfig {
+    /// One virtual processor, RAM in a shared file, nothing extra.
+    #[must_use]
+    pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
+        let (build, backend) = (build.clone(), Backend::default());
+        Self { build, guest, cpus: 1, backend, ram_in: None, extra: Vec::new() }
+    }
+
+    /// The same with RAM elsewhere.
+    #[must_use]
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// The same with one more disk, whose block node is called `name`.
+    #[must_use]
+    pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
+        self.extra.extend(image.arguments(name));
+        self
+    }
+
+    /// The same with its RAM file in `dir`.
+    #[must_use]
+    pub fn with_ram_in(mut self, dir: &Path) -> Self {
+        self.ram_in = Some(dir.to_owned());
+        self
+    }
+
+    /// The same with more arguments for QEMU.
+    #[must_use]
+    pub fn with_extra(mut self, extra: &[&str]) -> Self {
+        self.extra.extend(extra.iter().map(|&argument| argument.to_owned()));
+        self
+    }
+}
+
+/// A running QEMU; dropping it ends it and removes its files.
+#[derive(Debug)]
+pub struct TestVm {
+    child: Child,
+    qmp: Qmp,
+    console: Console,
+    vcpus: Vec<i32>,
+    config: VmConfig,
+    place: Place,
+}
+
+impl TestVm {
+    /// Starts a machine whose guest boots at once.
+    ///
+    /// # Errors
+    /// When the guest's files are missing or QEMU does not come up.
+    pub fn source(config: &VmConfig) -> anyhow::Result<Self> {
+        Self::start(config, &[])
+    }
+
+    /// Starts a machine that waits for a guest to arrive.
+    ///
+    /// # Errors
+    /// As [`Self::source`].
+    pub fn destination(config: &VmConfig) -> anyhow::Result<Self> {
+        Self::start(config, &["-incoming", "defer"])
+    }
+
+    fn start(config: &VmConfig, role: &[&str]) -> anyhow::Result<Self> {
+        let files = GuestFiles::find()?;
+        let place = Place::with_ram_in(config.ram_in.as_deref())?;
+        let errors = File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
+        let child = Command::new(&config.build.program)
+            .args(arguments(config, &place))
+            .arg("-kernel")
+            .arg(&files.kernel)
+            .arg("-initrd")
+            .arg(&files.initramfs)
+            .args(["-append", &config.guest.command_line()])
+            .args(role)
+            .args(&config.extra)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(errors)
+            .spawn()
+            .with_context(|| format!("cannot start {}", config.build.program.display()))?;
+        let mut started = Started { child: Some(child) };
+        let (mut qmp, console) = started.talk(&place)?;
+        let cpus = qmp.execute("query-cpus-fast", Value::Null)?;
+        let thread = |cpu: &Value| cpu["thread-id"].as_i64().and_then(|id| i32::try_from(id).ok());
+        let vcpus = cpus.as_array().into_iter().flatten().filter_map(thread).collect();
+        let child = started.child.take().context("QEMU was ended")?;
+        Ok(Self { child, qmp, console, vcpus, config: config.clone(), place })
+    }
+
+    /// What the machine was started with.
+    #[must_use]
+    pub fn config(&self) -> &VmConfig {
+        &self.config
+    }
+
+    pub(crate) fn console(&self) -> &Console {
+        &self.console
+    }
+
+    /// The test's own monitor.
+    pub fn qmp(&mut self) -> &mut Qmp {
+        &mut self.qmp
+    }
+
+    /// The monitor for whoever migrates this machine.
+    #[must_use]
+    pub fn qmp_socket(&self) -> PathBuf {
+        self.place.file("qmp")
+    }
+
+    /// The RAM file (there is none with [`Backend::Anonymous`] and [`Backend::Memfd`]).
+    #[must_use]
+    pub fn ram_file(&self) -> &Path {
+        self.place.ram()
+    }
+
+    /// QEMU's process.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap_or(i32::MAX)
+    }
+
+    /// The threads that run the virtual processors.
+    #[must_use]
+    pub fn vcpu_threads(&self) -> &[i32] {
+        &self.vcpus
+    }
+
+    /// Processor time used so far.
+    ///
+    /// # Errors
+    /// When QEMU has ended.
+    pub fn cpu_time(&self) -> anyhow::Result<CpuTime> {
+        CpuTime::of(self.pid(), &self.vcpus)
+    }
+
+    /// The state QEMU says it is in: `running`, `paused`, `inmigrate`, `postmigrate` and so on.
+    ///
+    /// # Errors
+    /// When QEMU does not answer.
+    pub fn status(&mut self) -> anyhow::Result<String> {
+        let answer = self.qmp.execute("query-status", Value::Null)?;
+        Ok(answer["status"].as_str().unwrap_or_default().to_owned())
+    }
+
+    /// Whether the process still runs.
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Waits until the guest has filled its buffer.
+    ///
+    /// # Errors
+    /// When it does not within `limit`, or says that it cannot.
+    pub fn wait_ready(&self, limit: Duration) -> anyhow::Result<()> {
+        let ready = self.console.wait("sign of being ready", limit, Console::ready);
+        ready.and_then(|outcome| outcome.map_err(|text| anyhow!(text)))
+    }
+
+    /// The heartbeats that arrived on this side.
+    #[must_use]
+    pub fn heartbeats(&self) -> Vec<Beat> {
+        self.console.beats()
+    }
+
+    /// The heartbeats of a guest that moved from here to `destination`.
+    #[must_use]
+    pub fn heartbeats_across(&self, destination: &Self) -> Vec<Beat> {
+        self.console.beats_across(&destination.console)
+    }
+
+    /// What the guest told of its disks, a line a second for each of its disk threads, and when each arrived.
+    #[must_use]
+    pub fn disk_seconds(&self) -> Vec<(Instant, DiskSecond)> {
+        self.console.disk_seconds()
+    }
+
+    /// Waits for `count` heartbeats that arrive after `moment`, and returns all that did.
+    ///
+    /// # Errors
+    /// When they do not come within `limit`.
+    pub fn wait_for_heartbeats_after(
+        &self,
+        moment: Instant,
+        count: usize,
+        limit: Duration,
+    ) -> anyhow::Result<Vec<Beat>> {
+        self.console.wait(&format!("{count} heartbeats"), limit, |console| {
+            let mut beats = console.beats();
+            beats.retain(|beat| beat.at > moment);
+            (beats.len() >= count).then_some(beats)
+        })
+    }
+
+    /// Lines of this side that tell of damaged memory, from the guest or from its kernel.
+    #[must_use]
+    pub fn bugs(&self) -> Vec<String> {
+        self.console.bugs()
+    }
+
+    /// All that the guest printed on this side.
+    #[must_use]
+    pub fn console_lines(&self) -> Vec<String> {
+        self.console.lines()
+    }
+
+    /// What QEMU itself complained of.
+    #[must_use]
+    pub fn errors(&self) -> String {
+        std::fs::read_to_string(self.place.file("stderr")).unwrap_or_default()
+    }
+
+    /// Ends QEMU at once, as a crash would.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Asks QEMU to run the guest on.
+    ///
+    /// # Errors
+    /// When QEMU refuses.
+    pub fn resume(&mut self) -> anyhow::Result<()> {
+        self.qmp.execute("cont", json!({})).map(drop).map_err(Into::into)
+    }
+}
+
+impl Drop for TestVm {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// A QEMU that is not yet known to work; it is ended unless it does.
+struct Started {
+    child: Option<Child>,
+}
+
+impl Started {
+    fn talk(&mut self, place: &Place) -> anyhow::Result<(Qmp, Console)> {
+        let child = self.child.as_mut().context("QEMU was ended")?;
+        let console = Console::read(child.stdout.take().context("QEMU has no standard output")?);
+        let deadline = Instant::now() + START_LIMIT;
+        loop {
+            match Qmp::connect(&place.file("qmp-test")) {
+                Ok(qmp) => return Ok((qmp, console)),
+                Err(_) if child.try_wait()?.is_none() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Err(problem) => {
+                    let said = std::fs::read_to_string(place.file("stderr")).unwrap_or_default();
+                    bail!("QEMU did not come up: {problem}; it said: {}", said.trim());
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
+    let size = config.guest.memory.0;
+    let path = place.ram().display();
+    let backend = match config.backend {
+        Backend::SharedFile => format!("memory-backend-file,id=mem,size={size},share=on,mem-path={path}"),
+        Backend::PrivateFile => format!("memory-backend-file,id=mem,size={size},share=off,mem-path={path}"),
+        Backend::Anonymous => format!("memory-backend-ram,id=mem,size={size},reserve=off"),
+        Backend::Memfd => format!("memory-backend-memfd,id=mem,size={size},share=on"),
+    };
+    let socket = |name: &str| format!("unix:{},server=on,wait=off", place.file(name).display());
+    let words = [
+        ["-accel", "tcg"],
+        ["-machine", "q35,memory-backend=mem"],
+        ["-object", &backend],
+        ["-m", &format!("{}M", size >> 20)],
+        ["-smp", &config.cpus.to_string()],
+        ["-display", "none"],
+        ["-vga", "none"],
+        ["-serial", "stdio"],
+        ["-qmp", &socket("qmp")],
+        ["-qmp", &socket("qmp-test")],
+        ["-pidfile", &place.pid_file().display().to_string()],
+    ];
+    let flags = ["-nodefaults", "-no-reboot"];
+    words.iter().flatten().chain(&flags).map(|&word| word.to_owned()).collect()
+}
