@@ -2,19 +2,23 @@
 
 use std::fmt;
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, OwnedFd};
+use std::net::{Shutdown, ToSocketAddrs};
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
-use vsock::{VsockListener, VsockStream};
+use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
 
 use crate::{holder, limits};
+
+/// VMADDR_CID_ANY (vsock(7)).
+const CID_ANY: u32 = u32::MAX;
+/// Connections that may wait to be accepted: a source's channels, and some strangers.
+const BACKLOG: i32 = 128;
 
 /// Where a destination listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +56,7 @@ impl FromStr for Address {
         }
         if let Some(vsock) = text.strip_prefix("vsock:") {
             let (cid, port) = vsock.split_once(':').ok_or_else(error)?;
-            let cid = if cid == "any" { vsock::VMADDR_CID_ANY } else { cid.parse().map_err(|_| error())? };
+            let cid = if cid == "any" { CID_ANY } else { cid.parse().map_err(|_| error())? };
             return Ok(Self::Vsock(cid, port.parse().map_err(|_| error())?));
         }
         let tcp = text.strip_prefix("tcp:").unwrap_or(text);
@@ -65,25 +69,31 @@ impl FromStr for Address {
     }
 }
 
+impl Address {
+    /// As the kernel takes it; a host's name may have several.
+    fn resolve(&self) -> io::Result<Vec<SockAddr>> {
+        match self {
+            Self::Tcp(text) => Ok(text.to_socket_addrs()?.map(SockAddr::from).collect()),
+            Self::Unix(path) => Ok(vec![SockAddr::unix(path)?]),
+            Self::Vsock(cid, port) => Ok(vec![SockAddr::vsock(*cid, *port)]),
+        }
+    }
+}
+
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp(address) => f.write_str(address),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Vsock(vsock::VMADDR_CID_ANY, port) => write!(f, "vsock:any:{port}"),
+            Self::Vsock(CID_ANY, port) => write!(f, "vsock:any:{port}"),
             Self::Vsock(cid, port) => write!(f, "vsock:{cid}:{port}"),
         }
     }
 }
 
-/// One connection.
+/// One connection, whatever it goes over.
 #[derive(Debug)]
-pub enum Stream {
-    /// Over TCP.
-    Tcp(TcpStream),
-    /// Over a unix socket; or over vsock, which has a connection's usual calls and no type in the standard library.
-    Unix(UnixStream),
-}
+pub struct Stream(Socket);
 
 impl Stream {
     /// Connects to `address` within [`limits::CONNECT`].
@@ -91,41 +101,27 @@ impl Stream {
     /// # Errors
     /// When nobody answers there.
     pub fn connect(address: &Address) -> io::Result<Self> {
-        match address {
-            Address::Unix(path) => Ok(Self::Unix(UnixStream::connect(path)?)),
-            Address::Vsock(cid, port) => {
-                let stream = VsockStream::connect_with_cid_port(*cid, *port)?;
-                Ok(Self::Unix(OwnedFd::from(stream).into()))
-            }
-            Address::Tcp(text) => {
-                let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-                for socket_address in text.to_socket_addrs()? {
-                    match TcpStream::connect_timeout(&socket_address, limits::CONNECT) {
-                        Ok(stream) => return Self::from_tcp(stream),
-                        Err(error) => last = error,
-                    }
-                }
-                Err(last)
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in address.resolve()? {
+            let socket = Socket::new(address.domain(), Type::STREAM, None)?;
+            match socket.connect_timeout(&address, limits::CONNECT) {
+                Ok(()) => return Self(socket).with_limits(),
+                Err(error) => last = error,
             }
         }
-        .and_then(Self::with_limits)
-    }
-
-    fn from_tcp(stream: TcpStream) -> io::Result<Self> {
-        stream.set_nodelay(true)?;
-        // A cable that was pulled must not be waited for longer than this, whether we send (user timeout) or
-        // only listen (keep-alive): tcp(7).
-        let limit = limits::LINK;
-        let socket = stream.as_fd();
-        sockopt::set_tcp_user_timeout(socket, limit.as_millis() as u32)?;
-        sockopt::set_socket_keepalive(socket, true)?;
-        sockopt::set_tcp_keepidle(socket, limit / 2)?;
-        sockopt::set_tcp_keepintvl(socket, limit / 5)?;
-        sockopt::set_tcp_keepcnt(socket, 3)?;
-        Self::Tcp(stream).with_limits()
+        Err(last)
     }
 
     fn with_limits(self) -> io::Result<Self> {
+        if matches!(self.0.domain()?, Domain::IPV4 | Domain::IPV6) {
+            self.0.set_tcp_nodelay(true)?;
+            // A cable that was pulled must not be waited for longer than this, whether we send (user timeout) or
+            // only listen (keep-alive): tcp(7).
+            let limit = limits::LINK;
+            self.0.set_tcp_user_timeout(Some(limit))?;
+            let alive = TcpKeepalive::new().with_time(limit / 2).with_interval(limit / 5).with_retries(3);
+            self.0.set_tcp_keepalive(&alive)?;
+        }
         self.set_write_limit(limits::WRITE)?;
         Ok(self)
     }
@@ -135,10 +131,7 @@ impl Stream {
     /// # Errors
     /// When the kernel refuses.
     pub fn set_write_limit(&self, limit: Duration) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_write_timeout(Some(limit)),
-            Self::Unix(stream) => stream.set_write_timeout(Some(limit)),
-        }
+        self.0.set_write_timeout(Some(limit))
     }
 
     /// Limits the time of one read; `None`: wait for as long as the link stands.
@@ -146,22 +139,21 @@ impl Stream {
     /// # Errors
     /// When the kernel refuses.
     pub fn set_read_limit(&self, limit: Option<Duration>) -> io::Result<()> {
-        match self {
-            Self::Tcp(stream) => stream.set_read_timeout(limit),
-            Self::Unix(stream) => stream.set_read_timeout(limit),
-        }
+        self.0.set_read_timeout(limit)
     }
 
     /// Who is at the other end, as an operator would call it.
     #[must_use]
     pub fn peer(&self) -> String {
-        match self {
-            Self::Tcp(stream) => stream.peer_addr().map_or_else(|_| "a host".to_owned(), |at| at.to_string()),
-            Self::Unix(stream) => match sockopt::socket_peercred(stream) {
-                Ok(peer) => format!("process {}", peer.pid.as_raw_nonzero()),
-                // Over vsock (vsock(7)), or a process of a namespace that this one cannot see.
-                Err(_) => "another machine".to_owned(),
-            },
+        let peer = self.0.peer_addr().ok();
+        if let Some(at) = peer.as_ref().and_then(SockAddr::as_socket) {
+            return at.to_string();
+        }
+        match (sockopt::socket_peercred(&self.0), peer.and_then(|peer| peer.as_vsock_address())) {
+            (_, Some((cid, _))) => format!("machine {cid} (vsock)"),
+            (Ok(peer), None) => format!("process {}", peer.pid.as_raw_nonzero()),
+            // A process of a namespace that this one cannot see.
+            (Err(_), None) => "another machine".to_owned(),
         }
     }
 
@@ -170,46 +162,37 @@ impl Stream {
     /// # Errors
     /// When descriptors are exhausted.
     pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(match self {
-            Self::Tcp(stream) => Self::Tcp(stream.try_clone()?),
-            Self::Unix(stream) => Self::Unix(stream.try_clone()?),
-        })
+        self.0.try_clone().map(Self)
     }
 
     /// Ends the connection both ways; reads and writes in other threads return.
     pub fn shut_down(&self) {
-        self.shut(Shutdown::Both);
+        // It fails when the peer was first, which is as good.
+        let _ = self.0.shutdown(Shutdown::Both);
     }
 
     /// Ends the sending direction: the peer reads what is on its way, then the end.
     pub fn shut_down_write(&self) {
-        self.shut(Shutdown::Write);
+        let _ = self.0.shutdown(Shutdown::Write);
     }
+}
 
-    fn shut(&self, how: Shutdown) {
-        // It fails when the peer was first, which is as good.
-        let _ = match self {
-            Self::Tcp(stream) => stream.shutdown(how),
-            Self::Unix(stream) => stream.shutdown(how),
-        };
+impl From<UnixStream> for Stream {
+    /// A connection that was made elsewhere.
+    fn from(stream: UnixStream) -> Self {
+        Self(stream.into())
     }
 }
 
 impl Read for Stream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.read(buffer),
-            Self::Unix(stream) => stream.read(buffer),
-        }
+        self.0.read(buffer)
     }
 }
 
 impl Write for Stream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Tcp(stream) => stream.write(bytes),
-            Self::Unix(stream) => stream.write(bytes),
-        }
+        self.0.write(bytes)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -220,13 +203,13 @@ impl Write for Stream {
 /// A listening socket, and other handles to the same one; a unix socket's file is removed with the
 /// last of them.
 #[derive(Clone, Debug)]
-pub struct Listener(Arc<Socket>);
+pub struct Listener(Arc<Listening>);
 
 #[derive(Debug)]
-enum Socket {
-    Tcp(TcpListener),
-    Unix(UnixListener, PathBuf),
-    Vsock(VsockListener),
+struct Listening {
+    socket: Socket,
+    /// The file of a unix socket.
+    path: Option<PathBuf>,
 }
 
 impl Listener {
@@ -249,17 +232,29 @@ impl Listener {
     }
 
     fn bind_now(address: &Address) -> io::Result<Self> {
-        let socket = match address {
-            Address::Tcp(text) => Socket::Tcp(TcpListener::bind(text.as_str())?),
-            Address::Unix(path) => Socket::Unix(UnixListener::bind(path)?, path.clone()),
-            Address::Vsock(cid, port) => Socket::Vsock(VsockListener::bind_with_cid_port(*cid, *port)?),
-        };
-        match &socket {
-            Socket::Tcp(listener) => listener.set_nonblocking(true)?,
-            Socket::Unix(listener, _) => listener.set_nonblocking(true)?,
-            Socket::Vsock(listener) => listener.set_nonblocking(true)?,
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for at in address.resolve()? {
+            match Self::bind_one(&at) {
+                Ok(socket) => {
+                    let path = if let Address::Unix(path) = address { Some(path.clone()) } else { None };
+                    return Ok(Self(Arc::new(Listening { socket, path })));
+                }
+                Err(error) => last = error,
+            }
         }
-        Ok(Self(Arc::new(socket)))
+        Err(last)
+    }
+
+    fn bind_one(at: &SockAddr) -> io::Result<Socket> {
+        let socket = Socket::new(at.domain(), Type::STREAM, None)?;
+        if at.as_socket().is_some() {
+            // A port is free again at once when its last listener has gone.
+            socket.set_reuse_address(true)?;
+        }
+        socket.bind(at)?;
+        socket.listen(BACKLOG)?;
+        socket.set_nonblocking(true)?;
+        Ok(socket)
     }
 
     /// Where it listens, with the port that port 0 became.
@@ -267,14 +262,15 @@ impl Listener {
     /// # Errors
     /// When the kernel does not tell.
     pub fn address(&self) -> io::Result<Address> {
-        Ok(match &*self.0 {
-            Socket::Tcp(listener) => Address::Tcp(listener.local_addr()?.to_string()),
-            Socket::Unix(_, path) => Address::Unix(path.clone()),
-            Socket::Vsock(listener) => {
-                let address = listener.local_addr()?;
-                Address::Vsock(address.cid(), address.port())
-            }
-        })
+        if let Some(path) = &self.0.path {
+            return Ok(Address::Unix(path.clone()));
+        }
+        let address = self.0.socket.local_addr()?;
+        match (address.as_vsock_address(), address.as_socket()) {
+            (Some((cid, port)), _) => Ok(Address::Vsock(cid, port)),
+            (None, Some(address)) => Ok(Address::Tcp(address.to_string())),
+            (None, None) => Err(io::ErrorKind::Unsupported.into()),
+        }
     }
 
     /// The next connection, or `None` when `until` passes or `stop` answers yes first.
@@ -283,21 +279,10 @@ impl Listener {
     /// When accepting fails.
     pub fn accept(&self, until: Option<Instant>, stop: impl Fn() -> bool) -> io::Result<Option<Stream>> {
         loop {
-            let accepted = match &*self.0 {
-                Socket::Tcp(listener) => listener.accept().map(|(stream, _)| Stream::Tcp(stream)),
-                Socket::Unix(listener, _) => listener.accept().map(|(stream, _)| Stream::Unix(stream)),
-                Socket::Vsock(listener) => {
-                    listener.accept().map(|(stream, _)| Stream::Unix(OwnedFd::from(stream).into()))
-                }
-            };
-            match accepted {
-                Ok(Stream::Tcp(stream)) => {
-                    stream.set_nonblocking(false)?;
-                    return Stream::from_tcp(stream).map(Some);
-                }
-                Ok(Stream::Unix(stream)) => {
-                    stream.set_nonblocking(false)?;
-                    return Stream::Unix(stream).with_limits().map(Some);
+            match self.0.socket.accept() {
+                Ok((socket, _)) => {
+                    socket.set_nonblocking(false)?;
+                    return Stream(socket).with_limits().map(Some);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 // The peer gave up between its SYN and our accept.
@@ -314,13 +299,8 @@ impl Listener {
 
     fn wait_readable(&self, limit: Duration) {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        let fd = match &*self.0 {
-            Socket::Tcp(listener) => listener.as_fd(),
-            Socket::Unix(listener, _) => listener.as_fd(),
-            Socket::Vsock(listener) => listener.as_fd(),
-        };
         let timeout = Timespec { tv_sec: 0, tv_nsec: i64::from(limit.subsec_nanos()) };
-        let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&timeout));
+        let _ = poll(&mut [PollFd::new(&self.0.socket, PollFlags::IN)], Some(&timeout));
     }
 }
 
@@ -358,9 +338,9 @@ fn with_cure(error: io::Error, address: &Address) -> io::Error {
     io::Error::new(error.kind(), cure)
 }
 
-impl Drop for Socket {
+impl Drop for Listening {
     fn drop(&mut self) {
-        if let Self::Unix(_, path) = self {
+        if let Some(path) = &self.path {
             let _ = std::fs::remove_file(path);
         }
     }
@@ -389,7 +369,7 @@ mod tests {
         let ours = Stream::connect(&listener.address().unwrap()).unwrap();
         let theirs = listener.accept(None, || false).unwrap().unwrap();
         for stream in [ours, theirs] {
-            let Stream::Tcp(stream) = stream else { panic!("another kind of connection") };
+            let stream = stream.0;
             let limit = sockopt::tcp_user_timeout(&stream).unwrap();
             assert_eq!(u128::from(limit), limits::LINK.as_millis());
             assert!(sockopt::socket_keepalive(&stream).unwrap());
@@ -421,7 +401,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("godwit-listen-{}", std::process::id()));
         let address = Address::Unix(path.clone());
         // As a receiver that was killed leaves it.
-        drop(UnixListener::bind(&path).unwrap());
+        drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         let listener = Listener::bind(&address).unwrap();
         assert!(refused(&address).starts_with(&own));
         drop(listener);
@@ -449,14 +429,14 @@ mod tests {
         let skip = |why: &str, error: io::Error| {
             let _ = writeln!(io::stderr(), "SKIPPED {test}: {why}: {error}");
         };
-        let any = Address::Vsock(vsock::VMADDR_CID_ANY, u32::MAX);
+        let any = Address::Vsock(CID_ANY, u32::MAX);
         let listener = match Listener::bind(&any) {
             Ok(listener) => listener,
             Err(error) => return skip("this kernel has no vsock", error),
         };
         let Address::Vsock(_, port) = listener.address().unwrap() else { panic!("another kind of address") };
         assert!(listener.accept(Some(Instant::now()), || false).unwrap().is_none());
-        match Stream::connect(&Address::Vsock(vsock::VMADDR_CID_LOCAL, port)) {
+        match Stream::connect(&Address::Vsock(1, port)) {
             Err(error) => skip("vsock does not loop back here (module vsock_loopback)", error),
             Ok(mut ours) => {
                 let mut theirs = listener.accept(None, || false).unwrap().unwrap();

@@ -245,7 +245,7 @@ mod tests {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         frame[at] ^= 1;
         ours.write_all(&frame).unwrap();
-        FrameReader::new(Stream::Unix(theirs), "source").frame().map(drop)
+        FrameReader::new(Stream::from(theirs), "source").frame().map(drop)
     }
 
     #[test]

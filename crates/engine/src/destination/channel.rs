@@ -142,7 +142,7 @@ mod tests {
         };
         Channel {
             number,
-            reader: FrameReader::new(Stream::Unix(stream), PEER),
+            reader: FrameReader::new(Stream::from(stream), PEER),
             place: Box::new(place),
             received: Arc::default(),
             barriers: Arc::clone(barriers),
