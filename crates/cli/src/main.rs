@@ -12,13 +12,15 @@ mod migrate;
 mod plan;
 mod receive;
 mod run_directory;
+mod settings;
+mod shell;
 mod simulate;
 mod steer;
 mod vm;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use godwit_terminal::{layout, output, process, say};
 use godwit_units::GRAMMAR;
 
@@ -57,6 +59,10 @@ enum Command {
     Microvm(microvm::Command),
     /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
     Simulate(simulate::Arguments),
+    /// Print what makes a shell complete godwit's commands, options and settings.
+    Completions(shell::CompletionsArguments),
+    /// Print a page of the manual: `godwit man | man -l -`.
+    Man(shell::ManArguments),
     /// Stand in for a godwit that is killed; godwit starts it by itself.
     #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
     Guard(guard::Arguments),
@@ -83,7 +89,14 @@ fn without_hidden(mut error: clap::Error) -> clap::Error {
 
 fn main() -> ExitCode {
     let arguments = Arguments::try_parse().unwrap_or_else(|error| without_hidden(error).exit());
-    if matches!(arguments.command, Command::Plan(_) | Command::Status(_) | Command::Simulate(_)) {
+    if matches!(
+        arguments.command,
+        Command::Plan(_)
+            | Command::Status(_)
+            | Command::Simulate(_)
+            | Command::Completions(_)
+            | Command::Man(_)
+    ) {
         say::ends_quietly();
     }
     match arguments.command {
@@ -96,14 +109,14 @@ fn main() -> ExitCode {
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Simulate(arguments) => simulate::run(&arguments),
+        Command::Completions(arguments) => shell::completions(&arguments, Arguments::command()),
+        Command::Man(arguments) => shell::man(&arguments, Arguments::command()),
         Command::Guard(arguments) => guard::run(&arguments),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     fn refused(line: &str) -> String {

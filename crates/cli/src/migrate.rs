@@ -8,12 +8,10 @@ use clap::{Args, ValueEnum};
 use godwit_block::{DiskChoice, parse_granularity};
 use godwit_control::client;
 use godwit_control::messages::{Cost, DiskWish};
-use godwit_engine::Cancel;
 use godwit_engine::address::Address;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
-use godwit_engine::steering::{Steering, SteeringError};
-use godwit_policy::SettingError;
+use godwit_engine::steering::Steering;
 use godwit_qemu::{QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
@@ -21,7 +19,8 @@ use serde_json::{Value, json};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
-use crate::steer::{self, Engine, Host, assignment};
+use crate::settings::Given;
+use crate::steer::{self, Engine, Host};
 use crate::vm::{RequestError, VmName, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
@@ -37,32 +36,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "ADDR")]
     to: Address,
 
-    /// The longest expected downtime at which the guest is stopped [default: 300ms]
-    #[arg(long, value_name = "TIME", value_parser = setting("downtime-limit"))]
-    downtime_limit: Option<String>,
-
-    /// The most that is sent, in bits (10Gbit) or bytes (128MiB/s) a second [default: all the link carries]
-    #[arg(long, value_name = "RATE", value_parser = setting("max-bandwidth"))]
-    max_bandwidth: Option<String>,
-
-    /// What the link carries at the switchover, if you know better than what was measured; downtimes are
-    /// expected by it [default: as measured]
-    #[arg(long, value_name = "RATE", value_parser = setting("switchover-bandwidth"))]
-    switchover_bandwidth: Option<String>,
-
-    /// Give up when no round came closer to the downtime limit for this long, with all that helps in force; 0s: never
-    /// [default: 60s]
-    #[arg(long, value_name = "TIME", value_parser = setting("patience"))]
-    patience: Option<String>,
-
-    /// How a guest that outruns the link is slowed down: adaptive, governor, vcpus, direct, staged, auto-converge or off
-    /// [default: adaptive: its first writes are rationed where that can be done, else its processors are throttled]
-    #[arg(long, value_name = "MODE", value_parser = setting("throttle"))]
-    throttle: Option<String>,
-
-    /// Any other setting, as `godwit set` takes it: delay-hot-percent=0, downtime-ceiling=1s, ...
-    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
-    settings: Vec<(String, String)>,
+    #[command(flatten)]
+    settings: Given,
 
     /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the process id]
     #[arg(long, value_name = "NAME", value_parser = name)]
@@ -71,11 +46,6 @@ pub(crate) struct Arguments {
     /// Compare digests of all memory on both sides before the destination may run; adds to the downtime
     #[arg(long)]
     verify: bool,
-
-    /// How pages are compressed: auto, none, lz4, lz4:ACCELERATION (1 to 1000), zstd, zstd:LEVEL (-50 to 19) [default: auto,
-    /// which chooses by link, processor and pages, and changes its mind]
-    #[arg(long, value_name = "CODEC", value_parser = setting("compression"))]
-    compression: Option<String>,
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
@@ -173,19 +143,6 @@ impl From<FaultName> for Fault {
     }
 }
 
-/// Checks a flag that is one of the settings.
-fn setting(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync + 'static {
-    move |value| {
-        let typed = vec![(key.to_owned(), value.to_owned())];
-        match Steering::typed(typed, Cancel::default()) {
-            Ok(_) => Ok(value.to_owned()),
-            // The flag and the value are named already.
-            Err(SteeringError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
-            Err(error) => Err(error.to_string()),
-        }
-    }
-}
-
 fn channels(text: &str) -> Result<u8, String> {
     if text == "auto" {
         let processors = std::thread::available_parallelism().map_or(2, usize::from);
@@ -220,26 +177,10 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
-impl Arguments {
-    /// All settings that were given, by name; the flags first.
-    fn typed(&self) -> Vec<(String, String)> {
-        let flags = [
-            ("downtime-limit", &self.downtime_limit),
-            ("max-bandwidth", &self.max_bandwidth),
-            ("switchover-bandwidth", &self.switchover_bandwidth),
-            ("patience", &self.patience),
-            ("throttle", &self.throttle),
-            ("compression", &self.compression),
-        ];
-        let flags = flags.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value.clone()?)));
-        flags.chain(self.settings.iter().cloned()).collect()
-    }
-}
-
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    let steering = match Steering::typed(arguments.typed(), cancel) {
+    let steering = match Steering::typed(arguments.settings.0.clone(), cancel) {
         Ok(steering) => steering,
         Err(error) => {
             output::refusal(&error, arguments.json);

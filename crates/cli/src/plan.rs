@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
-use crate::steer::assignment;
+use crate::settings::Assignment;
 use crate::vm::{VmName, refused_qemu};
 
 /// Bytes on the wire for a page as it is, its share of the run table among them.
@@ -54,7 +54,8 @@ pub(crate) struct Arguments {
     time: Duration,
 
     /// A setting of the migration, as `godwit migrate --set` takes it; then only that is foretold
-    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = assignment)]
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = Assignment,
+        hide_possible_values = true)]
     settings: Vec<(String, String)>,
 
     /// Disks that would move along, as for `godwit migrate`: prints the commands that make images for them at the destination, where
@@ -372,8 +373,8 @@ fn as_json(measured: &Measured, settings: &[(String, Settings)], plans: &[Plan])
                 .iter()
                 .zip(forecasts)
                 .map(|((name, settings), forecast)| {
-                    let shown: serde_json::Map<String, Value> = settings
-                        .shown()
+                    let shown: serde_json::Map<String, Value> = Settings::TABLE
+                        .shown(settings)
                         .into_iter()
                         .map(|(key, value)| (key.to_owned(), value.into()))
                         .collect();

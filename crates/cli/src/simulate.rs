@@ -17,6 +17,7 @@ use crate::layout;
 use crate::output::json_line;
 use crate::plan;
 use crate::process::FAILED;
+use crate::settings;
 
 /// Simulate a migration: nothing real is touched.
 ///
@@ -104,10 +105,7 @@ fn list() {
         println!("{}", layout::wrap(&format!("  {name:<12} "), shows, 15, width));
     }
     println!("settings");
-    for key in Settings::keys() {
-        let text = format!("{} [{}; default {}]", key.meaning, key.unit, key.default);
-        println!("{}", layout::wrap(&format!("  {:<18} ", key.name), &text, 21, width));
-    }
+    print!("{}", settings::list(Settings::TABLE.about(), width));
 }
 
 fn perform(arguments: &Arguments) -> anyhow::Result<()> {

@@ -17,13 +17,14 @@ use godwit_control::steer::{Socket, steer};
 use godwit_control::{ControlError, client};
 use godwit_engine::steering::Steering;
 use godwit_qemu::monitor::Qmp;
-use godwit_units::{GRAMMAR, TypedRate, format_duration};
+use godwit_units::{TypedRate, format_duration};
 use serde_json::{Value, json};
 
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
+use crate::settings::{self, Assignment};
 use crate::vm::{VmName, refused_qemu};
 
 /// Requests are short, and so are those who make them.
@@ -54,12 +55,13 @@ pub(crate) struct StatusArguments {
 
 /// Change settings of a migration that runs; all or none of them.
 #[derive(Debug, Args)]
-#[command(after_help = GRAMMAR)]
+#[command(after_help = settings::help())]
 pub(crate) struct SetArguments {
     #[command(flatten)]
     which: Which,
-    /// What to set, such as downtime-limit=100ms, max-bandwidth=1Gbit or throttle=off; `godwit status` lists them all
-    #[arg(required = true, value_name = "KEY=VALUE", value_parser = assignment)]
+    /// What to set, such as downtime-limit=100ms, max-bandwidth=1Gbit or throttle=off
+    #[arg(required = true, value_name = "KEY=VALUE", value_parser = Assignment,
+        hide_possible_values = true)]
     settings: Vec<(String, String)>,
 }
 
@@ -78,14 +80,6 @@ pub(crate) struct SwitchoverArguments {
 pub(crate) struct CancelArguments {
     #[command(flatten)]
     which: Which,
-}
-
-/// A `key=value`.
-pub(crate) fn assignment(text: &str) -> Result<(String, String), String> {
-    match text.split_once('=') {
-        Some((key, value)) => Ok((key.trim().to_owned(), value.trim().to_owned())),
-        None => Err("write it as key=value, such as downtime-limit=300ms".to_owned()),
-    }
 }
 
 /// What the machine says of itself, in QEMU's words for a QEMU.

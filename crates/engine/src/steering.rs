@@ -1,25 +1,20 @@
 //! A handle on a migration in progress: for whoever looks at it, changes it or ends it while it runs.
 //!
-//! Invariant: a change is either taken whole or refused with the reason, and after the switchover has begun none is
-//! taken. The engine reads the handle at every tick and puts in force what it finds.
+//! Invariant: a change is either taken whole or refused with the reason, and after the switchover has
+//! begun none is taken. The settings are kept here and nowhere else: the engine reads the handle at
+//! every tick and puts in force what it finds, and where it cannot, it changes them here too, so
+//! that whoever looks sees what is in force.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use godwit_policy::{SettingError, Settings};
-use godwit_units::{ParseError, Rate, TypedRate, format_duration};
+use godwit_policy::{About, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value};
+use godwit_units::{TypedRate, format_duration};
 
 use crate::Cancel;
 use crate::address::Address;
 use crate::compression::Compression;
 use crate::report::Progress;
-
-/// The settings that are the engine's own and not the policy's.
-pub const MAX_BANDWIDTH: &str = "max-bandwidth";
-/// See [`Compression`].
-pub const COMPRESSION: &str = "compression";
-/// What `max-bandwidth` may be set to.
-const ALLOWED: &str = "use a rate such as 10Gbit or 128MiB/s, or off for all that the link carries";
 
 /// The handle. Cloning shares it.
 #[derive(Clone, Debug)]
@@ -32,7 +27,10 @@ pub struct Steering {
 struct Live {
     settings: Settings,
     own: Own,
-    changes: Vec<Change>,
+    /// Whether something was set that the engine has not looked at yet.
+    changed: bool,
+    /// The steps by which the policy has let the downtime limit grow.
+    limit_steps: u32,
     switch_over: bool,
     closed: bool,
     progress: Option<Progress>,
@@ -51,15 +49,49 @@ pub struct Own {
     pub compression: Compression,
 }
 
-/// A change that was taken and is not in force yet.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Change {
-    /// One for the policy: name and value.
-    Setting(String, String),
-    /// One for the limiter.
-    MaxBandwidth(Option<Rate>),
-    /// One for the channels.
-    Compression(Compression),
+impl Own {
+    /// The engine's own settings, in the order in which help shows them.
+    pub const TABLE: Table<Self> = Table(&[
+        Setting {
+            about: About {
+                name: "max-bandwidth",
+                takes: Takes::Rate { such_as: "10Gbit or 128MiB/s" },
+                words: &[("off", "all that the link carries")],
+                default: "off",
+                felt: Felt::AtOnce,
+                meaning: "the most that is sent; off: all that the link carries",
+                option: true,
+            },
+            put: |own, value| {
+                own.max_bandwidth = value.rate();
+                Ok(())
+            },
+            show: |own| own.max_bandwidth.map_or_else(|| "off".to_owned(), |rate| rate.to_string()),
+        },
+        Setting {
+            about: About {
+                name: "compression",
+                takes: Takes::Other { such_as: "lz4:1 to lz4:1000, zstd:-50 to zstd:19" },
+                words: &[("auto", ""), ("none", ""), ("lz4", ""), ("zstd", "")],
+                default: "auto",
+                felt: Felt::AtOnce,
+                meaning: "how pages are compressed; auto: by link, processor and pages, anew all the \
+                          time",
+                option: true,
+            },
+            put: |own, value| {
+                let (Value::Word(text) | Value::Other(text)) = value else { return Ok(()) };
+                own.compression = text.parse()?;
+                Ok(())
+            },
+            show: |own| own.compression.to_string(),
+        },
+    ]);
+}
+
+/// All that can be set, the policy's and the engine's own, in the order in which help shows it.
+pub fn all_settings() -> impl Iterator<Item = &'static About> {
+    Settings::TABLE.about().chain(Own::TABLE.about())
 }
 
 /// Why a change was refused. Nothing has changed.
@@ -99,7 +131,8 @@ impl Steering {
         let live = Live {
             settings,
             own,
-            changes: Vec::new(),
+            changed: false,
+            limit_steps: 0,
             switch_over: false,
             closed: false,
             progress: None,
@@ -117,7 +150,7 @@ impl Steering {
         let steering = Self::new(Settings::default(), Own::default(), cancel);
         steering.set(&typed)?;
         let mut live = steering.live();
-        live.changes.clear();
+        live.changed = false;
         live.typed = typed;
         drop(live);
         Ok(steering)
@@ -135,7 +168,7 @@ impl Steering {
         &self.cancel
     }
 
-    /// Sets all of `typed`, names ([`Settings::keys`] and [`MAX_BANDWIDTH`]) and values. In force at the next tick.
+    /// Sets all of `typed`, names ([`all_settings`]) and values. In force at the next tick.
     ///
     /// # Errors
     /// When there is no such setting, a value is not possible, or the switchover has begun. Then none is set.
@@ -145,36 +178,17 @@ impl Steering {
             return Err(SteeringError::TooLate);
         }
         let (mut settings, mut own) = (live.settings, live.own);
-        let mut changes = Vec::new();
         for (key, value) in typed {
-            match key.trim() {
-                MAX_BANDWIDTH => {
-                    own.max_bandwidth = parse_bandwidth(value)?;
-                    changes.push(Change::MaxBandwidth(own.max_bandwidth.map(TypedRate::rate)));
-                    continue;
-                }
-                COMPRESSION => {
-                    own.compression = value.parse().map_err(|allowed| SettingError::Value {
-                        key: key.clone(),
-                        value: value.clone(),
-                        allowed,
-                    })?;
-                    changes.push(Change::Compression(own.compression));
-                    continue;
-                }
-                _ => {}
+            if let Some(row) = Settings::TABLE.find(key) {
+                row.set(&mut settings, value)?;
+            } else if let Some(row) = Own::TABLE.find(key) {
+                row.set(&mut own, value)?;
+            } else {
+                return Err(SettingError::unknown(key, all_settings()).into());
             }
-            settings.set(key, value).map_err(|error| match error {
-                SettingError::UnknownKey { key, known } => SettingError::UnknownKey {
-                    key,
-                    known: format!("{known}, {MAX_BANDWIDTH}, {COMPRESSION}"),
-                },
-                error => error,
-            })?;
-            changes.push(Change::Setting(key.clone(), value.clone()));
         }
         (live.settings, live.own) = (settings, own);
-        live.changes.append(&mut changes);
+        live.changed = true;
         Ok(())
     }
 
@@ -190,7 +204,7 @@ impl Steering {
         if !force {
             let expected = live.progress.as_ref().and_then(|progress| progress.expected_downtime);
             let expected = expected.ok_or(SteeringError::NotYet)?;
-            let limit = live.settings.downtime_limit;
+            let limit = live.settings.limit_after(live.limit_steps);
             if expected > limit {
                 return Err(SteeringError::AboveLimit { expected, limit });
             }
@@ -209,10 +223,16 @@ impl Steering {
     #[must_use]
     pub fn settings(&self) -> Vec<(&'static str, String)> {
         let live = self.live();
-        let mut shown = live.settings.shown();
-        let most = live.own.max_bandwidth.map_or_else(|| "off".to_owned(), |rate| rate.to_string());
-        shown.extend([(MAX_BANDWIDTH, most), (COMPRESSION, live.own.compression.to_string())]);
+        let mut shown = Settings::TABLE.shown(&live.settings);
+        shown.extend(Own::TABLE.shown(&live.own));
         shown
+    }
+
+    /// The downtime limit in force: the one that is set, or what the policy has let it grow to.
+    #[must_use]
+    pub fn limit(&self) -> Duration {
+        let live = self.live();
+        live.settings.limit_after(live.limit_steps)
     }
 
     /// The policy's settings as they are now.
@@ -240,9 +260,23 @@ impl Steering {
         (live.settings, live.own)
     }
 
-    /// Changes since the last call.
-    pub(crate) fn take_changes(&self) -> Vec<Change> {
-        std::mem::take(&mut self.live().changes)
+    /// All that is set, if something was since the last call.
+    pub(crate) fn take_changes(&self) -> Option<(Settings, Own)> {
+        let mut live = self.live();
+        std::mem::take(&mut live.changed).then_some((live.settings, live.own))
+    }
+
+    /// The guest cannot be slowed down as it is set: `throttle` is in force from now on. Returns all
+    /// settings that then hold.
+    pub(crate) fn fall_back(&self, throttle: ThrottleMode) -> Settings {
+        let mut live = self.live();
+        live.settings.throttle = throttle;
+        live.settings
+    }
+
+    /// The policy has let the downtime limit grow by `steps`.
+    pub(crate) fn limit_has_grown(&self, steps: u32) {
+        self.live().limit_steps = steps;
     }
 
     /// Whether the switchover was asked for.
@@ -261,21 +295,6 @@ impl Steering {
 
     fn live(&self) -> MutexGuard<'_, Live> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// What is typed for [`MAX_BANDWIDTH`].
-///
-/// # Errors
-/// One line that says what would do.
-fn parse_bandwidth(value: &str) -> Result<Option<TypedRate>, SettingError> {
-    match value.trim() {
-        "off" => Ok(None),
-        text => text.parse().map(Some).map_err(|error: ParseError| SettingError::Value {
-            key: MAX_BANDWIDTH.to_owned(),
-            value: text.to_owned(),
-            allowed: error.readings_or(ALLOWED),
-        }),
     }
 }
 
@@ -305,9 +324,11 @@ mod tests {
             assert!(error.contains(words), "{error}");
             assert!(!words.contains("use one of") || error.contains("max-bandwidth"), "{error}");
         }
-        let taken = steering.take_changes();
-        assert_eq!(taken.len(), 2);
-        assert_eq!(taken[0], Change::Setting("downtime-limit".to_owned(), "50ms".to_owned()));
+        let (taken, own) = steering.take_changes().unwrap();
+        assert_eq!(taken.downtime_limit, Duration::from_millis(50));
+        assert_eq!(taken.patience, Settings::default().patience);
+        assert_eq!(own.max_bandwidth, Some("128MiB/s".parse().unwrap()));
+        assert_eq!(steering.take_changes(), None);
         let settings = steering.settings();
         assert!(settings.contains(&("downtime-limit", "50ms".to_owned())));
         assert!(settings.contains(&("patience", "60s".to_owned())), "{settings:?}");
@@ -322,7 +343,46 @@ mod tests {
         steering.close();
         assert_eq!(steering.set(&typed(&[("downtime-limit", "50ms")])), Err(SteeringError::TooLate));
         assert_eq!(steering.switch_over(true), Err(SteeringError::TooLate));
-        assert!(steering.take_changes().is_empty());
+        assert_eq!(steering.take_changes(), None);
+    }
+
+    fn progress(expected: Duration) -> Progress {
+        serde_json::from_value(serde_json::json!({
+            "elapsed_ms": 0.0, "stage": "pre-copy", "round": 3, "round_ended": true,
+            "sent_bytes": 0, "remaining_bytes": 0, "dirty_bytes_per_second": null,
+            "bandwidth_bytes_per_second": null, "remaining_time": null, "throttle": 0.0,
+            "guest_speed": null, "delayed_segments": 0, "advice": null, "warning": null,
+            "expected_downtime_ms": expected.as_secs_f64() * 1e3,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_switchover_goes_by_the_limit_that_the_policy_has_let_grow() {
+        // Regression: it was refused by the limit as it had been set.
+        let steering = steering();
+        steering.set(&typed(&[("downtime-ceiling", "1100ms")])).unwrap();
+        steering.report(&progress(Duration::from_millis(600)));
+        let above = |limit| SteeringError::AboveLimit {
+            expected: Duration::from_millis(600),
+            limit: Duration::from_millis(limit),
+        };
+        assert_eq!(steering.switch_over(false), Err(above(300)));
+        steering.limit_has_grown(2);
+        assert_eq!(steering.switch_over(false), Err(above(500)));
+        steering.limit_has_grown(3);
+        assert_eq!(steering.limit(), Duration::from_millis(600));
+        assert_eq!(steering.switch_over(false), Ok(()));
+    }
+
+    #[test]
+    fn what_is_shown_after_a_fall_back_is_in_force_and_keeps_what_was_set_meanwhile() {
+        let steering = steering();
+        steering.set(&typed(&[("throttle", "governor"), ("patience", "5s")])).unwrap();
+        let settings = steering.fall_back(ThrottleMode::Adaptive);
+        assert_eq!(settings.patience, Some(Duration::from_secs(5)));
+        assert_eq!(steering.take_changes().map(|(settings, _)| settings), Some(settings));
+        assert!(steering.settings().contains(&("throttle", "adaptive".to_owned())));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
-use godwit_policy::Settings;
+use godwit_policy::{Settings, ThrottleMode};
 use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
 
 use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, blocks, options, run};
@@ -203,6 +203,41 @@ fn some_rounds() -> Steering {
         let _ = forced.switch_over(true);
     });
     steering
+}
+
+#[test]
+fn what_is_shown_is_in_force_after_a_fall_back() {
+    // Regression: the policy fell back to another throttle, and `status` went on to show `governor`.
+    let settings = Settings {
+        downtime_limit: Duration::from_secs(10),
+        throttle: ThrottleMode::Governor,
+        ..Settings::default()
+    };
+    let steering = Steering::new(settings, Own::default(), Cancel::default());
+    let (result, ..) = move_steered(&options(2, false), &destination::Faults::default(), false, &steering);
+    assert!(result.is_ok(), "{result:?}");
+    // This machine cannot govern its guest, which within this limit need not be throttled either.
+    assert!(steering.settings().contains(&("throttle", "adaptive".to_owned())));
+}
+
+#[test]
+fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
+    // Regression: the policy let the limit grow to its ceiling, and `switchover` went by the old one.
+    let settings = Settings {
+        downtime_limit: Duration::from_millis(1),
+        downtime_ceiling: Some(Duration::from_secs(80)),
+        patience: None,
+        throttle: ThrottleMode::Off,
+        ..Settings::default()
+    };
+    let own = Own {
+        max_bandwidth: Some("100MiB/s".parse().unwrap()),
+        compression: Compression::Fixed(Codec::None),
+    };
+    let steering = Steering::new(settings, own, Cancel::default());
+    let (result, ..) = move_steered(&options(2, false), &destination::Faults::default(), false, &steering);
+    assert!(result.is_ok(), "{result:?}");
+    assert!(steering.limit() > Duration::from_secs(1), "{:?}", steering.limit());
 }
 
 #[test]

@@ -12,7 +12,7 @@ use crate::govern::Governor;
 use crate::guest::{Class, Guest, Link, time_to_finish};
 use crate::hot::{Bounds, Hot};
 use crate::observe::{Advice, Decision, Delayed, Estimate, Plan, RemainingTime, Round, Tick};
-use crate::settings::{SettingError, Settings, ThrottleMode};
+use crate::settings::{Settings, ThrottleMode};
 use crate::share::Share;
 use crate::throttle::{SEVERE, Throttle, View};
 use crate::{Bandwidth, downtime};
@@ -29,8 +29,6 @@ const PROGRESS: f64 = 0.95;
 const AIM: f64 = 0.85;
 /// The share of the limit that the last round before the switchover aims at.
 const FINALE: f64 = 0.93;
-/// Steps in which the limit grows to its ceiling.
-const STEPS: u32 = 8;
 /// With the patience at its end this many times over, it ends whatever is in force.
 const LAST_STRAW: u32 = 5;
 /// Nor are more rounds made than this without progress, however short they are.
@@ -127,13 +125,10 @@ impl Policy {
         &self.plan
     }
 
-    /// Changes a setting while the migration runs. The plan that follows is to be put into force at once.
-    ///
-    /// # Errors
-    /// As [`Settings::set`]; nothing has changed then.
-    pub fn set(&mut self, key: &str, value: &str) -> Result<Plan, SettingError> {
-        let before = self.settings;
-        self.settings.set(key, value)?;
+    /// Takes changed settings while the migration runs. The plan that follows is to be put into force
+    /// at once.
+    pub fn change(&mut self, settings: Settings) -> Plan {
+        let before = std::mem::replace(&mut self.settings, settings);
         if before.throttle != self.settings.throttle {
             self.throttle = Throttle::default();
             self.governor = Governor::default();
@@ -148,7 +143,13 @@ impl Policy {
         if let Some(share) = self.settings.memory_share {
             self.plan.memory_share = share;
         }
-        Ok(self.plan.clone())
+        self.plan.clone()
+    }
+
+    /// The steps by which the downtime limit has grown: [`Settings::limit_after`].
+    #[must_use]
+    pub fn limit_steps(&self) -> u32 {
+        self.step
     }
 
     /// Takes in what is seen within a round. Some, when another plan is to be put into force at once.
@@ -369,9 +370,7 @@ impl Policy {
     }
 
     fn limit(&self) -> Duration {
-        let limit = self.settings.downtime_limit;
-        let ceiling = self.settings.downtime_ceiling.unwrap_or(limit).max(limit);
-        limit + (ceiling - limit) * self.step / STEPS
+        self.settings.limit_after(self.step)
     }
 
     /// What the last round has of the link: what the operator says, or what was `measured`.
@@ -466,7 +465,7 @@ impl Policy {
             self.without_progress += time;
             self.stuck_rounds += 1;
             if self.stuck_rounds >= 2 {
-                self.step = (self.step + 1).min(STEPS);
+                self.step = (self.step + 1).min(Settings::STEPS);
             }
         }
     }
@@ -482,7 +481,7 @@ impl Policy {
                     || self.throttle.value() >= self.settings.max_throttle.min(0.98) - 1e-9
             }
         };
-        let growing = self.settings.downtime_ceiling.is_some() && self.step < STEPS;
+        let growing = self.settings.downtime_ceiling.is_some() && self.step < Settings::STEPS;
         let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
         let lowering = self.share.may_lower(self.settings.disk_limit);
         let long = self.without_progress >= patience * LAST_STRAW && self.stuck_rounds >= 12;

@@ -13,7 +13,7 @@
 //! 3. At the end of each round, [`Policy::round`]. [`Decision::NextRound`] brings a whole plan. After
 //!    [`Decision::SwitchOver`] the throttle stays until the vCPUs are stopped, and **every** segment is sent, delayed
 //!    or not. After [`Decision::GiveUp`], and whenever a migration ends otherwise, all that was in force is released.
-//! 4. [`Policy::set`] at any time before the switchover; it returns the plan that follows.
+//! 4. [`Policy::change`] at any time before the switchover; it returns the plan that follows.
 //!
 //! `dirty` in rounds and ticks is a look that clears nothing, by segment in a fixed order; it holds written pages
 //! only. `remaining` is what is still to be sent, pages of never-sent segments included.
@@ -38,4 +38,6 @@ mod throttle;
 pub use bandwidth::Bandwidth;
 pub use decide::Policy;
 pub use observe::{Advice, Decision, Delayed, DiskRound, Estimate, Plan, RemainingTime, Round, Tick};
-pub use settings::{DiskLimit, Key, SettingError, Settings, ThrottleMode};
+pub use settings::{
+    About, DiskLimit, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value,
+};

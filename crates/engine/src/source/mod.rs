@@ -48,7 +48,7 @@ use crate::digests::{self, CHUNK_PAGES};
 use crate::limiter::Limiter;
 use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
-use crate::steering::{Change, Own, Steering};
+use crate::steering::{Own, Steering};
 use crate::vm::{SourceVm, VmError};
 use crate::{EngineError, Failure, Phase, Survivor, limits, threads};
 

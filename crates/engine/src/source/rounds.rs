@@ -93,7 +93,7 @@ impl Source<'_> {
         self.warning =
             Some(format!("the guest's writes cannot be governed: {why}; its vCPUs are throttled instead"));
         if self.policy.settings().throttle == ThrottleMode::Governor {
-            let _ = self.policy.set("throttle", "adaptive");
+            self.policy.change(self.steering.fall_back(ThrottleMode::Adaptive));
         }
     }
 
@@ -391,6 +391,7 @@ impl Source<'_> {
             ..Round::default()
         });
         self.estimate = Some(estimate);
+        self.steering.limit_has_grown(self.policy.limit_steps());
         self.remaining = look.remaining;
         self.measures.round_list.push(round);
         self.report(round.round, Stage::PreCopy, true);
@@ -454,21 +455,14 @@ impl Source<'_> {
 
     /// Puts in force what the operator changed since the last tick.
     fn take_changes(&mut self) {
-        for change in self.steering.take_changes() {
-            match change {
-                Change::MaxBandwidth(rate) => self.limiter.set(rate),
-                Change::Compression(compression) => {
-                    self.live.set_compression(compression);
-                    self.check_compression();
-                }
-                // It was found possible when it was taken.
-                Change::Setting(key, value) => {
-                    if let Ok(plan) = self.policy.set(&key, &value) {
-                        self.enforce(&plan);
-                    }
-                }
-            }
+        let Some((settings, own)) = self.steering.take_changes() else { return };
+        self.limiter.set(own.max_bandwidth.map(TypedRate::rate));
+        if own.compression != self.live.compression() {
+            self.live.set_compression(own.compression);
+            self.check_compression();
         }
+        let plan = self.policy.change(settings);
+        self.enforce(&plan);
     }
 
     /// Puts `plan` in force.
@@ -495,7 +489,7 @@ impl Source<'_> {
                 // The guest runs free; without a throttle the policy may still find a way, or gives up and says why.
                 self.throttle = 0.0;
                 self.warning = Some(format!("the guest cannot be throttled: {error}"));
-                let _ = self.policy.set("throttle", "off");
+                self.policy.change(self.steering.fall_back(ThrottleMode::Off));
             }
         }
     }

@@ -3,6 +3,16 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::settings::SettingError;
+
+impl Policy {
+    /// Changes one setting, as it is typed.
+    fn set(&mut self, key: &str, value: &str) -> Result<Plan, SettingError> {
+        let mut settings = self.settings;
+        settings.set(key, value)?;
+        Ok(self.change(settings))
+    }
+}
 
 /// What comes out of whole rounds and ticks.
 mod rounds;

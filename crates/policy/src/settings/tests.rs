@@ -5,8 +5,8 @@ use super::*;
 #[test]
 fn defaults_are_what_the_list_says() {
     let mut settings = Settings::default();
-    for key in Settings::keys() {
-        settings.set(key.name, key.default).unwrap();
+    for about in Settings::TABLE.about() {
+        settings.set(about.name, about.default).unwrap();
     }
     assert_eq!(settings, Settings::default());
 }
@@ -64,7 +64,10 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ),
         ("max-throttle=100", "max-throttle=100 is not possible: use a whole number from 0 to 99"),
         ("delay-hot-percent=-1", "delay-hot-percent=-1 is not possible: use a whole number from 0 to 90"),
-        ("memory-share=1025", "memory-share=1025 is not possible: use a whole number from 0 to 1024"),
+        (
+            "memory-share=1025",
+            "memory-share=1025 is not possible: use a whole number from 0 to 1024, or auto",
+        ),
         (
             "disk-limit=1G",
             "disk-limit=1G is not possible: '1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
@@ -101,9 +104,8 @@ fn the_limit_does_not_pass_the_ceiling() {
 #[test]
 fn what_is_shown_can_be_typed() {
     let mut settings = Settings::default();
-    for (key, shown) in settings.shown() {
-        let default = Settings::keys().iter().find(|known| known.name == key).unwrap().default;
-        assert_eq!(shown, default, "{key}");
+    for (key, shown) in Settings::TABLE.shown(&settings) {
+        assert_eq!(shown, Settings::TABLE.find(key).unwrap().about.default, "{key}");
     }
     for assignment in [
         "downtime-ceiling=2s",
@@ -116,7 +118,7 @@ fn what_is_shown_can_be_typed() {
         settings.assign(assignment).unwrap();
     }
     let mut again = Settings::default();
-    settings.shown().iter().for_each(|(key, value)| again.set(key, value).unwrap());
+    Settings::TABLE.shown(&settings).iter().for_each(|(key, value)| again.set(key, value).unwrap());
     assert_eq!(again, settings);
 }
 
@@ -168,6 +170,26 @@ fn no_time_to_finish_within_is_refused() {
         "finish-within=0s is not possible: use a time from 1s to 1000h, such as 60s, or auto"
     );
     assert_eq!(settings.finish_within, Some(Duration::from_secs(5)));
+}
+
+#[test]
+fn a_limit_grows_to_its_ceiling_in_eight_steps() {
+    let mut settings = Settings::default();
+    assert_eq!([0, 8].map(|steps| settings.limit_after(steps)), [Duration::from_millis(300); 2]);
+    settings.set("downtime-ceiling", "1100ms").unwrap();
+    let grown = [0, 1, 4, 8, 9].map(|steps| settings.limit_after(steps).as_millis());
+    assert_eq!(grown, [300, 400, 700, 1100, 1100]);
+}
+
+#[test]
+fn values_are_told_with_unit_and_range() {
+    let told = |name| Settings::TABLE.find(name).unwrap().about.values();
+    assert_eq!(told("downtime-limit"), "time, 1ms to 1h");
+    assert_eq!(told("downtime-ceiling"), "time, 1ms to 1h, or off");
+    assert_eq!(told("max-throttle"), "percent, 0 to 99");
+    assert_eq!(told("memory-share"), "0 to 1024, or auto");
+    assert_eq!(told("disk-limit"), "rate, auto or off");
+    assert_eq!(told("throttle"), "off, direct, staged, auto-converge, adaptive, governor or vcpus");
 }
 
 #[test]

@@ -1,0 +1,113 @@
+//! `godwit completions` and `godwit man`: what a shell and `man` know of the command, made from the
+//! same definitions as `--help`. What is hidden from help is hidden from both.
+
+use std::process::ExitCode;
+
+use clap::{Args, Command};
+use clap_complete::Shell;
+
+use crate::process::{FAILED, USAGE};
+
+/// Print what makes a shell complete godwit's commands, options and settings.
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArguments {
+    /// The shell: for bash, `source <(godwit completions bash)`
+    shell: Shell,
+}
+
+/// Print a page of the manual: `godwit man | man -l -`.
+#[derive(Debug, Args)]
+pub(crate) struct ManArguments {
+    /// The command, such as migrate or microvm run [default: the page of godwit itself]
+    command: Vec<String>,
+}
+
+pub(crate) fn completions(arguments: &CompletionsArguments, command: Command) -> ExitCode {
+    let mut text = Vec::new();
+    clap_complete::generate(arguments.shell, &mut visible(&command), "godwit", &mut text);
+    print!("{}", String::from_utf8_lossy(&text));
+    ExitCode::SUCCESS
+}
+
+pub(crate) fn man(arguments: &ManArguments, command: Command) -> ExitCode {
+    let mut command = visible(&command);
+    command.build();
+    let found = arguments.command.iter().try_fold(&command, |command, name| command.find_subcommand(name));
+    let Some(found) = found else {
+        let name = arguments.command.join(" ");
+        eprintln!("godwit: there is no command '{name}': `godwit --help` lists them");
+        return ExitCode::from(USAGE);
+    };
+    let mut text = Vec::new();
+    if let Err(error) = clap_mangen::Man::new(found.clone()).render(&mut text) {
+        eprintln!("godwit: the page cannot be made: {error}");
+        return ExitCode::from(FAILED);
+    }
+    print!("{}", String::from_utf8_lossy(&text));
+    ExitCode::SUCCESS
+}
+
+/// `command` without its hidden options and commands, of which completions would tell.
+fn visible(command: &Command) -> Command {
+    let mut copy = Command::new(command.get_name().to_owned());
+    copy = copy.args(command.get_arguments().filter(|argument| !argument.is_hide_set()));
+    copy = copy.subcommands(command.get_subcommands().filter(|one| !one.is_hide_set()).map(visible));
+    if let Some(version) = command.get_version() {
+        copy = copy.version(version.to_owned());
+    }
+    if let Some(about) = command.get_about() {
+        copy = copy.about(about.clone());
+    }
+    if let Some(about) = command.get_long_about() {
+        copy = copy.long_about(about.clone());
+    }
+    if let Some(help) = command.get_after_help() {
+        copy = copy.after_help(help.clone());
+    }
+    copy
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use godwit_engine::steering::all_settings;
+
+    use super::*;
+    use crate::Arguments;
+
+    #[test]
+    fn shells_know_the_settings_and_nothing_that_is_hidden() {
+        for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+            let mut text = Vec::new();
+            clap_complete::generate(shell, &mut visible(&Arguments::command()), "godwit", &mut text);
+            let text = String::from_utf8(text).unwrap();
+            for about in all_settings() {
+                assert!(text.contains(about.name), "{shell}: {}", about.name);
+            }
+            assert!(text.contains("auto-converge"), "{shell}: the words of a setting");
+            for hidden in ["-fault", "-l fault", "slow-channel", "in for a godwit that is killed"] {
+                assert!(!text.contains(hidden), "{shell}: {hidden}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_manual_has_a_page_for_each_command() {
+        let mut command = visible(&Arguments::command());
+        command.build();
+        let page = |command: &Command| {
+            let mut text = Vec::new();
+            clap_mangen::Man::new(command.clone()).render(&mut text).unwrap();
+            String::from_utf8(text).unwrap()
+        };
+        assert!(page(&command).contains("SUBCOMMANDS"));
+        let set = page(command.find_subcommand("set").unwrap());
+        assert!(set.contains("godwit\\-set 1") || set.contains("godwit-set 1"), "{set}");
+        for about in all_settings() {
+            let escaped = about.name.replace('-', "\\-");
+            assert!(set.contains(about.name) || set.contains(&escaped), "{}", about.name);
+        }
+        let migrate = page(command.find_subcommand("migrate").unwrap());
+        assert!(!migrate.contains("fault\\fR") && migrate.contains("downtime"), "{migrate}");
+    }
+}
