@@ -1,7 +1,9 @@
-//! Builds the guest program, which is then part of the VMM: `cargo build` alone gives a machine that runs something.
+//! Builds the guest program, which is then part of the VMM: `cargo build` alone gives a machine
+//! that runs something.
 //!
-//! The guest is for the bare machine but needs no target of its own: the ordinary toolchain's `core` and a linker script
-//! do. It is compiled by `rustc` itself, since cargo knows no binary for the machine below the one it builds for.
+//! The guest is for the bare machine but needs no target of its own: the ordinary toolchain's
+//! `core` and a linker script do. It is compiled by `rustc` itself, since cargo knows no binary for
+//! the machine below the one it builds for.
 
 use std::path::Path;
 use std::process::Command;
@@ -20,12 +22,20 @@ fn main() {
         .args(["--target", "x86_64-unknown-linux-gnu"])
         .args(["-C", "panic=abort", "-C", "opt-level=3", "-C", "codegen-units=1"])
         .args(["-C", "relocation-model=static", "-C", "strip=symbols"])
-        .args(["-C", "link-arg=-nostdlib", "-C", "link-arg=-nostartfiles", "-C", "link-arg=-static"])
+        .args([
+            "-C",
+            "link-arg=-nostdlib",
+            "-C",
+            "link-arg=-nostartfiles",
+            "-C",
+            "link-arg=-static",
+        ])
         .args(["-C", "link-arg=-Wl,--build-id=none", "-C", "link-arg=-Wl,-z,norelro", "-C"])
         .arg(format!("link-arg=-Wl,-T,{}", script.display()))
         .arg("-o")
         .arg(&out)
-        // Flags meant for the program around it, such as those of a sanitizer, have no place in the guest.
+        // Flags meant for the program around it, such as those of a sanitizer, have no place in the
+        // guest.
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()

@@ -1,7 +1,9 @@
-//! The few things asked of Debian's package tools: which version there is, fetch it, unpack it, install it.
+//! The few things asked of Debian's package tools: which version there is, fetch it, unpack it,
+//! install it.
 //!
-//! Keeps two promises: every download and installation is announced, and a failure names the command that failed and
-//! the end of what it said. Which packages, and from which suite, is for the callers to say.
+//! Keeps two promises: every download and installation is announced, and a failure names the
+//! command that failed and the end of what it said. Which packages, and from which suite, is for
+//! the callers to say.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -31,7 +33,10 @@ impl Apt {
     }
 
     /// `apt-get` with `args`; its standard output.
-    pub(crate) fn get<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> anyhow::Result<String> {
+    pub(crate) fn get<S: AsRef<OsStr>>(
+        &self,
+        args: impl IntoIterator<Item = S>,
+    ) -> anyhow::Result<String> {
         output(self.command("apt-get").args(args))
     }
 
@@ -52,7 +57,9 @@ impl Apt {
     /// Fetches the package lists.
     pub(crate) fn update(&self) -> anyhow::Result<()> {
         println!("fetching the package lists (apt-get update)");
-        self.get(["update", "-q"]).context("cannot fetch the package lists (this needs root)").map(drop)
+        self.get(["update", "-q"])
+            .context("cannot fetch the package lists (this needs root)")
+            .map(drop)
     }
 
     /// The version that would be installed.
@@ -65,7 +72,8 @@ impl Apt {
         }
     }
 
-    /// The package that the meta-package `package` stands for: its one dependency that begins with `prefix`.
+    /// The package that the meta-package `package` stands for: its one dependency that begins with
+    /// `prefix`.
     pub(crate) fn dependency(&self, package: &str, prefix: &str) -> anyhow::Result<String> {
         let depends = output(self.command("apt-cache").args(["depends", "--important", package]))?;
         depends
@@ -73,14 +81,18 @@ impl Apt {
             .filter_map(|line| line.trim().strip_prefix("Depends: "))
             .find(|name| name.starts_with(prefix))
             .map(str::to_owned)
-            .with_context(|| format!("{package} depends on no {prefix}*: apt-cache depends said {depends:?}"))
+            .with_context(|| {
+                format!("{package} depends on no {prefix}*: apt-cache depends said {depends:?}")
+            })
     }
 
-    /// Downloads `package` into `dir`, which is emptied first; the path of the one file that arrived.
+    /// Downloads `package` into `dir`, which is emptied first; the path of the one file that
+    /// arrived.
     pub(crate) fn download(&self, package: &str, dir: &Path) -> anyhow::Result<PathBuf> {
         empty(dir)?;
         println!("downloading the package {package} {}", self.candidate(package)?);
-        // Apt drops its rights to the user _apt if that one can write there, and says so if not: no failure.
+        // Apt drops its rights to the user _apt if that one can write there, and says so if not: no
+        // failure.
         output(self.command("apt-get").args(["download", "-q", package]).current_dir(dir))?;
         let files = packages_in(dir)?;
         let [file] = &files[..] else {
@@ -92,7 +104,8 @@ impl Apt {
 
 /// The package files in `dir`.
 pub(crate) fn packages_in(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
+    let entries =
+        std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))?;
     let mut files = Vec::new();
     for entry in entries {
         let path = entry?.path();
@@ -120,8 +133,14 @@ pub(crate) fn empty(dir: &Path) -> anyhow::Result<()> {
 /// Fails unless this is Debian or a relative.
 pub(crate) fn ensure_present() -> anyhow::Result<()> {
     for tool in ["apt-get", "apt-cache", "dpkg-deb"] {
-        let found = Command::new(tool).arg("--version").output().is_ok_and(|output| output.status.success());
-        ensure!(found, "{tool} is missing: this needs Debian or a relative of it (tried with Debian 12)");
+        let found = Command::new(tool)
+            .arg("--version")
+            .output()
+            .is_ok_and(|output| output.status.success());
+        ensure!(
+            found,
+            "{tool} is missing: this needs Debian or a relative of it (tried with Debian 12)"
+        );
     }
     Ok(())
 }
@@ -131,7 +150,8 @@ fn output(command: &mut Command) -> anyhow::Result<String> {
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        let mut end: Vec<_> = said.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
+        let mut end: Vec<_> =
+            said.lines().rev().filter(|line| !line.trim().is_empty()).take(3).collect();
         end.reverse();
         bail!("{command:?} failed: {}", end.join("; "));
     }

@@ -1,8 +1,8 @@
-//! A writer of cpio archives in the "newc" form, the one that the kernel unpacks as initramfs (kernel documentation,
-//! "initramfs buffer format").
+//! A writer of cpio archives in the "newc" form, the one that the kernel unpacks as initramfs
+//! (kernel documentation, "initramfs buffer format").
 //!
-//! Keeps one promise: the same entries make the same bytes (no times, no owners, inodes in order), so an image is
-//! rewritten only when its content changed.
+//! Keeps one promise: the same entries make the same bytes (no times, no owners, inodes in order),
+//! so an image is rewritten only when its content changed.
 
 /// An archive in the making.
 #[derive(Debug, Default)]
@@ -42,9 +42,12 @@ impl Archive {
         let size = u32::try_from(content.len()).unwrap_or(u32::MAX);
         let name_size = u32::try_from(name.len() + 1).unwrap_or(u32::MAX);
         let (inode, links, none) = (self.entries, 1, 0);
-        // c_ino mode uid gid nlink mtime filesize devmajor devminor rdevmajor rdevminor namesize check
-        let fields =
-            [inode, mode, none, none, links, none, size, none, none, device.0, device.1, name_size, none];
+        // c_ino mode uid gid nlink mtime filesize devmajor devminor rdevmajor rdevminor namesize
+        // check
+        let fields = [
+            inode, mode, none, none, links, none, size, none, none, device.0, device.1, name_size,
+            none,
+        ];
         self.bytes.extend_from_slice(b"070701");
         for field in fields {
             self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
@@ -92,7 +95,8 @@ mod tests {
         archive.character_device("dev/console", 5, 1);
         archive.program("init", &[7; 13]);
         let bytes = archive.finish();
-        let headers: Vec<_> = (0..bytes.len()).filter(|&at| bytes[at..].starts_with(b"070701")).collect();
+        let headers: Vec<_> =
+            (0..bytes.len()).filter(|&at| bytes[at..].starts_with(b"070701")).collect();
         assert_eq!(headers.len(), 4);
         assert!(headers.iter().all(|at| at % 4 == 0), "{headers:?}");
     }

@@ -1,7 +1,9 @@
-//! `make guest-database`: the memory of a running Linux guest with a database loaded, as a file, for `godwit bench codecs`.
+//! `make guest-database`: the memory of a running Linux guest with a database loaded, as a file,
+//! for `godwit bench codecs`.
 //!
-//! Debian's SQLite and busybox are unpacked, never installed, into an initramfs of their own. The guest fills a database on its
-//! tmpfs (customers, orders, two indexes), says so, and is stopped; its RAM file is what remains.
+//! Debian's SQLite and busybox are unpacked, never installed, into an initramfs of their own. The
+//! guest fills a database on its tmpfs (customers, orders, two indexes), says so, and is stopped;
+//! its RAM file is what remains.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -102,9 +104,19 @@ impl Drop for Guest {
 }
 
 fn start(kernel: &Path, initramfs: &Path, file: &Path) -> anyhow::Result<Child> {
-    let backend = format!("memory-backend-file,id=mem,size={MEMORY},share=on,mem-path={}", file.display());
+    let backend =
+        format!("memory-backend-file,id=mem,size={MEMORY},share=on,mem-path={}", file.display());
     Command::new("qemu-system-x86_64")
-        .args(["-accel", "tcg", "-machine", "q35,memory-backend=mem", "-m", MEMORY, "-object", &backend])
+        .args([
+            "-accel",
+            "tcg",
+            "-machine",
+            "q35,memory-backend=mem",
+            "-m",
+            MEMORY,
+            "-object",
+            &backend,
+        ])
         .args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio", "-kernel"])
         .arg(kernel)
         .arg("-initrd")
@@ -152,7 +164,9 @@ fn find(dir: &Path, name: &str) -> anyhow::Result<Option<PathBuf>> {
             if let Some(found) = find(&path, name)? {
                 return Ok(Some(found));
             }
-        } else if entry.file_name() == name && std::fs::read(&path).is_ok_and(|b| b.starts_with(b"\x7fELF")) {
+        } else if entry.file_name() == name
+            && std::fs::read(&path).is_ok_and(|b| b.starts_with(b"\x7fELF"))
+        {
             return Ok(Some(path));
         }
     }

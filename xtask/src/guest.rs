@@ -1,8 +1,8 @@
 //! `make guest`: Debian's cloud kernel, and an initramfs with the self-checking guest as its init.
 //!
-//! Keeps three promises: nothing is installed (the kernel is unpacked, not set up); a second run changes nothing; and
-//! the image does not hold the beacon's magic number, which an observer would take for the beacon. What the guest does
-//! is left to `godwit-guest-workload`.
+//! Keeps three promises: nothing is installed (the kernel is unpacked, not set up); a second run
+//! changes nothing; and the image does not hold the beacon's magic number, which an observer would
+//! take for the beacon. What the guest does is left to `godwit-guest-workload`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,8 @@ pub(crate) fn build() -> anyhow::Result<()> {
     initramfs(&dir.join("initramfs.cpio"), &modules)
 }
 
-/// Any kernel will do that is there already, with these modules: a newer package is fetched after `rm -r target/guest`.
+/// Any kernel will do that is there already, with these modules: a newer package is fetched after
+/// `rm -r target/guest`.
 fn kernel(path: &Path, modules: &Path) -> anyhow::Result<()> {
     // Some of them may be part of the kernel, so which files there are does not tell.
     let chosen_for = modules.join(LIST);
@@ -52,24 +53,30 @@ fn kernel(path: &Path, modules: &Path) -> anyhow::Result<()> {
     choose_modules(&root.join("lib/modules"), &chosen)?;
     let image = kernel_image(&root.join("boot"))?;
     if modules.exists() {
-        std::fs::remove_dir_all(modules).with_context(|| format!("cannot remove {}", modules.display()))?;
+        std::fs::remove_dir_all(modules)
+            .with_context(|| format!("cannot remove {}", modules.display()))?;
     }
     std::fs::rename(&image, path).with_context(|| format!("cannot move {}", image.display()))?;
-    std::fs::rename(&chosen, modules).with_context(|| format!("cannot move {}", chosen.display()))?;
+    std::fs::rename(&chosen, modules)
+        .with_context(|| format!("cannot move {}", chosen.display()))?;
     std::fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
     println!("{} and {} made from {package}", path.display(), modules.display());
     Ok(())
 }
 
 fn kernel_image(boot: &Path) -> anyhow::Result<PathBuf> {
-    let entries = std::fs::read_dir(boot).with_context(|| format!("cannot list {}", boot.display()))?;
+    let entries =
+        std::fs::read_dir(boot).with_context(|| format!("cannot list {}", boot.display()))?;
     let mut images = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
     images
-        .find(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-")))
+        .find(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
+        })
         .with_context(|| format!("the kernel package has no vmlinuz in {}", boot.display()))
 }
 
-/// Copies [`MODULES`] and what they need from below `from` to `to`, with names that sort in the order of loading.
+/// Copies [`MODULES`] and what they need from below `from` to `to`, with names that sort in the
+/// order of loading.
 fn choose_modules(from: &Path, to: &Path) -> anyhow::Result<()> {
     let mut found = BTreeMap::new();
     find_modules(from, &mut found)?;
@@ -78,7 +85,8 @@ fn choose_modules(from: &Path, to: &Path) -> anyhow::Result<()> {
     apt::empty(to)?;
     for (number, name) in order.iter().enumerate() {
         let file = to.join(format!("{number:02}-{name}.ko"));
-        std::fs::copy(&found[name], &file).with_context(|| format!("cannot write {}", file.display()))?;
+        std::fs::copy(&found[name], &file)
+            .with_context(|| format!("cannot write {}", file.display()))?;
     }
     std::fs::write(to.join(LIST), MODULES.join(" ")).context("cannot write the list of modules")
 }
@@ -89,15 +97,22 @@ fn find_modules(dir: &Path, found: &mut BTreeMap<String, PathBuf>) -> anyhow::Re
         let path = entry?.path();
         if path.is_dir() {
             find_modules(&path, found)?;
-        } else if let Some(name) = path.file_name().and_then(|name| name.to_str()?.strip_suffix(".ko")) {
+        } else if let Some(name) =
+            path.file_name().and_then(|name| name.to_str()?.strip_suffix(".ko"))
+        {
             found.insert(name.replace('-', "_"), path);
         }
     }
     Ok(())
 }
 
-/// Puts `name` into `order`, behind what it needs. A module that is not there is part of the kernel.
-fn require(name: &str, found: &BTreeMap<String, PathBuf>, order: &mut Vec<String>) -> anyhow::Result<()> {
+/// Puts `name` into `order`, behind what it needs. A module that is not there is part of the
+/// kernel.
+fn require(
+    name: &str,
+    found: &BTreeMap<String, PathBuf>,
+    order: &mut Vec<String>,
+) -> anyhow::Result<()> {
     let Some(path) = found.get(name) else { return Ok(()) };
     if order.iter().any(|there| there == name) {
         return Ok(());
@@ -110,9 +125,11 @@ fn require(name: &str, found: &BTreeMap<String, PathBuf>, order: &mut Vec<String
     Ok(())
 }
 
-/// What a module says that it needs: strings `depends=NAME,NAME` of its section .modinfo (kernel, include/linux/module.h).
+/// What a module says that it needs: strings `depends=NAME,NAME` of its section .modinfo (kernel,
+/// include/linux/module.h).
 fn needs(module: &[u8]) -> Vec<String> {
-    let fields = module.split(|&byte| byte == 0).filter_map(|field| field.strip_prefix(b"depends="));
+    let fields =
+        module.split(|&byte| byte == 0).filter_map(|field| field.strip_prefix(b"depends="));
     let names = fields.flat_map(|list| list.split(|&byte| byte == b','));
     names
         .filter(|name| !name.is_empty())
@@ -127,7 +144,10 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     }
     // The kernel opens this for init's standard streams before anything could be mounted.
     archive.character_device("dev/console", 5, 1);
-    archive.program("init", &std::fs::read(guest_program()?).context("cannot read the guest program")?);
+    archive.program(
+        "init",
+        &std::fs::read(guest_program()?).context("cannot read the guest program")?,
+    );
     let mut files: Vec<_> = std::fs::read_dir(modules)?.collect::<Result<_, _>>()?;
     files.retain(|file| file.file_name() != LIST);
     files.sort_by_key(std::fs::DirEntry::file_name);
@@ -150,9 +170,9 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds the guest program, static: the image has no libraries. It has a target directory of its own, since a
-/// change of RUSTFLAGS would make cargo build everything else anew. Naming the triple, though it is the machine's
-/// own, keeps the flags from procedural macros, which cannot be static.
+/// Builds the guest program, static: the image has no libraries. It has a target directory of its
+/// own, since a change of RUSTFLAGS would make cargo build everything else anew. Naming the triple,
+/// though it is the machine's own, keeps the flags from procedural macros, which cannot be static.
 fn guest_program() -> anyhow::Result<PathBuf> {
     let target = crate::target_dir().join("guest-build");
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());

@@ -1,7 +1,8 @@
 //! Build chores: the guest image and the QEMUs that tests, demo and benchmarks run it in.
 //!
-//! Every chore is quick when there is nothing to do, says what it downloads or installs before it does, and leaves
-//! the rest of the system as it was. Run through `make`; each answers to the target of its name.
+//! Every chore is quick when there is nothing to do, says what it downloads or installs before it
+//! does, and leaves the rest of the system as it was. Run through `make`; each answers to the
+//! target of its name.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +17,7 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
-  guest-database  runs a guest that fills a database, and leaves its memory as target/guest/database.ram
+  guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0";
 
 fn main() -> ExitCode {
@@ -39,7 +40,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The workspace's own `target/`, whatever CARGO_TARGET_DIR says: the places in it are named in documentation.
+/// The workspace's own `target/`, whatever CARGO_TARGET_DIR says: the places in it are named in
+/// documentation.
 fn target_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).join("target")
 }

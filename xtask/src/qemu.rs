@@ -1,9 +1,10 @@
-//! `make qemu`: Debian's own QEMU and its tools for images installed, and QEMU 10 from its backports unpacked beside it.
+//! `make qemu`: Debian's own QEMU and its tools for images installed, and QEMU 10 from its
+//! backports unpacked beside it.
 //!
-//! Keeps three promises: the system's package sources stay as they are (backports are looked up with sources, lists
-//! and cache of our own under target/); signatures are checked with the keys that the system trusts; and where
-//! QEMU 10 cannot be had, one line says so and the installed QEMU is all that tests use. Which of them a test runs is
-//! left to `godwit-testbed`.
+//! Keeps three promises: the system's package sources stay as they are (backports are looked up
+//! with sources, lists and cache of our own under target/); signatures are checked with the keys
+//! that the system trusts; and where QEMU 10 cannot be had, one line says so and the installed QEMU
+//! is all that tests use. Which of them a test runs is left to `godwit-testbed`.
 
 use std::fmt::Write as _;
 use std::os::unix::fs::PermissionsExt;
@@ -51,8 +52,8 @@ fn install(package: &str, program: &str) -> anyhow::Result<()> {
     println!("installing {package} {}", apt.candidate(package)?);
     apt.get(["install", "-q", "-y", "--no-install-recommends", package])
         .with_context(|| format!("cannot install {package} (this needs root)"))?;
-    let version =
-        version(Path::new(program)).with_context(|| format!("{program} was installed and does not run"))?;
+    let version = version(Path::new(program))
+        .with_context(|| format!("{program} was installed and does not run"))?;
     println!("{program} is installed: {version}");
     Ok(())
 }
@@ -71,10 +72,20 @@ fn unpack_newer(dir: &Path) -> anyhow::Result<String> {
     let apt = private_apt(&work, &system)?;
     let suite = system.backports();
     println!("fetching the package list of {suite}");
-    apt.get(["update", "-q"]).with_context(|| format!("cannot fetch the package list of {suite}"))?;
+    apt.get(["update", "-q"])
+        .with_context(|| format!("cannot fetch the package list of {suite}"))?;
     println!("downloading {PACKAGE} of {suite} and what it needs beyond this system");
-    apt.get(["install", "-q", "-y", "--download-only", "--no-install-recommends", "-t", &suite, PACKAGE])
-        .with_context(|| format!("cannot download {PACKAGE} of {suite}"))?;
+    apt.get([
+        "install",
+        "-q",
+        "-y",
+        "--download-only",
+        "--no-install-recommends",
+        "-t",
+        &suite,
+        PACKAGE,
+    ])
+    .with_context(|| format!("cannot download {PACKAGE} of {suite}"))?;
 
     let files = apt::packages_in(&work.join("cache/archives"))?;
     ensure!(!files.is_empty(), "{suite} has no {PACKAGE} newer than the installed one");
@@ -101,7 +112,8 @@ struct SystemSource {
 
 impl SystemSource {
     fn find() -> anyhow::Result<Self> {
-        let release = std::fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
+        let release =
+            std::fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
         let codename = release
             .lines()
             .find_map(|line| line.strip_prefix("VERSION_CODENAME="))
@@ -125,9 +137,11 @@ impl SystemSource {
         let format = "$(CODENAME)|$(REPO_URI)|$(COMPONENT)|$(SOURCESENTRY)";
         let targets = apt.get(["indextargets", "--format", format, "Identifier: Packages"])?;
         let mut fields = targets.lines().map(|line| line.split('|').collect::<Vec<_>>());
-        let found = fields.find(|fields| fields.len() == 4 && fields[0] == codename && fields[2] == "main");
+        let found =
+            fields.find(|fields| fields.len() == 4 && fields[0] == codename && fields[2] == "main");
         Ok(found.map(|fields| {
-            let signed_by = signed_by(fields[3].rsplit_once(':').map_or(fields[3], |(file, _)| file));
+            let signed_by =
+                signed_by(fields[3].rsplit_once(':').map_or(fields[3], |(file, _)| file));
             let (uri, component) = (fields[1].to_owned(), fields[2].to_owned());
             Self { codename: codename.to_owned(), uri, component, signed_by }
         }))
@@ -139,7 +153,8 @@ impl SystemSource {
 
     /// Sources with the release, for what QEMU needs, and its backports.
     fn lines(&self) -> String {
-        let key = self.signed_by.as_ref().map(|key| format!("[signed-by={key}] ")).unwrap_or_default();
+        let key =
+            self.signed_by.as_ref().map(|key| format!("[signed-by={key}] ")).unwrap_or_default();
         let mut lines = String::new();
         for suite in [&self.codename, &self.backports()] {
             let _ = writeln!(lines, "deb {key}{} {suite} {}", self.uri, self.component);
@@ -148,8 +163,8 @@ impl SystemSource {
     }
 }
 
-/// The key that a file of package sources names, in either of its forms. Without one, apt uses the keys in its
-/// trusted.gpg.d, which the private configuration shares.
+/// The key that a file of package sources names, in either of its forms. Without one, apt uses the
+/// keys in its trusted.gpg.d, which the private configuration shares.
 fn signed_by(sources: &str) -> Option<String> {
     let text = std::fs::read_to_string(sources).ok()?;
     let deb822 = text.lines().find_map(|line| line.strip_prefix("Signed-By:")).map(str::trim);
@@ -158,8 +173,8 @@ fn signed_by(sources: &str) -> Option<String> {
     key.starts_with('/').then(|| key.to_owned())
 }
 
-/// Apt with sources, lists and cache of its own. It shares the system's knowledge of what is installed, so that it
-/// downloads what is missing or too old here and nothing else.
+/// Apt with sources, lists and cache of its own. It shares the system's knowledge of what is
+/// installed, so that it downloads what is missing or too old here and nothing else.
 fn private_apt(work: &Path, system: &SystemSource) -> anyhow::Result<Apt> {
     apt::empty(work)?;
     for dir in ["lists/partial", "cache/archives/partial", "parts"] {
@@ -176,8 +191,9 @@ fn private_apt(work: &Path, system: &SystemSource) -> anyhow::Result<Apt> {
     ]))
 }
 
-/// A script that becomes QEMU, so that the process id of one is that of the other. Newer or missing libraries come
-/// first; the firmware is looked up in the unpacked tree, then in the system's (for what was not downloaded).
+/// A script that becomes QEMU, so that the process id of one is that of the other. Newer or missing
+/// libraries come first; the firmware is looked up in the unpacked tree, then in the system's (for
+/// what was not downloaded).
 fn write_wrapper(path: &Path) -> anyhow::Result<()> {
     let script = format!(
         "#!/bin/sh\n\

@@ -1,4 +1,5 @@
-//! The shape of the code itself: layers in one direction, pure crates pure, unsafe code where it belongs.
+//! The shape of the code itself: layers in one direction, pure crates pure, unsafe code where it
+//! belongs.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -59,8 +60,11 @@ fn dependencies(name: &str) -> Vec<String> {
 
 #[test]
 fn every_crate_depends_on_rows_above_only() {
-    let rows: BTreeMap<&str, usize> =
-        ROWS.iter().enumerate().flat_map(|(row, names)| names.iter().map(move |name| (*name, row))).collect();
+    let rows: BTreeMap<&str, usize> = ROWS
+        .iter()
+        .enumerate()
+        .flat_map(|(row, names)| names.iter().map(move |name| (*name, row)))
+        .collect();
     for name in crates() {
         let row = rows.get(name.as_str()).unwrap_or_else(|| panic!("{name} is in no row"));
         for dependency in dependencies(&name) {
@@ -109,8 +113,8 @@ fn a_thread_that_cannot_be_had_is_an_error() {
 
 #[test]
 fn nothing_prints_that_could_panic() {
-    // The standard macros panic when nobody reads any more, and a panic at the handover leaves the guest in doubt. Our
-    // programs have others under the same names; libraries print nothing.
+    // The standard macros panic when nobody reads any more, and a panic at the handover leaves the
+    // guest in doubt. Our programs have others under the same names; libraries print nothing.
     for main in ["crates/cli/src/main.rs", "lab/demo/src/main.rs", "lab/demo/src/codecs/main.rs"] {
         let text = fs::read_to_string(root().join(main)).unwrap();
         assert!(
@@ -136,7 +140,11 @@ fn nothing_prints_that_could_panic() {
                 ["print!(", "println!("]
             };
             let found = standard.iter().find(|standard| product.contains(**standard));
-            assert!(is_test || found.is_none(), "{} prints with the standard macros", file.display());
+            assert!(
+                is_test || found.is_none(),
+                "{} prints with the standard macros",
+                file.display()
+            );
         }
     }
 }
@@ -151,11 +159,37 @@ fn every_file_says_what_it_is_for() {
     }
 }
 
-/// The command is the product: no test bed, no guest's program, no codec that is there to be compared with.
+/// The command is the product: no test bed, no guest's program, no codec that is there to be
+/// compared with.
 #[test]
 fn the_command_carries_nothing_of_the_lab() {
     let manifest = fs::read_to_string(root().join("crates/cli/Cargo.toml")).unwrap();
     for name in ["godwit-testbed", "godwit-guest-workload", "lzzzz", "libz-sys", "flate2"] {
         assert!(!manifest.contains(name), "crates/cli/Cargo.toml names {name}");
+    }
+}
+
+/// rustfmt keeps code within 100 columns, but neither comments nor what stands in a macro of its
+/// own syntax. Pictures are as wide as they must be.
+#[test]
+fn lines_are_a_hundred_columns_at_most() {
+    for part in ["crates", "lab", "xtask"] {
+        for file in sources(&root().join(part)) {
+            let text = fs::read_to_string(&file).unwrap();
+            let own_syntax = text.contains("proptest! {");
+            for (number, line) in
+                (1..).zip(text.lines()).filter(|(_, line)| line.chars().count() > 100)
+            {
+                let line = line.trim_start();
+                let marks = ["//! ", "/// ", "// "];
+                // A text that is printed, JSON or SQL may be one line.
+                let words = line.contains('"') || line.ends_with('\\') || own_syntax;
+                let may = match marks.iter().find_map(|mark| line.strip_prefix(mark)) {
+                    Some(comment) => comment.starts_with(' '),
+                    None => words || file.ends_with("xtask/src/database.rs"),
+                };
+                assert!(may, "{}:{number} is too long", file.display());
+            }
+        }
     }
 }

@@ -1,7 +1,9 @@
-//! The device: configuration space, five queues, and the conversation about free pages (virtio 1.2, 5.5).
+//! The device: configuration space, five queues, and the conversation about free pages (virtio 1.2,
+//! 5.5).
 //!
-//! Invariants: hints count only under the command id that is in force, and a new one is never one that a driver may still use; what is discarded
-//! or hinted lies within RAM; and one notification is answered in a time that the size of memory bounds, however the rings lie.
+//! Invariants: hints count only under the command id that is in force, and a new one is never one
+//! that a driver may still use; what is discarded or hinted lies within RAM; and one notification
+//! is answered in a time that the size of memory bounds, however the rings lie.
 
 use std::sync::Arc;
 
@@ -31,10 +33,12 @@ pub const QUEUES_MOST: usize = 5;
 /// Bytes of one entry of statistics, and the most entries that are looked at.
 const STATISTIC: usize = 10;
 const STATISTICS_MOST: usize = 64;
-/// Pieces of guest memory that one notification may discard or hint: four times what the fullest queue of Linux' driver holds.
+/// Pieces of guest memory that one notification may discard or hint: four times what the fullest
+/// queue of Linux' driver holds.
 const PIECES_MOST: u64 = 1 << 16;
 
-/// What the device offers beside the balloon itself, its statistics, VIRTIO_BALLOON_F_DEFLATE_ON_OOM and VIRTIO_BALLOON_F_PAGE_POISON.
+/// What the device offers beside the balloon itself, its statistics,
+/// VIRTIO_BALLOON_F_DEFLATE_ON_OOM and VIRTIO_BALLOON_F_PAGE_POISON.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Features {
     /// Hints about free pages during a migration (VIRTIO_BALLOON_F_FREE_PAGE_HINT).
@@ -61,7 +65,8 @@ impl Statistic {
 
 /// Frees memory of the host that the guest does not need.
 pub trait Discard {
-    /// Gives the pages of `run` of RAM block `block` back to the host. They read as zeros afterwards. What cannot be given back stays.
+    /// Gives the pages of `run` of RAM block `block` back to the host. They read as zeros
+    /// afterwards. What cannot be given back stays.
     fn discard(&mut self, block: usize, run: PageRun);
 }
 
@@ -111,7 +116,8 @@ impl Balloon {
     #[must_use]
     pub fn new(features: Features, regions: Vec<Region>) -> Self {
         let mut offered = STATISTICS | DEFLATE_ON_OOM | PAGE_POISON;
-        for (wanted, feature) in [(features.hints, FREE_PAGE_HINT), (features.reporting, REPORTING)] {
+        for (wanted, feature) in [(features.hints, FREE_PAGE_HINT), (features.reporting, REPORTING)]
+        {
             offered |= if wanted { feature } else { 0 };
         }
         let queues = 3 + usize::from(features.hints) + usize::from(features.reporting);
@@ -128,7 +134,8 @@ impl Balloon {
         }
     }
 
-    /// Queues of features that are not offered do not count: so number QEMU's device and Linux's driver.
+    /// Queues of features that are not offered do not count: so number QEMU's device and Linux's
+    /// driver.
     fn hint_queue(&self) -> Option<usize> {
         self.features.hints.then_some(3)
     }
@@ -151,7 +158,13 @@ impl Balloon {
     }
 
     /// The guest writes there. Requests are carried out before this returns.
-    pub fn write(&mut self, offset: u64, value: u32, memory: &impl GuestMemory, host: &mut impl Discard) {
+    pub fn write(
+        &mut self,
+        offset: u64,
+        value: u32,
+        memory: &impl GuestMemory,
+        host: &mut impl Discard,
+    ) {
         match offset {
             0x104 => self.actual = value,
             0x10c => self.poison = value,
@@ -164,7 +177,8 @@ impl Balloon {
         }
     }
 
-    /// A driver that starts anew knows nothing of what was before. Command ids go on: its predecessor may have used them.
+    /// A driver that starts anew knows nothing of what was before. Command ids go on: its
+    /// predecessor may have used them.
     fn reset(&mut self) {
         (self.actual, self.poison) = (0, 0);
         self.statistics_request = None;
@@ -173,7 +187,8 @@ impl Balloon {
     }
 
     fn notified(&mut self, queue: usize, memory: &impl GuestMemory, host: &mut impl Discard) {
-        // More than all of memory in one go is no sensible driver's. What is beyond is given back unused.
+        // More than all of memory in one go is no sensible driver's. What is beyond is given back
+        // unused.
         let mut budget = Budget { pages: self.layout.pages().0, pieces: PIECES_MOST };
         let discards = self.discards();
         let layout = &self.layout;
@@ -187,7 +202,8 @@ impl Balloon {
             DEFLATE => self.transport.work(DEFLATE, memory, |_| Ok(0)),
             STATS => {
                 let (request, statistics) = (&mut self.statistics_request, &mut self.statistics);
-                self.transport.with_queue(STATS, |queue| take_statistics(queue, memory, request, statistics));
+                self.transport
+                    .with_queue(STATS, |queue| take_statistics(queue, memory, request, statistics));
             }
             queue if Some(queue) == self.hint_queue() => {
                 let poisoned = self.is_poisoned();
@@ -203,12 +219,14 @@ impl Balloon {
                     Ok(0)
                 });
             }
-            queue if Some(queue) == self.report_queue() => self.transport.work(queue, memory, |pieces| {
-                for piece in pieces.iter().filter(|piece| piece.device_writes && discards) {
-                    discard(layout, piece.address, piece.len.into(), &mut budget, host);
-                }
-                Ok(0)
-            }),
+            queue if Some(queue) == self.report_queue() => {
+                self.transport.work(queue, memory, |pieces| {
+                    for piece in pieces.iter().filter(|piece| piece.device_writes && discards) {
+                        discard(layout, piece.address, piece.len.into(), &mut budget, host);
+                    }
+                    Ok(0)
+                })
+            }
             _ => {}
         }
     }
@@ -228,14 +246,15 @@ impl Balloon {
         self.transport.works() && self.transport.negotiated(FREE_PAGE_HINT) && !self.is_poisoned()
     }
 
-    /// Asks the guest for hints, which go to `hints`: issues a new command id. All writes to guest memory must be tracked by now. Returns
-    /// whether the guest takes part.
+    /// Asks the guest for hints, which go to `hints`: issues a new command id. All writes to guest
+    /// memory must be tracked by now. Returns whether the guest takes part.
     pub fn start_hints(&mut self, hints: &Arc<FreeHints>) -> bool {
         if !self.can_hint() {
             return false;
         }
         let hinting = &mut self.hinting;
-        // Four milliards of migrations later the driver has long said that it has ended the first (5.5.6.5.2).
+        // Four milliards of migrations later the driver has long said that it has ended the first
+        // (5.5.6.5.2).
         hinting.issued = hinting.issued.wrapping_add(1).max(FIRST_COMMAND);
         (hinting.command, hinting.answered) = (hinting.issued, false);
         hinting.sink = Some(Arc::clone(hints));
@@ -243,14 +262,16 @@ impl Balloon {
         true
     }
 
-    /// Hints are of no use any more. The driver should keep the pages, for the migration still leaves them out.
+    /// Hints are of no use any more. The driver should keep the pages, for the migration still
+    /// leaves them out.
     pub fn stop_hints(&mut self) {
         if self.hinting.sink.is_some() {
             self.end_hints(STOP);
         }
     }
 
-    /// The migration has ended, in whichever way, or the guest is stopped for good here: the driver may use all its pages.
+    /// The migration has ended, in whichever way, or the guest is stopped for good here: the driver
+    /// may use all its pages.
     pub fn finish_hints(&mut self) {
         if self.hinting.issued > DONE && self.hinting.command != DONE {
             self.end_hints(DONE);
@@ -258,11 +279,13 @@ impl Balloon {
     }
 
     fn end_hints(&mut self, command: u32) {
-        self.hinting = Hinting { issued: self.hinting.issued, command, sink: None, answered: false };
+        self.hinting =
+            Hinting { issued: self.hinting.issued, command, sink: None, answered: false };
         self.transport.configuration_changed();
     }
 
-    /// Sets how much memory the guest shall give. That it does is up to its driver: see [`Self::actual`].
+    /// Sets how much memory the guest shall give. That it does is up to its driver: see
+    /// [`Self::actual`].
     pub fn set_target(&mut self, pages: PageCount) {
         self.target = u32::try_from(pages.0).unwrap_or(u32::MAX);
         self.transport.configuration_changed();
@@ -286,20 +309,24 @@ impl Balloon {
         &self.statistics
     }
 
-    /// Asks for new statistics: gives the driver's request back, which makes it fill another one (5.5.6.3).
+    /// Asks for new statistics: gives the driver's request back, which makes it fill another one
+    /// (5.5.6.3).
     pub fn ask_for_statistics(&mut self, memory: &impl GuestMemory) {
         if let Some(head) = self.statistics_request.take() {
-            self.transport.with_queue(STATS, |queue| queue.give_back(memory, head, 0).map(|()| true));
+            self.transport
+                .with_queue(STATS, |queue| queue.give_back(memory, head, 0).map(|()| true));
         }
     }
 
-    /// The state, to move. A conversation about free pages does not move: at the destination the driver may use all its pages.
+    /// The state, to move. A conversation about free pages does not move: at the destination the
+    /// driver may use all its pages.
     #[must_use]
     pub fn save(&self) -> Vec<u64> {
         let command = if self.hinting.issued > DONE { DONE } else { STOP };
         let request = self.statistics_request.map_or(u64::MAX, u64::from);
-        let mut words =
-            [self.target, self.actual, self.poison, self.hinting.issued, command].map(u64::from).to_vec();
+        let mut words = [self.target, self.actual, self.poison, self.hinting.issued, command]
+            .map(u64::from)
+            .to_vec();
         words.push(request);
         words.extend(self.transport.save());
         words
@@ -316,7 +343,8 @@ impl Balloon {
         self.transport.load(registers)?;
         (self.target, self.actual, self.poison) = (target as u32, actual as u32, poison as u32);
         let command = if command == u64::from(DONE) { DONE } else { STOP };
-        self.hinting = Hinting { issued: (issued as u32).max(DONE), command, sink: None, answered: false };
+        self.hinting =
+            Hinting { issued: (issued as u32).max(DONE), command, sink: None, answered: false };
         self.statistics_request = u16::try_from(request).ok();
         self.statistics.clear();
         self.transport.configuration_changed();
@@ -325,7 +353,8 @@ impl Balloon {
 }
 
 impl Hinting {
-    /// The driver says which command what follows belongs to. A second word with the same command changes nothing.
+    /// The driver says which command what follows belongs to. A second word with the same command
+    /// changes nothing.
     fn hear(&mut self, command: Option<u32>) {
         let Some(command) = command else { return };
         let was = self.answered;
@@ -337,7 +366,9 @@ impl Hinting {
 
     fn hint(&self, layout: &Layout, piece: &Piece, budget: &mut Budget) {
         if let (true, Some(sink)) = (self.answered, &self.sink) {
-            within(layout, piece.address, piece.len.into(), budget, |block, run| sink.add(block, run));
+            within(layout, piece.address, piece.len.into(), budget, |block, run| {
+                sink.add(block, run)
+            });
         }
     }
 }
@@ -349,7 +380,13 @@ struct Budget {
 }
 
 /// The pages of a range that are memory, until the budget is used up.
-fn within(layout: &Layout, start: Gpa, len: u64, budget: &mut Budget, mut found: impl FnMut(usize, PageRun)) {
+fn within(
+    layout: &Layout,
+    start: Gpa,
+    len: u64,
+    budget: &mut Budget,
+    mut found: impl FnMut(usize, PageRun),
+) {
     layout.pages_of(start, len, |block, run| {
         let count = run.count.0.min(budget.pages);
         if count > 0 && budget.pieces > 0 {
@@ -374,7 +411,8 @@ fn command(piece: &Piece, memory: &impl GuestMemory) -> Option<u32> {
     Some(u32::from_le_bytes(bytes))
 }
 
-/// The frames of 4 KiB that the driver names, 32 bits each (5.5.6), joined where they follow each other up or down.
+/// The frames of 4 KiB that the driver names, 32 bits each (5.5.6), joined where they follow each
+/// other up or down.
 fn each_frame(pieces: &[Piece], memory: &impl GuestMemory, mut found: impl FnMut(u64, u64)) {
     let mut run: Option<(u64, u64)> = None;
     for piece in pieces.iter().filter(|piece| !piece.device_writes) {
@@ -404,8 +442,8 @@ fn each_frame(pieces: &[Piece], memory: &impl GuestMemory, mut found: impl FnMut
     }
 }
 
-/// Takes the statistics that the driver has made available. Their buffer stays here until new ones are asked for; a driver that makes
-/// a second one available has the first one back.
+/// Takes the statistics that the driver has made available. Their buffer stays here until new ones
+/// are asked for; a driver that makes a second one available has the first one back.
 fn take_statistics(
     queue: &mut Queue,
     memory: &impl GuestMemory,
@@ -426,10 +464,15 @@ fn take_statistics(
             let mut bytes = [0; STATISTIC * STATISTICS_MOST];
             let bytes = &mut bytes[..entries * STATISTIC];
             if memory.read_slice(bytes, GuestAddress(piece.address.0)).is_ok() {
-                statistics.extend(bytes.chunks(STATISTIC).map(|entry| Statistic {
-                    tag: u16::from_le_bytes([entry[0], entry[1]]),
-                    value: entry[2..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte)),
-                }));
+                statistics.extend(
+                    bytes.chunks(STATISTIC).map(|entry| Statistic {
+                        tag: u16::from_le_bytes([entry[0], entry[1]]),
+                        value: entry[2..]
+                            .iter()
+                            .rev()
+                            .fold(0, |value, &byte| value << 8 | u64::from(byte)),
+                    }),
+                );
             }
         }
     }

@@ -1,7 +1,8 @@
-//! What a guest has said to be free, between the device that hears it and the engine that sends memory.
+//! What a guest has said to be free, between the device that hears it and the engine that sends
+//! memory.
 //!
-//! Invariant: a segment's hints are given out once. Why that is needed, and why nothing else is, is said at the head of the
-//! crate. The device adds from any thread; each segment is taken by one.
+//! Invariant: a segment's hints are given out once. Why that is needed, and why nothing else is, is
+//! said at the head of the crate. The device adds from any thread; each segment is taken by one.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,7 +34,12 @@ struct SegmentHints {
 
 impl SegmentHints {
     fn new(pages: PageCount) -> Self {
-        Self { pages, hinted: OnceLock::new(), taken: AtomicBool::new(false), skipped: OnceLock::new() }
+        Self {
+            pages,
+            hinted: OnceLock::new(),
+            taken: AtomicBool::new(false),
+            skipped: OnceLock::new(),
+        }
     }
 }
 
@@ -47,11 +53,13 @@ impl FreeHints {
             first.push(next);
             next += pages.0.div_ceil(SEGMENT_PAGES) as usize;
         }
-        let segments = segments(blocks).map(|segment| SegmentHints::new(segment.run.count)).collect();
+        let segments =
+            segments(blocks).map(|segment| SegmentHints::new(segment.run.count)).collect();
         Self { segments, first, hinted: AtomicU64::new(0), complete: AtomicBool::new(false) }
     }
 
-    /// The device: the pages of `run` were free after the command id was issued. What lies beyond the block is left out.
+    /// The device: the pages of `run` were free after the command id was issued. What lies beyond
+    /// the block is left out.
     pub fn add(&self, block: usize, run: PageRun) {
         self.each(block, run, |segment, run| {
             if !segment.taken.load(Ordering::Relaxed) {
@@ -78,8 +86,9 @@ impl FreeHints {
         PageCount(self.hinted.load(Ordering::Relaxed))
     }
 
-    /// The hinted pages of segment `segment`, numbered from its first page; `None` if there are none, and whenever it is asked again.
-    /// Of these, those may be left out that are not reported by the harvest that follows.
+    /// The hinted pages of segment `segment`, numbered from its first page; `None` if there are
+    /// none, and whenever it is asked again. Of these, those may be left out that are not reported
+    /// by the harvest that follows.
     #[must_use]
     pub fn take(&self, segment: usize) -> Option<DirtyBitmap> {
         let segment = self.segments.get(segment)?;
@@ -107,7 +116,8 @@ impl FreeHints {
         });
     }
 
-    /// The pages of `run` that were left out and not sent since: at the destination they are zero, whatever they are here.
+    /// The pages of `run` that were left out and not sent since: at the destination they are zero,
+    /// whatever they are here.
     pub fn skipped(&self, block: usize, run: PageRun, mut found: impl FnMut(PageIndex)) {
         let mut start = run.start.0;
         self.each(block, run, |segment, run| {
@@ -177,7 +187,9 @@ mod tests {
     #[test]
     fn what_is_beyond_a_block_is_left_out() {
         let hints = hints();
-        for (block, start, count) in [(0, 4, u64::MAX), (1, BIG, 7), (2, 0, 1), (0, u64::MAX, 1), (1, 3, 0)] {
+        for (block, start, count) in
+            [(0, 4, u64::MAX), (1, BIG, 7), (2, 0, 1), (0, u64::MAX, 1), (1, 3, 0)]
+        {
             hints.add(block, PageRun::new(start, count));
         }
         assert_eq!(hints.hinted(), PageCount(1));

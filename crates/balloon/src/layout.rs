@@ -1,6 +1,7 @@
 //! Where guest addresses are in RAM blocks.
 //!
-//! Invariant: what leaves here lies within a block, in whole pages that the guest named from their first byte to their last.
+//! Invariant: what leaves here lies within a block, in whole pages that the guest named from their
+//! first byte to their last.
 
 use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
 
@@ -53,10 +54,16 @@ mod tests {
     use super::*;
 
     fn pages_of(start: u64, len: u64) -> Vec<(usize, PageRun)> {
-        let region =
-            |start, block, first, count| Region { start: Gpa(start), block, run: PageRun::new(first, count) };
-        let layout =
-            Layout::new(vec![region(0x8000, 1, 100, 4), region(0, 0, 0, 4), region(0xc000, 2, 0, 1)]);
+        let region = |start, block, first, count| Region {
+            start: Gpa(start),
+            block,
+            run: PageRun::new(first, count),
+        };
+        let layout = Layout::new(vec![
+            region(0x8000, 1, 100, 4),
+            region(0, 0, 0, 4),
+            region(0xc000, 2, 0, 1),
+        ]);
         let mut found = Vec::new();
         layout.pages_of(Gpa(start), len, |block, run| found.push((block, run)));
         found

@@ -1,9 +1,11 @@
-//! Hint against write against harvest: every interleaving, and every outcome that the memory model allows.
+//! Hint against write against harvest: every interleaving, and every outcome that the memory model
+//! allows.
 //!
-//! One page. The guest frees it, hints it, takes it back at once and writes to it; the device hears of the hint at any time; the engine
-//! deals with the page once or twice while that goes on, and once more when the guest stands still. The words are those of
-//! `godwit-bitmap`, whose one file with atomics is compiled a second time with loom's. Each of the three conditions at the head of the crate
-//! has a test that drops it and in which loom finds the lost page.
+//! One page. The guest frees it, hints it, takes it back at once and writes to it; the device hears
+//! of the hint at any time; the engine deals with the page once or twice while that goes on, and
+//! once more when the guest stands still. The words are those of `godwit-bitmap`, whose one file
+//! with atomics is compiled a second time with loom's. Each of the three conditions at the head of
+//! the crate has a test that drops it and in which loom finds the lost page.
 
 use loom::sync::Arc;
 use loom::thread;
@@ -42,7 +44,8 @@ struct World {
     hinted: SharedWords,
     /// free_page_hint_cmd_id.
     command: AtomicU64,
-    /// The command id that stands before the hint in the queue, with one added; 0: the queue is empty.
+    /// The command id that stands before the hint in the queue, with one added; 0: the queue is
+    /// empty.
     queue: AtomicU64,
 }
 
@@ -90,7 +93,8 @@ impl World {
         }
     }
 
-    /// One migration; `put_off`: the segment is dealt with twice as a whole before the guest is stopped.
+    /// One migration; `put_off`: the segment is dealt with twice as a whole before the guest is
+    /// stopped.
     fn migrate(dropped: Dropped, put_off: bool) {
         let world = Self::new();
         let ask = || world.command.store(COMMAND, Ordering::Release);

@@ -1,8 +1,8 @@
 //! The shared dirty bitmap: many writers, one harvester.
 //!
-//! Keeps two invariants. No write is lost: see `atomic/words.rs` for the order of things. And no harvested
-//! page is lost: what a harvest has taken but not handed out, because its consumer failed or panicked, is put
-//! back before the harvest returns.
+//! Keeps two invariants. No write is lost: see `atomic/words.rs` for the order of things. And no
+//! harvested page is lost: what a harvest has taken but not handed out, because its consumer failed
+//! or panicked, is put back before the harvest returns.
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -23,10 +23,11 @@ mod words;
 /// Words that a harvest takes at a time; they wait in a buffer on the stack until handed out.
 const PIECE: usize = 8 * GROUP;
 
-/// One bit for each page of a range of `len` pages, which threads mark while one other thread harvests.
+/// One bit for each page of a range of `len` pages, which threads mark while one other thread
+/// harvests.
 ///
-/// A thread must change the page first and mark it second. Two harvests at a time are safe, but a run that
-/// one of them hands out may then not be maximal.
+/// A thread must change the page first and mark it second. Two harvests at a time are safe, but a
+/// run that one of them hands out may then not be maximal.
 #[derive(Debug)]
 pub struct AtomicDirtyBitmap {
     words: SharedWords,
@@ -61,11 +62,13 @@ impl AtomicDirtyBitmap {
     /// How many pages are dirty; exact only while nobody marks or harvests.
     #[must_use]
     pub fn count(&self) -> PageCount {
-        PageCount((0..self.words.len()).map(|word| u64::from(self.words.peek(word).count_ones())).sum())
+        PageCount(
+            (0..self.words.len()).map(|word| u64::from(self.words.peek(word).count_ones())).sum(),
+        )
     }
 
-    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were clean.
-    /// The change to the pages must come before.
+    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were
+    /// clean. The change to the pages must come before.
     pub fn set(&self, run: PageRun) -> PageCount {
         let mut newly = 0;
         for_each_mask(self.cut(run), |word, mask| {
@@ -74,8 +77,8 @@ impl AtomicDirtyBitmap {
         PageCount(newly)
     }
 
-    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were dirty.
-    /// Whoever wants their content must read it after.
+    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were
+    /// dirty. Whoever wants their content must read it after.
     pub fn clear(&self, run: PageRun) -> PageCount {
         let mut were = 0;
         for_each_mask(self.cut(run), |word, mask| {
@@ -93,8 +96,8 @@ impl AtomicDirtyBitmap {
         }
     }
 
-    /// Takes all dirty pages and hands them to `f` as maximal runs, in order: harvest and scan in one pass
-    /// over memory, without an allocation. Returns how many pages were taken.
+    /// Takes all dirty pages and hands them to `f` as maximal runs, in order: harvest and scan in
+    /// one pass over memory, without an allocation. Returns how many pages were taken.
     #[inline]
     pub fn harvest(&self, mut f: impl FnMut(PageRun)) -> PageCount {
         let Ok(pages) = self.try_harvest(|run| {
@@ -104,8 +107,8 @@ impl AtomicDirtyBitmap {
         pages
     }
 
-    /// [`AtomicDirtyBitmap::harvest`] until `f` fails. The run that it failed on, and all that was taken and
-    /// not handed out, is put back before this returns; so it is when `f` panics.
+    /// [`AtomicDirtyBitmap::harvest`] until `f` fails. The run that it failed on, and all that was
+    /// taken and not handed out, is put back before this returns; so it is when `f` panics.
     ///
     /// # Errors
     /// None of its own: it hands on what `f` says.
@@ -125,7 +128,8 @@ impl AtomicDirtyBitmap {
         mut f: impl FnMut(PageRun) -> Result<(), E>,
     ) -> Result<PageCount, E> {
         let mut scan = RunScan::new(path);
-        let mut taken = Taken { bitmap: self, next: Cell::new(0), words: [0; PIECE], base: 0, end: 0 };
+        let mut taken =
+            Taken { bitmap: self, next: Cell::new(0), words: [0; PIECE], base: 0, end: 0 };
         let mut pages = 0;
         let mut at = 0;
         while at < self.words.len() {
@@ -135,7 +139,9 @@ impl AtomicDirtyBitmap {
             }
             let piece = taken.take(at);
             let mut f = |run| taken.hand_out(run, &mut pages, &mut f);
-            if let ControlFlow::Break(error) = scan.feed(&taken.words[..piece], at as u64 * BITS, &mut f) {
+            if let ControlFlow::Break(error) =
+                scan.feed(&taken.words[..piece], at as u64 * BITS, &mut f)
+            {
                 return Err(error);
             }
             taken.next.set(scan.open().unwrap_or(taken.end));
@@ -150,9 +156,9 @@ impl AtomicDirtyBitmap {
         }
     }
 
-    /// Takes all dirty pages and merges them into `target`, page 0 of this bitmap at page `at`; returns how
-    /// many pages of `target` that made dirty which were clean. Pages that fall beyond the end of `target`
-    /// are dropped.
+    /// Takes all dirty pages and merges them into `target`, page 0 of this bitmap at page `at`;
+    /// returns how many pages of `target` that made dirty which were clean. Pages that fall beyond
+    /// the end of `target` are dropped.
     pub fn harvest_into(&self, target: &mut DirtyBitmap, at: PageIndex) -> PageCount {
         let mut words = [0; PIECE];
         let mut newly = PageCount::ZERO;

@@ -1,7 +1,7 @@
 //! The plain dirty bitmap: one owner, one bit a page, 64 pages a word.
 //!
-//! Keeps one invariant: bits past its length are never set. Runs given to it are cut to that length, so that
-//! a tracker which reports whole words needs no care at the end.
+//! Keeps one invariant: bits past its length are never set. Runs given to it are cut to that
+//! length, so that a tracker which reports whole words needs no care at the end.
 
 use std::convert::Infallible;
 use std::ops::{ControlFlow, Range};
@@ -52,7 +52,8 @@ impl DirtyBitmap {
         page.0 < self.len && self.words[(page.0 / BITS) as usize] >> (page.0 % BITS) & 1 == 1
     }
 
-    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were clean.
+    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were
+    /// clean.
     pub fn set(&mut self, run: PageRun) -> PageCount {
         let mut newly = 0;
         for_each_mask(self.cut(run), |word, mask| {
@@ -63,7 +64,8 @@ impl DirtyBitmap {
         PageCount(newly)
     }
 
-    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were dirty.
+    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were
+    /// dirty.
     pub fn clear(&mut self, run: PageRun) -> PageCount {
         let mut were = 0;
         for_each_mask(self.cut(run), |word, mask| {
@@ -95,19 +97,22 @@ impl DirtyBitmap {
     #[must_use]
     pub fn count_in(&self, run: PageRun) -> PageCount {
         let mut count = 0;
-        for_each_mask(self.cut(run), |word, mask| count += u64::from((self.words[word] & mask).count_ones()));
+        for_each_mask(self.cut(run), |word, mask| {
+            count += u64::from((self.words[word] & mask).count_ones())
+        });
         PageCount(count)
     }
 
-    /// Merges the `pages` of `source` into this bitmap, the first of them at page `at`; returns how many
-    /// pages that made dirty which were clean. What lies beyond either end is left out.
+    /// Merges the `pages` of `source` into this bitmap, the first of them at page `at`; returns how
+    /// many pages that made dirty which were clean. What lies beyond either end is left out.
     pub fn merge(&mut self, at: PageIndex, source: &Self, pages: PageRun) -> PageCount {
         let count = pages.count.0.min(source.len.saturating_sub(pages.start.0));
         self.merge_words(at, &source.words, PageRun { count: PageCount(count), ..pages })
     }
 
-    /// Merges bits `bits` of `words` into this bitmap, the first of them at page `at`, word by word at any
-    /// offset: see [`DirtyBitmap::merge`]. For the logs of kernels and devices, which are plain words.
+    /// Merges bits `bits` of `words` into this bitmap, the first of them at page `at`, word by word
+    /// at any offset: see [`DirtyBitmap::merge`]. For the logs of kernels and devices, which are
+    /// plain words.
     pub fn merge_words(&mut self, at: PageIndex, words: &[u64], bits: PageRun) -> PageCount {
         self.merge_words_on(CodePath::best(), at, words, bits)
     }
@@ -130,8 +135,8 @@ impl DirtyBitmap {
         self.merge(PageIndex(0), other, PageRun::new(0, other.len))
     }
 
-    /// Calls `f` with every maximal run of dirty pages, in order. The fast path: nothing is allocated, and
-    /// it runs at the speed of memory where little is dirty.
+    /// Calls `f` with every maximal run of dirty pages, in order. The fast path: nothing is
+    /// allocated, and it runs at the speed of memory where little is dirty.
     #[inline]
     pub fn for_each_run(&self, mut f: impl FnMut(PageRun)) {
         self.for_each_run_on(CodePath::best(), &mut f);
@@ -217,8 +222,9 @@ impl DirtyBitmap {
         self.runs().flat_map(|run| (run.start.0..run.end().0).map(PageIndex))
     }
 
-    /// Hands every maximal run of dirty pages to `f`, in order, and leaves all pages clean: scan and clearing
-    /// in one pass over memory. When `f` panics, no page that it was not given is clean.
+    /// Hands every maximal run of dirty pages to `f`, in order, and leaves all pages clean: scan
+    /// and clearing in one pass over memory. When `f` panics, no page that it was not given is
+    /// clean.
     #[inline]
     pub fn harvest(&mut self, mut f: impl FnMut(PageRun)) {
         let Ok(()) = self.try_harvest(|run| {
@@ -227,8 +233,8 @@ impl DirtyBitmap {
         });
     }
 
-    /// [`DirtyBitmap::harvest`] until `f` fails; the run that it failed on and all after it stay dirty, and
-    /// some before it may.
+    /// [`DirtyBitmap::harvest`] until `f` fails; the run that it failed on and all after it stay
+    /// dirty, and some before it may.
     ///
     /// # Errors
     /// None of its own: it hands on what `f` says.
@@ -287,8 +293,8 @@ fn clear_words(words: &mut [u64]) {
     }
 }
 
-/// Calls `f` with every maximal run of pages that are dirty in any of `bitmaps`, in order, without building
-/// their union. Bitmaps may differ in length.
+/// Calls `f` with every maximal run of pages that are dirty in any of `bitmaps`, in order, without
+/// building their union. Bitmaps may differ in length.
 #[inline]
 pub fn for_each_run_of_union(bitmaps: &[&DirtyBitmap], mut f: impl FnMut(PageRun)) {
     let words = bitmaps.iter().map(|bitmap| bitmap.words.len()).max().unwrap_or(0);
@@ -343,7 +349,8 @@ impl Runs<'_> {
         self.word += 1;
         self.left = edges(*words.get(self.word)?, before);
         while self.left == 0 {
-            // Whole cache lines are skipped only from a word without an edge on: dense bitmaps never ask.
+            // Whole cache lines are skipped only from a word without an edge on: dense bitmaps
+            // never ask.
             let same = 0u64.wrapping_sub(words[self.word] >> 63);
             self.word += 1;
             while let Some(line) = words.get(self.word..self.word + 8)
@@ -376,7 +383,8 @@ impl Iterator for Runs<'_> {
         };
         let mut folded = Some(init);
         let rest = PageRun::new(from, self.bitmap.len.saturating_sub(from));
-        self.bitmap.for_each_run_in(rest, |run| folded = folded.take().map(|so_far| f(so_far, run)));
+        self.bitmap
+            .for_each_run_in(rest, |run| folded = folded.take().map(|so_far| f(so_far, run)));
         match folded {
             Some(folded) => folded,
             None => unreachable!("f returned or panicked"),

@@ -1,10 +1,11 @@
-//! The multi-level dirty bitmap: it knows where it is empty, for bitmaps that are searched often and hold
-//! little, above all the dirty blocks of disks.
+//! The multi-level dirty bitmap: it knows where it is empty, for bitmaps that are searched often
+//! and hold little, above all the dirty blocks of disks.
 //!
-//! Level 0 has one bit a page; each level above has one bit for each word of the level below, set exactly
-//! when that word is not zero (the invariant); the top level is one word. The next dirty page is found by
-//! going up until a word has a later bit and down again, at most two words a level: 12 words for 2^36 pages.
-//! A page here is whatever unit the owner counts in; for disks it is a dirty block.
+//! Level 0 has one bit a page; each level above has one bit for each word of the level below, set
+//! exactly when that word is not zero (the invariant); the top level is one word. The next dirty
+//! page is found by going up until a word has a later bit and down again, at most two words a
+//! level: 12 words for 2^36 pages. A page here is whatever unit the owner counts in; for disks it
+//! is a dirty block.
 
 use std::convert::Infallible;
 use std::ops::{ControlFlow, Range};
@@ -15,7 +16,8 @@ use crate::path::CodePath;
 use crate::scan::{GROUP, RunScan};
 use crate::word::{BITS, for_each_mask};
 
-/// From this many dirty words of 64 on, a walk takes the whole group at once instead of each word alone.
+/// From this many dirty words of 64 on, a walk takes the whole group at once instead of each word
+/// alone.
 const WHOLE_GROUP: u32 = 2;
 
 /// One bit for each page of a range of `len` pages, all clear at first, with summaries above.
@@ -66,7 +68,8 @@ impl LayeredBitmap {
         page.0 < self.len && self.levels[0][(page.0 / BITS) as usize] >> (page.0 % BITS) & 1 == 1
     }
 
-    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were clean.
+    /// Marks the pages of `run` dirty, as far as they lie within the bitmap; returns how many were
+    /// clean.
     pub fn set(&mut self, run: PageRun) -> PageCount {
         let pages = self.cut(run);
         if pages.is_empty() {
@@ -96,7 +99,8 @@ impl LayeredBitmap {
         PageCount(newly)
     }
 
-    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were dirty.
+    /// Marks the pages of `run` clean, as far as they lie within the bitmap; returns how many were
+    /// dirty.
     pub fn clear(&mut self, run: PageRun) -> PageCount {
         let pages = self.cut(run);
         if pages.is_empty() {
@@ -132,8 +136,8 @@ impl LayeredBitmap {
         (from.0 < self.len).then(|| self.next_bit(0, from.0)).flatten().map(PageIndex)
     }
 
-    /// The first maximal run of dirty pages at or after `from`, cut at its start, and at its end when it has
-    /// more than `limit` pages. A `limit` of zero finds nothing.
+    /// The first maximal run of dirty pages at or after `from`, cut at its start, and at its end
+    /// when it has more than `limit` pages. A `limit` of zero finds nothing.
     #[must_use]
     pub fn next_run(&self, from: PageIndex, limit: PageCount) -> Option<PageRun> {
         let start = self.next_set(from)?.0;
@@ -151,15 +155,16 @@ impl LayeredBitmap {
         (start < end).then(|| PageRun::new(start, end - start))
     }
 
-    /// Finds the next run as [`LayeredBitmap::next_run`] does and marks it clean: the next area to copy.
+    /// Finds the next run as [`LayeredBitmap::next_run`] does and marks it clean: the next area to
+    /// copy.
     pub fn take_run(&mut self, from: PageIndex, limit: PageCount) -> Option<PageRun> {
         let run = self.next_run(from, limit)?;
         self.clear(run);
         Some(run)
     }
 
-    /// Calls `f` with every maximal run of dirty pages, in order, without an allocation, in time proportional
-    /// to the words that hold one.
+    /// Calls `f` with every maximal run of dirty pages, in order, without an allocation, in time
+    /// proportional to the words that hold one.
     #[inline]
     pub fn for_each_run(&self, f: impl FnMut(PageRun)) {
         self.for_each_run_on(CodePath::best(), f);
@@ -173,8 +178,8 @@ impl LayeredBitmap {
             ControlFlow::<Infallible>::Continue(())
         };
         let mut scan = RunScan::new(path);
-        // Words are fed in order, but clean ones between them are not: one stands for all of them, and only
-        // where it has an open run to end.
+        // Words are fed in order, but clean ones between them are not: one stands for all of them,
+        // and only where it has an open run to end.
         let mut fed = 0;
         let mut next = self.next_bit(1, 0);
         while let Some(word) = next {

@@ -1,9 +1,10 @@
-//! Dirty bitmaps: one bit a page, set and clear ranges, count, merge, harvest, and walk over maximal runs.
+//! Dirty bitmaps: one bit a page, set and clear ranges, count, merge, harvest, and walk over
+//! maximal runs.
 //!
-//! Three kinds share their meaning and their code: [`DirtyBitmap`] has one owner, [`AtomicDirtyBitmap`] has
-//! many writers and one harvester, [`LayeredBitmap`] knows where it is empty. Bits past the end are never
-//! set, a harvested page is either handed out or put back, and no walk allocates. Who sets the bits and when
-//! they are harvested is decided elsewhere.
+//! Three kinds share their meaning and their code: [`DirtyBitmap`] has one owner,
+//! [`AtomicDirtyBitmap`] has many writers and one harvester, [`LayeredBitmap`] knows where it is
+//! empty. Bits past the end are never set, a harvested page is either handed out or put back, and
+//! no walk allocates. Who sets the bits and when they are harvested is decided elsewhere.
 //!
 //! With the feature `vm-memory`, [`AtomicDirtyBitmap`] is a `vm_memory::bitmap::Bitmap`.
 //!

@@ -1,10 +1,11 @@
-//! Merging words of one bitmap into another at any bit offset: `target |= source << shift`, and how many
-//! bits that added.
+//! Merging words of one bitmap into another at any bit offset: `target |= source << shift`, and how
+//! many bits that added.
 //!
-//! A bit is always set, and counted only when it was clear before. Where the source is clean the target is
-//! not written, so that its cache lines stay clean too. The same code is compiled for each code path, and the
-//! compiler vectorises it; only the shifted merge for AVX-512 is written out. Rejected: page by page (test, test and set), which is what QEMU did for RAM that
-//! starts within a word of its dirty log, and 70 to 200 times as slow (docs/structures.md).
+//! A bit is always set, and counted only when it was clear before. Where the source is clean the
+//! target is not written, so that its cache lines stay clean too. The same code is compiled for
+//! each code path, and the compiler vectorises it; only the shifted merge for AVX-512 is written
+//! out. Rejected: page by page (test, test and set), which is what QEMU did for RAM that starts
+//! within a word of its dirty log, and 70 to 200 times as slow (docs/structures.md).
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
@@ -16,8 +17,8 @@ use crate::word::{BITS, mask};
 /// Words handled together: one cache line.
 const LINE: usize = 8;
 
-/// Or-s `count` bits of `source` from bit `from` on into `target` from bit `to` on; returns how many bits of
-/// the target that set. Both ranges must lie within their slices.
+/// Or-s `count` bits of `source` from bit `from` on into `target` from bit `to` on; returns how
+/// many bits of the target that set. Both ranges must lie within their slices.
 pub(crate) fn merge(
     path: CodePath,
     target: &mut [u64],
@@ -41,10 +42,12 @@ pub(crate) fn merge(
         newly += match path.0 {
             Kind::Portable => words(target, source, shift),
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `CodePath` of kind Avx2 exists only where its features were detected (path.rs).
+            // SAFETY: a `CodePath` of kind Avx2 exists only where its features were detected
+            // (path.rs).
             Kind::Avx2 => unsafe { words_avx2(target, source, shift) },
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: a `CodePath` of kind Avx512 exists only where its features were detected (path.rs).
+            // SAFETY: a `CodePath` of kind Avx512 exists only where its features were detected
+            // (path.rs).
             Kind::Avx512 => unsafe { words_avx512(target, source, shift) },
         };
     }
@@ -81,9 +84,13 @@ fn words_avx2(target: &mut [u64], source: &[u64], shift: u32) -> u64 {
     enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt"
 )]
 fn words_avx512(target: &mut [u64], source: &[u64], shift: u32) -> u64 {
-    // What the compiler makes of the portable code reads each word of the source twice when it is shifted;
-    // here a line is read once and joined with the next in registers.
-    let lines = if shift == 0 { 0 } else { (source.len() / LINE).saturating_sub(1).min(target.len() / LINE) };
+    // What the compiler makes of the portable code reads each word of the source twice when it is
+    // shifted; here a line is read once and joined with the next in registers.
+    let lines = if shift == 0 {
+        0
+    } else {
+        (source.len() / LINE).saturating_sub(1).min(target.len() / LINE)
+    };
     let (vectors, rest) = target.split_at_mut(lines * LINE);
     let (sources, _) = source.as_chunks::<LINE>();
     let by = _mm512_set1_epi64(i64::from(shift));
@@ -174,7 +181,13 @@ mod tests {
         words[(at / BITS) as usize] >> (at % BITS) & 1 == 1
     }
 
-    fn merge_page_by_page(target: &mut [u64], to: u64, source: &[u64], from: u64, count: u64) -> u64 {
+    fn merge_page_by_page(
+        target: &mut [u64],
+        to: u64,
+        source: &[u64],
+        from: u64,
+        count: u64,
+    ) -> u64 {
         let mut newly = 0;
         for i in 0..count {
             if bit(source, from + i) && !bit(target, to + i) {
@@ -191,16 +204,24 @@ mod tests {
         for path in CodePath::available() {
             let mut merged = target.to_vec();
             let counted = merge(path, &mut merged, to, source, from, count);
-            assert_eq!((counted, &merged), (newly, &expected), "{path:?}: {count} bits of {from} at {to}");
+            assert_eq!(
+                (counted, &merged),
+                (newly, &expected),
+                "{path:?}: {count} bits of {from} at {to}"
+            );
         }
     }
 
-    /// Every offset of source and target within a word, with every length up to past two words, over
-    /// contents in which a bit that went astray would show.
+    /// Every offset of source and target within a word, with every length up to past two words,
+    /// over contents in which a bit that went astray would show.
     #[test]
     fn every_offset_and_length_up_to_two_words() {
-        let source =
-            [0x9e37_79b9_7f4a_7c15, 0xffff_0000_ffff_0001, 0x8000_0000_0000_0001, 0x0f0f_3333_5555_ffff];
+        let source = [
+            0x9e37_79b9_7f4a_7c15,
+            0xffff_0000_ffff_0001,
+            0x8000_0000_0000_0001,
+            0x0f0f_3333_5555_ffff,
+        ];
         let target = [0x8421_0842_1084_2108, 0, 0x7fff_ffff_ffff_fffe, 0x1111_2222_4444_8888];
         let step = if cfg!(miri) { 21 } else { 1 };
         for from in (0..64).step_by(step) {

@@ -1,14 +1,16 @@
 //! Which version of the hot loops runs.
 //!
-//! Keeps one invariant: a `CodePath` can only be had for code that this processor can run, so that whoever
-//! holds one may dispatch on it without a check. Nothing depends on how the crate was compiled.
+//! Keeps one invariant: a `CodePath` can only be had for code that this processor can run, so that
+//! whoever holds one may dispatch on it without a check. Nothing depends on how the crate was
+//! compiled.
 
 use std::fmt;
 use std::sync::OnceLock;
 
 /// A version of the hot loops that this processor can run.
 ///
-/// Every operation picks [`CodePath::best`] by itself; tests and benchmarks name one to compare them.
+/// Every operation picks [`CodePath::best`] by itself; tests and benchmarks name one to compare
+/// them.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CodePath(pub(crate) Kind);
 
@@ -38,14 +40,15 @@ impl CodePath {
         let mut paths = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
-            // The features are those named in `target_feature` in scan/avx2.rs, scan/avx512.rs and merge.rs.
+            // The features are those named in `target_feature` in scan/avx2.rs, scan/avx512.rs and
+            // merge.rs.
             let avx2 = is_x86_feature_detected!("avx2")
                 && is_x86_feature_detected!("bmi1")
                 && is_x86_feature_detected!("bmi2")
                 && is_x86_feature_detected!("lzcnt")
                 && is_x86_feature_detected!("popcnt");
-            // VBMI2 (byte compression, funnel shifts) came with Ice Lake and Zen 4; AVX-512 without it
-            // gains too little over AVX2 to earn a path of its own.
+            // VBMI2 (byte compression, funnel shifts) came with Ice Lake and Zen 4; AVX-512 without
+            // it gains too little over AVX2 to earn a path of its own.
             let avx512 = avx2
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")

@@ -1,13 +1,14 @@
 //! From words to maximal runs: the fast path of every walk and every harvest.
 //!
-//! A page is an *edge* when it differs from the page before it, so edges alternate: a run starts, a run
-//! ends. `word ^ (word << 1 | carry)` has all edges of a word at once and is zero in the middle of a clean
-//! area and of a dirty one alike, hence both are skipped at the speed of memory. The work is split in two:
-//! a *filler* (portable, AVX2 or AVX-512) writes the positions of edges into a small buffer without
-//! branching on single bits; [`RunScan`] pairs them up and calls the consumer, which the compiler inlines.
+//! A page is an *edge* when it differs from the page before it, so edges alternate: a run starts, a
+//! run ends. `word ^ (word << 1 | carry)` has all edges of a word at once and is zero in the middle
+//! of a clean area and of a dirty one alike, hence both are skipped at the speed of memory. The
+//! work is split in two: a *filler* (portable, AVX2 or AVX-512) writes the positions of edges into
+//! a small buffer without branching on single bits; [`RunScan`] pairs them up and calls the
+//! consumer, which the compiler inlines.
 //!
-//! Rejected: finding start and end of each run with two counts of trailing zeros. It mispredicts once or
-//! twice a run and costs three to four times as much on random bits (docs/structures.md).
+//! Rejected: finding start and end of each run with two counts of trailing zeros. It mispredicts
+//! once or twice a run and costs three to four times as much on random bits (docs/structures.md).
 
 use std::ops::ControlFlow;
 
@@ -48,7 +49,8 @@ struct Filled {
     edges: usize,
 }
 
-/// Finds the edges of `words` in order until enough are found; `before` is the word before the first one.
+/// Finds the edges of `words` in order until enough are found; `before` is the word before the
+/// first one.
 fn fill(path: CodePath, words: &[u64], before: u64, out: &mut Positions) -> Filled {
     match path.0 {
         Kind::Portable => portable::fill::<false>(words, before, out),
@@ -62,7 +64,8 @@ fn fill(path: CodePath, words: &[u64], before: u64, out: &mut Positions) -> Fill
 /// How many of `words`, in whole cache lines, repeat the last page of the word `before`.
 fn same_words(words: &[u64], before: u64) -> usize {
     let same = 0u64.wrapping_sub(before >> 63);
-    let different = |line: &[u64; 8]| line.iter().fold(0, |different, word| different | (word ^ same)) != 0;
+    let different =
+        |line: &[u64; 8]| line.iter().fold(0, |different, word| different | (word ^ same)) != 0;
     let (lines, _) = words.as_chunks::<8>();
     lines.iter().position(different).unwrap_or(lines.len()) * 8
 }
@@ -89,8 +92,9 @@ impl RunScan {
         (self.before >> 63 == 1).then_some(self.open)
     }
 
-    /// Walks over `words`, of which bit 0 of the first is page `base`, and which follow what was fed before.
-    /// Calls `f` with each run that ends; stops at the first break, after which the scan is of no more use.
+    /// Walks over `words`, of which bit 0 of the first is page `base`, and which follow what was
+    /// fed before. Calls `f` with each run that ends; stops at the first break, after which the
+    /// scan is of no more use.
     #[inline]
     pub(crate) fn feed<B>(
         &mut self,
@@ -130,7 +134,8 @@ impl RunScan {
         ControlFlow::Continue(())
     }
 
-    /// Not inlined, since it needs 16 KiB of stack, which whoever inlines it would have to probe at each call.
+    /// Not inlined, since it needs 16 KiB of stack, which whoever inlines it would have to probe at
+    /// each call.
     #[cold]
     #[inline(never)]
     fn clear_positions(&mut self) {
@@ -166,7 +171,11 @@ impl RunScan {
 
     /// Ends the walk at page `end`: a run that is still open ends there.
     #[inline]
-    pub(crate) fn finish<B>(self, end: u64, f: &mut impl FnMut(PageRun) -> ControlFlow<B>) -> ControlFlow<B> {
+    pub(crate) fn finish<B>(
+        self,
+        end: u64,
+        f: &mut impl FnMut(PageRun) -> ControlFlow<B>,
+    ) -> ControlFlow<B> {
         match self.open() {
             Some(start) => f(PageRun::new(start, end - start)),
             None => ControlFlow::Continue(()),

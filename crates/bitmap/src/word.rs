@@ -13,7 +13,8 @@ pub(crate) fn mask(from: u64, to: u64) -> u64 {
     upper & (u64::MAX << from)
 }
 
-/// Calls `f` with the number of each word that holds pages of `pages`, and the mask of those pages in it.
+/// Calls `f` with the number of each word that holds pages of `pages`, and the mask of those pages
+/// in it.
 pub(crate) fn for_each_mask(pages: Range<u64>, mut f: impl FnMut(usize, u64)) {
     let mut at = pages.start;
     while at < pages.end {
@@ -24,8 +25,8 @@ pub(crate) fn for_each_mask(pages: Range<u64>, mut f: impl FnMut(usize, u64)) {
     }
 }
 
-/// The edges of `word`: bit `i` is set where page `i` differs from the page before it; `before` is the word
-/// before, of which only the highest bit counts.
+/// The edges of `word`: bit `i` is set where page `i` differs from the page before it; `before` is
+/// the word before, of which only the highest bit counts.
 #[inline(always)]
 pub(crate) fn edges(word: u64, before: u64) -> u64 {
     word ^ (word << 1 | before >> 63)

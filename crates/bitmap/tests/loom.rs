@@ -1,7 +1,8 @@
-//! The shared words under every interleaving, and every outcome that the memory model allows, of a few steps.
+//! The shared words under every interleaving, and every outcome that the memory model allows, of a
+//! few steps.
 //!
-//! Compiles the one file that holds all atomic operations a second time, with loom's atomics in place of the
-//! standard ones; the rest of the bitmap is sequential code above it.
+//! Compiles the one file that holds all atomic operations a second time, with loom's atomics in
+//! place of the standard ones; the rest of the bitmap is sequential code above it.
 
 use loom::sync::Arc;
 use loom::thread;

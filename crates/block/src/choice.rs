@@ -46,7 +46,8 @@ impl DiskChoice {
         *self == Self::None
     }
 
-    /// At the destination: whether the disk that goes by all of `names`, and that the source calls `offered`, may be filled.
+    /// At the destination: whether the disk that goes by all of `names`, and that the source calls
+    /// `offered`, may be filled.
     ///
     /// # Errors
     /// When it was not named.
@@ -54,7 +55,9 @@ impl DiskChoice {
         let allowed = match self {
             Self::None => false,
             Self::All => true,
-            Self::Named(allowed) => allowed.iter().any(|name| name == offered || names.contains(name)),
+            Self::Named(allowed) => {
+                allowed.iter().any(|name| name == offered || names.contains(name))
+            }
         };
         if allowed { Ok(()) } else { Err(NotAllowed(offered.to_owned())) }
     }
@@ -113,8 +116,12 @@ mod tests {
     #[test]
     fn only_what_was_named_may_be_filled() {
         let names = ["n1".to_owned(), "vd1".to_owned()];
-        let allowed = |choice: &str| choice.parse::<DiskChoice>().unwrap().allow("n1", &names).is_ok();
-        assert_eq!(["all", "n1", "x,vd1", "none", "x"].map(allowed), [true, true, true, false, false]);
+        let allowed =
+            |choice: &str| choice.parse::<DiskChoice>().unwrap().allow("n1", &names).is_ok();
+        assert_eq!(
+            ["all", "n1", "x,vd1", "none", "x"].map(allowed),
+            [true, true, true, false, false]
+        );
         let refused = DiskChoice::None.allow("n1", &names).unwrap_err().to_string();
         assert!(refused.contains("--disks n1 or --disks all"), "{refused}");
     }

@@ -1,7 +1,7 @@
 //! The size of dirty blocks of a disk.
 //!
-//! A block that is much larger than a write is sent again for a small part of it; one that is much smaller only makes the bitmap
-//! larger. So it follows the guest's writes.
+//! A block that is much larger than a write is sent again for a small part of it; one that is much
+//! smaller only makes the bitmap larger. So it follows the guest's writes.
 
 use godwit_units::{ByteCount, PAGE_SIZE};
 
@@ -20,8 +20,8 @@ pub struct Writes {
 const ENOUGH: u64 = 4;
 
 impl Writes {
-    /// What was written since there were `before`, where that is enough to tell; else all. A guest may have filled its disk in large pieces once,
-    /// and write small ones ever since.
+    /// What was written since there were `before`, where that is enough to tell; else all. A guest
+    /// may have filled its disk in large pieces once, and write small ones ever since.
     #[must_use]
     pub fn recent(self, before: Self) -> Self {
         let bytes = self.bytes.saturating_sub(before.bytes);
@@ -37,10 +37,12 @@ impl Writes {
 )]
 pub struct GranularityError(pub ByteCount);
 
-/// The granularity for a disk that is written in this way: the largest power of two that is no larger than the mean write, within
-/// [`GRANULARITY_MIN`] and [`GRANULARITY_MAX`]; [`GRANULARITY_UNKNOWN`] where nothing was written.
+/// The granularity for a disk that is written in this way: the largest power of two that is no
+/// larger than the mean write, within [`GRANULARITY_MIN`] and [`GRANULARITY_MAX`];
+/// [`GRANULARITY_UNKNOWN`] where nothing was written.
 ///
-/// A write of n blocks' length touches at most n + 1 of them, so what is sent is then at most about twice what was written.
+/// A write of n blocks' length touches at most n + 1 of them, so what is sent is then at most about
+/// twice what was written.
 #[must_use]
 pub fn granularity_for(writes: Writes) -> ByteCount {
     let Some(mean) = writes.bytes.0.checked_div(writes.operations).filter(|mean| *mean > 0) else {
@@ -56,7 +58,11 @@ pub fn granularity_for(writes: Writes) -> ByteCount {
 /// When it is not a power of two from [`GRANULARITY_MIN`] to [`GRANULARITY_MAX`].
 pub fn check_granularity(size: ByteCount) -> Result<ByteCount, GranularityError> {
     let bounds = GRANULARITY_MIN..=GRANULARITY_MAX;
-    if size.0.is_power_of_two() && bounds.contains(&size) { Ok(size) } else { Err(GranularityError(size)) }
+    if size.0.is_power_of_two() && bounds.contains(&size) {
+        Ok(size)
+    } else {
+        Err(GranularityError(size))
+    }
 }
 
 /// Parses a granularity, for a command line: `4KiB` to `1MiB`.
@@ -64,7 +70,8 @@ pub fn check_granularity(size: ByteCount) -> Result<ByteCount, GranularityError>
 /// # Errors
 /// When it is no size, or none that may be a granularity; the words say which may.
 pub fn parse_granularity(text: &str) -> Result<ByteCount, String> {
-    let size: ByteCount = text.parse().map_err(|error: godwit_units::ParseError| error.to_string())?;
+    let size: ByteCount =
+        text.parse().map_err(|error: godwit_units::ParseError| error.to_string())?;
     check_granularity(size).map_err(|error| error.to_string())
 }
 
@@ -94,7 +101,10 @@ mod tests {
         let writes = |bytes, operations| Writes { bytes: ByteCount(bytes), operations };
         let filled = writes(1 << 30, 1024);
         assert_eq!(writes((1 << 30) + 4 * 8192, 1028).recent(filled), writes(4 * 8192, 4));
-        assert_eq!(writes((1 << 30) + 3 * 8192, 1027).recent(filled), writes((1 << 30) + 3 * 8192, 1027));
+        assert_eq!(
+            writes((1 << 30) + 3 * 8192, 1027).recent(filled),
+            writes((1 << 30) + 3 * 8192, 1027)
+        );
         assert_eq!(filled.recent(filled), filled);
         // Counters that were reset.
         assert_eq!(writes(8192, 1).recent(filled), writes(8192, 1));

@@ -1,9 +1,11 @@
 //! Disks as the engine sees them: what they are, and one round of one disk at either side.
 //!
-//! A disk is counted in pages of 4 KiB, as memory is, so that the same frames, codecs and channels carry both. A disk
-//! whose size is no multiple of 4 KiB ends within its last page: whoever reads fills up with zeros, whoever writes cuts off.
+//! A disk is counted in pages of 4 KiB, as memory is, so that the same frames, codecs and channels
+//! carry both. A disk whose size is no multiple of 4 KiB ends within its last page: whoever reads
+//! fills up with zeros, whoever writes cuts off.
 //!
-//! Dirty blocks are larger than a page: their size is the granularity of the disk, a power of two from 4 KiB to 1 MiB.
+//! Dirty blocks are larger than a page: their size is the granularity of the disk, a power of two
+//! from 4 KiB to 1 MiB.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +17,9 @@ use std::fmt;
 use godwit_units::{ByteCount, PageCount, PageRun};
 
 pub use choice::{ChoiceError, DiskChoice, NotAllowed};
-pub use granularity::{GranularityError, Writes, check_granularity, granularity_for, parse_granularity};
+pub use granularity::{
+    GranularityError, Writes, check_granularity, granularity_for, parse_granularity,
+};
 
 /// The finest granularity of dirty blocks.
 pub const GRANULARITY_MIN: ByteCount = ByteCount(4 << 10);
@@ -49,7 +53,8 @@ impl Disk {
 pub enum Content {
     /// Bytes that must be read.
     Data,
-    /// Zeros, which need not be read: a hole, an unallocated or a discarded part, or zeros that were written as such.
+    /// Zeros, which need not be read: a hole, an unallocated or a discarded part, or zeros that
+    /// were written as such.
     Zero,
 }
 
@@ -62,41 +67,45 @@ pub struct Extent {
     pub content: Content,
 }
 
-/// One round of one disk at the source: what is dirty in it, and the bytes as they are now. What the guest writes after
-/// the round began belongs to the next one, whether these reads see it or not.
+/// One round of one disk at the source: what is dirty in it, and the bytes as they are now. What
+/// the guest writes after the round began belongs to the next one, whether these reads see it or
+/// not.
 pub trait DiskRound: Send {
     /// Dirty bytes of this round in whole blocks, as far as they are known beforehand.
     fn dirty(&self) -> Option<ByteCount>;
 
-    /// The next stretch that is dirty in this round: in order, without overlap, none twice; `None` after the last one.
+    /// The next stretch that is dirty in this round: in order, without overlap, none twice; `None`
+    /// after the last one.
     ///
     /// # Errors
     /// When the machine can no longer tell.
     fn next(&mut self) -> Result<Option<Extent>, DiskError>;
 
-    /// Asks for the bytes of `run`, at most 1 MiB. As many as [`Self::depth`] may be asked for before the first is taken.
+    /// Asks for the bytes of `run`, at most 1 MiB. As many as [`Self::depth`] may be asked for
+    /// before the first is taken.
     ///
     /// # Errors
     /// When the machine cannot be asked any more.
-    fn ask(&mut self, run: PageRun) -> Result<(), DiskError>;
+    fn submit(&mut self, run: PageRun) -> Result<(), DiskError>;
 
     /// How many may be under way.
     fn depth(&self) -> usize;
 
-    /// Waits for the bytes that were asked for first and not yet taken, and fills `bytes` with them, which is as long as that
-    /// run.
+    /// Waits for the bytes that were asked for first and not yet taken, and fills `bytes` with
+    /// them, which is as long as that run.
     ///
     /// # Errors
     /// When they cannot be read; says where.
     ///
     /// # Panics
     /// When nothing was asked for, or `bytes` has another length: a mistake of the caller.
-    fn take(&mut self, bytes: &mut [u8]) -> Result<(), DiskError>;
+    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError>;
 }
 
 /// A disk at the destination.
 pub trait DiskSink: Send {
-    /// Writes `bytes`, whole pages, from the first page of `run` on. They may still be under way on return, in no order.
+    /// Writes `bytes`, whole pages, from the first page of `run` on. They may still be under way on
+    /// return, in no order.
     ///
     /// # Errors
     /// When this or an earlier write failed.
@@ -108,12 +117,12 @@ pub trait DiskSink: Send {
     /// As for [`Self::write`].
     fn zero(&mut self, run: PageRun) -> Result<(), DiskError>;
 
-    /// Waits until everything is written, so that later writes cannot be overtaken. With `durable` it is also on stable
-    /// storage.
+    /// Waits until everything is written, so that later writes cannot be overtaken. With `durable`
+    /// it is also on stable storage.
     ///
     /// # Errors
     /// When a write failed.
-    fn settle(&mut self, durable: bool) -> Result<(), DiskError>;
+    fn flush(&mut self, durable: bool) -> Result<(), DiskError>;
 }
 
 impl fmt::Debug for dyn DiskRound {

@@ -1,4 +1,5 @@
-//! `godwit guard`: the process that stands in for a `godwit` that is killed. Started by godwit itself, never by hand.
+//! `godwit guard`: the process that stands in for a `godwit` that is killed. Started by godwit
+//! itself, never by hand.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,7 +20,8 @@ pub(crate) struct Arguments {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
-    // Ctrl-C, a hangup and a polite end are godwit's to answer; this process ends when that one does.
+    // Ctrl-C, a hangup and a polite end are godwit's to answer; this process ends when that one
+    // does.
     let _ = process::cancel_on_signals();
     match godwit_qemu::stand_guard(&arguments.record, arguments.godwit) {
         true => ExitCode::SUCCESS,

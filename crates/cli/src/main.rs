@@ -26,11 +26,13 @@ use godwit_units::GRAMMAR;
 
 /// Live-migrates running virtual machines, exactly and without losing one.
 ///
-/// Start `godwit receive` beside the destination's VM and `godwit migrate` beside the source's. The guest moves while
-/// it runs; if anything fails before the handover, it runs on at the source as if nothing had been.
+/// Start `godwit receive` beside the destination's VM and `godwit migrate` beside the source's. The
+/// guest moves while it runs; if anything fails before the handover, it runs on at the source as if
+/// nothing had been.
 ///
-/// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is needed (the message says
-/// for what; also where the guest has ended with its VM) · 4 the guest of a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
+/// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is
+/// needed (the message says for what; also where the guest has ended with its VM) · 4 the guest of
+/// a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
@@ -68,14 +70,16 @@ enum Command {
     Guard(guard::Arguments),
 }
 
-/// The options that make up faults for tests, with the names of their values. No help, usage or hint shows them.
+/// The options that make up faults for tests, with the names of their values. No help, usage or
+/// hint shows them.
 const HIDDEN: [(&str, &str); 2] = [("--fault", " <FAULT>"), ("--slow-channel", " <SLOW_CHANNEL>")];
 
 /// Takes what is hidden out of the usage and the suggestions of `error`.
 fn without_hidden(mut error: clap::Error) -> clap::Error {
     use clap::error::{ContextKind, ContextValue};
     let hidden = |text: &str| HIDDEN.iter().any(|(name, _)| *name == text);
-    if matches!(error.get(ContextKind::SuggestedArg), Some(ContextValue::String(name)) if hidden(name)) {
+    let suggested = error.get(ContextKind::SuggestedArg);
+    if matches!(suggested, Some(ContextValue::String(name)) if hidden(name)) {
         error.remove(ContextKind::SuggestedArg);
     }
     if let Some(ContextValue::StyledStr(usage)) = error.get(ContextKind::Usage) {
@@ -135,7 +139,10 @@ mod tests {
             "godwit receive --vm qemu:/x --fault kill-after-run",
         ] {
             let text = refused(line).replace(line, "");
-            assert!(!text.contains("--fault") && !text.contains("--slow-channel"), "{line}: {text}");
+            assert!(
+                !text.contains("--fault") && !text.contains("--slow-channel"),
+                "{line}: {text}"
+            );
             assert!(text.contains("Usage: godwit "), "{text}");
         }
     }
@@ -145,7 +152,11 @@ mod tests {
         for command in Arguments::command().get_subcommands() {
             for argument in command.get_arguments().filter(|argument| argument.is_hide_set()) {
                 let long = format!("--{}", argument.get_long().unwrap_or_default());
-                assert!(HIDDEN.iter().any(|(name, _)| *name == long), "{long} of {}", command.get_name());
+                assert!(
+                    HIDDEN.iter().any(|(name, _)| *name == long),
+                    "{long} of {}",
+                    command.get_name()
+                );
             }
         }
     }
@@ -181,7 +192,10 @@ mod tests {
             ("godwit microvm run --memory 512", "write 512MiB or 512B"),
         ] {
             let text = refused(line);
-            assert!(text.contains(words) && text.lines().next().unwrap().contains("ambiguous"), "{text}");
+            assert!(
+                text.contains(words) && text.lines().next().unwrap().contains("ambiguous"),
+                "{text}"
+            );
         }
     }
 }

@@ -14,8 +14,8 @@ use godwit_control::messages::Request;
 use godwit_engine::Cancel;
 use godwit_microvm::control as server;
 use godwit_microvm::{
-    BalloonFeatures, BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan, MicrovmError,
-    TrackerKind, plain_layout,
+    BalloonFeatures, BlockPlan, GuestMode, GuestPlan, Machine, MachineEvent, MachinePlan,
+    MicrovmError, TrackerKind, plain_layout,
 };
 use godwit_units::{ByteCount, GRAMMAR};
 
@@ -28,8 +28,8 @@ const GUEST_DIED: u8 = 4;
 
 /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
 ///
-/// It runs one guest, a program on the bare machine that stamps its memory and disk, checks them all the time, prints ten
-/// heartbeats a second and says BUG if anything is wrong. Needs /dev/kvm.
+/// It runs one guest, a program on the bare machine that stamps its memory and disk, checks them
+/// all the time, prints ten heartbeats a second and says BUG if anything is wrong. Needs /dev/kvm.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Run a machine until it ends. Ctrl-C ends it.
@@ -61,7 +61,8 @@ pub(crate) struct Balloon {
     #[command(flatten)]
     socket: Socket,
 
-    /// In all, out of what it does not use; 0: the guest may use all of its memory again. `godwit microvm status` tells how much it has given
+    /// In all, out of what it does not use; 0: the guest may use all of its memory again. `godwit
+    /// microvm status` tells how much it has given
     #[arg(value_name = "SIZE")]
     size: ByteCount,
 }
@@ -78,7 +79,8 @@ pub(crate) struct Run {
     #[arg(long, value_name = "FILE", conflicts_with = "block")]
     memory_path: Option<PathBuf>,
 
-    /// Instead, memory in blocks: name=NAME,size=SIZE,gpa=ADDRESS[,host-offset=BYTES][,path=FILE]; one at 0
+    /// Instead, memory in blocks: name=NAME,size=SIZE,gpa=ADDRESS[,host-offset=BYTES][,path=FILE];
+    /// one at 0
     #[arg(long, value_name = "BLOCK")]
     block: Vec<BlockPlan>,
 
@@ -90,11 +92,13 @@ pub(crate) struct Run {
     #[arg(long, value_name = "N", default_value_t = 1)]
     cpus: u32,
 
-    /// A raw disk image; the guest writes to its first 16 MiB. Both sides of a migration open the same
+    /// A raw disk image; the guest writes to its first 16 MiB. Both sides of a migration open the
+    /// same
     #[arg(long, value_name = "IMAGE")]
     disk: Option<PathBuf>,
 
-    /// Give the guest a balloon that takes hints about free pages during a migration, reports of free pages at any time, or both
+    /// Give the guest a balloon that takes hints about free pages during a migration, reports of
+    /// free pages at any time, or both
     #[arg(long, value_name = "WHAT", value_delimiter = ',')]
     balloon: Vec<BalloonName>,
 
@@ -118,7 +122,8 @@ pub(crate) struct Run {
     #[arg(long, default_value = "rate")]
     mode: ModeName,
 
-    /// Pages the guest writes each second in the modes rate, hot-cold, hot-tenth and sequential; 0: as fast as it can
+    /// Pages the guest writes each second in the modes rate, hot-cold, hot-tenth and sequential; 0:
+    /// as fast as it can
     #[arg(long, value_name = "PAGES", default_value_t = 2000)]
     rate: u64,
 
@@ -174,14 +179,17 @@ enum ModeName {
 pub(crate) fn run(command: &Command) -> ExitCode {
     let outcome = match command {
         Command::Run(arguments) => run_machine(arguments),
-        Command::Status(socket) => client::status(&socket.path).map_err(MicrovmError::from).map(|status| {
-            output::json_line(&serde_json::to_value(status).unwrap_or_default());
-            ExitCode::SUCCESS
-        }),
+        Command::Status(socket) => {
+            client::status(&socket.path).map_err(MicrovmError::from).map(|status| {
+                output::json_line(&serde_json::to_value(status).unwrap_or_default());
+                ExitCode::SUCCESS
+            })
+        }
         Command::Pause(socket) => told(&socket.path, &Request::Pause, "the guest is paused"),
         Command::Resume(socket) => told(&socket.path, &Request::Resume, "the guest runs"),
         Command::Balloon(balloon) => {
-            let (path, request) = (&balloon.socket.path, Request::Balloon { bytes: balloon.size.0 });
+            let (path, request) =
+                (&balloon.socket.path, Request::Balloon { bytes: balloon.size.0 });
             let asked = format!(
                 "the guest is asked to give back {} in all; `godwit microvm status` tells how far it is",
                 balloon.size

@@ -9,9 +9,9 @@ use godwit_block::{DiskChoice, parse_granularity};
 use godwit_control::client;
 use godwit_control::messages::{Cost, DiskWish};
 use godwit_engine::address::Address;
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Fault, Options, migrate};
-use godwit_engine::steering::Steering;
 use godwit_qemu::{QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
@@ -27,8 +27,8 @@ use crate::vm::{RequestError, VmName, refused_qemu};
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
-    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
-    /// microvm:PATH, where PATH is the machine's control socket
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
+    /// connected to, or microvm:PATH, where PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -39,11 +39,13 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     settings: Given,
 
-    /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the process id]
+    /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the
+    /// process id]
     #[arg(long, value_name = "NAME", value_parser = name)]
     name: Option<String>,
 
-    /// Compare digests of all memory on both sides before the destination may run; adds to the downtime
+    /// Compare digests of all memory on both sides before the destination may run; adds to the
+    /// downtime
     #[arg(long)]
     verify: bool,
 
@@ -51,32 +53,34 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: u8,
 
-    /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent again that were written and did not
-    /// change
+    /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
+    /// again that were written and did not change
     #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
     ledger: bool,
 
-    /// Disks that move along: all, none, or names with commas between. Those that do not must be on storage that both sides share;
-    /// those that do need an image of the same size at the destination, which is overwritten
+    /// Disks that move along: all, none, or names with commas between. Those that do not must be on
+    /// storage that both sides share; those that do need an image of the same size at the
+    /// destination, which is overwritten
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
     disks: DiskChoice,
 
-    /// The size of the blocks in which writes to these disks are tracked, 4KiB to 1MiB; auto: as the guest writes
+    /// The size of the blocks in which writes to these disks are tracked, 4KiB to 1MiB; auto: as
+    /// the guest writes
     #[arg(long, value_name = "SIZE|auto", default_value = "auto", value_parser = granularity)]
     disk_granularity: Granularity,
 
-    /// Differences between the two VMs that are let pass, by the keys under which they are refused, with commas between, or all.
-    /// The guest may then find another machine, or fail to load
+    /// Differences between the two VMs that are let pass, by the keys under which they are refused,
+    /// with commas between, or all. The guest may then find another machine, or fail to load
     #[arg(long, value_name = "all|KEY,...", value_delimiter = ',')]
     allow_differences: Vec<String>,
 
-    /// Disks that do not move along are on the same storage at both sides, also where godwit cannot see that: they are not
-    /// compared
+    /// Disks that do not move along are on the same storage at both sides, also where godwit cannot
+    /// see that: they are not compared
     #[arg(long)]
     disks_are_shared: bool,
 
-    /// Move a guest under KVM also where it may run guests of its own, whose pages the processor writes unseen: only where
-    /// none of them runs
+    /// Move a guest under KVM also where it may run guests of its own, whose pages the processor
+    /// writes unseen: only where none of them runs
     #[arg(long)]
     allow_nested: bool,
 
@@ -180,8 +184,8 @@ fn name(text: &str) -> Result<String, String> {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let cancel = process::cancel_on_signals();
-    let steering = match Steering::typed(arguments.settings.0.clone(), cancel) {
-        Ok(steering) => steering,
+    let handle = match MigrationHandle::typed(arguments.settings.0.clone(), cancel) {
+        Ok(handle) => handle,
         Err(error) => {
             output::refusal(&error, arguments.json);
             return ExitCode::from(USAGE);
@@ -195,11 +199,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };
-    let disks = DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
+    let disks =
+        DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
     let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
-        VmName::Qemu(_) => Engine::Here(steering.clone()),
+        VmName::Qemu(_) => Engine::Here(handle.clone()),
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
     let socket = match steer::serve(&name, Host { vm, to, engine }) {
@@ -214,8 +219,9 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let result =
-        move_guest(arguments, &options, &disks, &steering, &mut |progress| display.progress(progress));
+    let result = move_guest(arguments, &options, &disks, &handle, &mut |progress| {
+        display.progress(progress)
+    });
     drop(socket);
     display.finish();
     match result {
@@ -239,7 +245,7 @@ fn move_guest(
     arguments: &Arguments,
     options: &Options,
     disks: &DiskWish,
-    steering: &Steering,
+    handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match &arguments.vm {
@@ -260,15 +266,17 @@ fn move_guest(
             // As with the hint below, a monitor that fails is told of later.
             output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
             // Only a hint: a monitor that fails now is told of by the migration.
-            if let Some(advice) = vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
+            if let Some(advice) =
+                vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
             {
                 let width = layout::width(&std::io::stderr());
                 eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
             }
-            let measures = migrate(&mut vm, options, steering, progress).map_err(RequestError::Failed)?;
+            let measures =
+                migrate(&mut vm, options, handle, progress).map_err(RequestError::Failed)?;
             Ok((measures, process::cost()))
         }
-        VmName::Microvm(path) => Ok(client::migrate(path, options, disks, steering, progress)?),
+        VmName::Microvm(path) => Ok(client::migrate(path, options, disks, handle, progress)?),
     }
 }
 
@@ -286,7 +294,9 @@ fn tell(measures: &Measures, cost: Cost, json: bool) {
         return;
     }
     let mut value = json!({ "outcome": "migrated", "cpu_ms": cpu_ms, "peak_rss_bytes": rss });
-    if let (Value::Object(object), Ok(Value::Object(rest))) = (&mut value, serde_json::to_value(measures)) {
+    if let (Value::Object(object), Ok(Value::Object(rest))) =
+        (&mut value, serde_json::to_value(measures))
+    {
         object.extend(rest);
     }
     json_line(&value);

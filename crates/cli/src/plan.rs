@@ -8,8 +8,8 @@ use godwit_block::DiskChoice;
 use godwit_codec::Codec;
 use godwit_control::client;
 use godwit_engine::compression::Compression;
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::{Measured, measure};
-use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError};
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_qemu::{ListedDisk, QemuSource};
@@ -34,9 +34,9 @@ const LINKS: [&str; 3] = ["1Gbit", "10Gbit", "25Gbit"];
 
 /// Tell what a migration would be like, without migrating.
 ///
-/// The guest's writes are tracked for a few seconds, which costs it about what a migration costs it while copying. What was
-/// seen is made into a guest for the simulator, which then migrates that under the policy of real migrations, with several
-/// settings.
+/// The guest's writes are tracked for a few seconds, which costs it about what a migration costs it
+/// while copying. What was seen is made into a guest for the simulator, which then migrates that
+/// under the policy of real migrations, with several settings.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
@@ -44,8 +44,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
-    /// What the link carries, in bits (10Gbit) or bytes (128MiB/s) per second; more than once for several [default: 1Gbit,
-    /// 10Gbit and 25Gbit]
+    /// What the link carries, in bits (10Gbit) or bytes (128MiB/s) per second; more than once for
+    /// several [default: 1Gbit, 10Gbit and 25Gbit]
     #[arg(long, value_name = "RATE")]
     link: Vec<TypedRate>,
 
@@ -58,8 +58,9 @@ pub(crate) struct Arguments {
         hide_possible_values = true)]
     settings: Vec<(String, String)>,
 
-    /// Disks that would move along, as for `godwit migrate`: prints the commands that make images for them at the destination, where
-    /// they must be before its VM is started. What they add to the migration is not foretold
+    /// Disks that would move along, as for `godwit migrate`: prints the commands that make images
+    /// for them at the destination, where they must be before its VM is started. What they add to
+    /// the migration is not foretold
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
     disks: DiskChoice,
 
@@ -111,8 +112,11 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             let mut scenario = scenario(&measured, guest.clone(), link.rate());
             scenario.handover = handover(&arguments.vm);
             if compression != Compression::Auto {
-                let share =
-                    if compression == Compression::Fixed(Codec::None) { 1.0 } else { measured.compressed };
+                let share = if compression == Compression::Fixed(Codec::None) {
+                    1.0
+                } else {
+                    measured.compressed
+                };
                 scenario.link.page_bytes = PAGE_ON_WIRE * share;
             }
             (link, forecast(&scenario, &cases))
@@ -139,7 +143,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
                 "\nimages at the destination, to be made before its VM is started:\n  {}",
                 told.images.join("\n  ")
             );
-            println!("\nand godwit receive must be told that they may be overwritten:\n  {}", told.receive);
+            println!(
+                "\nand godwit receive must be told that they may be overwritten:\n  {}",
+                told.receive
+            );
         }
     }
     ExitCode::SUCCESS
@@ -159,7 +166,10 @@ struct Told {
 }
 
 /// What was seen of the guest, and what there is to tell beside it.
-fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
+fn look(
+    arguments: &Arguments,
+    cancel: &Cancel,
+) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
     let Arguments { vm, disks, time, .. } = arguments;
     match vm {
         VmName::Qemu(path) => {
@@ -176,7 +186,8 @@ fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<
             Ok((measure(&mut vm, *time, cancel)?, told))
         }
         VmName::Microvm(_) if !disks.is_none() => {
-            Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE".into())
+            Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE"
+                .into())
         }
         VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Told::default())),
     }
@@ -186,10 +197,11 @@ fn look(arguments: &Arguments, cancel: &Cancel) -> Result<(Measured, Told), Box<
 fn settings(given: &[(String, String)]) -> Result<(Vec<(String, Settings)>, Compression), String> {
     let default = Settings::default();
     if !given.is_empty() {
-        let steering = Steering::typed(given.to_vec(), Cancel::default());
-        let steering = steering.map_err(|error| error.to_string())?;
-        let names: Vec<String> = given.iter().map(|(key, value)| format!("{key}={value}")).collect();
-        return Ok((vec![(names.join(" "), steering.policy())], steering.compression()));
+        let handle = MigrationHandle::typed(given.to_vec(), Cancel::default());
+        let handle = handle.map_err(|error| error.to_string())?;
+        let names: Vec<String> =
+            given.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        return Ok((vec![(names.join(" "), handle.policy())], handle.compression()));
     }
     let with = |throttle, downtime_limit| Settings { throttle, downtime_limit, ..default };
     let limit = default.downtime_limit;
@@ -242,7 +254,8 @@ fn handover(vm: &VmName) -> Duration {
 
 /// How fast pages were dirtied over the first second that was seen.
 fn dirty_rate(measured: &Measured) -> Rate {
-    let sample = measured.dirty.iter().rfind(|(seconds, _)| *seconds <= 1.0).or(measured.dirty.first());
+    let sample =
+        measured.dirty.iter().rfind(|(seconds, _)| *seconds <= 1.0).or(measured.dirty.first());
     let (seconds, pages) = sample.copied().unwrap_or((1.0, 0));
     Rate::from_bytes_per_second(pages as f64 * PAGE_SIZE as f64 / seconds.max(1e-3))
 }
@@ -250,7 +263,12 @@ fn dirty_rate(measured: &Measured) -> Rate {
 /// A link and what is foretold of it, a case each.
 type Plan = (TypedRate, Vec<Forecast>);
 
-fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[Plan], width: usize) -> String {
+fn as_text(
+    measured: &Measured,
+    settings: &[(String, Settings)],
+    plans: &[Plan],
+    width: usize,
+) -> String {
     let (seconds, pages) = measured.dirty.last().copied().unwrap_or_default();
     let governor = if measured.can_govern {
         "yes: the first writes to clean pages can be rationed where the guest outruns the link"
@@ -306,7 +324,8 @@ fn as_text(measured: &Measured, settings: &[(String, Settings)], plans: &[Plan],
 /// One of `forecasts`, if a table of all would say the same in every line.
 fn alike(forecasts: &[Forecast]) -> Option<&Forecast> {
     let first = forecasts.first()?;
-    let near = |one: f64, other: f64, least: f64| (one - other).abs() <= least.max(0.02 * one.max(other));
+    let near =
+        |one: f64, other: f64, least: f64| (one - other).abs() <= least.max(0.02 * one.max(other));
     let same = |forecast: &Forecast| {
         forecast.finishes
             && !forecast.governed
@@ -343,7 +362,8 @@ fn table(settings: &[(String, Settings)], forecasts: &[Forecast], width: usize) 
     let row = |((name, _), forecast): (&(String, Settings), &Forecast)| {
         let (low, mid, high) = forecast.seconds;
         if !forecast.finishes {
-            let mut cells = vec![name.clone(), "never".to_owned(), format!("gives up: {}", time(mid))];
+            let mut cells =
+                vec![name.clone(), "never".to_owned(), format!("gives up: {}", time(mid))];
             cells.resize(columns.len(), "-".to_owned());
             return cells;
         }
@@ -424,7 +444,8 @@ mod tests {
     #[test]
     fn plans_fit_80_columns() {
         for width in [40, 80, 120] {
-            let text = text(true, 0.99, width) + &text(false, 0.99, width) + &text(false, 0.0, width);
+            let text =
+                text(true, 0.99, width) + &text(false, 0.99, width) + &text(false, 0.0, width);
             let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(widest <= width, "{text}");
         }
@@ -434,8 +455,15 @@ mod tests {
     #[test]
     fn a_quiet_guest_gets_a_sentence() {
         let quiet = text(false, 0.0, 200);
-        assert!(quiet.contains("over a link of 1Gbit (119MiB/s): 35.9min (35min to 36min), 1023TiB sent"));
-        assert!(quiet.contains("no setting makes a difference") && !quiet.contains("settings "), "{quiet}");
+        assert!(
+            quiet.contains(
+                "over a link of 1Gbit (119MiB/s): 35.9min (35min to 36min), 1023TiB sent"
+            )
+        );
+        assert!(
+            quiet.contains("no setting makes a difference") && !quiet.contains("settings "),
+            "{quiet}"
+        );
         let busy = text(true, 0.5, 80);
         assert!(busy.contains("governed") && busy.contains("gives up: 35.9min"), "{busy}");
         assert!(busy.contains("total: from the start"), "the columns are explained: {busy}");

@@ -28,14 +28,15 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 
 /// Take a guest into a VM on this host that waits for one.
 ///
-/// The VM is started with the source's options and `-incoming defer` (a microvm: `--incoming`). One guest is taken in, then the command ends.
-/// Connections that do not speak the protocol are refused and told of; the address should be reachable for trusted
-/// hosts only, since nothing is encrypted yet.
+/// The VM is started with the source's options and `-incoming defer` (a microvm: `--incoming`). One
+/// guest is taken in, then the command ends. Connections that do not speak the protocol are refused
+/// and told of; the address should be reachable for trusted hosts only, since nothing is encrypted
+/// yet.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
-    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is connected to, or
-    /// microvm:PATH, where PATH is the machine's control socket
+    /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
+    /// connected to, or microvm:PATH, where PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -51,17 +52,18 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
 
-    /// Disks of this VM that the source may overwrite: all, none, or names with commas between. Without it nobody who reaches the
-    /// port can write to a disk
+    /// Disks of this VM that the source may overwrite: all, none, or names with commas between.
+    /// Without it nobody who reaches the port can write to a disk
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
     disks: DiskChoice,
 
-    /// Take the guest in even if it may come to use more memory than this host, or the control group of the VM, has left; then
-    /// the kernel may end the VM when memory runs out
+    /// Take the guest in even if it may come to use more memory than this host, or the control
+    /// group of the VM, has left; then the kernel may end the VM when memory runs out
     #[arg(long)]
     overcommit: bool,
 
-    /// Make up a fault, for tests: the number of a channel that places every frame so late, as NUMBER:TIME
+    /// Make up a fault, for tests: the number of a channel that places every frame so late, as
+    /// NUMBER:TIME
     #[arg(long, hide = true, value_parser = slow_channel)]
     slow_channel: Option<(usize, Duration)>,
 
@@ -139,8 +141,8 @@ fn take_in(
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
     match &arguments.vm {
         VmName::Qemu(path) => {
-            let vm =
-                QemuDestination::open(path).and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
+            let vm = QemuDestination::open(path)
+                .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
             let listener = Listener::bind(&arguments.listen);
@@ -159,10 +161,11 @@ fn take_in(
                 overcommit: arguments.overcommit,
                 faults,
             };
-            let received = receive(&mut vm, &listener, &options, cancel, notice).map_err(|failure| {
-                *again = Some(if vm.still_waits() { Again::Waits } else { Again::QemuEnded });
-                RequestError::Failed(failure)
-            })?;
+            let received =
+                receive(&mut vm, &listener, &options, cancel, notice).map_err(|failure| {
+                    *again = Some(if vm.still_waits() { Again::Waits } else { Again::QemuEnded });
+                    RequestError::Failed(failure)
+                })?;
             Ok((received, process::cost()))
         }
         VmName::Microvm(path) => {
@@ -210,16 +213,22 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         // On standard error in any case: somebody knocks who should not.
         Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
         Notice::Busy { peer } => {
-            eprintln!("godwit: another source came, from {peer}; it was told that this receive is busy");
+            eprintln!(
+                "godwit: another source came, from {peer}; it was told that this receive is busy"
+            );
         }
         Notice::Accepted { ram, disks } if json => {
-            let disks: Vec<_> =
-                disks.iter().map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 })).collect();
+            let disks: Vec<_> = disks
+                .iter()
+                .map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 }))
+                .collect();
             json_line(&json!({ "event": "accepted", "ram_bytes": ram.0, "disks": disks }));
         }
         Notice::Accepted { ram, disks } => {
-            let disks: String =
-                disks.iter().map(|disk| format!(", {} of disk '{}'", disk.size, disk.name)).collect();
+            let disks: String = disks
+                .iter()
+                .map(|disk| format!(", {} of disk '{}'", disk.size, disk.name))
+                .collect();
             eprintln!("a source has connected: {ram} of RAM{disks} to come");
             if allowed && disks.is_empty() {
                 eprintln!("no disk comes along: godwit migrate was started without --disks");
@@ -228,7 +237,9 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::Round { round, received } if json => {
             json_line(&json!({ "event": "round", "round": round, "received_bytes": received.0 }));
         }
-        Notice::Round { round, received } => eprintln!("round {round} in place, {received} received"),
+        Notice::Round { round, received } => {
+            eprintln!("round {round} in place, {received} received")
+        }
         Notice::AwaitingSource { limit } => {
             let limit = format_duration(*limit);
             eprintln!(

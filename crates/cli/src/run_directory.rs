@@ -1,7 +1,7 @@
 //! The sockets of migrations in the run directory, which is swept when one more is made.
 //!
-//! Invariant: no socket is served in a directory to which another user could add, and none is removed at which somebody
-//! listens or is about to: sweeping and binding are done under one lock.
+//! Invariant: no socket is served in a directory to which another user could add, and none is
+//! removed at which somebody listens or is about to: sweeping and binding are done under one lock.
 
 use std::fs::File;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,11 +15,16 @@ use rustix::fs::FlockOperation;
 /// Those who hold the lock sweep and bind, which takes them no time.
 const LOCK_LIMIT: Duration = Duration::from_secs(2);
 
-/// Listens at the socket for `name` in `directory`, and removes those that a godwit left behind that was killed.
+/// Listens at the socket for `name` in `directory`, and removes those that a godwit left behind
+/// that was killed.
 ///
 /// # Errors
 /// When the directory is not `user`'s own, or somebody listens there.
-pub(crate) fn listen(directory: &Path, name: &str, user: u32) -> Result<(UnixListener, Socket), String> {
+pub(crate) fn listen(
+    directory: &Path,
+    name: &str,
+    user: u32,
+) -> Result<(UnixListener, Socket), String> {
     let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
     run_directory::make(directory, user)?;
     let lock = File::open(directory).map_err(failed)?;
@@ -38,7 +43,9 @@ pub(crate) fn listen(directory: &Path, name: &str, user: u32) -> Result<(UnixLis
 fn sweep(directory: &Path) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let sockets = entries.map(|entry| entry.path());
-    for socket in sockets.filter(|path| path.extension().is_some_and(|extension| extension == "sock")) {
+    for socket in
+        sockets.filter(|path| path.extension().is_some_and(|extension| extension == "sock"))
+    {
         let answer = UnixStream::connect(&socket);
         if answer.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionRefused) {
             let _ = std::fs::remove_file(&socket);
@@ -93,7 +100,10 @@ mod tests {
         }
         std::fs::set_permissions(&dir.0, PermissionsExt::from_mode(0o700)).unwrap();
         let error = listen(&dir.0, "a", own() + 1).unwrap_err();
-        assert!(error.contains("belongs to another user: remove it, or set XDG_RUNTIME_DIR"), "{error}");
+        assert!(
+            error.contains("belongs to another user: remove it, or set XDG_RUNTIME_DIR"),
+            "{error}"
+        );
         let link = Dir::new("link");
         std::os::unix::fs::symlink(&dir.0, &link.0).unwrap();
         let error = listen(&link.0, "a", own()).unwrap_err();

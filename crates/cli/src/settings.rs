@@ -1,5 +1,5 @@
-//! The settings of a migration on the command line: the options that are settings, `--set`, the list
-//! in help texts and the words that shells complete.
+//! The settings of a migration on the command line: the options that are settings, `--set`, the
+//! list in help texts and the words that shells complete.
 //!
 //! All of it is made from the engine's table, so that a new setting is written down once.
 
@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use godwit_engine::Cancel;
-use godwit_engine::steering::{Steering, SteeringError, all_settings};
+use godwit_engine::handle::{MigrationHandle, SteeringError, all_settings};
 use godwit_policy::{About, SettingError};
 use godwit_units::GRAMMAR;
 
@@ -37,7 +37,9 @@ impl clap::Args for Given {
             .action(ArgAction::Append)
             .value_parser(Assignment)
             .hide_possible_values(true)
-            .help("Any other setting; `godwit set --help` lists them all. More than once for several");
+            .help(
+                "Any other setting; `godwit set --help` lists them all. More than once for several",
+            );
         command.args(options).arg(set)
     }
 
@@ -79,7 +81,7 @@ impl TypedValueParser for Checked {
         let name = self.0.name;
         let check = move |value: &str| {
             let typed = vec![(name.to_owned(), value.to_owned())];
-            match Steering::typed(typed, Cancel::default()) {
+            match MigrationHandle::typed(typed, Cancel::default()) {
                 Ok(_) => Ok(value.to_owned()),
                 // The option and the value are named already.
                 Err(SteeringError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
@@ -166,12 +168,16 @@ mod tests {
     fn options_come_first_and_values_are_checked() {
         let matches = |line: &str| {
             let command = <Given as clap::Args>::augment_args(Command::new("x"));
-            let matches = command.try_get_matches_from(line.split(' ')).map_err(|error| error.to_string());
+            let matches =
+                command.try_get_matches_from(line.split(' ')).map_err(|error| error.to_string());
             matches.map(|matches| Given::from_arg_matches(&matches).unwrap().0)
         };
         let given = matches("x --set max-delay=7 --throttle off --patience 5s").unwrap();
         let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-        assert_eq!(given, [pair("patience", "5s"), pair("throttle", "off"), pair("max-delay", "7")]);
+        assert_eq!(
+            given,
+            [pair("patience", "5s"), pair("throttle", "off"), pair("max-delay", "7")]
+        );
         let refused = matches("x --throttle hard").unwrap_err();
         assert!(refused.contains("'--throttle <MODE>': use off, direct, staged"), "{refused}");
         let refused = matches("x --compression lz5").unwrap_err();

@@ -32,7 +32,8 @@ pub(crate) fn completions(arguments: &CompletionsArguments, command: Command) ->
 pub(crate) fn man(arguments: &ManArguments, command: Command) -> ExitCode {
     let mut command = visible(&command);
     command.build();
-    let found = arguments.command.iter().try_fold(&command, |command, name| command.find_subcommand(name));
+    let found =
+        arguments.command.iter().try_fold(&command, |command, name| command.find_subcommand(name));
     let Some(found) = found else {
         let name = arguments.command.join(" ");
         eprintln!("godwit: there is no command '{name}': `godwit --help` lists them");
@@ -51,7 +52,8 @@ pub(crate) fn man(arguments: &ManArguments, command: Command) -> ExitCode {
 fn visible(command: &Command) -> Command {
     let mut copy = Command::new(command.get_name().to_owned());
     copy = copy.args(command.get_arguments().filter(|argument| !argument.is_hide_set()));
-    copy = copy.subcommands(command.get_subcommands().filter(|one| !one.is_hide_set()).map(visible));
+    copy =
+        copy.subcommands(command.get_subcommands().filter(|one| !one.is_hide_set()).map(visible));
     if let Some(version) = command.get_version() {
         copy = copy.version(version.to_owned());
     }
@@ -70,7 +72,7 @@ fn visible(command: &Command) -> Command {
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory;
-    use godwit_engine::steering::all_settings;
+    use godwit_engine::handle::all_settings;
 
     use super::*;
     use crate::Arguments;
@@ -79,7 +81,12 @@ mod tests {
     fn shells_know_the_settings_and_nothing_that_is_hidden() {
         for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
             let mut text = Vec::new();
-            clap_complete::generate(shell, &mut visible(&Arguments::command()), "godwit", &mut text);
+            clap_complete::generate(
+                shell,
+                &mut visible(&Arguments::command()),
+                "godwit",
+                &mut text,
+            );
             let text = String::from_utf8(text).unwrap();
             for about in all_settings() {
                 assert!(text.contains(about.name), "{shell}: {}", about.name);

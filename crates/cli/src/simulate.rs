@@ -21,8 +21,8 @@ use crate::settings;
 
 /// Simulate a migration: nothing real is touched.
 ///
-/// Guest, link and disk are made up, time is virtual, and what decides is the policy and the protocol of real
-/// migrations.
+/// Guest, link and disk are made up, time is virtual, and what decides is the policy and the
+/// protocol of real migrations.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
@@ -34,7 +34,8 @@ pub(crate) struct Arguments {
     #[arg(long)]
     list: bool,
 
-    /// The guest as `godwit plan --json` has seen a real one (the file that it wrote), instead of the scenario's
+    /// The guest as `godwit plan --json` has seen a real one (the file that it wrote), instead of
+    /// the scenario's
     #[arg(long, value_name = "FILE", conflicts_with_all = ["memory", "working_set", "writes"])]
     measured: Option<PathBuf>,
 
@@ -70,7 +71,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
 
-    /// Run it several times: over `throttle` (all modes), or over the values given, such as downtime-limit=50ms,100ms
+    /// Run it several times: over `throttle` (all modes), or over the values given, such as
+    /// downtime-limit=50ms,100ms
     #[arg(long, value_name = "KEY[=VALUES]", num_args = 0..=1, default_missing_value = "throttle")]
     sweep: Option<String>,
 
@@ -137,7 +139,8 @@ fn perform(arguments: &Arguments) -> anyhow::Result<()> {
 }
 
 fn draw(path: &Path, title: &str, outcomes: &[(String, Outcome)]) -> anyhow::Result<()> {
-    std::fs::write(path, chart(title, outcomes)).with_context(|| format!("cannot write {}", path.display()))
+    std::fs::write(path, chart(title, outcomes))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn scenario(arguments: &Arguments) -> anyhow::Result<Scenario> {
@@ -148,7 +151,8 @@ fn scenario(arguments: &Arguments) -> anyhow::Result<Scenario> {
     if let Some(path) = &arguments.measured {
         let shown = path.display();
         let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
-        let answer: Value = serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
+        let answer: Value =
+            serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
         let measured = serde_json::from_value(answer["measured"].clone())
             .with_context(|| format!("{shown} is no answer of `godwit plan --json`"))?;
         scenario.guest = plan::guest(&measured);
@@ -176,7 +180,9 @@ fn scenario(arguments: &Arguments) -> anyhow::Result<Scenario> {
         match &mut scenario.disk {
             Some(disk) if block.0 >= 512 => disk.granularity = block,
             Some(_) => bail!("--block {block} is too small: use at least 512B"),
-            None => bail!("the scenario '{}' has no disk: --block is of no use", arguments.scenario),
+            None => {
+                bail!("the scenario '{}' has no disk: --block is of no use", arguments.scenario)
+            }
         }
     }
     for assignment in &arguments.set {

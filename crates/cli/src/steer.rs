@@ -1,8 +1,8 @@
-//! `godwit status`, `set`, `switchover` and `cancel`: looking at a migration that runs, and changing it; and the socket at
-//! which `godwit migrate` can be asked.
+//! `godwit status`, `set`, `switchover` and `cancel`: looking at a migration that runs, and
+//! changing it; and the socket at which `godwit migrate` can be asked.
 //!
-//! The socket speaks the same lines as a microvm's control socket. For a microvm, whose engine is elsewhere, it only
-//! passes them on.
+//! The socket speaks the same lines as a microvm's control socket. For a microvm, whose engine is
+//! elsewhere, it only passes them on.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::MetadataExt;
@@ -15,7 +15,7 @@ use clap::Args;
 use godwit_control::messages::{Answer, MigrationLook, Request};
 use godwit_control::steer::{Socket, steer};
 use godwit_control::{ControlError, client};
-use godwit_engine::steering::Steering;
+use godwit_engine::handle::MigrationHandle;
 use godwit_qemu::monitor::Qmp;
 use godwit_units::{TypedRate, format_duration};
 use serde_json::{Value, json};
@@ -34,8 +34,8 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// Which migration.
 #[derive(Debug, Args)]
 pub(crate) struct Which {
-    /// The migration: the name it was given with --name, the path of its socket, or microvm:PATH [default: the only one
-    /// that runs]
+    /// The migration: the name it was given with --name, the path of its socket, or microvm:PATH
+    /// [default: the only one that runs]
     #[arg(long, value_name = "NAME")]
     migration: Option<String>,
 }
@@ -87,7 +87,8 @@ fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
     match vm {
         VmName::Microvm(path) => Ok(client::status(path)?.state),
         VmName::Qemu(path) => {
-            let asked = Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));
+            let asked =
+                Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));
             let answer = asked.map_err(|error| refused_qemu(path, error.into()))?;
             Ok(answer["status"].as_str().unwrap_or("in no state that it tells").to_owned())
         }
@@ -147,7 +148,8 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
         }
     }
     if arguments.json {
-        let closed: Vec<String> = found.closed.iter().map(|path| path.display().to_string()).collect();
+        let closed: Vec<String> =
+            found.closed.iter().map(|path| path.display().to_string()).collect();
         json_line(&json!({ "migrations": all, "not_visible": closed }));
     } else if all.is_empty() {
         println!("{}", layout::wrap("", &nothing_runs(&found.closed), 0, width));
@@ -202,7 +204,8 @@ pub(crate) fn set(arguments: &SetArguments) -> ExitCode {
         let mut told: Vec<String> = Vec::new();
         for (key, _) in &arguments.settings {
             let value = look.settings.iter().find(|(known, _)| known == key);
-            let line = format!("{key}={}", value.map_or_else(String::new, |(_, value)| beside(value)));
+            let line =
+                format!("{key}={}", value.map_or_else(String::new, |(_, value)| beside(value)));
             if !told.contains(&line) {
                 told.push(line);
             }
@@ -214,7 +217,8 @@ pub(crate) fn set(arguments: &SetArguments) -> ExitCode {
 pub(crate) fn switchover(arguments: &SwitchoverArguments) -> ExitCode {
     ask(&arguments.which, &Request::SwitchOver { force: arguments.force }, |look| {
         let expected = look.progress.as_ref().and_then(|progress| progress.expected_downtime);
-        let expected = expected.map(format_duration).unwrap_or_else(|| "a downtime not known yet".to_owned());
+        let expected =
+            expected.map(format_duration).unwrap_or_else(|| "a downtime not known yet".to_owned());
         format!("it switches over now; expected downtime: {expected}")
     })
 }
@@ -226,8 +230,9 @@ pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
     })
 }
 
-/// Asks for `request`, and when it was granted tells what `granted` makes of the migration as it was just before
-/// (which may have ended by the time somebody could ask again) or, for a change of settings, as it is now.
+/// Asks for `request`, and when it was granted tells what `granted` makes of the migration as it
+/// was just before (which may have ended by the time somebody could ask again) or, for a change of
+/// settings, as it is now.
 fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> String) -> ExitCode {
     let socket = match &which.migration {
         Some(name) => match socket_of(name) {
@@ -276,7 +281,8 @@ fn refused(error: &ControlError) -> ExitCode {
     ExitCode::from(FAILED)
 }
 
-/// Where the sockets of this user's migrations are: of root's for all the host, of others' for themselves.
+/// Where the sockets of this user's migrations are: of root's for all the host, of others' for
+/// themselves.
 fn directory() -> PathBuf {
     let user = rustix::process::getuid();
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
@@ -293,8 +299,10 @@ const ROOTS: &str = "/run/godwit";
 fn directories() -> Vec<PathBuf> {
     let below = |parent: &str| std::fs::read_dir(parent).into_iter().flatten().flatten();
     let users = below("/run/user").map(|entry| entry.path().join("godwit"));
-    let others = below("/tmp").map(|entry| entry.path()).filter(|path| owner_in_name(path).is_some());
-    let mut others: Vec<PathBuf> = std::iter::once(ROOTS.into()).chain(users).chain(others).collect();
+    let others =
+        below("/tmp").map(|entry| entry.path()).filter(|path| owner_in_name(path).is_some());
+    let mut others: Vec<PathBuf> =
+        std::iter::once(ROOTS.into()).chain(users).chain(others).collect();
     others.sort();
     others.retain(|path| *path != directory());
     std::iter::once(directory()).chain(others).collect()
@@ -384,7 +392,7 @@ pub(crate) struct Host {
 /// Where the engine of a migration is.
 pub(crate) enum Engine {
     /// The engine in this process.
-    Here(Steering),
+    Here(MigrationHandle),
     /// That of the microvm behind this socket.
     Microvm(PathBuf),
 }
@@ -394,14 +402,19 @@ pub(crate) enum Engine {
 /// # Errors
 /// Why it cannot be; the migration can do without.
 pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
-    let (listener, socket) = run_directory::listen(&directory(), name, rustix::process::getuid().as_raw())?;
+    let (listener, socket) =
+        run_directory::listen(&directory(), name, rustix::process::getuid().as_raw())?;
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
-            // One after the other: requests are answered at once, and who does not ask is not waited for long.
+            // One after the other: requests are answered at once, and who does not ask is not
+            // waited for long.
             let _ = stream.set_read_timeout(Some(REQUEST_LIMIT));
             let _ = stream.set_write_timeout(Some(REQUEST_LIMIT));
             let mut text = String::new();
-            if !matches!(BufReader::new((&stream).take(LONGEST_REQUEST)).read_line(&mut text), Ok(1..)) {
+            if !matches!(
+                BufReader::new((&stream).take(LONGEST_REQUEST)).read_line(&mut text),
+                Ok(1..)
+            ) {
                 continue;
             }
             let answer = match serde_json::from_str(&text) {
@@ -420,7 +433,7 @@ pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
 impl Host {
     fn answer(&self, request: &Request) -> Answer {
         let answer = match &self.engine {
-            Engine::Here(steering) => steer(steering, request),
+            Engine::Here(handle) => steer(handle, request),
             Engine::Microvm(path) => client::ask(path, request)
                 .unwrap_or_else(|error| Answer::Refused { error: error.to_string() }),
         };

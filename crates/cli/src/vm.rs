@@ -45,18 +45,23 @@ pub(crate) fn refused_qemu(path: &Path, error: QemuError) -> Box<dyn Error> {
     match (&error, busy_with(path)) {
         (QemuError::Qmp(QmpError::NoGreeting { .. }), Some((pid, command))) => {
             let cure = match command.as_str() {
-                "migrate" => format!("wait for it, or end it with `godwit cancel --migration {pid}`"),
+                "migrate" => {
+                    format!("wait for it, or end it with `godwit cancel --migration {pid}`")
+                }
                 _ => format!("wait for it, or end it (kill {pid})"),
             };
             let path = path.display();
-            format!("process {pid} (godwit {command}) is at work at the monitor {path} already: {cure}")
-                .into()
+            format!(
+                "process {pid} (godwit {command}) is at work at the monitor {path} already: {cure}"
+            )
+            .into()
         }
         _ => error.into(),
     }
 }
 
-/// Another godwit that was started for the QEMU behind the monitor `path`: its process, and what it does.
+/// Another godwit that was started for the QEMU behind the monitor `path`: its process, and what it
+/// does.
 fn busy_with(path: &Path) -> Option<(u32, String)> {
     let real = |path: &Path| std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let wanted = real(path);
@@ -66,14 +71,16 @@ fn busy_with(path: &Path) -> Option<(u32, String)> {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words: Vec<_> = line.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
         let godwit = words.first()?.rsplit('/').next() == Some("godwit");
-        let vm =
-            words.iter().find_map(|word| word.strip_prefix("--vm=").unwrap_or(word).strip_prefix("qemu:"))?;
+        let vm = words
+            .iter()
+            .find_map(|word| word.strip_prefix("--vm=").unwrap_or(word).strip_prefix("qemu:"))?;
         // A relative path is one of that process, whose directory may be another.
         let theirs = match Path::new(vm).is_absolute() {
             true => real(Path::new(vm)),
             false => real(&std::fs::read_link(format!("/proc/{pid}/cwd")).ok()?.join(vm)),
         };
-        (godwit && theirs == wanted).then(|| (pid, words.get(1).map(ToString::to_string).unwrap_or_default()))
+        (godwit && theirs == wanted)
+            .then(|| (pid, words.get(1).map(ToString::to_string).unwrap_or_default()))
     })
 }
 

@@ -3,7 +3,8 @@
 
 use std::process::{Command, Output, Stdio};
 
-/// Runs godwit with a reader at its standard output, or error, that has gone before anything is written.
+/// Runs godwit with a reader at its standard output, or error, that has gone before anything is
+/// written.
 fn unread(arguments: &[&str], errors: bool) -> Output {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -61,5 +62,7 @@ fn output_that_cannot_be_written_is_told() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&output.stderr).starts_with("godwit: cannot write the output: "));
+    assert!(
+        String::from_utf8_lossy(&output.stderr).starts_with("godwit: cannot write the output: ")
+    );
 }

@@ -1,23 +1,28 @@
 //! `--compression auto`: which codec the next batch of a segment is sent with.
 //!
-//! One [`Chooser`] for each channel thread. For each codec `c` it estimates what a byte of pages costs in time:
+//! One [`Chooser`] for each channel thread. For each codec `c` it estimates what a byte of pages
+//! costs in time:
 //!
 //! ```text
 //!  time(c) = max( compress(c) + other(c),  ratio(c) / (link × worth(c)) )
 //! ```
 //!
-//! *Compress* is processor time by codec and ratio, *other* the rest of the thread's (reading, sending), *ratio* belongs to the
-//! segment, *link* is what the connection really drained while the thread waited for it. *Worth* corrects the link for a
-//! codec under which it drains less: then it is the receiver that limits, and fewer bytes do not help. The smallest time
-//! wins; where no processor is idle, processor time counts twice.
+//! *Compress* is processor time by codec and ratio, *other* the rest of the thread's (reading,
+//! sending), *ratio* belongs to the segment, *link* is what the connection really drained while the
+//! thread waited for it. *Worth* corrects the link for a codec under which it drains less: then it
+//! is the receiver that limits, and fewer bytes do not help. The smallest time wins; where no
+//! processor is idle, processor time counts twice.
 //!
-//! Ratios are learned from *samples*: [`SAMPLE_LEN`] bytes of a batch are compressed and thrown away, but only if the codec
-//! could win with a ratio as good as may be hoped for, and before the batch itself is sent: frames are large, and the first of a
-//! segment would be a sixteenth of it. Each segment remembers its ratios. Samples of a segment that
-//! stays as it is become rare. A segment that does not compress is thus bypassed at next to no cost.
+//! Ratios are learned from *samples*: [`SAMPLE_LEN`] bytes of a batch are compressed and thrown
+//! away, but only if the codec could win with a ratio as good as may be hoped for, and before the
+//! batch itself is sent: frames are large, and the first of a segment would be a sixteenth of it.
+//! Each segment remembers its ratios. Samples of a segment that stays as it is become rare. A
+//! segment that does not compress is thus bypassed at next to no cost.
 //!
-//! The link is learned from raw pages at the start (unless there is a limit, which is believed until seen otherwise), and from every window in which the thread waited. While the
-//! thread is busy compressing, the link could be faster than anyone sees; so now and then a few MiB are sent raw.
+//! The link is learned from raw pages at the start (unless there is a limit, which is believed
+//! until seen otherwise), and from every window in which the thread waited. While the thread is
+//! busy compressing, the link could be faster than anyone sees; so now and then a few MiB are sent
+//! raw.
 
 mod cost;
 mod link;
@@ -30,7 +35,8 @@ use crate::{Codec, CodecId};
 
 /// Bytes of a batch that a sample compresses (or all of the batch, where it is smaller).
 pub const SAMPLE_LEN: usize = 16 << 10;
-/// Batches of a segment between two looks at whether it still compresses as it did; doubled each time that it does.
+/// Batches of a segment between two looks at whether it still compresses as it did; doubled each
+/// time that it does.
 const FIRST_PERIOD: u16 = 16;
 const LAST_PERIOD: u16 = 1024;
 /// A codec must be better than the one in use by so much. Less is noise.
@@ -39,8 +45,9 @@ const MARGIN: f64 = 0.97;
 /// What to do with the next batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// Compress the first [`SAMPLE_LEN`] bytes of it with this codec, tell [`Chooser::sampled`], forget the result, and ask again. It
-    /// comes for each codec once at the most before the batch is sent.
+    /// Compress the first [`SAMPLE_LEN`] bytes of it with this codec, tell [`Chooser::sampled`],
+    /// forget the result, and ask again. It comes for each codec once at the most before the batch
+    /// is sent.
     Sample(Codec),
     /// Send it with this codec; raw if it turns out not to fit into [`crate::worth`].
     Send(Codec),
@@ -70,14 +77,16 @@ pub struct Batch {
     pub codec: Codec,
     /// Bytes of its pages: those that are not zero.
     pub raw: usize,
-    /// Bytes that went to the link, frame and all; those of the pages as they are, where compression was given up.
+    /// Bytes that went to the link, frame and all; those of the pages as they are, where
+    /// compression was given up.
     pub wire: usize,
     /// How long compressing took, whether or not it was of use.
     pub compress: Duration,
-    /// From the end of the batch before (or the start of the round) to the end of this one, samples among it; less the time
-    /// that the thread waited for a processor, if that is known.
+    /// From the end of the batch before (or the start of the round) to the end of this one, samples
+    /// among it; less the time that the thread waited for a processor, if that is known.
     pub elapsed: Duration,
-    /// The thread's processor time in `elapsed` (`CLOCK_THREAD_CPUTIME_ID`): what is missing, it waited.
+    /// The thread's processor time in `elapsed` (`CLOCK_THREAD_CPUTIME_ID`): what is missing, it
+    /// waited.
     pub cpu: Duration,
 }
 
@@ -107,7 +116,8 @@ impl Segment {
         if let Some(ratio) = self.known(candidate) {
             return ratio * 0.85;
         }
-        let others = (1..COUNT).filter_map(|other| Some(self.known(other)? * cost::hope(candidate, other)));
+        let others =
+            (1..COUNT).filter_map(|other| Some(self.known(other)? * cost::hope(candidate, other)));
         // The worst of the hopes: each of them is an honest bound.
         others.fold(0.02, f64::max)
     }
@@ -146,8 +156,8 @@ pub struct Chooser {
 }
 
 impl Chooser {
-    /// For `segments` segments, numbered from 0 (those of one channel, or all: each takes 32 bytes), and the codecs that
-    /// both sides know.
+    /// For `segments` segments, numbered from 0 (those of one channel, or all: each takes 32
+    /// bytes), and the codecs that both sides know.
     #[must_use]
     pub fn new(segments: usize, known: &[CodecId]) -> Self {
         Self {
@@ -172,7 +182,9 @@ impl Chooser {
         let known = self.segments[segment];
         let (mut best, mut least) = (0, self.price(0, 1.0));
         for candidate in 1..COUNT {
-            let (true, Some(ratio)) = (self.allowed[candidate], known.known(candidate)) else { continue };
+            let (true, Some(ratio)) = (self.allowed[candidate], known.known(candidate)) else {
+                continue;
+            };
             let bonus = if candidate == self.last { MARGIN } else { 1.0 };
             let price = self.price(candidate, ratio) * bonus;
             if price < least * if best == 0 { MARGIN } else { 1.0 } {
@@ -182,7 +194,8 @@ impl Chooser {
         let mut sample = None;
         let mut promise = least * MARGIN;
         for (candidate, codec) in CANDIDATES.into_iter().enumerate().skip(1) {
-            if !self.allowed[candidate] || candidate == best || known.stale & (1 << candidate) == 0 {
+            if !self.allowed[candidate] || candidate == best || known.stale & (1 << candidate) == 0
+            {
                 continue;
             }
             let price = self.price(candidate, known.hope(candidate));
@@ -226,14 +239,15 @@ impl Chooser {
         self.link.batch(candidate, batch);
     }
 
-    /// Takes in how many processors of this host idle, divided by the number of channels; look every second or so. Until
-    /// it is told, there is one.
+    /// Takes in how many processors of this host idle, divided by the number of channels; look
+    /// every second or so. Until it is told, there is one.
     pub fn idle(&mut self, processors: f64) {
         self.idle = processors;
     }
 
-    /// Takes in how many bytes a second the connection may drain, by the operator's word; `None`: all that it can. A link
-    /// known to be slow need not be looked at with raw pages first. It may be slower still, which is found out.
+    /// Takes in how many bytes a second the connection may drain, by the operator's word; `None`:
+    /// all that it can. A link known to be slow need not be looked at with raw pages first. It may
+    /// be slower still, which is found out.
     pub fn limit(&mut self, bytes_per_second: Option<f64>) {
         self.link.limit(bytes_per_second);
     }
@@ -249,7 +263,8 @@ impl Chooser {
         let compress = if candidate == 0 { 0.0 } else { self.costs.estimate(candidate, ratio) };
         let cpu = compress + self.link.other(candidate, ratio);
         let link = self.link.seconds(candidate, ratio);
-        // Below half an idle processor the guest, or the other side on this host, pays for what we take.
+        // Below half an idle processor the guest, or the other side on this host, pays for what we
+        // take.
         let crowd = (1.0 - 2.0 * self.idle).clamp(0.0, 1.0);
         // A hundredth of the processor time: where two take the same time, the one that works less.
         cpu.max(link) + cpu * crowd.max(0.01)

@@ -1,13 +1,15 @@
 //! The codecs by name, with their parameters, and their numbers on the wire.
 //!
-//! Parameters matter to the sender only: whatever a codec made with any of them, the same decoder reads.
+//! Parameters matter to the sender only: whatever a codec made with any of them, the same decoder
+//! reads.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::{CodecError, Fault};
 
-/// A codec with its parameter, as the sender uses it. Printed and parsed as `none`, `lz4`, `lz4:8`, `zstd`, `zstd:3`.
+/// A codec with its parameter, as the sender uses it. Printed and parsed as `none`, `lz4`, `lz4:8`,
+/// `zstd`, `zstd:3`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Codec {
     /// Pages as they are.
@@ -30,8 +32,9 @@ pub enum Codec {
 pub enum CodecId {
     /// The bytes of the pages.
     None = 0,
-    /// Blocks of [`crate::BLOCK_LEN`] input bytes (the last may be shorter), each after a little-endian u32: its length,
-    /// and in the highest bit whether it stands as it is. Else it is an LZ4 block (not an LZ4 frame) of its own.
+    /// Blocks of [`crate::BLOCK_LEN`] input bytes (the last may be shorter), each after a
+    /// little-endian u32: its length, and in the highest bit whether it stands as it is. Else it is
+    /// an LZ4 block (not an LZ4 frame) of its own.
     Lz4 = 1,
     /// One Zstandard frame (RFC 8878) without dictionary, checksum and content size.
     Zstd = 2,
@@ -116,7 +119,9 @@ impl FromStr for Codec {
                 Self::Lz4 { acceleration: number.parse().map_err(|_| unknown())? }.check()
             }
             ("zstd", None) => Ok(Self::Zstd { level: 1 }),
-            ("zstd", Some(number)) => Self::Zstd { level: number.parse().map_err(|_| unknown())? }.check(),
+            ("zstd", Some(number)) => {
+                Self::Zstd { level: number.parse().map_err(|_| unknown())? }.check()
+            }
             _ => Err(unknown()),
         }
     }
@@ -151,9 +156,10 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_refused() {
-        for text in
-            ["", "gzip", "none:1", "lz4:0", "lz4:1001", "lz4:-1", "lz4:", "zstd:0", "zstd:20", "zstd:-51"]
-        {
+        for text in [
+            "", "gzip", "none:1", "lz4:0", "lz4:1001", "lz4:-1", "lz4:", "zstd:0", "zstd:20",
+            "zstd:-51",
+        ] {
             assert!(text.parse::<Codec>().is_err(), "{text}");
         }
     }

@@ -1,7 +1,7 @@
 //! The compressing side: a batch of pages into a caller's buffer.
 //!
-//! Slices are gathered into a buffer of our own only where a block spans several. What would not get smaller is
-//! given up as soon as that is certain, and the caller sends the pages as they are.
+//! Slices are gathered into a buffer of our own only where a block spans several. What would not
+//! get smaller is given up as soon as that is certain, and the caller sends the pages as they are.
 
 use zstd_safe::{CCtx, CParameter};
 
@@ -12,8 +12,9 @@ pub(crate) const STORED: u32 = 1 << 31;
 /// Bytes of the length before an LZ4 block.
 pub(crate) const LENGTH_LEN: usize = 4;
 
-/// How long the output buffer for `length` bytes of pages should be: an eighth shorter, as a smaller saving does not pay
-/// for decompression. Pages that do not fit into it compressed are sent as they are.
+/// How long the output buffer for `length` bytes of pages should be: an eighth shorter, as a
+/// smaller saving does not pay for decompression. Pages that do not fit into it compressed are sent
+/// as they are.
 #[must_use]
 pub const fn worth(length: usize) -> usize {
     length - length / 8
@@ -27,7 +28,9 @@ pub struct Compressor {
 
 impl std::fmt::Debug for Compressor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Compressor").field("level", &self.zstd.as_ref().map(|(_, level)| level)).finish()
+        f.debug_struct("Compressor")
+            .field("level", &self.zstd.as_ref().map(|(_, level)| level))
+            .finish()
     }
 }
 
@@ -38,19 +41,22 @@ impl Default for Compressor {
 }
 
 impl Compressor {
-    /// A compressor; its contexts are made at their first use. (That of LZ4, 16 KiB, belongs to the thread.)
+    /// A compressor; its contexts are made at their first use. (That of LZ4, 16 KiB, belongs to the
+    /// thread.)
     #[must_use]
     pub fn new() -> Self {
         Self { gather: Vec::new(), zstd: None }
     }
 
-    /// Compresses the bytes of `pages`, one after the other, into `output`; returns how many bytes that made, or `None` when
-    /// they do not fit: then the contents of `output` are undefined. Shorter buffers give up sooner; see [`worth`].
+    /// Compresses the bytes of `pages`, one after the other, into `output`; returns how many bytes
+    /// that made, or `None` when they do not fit: then the contents of `output` are undefined.
+    /// Shorter buffers give up sooner; see [`worth`].
     ///
     /// [`Codec::None`] always answers `None`: the caller has the bytes already.
     ///
     /// # Errors
-    /// When there are more than [`BATCH_LIMIT`] bytes, the parameter is out of range, or there is no memory.
+    /// When there are more than [`BATCH_LIMIT`] bytes, the parameter is out of range, or there is
+    /// no memory.
     pub fn compress(
         &mut self,
         codec: Codec,
@@ -81,7 +87,8 @@ impl Compressor {
         while let Some(block) = blocks.next() {
             let room = output.get_mut(at..)?;
             let (prefix, room) = room.split_at_mut_checked(LENGTH_LEN)?;
-            // A block that does not shrink is stored; it may cost the batch its worth, which the end of `output` tells.
+            // A block that does not shrink is stored; it may cost the batch its worth, which the
+            // end of `output` tells.
             let limit = room.len().min(worth(block.len()));
             let made = lzzzz::lz4::compress(block, &mut room[..limit], acceleration.into());
             let (length, stored) = match made {
@@ -108,8 +115,8 @@ impl Compressor {
         let (mut context, set) = match self.zstd.take() {
             Some(there) => there,
             None => {
-                let mut context =
-                    CCtx::try_create().ok_or(CodecError::Library { reason: "no memory for its context" })?;
+                let mut context = CCtx::try_create()
+                    .ok_or(CodecError::Library { reason: "no memory for its context" })?;
                 // Lengths are known from the run table and checksums are the frame's.
                 context.set_parameter(CParameter::ContentSizeFlag(false)).map_err(library)?;
                 context.set_parameter(CParameter::ChecksumFlag(false)).map_err(library)?;
@@ -131,7 +138,8 @@ impl Compressor {
         self.zstd = Some((context, level));
         match made {
             Ok(length) => Ok(Some(length)),
-            // ZSTD_error_dstSize_tooSmall is 70 (zstd_errors.h, "stable" since 1.3.1); errors are negated codes.
+            // ZSTD_error_dstSize_tooSmall is 70 (zstd_errors.h, "stable" since 1.3.1); errors are
+            // negated codes.
             Err(code) if code == 70_usize.wrapping_neg() => Ok(None),
             Err(code) => Err(library(code)),
         }

@@ -30,13 +30,21 @@ impl Decompressor {
         Self { zstd: None, scatter: Vec::new() }
     }
 
-    /// Decompresses `input` into `output` and fills it exactly. After an error the contents of `output` are undefined.
+    /// Decompresses `input` into `output` and fills it exactly. After an error the contents of
+    /// `output` are undefined.
     ///
-    /// `output` may be guest memory that nobody runs on: no byte beyond it is written, whatever `input` is.
+    /// `output` may be guest memory that nobody runs on: no byte beyond it is written, whatever
+    /// `input` is.
     ///
     /// # Errors
-    /// When `input` is not what `codec` makes of so many bytes, or `output` is longer than [`BATCH_LIMIT`].
-    pub fn decompress(&mut self, codec: CodecId, input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
+    /// When `input` is not what `codec` makes of so many bytes, or `output` is longer than
+    /// [`BATCH_LIMIT`].
+    pub fn decompress(
+        &mut self,
+        codec: CodecId,
+        input: &[u8],
+        output: &mut [u8],
+    ) -> Result<(), CodecError> {
         let length = output.len();
         if length > BATCH_LIMIT {
             return Err(CodecError::TooLarge { length });
@@ -57,8 +65,9 @@ impl Decompressor {
         Ok(())
     }
 
-    /// Decompresses `input` into the slices of `outputs`, one after the other, and fills them exactly. Where there are
-    /// several it goes through a buffer of our own: better is one [`Self::decompress`] and a write of its parts.
+    /// Decompresses `input` into the slices of `outputs`, one after the other, and fills them
+    /// exactly. Where there are several it goes through a buffer of our own: better is one
+    /// [`Self::decompress`] and a write of its parts.
     ///
     /// # Errors
     /// As [`Self::decompress`]; no slice is touched then unless there is but one.
@@ -103,7 +112,8 @@ impl Decompressor {
         let Some(context) = &mut self.zstd else {
             return Err(CodecError::Library { reason: "no memory for its context" });
         };
-        // One call with all of the input needs no window of the peer's choice: the output is the window.
+        // One call with all of the input needs no window of the peer's choice: the output is the
+        // window.
         context.decompress(output, input).map_err(|code| {
             let reason = zstd_safe::get_error_name(code);
             CodecError::corrupt(CodecId::Zstd, Fault::Said { reason })
@@ -127,7 +137,8 @@ fn lz4(input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
             }
             block.copy_from_slice(body);
         } else {
-            let found = lzzzz::lz4::decompress(body, block).map_err(|_| corrupt(Fault::Malformed { at }))?;
+            let found = lzzzz::lz4::decompress(body, block)
+                .map_err(|_| corrupt(Fault::Malformed { at }))?;
             if found != block.len() {
                 return Err(corrupt(Fault::Length { expected: block.len(), found }));
             }

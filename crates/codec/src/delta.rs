@@ -1,9 +1,12 @@
-//! Deltas: what changed in a page since it was sent, as the XOR of both versions, for a codec to make small.
+//! Deltas: what changed in a page since it was sent, as the XOR of both versions, for a codec to
+//! make small.
 //!
-//! The source must have kept the bytes as sent; the destination has them in the guest's memory, as a segment belongs to one
-//! channel and nothing overtakes. Whether a delta pays, docs/codecs.md says with figures.
+//! The source must have kept the bytes as sent; the destination has them in the guest's memory, as
+//! a segment belongs to one channel and nothing overtakes. Whether a delta pays, docs/codecs.md
+//! says with figures.
 
-/// Turns `page` into its difference to `base`, or such a difference back into the page: XOR is its own inverse.
+/// Turns `page` into its difference to `base`, or such a difference back into the page: XOR is its
+/// own inverse.
 ///
 /// # Panics
 /// When both are not of the same length: a mistake of the caller.

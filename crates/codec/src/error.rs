@@ -35,7 +35,10 @@ pub enum CodecError {
         fault: Fault,
     },
     /// More than [`crate::BATCH_LIMIT`] at once: a mistake of the caller, or a lie of the peer.
-    #[error("{length} bytes of pages at once are more than the limit of {} bytes", crate::BATCH_LIMIT)]
+    #[error(
+        "{length} bytes of pages at once are more than the limit of {} bytes",
+        crate::BATCH_LIMIT
+    )]
     TooLarge {
         /// The bytes.
         length: usize,

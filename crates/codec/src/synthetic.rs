@@ -11,8 +11,8 @@ pub enum Image {
     Random,
     /// Words of a small language with numbers and punctuation: logs, source, caches of text.
     Text,
-    /// What a guest with a database holds, by LZ4 about 2 : 1: rows of records, pointers, text, code-like bytes, and
-    /// parts that do not compress.
+    /// What a guest with a database holds, by LZ4 about 2 : 1: rows of records, pointers, text,
+    /// code-like bytes, and parts that do not compress.
     TwoToOne,
     /// Like [`Self::TwoToOne`] in one page of five; the others are zero.
     ZeroHeavy,
@@ -91,8 +91,10 @@ impl Random {
     }
 }
 
-const SYLLABLES: [&str; 16] =
-    ["ka", "lo", "mi", "ter", "san", "do", "re", "vin", "pal", "eth", "or", "us", "gra", "ne", "st", "ion"];
+const SYLLABLES: [&str; 16] = [
+    "ka", "lo", "mi", "ter", "san", "do", "re", "vin", "pal", "eth", "or", "us", "gra", "ne", "st",
+    "ion",
+];
 
 /// Writes pieces one after the other until the page is full.
 fn write(page: &mut [u8], mut piece: impl FnMut(&mut Vec<u8>)) {

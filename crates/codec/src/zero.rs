@@ -1,9 +1,10 @@
 //! Zero pages, at the speed of memory.
 //!
-//! A page that holds data mostly shows it in its first cache line, so that is all that is read of it. A zero page is
-//! read whole, 256 bytes between two branches; the loop between them is plain code that becomes vector code with
-//! whatever the target has. Nothing is dispatched at run time: that takes unsafe code, and the base of x86-64 (16 bytes
-//! an instruction) already waits for memory.
+//! A page that holds data mostly shows it in its first cache line, so that is all that is read of
+//! it. A zero page is read whole, 256 bytes between two branches; the loop between them is plain
+//! code that becomes vector code with whatever the target has. Nothing is dispatched at run time:
+//! that takes unsafe code, and the base of x86-64 (16 bytes an instruction) already waits for
+//! memory.
 
 use std::ops::Range;
 
@@ -28,13 +29,17 @@ fn joined(bytes: &[u8]) -> u64 {
     rest.iter().fold(words, |sum, byte| sum | u64::from(*byte))
 }
 
-/// Cuts a batch of pages into maximal runs of zero pages and of others, in order: (pages by number in the batch,
-/// whether they are zero).
+/// Cuts a batch of pages into maximal runs of zero pages and of others, in order: (pages by number
+/// in the batch, whether they are zero).
 ///
 /// # Panics
 /// When `batch` is not whole pages of `page` bytes: a mistake of the caller.
 pub fn content_runs(batch: &[u8], page: usize) -> impl Iterator<Item = (Range<usize>, bool)> + '_ {
-    assert!(page > 0 && batch.len().is_multiple_of(page), "{} bytes are not whole pages", batch.len());
+    assert!(
+        page > 0 && batch.len().is_multiple_of(page),
+        "{} bytes are not whole pages",
+        batch.len()
+    );
     let mut pages = batch.chunks_exact(page).map(is_zero).enumerate().peekable();
     std::iter::from_fn(move || {
         let (start, zero) = pages.next()?;

@@ -1,10 +1,11 @@
 //! The command's end of the control socket.
 //!
-//! [`migrate`] and [`receive`] look like the engine's own functions; the engine is in the VMM. What Ctrl-C is to the
-//! engine here, the end of the sending side is there.
+//! [`migrate`] and [`receive`] look like the engine's own functions; the engine is in the VMM. What
+//! Ctrl-C is to the engine here, the end of the sending side is there.
 //!
-//! Invariant: a guest is called in doubt only where it may have been handed over. Whoever does not answer as a machine was
-//! asked for nothing, and a machine whose process ended before it told of the handover took its guest along.
+//! Invariant: a guest is called in doubt only where it may have been handed over. Whoever does not
+//! answer as a machine was asked for nothing, and a machine whose process ended before it told of
+//! the handover took its guest along.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -14,10 +15,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use godwit_engine::destination::{Notice, Received};
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::source::Options;
-use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::{ByteCount, format_duration};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -87,7 +88,9 @@ impl Connection {
         };
         open().map_err(|error: std::io::Error| {
             let cure = match error.kind() {
-                ErrorKind::PermissionDenied => "run godwit as root or as the user that runs the machine",
+                ErrorKind::PermissionDenied => {
+                    "run godwit as root or as the user that runs the machine"
+                }
                 _ => "does the machine or the migration still run?",
             };
             problem(format!("cannot be reached: {error}; {cure}"))
@@ -124,7 +127,9 @@ impl Connection {
                     self.stranger = what.is_some();
                     return Err(self.problem(what.unwrap_or(&unread)));
                 }
-                Ok(_) => return Err(self.problem("was closed before it answered; did the machine end?")),
+                Ok(_) => {
+                    return Err(self.problem("was closed before it answered; did the machine end?"));
+                }
                 Err(error)
                     if matches!(
                         error.kind(),
@@ -195,7 +200,8 @@ fn other(path: &Path) -> ControlError {
     ControlError::new(path, "answers something else")
 }
 
-/// Has the machine track its guest's writes for `time`, as [`godwit_engine::measure::measure`] does.
+/// Has the machine track its guest's writes for `time`, as [`godwit_engine::measure::measure`]
+/// does.
 ///
 /// # Errors
 /// When it refuses, or tracking fails.
@@ -228,8 +234,14 @@ pub fn command(path: &Path, request: &Request) -> Result<(), ControlError> {
     ask(path, request).map(drop)
 }
 
-/// The machine went without a last word: what became of its guest, which was last seen in `stage`, so long ago.
-fn lost(connection: &Connection, error: ControlError, stage: Option<Stage>, ago: Duration) -> RequestError {
+/// The machine went without a last word: what became of its guest, which was last seen in `stage`,
+/// so long ago.
+fn lost(
+    connection: &Connection,
+    error: ControlError,
+    stage: Option<Stage>,
+    ago: Duration,
+) -> RequestError {
     if connection.stranger {
         return RequestError::Refused(error);
     }
@@ -239,14 +251,15 @@ fn lost(connection: &Connection, error: ControlError, stage: Option<Stage>, ago:
         Some(Stage::StopAndCopy) => Phase::StopAndCopy,
         Some(Stage::Handover) => Phase::Handover,
     };
-    // That the handover begins is told before COMMIT is sent, and what was told can be read when the machine has gone; but
-    // a reader that was late may have missed it.
+    // That the handover begins is told before COMMIT is sent, and what was told can be read when
+    // the machine has gone; but a reader that was late may have missed it.
     let kept = stage != Some(Stage::Handover) && ago < FRESH && connection.has_ended();
     let survivor = if kept { Survivor::Ended } else { Survivor::Unknown };
     RequestError::Failed(Failure { phase, survivor, cause: EngineError::Vm(error.into()) })
 }
 
-/// Has the machine at `path` move its guest away, and the disks that `disks` wishes, as [`godwit_engine::source::migrate`] does.
+/// Has the machine at `path` move its guest away, and the disks that `disks` wishes, as
+/// [`godwit_engine::source::migrate`] does.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
@@ -254,19 +267,21 @@ pub fn migrate(
     path: &Path,
     options: &Options,
     disks: &DiskWish,
-    steering: &Steering,
+    handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    let request = Request::Migrate(MigrateRequest::new(options, steering.as_typed(), disks));
-    is_there(path, steering.cancel()).map_err(RequestError::Refused)?;
+    let request = Request::Migrate(MigrateRequest::new(options, handle.as_typed(), disks));
+    is_there(path, handle.cancel()).map_err(RequestError::Refused)?;
     let began = Instant::now();
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
     let (mut stage, mut seen) = (None, Duration::ZERO);
     loop {
-        let answer = connection.next(steering.cancel(), None);
+        let answer = connection.next(handle.cancel(), None);
         let ago = began.elapsed().saturating_sub(seen);
         match answer.map_err(|error| lost(&connection, error, stage, ago))? {
-            Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
+            Answer::Refused { error } => {
+                return Err(RequestError::Refused(connection.problem(&error)));
+            }
             Answer::Migrated { measures, cost } => return Ok((*measures, cost)),
             Answer::Progress(look) => {
                 (stage, seen) = (Some(look.stage), look.elapsed);
@@ -281,8 +296,8 @@ pub fn migrate(
     }
 }
 
-/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does. `listening` is told where it
-/// listens.
+/// Has the machine at `path` take a guest in, as [`godwit_engine::destination::receive`] does.
+/// `listening` is told where it listens.
 ///
 /// # Errors
 /// When it refuses, or the migration fails.
@@ -294,17 +309,24 @@ pub fn receive(
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
     is_there(path, cancel).map_err(RequestError::Refused)?;
-    let mut connection = Connection::open(path, &Request::Receive(request)).map_err(RequestError::Refused)?;
+    let mut connection =
+        Connection::open(path, &Request::Receive(request)).map_err(RequestError::Refused)?;
     loop {
         let answer = connection.next(cancel, None).map_err(|error| match connection.stranger {
             true => RequestError::Refused(error),
             false => {
                 let cause = EngineError::Vm(error.into());
-                RequestError::Failed(Failure { phase: Phase::Handover, survivor: Survivor::Source, cause })
+                RequestError::Failed(Failure {
+                    phase: Phase::Handover,
+                    survivor: Survivor::Source,
+                    cause,
+                })
             }
         });
         match answer? {
-            Answer::Refused { error } => return Err(RequestError::Refused(connection.problem(&error))),
+            Answer::Refused { error } => {
+                return Err(RequestError::Refused(connection.problem(&error)));
+            }
             Answer::Listening { address } => listening(&address),
             Answer::Notice(line) => notice(&line.into()),
             Answer::Received {
@@ -341,7 +363,7 @@ pub fn receive(
 mod tests {
     use std::os::unix::net::UnixListener;
 
-    use godwit_engine::steering::Own;
+    use godwit_engine::handle::Own;
     use godwit_policy::Settings;
 
     use super::*;
@@ -359,15 +381,18 @@ mod tests {
             keep_source: false,
             fault: None,
         };
-        let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
+        let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
         let began = Instant::now();
-        let refused = migrate(&path, &options, &DiskWish::default(), &steering, &mut |_| {});
+        let refused = migrate(&path, &options, &DiskWish::default(), &handle, &mut |_| {});
         let waited = began.elapsed();
         drop(silent);
         std::fs::remove_file(&path).unwrap();
         let Err(RequestError::Refused(error)) = refused else { panic!("{refused:?}") };
         let words = error.to_string();
-        assert!(words.contains("does not answer within 5s") && words.contains("--vm qemu:PATH"), "{words}");
+        assert!(
+            words.contains("does not answer within 5s") && words.contains("--vm qemu:PATH"),
+            "{words}"
+        );
         assert!(waited < ANSWER_LIMIT, "{waited:?}");
     }
 }

@@ -8,10 +8,11 @@
 //!   anything that cannot be done               -> {"answer":"refused","error":"…"}
 //! ```
 //!
-//! The engine runs in the VMM's process; whoever asked only listens. Closing the connection's sending side asks to
-//! cancel, and so does dying: a migration that nobody watches any more is undone. [`messages`] has the lines, [`client`] the
-//! command's end, [`steer`] what every such socket answers about a migration. The end of a VMM that has the engine
-//! inside is its own: the microvm's is in `godwit-microvm`. A `godwit migrate` of a QEMU has a socket of the same kind.
+//! The engine runs in the VMM's process; whoever asked only listens. Closing the connection's
+//! sending side asks to cancel, and so does dying: a migration that nobody watches any more is
+//! undone. [`messages`] has the lines, [`client`] the command's end, [`steer`] what every such
+//! socket answers about a migration. The end of a VMM that has the engine inside is its own: the
+//! microvm's is in `godwit-microvm`. A `godwit migrate` of a QEMU has a socket of the same kind.
 
 #![forbid(unsafe_code)]
 

@@ -139,7 +139,8 @@ impl MigrateRequest {
     /// In words for whoever wrote it.
     pub fn disks(&self) -> Result<DiskWish, String> {
         let choice = self.disks.parse().map_err(|error| format!("\"disks\": {error}"))?;
-        let granularity = self.disk_granularity.map(|size| check_granularity(ByteCount(size))).transpose();
+        let granularity =
+            self.disk_granularity.map(|size| check_granularity(ByteCount(size))).transpose();
         let granularity = granularity.map_err(|error| format!("\"disk_granularity\": {error}"))?;
         Ok(DiskWish { choice, granularity })
     }
@@ -153,7 +154,8 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
-        let known = [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
+        let known =
+            [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
         let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
         Ok(Options {
             to,
@@ -248,7 +250,8 @@ pub struct BalloonStatus {
     pub target_bytes: u64,
     /// What it says that it has given.
     pub given_bytes: u64,
-    /// What it said last to be free, and its memory in all; each answer is asked for by the one before.
+    /// What it said last to be free, and its memory in all; each answer is asked for by the one
+    /// before.
     pub free_bytes: Option<u64>,
     /// See above.
     pub memory_bytes: Option<u64>,
@@ -367,7 +370,10 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Busy { peer } => Self::Busy { peer },
             NoticeLine::Accepted { ram_bytes, disks } => {
                 let disk = |(name, size)| Disk { name, size: ByteCount(size) };
-                Self::Accepted { ram: ByteCount(ram_bytes), disks: disks.into_iter().map(disk).collect() }
+                Self::Accepted {
+                    ram: ByteCount(ram_bytes),
+                    disks: disks.into_iter().map(disk).collect(),
+                }
             }
             NoticeLine::Round { round, received_bytes } => {
                 Self::Round { round, received: ByteCount(received_bytes) }
@@ -414,7 +420,8 @@ mod tests {
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
         let (listen, disks) = ("[::1]:0".to_owned(), "none".to_owned());
-        let receive = ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
+        let receive =
+            ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }
@@ -432,7 +439,9 @@ mod tests {
         let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };
         let request = MigrateRequest::new(&options, Vec::new(), &disks);
         let line = serde_json::to_string(&Request::Migrate(request)).unwrap();
-        let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else { panic!("{line}") };
+        let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else {
+            panic!("{line}")
+        };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
         assert_eq!(request.disks().unwrap(), disks);
         let wrong = MigrateRequest { channels: 0, disk_granularity: Some(5), ..request };
@@ -440,7 +449,9 @@ mod tests {
         assert!(wrong.disks().unwrap_err().contains("power of two"));
         // Of a command that knows no disks.
         let line = r#"{"command":"migrate","to":"[::1]:1","verify":false,"channels":1,"keep_source":false}"#;
-        let Request::Migrate(request) = serde_json::from_str(line).unwrap() else { panic!("{line}") };
+        let Request::Migrate(request) = serde_json::from_str(line).unwrap() else {
+            panic!("{line}")
+        };
         assert_eq!(request.disks().unwrap(), DiskWish::default());
     }
 

@@ -1,34 +1,40 @@
-//! What a control socket answers about a migration under way: for a VMM's socket, and for that of a command that has the
-//! engine in its own process.
+//! What a control socket answers about a migration under way: for a VMM's socket, and for that of a
+//! command that has the engine in its own process.
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use godwit_engine::steering::Steering;
+use godwit_engine::handle::MigrationHandle;
 
 use crate::ControlError;
 use crate::messages::{Answer, MigrationLook, Request};
 
-/// Does to the migration of `steering` what `request` asks; other requests than those about a migration are refused.
+/// Does to the migration of `handle` what `request` asks; other requests than those about a
+/// migration are refused.
 #[must_use]
-pub fn steer(steering: &Steering, request: &Request) -> Answer {
+pub fn steer(handle: &MigrationHandle, request: &Request) -> Answer {
     let result = match request {
         Request::Progress => {
-            let settings = steering.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
+            let settings =
+                handle.settings().into_iter().map(|(key, value)| (key.to_owned(), value));
             return Answer::Migration(MigrationLook {
                 vm: None,
-                to: steering.to().map(|to| to.to_string()),
-                progress: steering.progress().map(Box::new),
+                to: handle.to().map(|to| to.to_string()),
+                progress: handle.progress().map(Box::new),
                 settings: settings.collect(),
             });
         }
-        Request::Set { settings } => steering.set(settings),
-        Request::SwitchOver { force } => steering.switch_over(*force),
+        Request::Set { settings } => handle.set(settings),
+        Request::SwitchOver { force } => handle.switch_over(*force),
         Request::Cancel => {
-            steering.cancel().cancel();
+            handle.cancel().cancel();
             Ok(())
         }
-        _ => return Answer::Refused { error: "this socket is a migration's, not a machine's".to_owned() },
+        _ => {
+            return Answer::Refused {
+                error: "this socket is a migration's, not a machine's".to_owned(),
+            };
+        }
     };
     match result {
         Ok(()) => Answer::Done,
@@ -57,7 +63,9 @@ pub fn bind(path: &Path) -> Result<(UnixListener, Socket), ControlError> {
         // Left behind by a process that was killed, if nobody answers there.
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
             if UnixStream::connect(path).is_ok() {
-                return Err(problem("another machine listens there: choose another path".to_owned()));
+                return Err(problem(
+                    "another machine listens there: choose another path".to_owned(),
+                ));
             }
             let _ = std::fs::remove_file(path);
             let listener = UnixListener::bind(path).map_err(|error| problem(error.to_string()))?;

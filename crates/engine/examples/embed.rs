@@ -1,6 +1,6 @@
-//! A VMM with the engine inside, on a screen and a half: guest memory is vm-memory's, the "vCPU" is a thread
-//! that counts in it, and the device state is where it stands. Two of them in one process, and the
-//! guest moves from one to the other. docs/embedding.md goes through it.
+//! A VMM with the engine inside, on a screen and a half: guest memory is vm-memory's, the "vCPU" is
+//! a thread that counts in it, and the device state is where it stands. Two of them in one process,
+//! and the guest moves from one to the other. docs/embedding.md goes through it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_engine::address::Listener;
-use godwit_engine::steering::Steering;
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, destination, source};
 use godwit_memory::RamBlock;
@@ -44,7 +44,8 @@ impl Vmm {
 
     fn start(&mut self) {
         self.running.store(true, Ordering::SeqCst);
-        let (memory, running, mut count) = (self.memory.clone(), Arc::clone(&self.running), self.count);
+        let (memory, running, mut count) =
+            (self.memory.clone(), Arc::clone(&self.running), self.count);
         self.vcpu = Some(std::thread::spawn(move || {
             while running.load(Ordering::SeqCst) {
                 count += 1;
@@ -155,13 +156,18 @@ pub(crate) fn main() -> Result<(), VmError> {
     let options = source::Options { verify: true, ..source::Options::new(listener.address()?) };
     let receiving = std::thread::spawn(move || {
         let options = destination::Options::default();
-        let received = destination::receive(&mut to, &listener, &options, &Cancel::default(), &mut |_| {});
+        let received =
+            destination::receive(&mut to, &listener, &options, &Cancel::default(), &mut |_| {});
         received.map(|_| to).map_err(|failure| failure.to_string())
     });
-    let moved = source::migrate(&mut from, &options, &Steering::default(), &mut |_| {});
+    let moved = source::migrate(&mut from, &options, &MigrationHandle::default(), &mut |_| {});
     let measures = moved.map_err(|failure| failure.to_string())?;
     let mut to = receiving.join().map_err(|_| "the destination has died")??;
-    println!("the guest moved in {} rounds, having counted to {}", measures.round_list.len(), from.count);
+    println!(
+        "the guest moved in {} rounds, having counted to {}",
+        measures.round_list.len(),
+        from.count
+    );
 
     // Every page holds what the guest wrote last to it, and it counts on.
     to.stop()?;

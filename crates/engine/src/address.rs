@@ -1,4 +1,5 @@
-//! Addresses and connections: TCP (`HOST:PORT`), unix sockets (`unix:PATH`) and vsock (`vsock:CID:PORT`, vsock(7)).
+//! Addresses and connections: TCP (`HOST:PORT`), unix sockets (`unix:PATH`) and vsock
+//! (`vsock:CID:PORT`, vsock(7)).
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -41,7 +42,9 @@ fn example(text: &str) -> String {
     let port = text.strip_prefix("tcp:").unwrap_or(text);
     let port = port.strip_prefix(':').unwrap_or(port);
     match port.parse::<u16>() {
-        Ok(port) => format!("HOST:{port}, or 0.0.0.0:{port} to listen on all addresses of this host"),
+        Ok(port) => {
+            format!("HOST:{port}, or 0.0.0.0:{port} to listen on all addresses of this host")
+        }
         Err(_) => "HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT".to_owned(),
     }
 }
@@ -115,11 +118,12 @@ impl Stream {
     fn with_limits(self) -> io::Result<Self> {
         if matches!(self.0.domain()?, Domain::IPV4 | Domain::IPV6) {
             self.0.set_tcp_nodelay(true)?;
-            // A cable that was pulled must not be waited for longer than this, whether we send (user timeout) or
-            // only listen (keep-alive): tcp(7).
+            // A cable that was pulled must not be waited for longer than this, whether we send
+            // (user timeout) or only listen (keep-alive): tcp(7).
             let limit = limits::LINK;
             self.0.set_tcp_user_timeout(Some(limit))?;
-            let alive = TcpKeepalive::new().with_time(limit / 2).with_interval(limit / 5).with_retries(3);
+            let alive =
+                TcpKeepalive::new().with_time(limit / 2).with_interval(limit / 5).with_retries(3);
             self.0.set_tcp_keepalive(&alive)?;
         }
         self.set_write_limit(limits::WRITE)?;
@@ -213,7 +217,8 @@ struct Listening {
 }
 
 impl Listener {
-    /// Listens on `address`. A unix socket that a process left behind when it was killed is replaced.
+    /// Listens on `address`. A unix socket that a process left behind when it was killed is
+    /// replaced.
     ///
     /// # Errors
     /// When the address is taken or not ours, in words that name the cure.
@@ -236,7 +241,8 @@ impl Listener {
         for at in address.resolve()? {
             match Self::bind_one(&at) {
                 Ok(socket) => {
-                    let path = if let Address::Unix(path) = address { Some(path.clone()) } else { None };
+                    let path =
+                        if let Address::Unix(path) = address { Some(path.clone()) } else { None };
                     return Ok(Self(Arc::new(Listening { socket, path })));
                 }
                 Err(error) => last = error,
@@ -277,7 +283,11 @@ impl Listener {
     ///
     /// # Errors
     /// When accepting fails.
-    pub fn accept(&self, until: Option<Instant>, stop: impl Fn() -> bool) -> io::Result<Option<Stream>> {
+    pub fn accept(
+        &self,
+        until: Option<Instant>,
+        stop: impl Fn() -> bool,
+    ) -> io::Result<Option<Stream>> {
         loop {
             match self.0.socket.accept() {
                 Ok((socket, _)) => {
@@ -316,7 +326,8 @@ fn with_cure(error: io::Error, address: &Address) -> io::Error {
     let cure = match (error.kind(), address) {
         (io::ErrorKind::AddrInUse, Address::Tcp(text)) => {
             let port = text.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
-            let who = port.and_then(holder::of_port).unwrap_or_else(|| "another process".to_owned());
+            let who =
+                port.and_then(holder::of_port).unwrap_or_else(|| "another process".to_owned());
             format!("{who} listens there: end it, or choose another port")
         }
         (io::ErrorKind::AddrInUse, Address::Unix(path)) => match holder::of_path(path) {
@@ -324,7 +335,8 @@ fn with_cure(error: io::Error, address: &Address) -> io::Error {
             None => "the file exists already: remove it, or choose another path".to_owned(),
         },
         (io::ErrorKind::AddrNotAvailable, _) => {
-            "it is no address of this host: use one of its own, or 0.0.0.0 for all of them".to_owned()
+            "it is no address of this host: use one of its own, or 0.0.0.0 for all of them"
+                .to_owned()
         }
         (io::ErrorKind::PermissionDenied, Address::Tcp(_)) => {
             "ports below 1024 are for root: use a higher one".to_owned()
@@ -332,7 +344,9 @@ fn with_cure(error: io::Error, address: &Address) -> io::Error {
         (io::ErrorKind::PermissionDenied, Address::Unix(_)) => {
             "no right to its directory: use another, or run as its owner".to_owned()
         }
-        (io::ErrorKind::NotFound, Address::Unix(_)) => "its directory does not exist: make it".to_owned(),
+        (io::ErrorKind::NotFound, Address::Unix(_)) => {
+            "its directory does not exist: make it".to_owned()
+        }
         _ => return error,
     };
     io::Error::new(error.kind(), cure)
@@ -352,13 +366,23 @@ mod tests {
 
     #[test]
     fn addresses_round_trip() {
-        for text in ["host:4444", "127.0.0.1:0", "[::1]:7", "unix:/run/x", "vsock:2:4444", "vsock:any:1"] {
+        for text in
+            ["host:4444", "127.0.0.1:0", "[::1]:7", "unix:/run/x", "vsock:2:4444", "vsock:any:1"]
+        {
             assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
         }
         assert_eq!("tcp:host:1".parse::<Address>().unwrap().to_string(), "host:1");
-        for text in
-            ["host", "host:", ":4444", "host:70000", "unix:", "::1:80", "vsock:2", "vsock:x:1", "vsock:2:"]
-        {
+        for text in [
+            "host",
+            "host:",
+            ":4444",
+            "host:70000",
+            "unix:",
+            "::1:80",
+            "vsock:2",
+            "vsock:x:1",
+            "vsock:2:",
+        ] {
             assert!(text.parse::<Address>().is_err(), "{text}");
         }
     }
@@ -374,8 +398,8 @@ mod tests {
             assert_eq!(u128::from(limit), limits::LINK.as_millis());
             assert!(sockopt::socket_keepalive(&stream).unwrap());
             let interval = sockopt::tcp_keepintvl(&stream).unwrap();
-            let silence =
-                sockopt::tcp_keepidle(&stream).unwrap() + interval * sockopt::tcp_keepcnt(&stream).unwrap();
+            let silence = sockopt::tcp_keepidle(&stream).unwrap()
+                + interval * sockopt::tcp_keepcnt(&stream).unwrap();
             assert!(silence <= limits::LINK + interval, "{silence:?}");
         }
     }
@@ -395,7 +419,10 @@ mod tests {
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
         let taken = refused(&listener.address().unwrap());
         let own = format!("process {} (", std::process::id());
-        assert!(taken.starts_with(&own) && taken.ends_with("end it, or choose another port"), "{taken}");
+        assert!(
+            taken.starts_with(&own) && taken.ends_with("end it, or choose another port"),
+            "{taken}"
+        );
         assert!(refused(&"192.0.2.1:4444".parse().unwrap()).contains("no address of this host"));
 
         let path = std::env::temp_dir().join(format!("godwit-listen-{}", std::process::id()));
@@ -434,7 +461,9 @@ mod tests {
             Ok(listener) => listener,
             Err(error) => return skip("this kernel has no vsock", error),
         };
-        let Address::Vsock(_, port) = listener.address().unwrap() else { panic!("another kind of address") };
+        let Address::Vsock(_, port) = listener.address().unwrap() else {
+            panic!("another kind of address")
+        };
         assert!(listener.accept(Some(Instant::now()), || false).unwrap().is_none());
         match Stream::connect(&Address::Vsock(1, port)) {
             Err(error) => skip("vsock does not loop back here (module vsock_loopback)", error),

@@ -1,4 +1,5 @@
-//! What is to be done about the size of pages, as the operator says it, and which codecs both sides know.
+//! What is to be done about the size of pages, as the operator says it, and which codecs both sides
+//! know.
 
 use std::fmt;
 use std::str::FromStr;
@@ -111,7 +112,10 @@ mod tests {
         assert_eq!(Codecs::ALL.list(), CodecId::ALL);
         assert_eq!(Codecs::ALL.to_string(), "lz4 and zstd");
         assert_eq!(Codecs::of(CodecId::None), Codecs::NONE);
-        assert_eq!(Codecs::ALL.common(Codecs::of(CodecId::Zstd)).list(), [CodecId::None, CodecId::Zstd]);
+        assert_eq!(
+            Codecs::ALL.common(Codecs::of(CodecId::Zstd)).list(),
+            [CodecId::None, CodecId::Zstd]
+        );
         // A bit that is not known here is none of ours.
         assert_eq!(Codecs(1 << 9).common(Codecs::ALL), Codecs::NONE);
     }

@@ -1,7 +1,7 @@
 //! Digests of RAM blocks, chunk by chunk on all cores.
 //!
-//! Both sides compute them while the guest is stopped on both. A chunk without data has the digest of zeros, which
-//! is not computed again.
+//! Both sides compute them while the guest is stopped on both. A chunk without data has the digest
+//! of zeros, which is not computed again.
 
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -53,7 +53,8 @@ fn chunk_digest(
     Ok(digest(buffer))
 }
 
-/// How long digests of a page take, as measured on a part of `blocks` that has data; nothing where there is none.
+/// How long digests of a page take, as measured on a part of `blocks` that has data; nothing where
+/// there is none.
 pub(crate) fn cost_of_page(blocks: &[RamBlock]) -> Result<Duration, MemoryError> {
     let mut longest: Option<(&RamBlock, PageRun)> = None;
     for block in blocks {
@@ -76,7 +77,8 @@ pub(crate) fn cost_of_page(blocks: &[RamBlock]) -> Result<Duration, MemoryError>
 /// Calls its second argument with the pages of a run that count as zero whatever they hold.
 type Zeroed<'a> = dyn Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync + 'a;
 
-/// The digests of the chunks `wanted` of `block`, in order, where the pages that `zeroed` names count as zero.
+/// The digests of the chunks `wanted` of `block`, in order, where the pages that `zeroed` names
+/// count as zero.
 pub(crate) fn digests(
     block: &RamBlock,
     wanted: Range<usize>,
@@ -95,8 +97,9 @@ pub(crate) fn digests(
                 return Ok(done);
             }
             let batch = first..total.min(first + BATCH);
-            let digests: Result<Vec<u128>, MemoryError> =
-                batch.map(|i| chunk_digest(block, wanted.start + i, &mut buffer, &zeroed)).collect();
+            let digests: Result<Vec<u128>, MemoryError> = batch
+                .map(|i| chunk_digest(block, wanted.start + i, &mut buffer, &zeroed))
+                .collect();
             done.push((first, digests?));
         }
     };
@@ -127,7 +130,8 @@ mod tests {
 
     /// Two chunks and a half: data in the first and the last, and none between them.
     fn block() -> RamBlock {
-        let block = RamBlock::anonymous("ram", PageCount(2 * CHUNK_PAGES + CHUNK_PAGES / 2)).unwrap();
+        let block =
+            RamBlock::anonymous("ram", PageCount(2 * CHUNK_PAGES + CHUNK_PAGES / 2)).unwrap();
         block.write(PageIndex(7), &[1; PAGE_SIZE as usize]).unwrap();
         block.write(PageIndex(2 * CHUNK_PAGES + 3), &[2; PAGE_SIZE as usize]).unwrap();
         block
@@ -172,8 +176,9 @@ mod tests {
             block.write(PageIndex(chunk * CHUNK_PAGES), &[1 + chunk as u8; 64]).unwrap();
         }
         let found = digests(&block, 0..count as usize, |_, _| {}).unwrap();
-        let expected: Vec<u128> =
-            (0..count).map(|chunk| digest(&bytes(&block, chunk * CHUNK_PAGES, CHUNK_PAGES))).collect();
+        let expected: Vec<u128> = (0..count)
+            .map(|chunk| digest(&bytes(&block, chunk * CHUNK_PAGES, CHUNK_PAGES)))
+            .collect();
         assert_eq!(found, expected);
     }
 

@@ -20,7 +20,9 @@ use crate::vm::VmError;
 #[non_exhaustive]
 pub enum EngineError {
     /// Nobody answers at the destination's address.
-    #[error("cannot connect to {address}: {source}; is godwit receive running there, and the port open?")]
+    #[error(
+        "cannot connect to {address}: {source}; is godwit receive running there, and the port open?"
+    )]
     Connect {
         /// The address.
         address: String,
@@ -92,7 +94,9 @@ pub enum EngineError {
         text: String,
     },
     /// The VM has more of something than the protocol can name.
-    #[error("the VM has {count} {what}, and a migration takes {limit} at the most: let it have fewer")]
+    #[error(
+        "the VM has {count} {what}, and a migration takes {limit} at the most: let it have fewer"
+    )]
     TooMany {
         /// Of what.
         what: &'static str,
@@ -102,7 +106,9 @@ pub enum EngineError {
         limit: usize,
     },
     /// The kernel has no random numbers for this process.
-    #[error("no random numbers from the kernel ({0}): let whatever filters system calls allow getrandom(2)")]
+    #[error(
+        "no random numbers from the kernel ({0}): let whatever filters system calls allow getrandom(2)"
+    )]
     Random(#[source] io::Error),
     /// The VMs do not fit together.
     #[error("{0}")]
@@ -192,7 +198,9 @@ pub enum EngineError {
     #[error("cancelled")]
     Cancelled,
     /// A thread cannot be had.
-    #[error("cannot start the {name} thread: {source}; raise the limit (pids.max, ulimit -u) or free memory")]
+    #[error(
+        "cannot start the {name} thread: {source}; raise the limit (pids.max, ulimit -u) or free memory"
+    )]
     Thread {
         /// What it would do.
         name: &'static str,
@@ -305,7 +313,8 @@ mod tests {
         let timeout = EngineError::Timeout { what: "an answer", limit: Duration::from_secs(1) };
         let silent = EngineError::Silent { peer: "source", limit: Duration::from_secs(1) };
         let protocol = EngineError::Protocol { peer: "source", what: "something".to_owned() };
-        let digest = EngineError::Digest { differing: 1, chunks: 2, block: "ram".to_owned(), offset: 0 };
+        let digest =
+            EngineError::Digest { differing: 1, chunks: 2, block: "ram".to_owned(), offset: 0 };
         let io = || io::Error::from(io::ErrorKind::NotFound);
         for (error, code) in [
             (EngineError::Layout("differ".to_owned()), AbortCode::Layout),

@@ -1,6 +1,7 @@
 //! Which process holds an address that is wanted: so that an operator need not search for it.
 //!
-//! All of it is a courtesy: whatever cannot be read (another user's processes, above all) gives no answer.
+//! All of it is a courtesy: whatever cannot be read (another user's processes, above all) gives no
+//! answer.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,8 @@ use std::path::Path;
 pub(crate) fn of_port(port: u16) -> Option<String> {
     let lines = |path| fs::read_to_string(path).unwrap_or_default();
     let tables = lines("/proc/net/tcp") + &lines("/proc/net/tcp6");
-    // proc(5): the second field is the local address, the fourth the state (0A: LISTEN), the tenth the inode.
+    // proc(5): the second field is the local address, the fourth the state (0A: LISTEN), the tenth
+    // the inode.
     let inode = tables.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let local = fields.get(1)?.rsplit_once(':')?.1;
@@ -22,7 +24,8 @@ pub(crate) fn of_port(port: u16) -> Option<String> {
 /// The process that listens at the unix socket `path`.
 pub(crate) fn of_path(path: &Path) -> Option<String> {
     let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    // proc(5): the fourth field has the flag of sockets that accept connections, the seventh is the inode, then the path.
+    // proc(5): the fourth field has the flag of sockets that accept connections, the seventh is the
+    // inode, then the path.
     let inode = table.lines().find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let listens = *fields.get(3)? == "00010000" && Path::new(fields.get(7)?) == path;
@@ -38,12 +41,16 @@ fn of_socket(inode: &str) -> Option<String> {
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let holds = |pid: &u32| {
         let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        descriptors.flat_map(|entry| fs::read_link(entry.path())).any(|link| link.as_os_str() == &*target)
+        descriptors
+            .flat_map(|entry| fs::read_link(entry.path()))
+            .any(|link| link.as_os_str() == &*target)
     };
     let pid = pids.into_iter().find(holds)?;
     let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let words: Vec<_> = command.split(|byte| *byte == 0).take(2).map(String::from_utf8_lossy).collect();
-    let program = words.first().and_then(|word| word.rsplit('/').next()).unwrap_or_default().to_owned();
+    let words: Vec<_> =
+        command.split(|byte| *byte == 0).take(2).map(String::from_utf8_lossy).collect();
+    let program =
+        words.first().and_then(|word| word.rsplit('/').next()).unwrap_or_default().to_owned();
     // Of a godwit the subcommand says more than its name.
     let sub = words.get(1).filter(|_| program == "godwit").map(|word| format!(" {word}"));
     Some(format!("process {pid} ({program}{})", sub.unwrap_or_default()))

@@ -1,14 +1,17 @@
 //! The engine: threads and sockets that carry a migration out.
 //!
-//! The conversation is decided by the `protocol` crate, the rounds by `policy`, the VM is driven through the two
-//! traits in [`vm`]. Here are the loops in between: [`source::migrate`] and [`destination::receive`].
+//! The conversation is decided by the `protocol` crate, the rounds by `policy`, the VM is driven
+//! through the two traits in [`vm`]. Here are the loops in between: [`source::migrate`] and
+//! [`destination::receive`].
 //!
 //! Invariants kept here:
 //! - A page is harvested before its bytes are read (`source/channel.rs`).
-//! - A segment belongs to one channel, which one thread writes and one thread reads, in order; so an old version of a
-//!   page cannot land on a newer one. The destination checks it (`destination/channel.rs`).
+//! - A segment belongs to one channel, which one thread writes and one thread reads, in order; so
+//!   an old version of a page cannot land on a newer one. The destination checks it
+//!   (`destination/channel.rs`).
 //! - Every wait has a limit (`limits`).
-//! - Whatever fails before COMMIT, the guest runs on at the source, without tracking (`source/mod.rs`).
+//! - Whatever fails before COMMIT, the guest runs on at the source, without tracking
+//!   (`source/mod.rs`).
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +21,7 @@ pub mod compression;
 pub mod destination;
 mod digests;
 mod error;
+pub mod handle;
 mod holder;
 mod limiter;
 pub mod limits;
@@ -25,7 +29,6 @@ mod link;
 pub mod measure;
 pub mod report;
 pub mod source;
-pub mod steering;
 mod threads;
 pub mod vm;
 

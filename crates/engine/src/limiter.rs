@@ -34,7 +34,11 @@ impl Limiter {
     /// A limiter for `rate`, shared by `channels`; `None` limits nothing.
     pub(crate) fn new(rate: Option<Rate>, channels: usize) -> Self {
         let account = Account { rate, paid_until: Instant::now() };
-        Self { account: Mutex::new(account), stopped: AtomicBool::new(false), channels: channels.max(1) }
+        Self {
+            account: Mutex::new(account),
+            stopped: AtomicBool::new(false),
+            channels: channels.max(1),
+        }
     }
 
     /// Waits until `bytes` may be sent.

@@ -1,7 +1,8 @@
 //! How long anything is waited for.
 //!
-//! A dead link is found by the kernel (`TCP_USER_TIMEOUT` and keep-alive, tcp(7)), and on every transport by the peer's
-//! silence; the other limits are for a peer that is alive and does not go on.
+//! A dead link is found by the kernel (`TCP_USER_TIMEOUT` and keep-alive, tcp(7)), and on every
+//! transport by the peer's silence; the other limits are for a peer that is alive and does not go
+//! on.
 
 use std::time::Duration;
 
@@ -9,11 +10,11 @@ use std::time::Duration;
 pub const CONNECT: Duration = Duration::from_secs(10);
 /// A greeting of a peer that has connected.
 pub const GREETING: Duration = Duration::from_secs(5);
-/// The greeting of a destination that a source has connected to for the first time: who waits there is a person who may have
-/// mistyped the port.
+/// The greeting of a destination that a source has connected to for the first time: who waits there
+/// is a person who may have mistyped the port.
 pub const FIRST_GREETING: Duration = Duration::from_secs(2);
-/// Data on the way unacknowledged by the peer's kernel, the silence after which keep-alive gives up, and the silence of the
-/// peer itself on the control connection.
+/// Data on the way unacknowledged by the peer's kernel, the silence after which keep-alive gives
+/// up, and the silence of the peer itself on the control connection.
 pub const LINK: Duration = Duration::from_secs(10);
 /// How often each side says on the control connection that it is there.
 pub const ALIVE: Duration = Duration::from_secs(1);

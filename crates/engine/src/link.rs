@@ -1,8 +1,9 @@
 //! Frames over a connection: read, checked, and handed on as messages.
 //!
-//! Both ends of a control connection say every second that they are there, from a thread that does nothing else. So silence
-//! means that the peer, its host or the link has stopped, whatever the transport: a tunnel may stand for ever when the
-//! host behind it is gone. A side that is busy (with a monitor that does not answer, or with digests of all memory) is not silent.
+//! Both ends of a control connection say every second that they are there, from a thread that does
+//! nothing else. So silence means that the peer, its host or the link has stopped, whatever the
+//! transport: a tunnel may stand for ever when the host behind it is gone. A side that is busy
+//! (with a monitor that does not answer, or with digests of all memory) is not silent.
 
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,7 +41,11 @@ pub(crate) fn wire_error(peer: Peer) -> impl Fn(WireError) -> EngineError {
 }
 
 /// Sends a greeting.
-pub(crate) fn send_greeting(stream: &mut Stream, greeting: Greeting, peer: Peer) -> Result<(), EngineError> {
+pub(crate) fn send_greeting(
+    stream: &mut Stream,
+    greeting: Greeting,
+    peer: Peer,
+) -> Result<(), EngineError> {
     stream.write_all(&greeting.encode()).map_err(link_error(peer))
 }
 
@@ -113,9 +118,10 @@ impl FrameReader {
     }
 }
 
-/// Reads the messages of a control connection in a thread of its own and hands each to `deliver`, up to the error that
-/// ends the connection, or until `deliver` answers no. A peer that says nothing for [`limits::LINK`] is such an error;
-/// that it is there is not handed on. While `deliver` waits nothing is read, and no time counts.
+/// Reads the messages of a control connection in a thread of its own and hands each to `deliver`,
+/// up to the error that ends the connection, or until `deliver` answers no. A peer that says
+/// nothing for [`limits::LINK`] is such an error; that it is there is not handed on. While
+/// `deliver` waits nothing is read, and no time counts.
 ///
 /// # Errors
 /// When the kernel does not take the limit.
@@ -130,7 +136,9 @@ pub(crate) fn read_messages(
         loop {
             let message = match reader.message() {
                 Ok(Message::Alive) => continue,
-                Err(EngineError::Link { source, .. }) if source.kind() == io::ErrorKind::TimedOut => {
+                Err(EngineError::Link { source, .. })
+                    if source.kind() == io::ErrorKind::TimedOut =>
+                {
                     Err(EngineError::Silent { peer, limit: limits::LINK })
                 }
                 message => message,
@@ -144,8 +152,8 @@ pub(crate) fn read_messages(
     threads::start("control", read).map(drop)
 }
 
-/// Says over `control` every [`limits::ALIVE`] that this side is there, until the connection that it has now is replaced or ends,
-/// or nobody else has `control` any more.
+/// Says over `control` every [`limits::ALIVE`] that this side is there, until the connection that
+/// it has now is replaced or ends, or nobody else has `control` any more.
 pub(crate) fn say_alive(control: &Arc<ControlWriter>) -> Result<(), EngineError> {
     let (number, control) = (control.number(), Arc::downgrade(control));
     let say = move || {
@@ -223,8 +231,8 @@ impl ControlWriter {
     }
 }
 
-/// The header bytes of a barrier: the end of `round` on this channel, and of all rounds if it is the
-/// `last` one.
+/// The header bytes of a barrier: the end of `round` on this channel, and of all rounds if it is
+/// the `last` one.
 pub(crate) fn barrier(round: u32, last: bool) -> [u8; HEADER_LEN] {
     let mut frame = [0; HEADER_LEN];
     godwit_wire::seal(&mut frame, FrameKind::Barrier, 0, barrier_aux(round, last));
@@ -260,10 +268,14 @@ mod tests {
         let pages = builder.finish(0).to_vec();
         let state = Message::DeviceState(vec![7; 100]).encode();
         // A byte of a page, of device state, and of the number of a round.
-        for (frame, at) in [(pages, HEADER_LEN + 9), (state, HEADER_LEN + 9), (barrier(3, true).to_vec(), 8)]
+        for (frame, at) in
+            [(pages, HEADER_LEN + 9), (state, HEADER_LEN + 9), (barrier(3, true).to_vec(), 8)]
         {
             let error = read_damaged(frame, at).unwrap_err();
-            assert!(matches!(error, EngineError::Wire { source: WireError::Checksum { .. }, .. }), "{error}");
+            assert!(
+                matches!(error, EngineError::Wire { source: WireError::Checksum { .. }, .. }),
+                "{error}"
+            );
         }
     }
 }

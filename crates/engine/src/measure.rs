@@ -1,8 +1,8 @@
 //! A look at a guest without migrating it: how much memory it holds and how fast it dirties it.
 //!
-//! Writes are tracked for a few seconds, which costs the guest a fault for each page that it writes, and nothing when it is
-//! over. All pages are made clean once; looks at growing intervals give the curve of dirty pages over time, from which
-//! working sets and their rates can be told.
+//! Writes are tracked for a few seconds, which costs the guest a fault for each page that it
+//! writes, and nothing when it is over. All pages are made clean once; looks at growing intervals
+//! give the curve of dirty pages over time, from which working sets and their rates can be told.
 
 use std::time::{Duration, Instant};
 
@@ -25,14 +25,15 @@ const SAMPLED: u64 = 16_384;
 pub struct Measured {
     /// All memory, in bytes.
     pub memory_bytes: u64,
-    /// Of it, what holds data that would be sent: neither holes nor zeros, as far as a sample tells.
+    /// Of it, what holds data that would be sent: neither holes nor zeros, as far as a sample
+    /// tells.
     pub data_bytes: u64,
     /// What LZ4 makes of a byte of that, in a sample; 1 where it makes nothing smaller.
     pub compressed: f64,
     /// Time since all was clean, in seconds, and pages dirty then.
     pub dirty: Vec<(f64, u64)>,
-    /// The least time it took to count the dirty pages, in seconds: the last synchronisation, with the guest stopped, costs as
-    /// much.
+    /// The least time it took to count the dirty pages, in seconds: the last synchronisation, with
+    /// the guest stopped, costs as much.
     pub look_seconds: f64,
     /// vCPUs.
     pub vcpus: usize,
@@ -45,7 +46,11 @@ pub struct Measured {
 ///
 /// # Errors
 /// When it cannot be tracked, or `cancel` was wished. The guest is as before.
-pub fn measure(vm: &mut dyn SourceVm, time: Duration, cancel: &Cancel) -> Result<Measured, EngineError> {
+pub fn measure(
+    vm: &mut dyn SourceVm,
+    time: Duration,
+    cancel: &Cancel,
+) -> Result<Measured, EngineError> {
     let ram = vm.ram();
     let tracker = vm.start_tracking().map_err(EngineError::Vm)?;
     tracker.begin_round();
@@ -94,7 +99,8 @@ struct Data {
     compressed: f64,
 }
 
-/// What holds data: of the pages that the files have, the share that is not zero in a sample; and how far that compresses.
+/// What holds data: of the pages that the files have, the share that is not zero in a sample; and
+/// how far that compresses.
 fn data(ram: &[RamBlock]) -> Result<Data, EngineError> {
     let mut present = 0;
     for block in ram {
@@ -121,7 +127,8 @@ fn data(ram: &[RamBlock]) -> Result<Data, EngineError> {
                 }
                 if batch.len() == BLOCK_LEN {
                     let room = &mut room[..worth(BLOCK_LEN)];
-                    let made = compressor.compress(Codec::Lz4 { acceleration: 1 }, &[&batch], room)?;
+                    let made =
+                        compressor.compress(Codec::Lz4 { acceleration: 1 }, &[&batch], room)?;
                     before += batch.len() as u64;
                     after += made.unwrap_or(batch.len()) as u64;
                     batch.clear();

@@ -1,8 +1,8 @@
 //! What a migration tells while it runs, and its measures at the end.
 //!
-//! The measures are the six by which a migration is judged: set-up time, total time, total data, downtime, loss
-//! of guest performance (how long it was tracked and throttled, and how slow it was as far as its vCPUs' time tells), and
-//! the resources used.
+//! The measures are the six by which a migration is judged: set-up time, total time, total data,
+//! downtime, loss of guest performance (how long it was tracked and throttled, and how slow it was
+//! as far as its vCPUs' time tells), and the resources used.
 
 use std::time::Duration;
 
@@ -89,7 +89,8 @@ pub struct DiskProgress {
     /// Bytes put on the wire for it so far.
     #[serde(rename = "sent_bytes", with = "bytes")]
     pub sent: ByteCount,
-    /// What is still to be sent of it, in whole dirty blocks: of this pass, and what the guest wrote since that began.
+    /// What is still to be sent of it, in whole dirty blocks: of this pass, and what the guest
+    /// wrote since that began.
     #[serde(rename = "remaining_bytes", with = "bytes")]
     pub remaining: ByteCount,
     /// Whether it is in its first pass, over all of it.
@@ -285,17 +286,23 @@ pub struct Measures {
     pub disks: Vec<DiskMeasures>,
 }
 
-/// Durations as milliseconds, to the microsecond; both ways, since a VMM with the engine inside reports to the command.
+/// Durations as milliseconds, to the microsecond; both ways, since a VMM with the engine inside
+/// reports to the command.
 mod milliseconds {
     use std::time::Duration;
 
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        time: &Duration,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_f64((time.as_secs_f64() * 1e6).round() / 1e3)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Duration, D::Error> {
         let milliseconds = f64::deserialize(deserializer)?;
         let micros = (milliseconds * 1e3).round();
         Duration::try_from_secs_f64(micros / 1e6).map_err(serde::de::Error::custom)
@@ -308,11 +315,16 @@ mod microseconds {
 
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        time: &Duration,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_u64(time.as_micros() as u64)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Duration, D::Error> {
         u64::deserialize(deserializer).map(Duration::from_micros)
     }
 }
@@ -344,11 +356,16 @@ mod optional_rate {
     use godwit_units::Rate;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(rate: &Option<Rate>, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        rate: &Option<Rate>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         rate.map(|rate| rate.bytes_per_second().round()).serialize(serializer)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Rate>, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Rate>, D::Error> {
         Ok(Option::<f64>::deserialize(deserializer)?.map(Rate::from_bytes_per_second))
     }
 }
@@ -358,11 +375,16 @@ mod bytes {
     use godwit_units::ByteCount;
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(count: &ByteCount, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        count: &ByteCount,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_u64(count.0)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ByteCount, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<ByteCount, D::Error> {
         u64::deserialize(deserializer).map(ByteCount)
     }
 }
@@ -372,11 +394,16 @@ mod pages {
     use godwit_units::PageCount;
     use serde::{Deserialize, Deserializer, Serializer};
 
-    pub(super) fn serialize<S: Serializer>(count: &PageCount, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(
+        count: &PageCount,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
         serializer.serialize_u64(count.0)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PageCount, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<PageCount, D::Error> {
         u64::deserialize(deserializer).map(PageCount)
     }
 }

@@ -1,7 +1,8 @@
 //! Starting threads: one that cannot be had is an error like any other.
 //!
-//! `std::thread::spawn` panics when the system refuses (pids.max, RLIMIT_NPROC, no memory for a stack), which would end
-//! the process, perhaps with the guest stopped. A test of the code's shape (`xtask`) keeps it out.
+//! `std::thread::spawn` panics when the system refuses (pids.max, RLIMIT_NPROC, no memory for a
+//! stack), which would end the process, perhaps with the guest stopped. A test of the code's shape
+//! (`xtask`) keeps it out.
 
 use std::thread::{Builder, JoinHandle};
 
@@ -12,5 +13,8 @@ pub(crate) fn start(
     name: &'static str,
     run: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>, EngineError> {
-    Builder::new().name(name.to_owned()).spawn(run).map_err(|source| EngineError::Thread { name, source })
+    Builder::new()
+        .name(name.to_owned())
+        .spawn(run)
+        .map_err(|source| EngineError::Thread { name, source })
 }

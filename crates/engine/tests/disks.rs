@@ -12,15 +12,16 @@ use std::time::{Duration, Instant};
 use godwit_block::DiskChoice;
 use godwit_engine::address::Listener;
 use godwit_engine::destination::{self, Faults};
+use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::Measures;
-use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_units::{ByteCount, PageCount};
 use godwit_wire::{
-    BlockOffer, DiskOffer, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role, SessionId,
+    BlockOffer, DiskOffer, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role,
+    SessionId,
 };
 
 use machine::{Destination, Found, Image, Source, SourceDisk, blocks, bytes, options, run};
@@ -47,7 +48,7 @@ impl Pair {
         Self { source, images, found: Arc::default(), faults: Faults::default() }
     }
 
-    fn migrate(&mut self, channels: u8, steering: &Steering) -> Result<Measures, Failure> {
+    fn migrate(&mut self, channels: u8, handle: &MigrationHandle) -> Result<Measures, Failure> {
         let destination = Destination {
             ram: blocks(),
             source_ram: self.source.ram(),
@@ -60,13 +61,17 @@ impl Pair {
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
         };
-        run(&mut self.source, destination, &options(channels, false), self.faults, steering)
+        run(&mut self.source, destination, &options(channels, false), self.faults, handle)
     }
 
     fn check_moved(&self, result: &Result<Measures, Failure>) {
         assert!(result.is_ok(), "{result:?}");
         let found = self.found.lock().unwrap();
-        assert_eq!(found.pages_first, Some(true), "memory and disks were in place before the state");
+        assert_eq!(
+            found.pages_first,
+            Some(true),
+            "memory and disks were in place before the state"
+        );
         assert!(found.ran && self.source.retired);
         let disks = self.source.disks.iter().zip(&self.images);
         disks.for_each(|(from, to)| assert!(to.holds(from), "'{}' differs", from.disk().name));
@@ -83,18 +88,18 @@ impl Pair {
 
 const BUSY: Duration = Duration::from_millis(600);
 
-fn steering(change: impl FnOnce(&mut Settings)) -> Steering {
+fn handle(change: impl FnOnce(&mut Settings)) -> MigrationHandle {
     let mut settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
     change(&mut settings);
-    Steering::new(settings, Own::default(), Cancel::default())
+    MigrationHandle::new(settings, Own::default(), Cancel::default())
 }
 
 #[test]
 fn disks_arrive_as_they_are_when_the_guest_stands_still() {
     for channels in [1, 3] {
         let mut pair = Pair::new(Duration::from_secs(60), |_| {});
-        let result = pair.migrate(channels, &steering(|_| {}));
+        let result = pair.migrate(channels, &handle(|_| {}));
         pair.check_moved(&result);
         let measures = result.unwrap();
         let first = measures.round_list[0];
@@ -104,26 +109,30 @@ fn disks_arrive_as_they_are_when_the_guest_stands_still() {
             "memory waits for the full pass"
         );
         assert!(first.disk_sent.0 > 0);
-        let names: Vec<_> = measures.disks.iter().map(|disk| (disk.name.as_str(), disk.size.0)).collect();
+        let names: Vec<_> =
+            measures.disks.iter().map(|disk| (disk.name.as_str(), disk.size.0)).collect();
         assert_eq!(names, DISKS);
-        assert!(measures.disks.iter().all(|disk| disk.data.0 > 0 && disk.zero.0 > 0 && disk.sent.0 > 0));
+        assert!(
+            measures.disks.iter().all(|disk| disk.data.0 > 0 && disk.zero.0 > 0 && disk.sent.0 > 0)
+        );
     }
 }
 
 #[test]
 fn an_old_version_never_lands_on_a_newer_one() {
-    // Each channel in turn is late, with many short rounds; the guest leaves the disks alone in the end, so what is wrong stays wrong.
+    // Each channel in turn is late, with many short rounds; the guest leaves the disks alone in the
+    // end, so what is wrong stays wrong.
     for slow in 1..3 {
         let mut pair = Pair::new(BUSY, |_| {});
         pair.faults.slow_channel = Some((slow, Duration::from_millis(20)));
-        let steering = steering(|settings| settings.downtime_limit = Duration::from_millis(30));
-        let forced = steering.clone();
+        let handle = handle(|settings| settings.downtime_limit = Duration::from_millis(30));
+        let forced = handle.clone();
         let wait = BUSY * 2;
         let force = std::thread::spawn(move || {
             std::thread::sleep(wait);
             let _ = forced.switch_over(true);
         });
-        let result = pair.migrate(1, &steering);
+        let result = pair.migrate(1, &handle);
         pair.check_moved(&result);
         force.join().unwrap();
     }
@@ -132,10 +141,11 @@ fn an_old_version_never_lands_on_a_newer_one() {
 #[test]
 fn a_switchover_is_forced_before_the_full_pass_and_within_it() {
     for reads in [0, 20] {
-        let mut pair = Pair::new(Duration::from_secs(60), |disk| disk.slow = Duration::from_millis(2));
-        let steering = steering(|_| {});
+        let mut pair =
+            Pair::new(Duration::from_secs(60), |disk| disk.slow = Duration::from_millis(2));
+        let handle = handle(|_| {});
         let disk = Arc::clone(&pair.source.disks[0]);
-        let forced = steering.clone();
+        let forced = handle.clone();
         let force = move || {
             while disk.reads.load(Ordering::SeqCst) < reads {
                 std::thread::sleep(Duration::from_millis(1));
@@ -147,9 +157,13 @@ fn a_switchover_is_forced_before_the_full_pass_and_within_it() {
         } else {
             std::thread::spawn(force);
         }
-        let result = pair.migrate(2, &steering);
+        let result = pair.migrate(2, &handle);
         pair.check_moved(&result);
-        assert_eq!(result.unwrap().round_list.len(), 2, "the first round, cut short, and the last one");
+        assert_eq!(
+            result.unwrap().round_list.len(),
+            2,
+            "the first round, cut short, and the last one"
+        );
     }
 }
 
@@ -157,19 +171,19 @@ fn a_switchover_is_forced_before_the_full_pass_and_within_it() {
 fn a_full_disk_at_the_destination_leaves_the_guest_at_the_source() {
     let mut pair = Pair::new(Duration::from_secs(60), |_| {});
     pair.images[1].fault.lock().unwrap().writes_left = Some(3);
-    let result = pair.migrate(2, &steering(|_| {}));
+    let result = pair.migrate(2, &handle(|_| {}));
     pair.check_untouched(&result, "no space is left on the disk");
     // And a second attempt finds everything as it should be.
     let images = DISKS.map(|(name, size)| Arc::new(Image::new(name, size)));
     let mut again = Pair { images: images.into(), ..Pair::new(Duration::from_secs(60), |_| {}) };
-    let result = again.migrate(2, &steering(|_| {}));
+    let result = again.migrate(2, &handle(|_| {}));
     again.check_moved(&result);
 }
 
 #[test]
 fn a_disk_that_cannot_be_read_leaves_the_guest_at_the_source() {
     let mut pair = Pair::new(Duration::from_secs(60), |disk| disk.reads_left = 30.into());
-    let result = pair.migrate(2, &steering(|_| {}));
+    let result = pair.migrate(2, &handle(|_| {}));
     pair.check_untouched(&result, "cannot be read at");
 }
 
@@ -181,17 +195,20 @@ fn a_destination_without_room_or_without_the_disk_refuses_before_anything_is_wri
     ] {
         let mut pair = Pair::new(Duration::from_secs(60), |_| {});
         pair.images[1] = Arc::new(replaced);
-        let result = pair.migrate(2, &steering(|_| {}));
+        let result = pair.migrate(2, &handle(|_| {}));
         pair.check_untouched(&result, words);
         assert!(
-            pair.images.iter().all(|image| image.written.load(Ordering::SeqCst) == 0 && !image.is_open())
+            pair.images
+                .iter()
+                .all(|image| image.written.load(Ordering::SeqCst) == 0 && !image.is_open())
         );
     }
 }
 
 #[test]
 fn a_slow_disk_holds_up_nobody_else() {
-    // The guest is at rest; the first disk's sink does not go on until memory and the other disk are in place.
+    // The guest is at rest; the first disk's sink does not go on until memory and the other disk
+    // are in place.
     let mut pair = Pair::new(Duration::ZERO, |_| {});
     let (source_ram, ram) = (pair.source.ram(), blocks());
     source_ram[0].write(godwit_units::PageIndex(5), &[5; 4096]).unwrap();
@@ -215,8 +232,8 @@ fn a_slow_disk_holds_up_nobody_else() {
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
-    let steering = steering(|settings| settings.memory_share = Some(1024));
-    let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &steering);
+    let handle = handle(|settings| settings.memory_share = Some(1024));
+    let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &handle);
     pair.check_moved(&result);
     assert!(!held_up.load(Ordering::SeqCst), "memory or the other disk waited for the slow one");
 }
@@ -242,7 +259,8 @@ fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
-    let result = run(&mut pair.source, destination, &options(2, false), Faults::default(), &steering(|_| {}));
+    let result =
+        run(&mut pair.source, destination, &options(2, false), Faults::default(), &handle(|_| {}));
     pair.check_moved(&result);
     let rounds = result.unwrap().round_list;
     // Its barriers are all that the disks' channels carry.
@@ -284,8 +302,10 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap().to_string();
     let receiving = std::thread::spawn(move || {
-        let options = destination::Options { disks: DiskChoice::All, ..destination::Options::default() };
-        destination::receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {}).map(drop)
+        let options =
+            destination::Options { disks: DiskChoice::All, ..destination::Options::default() };
+        destination::receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {})
+            .map(drop)
     });
     let session = SessionId([7; 16]);
     let connect = |role| {
@@ -296,7 +316,8 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     };
     let mut control = connect(Role::Control);
     control.read_exact(&mut [0; GREETING_LEN]).unwrap();
-    let block = |block: &RamBlock| BlockOffer { name: block.name().to_owned(), pages: block.pages() };
+    let block =
+        |block: &RamBlock| BlockOffer { name: block.name().to_owned(), pages: block.pages() };
     let disk = |(name, size): (&str, u64)| DiskOffer {
         name: name.to_owned(),
         size: ByteCount(size),

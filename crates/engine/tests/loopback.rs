@@ -1,6 +1,7 @@
 //! The engine between two machines made up for the purpose, over real sockets and real RAM files.
 //!
-//! A real machine would rarely notice when device state overtakes the last pages; the one made up here looks.
+//! A real machine would rarely notice when device state overtakes the last pages; the one made up
+//! here looks.
 #![allow(clippy::unwrap_used)]
 
 mod machine;
@@ -15,8 +16,8 @@ use godwit_codec::Codec;
 use godwit_engine::address::{Listener, Stream};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, Notice};
+use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::source::{Options, migrate};
-use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
@@ -26,13 +27,21 @@ use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
 use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, blocks, options, run};
 
 /// One migration; the outcome at the source, and what the destination found.
-fn move_once(channels: u8, verify: bool, refuse_to_load: bool) -> (Result<(), Survivor>, Source, Found) {
+fn move_once(
+    channels: u8,
+    verify: bool,
+    refuse_to_load: bool,
+) -> (Result<(), Survivor>, Source, Found) {
     // So generous that the last round has much to carry.
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    let steering = Steering::new(settings, Own::default(), Cancel::default());
-    let (result, source, found) =
-        move_steered(&options(channels, verify), &destination::Faults::default(), refuse_to_load, &steering);
+    let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
+    let (result, source, found) = move_steered(
+        &options(channels, verify),
+        &destination::Faults::default(),
+        refuse_to_load,
+        &handle,
+    );
     (result.map_err(|failure| failure.survivor), source, found)
 }
 
@@ -40,11 +49,11 @@ fn move_steered(
     options: &Options,
     faults: &destination::Faults,
     refuse_to_load: bool,
-    steering: &Steering,
+    handle: &MigrationHandle,
 ) -> (Result<(), Failure>, Source, Found) {
     // A guest that leaves its pages alone in the end: what was wrong then stays wrong.
     let busy = if faults.slow_channel.is_some() { BUSY } else { Duration::from_secs(60) };
-    move_from(Source::start(busy, Vec::new()), options, faults, refuse_to_load, steering)
+    move_from(Source::start(busy, Vec::new()), options, faults, refuse_to_load, handle)
 }
 
 fn move_from(
@@ -52,7 +61,7 @@ fn move_from(
     options: &Options,
     faults: &destination::Faults,
     refuse_to_load: bool,
-    steering: &Steering,
+    handle: &MigrationHandle,
 ) -> (Result<(), Failure>, Source, Found) {
     let found: Arc<Mutex<Found>> = Arc::default();
     let destination = Destination {
@@ -67,7 +76,7 @@ fn move_from(
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
-    let result = run(&mut source, destination, options, *faults, steering);
+    let result = run(&mut source, destination, options, *faults, handle);
     let found = std::mem::take(&mut *found.lock().unwrap());
     (result.map(drop), source, found)
 }
@@ -86,11 +95,11 @@ fn device_state_never_overtakes_the_last_pages() {
 #[test]
 fn what_was_never_sent_goes_with_the_last_round() {
     for verify in [false, true] {
-        let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
+        let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
         // Asked for before it begins: the first round passes by every segment.
-        steering.switch_over(true).unwrap();
+        handle.switch_over(true).unwrap();
         let (result, source, found) =
-            move_steered(&options(2, verify), &destination::Faults::default(), false, &steering);
+            move_steered(&options(2, verify), &destination::Faults::default(), false, &handle);
         assert!(result.is_ok(), "{result:?}");
         assert_eq!(found.pages_first, Some(true));
         assert!(found.ran && source.retired);
@@ -121,9 +130,9 @@ fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
     };
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    let steering = Steering::new(settings, Own::default(), Cancel::default());
+    let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
     let faults = destination::Faults::default();
-    let measures = run(&mut source, destination, &options(2, false), faults, &steering).unwrap();
+    let measures = run(&mut source, destination, &options(2, false), faults, &handle).unwrap();
     let data: Vec<u64> = measures.round_list.iter().map(|round| round.data.0).collect();
     assert_eq!(data.last(), Some(&0), "{data:?}");
     assert_eq!(found.lock().unwrap().pages_first, Some(true));
@@ -132,9 +141,15 @@ fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
 #[test]
 fn memory_that_is_touched_late_is_sent() {
     // Most segments are holes in the first rounds, and are touched before the last one.
-    let source = Source::start_late(Duration::from_secs(60), Vec::new(), Duration::from_millis(700));
-    let (result, source, found) =
-        move_from(source, &options(2, true), &destination::Faults::default(), false, &some_rounds());
+    let source =
+        Source::start_late(Duration::from_secs(60), Vec::new(), Duration::from_millis(700));
+    let (result, source, found) = move_from(
+        source,
+        &options(2, true),
+        &destination::Faults::default(),
+        false,
+        &some_rounds(),
+    );
     assert!(result.is_ok(), "{result:?}");
     assert_eq!(found.pages_first, Some(true));
     assert!(source.ram()[1].has_data(source.ram()[1].all()).unwrap());
@@ -173,8 +188,9 @@ fn another_machine_is_refused_when_its_questions_were_answered_and_nothing_was_b
         while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| {}),
     };
-    let steering = Steering::new(Settings::default(), Own::default(), Cancel::default());
-    let result = run(&mut source, destination, &options(2, false), destination::Faults::default(), &steering);
+    let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
+    let result =
+        run(&mut source, destination, &options(2, false), destination::Faults::default(), &handle);
     let failure = result.map(drop).unwrap_err();
     assert_eq!((failure.phase, failure.survivor), (Phase::Setup, Survivor::Source));
     assert!(failure.to_string().contains("it is another machine"), "{failure}");
@@ -188,41 +204,47 @@ const BUSY: Duration = Duration::from_millis(1200);
 const LATE: Duration = Duration::from_millis(60);
 
 /// A link on which rounds take a while, and a switchover after some of them.
-fn some_rounds() -> Steering {
-    let settings =
-        Settings { downtime_limit: Duration::from_millis(50), patience: None, ..Settings::default() };
+fn some_rounds() -> MigrationHandle {
+    let settings = Settings {
+        downtime_limit: Duration::from_millis(50),
+        patience: None,
+        ..Settings::default()
+    };
     let own = Own {
         max_bandwidth: Some("100MiB/s".parse().unwrap()),
         compression: Compression::Fixed(Codec::None),
     };
-    let steering = Steering::new(settings, own, Cancel::default());
-    let forced = steering.clone();
+    let handle = MigrationHandle::new(settings, own, Cancel::default());
+    let forced = handle.clone();
     // The guest of this test cannot be throttled.
     std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(1500));
         let _ = forced.switch_over(true);
     });
-    steering
+    handle
 }
 
 #[test]
 fn what_is_shown_is_in_force_after_a_fall_back() {
-    // Regression: the policy fell back to another throttle, and `status` went on to show `governor`.
+    // Regression: the policy fell back to another throttle, and `status` went on to show
+    // `governor`.
     let settings = Settings {
         downtime_limit: Duration::from_secs(10),
         throttle: ThrottleMode::Governor,
         ..Settings::default()
     };
-    let steering = Steering::new(settings, Own::default(), Cancel::default());
-    let (result, ..) = move_steered(&options(2, false), &destination::Faults::default(), false, &steering);
+    let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
+    let (result, ..) =
+        move_steered(&options(2, false), &destination::Faults::default(), false, &handle);
     assert!(result.is_ok(), "{result:?}");
     // This machine cannot govern its guest, which within this limit need not be throttled either.
-    assert!(steering.settings().contains(&("throttle", "adaptive".to_owned())));
+    assert!(handle.settings().contains(&("throttle", "adaptive".to_owned())));
 }
 
 #[test]
 fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
-    // Regression: the policy let the limit grow to its ceiling, and `switchover` went by the old one.
+    // Regression: the policy let the limit grow to its ceiling, and `switchover` went by the old
+    // one.
     let settings = Settings {
         downtime_limit: Duration::from_millis(1),
         downtime_ceiling: Some(Duration::from_secs(80)),
@@ -234,10 +256,11 @@ fn the_limit_that_a_switchover_goes_by_is_the_one_in_force() {
         max_bandwidth: Some("100MiB/s".parse().unwrap()),
         compression: Compression::Fixed(Codec::None),
     };
-    let steering = Steering::new(settings, own, Cancel::default());
-    let (result, ..) = move_steered(&options(2, false), &destination::Faults::default(), false, &steering);
+    let handle = MigrationHandle::new(settings, own, Cancel::default());
+    let (result, ..) =
+        move_steered(&options(2, false), &destination::Faults::default(), false, &handle);
     assert!(result.is_ok(), "{result:?}");
-    assert!(steering.limit() > Duration::from_secs(1), "{:?}", steering.limit());
+    assert!(handle.limit() > Duration::from_secs(1), "{:?}", handle.limit());
 }
 
 #[test]
@@ -307,8 +330,13 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
         while_loading: Box::new(|| {}),
         while_starting: Box::new(|| {}),
     };
-    let result =
-        run(&mut source, destination, &options(2, false), destination::Faults::default(), &some_rounds());
+    let result = run(
+        &mut source,
+        destination,
+        &options(2, false),
+        destination::Faults::default(),
+        &some_rounds(),
+    );
     let allocated: u64 = ram.iter().map(|block| block.allocated().unwrap().0).sum();
     let failure = result.unwrap_err();
     assert_eq!(failure.survivor, Survivor::Source);
@@ -322,8 +350,8 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
 
 #[test]
 fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
-    // Mutation: Ctrl-C is heard behind COMMIT. It must neither call a migration back that has come to its end nor
-    // leave it in doubt.
+    // Mutation: Ctrl-C is heard behind COMMIT. It must neither call a migration back that has come
+    // to its end nor leave it in doubt.
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
@@ -349,15 +377,17 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
     let receiving = std::thread::spawn(move || {
         let options = destination::Options::default();
         let mut lost = false;
-        let mut notice =
-            |notice: &Notice| lost |= matches!(notice, Notice::AwaitingSource { .. } | Notice::Refused(_));
-        let received = destination::receive(&mut destination, &listener, &options, &there, &mut notice);
+        let mut notice = |notice: &Notice| {
+            lost |= matches!(notice, Notice::AwaitingSource { .. } | Notice::Refused(_))
+        };
+        let received =
+            destination::receive(&mut destination, &listener, &options, &there, &mut notice);
         (received.map(drop), lost)
     });
     let settings = Settings { downtime_limit: Duration::from_secs(10), ..Settings::default() };
-    let steering = Steering::new(settings, Own::default(), here.clone());
+    let handle = MigrationHandle::new(settings, Own::default(), here.clone());
     let options = Options { to, ..options(2, false) };
-    let result = migrate(&mut source, &options, &steering, &mut |_| {}).map(drop);
+    let result = migrate(&mut source, &options, &handle, &mut |_| {}).map(drop);
     let (received, lost) = receiving.join().unwrap();
     assert!(here.is_cancelled());
     // A source in doubt drops the connection and asks over another one.
@@ -395,7 +425,8 @@ fn a_second_source_is_told_of_the_first_at_once() {
         };
         let options = destination::Options::default();
         let cancel = Cancel::default();
-        let received = destination::receive(&mut destination, &listener, &options, &cancel, &mut notice);
+        let received =
+            destination::receive(&mut destination, &listener, &options, &cancel, &mut notice);
         (received.map(drop), told)
     });
     let at = Options { to: to.clone(), ..options(2, true) };
@@ -431,7 +462,10 @@ fn more_disks_than_the_protocol_can_name_are_refused_before_anything_begins() {
     let options = Options { to: "127.0.0.1:1".parse().unwrap(), ..options(2, false) };
     let failure = migrate(&mut source, &options, &some_rounds(), &mut |_| {}).unwrap_err();
     let text = failure.to_string();
-    assert!(text.starts_with("the VM has 65 disks to move, and a migration takes 64 at the most"), "{text}");
+    assert!(
+        text.starts_with("the VM has 65 disks to move, and a migration takes 64 at the most"),
+        "{text}"
+    );
     assert_eq!(failure.survivor, Survivor::Source);
     assert!(source.running.load(Ordering::Relaxed));
 }

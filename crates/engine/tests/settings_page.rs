@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use godwit_engine::steering::all_settings;
+use godwit_engine::handle::all_settings;
 use godwit_policy::{About, Felt};
 
 const HEAD: &str = "\

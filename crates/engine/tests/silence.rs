@@ -1,7 +1,7 @@
 //! Peers and links that fall silent while the connection stands, and peers that are only busy.
 //!
-//! A tunnel over a unix socket or vsock does not end when the host behind it does, so the kernel has nothing to tell.
-//! Each test takes a little longer than `limits::LINK`.
+//! A tunnel over a unix socket or vsock does not end when the host behind it does, so the kernel
+//! has nothing to tell. Each test takes a little longer than `limits::LINK`.
 #![allow(clippy::unwrap_used)]
 
 mod machine;
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, Faults, Notice, Received, receive};
+use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::Measures;
 use godwit_engine::source::migrate;
-use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_policy::Settings;
@@ -38,8 +38,9 @@ struct Tunnel {
 
 impl Tunnel {
     fn new(name: &str) -> Self {
-        let path =
-            |end: &str| std::env::temp_dir().join(format!("godwit-{name}-{end}-{}", std::process::id()));
+        let path = |end: &str| {
+            std::env::temp_dir().join(format!("godwit-{name}-{end}-{}", std::process::id()))
+        };
         let tunnel = Self { near: path("near"), far: path("far"), frozen: Arc::default() };
         let listener = UnixListener::bind(&tunnel.near).unwrap();
         let (far, frozen) = (tunnel.far.clone(), Arc::clone(&tunnel.frozen));
@@ -79,10 +80,10 @@ fn carry(mut from: UnixStream, mut to: UnixStream, frozen: Arc<AtomicBool>) {
     });
 }
 
-fn quick() -> Steering {
+fn quick() -> MigrationHandle {
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
-    Steering::new(settings, Own::default(), Cancel::default())
+    MigrationHandle::new(settings, Own::default(), Cancel::default())
 }
 
 fn destination(source: &Source, while_loading: Box<dyn FnMut() + Send>) -> Destination {
@@ -107,29 +108,32 @@ struct Outcome {
     awaited: bool,
 }
 
-/// Moves `source` through `tunnel`. A destination that waits for its source to come back is told to give up.
+/// Moves `source` through `tunnel`. A destination that waits for its source to come back is told to
+/// give up.
 fn move_through(
     tunnel: &Tunnel,
     source: &mut Source,
     mut to: Destination,
-    steering: &Steering,
+    handle: &MigrationHandle,
     frozen_at: &Arc<Mutex<Instant>>,
 ) -> Outcome {
     let listener = Listener::bind(&Tunnel::address(&tunnel.far)).unwrap();
     let since = Arc::clone(frozen_at);
     let receiving = std::thread::spawn(move || {
         let (cancel, mut awaited) = (Cancel::default(), None);
-        let result = receive(&mut to, &listener, &destination::Options::default(), &cancel, &mut |notice| {
-            if matches!(notice, Notice::AwaitingSource { .. }) {
-                awaited = Some(since.lock().unwrap().elapsed());
-                cancel.cancel();
-            }
-        });
+        let result =
+            receive(&mut to, &listener, &destination::Options::default(), &cancel, &mut |notice| {
+                if matches!(notice, Notice::AwaitingSource { .. }) {
+                    awaited = Some(since.lock().unwrap().elapsed());
+                    cancel.cancel();
+                }
+            });
         let noticed = awaited.unwrap_or_else(|| since.lock().unwrap().elapsed());
         ((result, noticed), awaited.is_some())
     });
-    let options = godwit_engine::source::Options { to: Tunnel::address(&tunnel.near), ..options(1, false) };
-    let result = migrate(source, &options, steering, &mut |_| {});
+    let options =
+        godwit_engine::source::Options { to: Tunnel::address(&tunnel.near), ..options(1, false) };
+    let result = migrate(source, &options, handle, &mut |_| {});
     let noticed = frozen_at.lock().unwrap().elapsed();
     let (destination, awaited) = receiving.join().unwrap();
     Outcome { source: (result, noticed), destination, awaited }
@@ -151,7 +155,11 @@ fn a_link_that_stands_and_carries_nothing_in_pre_copy_is_lost_for_both() {
     let to = destination(&source, Box::new(|| {}));
     // Slow enough that the first round lasts longer than the test.
     let own = Own { max_bandwidth: Some("100KiB/s".parse().unwrap()), ..Own::default() };
-    let steering = Steering::new(Settings { patience: None, ..Settings::default() }, own, Cancel::default());
+    let handle = MigrationHandle::new(
+        Settings { patience: None, ..Settings::default() },
+        own,
+        Cancel::default(),
+    );
     let frozen_at = Arc::new(Mutex::new(Instant::now()));
     let (frozen, at) = (Arc::clone(&tunnel.frozen), Arc::clone(&frozen_at));
     std::thread::spawn(move || {
@@ -160,7 +168,7 @@ fn a_link_that_stands_and_carries_nothing_in_pre_copy_is_lost_for_both() {
         *at.lock().unwrap() = Instant::now();
     });
 
-    let outcome = move_through(&tunnel, &mut source, to, &steering, &frozen_at);
+    let outcome = move_through(&tunnel, &mut source, to, &handle, &frozen_at);
 
     let failure = outcome.source.0.unwrap_err();
     check_silent(&failure, outcome.source.1, "destination");

@@ -1,14 +1,14 @@
 //! The ledger: a fingerprint of each page as last sent.
 //!
-//! With it the source skips pages that were written but did not change, finds the changed 4 KiB within huge pages, finds
-//! what direct I/O changed behind the tracker, knows after a broken connection what was acknowledged, and the destination
-//! proves that it wrote what was sent.
+//! With it the source skips pages that were written but did not change, finds the changed 4 KiB
+//! within huge pages, finds what direct I/O changed behind the tracker, knows after a broken
+//! connection what was acknowledged, and the destination proves that it wrote what was sent.
 //!
 //! - [`Key`]: the session's secret seed; makes a [`Fingerprint`] of a page.
 //! - [`Ledger`]: makes the parts and counts the memory of all of them.
-//! - [`SegmentLedger`]: the part of one segment. **The channel thread that owns the segment owns it**: no lock, no
-//!   atomic operation but one when it first takes memory. It is `Send`: give it back and hand it out again when channels
-//!   change.
+//! - [`SegmentLedger`]: the part of one segment. **The channel thread that owns the segment owns
+//!   it**: no lock, no atomic operation but one when it first takes memory. It is `Send`: give it
+//!   back and hand it out again when channels change.
 //!
 //! ```
 //! use godwit_ledger::{Key, Ledger};
@@ -27,14 +27,16 @@
 //!
 //! # Why 8 bytes are enough
 //!
-//! A fingerprint is XXH3-64 under a seed that is random for each session and never shown to a guest. A page is compared
-//! with *its own* last version, never with other pages, so there is no birthday: a changed page is taken for
-//! unchanged with a chance of 2^-64. A guest of 16 TiB has 2^32 pages; if every one of them changes in each of 128
-//! rounds, that is 2^39 comparisons, and the chance that one page of that whole migration goes wrong is 2^-25, one in 33
-//! million. For 64 GiB and 10 rounds it is one in 10^11. 16 bytes would double the memory (0.4 % of the guest instead of
-//! 0.2 %) and the cache lines touched, to improve what is already rarer than a wrong bit that ECC memory does not see.
-//! XXH3 is not a cryptographic hash: the seed keeps a guest from preparing pages with equal fingerprints, and one that
-//! still managed would harm its own memory only.
+//! A fingerprint is XXH3-64 under a seed that is random for each session and never shown to a
+//! guest. A page is compared with *its own* last version, never with other pages, so there is no
+//! birthday: a changed page is taken for unchanged with a chance of 2^-64. A guest of 16 TiB has
+//! 2^32 pages; if every one of them changes in each of 128 rounds, that is 2^39 comparisons, and
+//! the chance that one page of that whole migration goes wrong is 2^-25, one in 33 million. For 64
+//! GiB and 10 rounds it is one in 10^11. 16 bytes would double the memory (0.4 % of the guest
+//! instead of 0.2 %) and the cache lines touched, to improve what is already rarer than a wrong bit
+//! that ECC memory does not see. XXH3 is not a cryptographic hash: the seed keeps a guest from
+//! preparing pages with equal fingerprints, and one that still managed would harm its own memory
+//! only.
 //!
 //! This crate is pure: no clock, thread, file or socket.
 
@@ -64,8 +66,8 @@ impl Ledger {
         Self::default()
     }
 
-    /// The part for the pages of `run`, in which nothing was sent yet. It takes no memory before two different
-    /// fingerprints are in it.
+    /// The part for the pages of `run`, in which nothing was sent yet. It takes no memory before
+    /// two different fingerprints are in it.
     ///
     /// # Panics
     /// When `run` is empty: a mistake of the caller.

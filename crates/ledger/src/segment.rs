@@ -1,7 +1,7 @@
 //! The part of a ledger for one segment, owned by the thread that owns the segment.
 //!
-//! Three forms: nothing sent; all pages of one fingerprint (holes, zero pages), which takes no memory however large the
-//! guest; one fingerprint a page.
+//! Three forms: nothing sent; all pages of one fingerprint (holes, zero pages), which takes no
+//! memory however large the guest; one fingerprint a page.
 
 use godwit_units::{ByteCount, PageIndex, PageRun};
 
@@ -67,7 +67,8 @@ impl SegmentLedger {
         self.put(PageRun::new(page.0, 1), Some(print));
     }
 
-    /// Notes that all pages of `run` are sent with what `print` says: holes, with [`crate::Key::zero`].
+    /// Notes that all pages of `run` are sent with what `print` says: holes, with
+    /// [`crate::Key::zero`].
     pub fn record_run(&mut self, run: PageRun, print: Fingerprint) {
         self.put(run, Some(print));
     }
@@ -114,7 +115,9 @@ impl SegmentLedger {
 
     fn index(&self, page: PageIndex) -> usize {
         let index = page.0.checked_sub(self.run.start.0).filter(|index| *index < self.run.count.0);
-        let Some(index) = index else { panic!("{page} is not in the segment from {}", self.run.start) };
+        let Some(index) = index else {
+            panic!("{page} is not in the segment from {}", self.run.start)
+        };
         index as usize
     }
 
@@ -132,8 +135,8 @@ impl SegmentLedger {
                 self.prints = Prints::Uniform(print);
             }
             Prints::Uniform(there) => {
-                let mut words =
-                    vec![there.map_or(0, Fingerprint::word); self.run.count.0 as usize].into_boxed_slice();
+                let mut words = vec![there.map_or(0, Fingerprint::word); self.run.count.0 as usize]
+                    .into_boxed_slice();
                 words[first..=last].fill(word);
                 self.prints = Prints::Each(words);
                 self.account.add(self.memory().0);

@@ -24,7 +24,9 @@ const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 fn open_cure(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::PermissionDenied => "; run godwit as root or as the user that runs the VM",
-        io::ErrorKind::NotFound => "; it was removed or renamed: restart the VM on a RAM file of its own",
+        io::ErrorKind::NotFound => {
+            "; it was removed or renamed: restart the VM on a RAM file of its own"
+        }
         _ => "",
     }
 }
@@ -117,7 +119,8 @@ impl RamBlock {
     /// With `keep_allocated`, zero pages are written rather than punched out of the file.
     ///
     /// # Errors
-    /// When the file cannot be opened, is shorter than the block, or lies neither on a tmpfs nor on a hugetlbfs with pages of 2 MiB.
+    /// When the file cannot be opened, is shorter than the block, or lies neither on a tmpfs nor on
+    /// a hugetlbfs with pages of 2 MiB.
     pub fn open(
         name: &str,
         path: &Path,
@@ -125,12 +128,14 @@ impl RamBlock {
         size: ByteCount,
         keep_allocated: bool,
     ) -> Result<Self, MemoryError> {
-        let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
+        let open =
+            |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
         let file = File::options().read(true).write(true).open(path).map_err(open)?;
         Self::over(name, path, file, file_offset, size, keep_allocated)
     }
 
-    /// The `size` bytes from `file_offset` on of a file that is open already, such as a memfd, as the RAM block `name`.
+    /// The `size` bytes from `file_offset` on of a file that is open already, such as a memfd, as
+    /// the RAM block `name`.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -145,7 +150,12 @@ impl RamBlock {
     /// block.write(PageIndex(3), &[7; 4096])?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn from_fd(name: &str, fd: OwnedFd, file_offset: u64, size: ByteCount) -> Result<Self, MemoryError> {
+    pub fn from_fd(
+        name: &str,
+        fd: OwnedFd,
+        file_offset: u64,
+        size: ByteCount,
+    ) -> Result<Self, MemoryError> {
         let file = File::from(fd);
         let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
         Self::over(name, &path, file, file_offset, size, false)
@@ -159,8 +169,13 @@ impl RamBlock {
         Self::in_memfd(name, pages, MemfdFlags::CLOEXEC)
     }
 
-    pub(crate) fn in_memfd(name: &str, pages: PageCount, flags: MemfdFlags) -> Result<Self, MemoryError> {
-        let failed = |source| MemoryError::Open { block: name.to_owned(), path: "memfd".into(), source };
+    pub(crate) fn in_memfd(
+        name: &str,
+        pages: PageCount,
+        flags: MemfdFlags,
+    ) -> Result<Self, MemoryError> {
+        let failed =
+            |source| MemoryError::Open { block: name.to_owned(), path: "memfd".into(), source };
         let fd = rustix::fs::memfd_create(name, flags).map_err(|errno| failed(errno.into()))?;
         rustix::fs::ftruncate(&fd, pages.bytes().0).map_err(|errno| failed(errno.into()))?;
         Self::from_fd(name, fd, 0, pages.bytes())
@@ -174,12 +189,18 @@ impl RamBlock {
         size: ByteCount,
         keep_allocated: bool,
     ) -> Result<Self, MemoryError> {
-        let open = |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
-        let unsuitable =
-            |problem| MemoryError::Unsuitable { block: name.to_owned(), path: path.to_owned(), problem };
+        let open =
+            |source| MemoryError::Open { block: name.to_owned(), path: path.to_owned(), source };
+        let unsuitable = |problem| MemoryError::Unsuitable {
+            block: name.to_owned(),
+            path: path.to_owned(),
+            problem,
+        };
         let status = rustix::fs::fstatfs(&file).map_err(|errno| open(errno.into()))?;
         if ![TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&status.f_type) {
-            return Err(unsuitable("is not on a tmpfs or hugetlbfs: use a mem-path such as /dev/shm/NAME"));
+            return Err(unsuitable(
+                "is not on a tmpfs or hugetlbfs: use a mem-path such as /dev/shm/NAME",
+            ));
         }
         let page = status.f_bsize.cast_unsigned();
         if status.f_type == HUGETLBFS_MAGIC && page > SEGMENT_PAGES * PAGE_SIZE {
@@ -195,11 +216,16 @@ impl RamBlock {
         if needed.is_none_or(|needed| file.metadata().is_ok_and(|meta| meta.len() < needed)) {
             return Err(unsuitable("is shorter than the RAM block it backs"));
         }
-        let huge = (status.f_type == HUGETLBFS_MAGIC).then(|| HugeFile::new(&file, page)).transpose();
+        let huge =
+            (status.f_type == HUGETLBFS_MAGIC).then(|| HugeFile::new(&file, page)).transpose();
         let huge = huge.map_err(|source| match source.raw_os_error() {
             Some(errno) if errno == rustix::io::Errno::NOMEM.raw_os_error() => {
                 let size = ByteCount(file.metadata().map_or(size.0, |meta| meta.len()));
-                MemoryError::NoHugePages { block: name.to_owned(), size, free: crate::huge::unreserved(page) }
+                MemoryError::NoHugePages {
+                    block: name.to_owned(),
+                    size,
+                    free: crate::huge::unreserved(page),
+                }
             }
             _ => open(source),
         });
@@ -251,15 +277,16 @@ impl RamBlock {
         self.file.metadata().map(|meta| (meta.dev(), meta.ino()))
     }
 
-    /// The tmpfs that holds the file, if it keeps to pages of 4 KiB: filling it then takes about twice the processor time
-    /// (docs/bulk.md).
+    /// The tmpfs that holds the file, if it keeps to pages of 4 KiB: filling it then takes about
+    /// twice the processor time (docs/bulk.md).
     #[must_use]
     pub fn in_small_pages(&self) -> Option<PathBuf> {
         let (device, _) = self.identity().ok().filter(|_| self.huge.is_none())?;
         crate::tmpfs::small_pages(&std::fs::read_to_string("/proc/self/mountinfo").ok()?, device)
     }
 
-    /// The size of the tmpfs that holds the file, and what of it is free; `None` where it has no limit.
+    /// The size of the tmpfs that holds the file, and what of it is free; `None` where it has no
+    /// limit.
     pub(crate) fn space(&self) -> Option<Space> {
         let status = rustix::fs::fstatfs(&self.file).ok()?;
         let unit = status.f_bsize.cast_unsigned();
@@ -271,7 +298,11 @@ impl RamBlock {
     fn check(&self, run: PageRun) -> Result<u64, MemoryError> {
         let end = run.start.0.checked_add(run.count.0);
         if end.is_none_or(|end| end > self.pages.0) {
-            return Err(MemoryError::OutOfRange { block: self.name.clone(), size: self.pages, run });
+            return Err(MemoryError::OutOfRange {
+                block: self.name.clone(),
+                size: self.pages,
+                run,
+            });
         }
         Ok(self.file_offset + run.start.offset())
     }
@@ -280,7 +311,8 @@ impl RamBlock {
         MemoryError::Access { block: self.name.clone(), action, run, source }
     }
 
-    /// Reads the pages from `start` on into `buffer`, a whole number of pages. A hole reads as zeros.
+    /// Reads the pages from `start` on into `buffer`, a whole number of pages. A hole reads as
+    /// zeros.
     ///
     /// # Errors
     /// When the pages lie outside the block or the read fails.
@@ -304,8 +336,8 @@ impl RamBlock {
         written.map_err(|source| self.failed("write", run, source))
     }
 
-    /// Makes the pages of `run` read as zeros: a hole stays one, anything else is punched out of the file, or
-    /// overwritten when the block keeps its memory allocated.
+    /// Makes the pages of `run` read as zeros: a hole stays one, anything else is punched out of
+    /// the file, or overwritten when the block keeps its memory allocated.
     ///
     /// # Errors
     /// When the pages lie outside the block or the operation fails.
@@ -337,7 +369,8 @@ impl RamBlock {
         Ok(())
     }
 
-    /// How many pages of memory its file takes: those of all blocks, where several share a file. One look, however large the file is.
+    /// How many pages of memory its file takes: those of all blocks, where several share a file.
+    /// One look, however large the file is.
     ///
     /// # Errors
     /// When the kernel does not tell.
@@ -359,13 +392,14 @@ impl RamBlock {
         Ok(data.is_some_and(|data| data < begin + run.count.bytes().0))
     }
 
-    /// The parts of `run` that hold data, in order; what lies between them are holes, which read as zeros. `hint` is
-    /// what was learnt from earlier pieces of the same block.
+    /// The parts of `run` that hold data, in order; what lies between them are holes, which read as
+    /// zeros. `hint` is what was learnt from earlier pieces of the same block.
     pub fn data<'a>(&'a self, run: PageRun, hint: &'a mut DataHint) -> DataExtents<'a> {
         DataExtents::new(self, &self.file, run, hint, &[])
     }
 
-    /// The same where `known`, in order, was data a while ago. Where that has become holes since, it may still be named.
+    /// The same where `known`, in order, was data a while ago. Where that has become holes since,
+    /// it may still be named.
     pub fn data_known<'a>(
         &'a self,
         run: PageRun,
@@ -436,8 +470,11 @@ pub(crate) mod tests {
 
     #[test]
     fn unsuitable_files_are_told_apart() {
-        let open = |path: &str, size| RamBlock::open("mem", Path::new(path), 0, ByteCount(size), false);
-        assert!(open("/dev/shm/no-such-file", 4096).unwrap_err().to_string().contains("cannot open"));
+        let open =
+            |path: &str, size| RamBlock::open("mem", Path::new(path), 0, ByteCount(size), false);
+        assert!(
+            open("/dev/shm/no-such-file", 4096).unwrap_err().to_string().contains("cannot open")
+        );
         let path = format!("{}/unsuitable-{}", env!("CARGO_MANIFEST_DIR"), std::process::id());
         File::create(&path).unwrap().set_len(4096).unwrap();
         let result = open(&path, 4096);

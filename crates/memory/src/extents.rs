@@ -1,13 +1,14 @@
 //! Where a RAM file holds data and where it has holes.
 //!
-//! `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) count a page that was swapped out as data, so nothing that the guest
-//! ever wrote is taken for a hole.
+//! `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) count a page that was swapped out as data, so nothing
+//! that the guest ever wrote is taken for a hole.
 //!
-//! `SEEK_HOLE` has no end: within much data it walks page by page, far past what was asked for (1 ms a GiB). So where
-//! a block is gone through piece by piece, what it found is kept in a [`DataHint`]. Only data is kept, never holes: what
-//! was data and has become a hole since reads as zeros, which does no harm; what was a hole and was written since must
-//! be seen. Where all of it was gone through before, the data found then is told ([`RamBlock::data_known`]), and no page of it is
-//! walked again.
+//! `SEEK_HOLE` has no end: within much data it walks page by page, far past what was asked for (1
+//! ms a GiB). So where a block is gone through piece by piece, what it found is kept in a
+//! [`DataHint`]. Only data is kept, never holes: what was data and has become a hole since reads as
+//! zeros, which does no harm; what was a hole and was written since must be seen. Where all of it
+//! was gone through before, the data found then is told ([`RamBlock::data_known`]), and no page of
+//! it is walked again.
 
 use std::fs::File;
 
@@ -47,7 +48,14 @@ impl<'a> DataExtents<'a> {
     ) -> Self {
         let run = run.intersect(block.all()).unwrap_or(PageRun::new(0, 0));
         let offset = block.file_offset();
-        Self { block, file, hint, known, at: offset + run.start.offset(), end: offset + run.end().offset() }
+        Self {
+            block,
+            file,
+            hint,
+            known,
+            at: offset + run.start.offset(),
+            end: offset + run.end().offset(),
+        }
     }
 
     /// Of the known data that `at` lies in, the end; file offsets.
@@ -170,7 +178,10 @@ mod tests {
         block.write(PageIndex(0), &vec![1; 20 * 4096]).unwrap();
         let mut hint = DataHint::default();
         let mut extents = |start, count| {
-            block.data(PageRun::new(start, count), &mut hint).map(Result::unwrap).collect::<Vec<_>>()
+            block
+                .data(PageRun::new(start, count), &mut hint)
+                .map(Result::unwrap)
+                .collect::<Vec<_>>()
         };
         assert_eq!(extents(0, 10), [PageRun::new(0, 10)]);
         assert_eq!(extents(10, 20), [PageRun::new(10, 10)]);

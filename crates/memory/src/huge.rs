@@ -1,8 +1,9 @@
 //! A file on hugetlbfs, which knows neither write(2) nor holes smaller than a huge page.
 //!
-//! Keeps one promise: no store meets a huge page that the kernel cannot supply, which would be SIGBUS. Each is allocated by
-//! fallocate(2) first, which says ENOSPC instead. For the guest, which stores without asking, all of the file is reserved:
-//! a shared mapping does that, and the reservation stays with the file (Documentation/mm/hugetlbfs_reserv.rst).
+//! Keeps one promise: no store meets a huge page that the kernel cannot supply, which would be
+//! SIGBUS. Each is allocated by fallocate(2) first, which says ENOSPC instead. For the guest, which
+//! stores without asking, all of the file is reserved: a shared mapping does that, and the
+//! reservation stays with the file (Documentation/mm/hugetlbfs_reserv.rst).
 
 use std::fs::File;
 use std::io;
@@ -61,18 +62,28 @@ impl HugeFile {
         Ok(())
     }
 
-    /// Makes the bytes from `at` to `end` zero: whole huge pages become holes unless `keep_allocated`.
-    pub(crate) fn zero(&self, file: &File, mut at: u64, end: u64, keep_allocated: bool) -> io::Result<()> {
+    /// Makes the bytes from `at` to `end` zero: whole huge pages become holes unless
+    /// `keep_allocated`.
+    pub(crate) fn zero(
+        &self,
+        file: &File,
+        mut at: u64,
+        end: u64,
+        keep_allocated: bool,
+    ) -> io::Result<()> {
         while at < end {
             let next = (at / self.page + 1) * self.page;
             let whole = at.is_multiple_of(self.page) && next <= end && !keep_allocated;
             if whole {
                 let page = at / self.page;
-                // Another thread that writes there would be a sender that names a page twice in one round.
-                self.allocated[page as usize / 64].fetch_and(!(1 << (page % 64)), Ordering::Relaxed);
+                // Another thread that writes there would be a sender that names a page twice in one
+                // round.
+                self.allocated[page as usize / 64]
+                    .fetch_and(!(1 << (page % 64)), Ordering::Relaxed);
                 let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
                 rustix::fs::fallocate(file, flags, at, self.page)?;
-                // A huge page that was allocated took its reservation along. The guest may still want it.
+                // A huge page that was allocated took its reservation along. The guest may still
+                // want it.
                 WritableMapping::new(file, at, ByteCount(self.page))?;
             } else {
                 self.clear(file, at, next.min(end))?;
@@ -150,7 +161,8 @@ mod tests {
         let Some((block, _pool)) = block(test) else { return };
         block.write(PageIndex(HUGE - 1), &[7; 2 * PAGE_SIZE as usize]).unwrap();
         assert_eq!([HUGE - 2, HUGE - 1, HUGE, HUGE + 1].map(|at| page(&block, at)), [0, 7, 7, 0]);
-        // A part of one is overwritten, the whole of the other becomes a hole, and is written again.
+        // A part of one is overwritten, the whole of the other becomes a hole, and is written
+        // again.
         block.zero(PageRun::new(HUGE - 1, HUGE + 1)).unwrap();
         assert_eq!([HUGE - 1, HUGE].map(|at| page(&block, at)), [0, 0]);
         block.write(PageIndex(HUGE), &[8; PAGE_SIZE as usize]).unwrap();

@@ -1,12 +1,15 @@
 //! Whether there is room for all that a guest may use, and not only for what is sent of it.
 //!
-//! Most of a guest's memory is holes when it arrives. It fills them later, when the source has long gone: a tmpfs that is full
-//! by then answers with SIGBUS, a control group or a host without memory with the OOM killer, and either ends the VM. So a
-//! destination looks beforehand. It only looks: to allocate the memory would make a mostly empty guest cost all of its size.
-//! Where looking can be too strict, since memory is shared out more than once on purpose, is for the caller to decide:
-//! [`mounts_hold`] is about limits that somebody set for these files, [`host_holds`] about what happens to be free.
+//! Most of a guest's memory is holes when it arrives. It fills them later, when the source has long
+//! gone: a tmpfs that is full by then answers with SIGBUS, a control group or a host without memory
+//! with the OOM killer, and either ends the VM. So a destination looks beforehand. It only looks:
+//! to allocate the memory would make a mostly empty guest cost all of its size. Where looking can
+//! be too strict, since memory is shared out more than once on purpose, is for the caller to
+//! decide: [`mounts_hold`] is about limits that somebody set for these files, [`host_holds`] about
+//! what happens to be free.
 //!
-//! Nobody keeps the room free afterwards. Huge pages are the exception: they are reserved (`huge.rs`).
+//! Nobody keeps the room free afterwards. Huge pages are the exception: they are reserved
+//! (`huge.rs`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -72,8 +75,8 @@ struct Need {
     allocated: u64,
 }
 
-/// The needs of all files on tmpfs, by device and inode. A file that the kernel does not tell of has no needs, and is found
-/// wrong elsewhere.
+/// The needs of all files on tmpfs, by device and inode. A file that the kernel does not tell of
+/// has no needs, and is found wrong elsewhere.
 fn needs(blocks: &[RamBlock]) -> BTreeMap<u64, (&RamBlock, Need)> {
     let mut files: BTreeMap<(u64, u64), (&RamBlock, Need)> = BTreeMap::new();
     for block in blocks.iter().filter(|block| !block.has_huge_pages()) {
@@ -114,7 +117,8 @@ pub fn mounts_hold(blocks: &[RamBlock]) -> Result<(), NoRoom> {
     Ok(())
 }
 
-/// Whether the host, and the control groups of process `pid`, in which the guest runs, would hold all of `blocks`.
+/// Whether the host, and the control groups of process `pid`, in which the guest runs, would hold
+/// all of `blocks`.
 ///
 /// # Errors
 /// What would not.
@@ -126,10 +130,17 @@ pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     // Whoever touches a page first has it counted: godwit what it fills, the VM what the guest
     // takes later.
     let own = std::process::id();
-    for (pid, who) in [(pid, format!("process {pid}")), (own, format!("godwit itself (process {own})"))] {
+    for (pid, who) in
+        [(pid, format!("process {pid}")), (own, format!("godwit itself (process {own})"))]
+    {
         let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
         let refuse = |room, limit, needed| {
-            Err(NoRoom::Group { who: who.clone(), limit, room: ByteCount(room), needed: ByteCount(needed) })
+            Err(NoRoom::Group {
+                who: who.clone(),
+                limit,
+                room: ByteCount(room),
+                needed: ByteCount(needed),
+            })
         };
         for group in groups_of(&groups, "memory") {
             if let Some((room, limit)) = room_in(&group, swap).filter(|(room, _)| *room < needed) {
@@ -201,7 +212,8 @@ fn groups_of(text: &str, controller: &str) -> Vec<Group> {
     groups
 }
 
-/// What is left of the limit of `group`, and the file that holds it; `None` without a limit. `swap` is free on this host.
+/// What is left of the limit of `group`, and the file that holds it; `None` without a limit. `swap`
+/// is free on this host.
 fn room_in(group: &Group, swap: u64) -> Option<(u64, PathBuf)> {
     let read = |name: &str| std::fs::read_to_string(group.dir.join(name)).ok();
     // "max" is no number, and no limit.
@@ -213,7 +225,8 @@ fn room_in(group: &Group, swap: u64) -> Option<(u64, PathBuf)> {
     };
     let (most, used) = (number(limit)?, number(used)?);
     let stat = read("memory.stat").unwrap_or_default();
-    // Pages of ordinary files are dropped when memory is short (memory.stat, Documentation/admin-guide/cgroup-v2.rst).
+    // Pages of ordinary files are dropped when memory is short (memory.stat,
+    // Documentation/admin-guide/cgroup-v2.rst).
     let names = if group.unified {
         ["inactive_file", "active_file"]
     } else {
@@ -231,7 +244,8 @@ fn room_in(group: &Group, swap: u64) -> Option<(u64, PathBuf)> {
 /// The same for huge pages of 2 MiB (Documentation/admin-guide/cgroup-v1/hugetlb.rst,
 /// cgroup-v2.rst): a fault beyond this limit is answered with SIGBUS, whatever the pool still has.
 fn huge_room_in(group: &Group) -> Option<(u64, PathBuf)> {
-    let number = |name: &str| std::fs::read_to_string(group.dir.join(name)).ok()?.trim().parse::<u64>().ok();
+    let number =
+        |name: &str| std::fs::read_to_string(group.dir.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, used) = if group.unified {
         ("hugetlb.2MB.max", "hugetlb.2MB.current")
     } else {
@@ -279,12 +293,14 @@ mod tests {
 
     #[test]
     fn the_groups_of_a_process_are_found_in_both_hierarchies() {
-        let dirs =
-            |text| groups_of(text, "memory").into_iter().map(|group| (group.dir, group.unified)).collect();
+        let dirs = |text| {
+            groups_of(text, "memory").into_iter().map(|group| (group.dir, group.unified)).collect()
+        };
         let unified: Vec<(PathBuf, bool)> = dirs("0::/machine.slice/vm1\n");
         let expected = ["/sys/fs/cgroup/machine.slice/vm1", "/sys/fs/cgroup/machine.slice"];
         assert_eq!(unified, expected.map(|dir| (dir.into(), true)));
-        let older: Vec<(PathBuf, bool)> = dirs("5:cpu,cpuacct:/a\n4:memory:/vm1\n1:name=systemd:/b\n0::/\n");
+        let older: Vec<(PathBuf, bool)> =
+            dirs("5:cpu,cpuacct:/a\n4:memory:/vm1\n1:name=systemd:/b\n0::/\n");
         assert_eq!(older, [("/sys/fs/cgroup/memory/vm1".into(), false)]);
     }
 

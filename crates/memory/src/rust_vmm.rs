@@ -8,12 +8,16 @@ use vm_memory::{FileOffset, GuestMemoryBackend, GuestMemoryRegion};
 use crate::{MemoryError, RamBlock};
 
 impl RamBlock {
-    /// The `size` bytes of a file from where `file` says, as the RAM block `name`. The descriptor is
-    /// duplicated; the file must be a memfd, or lie on a tmpfs or hugetlbfs.
+    /// The `size` bytes of a file from where `file` says, as the RAM block `name`. The descriptor
+    /// is duplicated; the file must be a memfd, or lie on a tmpfs or hugetlbfs.
     ///
     /// # Errors
     /// As [`RamBlock::from_fd`].
-    pub fn from_file_offset(name: &str, file: &FileOffset, size: ByteCount) -> Result<Self, MemoryError> {
+    pub fn from_file_offset(
+        name: &str,
+        file: &FileOffset,
+        size: ByteCount,
+    ) -> Result<Self, MemoryError> {
         let own = file.file().try_clone();
         let own = own.map_err(|source| MemoryError::Open {
             block: name.to_owned(),
@@ -23,8 +27,9 @@ impl RamBlock {
         Self::from_fd(name, own.into(), file.start(), size)
     }
 
-    /// A RAM block for each region of `memory`, in its order: `ram0`, `ram1` and so on, which the other
-    /// side must have as well. Each region must have been made from a file, shared with the guest.
+    /// A RAM block for each region of `memory`, in its order: `ram0`, `ram1` and so on, which the
+    /// other side must have as well. Each region must have been made from a file, shared with the
+    /// guest.
     ///
     /// # Errors
     /// When a region has no file, or one of a kind that is not handled.
@@ -43,7 +48,9 @@ impl RamBlock {
     /// assert_eq!((blocks[0].name(), blocks[0].pages().0), ("ram0", 256));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn of_guest_memory<M: GuestMemoryBackend>(memory: &M) -> Result<Arc<Vec<Self>>, MemoryError> {
+    pub fn of_guest_memory<M: GuestMemoryBackend>(
+        memory: &M,
+    ) -> Result<Arc<Vec<Self>>, MemoryError> {
         let block = |(number, region): (usize, &M::R)| {
             let name = format!("ram{number}");
             match region.file_offset() {
@@ -74,9 +81,12 @@ mod tests {
         let file = File::from(memfd_create("ram", MemfdFlags::CLOEXEC).unwrap());
         file.set_len(3 << 20).unwrap();
         let part = FileOffset::new(file, 1 << 20);
-        let memory =
-            GuestMemoryMmap::<()>::from_ranges_with_files([(GuestAddress(0x1000), 2 << 20, Some(part))])
-                .unwrap();
+        let memory = GuestMemoryMmap::<()>::from_ranges_with_files([(
+            GuestAddress(0x1000),
+            2 << 20,
+            Some(part),
+        )])
+        .unwrap();
         let blocks = RamBlock::of_guest_memory(&memory).unwrap();
         memory.write_slice(b"guest", GuestAddress(0x3000)).unwrap();
         let mut page = [0; 4096];

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-/// Where the tmpfs with device number `device` is mounted, if it keeps to pages of 4 KiB: its option `huge=` is `never`, which
-/// is the default (Documentation/filesystems/tmpfs.rst). `mountinfo` is the text of /proc/self/mountinfo (proc(5)).
+/// Where the tmpfs with device number `device` is mounted, if it keeps to pages of 4 KiB: its
+/// option `huge=` is `never`, which is the default (Documentation/filesystems/tmpfs.rst).
+/// `mountinfo` is the text of /proc/self/mountinfo (proc(5)).
 pub(crate) fn small_pages(mountinfo: &str, device: u64) -> Option<PathBuf> {
     mounts(mountinfo, device).find_map(|(at, options)| {
         let has = options.split(',').find_map(|option| option.strip_prefix("huge="));

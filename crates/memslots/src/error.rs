@@ -17,7 +17,12 @@ pub struct GfnRange {
 
 impl fmt::Display for GfnRange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "frames {}..{:#x}", self.start, u128::from(self.start.0) + u128::from(self.pages.0))
+        write!(
+            f,
+            "frames {}..{:#x}",
+            self.start,
+            u128::from(self.start.0) + u128::from(self.pages.0)
+        )
     }
 }
 
@@ -86,7 +91,9 @@ pub enum SlotError {
         hvas: HvaRange,
     },
     /// The pages of the RAM block end past the last number of a page.
-    #[error("{slot} of {pages} from page {first} of its RAM block reaches past the last page number")]
+    #[error(
+        "{slot} of {pages} from page {first} of its RAM block reaches past the last page number"
+    )]
     BlockWraps {
         /// The slot refused.
         slot: SlotId,

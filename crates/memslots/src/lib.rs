@@ -1,18 +1,21 @@
 //! Memory slots: which guest frames lie at which host addresses, and in which RAM block.
 //!
-//! [`MemSlots`] is the one writer's side; [`SlotReader`]s, as many as there are threads, look slots up by
-//! guest frame, by host address or by id. The invariant: a reader works on a snapshot in which every update
-//! is either whole or absent, it never waits for the writer nor the writer for it, and once an update has
-//! returned, every look-up that begins later sees it. An update copies the path from the root to one leaf in
-//! each of three trees, never the whole set (docs/structures.md has the arithmetic).
+//! [`MemSlots`] is the one writer's side; [`SlotReader`]s, as many as there are threads, look slots
+//! up by guest frame, by host address or by id. The invariant: a reader works on a snapshot in
+//! which every update is either whole or absent, it never waits for the writer nor the writer for
+//! it, and once an update has returned, every look-up that begins later sees it. An update copies
+//! the path from the root to one leaf in each of three trees, never the whole set
+//! (docs/structures.md has the arithmetic).
 //!
-//! The model is KVM's set of memslots since Linux 5.17 (virt/kvm/kvm_main.c, `kvm_set_memslot`): host
-//! addresses may overlap, guest frames may not, ids are sparse. KVM keeps two sets, edits the idle one, swaps
-//! and waits for readers; that was rejected, since a reader here may hold its snapshot for a whole round.
+//! The model is KVM's set of memslots since Linux 5.17 (virt/kvm/kvm_main.c, `kvm_set_memslot`):
+//! host addresses may overlap, guest frames may not, ids are sparse. KVM keeps two sets, edits the
+//! idle one, swaps and waits for readers; that was rejected, since a reader here may hold its
+//! snapshot for a whole round.
 //!
 //! Slot ids are of this host only and never leave it; what migrates is the RAM block.
 //!
-//! For VMM authors: with the feature `vm-memory`, `MemSlots::of_guest_memory` makes the slots of a `GuestMemoryMmap`.
+//! For VMM authors: with the feature `vm-memory`, `MemSlots::of_guest_memory` makes the slots of a
+//! `GuestMemoryMmap`.
 //!
 //! ```
 //! use godwit_memslots::{MemSlots, Slot, SlotId};
@@ -94,8 +97,8 @@ impl MemSlots {
     /// Adds `slot`.
     ///
     /// # Errors
-    /// When the slot is empty, misaligned, wraps around an address space, or has frames or the id of another;
-    /// nothing is changed then.
+    /// When the slot is empty, misaligned, wraps around an address space, or has frames or the id
+    /// of another; nothing is changed then.
     pub fn insert(&mut self, slot: Slot) -> Result<(), SlotError> {
         self.update(|edit| edit.insert(slot))
     }
@@ -111,8 +114,8 @@ impl MemSlots {
     /// Moves slot `id` so that it begins with guest frame `gfn`.
     ///
     /// # Errors
-    /// When there is no such slot, or its new place wraps around or has frames of another; nothing is changed
-    /// then.
+    /// When there is no such slot, or its new place wraps around or has frames of another; nothing
+    /// is changed then.
     pub fn move_to(&mut self, id: SlotId, gfn: Gfn) -> Result<(), SlotError> {
         self.update(|edit| edit.move_to(id, gfn))
     }
@@ -125,11 +128,15 @@ impl MemSlots {
         self.update(|edit| edit.set_flags(id, flags))
     }
 
-    /// Makes several changes at once: readers see all of them or none. When `change` fails, none is made.
+    /// Makes several changes at once: readers see all of them or none. When `change` fails, none is
+    /// made.
     ///
     /// # Errors
     /// None of its own: it hands on what `change` says.
-    pub fn update<T, E>(&mut self, change: impl FnOnce(&mut SlotEdit) -> Result<T, E>) -> Result<T, E> {
+    pub fn update<T, E>(
+        &mut self,
+        change: impl FnOnce(&mut SlotEdit) -> Result<T, E>,
+    ) -> Result<T, E> {
         let mut edit = SlotEdit::new(self.map.clone());
         let result = change(&mut edit)?;
         self.map = edit.finish();

@@ -1,7 +1,7 @@
 //! One state of all memory slots, and the changes that make the next state of it.
 //!
-//! The invariant: the three trees hold the same slots; slots share no guest frame and no id. Each change is
-//! checked in full before the first tree is touched.
+//! The invariant: the three trees hold the same slots; slots share no guest frame and no id. Each
+//! change is checked in full before the first tree is touched.
 
 use std::ops::{ControlFlow, Range};
 
@@ -92,8 +92,8 @@ impl SlotMap {
         self.gfns.holding(gfn.0).map(|entry| &entry.0)
     }
 
-    /// The slot that host address `hva` lies in; of several, the one that begins last, and of those the one
-    /// with the highest id.
+    /// The slot that host address `hva` lies in; of several, the one that begins last, and of those
+    /// the one with the highest id.
     #[must_use]
     pub fn by_hva(&self, hva: Hva) -> Option<&Slot> {
         self.hvas.holding(hva.0).map(|entry| &entry.0)
@@ -106,8 +106,8 @@ impl SlotMap {
         self.gfns.exact(entry.gfn.0, 0).map(|entry| &entry.0)
     }
 
-    /// Calls `f` with every slot that has some of the guest frames `gfns`, in order of frames, and with the
-    /// pages of its RAM block that those are.
+    /// Calls `f` with every slot that has some of the guest frames `gfns`, in order of frames, and
+    /// with the pages of its RAM block that those are.
     pub fn for_each_in_gfns(&self, gfns: Range<Gfn>, mut f: impl FnMut(&Slot, PageRun)) {
         let gfns = gfns.start.0..gfns.end.0;
         let _ = self.gfns.overlapping(gfns.clone(), &mut |entry| {
@@ -118,9 +118,9 @@ impl SlotMap {
         });
     }
 
-    /// Calls `f` with every slot that lies at some of the host addresses `hvas`, in order of where slots
-    /// begin, and with the pages of its RAM block that those are. Addresses that several slots share come
-    /// once for each; addresses of none do not come.
+    /// Calls `f` with every slot that lies at some of the host addresses `hvas`, in order of where
+    /// slots begin, and with the pages of its RAM block that those are. Addresses that several
+    /// slots share come once for each; addresses of none do not come.
     pub fn for_each_in_hvas(&self, hvas: Range<Hva>, mut f: impl FnMut(&Slot, PageRun)) {
         let hvas = hvas.start.0..hvas.end.0;
         let _ = self.hvas.overlapping(hvas.clone(), &mut |entry| {

@@ -1,18 +1,21 @@
 //! Handing states from one writer to many readers, neither of whom waits for the other's work.
 //!
-//! A state has a number. Of two cells, the one of the number's parity holds the state; the writer fills the
-//! cell that no reader is directed to, then announces the number. The invariant: the cell of the announced
-//! number holds that state or a later one. A reader compares the number with the one it has (one load) and
-//! only when it differs copies a reference out of the cell, with `try_read`. That fails only while the writer
-//! is filling this very cell, hence has announced a later number in the meantime, and the reader goes there:
-//! every retry means that the writer got on. The writer waits at most for readers that are copying the
-//! reference of the state before last.
+//! A state has a number. Of two cells, the one of the number's parity holds the state; the writer
+//! fills the cell that no reader is directed to, then announces the number. The invariant: the cell
+//! of the announced number holds that state or a later one. A reader compares the number with the
+//! one it has (one load) and only when it differs copies a reference out of the cell, with
+//! `try_read`. That fails only while the writer is filling this very cell, hence has announced a
+//! later number in the meantime, and the reader goes there: every retry means that the writer got
+//! on. The writer waits at most for readers that are copying the reference of the state before
+//! last.
 //!
-//! A cell may hold a state that is not announced yet: the writer fills it while a reader is on its way there. Who has
-//! taken that one stays with it until a later one is announced, and never goes back to the announced one.
+//! A cell may hold a state that is not announced yet: the writer fills it while a reader is on its
+//! way there. Who has taken that one stays with it until a later one is announced, and never goes
+//! back to the announced one.
 //!
-//! Rejected: one cell (a reader that meets the writer in it must wait or make do with a state older than the
-//! last completed update), and a crate for the purpose (its atomics cannot be put under loom).
+//! Rejected: one cell (a reader that meets the writer in it must wait or make do with a state older
+//! than the last completed update), and a crate for the purpose (its atomics cannot be put under
+//! loom).
 
 use super::sync::{Arc, AtomicU64, Ordering, RwLock};
 
@@ -57,7 +60,8 @@ impl<T> Publisher<T> {
     }
 
     pub(crate) fn reader(&self) -> Reader<T> {
-        let mut reader = Reader { shared: Arc::clone(&self.shared), number: 0, state: self.first_seen() };
+        let mut reader =
+            Reader { shared: Arc::clone(&self.shared), number: 0, state: self.first_seen() };
         reader.refresh();
         reader
     }
@@ -80,7 +84,11 @@ pub(crate) struct Reader<T> {
 
 impl<T> Clone for Reader<T> {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared), number: self.number, state: Arc::clone(&self.state) }
+        Self {
+            shared: Arc::clone(&self.shared),
+            number: self.number,
+            state: Arc::clone(&self.state),
+        }
     }
 }
 

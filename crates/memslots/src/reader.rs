@@ -52,7 +52,8 @@ impl SlotReader {
         }
         let slot = *self.reader.state().by_hva(hva)?;
         // Asking whether it is alone costs more than a look-up, so only once it is hit again.
-        self.alone = slot.id == self.last.id && self.last.pages.0 > 0 && self.reader.state().is_alone(&slot);
+        self.alone =
+            slot.id == self.last.id && self.last.pages.0 > 0 && self.reader.state().is_alone(&slot);
         self.last = slot;
         Some(slot)
     }
@@ -69,9 +70,9 @@ impl SlotReader {
         Some(slot)
     }
 
-    /// Calls `f` with every slot that lies at some of the host addresses `hvas` and the pages of its RAM
-    /// block that those are: how harvested host addresses become pages. See [`SlotMap::for_each_in_hvas`];
-    /// ranges in the slot hit last are answered without a search.
+    /// Calls `f` with every slot that lies at some of the host addresses `hvas` and the pages of
+    /// its RAM block that those are: how harvested host addresses become pages. See
+    /// [`SlotMap::for_each_in_hvas`]; ranges in the slot hit last are answered without a search.
     #[inline]
     pub fn for_each_in_hvas(&mut self, hvas: Range<Hva>, mut f: impl FnMut(&Slot, PageRun)) {
         self.refresh();

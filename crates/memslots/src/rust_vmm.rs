@@ -29,12 +29,18 @@ impl MemSlots {
         slots.update(|edit| {
             for (number, region) in (0..).zip(memory.iter()) {
                 let (id, start) = (SlotId(number), region.start_addr().raw_value());
-                let whole = [start, region.len()].iter().all(|bytes| bytes.is_multiple_of(PAGE_SIZE));
+                let whole =
+                    [start, region.len()].iter().all(|bytes| bytes.is_multiple_of(PAGE_SIZE));
                 if !whole {
-                    return Err(SlotError::NotPages { slot: id, start: Gpa(start), bytes: region.len() });
+                    return Err(SlotError::NotPages {
+                        slot: id,
+                        start: Gpa(start),
+                        bytes: region.len(),
+                    });
                 }
                 let address = region.get_host_address(MemoryRegionAddress(0));
-                let address = address.map_err(|_| SlotError::NotMapped { slot: id, start: Gpa(start) })?;
+                let address =
+                    address.map_err(|_| SlotError::NotMapped { slot: id, start: Gpa(start) })?;
                 edit.insert(Slot {
                     id,
                     flags: SlotFlags::NONE,

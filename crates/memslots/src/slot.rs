@@ -76,8 +76,8 @@ impl Slot {
         self.hva.0..self.hva.0 + self.pages.0 * PAGE_SIZE
     }
 
-    /// Whether guest frame `gfn` lies in this slot: one comparison, since the outcome of the first of two would
-    /// be anyone's guess.
+    /// Whether guest frame `gfn` lies in this slot: one comparison, since the outcome of the first
+    /// of two would be anyone's guess.
     #[inline]
     #[must_use]
     pub fn has_gfn(&self, gfn: Gfn) -> bool {
@@ -103,20 +103,22 @@ impl Slot {
         self.has_hva(hva).then(|| PageIndex(self.first.0 + (hva.0 - self.hva.0) / PAGE_SIZE))
     }
 
-    /// The pages of the RAM block that lie at host addresses `hvas`, as far as they lie in this slot; a page
-    /// that is touched only in part counts.
+    /// The pages of the RAM block that lie at host addresses `hvas`, as far as they lie in this
+    /// slot; a page that is touched only in part counts.
     #[inline]
     #[must_use]
     pub fn pages_of_hvas(&self, hvas: &Range<u64>) -> Option<PageRun> {
         let own = self.hvas();
         let (start, end) = (hvas.start.max(own.start), hvas.end.min(own.end));
         (start < end).then(|| {
-            let (from, to) = ((start - own.start) / PAGE_SIZE, (end - own.start).div_ceil(PAGE_SIZE));
+            let (from, to) =
+                ((start - own.start) / PAGE_SIZE, (end - own.start).div_ceil(PAGE_SIZE));
             PageRun::new(self.first.0 + from, to - from)
         })
     }
 
-    /// The pages of the RAM block that the guest frames `gfns` are, as far as they lie in this slot.
+    /// The pages of the RAM block that the guest frames `gfns` are, as far as they lie in this
+    /// slot.
     #[must_use]
     pub fn pages_of_gfns(&self, gfns: &Range<u64>) -> Option<PageRun> {
         let own = self.gfns();

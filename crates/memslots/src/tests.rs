@@ -40,7 +40,10 @@ impl Model {
     }
 
     fn find(&self, id: u32) -> Result<usize, SlotError> {
-        self.0.iter().position(|slot| slot.id.0 == id).ok_or(SlotError::Unknown { slot: SlotId(id) })
+        self.0
+            .iter()
+            .position(|slot| slot.id.0 == id)
+            .ok_or(SlotError::Unknown { slot: SlotId(id) })
     }
 
     fn insert(&mut self, slot: Slot) -> Result<(), SlotError> {
@@ -69,7 +72,10 @@ impl Model {
     fn in_hvas(&self, start: u64, end: u64) -> Vec<(SlotId, PageRun)> {
         let mut slots = self.0.clone();
         slots.sort_by_key(|slot| (slot.hva, slot.id));
-        slots.iter().filter_map(|slot| Some((slot.id, slot.pages_of_hvas(&(start..end))?))).collect()
+        slots
+            .iter()
+            .filter_map(|slot| Some((slot.id, slot.pages_of_hvas(&(start..end))?)))
+            .collect()
     }
 }
 
@@ -168,7 +174,10 @@ fn errors_name_the_slot_and_the_range() {
     let top = 1 << 52;
     let cases = [
         (slot(1, 5, 0, 0), "slot 1 at frame 0x5 has no pages"),
-        (slot(1, 0x10f, 2, 0), "slot 1 with frames 0x10f..0x111 overlaps slot 508 with frames 0x100..0x110"),
+        (
+            slot(1, 0x10f, 2, 0),
+            "slot 1 with frames 0x10f..0x111 overlaps slot 508 with frames 0x100..0x110",
+        ),
         (
             slot(508, 5, 1, 0),
             "slot 508 with frames 0x5..0x6 cannot be added: slot 508 exists with frames 0x100..0x110",
@@ -243,8 +252,9 @@ fn one_block_in_two_slots() {
     let mut reader = slots.reader();
     let start = (0x7f00_0000 + 0xb_ffff) * PAGE_SIZE;
     let mut found = Vec::new();
-    reader
-        .for_each_in_hvas(Hva(start)..Hva(start + 3 * PAGE_SIZE), |slot, run| found.push((slot.block, run)));
+    reader.for_each_in_hvas(Hva(start)..Hva(start + 3 * PAGE_SIZE), |slot, run| {
+        found.push((slot.block, run))
+    });
     assert_eq!(found, [(7, PageRun::new(0xb_ffff, 1)), (7, PageRun::new(0xc_0000, 2))]);
     assert_eq!(
         reader.by_gfn(Gfn(0x10_0001)).and_then(|slot| slot.page_of_gfn(Gfn(0x10_0001))),

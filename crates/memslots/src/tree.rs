@@ -1,16 +1,16 @@
 //! A B+ tree whose states share what they have in common.
 //!
-//! The invariants: keys (then ties) ascend; all leaves are equally deep; each inner node knows the exact
-//! first key and the greatest end below each child. A change copies the nodes on one path, unless nobody else
-//! holds them, in which case it is made in place (`Arc::make_mut`): many changes between two publications
-//! cost one copy of each node touched.
+//! The invariants: keys (then ties) ascend; all leaves are equally deep; each inner node knows the
+//! exact first key and the greatest end below each child. A change copies the nodes on one path,
+//! unless nobody else holds them, in which case it is made in place (`Arc::make_mut`): many changes
+//! between two publications cost one copy of each node touched.
 //!
-//! The sizes weigh three costs. Copying an inner node takes a locked increment for each child, in as many
-//! cache lines, and a decrement when the old state goes; copying a leaf is a plain copy. A look-up pays for
-//! each cache line on its way (see `keys.rs`) and for each level. With 96 entries in a leaf and 32 children,
-//! 32,764 slots added in random order make three levels. Inner nodes stay under 1 KiB, up to which malloc
-//! hands out what the same thread has freed without a search; for the same reason nothing is aligned to
-//! cache lines.
+//! The sizes weigh three costs. Copying an inner node takes a locked increment for each child, in
+//! as many cache lines, and a decrement when the old state goes; copying a leaf is a plain copy. A
+//! look-up pays for each cache line on its way (see `keys.rs`) and for each level. With 96 entries
+//! in a leaf and 32 children, 32,764 slots added in random order make three levels. Inner nodes
+//! stay under 1 KiB, up to which malloc hands out what the same thread has freed without a search;
+//! for the same reason nothing is aligned to cache lines.
 
 use std::array;
 use std::ops::{ControlFlow, Range};
@@ -32,8 +32,8 @@ pub(crate) trait Entry: Copy + Default {
     fn end(&self) -> u64;
 }
 
-/// Blocks of eight keys in a leaf. Small in unit tests, so that few entries make a deep tree; tests/slots.rs
-/// has the real sizes.
+/// Blocks of eight keys in a leaf. Small in unit tests, so that few entries make a deep tree;
+/// tests/slots.rs has the real sizes.
 const LEAF_BLOCKS: usize = if cfg!(test) { 1 } else { 12 };
 /// Entries in a leaf at most; half of them at least, most of the time.
 const LEAF: usize = LEAF_BLOCKS * 8;
@@ -41,7 +41,8 @@ const LEAF: usize = LEAF_BLOCKS * 8;
 const FAN_BLOCKS: usize = if cfg!(test) { 1 } else { 4 };
 /// Children of an inner node at most.
 const FAN: usize = FAN_BLOCKS * 8;
-/// Nodes with fewer than this share of their capacity are merged with a neighbour if that leaves room.
+/// Nodes with fewer than this share of their capacity are merged with a neighbour if that leaves
+/// room.
 const SPARSE: usize = 4;
 
 #[derive(Clone, Debug)]
@@ -143,7 +144,9 @@ impl<E: Entry> Tree<E> {
         loop {
             match node {
                 Seen::Inner(inner) => node = inner.child(inner.keys.rank(key).saturating_sub(1)),
-                Seen::Leaf(leaf) => return Some(&leaf.entries[leaf.keys.rank(key).checked_sub(1)?]),
+                Seen::Leaf(leaf) => {
+                    return Some(&leaf.entries[leaf.keys.rank(key).checked_sub(1)?]);
+                }
             }
         }
     }
@@ -154,7 +157,11 @@ impl<E: Entry> Tree<E> {
         range: Range<u64>,
         f: &mut impl FnMut(&'a E) -> ControlFlow<B>,
     ) -> ControlFlow<B> {
-        if range.is_empty() { ControlFlow::Continue(()) } else { self.root.see().overlapping(&range, f) }
+        if range.is_empty() {
+            ControlFlow::Continue(())
+        } else {
+            self.root.see().overlapping(&range, f)
+        }
     }
 
     /// Adds `entry`, whose key and tie must be new.
@@ -249,7 +256,8 @@ impl<'a, E: Entry> Seen<'a, E> {
             Self::Leaf(leaf) => {
                 let stop = leaf.keys.rank(range.end - 1);
                 // What starts too early to reach the range need not be looked at.
-                let from = range.start.checked_sub(leaf.longest).map_or(0, |bound| leaf.keys.rank(bound));
+                let from =
+                    range.start.checked_sub(leaf.longest).map_or(0, |bound| leaf.keys.rank(bound));
                 for entry in &leaf.entries[from..stop] {
                     if entry.end() > range.start {
                         f(entry)?;
@@ -478,8 +486,8 @@ impl<E: Entry> Inner<E> {
         }
     }
 
-    /// After child `number` has lost an entry: takes it away when it is empty, and merges it with a neighbour
-    /// when it is sparse and both fit one node with room to spare.
+    /// After child `number` has lost an entry: takes it away when it is empty, and merges it with a
+    /// neighbour when it is sparse and both fit one node with room to spare.
     fn tidy(&mut self, number: usize) {
         let capacity = if matches!(self.children, Children::Leaves(_)) { LEAF } else { FAN };
         let len = self.child(number).len();

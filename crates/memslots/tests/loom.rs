@@ -38,8 +38,9 @@ fn readers_see_whole_states_in_order() {
     });
 }
 
-/// The cause that this is named for: a reader on its way to a cell finds in it the state after the next, which is not
-/// announced yet, and then goes back to the one that is. It takes three states after the first.
+/// The cause that this is named for: a reader on its way to a cell finds in it the state after the
+/// next, which is not announced yet, and then goes back to the one that is. It takes three states
+/// after the first.
 #[test]
 fn a_reader_never_goes_back() {
     let mut model = loom::model::Builder::new();
@@ -61,7 +62,8 @@ fn a_reader_never_goes_back() {
     });
 }
 
-/// Whoever learns that an update has returned sees it at the next look-up, even in the midst of the next one.
+/// Whoever learns that an update has returned sees it at the next look-up, even in the midst of the
+/// next one.
 #[test]
 fn an_update_that_has_returned_is_seen() {
     loom::model(|| {

@@ -1,4 +1,5 @@
-//! Memory slots at their real size, and with threads: KVM's most, 32,764, and readers that watch updates.
+//! Memory slots at their real size, and with threads: KVM's most, 32,764, and readers that watch
+//! updates.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -77,8 +78,8 @@ fn as_many_as_kvm_has() {
     }
 }
 
-/// Each update moves a slot away and puts another in its place, so that in any whole state all of the two
-/// places have exactly one slot each.
+/// Each update moves a slot away and puts another in its place, so that in any whole state all of
+/// the two places have exactly one slot each.
 #[test]
 fn readers_see_whole_states_only() {
     let updates = if cfg!(miri) { 4 } else { 5_000 };
@@ -94,8 +95,10 @@ fn readers_see_whole_states_only() {
             scope.spawn(move || {
                 while !done.load(Ordering::Acquire) {
                     let map = reader.snapshot();
-                    let ids: u32 =
-                        [3, 150].map(|place| map.by_gfn(Gfn(place * 32)).unwrap().id.0).iter().sum();
+                    let ids: u32 = [3, 150]
+                        .map(|place| map.by_gfn(Gfn(place * 32)).unwrap().id.0)
+                        .iter()
+                        .sum();
                     assert_eq!((map.len(), ids), (200, 153));
                     assert!(reader.by_gfn(Gfn(40 * 32)).is_some());
                 }

@@ -1,9 +1,10 @@
-//! The balloon's driver: pages that the VMM wants back, statistics, hints about free pages when the VMM asks for them, and reports of them all the
-//! time.
+//! The balloon's driver: pages that the VMM wants back, statistics, hints about free pages when the
+//! VMM asks for them, and reports of them all the time.
 //!
-//! It does what the standard allows and what is hardest on the VMM: pages are taken back and written while the hint about them is in the queue,
-//! unseen (virtio 1.2, 5.5.6.5.1). vCPU 0 looks for commands, tells statistics, and gives pages of its own part; each vCPU hints the pages of its
-//! own. One queue serves all, one after the other.
+//! It does what the standard allows and what is hardest on the VMM: pages are taken back and
+//! written while the hint about them is in the queue, unseen (virtio 1.2, 5.5.6.5.1). vCPU 0 looks
+//! for commands, tells statistics, and gives pages of its own part; each vCPU hints the pages of
+//! its own. One queue serves all, one after the other.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -117,7 +118,8 @@ fn give(work: &mut Churn) {
         for (frame, at) in (*frames).iter_mut().zip(&pages[..count]) {
             *frame = (work.address(*at) / PAGE_SIZE) as u32;
         }
-        let descriptor = Descriptor { address: frames as u64, len: count as u32 * 4, flags: 0, next: 0 };
+        let descriptor =
+            Descriptor { address: frames as u64, len: count as u32 * 4, flags: 0, next: 0 };
         ring.describe(0, descriptor);
         ring.add(0);
         ring.carry_out(DEVICE, queue);
@@ -176,7 +178,10 @@ pub fn turn(number: usize, balloon: u64, work: &mut Churn) {
 pub fn turn_without_free_pages(number: usize) {
     answer(number);
     let command = ANSWERED.load(Ordering::Acquire);
-    if number == 0 && command >= FIRST_COMMAND && HINTED[0].swap(command, Ordering::Relaxed) != command {
+    if number == 0
+        && command >= FIRST_COMMAND
+        && HINTED[0].swap(command, Ordering::Relaxed) != command
+    {
         TO_HINT.store(0, Ordering::Release);
         send(STOP, 1);
     }
@@ -247,7 +252,8 @@ fn hint(work: &mut Churn) {
     }
 }
 
-/// The next run of free pages from `at` on whose guest addresses follow each other: its first page and its length.
+/// The next run of free pages from `at` on whose guest addresses follow each other: its first page
+/// and its length.
 fn next_run(work: &Churn, at: &mut usize) -> Option<(usize, usize)> {
     while *at < work.pages() && !work.is_free(*at) {
         *at += 1;
@@ -267,7 +273,8 @@ fn next_run(work: &Churn, at: &mut usize) -> Option<(usize, usize)> {
     Some((start, *at - start))
 }
 
-/// Reports some free pages. They are nobody's until the device has given the report back, which this waits for.
+/// Reports some free pages. They are nobody's until the device has given the report back, which
+/// this waits for.
 fn report(balloon: u64, work: &mut Churn) {
     let (mut looks, mut count) = (LOOKS, 0);
     let mut pages = [0; BATCH];

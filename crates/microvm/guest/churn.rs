@@ -1,7 +1,9 @@
-//! A page allocator whose pages come and go: the ones in use are stamped and checked, the free ones may hold anything.
+//! A page allocator whose pages come and go: the ones in use are stamped and checked, the free ones
+//! may hold anything.
 //!
-//! Keeps one promise: a page in use holds what was written when it was taken, whole. So a page that a migration has left out though it was in use
-//! is a bug that is found. What is done with free pages is left to `balloon`.
+//! Keeps one promise: a page in use holds what was written when it was taken, whole. So a page that
+//! a migration has left out though it was in use is a bug that is found. What is done with free
+//! pages is left to `balloon`.
 
 use crate::boot_block::{PAGE_TABLES, TABLE_ADDRESS};
 use crate::stamp::{Page, STAMPS, mix};
@@ -36,7 +38,8 @@ pub struct Churn {
 }
 
 impl Churn {
-    /// Takes over `pages`, filled by [`Page::first`] with their numbers from `first` on, and frees all but about `in_use`.
+    /// Takes over `pages`, filled by [`Page::first`] with their numbers from `first` on, and frees
+    /// all but about `in_use`.
     pub fn over(
         pages: &'static mut [Page],
         generations: &'static mut [u64],
@@ -50,7 +53,16 @@ impl Churn {
             }
         }
         let random = 0x9e37_79b9_7f4a_7c15 ^ first;
-        Self { pages, generations, first, random, next_look: 0, next_report: 0, writes: 0, checked: 0 }
+        Self {
+            pages,
+            generations,
+            first,
+            random,
+            next_look: 0,
+            next_report: 0,
+            writes: 0,
+            checked: 0,
+        }
     }
 
     fn next_random(&mut self) -> usize {

@@ -1,7 +1,7 @@
 //! The processor: entry, sleep, the end, and the few routines the compiler calls by name.
 //!
-//! All of the guest runs without privilege (ring 3), with the right to use ports. There are no interrupts, and an
-//! exception finds no handler: the VMM reports it, with the address.
+//! All of the guest runs without privilege (ring 3), with the right to use ports. There are no
+//! interrupts, and an exception finds no handler: the VMM reports it, with the address.
 
 use core::arch::{asm, global_asm};
 use core::cell::UnsafeCell;
@@ -52,7 +52,9 @@ pub fn crash() -> ! {
 pub fn power_off() -> ! {
     loop {
         // SAFETY: a port that does just that.
-        unsafe { asm!("out dx, al", in("dx") POWER_OFF_PORT, in("al") 1u8, options(nostack, nomem)) };
+        unsafe {
+            asm!("out dx, al", in("dx") POWER_OFF_PORT, in("al") 1u8, options(nostack, nomem))
+        };
     }
 }
 
@@ -74,7 +76,8 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, count: usize) -> *mut
         // SAFETY: forwards is right where the target does not begin within the source.
         return unsafe { memcpy(to, from, count) };
     }
-    // SAFETY: the caller vouches for both ranges; backwards, since the target begins within the source.
+    // SAFETY: the caller vouches for both ranges; backwards, since the target begins within the
+    // source.
     unsafe {
         asm!("std", "rep movsb", "cld", inout("rdi") to.wrapping_add(count).wrapping_sub(1) => _,
             inout("rsi") from.wrapping_add(count).wrapping_sub(1) => _, inout("rcx") count => _, options(nostack));
@@ -97,7 +100,8 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(one: *const u8, other: *const u8, count: usize) -> i32 {
     for at in 0..count {
-        // SAFETY: the caller vouches for both ranges. Volatile, lest the loop be made into a call of itself.
+        // SAFETY: the caller vouches for both ranges. Volatile, lest the loop be made into a call
+        // of itself.
         let (a, b) = unsafe { (one.add(at).read_volatile(), other.add(at).read_volatile()) };
         if a != b {
             return i32::from(a) - i32::from(b);

@@ -1,8 +1,8 @@
 //! The disk: a virtio block device (virtio 1.2, 4.2 and 5.2), and its self-checking work.
 //!
-//! One request at a time. Each turn writes the next version of a random page of the disk and reads another one that
-//! was written before; which version that must be is kept in memory, so a disk and a memory that do not belong
-//! together are found as well.
+//! One request at a time. Each turn writes the next version of a random page of the disk and reads
+//! another one that was written before; which version that must be is kept in memory, so a disk and
+//! a memory that do not belong together are found as well.
 
 use core::cell::UnsafeCell;
 use core::ptr::read_volatile;
@@ -91,8 +91,8 @@ impl DiskWork {
     fn request(&mut self, kind: u32, page: u64) {
         let own = REQUEST.0.get();
         let data_flags = if kind == READ { NEXT | DEVICE_WRITES } else { NEXT };
-        // SAFETY: vCPU 0 alone, and the device has given the request before back; what the device writes is read with a
-        // volatile read after that.
+        // SAFETY: vCPU 0 alone, and the device has given the request before back; what the device
+        // writes is read with a volatile read after that.
         unsafe {
             (*own).header = [u64::from(kind), page * SECTORS_PER_PAGE];
             (*own).status = 0xff;
@@ -103,7 +103,10 @@ impl DiskWork {
                 1,
                 Descriptor { address: DATA.0.get() as u64, len: 4096, flags: data_flags, next: 2 },
             );
-            QUEUE.describe(2, Descriptor { address: status as u64, len: 1, flags: DEVICE_WRITES, next: 0 });
+            QUEUE.describe(
+                2,
+                Descriptor { address: status as u64, len: 1, flags: DEVICE_WRITES, next: 0 },
+            );
             QUEUE.add(0);
             QUEUE.carry_out(DEVICE, 0);
             let status = read_volatile(status);

@@ -1,9 +1,10 @@
-//! The guest of the microvm: a program on the bare machine that stamps memory and disk, checks them and says BUG.
+//! The guest of the microvm: a program on the bare machine that stamps memory and disk, checks them
+//! and says BUG.
 //!
-//! It is the Linux guest's workload (`godwit-guest-workload`, whose files it shares) without Linux: one image, entered in
-//! 64-bit mode by every vCPU at once, without privilege, interrupts and allocator. Keeps the same promise: nothing
-//! it finds stops it, and what it prints means the same. Built by the build script of `godwit-microvm` with the
-//! ordinary toolchain.
+//! It is the Linux guest's workload (`godwit-guest-workload`, whose files it shares) without Linux:
+//! one image, entered in 64-bit mode by every vCPU at once, without privilege, interrupts and
+//! allocator. Keeps the same promise: nothing it finds stops it, and what it prints means the same.
+//! Built by the build script of `godwit-microvm` with the ordinary toolchain.
 #![no_std]
 #![no_main]
 #![allow(unsafe_code, dead_code)]
@@ -42,7 +43,8 @@ pub struct PageCount(pub u64);
 /// What every vCPU enters, on a stack of its own.
 #[unsafe(no_mangle)]
 extern "C" fn guest_main(number: u64) -> ! {
-    // SAFETY: the VMM wrote the page before any vCPU started and never writes it again; it is mapped one to one.
+    // SAFETY: the VMM wrote the page before any vCPU started and never writes it again; it is
+    // mapped one to one.
     let boot = unsafe { &*(BOOT_BLOCK as *const BootBlock) };
     if boot.magic != BOOT_MAGIC {
         panic!("boot block of another version");

@@ -32,7 +32,8 @@ pub fn print(text: fmt::Arguments) {
     while BUSY.swap(true, Ordering::Acquire) {
         core::hint::spin_loop();
     }
-    // SAFETY: reads `len` bytes of `bytes`, which are there; the port is the serial line's and takes any byte.
+    // SAFETY: reads `len` bytes of `bytes`, which are there; the port is the serial line's and
+    // takes any byte.
     unsafe {
         asm!("rep outsb", in("dx") SERIAL_PORT, inout("rsi") line.bytes.as_ptr() => _, inout("rcx") line.len => _,
             options(nostack, readonly));

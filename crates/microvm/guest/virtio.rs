@@ -1,4 +1,5 @@
-//! What the drivers share: a device's registers on virtio-mmio, and a queue without interrupts (virtio 1.2, 2.7, 3.1.1 and 4.2).
+//! What the drivers share: a device's registers on virtio-mmio, and a queue without interrupts
+//! (virtio 1.2, 2.7, 3.1.1 and 4.2).
 
 use core::cell::UnsafeCell;
 use core::ptr::{read_volatile, write_volatile};
@@ -136,7 +137,8 @@ impl<const SIZE: usize> Queue<SIZE> {
         unsafe { (*self.0.get()).descriptors[usize::from(number) % SIZE] = descriptor };
     }
 
-    /// Notifies `device` of queue `number` and waits until it has given back all that was made available.
+    /// Notifies `device` of queue `number` and waits until it has given back all that was made
+    /// available.
     ///
     /// # Safety
     /// No other vCPU uses the queue.

@@ -1,8 +1,8 @@
 //! The main loop, one for each mode, on every vCPU.
 //!
-//! Keeps three promises: vCPU 0 counts in the beacon without pause (idle: every 100 us or so); a heartbeat for all
-//! vCPUs together is due every 100 ms; and each vCPU has a part of the buffer to itself, so no page is read while
-//! it is written.
+//! Keeps three promises: vCPU 0 counts in the beacon without pause (idle: every 100 us or so); a
+//! heartbeat for all vCPUs together is due every 100 ms; and each vCPU has a part of the buffer to
+//! itself, so no page is read while it is written.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -10,8 +10,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use crate::balloon;
 use crate::beacon::Beacon;
 use crate::boot_block::{
-    BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE,
-    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
+    BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE,
+    MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
 };
 use crate::churn::Churn;
 use crate::disk::DiskWork;
@@ -39,9 +39,9 @@ struct Done {
     bugs: AtomicU64,
 }
 
-static DONE: [Done; MAX_CPUS as usize] =
-    [const { Done { writes: AtomicU64::new(0), checked: AtomicU64::new(0), bugs: AtomicU64::new(0) } };
-        MAX_CPUS as usize];
+static DONE: [Done; MAX_CPUS as usize] = [const {
+    Done { writes: AtomicU64::new(0), checked: AtomicU64::new(0), bugs: AtomicU64::new(0) }
+}; MAX_CPUS as usize];
 static FILLED: AtomicU64 = AtomicU64::new(0);
 
 struct Lamp(UnsafeCell<Beacon>);
@@ -131,12 +131,15 @@ fn part(number: usize, boot: &BootBlock) -> Work {
         panic!("{} pages are too few for {cpus} vCPUs", boot.fill);
     }
     let count = (end - first) as usize;
-    // SAFETY: the VMM has mapped both windows to memory that nothing else uses, zeroed, which is a value of either type;
-    // the parts of two vCPUs do not overlap.
+    // SAFETY: the VMM has mapped both windows to memory that nothing else uses, zeroed, which is a
+    // value of either type; the parts of two vCPUs do not overlap.
     let (pages, generations) = unsafe {
         let pages = (PAGES_WINDOW as *mut Page).add(first as usize);
         let generations = (GENERATIONS_WINDOW as *mut u64).add(first as usize);
-        (core::slice::from_raw_parts_mut(pages, count), core::slice::from_raw_parts_mut(generations, count))
+        (
+            core::slice::from_raw_parts_mut(pages, count),
+            core::slice::from_raw_parts_mut(generations, count),
+        )
     };
     for (index, page) in (first..).zip(pages.iter_mut()) {
         *page = Page::first(index);
@@ -167,9 +170,12 @@ impl Guest {
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
             unsafe { (*BEACON.0.get()).light() };
-            let mode = ["idle", "rate", "full", "crash", "churn"].get(boot.mode as usize).unwrap_or(&"?");
+            let mode =
+                ["idle", "rate", "full", "crash", "churn"].get(boot.mode as usize).unwrap_or(&"?");
             let (fill, working_set) = (boot.fill, boot.working_set);
-            serial::print(format_args!("{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"));
+            serial::print(format_args!(
+                "{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"
+            ));
         }
         let cpus = u64::from(boot.cpus);
         Self {

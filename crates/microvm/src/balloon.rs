@@ -1,6 +1,7 @@
 //! The balloon: the device of `godwit-balloon` on virtio-mmio, over this machine's memory.
 //!
-//! Requests are carried out while the guest's write to the notify register waits, as the disk's are.
+//! Requests are carried out while the guest's write to the notify register waits, as the disk's
+//! are.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -55,7 +56,12 @@ impl BalloonDevice {
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], ram: &GuestRam) {
         if let Ok(bytes) = <[u8; 4]>::try_from(bytes) {
             let blocks = ram.blocks();
-            self.balloon().write(offset, u32::from_le_bytes(bytes), ram.memory(), &mut Puncher(&blocks));
+            self.balloon().write(
+                offset,
+                u32::from_le_bytes(bytes),
+                ram.memory(),
+                &mut Puncher(&blocks),
+            );
         }
     }
 
@@ -67,7 +73,8 @@ impl BalloonDevice {
     /// What the guest has said last; asks it anew.
     pub(crate) fn status(&self, ram: &GuestRam) -> BalloonStatus {
         let mut balloon = self.balloon();
-        let value = |tag| balloon.statistics().iter().find(|told| told.tag == tag).map(|told| told.value);
+        let value =
+            |tag| balloon.statistics().iter().find(|told| told.tag == tag).map(|told| told.value);
         let status = BalloonStatus {
             target_bytes: balloon.target().bytes().0,
             given_bytes: balloon.actual().bytes().0,
@@ -101,8 +108,9 @@ impl BalloonDevice {
 
     /// Takes over a state.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), StateError> {
-        let words = blob::words_of(bytes)
-            .ok_or_else(|| StateError::Malformed(format!("the balloon's state has {} bytes", bytes.len())))?;
+        let words = blob::words_of(bytes).ok_or_else(|| {
+            StateError::Malformed(format!("the balloon's state has {} bytes", bytes.len()))
+        })?;
         self.balloon().load(&words).map_err(StateError::from)
     }
 

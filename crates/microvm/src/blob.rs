@@ -5,9 +5,10 @@
 //!   body: sections, each  tag u32  index u32  length u64  bytes
 //! ```
 //!
-//! Keeps one promise: what is read was written by this version, whole and undamaged, or there is an error and nothing
-//! else. Sections hold the kernel's structures as they are in memory; both sides are x86-64 Linux. What the sections
-//! are is said in [`Tag`], what is in them by those who write them.
+//! Keeps one promise: what is read was written by this version, whole and undamaged, or there is an
+//! error and nothing else. Sections hold the kernel's structures as they are in memory; both sides
+//! are x86-64 Linux. What the sections are is said in [`Tag`], what is in them by those who write
+//! them.
 
 use twox_hash::XxHash3_128;
 
@@ -95,7 +96,9 @@ impl<'a> Blob<'a> {
     /// When it is of another version, cut short, damaged or no state at all.
     pub(crate) fn read(bytes: &'a [u8]) -> Result<Self, StateError> {
         if bytes.len() < MAGIC.len() || bytes[..MAGIC.len()] != MAGIC {
-            return Err(StateError::NoState { found: bytes[..bytes.len().min(MAGIC.len())].to_vec() });
+            return Err(StateError::NoState {
+                found: bytes[..bytes.len().min(MAGIC.len())].to_vec(),
+            });
         }
         if bytes.len() < HEADER {
             return Err(StateError::Length { found: bytes.len() as u64, expected: HEADER as u64 });
@@ -140,8 +143,9 @@ impl<'a> Blob<'a> {
     /// # Errors
     /// When there is none.
     pub(crate) fn section(&self, tag: Tag, index: u32) -> Result<&'a [u8], StateError> {
-        self.find(tag, index)
-            .ok_or_else(|| StateError::Malformed(format!("section {tag:?} of index {index} is missing")))
+        self.find(tag, index).ok_or_else(|| {
+            StateError::Malformed(format!("section {tag:?} of index {index} is missing"))
+        })
     }
 
     /// The same, where there need not be one.
@@ -189,7 +193,12 @@ mod tests {
         assert_eq!(blob.section(Tag::Regs, 1), Ok(&b""[..]));
         assert_eq!(blob.section(Tag::Serial, 0), Ok(&b"line"[..]));
         assert_eq!(blob.find(Tag::Disk, 0), None);
-        assert!(blob.section(Tag::Regs, 2).unwrap_err().to_string().contains("Regs of index 2 is missing"));
+        assert!(
+            blob.section(Tag::Regs, 2)
+                .unwrap_err()
+                .to_string()
+                .contains("Regs of index 2 is missing")
+        );
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! What the VMM tells the guest: one page at a fixed place, written before the guest starts.
 //!
-//! The file is compiled twice, into the VMM and into the guest program, so that the two cannot disagree. It keeps
-//! to `core` for that reason. What the settings mean is the guest's to say (`guest/work.rs`), where they come from
-//! the command line's.
+//! The file is compiled twice, into the VMM and into the guest program, so that the two cannot
+//! disagree. It keeps to `core` for that reason. What the settings mean is the guest's to say
+//! (`guest/work.rs`), where they come from the command line's.
 
 /// Where the page is, as a guest physical address.
 pub const BOOT_BLOCK: u64 = 0x1000;
@@ -12,14 +12,16 @@ pub const PROGRAM: u64 = 0x10_0000;
 pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0002;
 /// The most vCPUs that the guest has stacks for.
 pub const MAX_CPUS: u32 = 32;
-/// The port at which the guest sleeps for so many microseconds. A guest with interrupts would halt; this one runs
-/// without privilege, since only that runs at full speed under every KVM, those of virtual machines among them.
+/// The port at which the guest sleeps for so many microseconds. A guest with interrupts would halt;
+/// this one runs without privilege, since only that runs at full speed under every KVM, those of
+/// virtual machines among them.
 pub const SLEEP_PORT: u16 = 0x608;
 /// Where the page tables begin.
 pub const PAGE_TABLES: u64 = 0x2000;
 /// The bits of an entry that are an address.
 pub const TABLE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-/// The virtual address at which the pages to be stamped follow each other without seams, wherever they are.
+/// The virtual address at which the pages to be stamped follow each other without seams, wherever
+/// they are.
 pub const PAGES_WINDOW: u64 = 2 << 39;
 /// The same for the numbers that say which generation each of them should have, 8 bytes each.
 pub const GENERATIONS_WINDOW: u64 = 1 << 39;

@@ -1,8 +1,8 @@
 //! The VMM's end of the control socket, and who may run the guest.
 //!
-//! Invariant: [`State`] says whose the guest is, and every change of it happens under one lock. Only a machine in the
-//! state `Here` is resumed on request; one whose guest has gone never runs it again; and of two requests that would
-//! change the state one is refused.
+//! Invariant: [`State`] says whose the guest is, and every change of it happens under one lock.
+//! Only a machine in the state `Here` is resumed on request; one whose guest has gone never runs it
+//! again; and of two requests that would change the state one is refused.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -15,8 +15,8 @@ use godwit_control::messages::{Answer, Cost, MigrateRequest, ReceiveRequest, Req
 use godwit_control::steer::{Socket, bind, steer};
 use godwit_engine::address::Listener;
 use godwit_engine::compression::Compression;
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::measure;
-use godwit_engine::steering::Steering;
 use godwit_engine::{Cancel, Survivor, destination, source};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
@@ -51,7 +51,7 @@ struct Host {
     state: Mutex<State>,
     events: Sender<MachineEvent>,
     /// The migration under way.
-    steering: Mutex<Option<Steering>>,
+    handle: Mutex<Option<MigrationHandle>>,
 }
 
 /// Serves `machine` at `path` in threads of its own. `events` is told when the machine is to end.
@@ -69,7 +69,7 @@ pub fn serve(
         machine: Arc::clone(machine),
         state: Mutex::new(state),
         events: events.clone(),
-        steering: Mutex::default(),
+        handle: Mutex::default(),
     };
     let host = Arc::new(host);
     std::thread::spawn(move || {
@@ -120,8 +120,8 @@ impl Host {
                 | Request::Set { .. }
                 | Request::SwitchOver { .. }
                 | Request::Cancel),
-            ) => match &*self.steering() {
-                Some(steering) => steer(steering, &request),
+            ) => match &*self.handle() {
+                Some(handle) => steer(handle, &request),
                 None => refused("its guest does not migrate".to_owned()),
             },
             Ok(Request::Receive(request)) => {
@@ -136,8 +136,8 @@ impl Host {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn steering(&self) -> MutexGuard<'_, Option<Steering>> {
-        self.steering.lock().unwrap_or_else(PoisonError::into_inner)
+    fn handle(&self) -> MutexGuard<'_, Option<MigrationHandle>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Goes from `from` to `to`, or says what stands against it.
@@ -151,7 +151,9 @@ impl Host {
             State::Here => ("running a guest of its own", "start the machine with --incoming"),
             State::Incoming => ("waiting for a guest", "are source and destination exchanged?"),
             State::Leaving | State::Arriving => ("migrating", "wait for that, or cancel it"),
-            State::Gone => ("left by its guest", "the guest runs elsewhere; end this machine with quit"),
+            State::Gone => {
+                ("left by its guest", "the guest runs elsewhere; end this machine with quit")
+            }
         };
         Err(MicrovmError::WrongState { state, cure })
     }
@@ -171,7 +173,10 @@ impl Host {
             state: state.to_owned(),
             pid: std::process::id(),
             vcpu_threads: machine.vcpu_threads().to_vec(),
-            ram: blocks.iter().map(|block| (block.name().to_owned(), block.pages().bytes().0)).collect(),
+            ram: blocks
+                .iter()
+                .map(|block| (block.name().to_owned(), block.pages().bytes().0))
+                .collect(),
             ram_files: machine.ram().paths(),
             slots: machine.slots().len(),
             tracker: machine.tracking(),
@@ -182,9 +187,10 @@ impl Host {
     fn pause(&self) -> Answer {
         let state = self.state();
         match *state {
-            State::Here => {
-                self.machine.stop().map_or_else(|error| refused(error.to_string()), |_| Answer::Done)
-            }
+            State::Here => self
+                .machine
+                .stop()
+                .map_or_else(|error| refused(error.to_string()), |_| Answer::Done),
             _ => refused("there is no guest of its own to pause, or it migrates".to_owned()),
         }
     }
@@ -196,13 +202,16 @@ impl Host {
                 self.machine.run();
                 Answer::Done
             }
-            State::Gone => refused("the guest has gone elsewhere: it must not run twice".to_owned()),
+            State::Gone => {
+                refused("the guest has gone elsewhere: it must not run twice".to_owned())
+            }
             _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
         }
     }
 
     fn set_balloon(&self, size: ByteCount) -> Answer {
-        let memory: ByteCount = self.machine.ram().blocks().iter().map(|ram| ram.pages().bytes()).sum();
+        let memory: ByteCount =
+            self.machine.ram().blocks().iter().map(|ram| ram.pages().bytes()).sum();
         if size > memory {
             return refused(format!("the guest has {memory}, and cannot give {size}"));
         }
@@ -211,9 +220,9 @@ impl Host {
         }
         match self.machine.set_balloon(PageCount(size.0 / PAGE_SIZE)) {
             true => Answer::Done,
-            false => {
-                refused("the machine has no balloon: start it with --balloon hints or reporting".to_owned())
-            }
+            false => refused(
+                "the machine has no balloon: start it with --balloon hints or reporting".to_owned(),
+            ),
         }
     }
 
@@ -229,7 +238,12 @@ impl Host {
         measured.map_or_else(|error| refused(error.to_string()), Answer::Measured)
     }
 
-    fn migrate(&self, request: &MigrateRequest, line: &Arc<Line>, reader: impl BufRead + Send + 'static) {
+    fn migrate(
+        &self,
+        request: &MigrateRequest,
+        line: &Arc<Line>,
+        reader: impl BufRead + Send + 'static,
+    ) {
         let options = match request.options() {
             Ok(options) => options,
             Err(error) => return line.say(&refused(error)),
@@ -239,8 +253,8 @@ impl Host {
             Err(error) => return line.say(&refused(error)),
         };
         let cancel = Cancel::default();
-        let steering = match Steering::typed(request.settings.clone(), cancel.clone()) {
-            Ok(steering) => steering,
+        let handle = match MigrationHandle::typed(request.settings.clone(), cancel.clone()) {
+            Ok(handle) => handle,
             Err(error) => return line.say(&refused(error.to_string())),
         };
         if let Err(error) = self.take(State::Here, State::Leaving) {
@@ -254,14 +268,16 @@ impl Host {
                 return line.say(&refused(error.to_string()));
             }
         };
-        *self.steering() = Some(steering.clone());
+        *self.handle() = Some(handle.clone());
         cancel_at_end(reader, cancel);
         let meter = Meter::start(&self.machine);
         let result =
-            source::migrate(&mut vm, &options, &steering, &mut |progress| line.say(&progress.into()));
-        let ours = matches!(&result, Err(failure) if failure.survivor != Survivor::Unknown && failure.survivor != Survivor::Destination);
+            source::migrate(&mut vm, &options, &handle, &mut |progress| line.say(&progress.into()));
+        let ours = result.as_ref().is_err_and(|failure| {
+            !matches!(failure.survivor, Survivor::Unknown | Survivor::Destination)
+        });
         *self.state() = if ours { State::Here } else { State::Gone };
-        *self.steering() = None;
+        *self.handle() = None;
         let moved = result.is_ok();
         line.say(&match result {
             Ok(measures) => {
@@ -274,7 +290,12 @@ impl Host {
         }
     }
 
-    fn receive(&self, request: &ReceiveRequest, line: &Arc<Line>, reader: impl BufRead + Send + 'static) {
+    fn receive(
+        &self,
+        request: &ReceiveRequest,
+        line: &Arc<Line>,
+        reader: impl BufRead + Send + 'static,
+    ) {
         let listen = &request.listen;
         let codecs = match request.codecs.as_deref().unwrap_or("auto").parse::<Compression>() {
             Ok(compression) => compression.codecs(),
@@ -362,16 +383,19 @@ impl Meter {
 
 fn own_time(machine: &Machine) -> Duration {
     let process = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    let process = Duration::new(process.tv_sec.unsigned_abs(), process.tv_nsec.unsigned_abs() as u32);
+    let process =
+        Duration::new(process.tv_sec.unsigned_abs(), process.tv_nsec.unsigned_abs() as u32);
     process.saturating_sub(machine.vcpu_time().unwrap_or_default())
 }
 
-/// Resident memory that is not the guest's: `RssAnon` and `RssFile` of proc(5); the guest's is `RssShmem`.
+/// Resident memory that is not the guest's: `RssAnon` and `RssFile` of proc(5); the guest's is
+/// `RssShmem`.
 fn own_memory() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0)
+        line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+            .unwrap_or(0)
     };
     (field("RssAnon:") + field("RssFile:")) * 1024
 }

@@ -1,7 +1,7 @@
 //! The machine as the destination of a migration.
 //!
-//! Invariant: the guest runs only if a state was loaded without an error. A machine that was not run takes another
-//! attempt: pages and state of that overwrite what is there.
+//! Invariant: the guest runs only if a state was loaded without an error. A machine that was not
+//! run takes another attempt: pages and state of that overwrite what is there.
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -52,8 +52,10 @@ impl DestinationVm for MicrovmDestination<'_> {
 
     fn run(&mut self) -> Result<(), RunError> {
         if !self.loaded {
-            let error =
-                MicrovmError::WrongState { state: "without a guest", cure: "this is a bug in godwit" };
+            let error = MicrovmError::WrongState {
+                state: "without a guest",
+                cure: "this is a bug in godwit",
+            };
             return Err(RunError::NeverRan(error.into()));
         }
         self.machine.run();
@@ -86,7 +88,8 @@ impl DiskDestination for MicrovmDestination<'_> {
         allowed: &DiskChoice,
     ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         let own = self.machine.disk();
-        let missing = |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
+        let missing =
+            |name: &str| MicrovmError::NoDisk { name: name.to_owned(), own: own.map(|_| NAME) };
         let open = |wanted: &Disk| match own {
             Some(disk) if wanted.name == NAME => {
                 allowed.allow(NAME, &[])?;

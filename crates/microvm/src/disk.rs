@@ -1,11 +1,13 @@
-//! The disk: a virtio block device on virtio-mmio (virtio 1.2, sections 4.2 and 5.2), on a raw image file.
+//! The disk: a virtio block device on virtio-mmio (virtio 1.2, sections 4.2 and 5.2), on a raw
+//! image file.
 //!
-//! A request is carried out while the guest's write to the notify register waits. So a stopped guest has no request
-//! in flight, nothing lands later, and the state is the registers. The price is a vCPU that waits for its disk, which a
-//! reference machine can pay.
+//! A request is carried out while the guest's write to the notify register waits. So a stopped
+//! guest has no request in flight, nothing lands later, and the state is the registers. The price
+//! is a vCPU that waits for its disk, which a reference machine can pay.
 //!
-//! Keeps one promise: nothing in guest memory makes it leave the image, allocate by the guest's word, or go on for
-//! ever. A queue that makes no sense sets DEVICE_NEEDS_RESET, as the standard asks.
+//! Keeps one promise: nothing in guest memory makes it leave the image, allocate by the guest's
+//! word, or go on for ever. A queue that makes no sense sets DEVICE_NEEDS_RESET, as the standard
+//! asks.
 
 mod marks;
 mod moving;
@@ -58,17 +60,25 @@ impl Disk {
     pub(crate) fn open(path: &Path) -> Result<Self, MicrovmError> {
         let problem = |problem: String| MicrovmError::Disk { path: path.to_owned(), problem };
         let image = File::options().read(true).write(true).open(path);
-        let image = image.map_err(|error| problem(format!("cannot be opened for writing: {error}")))?;
+        let image =
+            image.map_err(|error| problem(format!("cannot be opened for writing: {error}")))?;
         let length = image.metadata().map_err(|error| problem(error.to_string()))?.len();
         if length == 0 || length % SECTOR != 0 {
             let cure = "make one with `truncate -s 64M FILE`";
-            return Err(problem(format!("has {length} bytes, which are no sectors of {SECTOR}: {cure}")));
+            return Err(problem(format!(
+                "has {length} bytes, which are no sectors of {SECTOR}: {cure}"
+            )));
         }
-        // Whoever has an image open shares it, since a guest may move to another machine with the same storage; whoever takes a copy
-        // of a disk in has it for itself. So a disk is never copied onto itself.
-        if matches!(flock(&image, FlockOperation::NonBlockingLockShared), Err(rustix::io::Errno::WOULDBLOCK))
-        {
-            return Err(problem("is being filled by another machine: wait for that to end".to_owned()));
+        // Whoever has an image open shares it, since a guest may move to another machine with the
+        // same storage; whoever takes a copy of a disk in has it for itself. So a disk is never
+        // copied onto itself.
+        if matches!(
+            flock(&image, FlockOperation::NonBlockingLockShared),
+            Err(rustix::io::Errno::WOULDBLOCK)
+        ) {
+            return Err(problem(
+                "is being filled by another machine: wait for that to end".to_owned(),
+            ));
         }
         Ok(Self {
             image: Arc::new(image),
@@ -124,7 +134,8 @@ impl Disk {
         self.marks.dirty()
     }
 
-    /// Takes the contents of another disk in, of the same size, while no other machine has the image open.
+    /// Takes the contents of another disk in, of the same size, while no other machine has the
+    /// image open.
     ///
     /// # Errors
     /// When the size is another, or another machine has it open.
@@ -179,7 +190,9 @@ impl Disk {
 
     /// Carries out one request: header, data, status. Returns how many bytes it wrote.
     fn request(&self, pieces: &[Piece], ram: &GuestRam) -> Result<u32, InvalidRing> {
-        let ([header, data @ ..], Some(last)) = (pieces, pieces.last()) else { return Err(InvalidRing) };
+        let ([header, data @ ..], Some(last)) = (pieces, pieces.last()) else {
+            return Err(InvalidRing);
+        };
         if header.len < 16 || header.device_writes || last.len < 1 || !last.device_writes {
             return Err(InvalidRing);
         }
@@ -220,8 +233,8 @@ impl Disk {
             } else {
                 ram.read(address.0, &mut bytes).ok_or(IO_ERROR)?;
                 let result = self.image.write_all_at(&bytes, at);
-                // After the data has landed, and before the guest is told: a round that reads the block in between reads it again. What
-                // failed may have landed in part.
+                // After the data has landed, and before the guest is told: a round that reads the
+                // block in between reads it again. What failed may have landed in part.
                 self.marks.mark(at, len.into());
                 self.written.fetch_add(len.into(), Ordering::Relaxed);
                 result.map_err(|_| IO_ERROR)?;
@@ -244,8 +257,9 @@ impl Disk {
 
     /// Takes over saved registers.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), StateError> {
-        let words = crate::blob::words_of(bytes)
-            .ok_or_else(|| StateError::Malformed(format!("the disk's state has {} bytes", bytes.len())))?;
+        let words = crate::blob::words_of(bytes).ok_or_else(|| {
+            StateError::Malformed(format!("the disk's state has {} bytes", bytes.len()))
+        })?;
         let [sectors, registers @ ..] = &words[..] else {
             return Err(StateError::Malformed("the disk's state is empty".to_owned()));
         };
@@ -259,7 +273,8 @@ impl Disk {
     }
 }
 
-/// Locks for as long as the file is open (flock(2)). Where that is not to be had, nobody is kept out.
+/// Locks for as long as the file is open (flock(2)). Where that is not to be had, nobody is kept
+/// out.
 fn flock(image: &File, operation: FlockOperation) -> rustix::io::Result<()> {
     rustix::fs::flock(image, operation)
 }

@@ -43,7 +43,9 @@ pub enum MicrovmError {
     #[error("the guest's memory cannot be cut into slots: {0}")]
     Map(#[from] godwit_memslots::SlotError),
     /// More slots than KVM has.
-    #[error("{wanted} memory slots were asked for, but this KVM has {available}: use fewer --slots")]
+    #[error(
+        "{wanted} memory slots were asked for, but this KVM has {available}: use fewer --slots"
+    )]
     Slots {
         /// How many the layout takes.
         wanted: usize,
@@ -59,7 +61,9 @@ pub enum MicrovmError {
         most: u32,
     },
     /// What the guest is to fill does not fit.
-    #[error("the guest cannot stamp {fill} of {free} free memory: use a smaller --fill or more --memory")]
+    #[error(
+        "the guest cannot stamp {fill} of {free} free memory: use a smaller --fill or more --memory"
+    )]
     Fill {
         /// What was asked for.
         fill: ByteCount,

@@ -9,12 +9,13 @@
 //!   then      page tables, and memory to be stamped, in every block
 //! ```
 //!
-//! All vCPUs enter the program at once, in 64-bit mode without privilege, with their number in rdi. Nothing here is needed where a
-//! guest arrives by migration.
+//! All vCPUs enter the program at once, in 64-bit mode without privilege, with their number in rdi.
+//! Nothing here is needed where a guest arrives by migration.
 //!
-//! The page tables map everything one to one, and the memory to be stamped a second time into windows without seams,
-//! wherever its parts are. Accessed and dirty bits are set from the start: the processor then has no reason to write
-//! the tables, and nothing changes memory behind the workload's back.
+//! The page tables map everything one to one, and the memory to be stamped a second time into
+//! windows without seams, wherever its parts are. Accessed and dirty bits are set from the start:
+//! the processor then has no reason to write the tables, and nothing changes memory behind the
+//! workload's back.
 
 use godwit_balloon::Features;
 use godwit_units::{ByteCount, PAGE_SIZE};
@@ -23,9 +24,9 @@ use kvm_ioctls::VcpuFd;
 
 use crate::MicrovmError;
 use crate::boot_block::{
-    BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW, MODE_CHURN,
-    MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM,
-    ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PROGRAM, TABLE_ADDRESS as ADDRESS,
+    BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
+    MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH,
+    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PROGRAM, TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -39,8 +40,8 @@ const GIB: u64 = 1 << 30;
 const TABLE: u64 = 0x27;
 const PAGE: u64 = 0x67;
 const LARGE_PAGE: u64 = 0xe7;
-/// The task segment and its map of ports, a clear bit for each that may be used (SDM volume 1, 19.5.2). The other way,
-/// the privilege level in the flags, is not honoured by every KVM.
+/// The task segment and its map of ports, a clear bit for each that may be used (SDM volume 1,
+/// 19.5.2). The other way, the privilege level in the flags, is not honoured by every KVM.
 const TASK: u64 = 0x10000;
 const PORT_MAP: u16 = 104;
 const TASK_SIZE: u32 = PORT_MAP as u32 + 8192 + 1;
@@ -55,14 +56,17 @@ pub enum GuestMode {
     Rate,
     /// Writes as fast as it can, at random.
     Full,
-    /// Writes by Zipf's law: few pages often, many seldom. At the rate, or with rate 0 as fast as it can.
+    /// Writes by Zipf's law: few pages often, many seldom. At the rate, or with rate 0 as fast as
+    /// it can.
     HotCold,
-    /// Writes nine times of ten to the first tenth of the working set. At the rate, or with rate 0 as fast as it can.
+    /// Writes nine times of ten to the first tenth of the working set. At the rate, or with rate 0
+    /// as fast as it can.
     HotTenth,
     /// Writes one page after the other. At the rate, or with rate 0 as fast as it can.
     Sequential,
-    /// Frees pages and takes others for them, at the rate, or with rate 0 as fast as it can; the working set is what it has at a
-    /// time, out of all memory that it has filled. It tells a balloon of what is free.
+    /// Frees pages and takes others for them, at the rate, or with rate 0 as fast as it can; the
+    /// working set is what it has at a time, out of all memory that it has filled. It tells a
+    /// balloon of what is free.
     Churn,
     /// Works for a second and then triple-faults, for tests.
     Crash,
@@ -96,19 +100,23 @@ pub(crate) fn place(
     devices: Devices,
     tsc_khz: u32,
 ) -> Result<u64, MicrovmError> {
-    let misplaced = || MicrovmError::Layout("the guest program does not fit into the first block".to_owned());
+    let misplaced =
+        || MicrovmError::Layout("the guest program does not fit into the first block".to_owned());
     let (entry, end) = place_program(ram).ok_or_else(misplaced)?;
     // A flat 64-bit code segment and a data segment, both of ring 3 (SDM volume 3, 3.4.5).
-    for (number, descriptor) in [0_u64, 0x00af_fb00_0000_ffff, 0x00cf_f300_0000_ffff].into_iter().enumerate()
+    for (number, descriptor) in
+        [0_u64, 0x00af_fb00_0000_ffff, 0x00cf_f300_0000_ffff].into_iter().enumerate()
     {
-        ram.write(DESCRIPTORS + 8 * number as u64, &descriptor.to_le_bytes()).ok_or_else(misplaced)?;
+        ram.write(DESCRIPTORS + 8 * number as u64, &descriptor.to_le_bytes())
+            .ok_or_else(misplaced)?;
     }
     ram.write(TASK + 102, &PORT_MAP.to_le_bytes()).ok_or_else(misplaced)?;
     ram.write(TASK + u64::from(TASK_SIZE) - 1, &[0xff]).ok_or_else(misplaced)?;
     let mut memory = Memory::new(ram, end).ok_or_else(misplaced)?;
     memory.map_all().ok_or_else(misplaced)?;
     let free = memory.free();
-    // Each page that is stamped takes 8 bytes of generations and 8 bytes of page table; the rest is for what rounds up.
+    // Each page that is stamped takes 8 bytes of generations and 8 bytes of page table; the rest is
+    // for what rounds up.
     let most = free.saturating_sub(1024) / 256 * 255;
     let fill = plan.fill.map_or(most / 2, |fill| fill.0 / PAGE_SIZE);
     if fill == 0 || fill > most || fill < cpus.into() {
@@ -151,10 +159,24 @@ pub(crate) fn place(
 
 /// The boot block field by field, as `repr(C)` lays it out; a test compares.
 fn boot_bytes(block: &BootBlock) -> Vec<u8> {
-    let BootBlock { magic, mode, order, cpus, disk, rate, fill, working_set, tsc_khz, balloon, rest } = block;
+    let BootBlock {
+        magic,
+        mode,
+        order,
+        cpus,
+        disk,
+        rate,
+        fill,
+        working_set,
+        tsc_khz,
+        balloon,
+        rest,
+    } = block;
     let mut bytes = magic.to_le_bytes().to_vec();
     bytes.extend([mode, order, cpus, disk].iter().flat_map(|word| word.to_le_bytes()));
-    bytes.extend([rate, fill, working_set, tsc_khz, balloon].iter().flat_map(|word| word.to_le_bytes()));
+    bytes.extend(
+        [rate, fill, working_set, tsc_khz, balloon].iter().flat_map(|word| word.to_le_bytes()),
+    );
     bytes.extend(rest.iter().flat_map(|word| word.to_le_bytes()));
     bytes
 }
@@ -327,7 +349,8 @@ mod tests {
         GuestRam::new(&check(plain(ByteCount(mib << 20), None)).unwrap()).unwrap()
     }
 
-    const PLAN: GuestPlan = GuestPlan { mode: GuestMode::HotCold, rate: 7, fill: None, working_set: None };
+    const PLAN: GuestPlan =
+        GuestPlan { mode: GuestMode::HotCold, rate: 7, fill: None, working_set: None };
 
     #[test]
     fn the_boot_block_is_written_as_the_guest_reads_it() {
@@ -340,7 +363,10 @@ mod tests {
         ram.read(BOOT_BLOCK, &mut bytes).unwrap();
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
         assert_eq!(word(0), BOOT_MAGIC);
-        assert_eq!(word(std::mem::offset_of!(BootBlock, order)), u64::from(ORDER_HOT_COLD) | 3 << 32);
+        assert_eq!(
+            word(std::mem::offset_of!(BootBlock, order)),
+            u64::from(ORDER_HOT_COLD) | 3 << 32
+        );
         assert_eq!(word(std::mem::offset_of!(BootBlock, tsc_khz)), 2_000_000);
         assert_eq!(word(std::mem::offset_of!(BootBlock, balloon)), BALLOON_REPORTING);
         let fill = word(std::mem::offset_of!(BootBlock, fill));
@@ -354,7 +380,8 @@ mod tests {
             "name=odd,size=8MiB,gpa=0x2003000",
             "name=high,size=8MiB,gpa=0x100000000",
         ];
-        let ram = GuestRam::new(&check(plans.map(|text| text.parse().unwrap()).to_vec()).unwrap()).unwrap();
+        let ram = GuestRam::new(&check(plans.map(|text| text.parse().unwrap()).to_vec()).unwrap())
+            .unwrap();
         let mut memory = Memory::new(&ram, 2 << 20).unwrap();
         memory.map_all().unwrap();
         memory.window(PAGES_WINDOW, 4000).unwrap();

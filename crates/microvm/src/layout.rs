@@ -1,8 +1,8 @@
 //! Where the guest's memory is: RAM blocks at guest addresses, cut into memory slots.
 //!
-//! Keeps one promise: a layout that was planned can be built, as far as this program knows. RAM blocks have the names
-//! and sizes that both sides of a migration must agree on; guest addresses come with the state and are compared
-//! there; host addresses and slots are each host's own.
+//! Keeps one promise: a layout that was planned can be built, as far as this program knows. RAM
+//! blocks have the names and sizes that both sides of a migration must agree on; guest addresses
+//! come with the state and are compared there; host addresses and slots are each host's own.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -12,7 +12,8 @@ use godwit_units::{ByteCount, PAGE_SIZE, ParseError};
 use crate::MicrovmError;
 use crate::boot_block::DISK_MMIO;
 
-/// From here to 4 GiB are devices, the local APIC and what KVM keeps for itself on Intel processors.
+/// From here to 4 GiB are devices, the local APIC and what KVM keeps for itself on Intel
+/// processors.
 pub(crate) const HOLE: std::ops::Range<u64> = 0xc000_0000..0x1_0000_0000;
 /// KVM_SET_TSS_ADDR and KVM_SET_IDENTITY_MAP_ADDR: three pages and one, in the hole.
 pub(crate) const TSS: u64 = 0xfffb_d000;
@@ -42,7 +43,8 @@ pub struct BlockPlan {
 impl FromStr for BlockPlan {
     type Err = MicrovmError;
 
-    /// `name=NAME,size=SIZE,gpa=ADDRESS[,host-offset=BYTES][,path=FILE]`; addresses are decimal or 0x….
+    /// `name=NAME,size=SIZE,gpa=ADDRESS[,host-offset=BYTES][,path=FILE]`; addresses are decimal or
+    /// 0x….
     fn from_str(text: &str) -> Result<Self, MicrovmError> {
         let (mut name, mut size, mut gpa, mut host_offset, mut path) = (None, None, None, 0, None);
         for word in text.split(',') {
@@ -55,7 +57,8 @@ impl FromStr for BlockPlan {
             match key {
                 "name" if !value.is_empty() => name = Some(value.to_owned()),
                 "size" => {
-                    let wrong = |error| MicrovmError::Layout(format!("size={value} in --block: {error}"));
+                    let wrong =
+                        |error| MicrovmError::Layout(format!("size={value} in --block: {error}"));
                     size = Some(value.parse().map_err(|error: ParseError| wrong(error))?);
                 }
                 "gpa" => gpa = Some(number(value).ok_or_else(wrong)?),
@@ -82,7 +85,8 @@ fn number(text: &str) -> Option<u64> {
     }
 }
 
-/// Blocks for `memory` in all, as `--memory` asks: what does not fit below the hole continues at 4 GiB.
+/// Blocks for `memory` in all, as `--memory` asks: what does not fit below the hole continues at 4
+/// GiB.
 #[must_use]
 pub fn plain(memory: ByteCount, path: Option<PathBuf>) -> Vec<BlockPlan> {
     let low = memory.0.min(HOLE.start);
@@ -140,7 +144,10 @@ pub(crate) fn check(mut blocks: Vec<BlockPlan>) -> Result<Vec<BlockPlan>, Microv
     }
     match blocks.first() {
         Some(first) if first.gpa == 0 && first.size.0 >= LEAST_LOW => Ok(blocks),
-        _ => refuse(format!("there must be a block of at least {} at guest address 0", ByteCount(LEAST_LOW))),
+        _ => refuse(format!(
+            "there must be a block of at least {} at guest address 0",
+            ByteCount(LEAST_LOW)
+        )),
     }
 }
 
@@ -165,7 +172,8 @@ mod tests {
     fn a_block_is_parsed() {
         let block = plan("name=odd,size=65MiB,gpa=0x100003000,host-offset=0x5000");
         assert_eq!((block.gpa, block.size.0, block.host_offset), (0x1_0000_3000, 65 << 20, 0x5000));
-        for wrong in ["name=odd", "size=1MiB,gpa=0", "name=a,size=1,gpa=x", "name=a,size=4KiB,gpa=0,speed=1"]
+        for wrong in
+            ["name=odd", "size=1MiB,gpa=0", "name=a,size=1,gpa=x", "name=a,size=4KiB,gpa=0,speed=1"]
         {
             assert!(wrong.parse::<BlockPlan>().is_err(), "{wrong}");
         }

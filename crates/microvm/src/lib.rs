@@ -1,12 +1,14 @@
-//! A small VMM on KVM with the engine inside: the embedded default, and the example for people who write VMMs.
+//! A small VMM on KVM with the engine inside: the embedded default, and the example for people who
+//! write VMMs.
 //!
-//! [`Machine`] is memory, vCPUs, a serial port, a disk and a balloon. It runs a program of our own on the bare machine, which
-//! checks its memory and disk all the time (`guest/`), so it needs neither QEMU nor a guest image. The engine and the
-//! protocol run in this process too: `source` and `destination` implement the engine's traits, and [`control`] is
-//! the socket through which `godwit migrate` and `godwit receive` ask for it.
+//! [`Machine`] is memory, vCPUs, a serial port, a disk and a balloon. It runs a program of our own
+//! on the bare machine, which checks its memory and disk all the time (`guest/`), so it needs
+//! neither QEMU nor a guest image. The engine and the protocol run in this process too: `source`
+//! and `destination` implement the engine's traits, and [`control`] is the socket through which
+//! `godwit migrate` and `godwit receive` ask for it.
 //!
-//! Keeps one promise: what arrives is the whole machine, or an error. Dirty tracking is left to `godwit-track`, the
-//! conversation to `godwit-engine`.
+//! Keeps one promise: what arrives is the whole machine, or an error. Dirty tracking is left to
+//! `godwit-track`, the conversation to `godwit-engine`.
 
 mod balloon;
 mod blob;

@@ -1,7 +1,8 @@
 //! The machine: memory, vCPUs, devices, and the state of all of them but memory.
 //!
-//! Who may run it is a question for whoever owns it; here it only runs, stops, saves and loads. The local APICs are
-//! KVM's ("split irqchip"): there is no interrupt controller besides them, since devices are polled.
+//! Who may run it is a question for whoever owns it; here it only runs, stops, saves and loads. The
+//! local APICs are KVM's ("split irqchip"): there is no interrupt controller besides them, since
+//! devices are polled.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -76,8 +77,8 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// Builds a machine whose serial line goes to `output` and that tells what happens in `events`. With a `guest` it
-    /// is ready to start; without one it waits for a state.
+    /// Builds a machine whose serial line goes to `output` and that tells what happens in `events`.
+    /// With a `guest` it is ready to start; without one it waits for a state.
     ///
     /// # Errors
     /// What stands against it, with the cure.
@@ -123,7 +124,13 @@ impl Machine {
             }
         }
         let balloon = plan.balloon.map(|features| BalloonDevice::new(features, &ram));
-        let bus = Arc::new(Bus { ram, serial: Serial::new(output), disk, balloon, rings: OnceLock::new() });
+        let bus = Arc::new(Bus {
+            ram,
+            serial: Serial::new(output),
+            disk,
+            balloon,
+            rings: OnceLock::new(),
+        });
         if let Some(rings) = tracking.rings(&vm, &vcpus)? {
             let _ = bus.rings.set(rings);
         }
@@ -154,8 +161,8 @@ impl Machine {
         matches!(self.tracking, Tracking::Pagemap)
     }
 
-    /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker is dropped, which
-    /// must be before the machine is.
+    /// Starts to track writes to its memory, those of vCPUs and of devices. Ends when the tracker
+    /// is dropped, which must be before the machine is.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -169,7 +176,8 @@ impl Machine {
         self.bus.balloon.as_ref().is_some_and(BalloonDevice::can_hint)
     }
 
-    /// Asks the guest to hint free pages to `hints`. Its writes must be tracked already. Returns whether it takes part.
+    /// Asks the guest to hint free pages to `hints`. Its writes must be tracked already. Returns
+    /// whether it takes part.
     pub fn start_free_page_hints(&self, hints: &Arc<FreeHints>) -> bool {
         self.bus.balloon.as_ref().is_some_and(|balloon| balloon.start_hints(hints))
     }
@@ -184,7 +192,8 @@ impl Machine {
         self.bus.balloon.iter().for_each(BalloonDevice::finish_hints);
     }
 
-    /// Asks the guest to give `pages` of its memory in all; zero: to take all back. Returns whether there is a balloon.
+    /// Asks the guest to give `pages` of its memory in all; zero: to take all back. Returns whether
+    /// there is a balloon.
     pub fn set_balloon(&self, pages: PageCount) -> bool {
         self.bus.balloon.iter().for_each(|balloon| balloon.set_target(pages));
         self.bus.balloon.is_some()
@@ -202,8 +211,9 @@ impl Machine {
         self.vcpus.tids()
     }
 
-    /// Keeps the vCPUs from running for `share` of the time, 0.0 to 0.99, until it is set to 0.0. A device access that a
-    /// vCPU has begun is completed first. The guest can be stopped, saved and run meanwhile as always.
+    /// Keeps the vCPUs from running for `share` of the time, 0.0 to 0.99, until it is set to 0.0. A
+    /// device access that a vCPU has begun is completed first. The guest can be stopped, saved and
+    /// run meanwhile as always.
     ///
     /// # Errors
     /// When it is no share, or the throttle has failed since the last call.
@@ -229,7 +239,8 @@ impl Machine {
         self.vcpus.run();
     }
 
-    /// Stops the guest. No vCPU and no device writes memory once this returns; it says when the guest was told.
+    /// Stops the guest. No vCPU and no device writes memory once this returns; it says when the
+    /// guest was told.
     ///
     /// # Errors
     /// When a vCPU does not stop.
@@ -278,14 +289,17 @@ impl Machine {
         Ok(writer.finish())
     }
 
-    /// Loads a state that [`Self::save`] made. The guest must never have run here. A state that does not fit is
-    /// refused before anything is changed.
+    /// Loads a state that [`Self::save`] made. The guest must never have run here. A state that
+    /// does not fit is refused before anything is changed.
     ///
     /// # Errors
     /// What does not fit, or what KVM refuses; the machine must not run then.
     pub fn load(&self, bytes: &[u8]) -> Result<(), MicrovmError> {
         if self.is_running() {
-            return Err(MicrovmError::WrongState { state: "running", cure: "load into one that waits" });
+            return Err(MicrovmError::WrongState {
+                state: "running",
+                cure: "load into one that waits",
+            });
         }
         let blob = Blob::read(bytes)?;
         self.fits(&blob)?;
@@ -300,8 +314,10 @@ impl Machine {
         if let Some(balloon) = &self.bus.balloon {
             balloon.load(blob.section(Tag::Balloon, 0)?)?;
         }
-        let saved = kvm_clock_data::read_from_bytes(blob.section(Tag::Clock, 0)?)
-            .map_err(|_| StateError::Malformed("the clock's section has another size".to_owned()))?;
+        let saved =
+            kvm_clock_data::read_from_bytes(blob.section(Tag::Clock, 0)?).map_err(|_| {
+                StateError::Malformed("the clock's section has another size".to_owned())
+            })?;
         // Only the time: the flags would ask KVM to add the time that has passed since.
         let clock = kvm_clock_data { clock: saved.clock, ..Default::default() };
         self.vm.set_clock(&clock).map_err(kvm("KVM_SET_CLOCK"))
@@ -313,7 +329,9 @@ impl Machine {
         text += if self.bus.disk.is_some() { "disk yes\n" } else { "disk no\n" };
         text += &match self.bus.balloon.as_ref().map(BalloonDevice::features) {
             None => "balloon no\n".to_owned(),
-            Some(Features { hints, reporting }) => format!("balloon hints={hints} reporting={reporting}\n"),
+            Some(Features { hints, reporting }) => {
+                format!("balloon hints={hints} reporting={reporting}\n")
+            }
         };
         for (name, gpa, size) in self.bus.ram.places() {
             text += &format!("block {name} at {gpa:#x} of {size:#x}\n");
@@ -341,8 +359,8 @@ impl Machine {
 }
 
 fn open_kvm() -> Result<Kvm, MicrovmError> {
-    let system =
-        Kvm::new().map_err(|error| MicrovmError::NoKvm(std::io::Error::from_raw_os_error(error.errno())))?;
+    let system = Kvm::new()
+        .map_err(|error| MicrovmError::NoKvm(std::io::Error::from_raw_os_error(error.errno())))?;
     if system.get_api_version() != 12 {
         return Err(MicrovmError::Capability("version 12 of its interface"));
     }
@@ -365,7 +383,8 @@ fn create_vm(system: &Kvm) -> Result<VmFd, MicrovmError> {
     let vm = system.create_vm().map_err(kvm("KVM_CREATE_VM"))?;
     vm.set_identity_map_address(IDENTITY_MAP).map_err(kvm("KVM_SET_IDENTITY_MAP_ADDR"))?;
     vm.set_tss_address(TSS as usize).map_err(kvm("KVM_SET_TSS_ADDR"))?;
-    let split = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, args: [24, 0, 0, 0], ..Default::default() };
+    let split =
+        kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, args: [24, 0, 0, 0], ..Default::default() };
     vm.enable_cap(&split).map_err(kvm("KVM_CAP_SPLIT_IRQCHIP"))?;
     Ok(vm)
 }

@@ -1,7 +1,8 @@
-//! The guest's memory in this process: mapped files, and copies in and out for devices, by vm-memory.
+//! The guest's memory in this process: mapped files, and copies in and out for devices, by
+//! vm-memory.
 //!
-//! Invariant: what a device writes is marked as dirty *after* the data has landed, so that whoever harvests the
-//! mark and then reads the page reads the data.
+//! Invariant: what a device writes is marked as dirty *after* the data has landed, so that whoever
+//! harvests the mark and then reads the page reads the data.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -45,8 +46,8 @@ struct Placed {
     plan: BlockPlan,
 }
 
-// SAFETY: the mapping is shared memory, read and written by copies through raw pointers only; it is unmapped when the
-// one owner goes.
+// SAFETY: the mapping is shared memory, read and written by copies through raw pointers only; it is
+// unmapped when the one owner goes.
 unsafe impl Send for Placed {}
 // SAFETY: as above; no reference into the mapping is ever made.
 unsafe impl Sync for Placed {}
@@ -111,7 +112,8 @@ impl GuestRam {
         }
     }
 
-    /// The memory slots: at least one for each block, and `wanted` in all where the blocks have that many pages.
+    /// The memory slots: at least one for each block, and `wanted` in all where the blocks have
+    /// that many pages.
     ///
     /// # Errors
     /// When blocks overlap, in the guest.
@@ -127,8 +129,8 @@ impl GuestRam {
         let mut id = 0;
         for (block, placed) in self.placed.iter().enumerate() {
             let pages = placed.size / PAGE_SIZE;
-            let share =
-                (u128::from(pages) * wanted as u128 / u128::from(total)).clamp(1, pages.into()) as u64;
+            let share = (u128::from(pages) * wanted as u128 / u128::from(total))
+                .clamp(1, pages.into()) as u64;
             for number in 0..share {
                 let (first, end) = (pages * number / share, pages * (number + 1) / share);
                 slots.insert(Slot {
@@ -155,7 +157,8 @@ impl GuestRam {
         self.placed.iter().map(|placed| vec![mapping(placed)]).collect()
     }
 
-    /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves; KVM does not.
+    /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves;
+    /// KVM does not.
     pub(crate) fn device_log(&self) -> &Arc<VhostLog> {
         &self.device_log
     }
@@ -166,8 +169,8 @@ impl GuestRam {
         &self.memory
     }
 
-    /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all memory. The guest may write it meanwhile: the
-    /// copy then holds some mixture, which is what a device sees too.
+    /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all memory. The guest may write
+    /// it meanwhile: the copy then holds some mixture, which is what a device sees too.
     #[must_use]
     pub fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
         self.memory.read_slice(bytes, GuestAddress(gpa)).ok()
@@ -183,13 +186,15 @@ impl GuestRam {
 impl Placed {
     /// The same for vm-memory; what goes through it is marked in `log`.
     fn region(&self, log: &Arc<VhostLog>) -> Result<GuestRegionMmap<VhostLogRegion>, MicrovmError> {
-        let refused = |why: String| MicrovmError::Layout(format!("block '{}': {why}", self.plan.name));
+        let refused =
+            |why: String| MicrovmError::Layout(format!("block '{}': {why}", self.plan.name));
         let size = usize::try_from(self.size).map_err(|error| refused(error.to_string()))?;
-        let region = MmapRegionBuilder::new_with_bitmap(size, VhostLogRegion::new(log, Gpa(self.gpa)))
-            .with_mmap_prot((ProtFlags::READ | ProtFlags::WRITE).bits().cast_signed())
-            .with_mmap_flags((MapFlags::SHARED | MapFlags::NORESERVE).bits().cast_signed());
-        // SAFETY: `base` and `size` are the mapping that `new` made. It is unmapped by the drop of `self`, and
-        // `GuestRam`, which holds both, drops the region first.
+        let region =
+            MmapRegionBuilder::new_with_bitmap(size, VhostLogRegion::new(log, Gpa(self.gpa)))
+                .with_mmap_prot((ProtFlags::READ | ProtFlags::WRITE).bits().cast_signed())
+                .with_mmap_flags((MapFlags::SHARED | MapFlags::NORESERVE).bits().cast_signed());
+        // SAFETY: `base` and `size` are the mapping that `new` made. It is unmapped by the drop of
+        // `self`, and `GuestRam`, which holds both, drops the region first.
         let region = unsafe { region.with_raw_mmap_pointer(self.base.as_ptr()) }.build();
         let region = region.map_err(|error| refused(error.to_string()))?;
         let end = || refused("it reaches beyond the last guest address".to_owned());
@@ -199,15 +204,17 @@ impl Placed {
     fn new(plan: &BlockPlan) -> Result<Self, MicrovmError> {
         let size = plan.size.0;
         let file = match &plan.path {
-            Some(path) => {
-                File::options().read(true).write(true).create(true).truncate(true).open(path).map_err(
-                    |source| godwit_memory::MemoryError::Open {
-                        block: plan.name.clone(),
-                        path: path.clone(),
-                        source,
-                    },
-                )?
-            }
+            Some(path) => File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(path)
+                .map_err(|source| godwit_memory::MemoryError::Open {
+                    block: plan.name.clone(),
+                    path: path.clone(),
+                    source,
+                })?,
             None => File::from(
                 rustix::fs::memfd_create(&*plan.name, MemfdFlags::CLOEXEC)
                     .map_err(system("make a memory file"))?,
@@ -215,8 +222,13 @@ impl Placed {
         };
         file.set_len(size).map_err(system("size a memory file"))?;
         let wanted = size + 2 * HUGE;
-        let too_large =
-            || MicrovmError::Layout(format!("block '{}' of {} is too large", plan.name, ByteCount(size)));
+        let too_large = || {
+            MicrovmError::Layout(format!(
+                "block '{}' of {} is too large",
+                plan.name,
+                ByteCount(size)
+            ))
+        };
         let length = usize::try_from(wanted).map_err(|_| too_large())?;
         // SAFETY: without MAP_FIXED the kernel picks a free place.
         let reserved = unsafe {
@@ -231,8 +243,8 @@ impl Placed {
         let reserved = NonNull::new(reserved.cast::<u8>()).ok_or_else(too_large)?;
         let start = (reserved.as_ptr() as u64).next_multiple_of(HUGE) + plan.host_offset;
         let skip = (start - reserved.as_ptr() as u64) as usize;
-        // SAFETY: the range lies within what was just reserved, which nobody else knows of: at most 2 MiB of
-        // alignment and less than 2 MiB of offset come before it.
+        // SAFETY: the range lies within what was just reserved, which nobody else knows of: at most
+        // 2 MiB of alignment and less than 2 MiB of offset come before it.
         let mapped = unsafe {
             rustix::mm::mmap(
                 reserved.as_ptr().add(skip).cast(),
@@ -245,7 +257,14 @@ impl Placed {
         };
         let base = mapped.map_err(system("map a memory file"))?;
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(too_large)?;
-        Ok(Self { gpa: plan.gpa, size, base, reserved: (reserved, length), file, plan: plan.clone() })
+        Ok(Self {
+            gpa: plan.gpa,
+            size,
+            base,
+            reserved: (reserved, length),
+            file,
+            plan: plan.clone(),
+        })
     }
 }
 
@@ -257,8 +276,9 @@ impl Drop for GuestRam {
 
 impl Drop for Placed {
     fn drop(&mut self) {
-        // SAFETY: what `new` reserved, with the mapping in it; no reference into it exists. KVM drops its slots when the
-        // process unmaps what they show, and the guest has been ended before.
+        // SAFETY: what `new` reserved, with the mapping in it; no reference into it exists. KVM
+        // drops its slots when the process unmaps what they show, and the guest has been ended
+        // before.
         let _ = unsafe { rustix::mm::munmap(self.reserved.0.as_ptr().cast(), self.reserved.1) };
     }
 }
@@ -268,7 +288,8 @@ mod tests {
     use super::*;
 
     fn ram() -> GuestRam {
-        let plans = ["name=low,size=1MiB,gpa=0", "name=odd,size=20KiB,gpa=0x203000,host-offset=0x5000"];
+        let plans =
+            ["name=low,size=1MiB,gpa=0", "name=odd,size=20KiB,gpa=0x203000,host-offset=0x5000"];
         GuestRam::new(&plans.map(|text| text.parse().unwrap())).unwrap()
     }
 
@@ -279,7 +300,9 @@ mod tests {
         let mut back = [0; 4];
         assert!(ram.read(0x20_3ffe, &mut back).is_some());
         assert_eq!(&back, b"seam");
-        for (gpa, len) in [(0xf_fffe, 4), (0x20_7ffe, 4), (0x10_0000, 1), (u64::MAX - 1, 4), (0x20_2fff, 1)] {
+        for (gpa, len) in
+            [(0xf_fffe, 4), (0x20_7ffe, 4), (0x10_0000, 1), (u64::MAX - 1, 4), (0x20_2fff, 1)]
+        {
             assert!(ram.read(gpa, &mut vec![0; len]).is_none(), "{gpa:#x}");
         }
         let mut page = [0; 4096];

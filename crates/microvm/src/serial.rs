@@ -1,7 +1,7 @@
 //! The serial port: a 16550 that sends and never receives, polled.
 //!
-//! Output goes to one writer, a whole burst at a time. The registers are kept and move with the guest; what was sent
-//! is out, nothing is buffered.
+//! Output goes to one writer, a whole burst at a time. The registers are kept and move with the
+//! guest; what was sent is out, nothing is buffered.
 
 use std::io::Write;
 use std::sync::{Mutex, PoisonError};
@@ -97,7 +97,10 @@ impl Serial {
     /// Takes over saved registers.
     pub(crate) fn load(&self, bytes: &[u8]) -> Result<(), StateError> {
         let &[interrupts, line, modem, scratch, low, high] = bytes else {
-            return Err(StateError::Malformed(format!("the serial port's state has {} bytes", bytes.len())));
+            return Err(StateError::Malformed(format!(
+                "the serial port's state has {} bytes",
+                bytes.len()
+            )));
         };
         let registers = Registers { interrupts, line, modem, scratch, divisor: [low, high] };
         self.inner.lock().unwrap_or_else(PoisonError::into_inner).registers = registers;
@@ -140,7 +143,9 @@ mod tests {
     #[test]
     fn registers_survive_a_move() {
         let serial = Serial::new(Box::new(std::io::sink()));
-        for (port, value) in [(0x3f9, 5), (0x3fb, 0x83), (0x3f8, 1), (0x3f9, 2), (0x3fc, 3), (0x3ff, 9)] {
+        for (port, value) in
+            [(0x3f9, 5), (0x3fb, 0x83), (0x3f8, 1), (0x3f9, 2), (0x3fc, 3), (0x3ff, 9)]
+        {
             serial.write(port, &[value]);
         }
         let other = Serial::new(Box::new(std::io::sink()));

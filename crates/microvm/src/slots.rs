@@ -21,8 +21,8 @@ pub(crate) fn show(vm: &VmFd, slots: &SlotMap, ram: &GuestRam) -> Result<(), Mic
             memory_size: slot.pages.bytes().0,
             userspace_addr: slot.hva.0,
         };
-        // SAFETY: the slot shows memory that `ram` has mapped and that nothing in this process refers to; the machine
-        // drops the VM before it drops the memory.
+        // SAFETY: the slot shows memory that `ram` has mapped and that nothing in this process
+        // refers to; the machine drops the VM before it drops the memory.
         unsafe { vm.set_user_memory_region(region) }.map_err(kvm("KVM_SET_USER_MEMORY_REGION"))?;
     }
     Ok(())

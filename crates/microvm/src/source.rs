@@ -1,7 +1,8 @@
 //! The machine as the source of a migration: what the engine asks of it, done in its own process.
 //!
-//! This file and `destination` are all that a VMM adds to have the engine inside. Nothing is injected, attached or asked
-//! of another process: stopping is a signal to the vCPU threads, the state is a piece of memory.
+//! This file and `destination` are all that a VMM adds to have the engine inside. Nothing is
+//! injected, attached or asked of another process: stopping is a signal to the vCPU threads, the
+//! state is a piece of memory.
 
 use std::io::{self, Read};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -84,7 +85,8 @@ impl<'a> MicrovmSource<'a> {
         if self.disk.is_some() { Ok(()) } else { self.machine.flush() }
     }
 
-    /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed has let go of them.
+    /// Lets the vCPUs run and write freely when they run. There is nothing to report: what failed
+    /// has let go of them.
     fn remove_throttle(&mut self) {
         if let Some(tracker) = self.tracker.upgrade() {
             tracker.answer_at_once();
@@ -177,9 +179,11 @@ impl SourceVm for MicrovmSource<'_> {
     fn retire(&mut self, _keep: bool) -> Result<(), VmError> {
         self.remove_throttle();
         self.release_disk();
-        // Stopped it is; that it stays so, and whether the process ends, is decided by the owner of the machine.
+        // Stopped it is; that it stays so, and whether the process ends, is decided by the owner of
+        // the machine.
         if self.machine.is_running() {
-            let error = MicrovmError::WrongState { state: "running", cure: "this is a bug in godwit" };
+            let error =
+                MicrovmError::WrongState { state: "running", cure: "this is a bug in godwit" };
             return Err(error.into());
         }
         Ok(())
@@ -253,7 +257,8 @@ impl DiskVm for MicrovmSource<'_> {
     }
 
     fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        let rounds = self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
+        let rounds =
+            self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
         rounds.collect()
     }
 

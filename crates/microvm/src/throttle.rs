@@ -1,5 +1,5 @@
-//! Slowing the guest from within: a thread that holds the vCPUs and lets them go, in periods of 10 ms and
-//! more.
+//! Slowing the guest from within: a thread that holds the vCPUs and lets them go, in periods of 10
+//! ms and more.
 //!
 //! Invariant: nobody is held when the thread has ended, however it ended ([`Gate`] sees to it).
 

@@ -1,7 +1,7 @@
 //! Which tracker the machine uses, and how it is started.
 //!
-//! KVM's log and ring know what vCPUs write; what devices write is in the device log, and the two are united. Page tables
-//! know both, since both go through this process's.
+//! KVM's log and ring know what vCPUs write; what devices write is in the device log, and the two
+//! are united. Page tables know both, since both go through this process's.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use godwit_memory::RamBlock;
 use godwit_memslots::Slot;
 use godwit_track::{
-    DirtyRingSize, DirtyTracker, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, PagemapTracker,
-    UnionTracker, VhostLogTracker,
+    DirtyRingSize, DirtyTracker, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode,
+    PagemapTracker, UnionTracker, VhostLogTracker,
 };
 use godwit_units::PageCount;
 use kvm_ioctls::{VcpuFd, VmFd};
@@ -50,7 +50,9 @@ impl fmt::Display for Tracking {
                 write!(f, "{mode} (fallback: this KVM has no dirty ring)")
             }
             Self::Log { mode, .. } => write!(f, "{mode}"),
-            Self::Ring(size) => write!(f, "KVM dirty ring of {} entries for each vCPU", size.entries()),
+            Self::Ring(size) => {
+                write!(f, "KVM dirty ring of {} entries for each vCPU", size.entries())
+            }
             Self::Pagemap => f.write_str("write protection in the VMM's page tables"),
         }
     }
@@ -71,7 +73,9 @@ impl Tracking {
             TrackerKind::KvmLog => Self::Log { mode, instead_of_ring: false },
             TrackerKind::KvmRing => match DirtyRingSize::enable(fd(vm), RING_ENTRIES) {
                 Ok(size) => Self::Ring(size),
-                Err(godwit_track::TrackError::KvmLacks { .. }) => Self::Log { mode, instead_of_ring: true },
+                Err(godwit_track::TrackError::KvmLacks { .. }) => {
+                    Self::Log { mode, instead_of_ring: true }
+                }
                 Err(error) => return Err(error.into()),
             },
         })
@@ -97,10 +101,14 @@ impl Tracking {
     ) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
         let sizes: Vec<PageCount> = bus.ram.blocks().iter().map(RamBlock::pages).collect();
         let vcpus: Box<dyn DirtyTracker> = match (self, bus.rings.get()) {
-            (Self::Pagemap, _) => return Ok(Arc::new(PagemapTracker::start_own(&bus.ram.mappings())?)),
-            // SAFETY: the machine made these slots in this VM and never changes them; it outlives the migration that
-            // the tracker belongs to.
-            (Self::Ring(_), Some(rings)) => Box::new(unsafe { KvmRingTracker::start(rings, &sizes, slots) }?),
+            (Self::Pagemap, _) => {
+                return Ok(Arc::new(PagemapTracker::start_own(&bus.ram.mappings())?));
+            }
+            (Self::Ring(_), Some(rings)) => {
+                // SAFETY: the machine made these slots in this VM and never changes them; it
+                // outlives the migration that the tracker belongs to.
+                Box::new(unsafe { KvmRingTracker::start(rings, &sizes, slots) }?)
+            }
             // SAFETY: as above.
             _ => Box::new(unsafe { KvmLogTracker::start(fd(vm), &sizes, slots) }?),
         };

@@ -1,10 +1,12 @@
-//! The vCPU threads: they run the guest, hand its accesses to the devices, and stop and go on when told.
+//! The vCPU threads: they run the guest, hand its accesses to the devices, and stop and go on when
+//! told.
 //!
-//! Invariant: a vCPU counts as stopped only after KVM_RUN has returned without an exit to be dealt with. For the
-//! instruction that caused an exit is complete only when KVM_RUN has been entered again (Documentation/virt/kvm/api.rst,
-//! KVM_RUN: "userspace can re-enter the guest with an unmasked signal pending or with the immediate_exit field set to
-//! complete pending operations without allowing any further instructions to be executed").
-//! The same is true of a vCPU that is held for a while to slow it down (`throttle`).
+//! Invariant: a vCPU counts as stopped only after KVM_RUN has returned without an exit to be dealt
+//! with. For the instruction that caused an exit is complete only when KVM_RUN has been entered
+//! again (Documentation/virt/kvm/api.rst, KVM_RUN: "userspace can re-enter the guest with an
+//! unmasked signal pending or with the immediate_exit field set to complete pending operations
+//! without allowing any further instructions to be executed"). The same is true of a vCPU that is
+//! held for a while to slow it down (`throttle`).
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -81,7 +83,8 @@ struct Shared {
     changed: Condvar,
     /// The same as `wish == Run`, for the threads to look at without the lock.
     run: AtomicBool,
-    /// Whether vCPUs that should run wait for a moment all the same. Changed under the lock of `wish`.
+    /// Whether vCPUs that should run wait for a moment all the same. Changed under the lock of
+    /// `wish`.
     held: AtomicBool,
     /// The end of that wait. Not the same as `changed`, which ends a sleep of the guest.
     freed: Condvar,
@@ -108,7 +111,8 @@ struct Kick {
     _fd: Arc<Mutex<VcpuFd>>,
 }
 
-// SAFETY: the field is one byte of memory that is shared with the kernel, used atomically from any thread.
+// SAFETY: the field is one byte of memory that is shared with the kernel, used atomically from any
+// thread.
 unsafe impl Send for Kick {}
 // SAFETY: as above.
 unsafe impl Sync for Kick {}
@@ -196,8 +200,8 @@ impl Vcpus {
         self.wish(Wish::Run);
     }
 
-    /// Keeps the vCPUs from running for `share` of the time; 0 removes the throttle. They can be stopped under it as fast
-    /// as without.
+    /// Keeps the vCPUs from running for `share` of the time; 0 removes the throttle. They can be
+    /// stopped under it as fast as without.
     pub(crate) fn throttle(&self, share: f64) -> Result<(), MicrovmError> {
         let slices = Slices::of(share)?;
         let mut throttle = lock(&self.throttle);
@@ -219,7 +223,8 @@ impl Vcpus {
                     tids: self.tids.clone(),
                 };
                 let started = Throttle::start(gate, slices);
-                *throttle = Some(started.map_err(crate::error::system("start a thread for the throttle"))?);
+                *throttle =
+                    Some(started.map_err(crate::error::system("start a thread for the throttle"))?);
             }
         }
         Ok(())
@@ -253,8 +258,8 @@ impl Vcpus {
         self.shared.freed.notify_all();
     }
 
-    /// Makes every vCPU look at the wish. The field is for one that is about to enter the guest, the signal for one
-    /// that is in it.
+    /// Makes every vCPU look at the wish. The field is for one that is about to enter the guest,
+    /// the signal for one that is in it.
     fn kick(&self) {
         for (kick, thread) in self.kicks.iter().zip(&self.threads) {
             kick.set(1);
@@ -264,8 +269,8 @@ impl Vcpus {
     }
 }
 
-/// What holds the vCPUs and lets them go, for the throttle's thread. It ends before the threads do, so their numbers are
-/// theirs. Dropping it lets go: that thread cannot leave anybody held.
+/// What holds the vCPUs and lets them go, for the throttle's thread. It ends before the threads do,
+/// so their numbers are theirs. Dropping it lets go: that thread cannot leave anybody held.
 #[derive(Debug)]
 pub(crate) struct Gate {
     shared: Arc<Shared>,
@@ -337,7 +342,8 @@ impl Thread {
         }
     }
 
-    /// Waits until the guest should run; `false` at the end. It counts as running before the wish can change again.
+    /// Waits until the guest should run; `false` at the end. It counts as running before the wish
+    /// can change again.
     fn await_wish(&self) -> bool {
         let mut wish = lock(&self.shared.wish);
         loop {
@@ -371,7 +377,8 @@ impl Thread {
                         continue;
                     }
                     SLEEP_PORT => {
-                        let micros = bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+                        let micros =
+                            bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
                         self.sleep(Duration::from_micros(micros).min(LONGEST_SLEEP));
                         continue;
                     }
@@ -407,16 +414,20 @@ impl Thread {
                 Err(error) if error.errno() == libc::EAGAIN => continue,
                 Ok(VcpuExit::Unsupported(KVM_EXIT_DIRTY_RING_FULL)) => {
                     if let Some(rings) = self.bus.rings.get() {
-                        // The next harvest fails with the same error and ends the migration; the guest runs on.
+                        // The next harvest fails with the same error and ends the migration; the
+                        // guest runs on.
                         let _ = rings.make_room(self.number);
                     }
                     continue;
                 }
                 Ok(VcpuExit::Shutdown) => {
-                    "shut down by a triple fault: an exception whose handler cannot be reached".to_owned()
+                    "shut down by a triple fault: an exception whose handler cannot be reached"
+                        .to_owned()
                 }
                 Ok(VcpuExit::FailEntry(reason, _)) => {
-                    format!("cannot be entered: the processor refuses its state, reason {reason:#x}")
+                    format!(
+                        "cannot be entered: the processor refuses its state, reason {reason:#x}"
+                    )
                 }
                 Ok(VcpuExit::InternalError) => {
                     "met an instruction that KVM can neither run nor emulate here".to_owned()
@@ -425,7 +436,11 @@ impl Thread {
                 Err(error) => format!("cannot run: {error}"),
             };
             let rip = fd.get_regs().map_or(0, |regs| regs.rip);
-            return Err(MachineEvent::Died(MicrovmError::GuestDied { cpu: self.number, what, rip }));
+            return Err(MachineEvent::Died(MicrovmError::GuestDied {
+                cpu: self.number,
+                what,
+                rip,
+            }));
         }
     }
 
@@ -433,12 +448,17 @@ impl Thread {
     fn sleep(&self, time: Duration) {
         let wish = lock(&self.shared.wish);
         if *wish == Wish::Run {
-            drop(self.shared.changed.wait_timeout(wish, time).unwrap_or_else(PoisonError::into_inner));
+            drop(
+                self.shared
+                    .changed
+                    .wait_timeout(wish, time)
+                    .unwrap_or_else(PoisonError::into_inner),
+            );
         }
     }
 
-    /// Whether a vCPU that was interrupted goes on, when it is not held any longer. The field is cleared before the wish
-    /// is looked at: a wish that comes in between sets it again.
+    /// Whether a vCPU that was interrupted goes on, when it is not held any longer. The field is
+    /// cleared before the wish is looked at: a wish that comes in between sets it again.
     fn goes_on(&self) -> bool {
         self.kick.set(0);
         if self.shared.held.load(Ordering::SeqCst) {

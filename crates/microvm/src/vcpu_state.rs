@@ -1,15 +1,16 @@
 //! All that KVM keeps for one vCPU: saved to the blob and loaded from it.
 //!
-//! Keeps one promise: a state that was loaded without an error is the state that was saved. What this host's KVM cannot
-//! take over (a CPU feature, a model-specific register) is an error that names it. The order matters and is that of
-//! Documentation/virt/kvm/api.rst and of QEMU's `kvm_arch_put_registers`: CPUID before everything that it allows,
-//! special registers (with the APIC's base) before the APIC, the time-stamp counter before the timer that waits for
-//! it, events last.
+//! Keeps one promise: a state that was loaded without an error is the state that was saved. What
+//! this host's KVM cannot take over (a CPU feature, a model-specific register) is an error that
+//! names it. The order matters and is that of Documentation/virt/kvm/api.rst and of QEMU's
+//! `kvm_arch_put_registers`: CPUID before everything that it allows, special registers (with the
+//! APIC's base) before the APIC, the time-stamp counter before the timer that waits for it, events
+//! last.
 #![allow(unsafe_code)]
 
 use kvm_bindings::{
-    CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state,
-    kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    CpuId, KVM_MAX_CPUID_ENTRIES, Msrs, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use zerocopy::{FromBytes, IntoBytes};
@@ -19,7 +20,8 @@ use crate::error::kvm;
 use crate::{MicrovmError, StateError};
 
 const TSC_DEADLINE: u32 = 0x6e0;
-/// Beyond this the guest would notice that its clock runs differently; QEMU's limit as well (`kvm_arch_set_tsc_khz`).
+/// Beyond this the guest would notice that its clock runs differently; QEMU's limit as well
+/// (`kvm_arch_set_tsc_khz`).
 const TSC_PPM: u64 = 250;
 /// One of a leaf's four registers.
 type Register = fn(&kvm_cpuid_entry2) -> u32;
@@ -35,10 +37,12 @@ const FEATURES: [(u32, u32, Register); 7] = [
     (0x8000_0001, 0, |entry| entry.edx),
 ];
 
-/// The CPUID of vCPU `number`: all that this KVM has, and the parts of the local APIC that it does in software.
+/// The CPUID of vCPU `number`: all that this KVM has, and the parts of the local APIC that it does
+/// in software.
 pub(crate) fn cpuid(system: &Kvm, number: u32) -> Result<CpuId, MicrovmError> {
-    let mut cpuid =
-        system.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(kvm("KVM_GET_SUPPORTED_CPUID"))?;
+    let mut cpuid = system
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(kvm("KVM_GET_SUPPORTED_CPUID"))?;
     for entry in cpuid.as_mut_slice() {
         match entry.function {
             1 => {
@@ -76,11 +80,17 @@ fn get_msrs(vcpu: &VcpuFd, numbers: &[u32]) -> Result<Vec<kvm_msr_entry>, Microv
 }
 
 fn msr_list(entries: &[kvm_msr_entry]) -> Result<Msrs, MicrovmError> {
-    Msrs::from_entries(entries).map_err(|_| StateError::Malformed("too many registers".to_owned()).into())
+    Msrs::from_entries(entries)
+        .map_err(|_| StateError::Malformed("too many registers".to_owned()).into())
 }
 
 /// Saves vCPU `number`, which is stopped.
-pub(crate) fn save(vcpu: &VcpuFd, number: u32, msrs: &[u32], into: &mut Writer) -> Result<(), MicrovmError> {
+pub(crate) fn save(
+    vcpu: &VcpuFd,
+    number: u32,
+    msrs: &[u32],
+    into: &mut Writer,
+) -> Result<(), MicrovmError> {
     // First: it lets KVM settle what is pending (api.rst, KVM_GET_MP_STATE).
     let mp_state = vcpu.get_mp_state().map_err(kvm("KVM_GET_MP_STATE"))?;
     let cpuid = vcpu.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(kvm("KVM_GET_CPUID2"))?;
@@ -127,13 +137,14 @@ pub(crate) fn load(vcpu: &VcpuFd, number: u32, blob: &Blob<'_>) -> Result<(), Mi
     let xcrs: kvm_xcrs = structure(blob, Tag::Xcrs, number)?;
     vcpu.set_xcrs(&xcrs).map_err(kvm("KVM_SET_XCRS"))?;
     let xsave: kvm_xsave = structure(blob, Tag::Xsave, number)?;
-    // SAFETY: KVM reads as many bytes as KVM_CAP_XSAVE2 says, which is the 4096 of this structure unless the process
-    // has asked for more features with arch_prctl(2), which it does not.
+    // SAFETY: KVM reads as many bytes as KVM_CAP_XSAVE2 says, which is the 4096 of this structure
+    // unless the process has asked for more features with arch_prctl(2), which it does not.
     unsafe { vcpu.set_xsave(&xsave) }.map_err(kvm("KVM_SET_XSAVE"))?;
     let debug: kvm_debugregs = structure(blob, Tag::DebugRegs, number)?;
     vcpu.set_debug_regs(&debug).map_err(kvm("KVM_SET_DEBUGREGS"))?;
     let msrs: Vec<kvm_msr_entry> = structures(blob, Tag::Msrs, number)?;
-    let (deadline, others): (Vec<_>, Vec<_>) = msrs.into_iter().partition(|msr| msr.index == TSC_DEADLINE);
+    let (deadline, others): (Vec<_>, Vec<_>) =
+        msrs.into_iter().partition(|msr| msr.index == TSC_DEADLINE);
     set_msrs(vcpu, &others)?;
     let lapic: kvm_lapic_state = structure(blob, Tag::Lapic, number)?;
     vcpu.set_lapic(&lapic).map_err(kvm("KVM_SET_LAPIC"))?;

@@ -1,4 +1,5 @@
-//! The client: requests are asked for tickets, and their answers taken for these, in whatever order.
+//! The client: requests are asked for tickets, and their answers taken for these, in whatever
+//! order.
 
 use std::collections::VecDeque;
 use std::io::{BufReader, Write};
@@ -96,7 +97,8 @@ impl Client {
     /// When the connection fails.
     ///
     /// # Panics
-    /// When [`DEPTH`] requests are under way, or the bytes are more than [`REQUEST_MAX`] or not in the export: mistakes of the caller.
+    /// When [`DEPTH`] requests are under way, or the bytes are more than [`REQUEST_MAX`] or not in
+    /// the export: mistakes of the caller.
     pub fn ask_read(&mut self, offset: u64, length: u32) -> Result<Ticket, NbdError> {
         assert!(length <= REQUEST_MAX, "a read of {length} bytes");
         let mut data = self.spare.pop().unwrap_or_default();
@@ -132,20 +134,22 @@ impl Client {
         self.ask(Command::Write, offset, length, Vec::new(), Vec::new(), bytes)
     }
 
-    /// Asks for `length` bytes from `offset` on to read as zeros, with a hole where that is possible (NBD_CMD_FLAG_NO_HOLE is not
-    /// set).
+    /// Asks for `length` bytes from `offset` on to read as zeros, with a hole where that is
+    /// possible (NBD_CMD_FLAG_NO_HOLE is not set).
     ///
     /// # Errors
     /// As [`Self::ask_read`].
     ///
     /// # Panics
-    /// When [`DEPTH`] requests are under way, or the bytes are more than [`STRETCH_MAX`] or not in the export.
+    /// When [`DEPTH`] requests are under way, or the bytes are more than [`STRETCH_MAX`] or not in
+    /// the export.
     pub fn ask_zeros(&mut self, offset: u64, length: u32) -> Result<Ticket, NbdError> {
         assert!(length <= STRETCH_MAX, "a stretch of {length} bytes");
         self.ask(Command::WriteZeroes, offset, length, Vec::new(), Vec::new(), &[])
     }
 
-    /// Asks for everything that was written and taken to be put on stable storage; does nothing where the server has no such request.
+    /// Asks for everything that was written and taken to be put on stable storage; does nothing
+    /// where the server has no such request.
     ///
     /// # Errors
     /// As [`Self::ask_read`].
@@ -184,8 +188,9 @@ impl Client {
         self.ask(Command::BlockStatus, offset, length, Vec::new(), status, &[])
     }
 
-    /// Waits for a status: for each context, in the order in which they were wished for, stretches without gaps from the offset on. They
-    /// may end before the end of the request, but not before its first byte.
+    /// Waits for a status: for each context, in the order in which they were wished for, stretches
+    /// without gaps from the offset on. They may end before the end of the request, but not before
+    /// its first byte.
     ///
     /// # Errors
     /// When it failed, or the connection did.
@@ -224,8 +229,9 @@ impl Client {
             complaint: None,
             done: false,
         });
-        // QEMU looks for holes in a read that may be answered in parts, and ends the connection when such a read fails
-        // (nbd_co_send_sparse_read in nbd/server.c). One in a single part is answered with the error.
+        // QEMU looks for holes in a read that may be answered in parts, and ends the connection
+        // when such a read fails (nbd_co_send_sparse_read in nbd/server.c). One in a single part is
+        // answered with the error.
         let whole = command == Command::Read && self.export.can_answer_in_one();
         let flags = if whole { REQUEST_DF } else { 0 };
         let head = head(flags, command, cookie, offset, length);
@@ -242,7 +248,8 @@ impl Client {
     fn take(&mut self, ticket: Ticket, commands: &[Command]) -> Result<Pending, NbdError> {
         let place = self.pending.iter().position(|request| request.cookie == ticket.0);
         let place = place.filter(|place| commands.contains(&self.pending[*place].command));
-        let place = place.unwrap_or_else(|| panic!("{ticket:?} is not of a request to {commands:?}"));
+        let place =
+            place.unwrap_or_else(|| panic!("{ticket:?} is not of a request to {commands:?}"));
         let command = self.pending[place].command;
         self.check()?;
         // Nothing is taken out meanwhile, so the place stays.
@@ -290,12 +297,19 @@ impl Drop for Client {
     /// A server that is told does not log a connection that broke.
     fn drop(&mut self) {
         if !self.broken {
-            let _ = self.stream.get_mut().write_all(&head(0, Command::Disconnect, self.next_cookie, 0, 0));
+            let _ = self.stream.get_mut().write_all(&head(
+                0,
+                Command::Disconnect,
+                self.next_cookie,
+                0,
+                0,
+            ));
         }
     }
 }
 
-/// A request (proto, "Request message"). NBD_CMD_FLAG_NO_HOLE is never set: a stretch of zeros may become a hole.
+/// A request (proto, "Request message"). NBD_CMD_FLAG_NO_HOLE is never set: a stretch of zeros may
+/// become a hole.
 fn head(flags: u16, command: Command, cookie: u64, offset: u64, length: u32) -> [u8; 28] {
     let mut head = [0; 28];
     head[0..4].copy_from_slice(&REQUEST.to_be_bytes());

@@ -70,7 +70,9 @@ pub enum NbdError {
         what: String,
     },
     /// The connection failed.
-    #[error("the connection to the NBD server of export '{export}' failed during {during}: {source}")]
+    #[error(
+        "the connection to the NBD server of export '{export}' failed during {during}: {source}"
+    )]
     Io {
         /// The export.
         export: String,

@@ -1,12 +1,13 @@
-//! The handshake: fixed newstyle, structured replies, contexts, NBD_OPT_GO (proto, "Newstyle negotiation").
+//! The handshake: fixed newstyle, structured replies, contexts, NBD_OPT_GO (proto, "Newstyle
+//! negotiation").
 
 use std::io::{self, BufReader, Read, Write};
 
 use crate::error::NbdError;
 use crate::protocol::{
-    FIXED_NEWSTYLE, FLAG_FLUSH, FLAG_READ_ONLY, FLAG_SEND_DF, FLAG_WRITE_ZEROES, GREETING, INFO_BLOCK_SIZE,
-    INFO_EXPORT, NO_ZEROES, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, OPTION, OPTION_REPLY,
-    REP_ACK, REP_ERROR, REP_INFO, REP_META_CONTEXT, STRING_MAX,
+    FIXED_NEWSTYLE, FLAG_FLUSH, FLAG_READ_ONLY, FLAG_SEND_DF, FLAG_WRITE_ZEROES, GREETING,
+    INFO_BLOCK_SIZE, INFO_EXPORT, NO_ZEROES, OPT_GO, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY,
+    OPTION, OPTION_REPLY, REP_ACK, REP_ERROR, REP_INFO, REP_META_CONTEXT, STRING_MAX,
 };
 use crate::stream::Stream;
 
@@ -76,7 +77,8 @@ pub(crate) fn negotiate(stream: &mut BufReader<Stream>, wish: &Wish) -> Result<E
     let mut talk = Talk { stream, export: &wish.export };
     talk.greet()?;
     talk.option(OPT_STRUCTURED_REPLY, &[], "structured replies", |_, _| Ok(()))?;
-    let contexts = if wish.contexts.is_empty() { Vec::new() } else { talk.agree_on_contexts(wish)? };
+    let contexts =
+        if wish.contexts.is_empty() { Vec::new() } else { talk.agree_on_contexts(wish)? };
     let mut export = talk.go(wish)?;
     export.contexts = contexts;
     Ok(export)
@@ -112,7 +114,9 @@ impl Talk<'_> {
             let (number, name) = answer.split_first_chunk().ok_or("a context without a number")?;
             let place = wish.contexts.iter().position(|context| context.as_bytes() == name);
             match (kind, place) {
-                (REP_META_CONTEXT, Some(place)) => numbers[place] = Some(u32::from_be_bytes(*number)),
+                (REP_META_CONTEXT, Some(place)) => {
+                    numbers[place] = Some(u32::from_be_bytes(*number))
+                }
                 (REP_META_CONTEXT, None) => return Err("a context that was not asked for"),
                 _ => {}
             }
@@ -138,12 +142,14 @@ impl Talk<'_> {
             let (info, rest) = answer.split_first_chunk().ok_or("an information without a kind")?;
             match u16::from_be_bytes(*info) {
                 INFO_EXPORT => {
-                    let (size, rest) = rest.split_first_chunk().ok_or("an export without a size")?;
+                    let (size, rest) =
+                        rest.split_first_chunk().ok_or("an export without a size")?;
                     let (flags, _) = rest.split_first_chunk().ok_or("an export without flags")?;
                     found = Some((u64::from_be_bytes(*size), u16::from_be_bytes(*flags)));
                 }
                 INFO_BLOCK_SIZE => {
-                    let (least, rest) = rest.split_first_chunk().ok_or("block sizes that are too short")?;
+                    let (least, rest) =
+                        rest.split_first_chunk().ok_or("block sizes that are too short")?;
                     let most = rest.get(4..8).and_then(|bytes| bytes.try_into().ok());
                     let most = most.ok_or("block sizes that are too short")?;
                     sizes = Some((u32::from_be_bytes(*least), u32::from_be_bytes(most)));
@@ -152,8 +158,10 @@ impl Talk<'_> {
             }
             Ok(())
         })?;
-        let (size, flags) = found.ok_or_else(|| self.broken("it does not tell the size of the export"))?;
-        // Without constraints from the server: any offset, and lengths up to 32 MiB (proto, "Block size constraints").
+        let (size, flags) =
+            found.ok_or_else(|| self.broken("it does not tell the size of the export"))?;
+        // Without constraints from the server: any offset, and lengths up to 32 MiB (proto, "Block
+        // size constraints").
         let (block, request_max) = sizes.unwrap_or((1, 32 << 20));
         let export = Export { size, block: block.max(1), request_max, flags, contexts: Vec::new() };
         if let Some(what) = unfit(&export, wish) {

@@ -1,10 +1,12 @@
-//! A small NBD client: the fixed newstyle handshake, structured replies, metadata contexts, several requests in flight.
+//! A small NBD client: the fixed newstyle handshake, structured replies, metadata contexts, several
+//! requests in flight.
 //!
-//! Specification: `doc/proto.md` of the NetworkBlockDevice project, cited below as "proto". What QEMU adds (`qemu:dirty-bitmap:NAME`) is
-//! in its `docs/interop/nbd.txt`.
+//! Specification: `doc/proto.md` of the NetworkBlockDevice project, cited below as "proto". What
+//! QEMU adds (`qemu:dirty-bitmap:NAME`) is in its `docs/interop/nbd.txt`.
 //!
-//! Keeps two promises: whatever a server sends can neither panic the client nor decide how much it allocates, and every wait has a
-//! limit. A [`Client`] is one connection; a [`Link`] makes it anew once when it breaks. TLS, extended headers and resizing are left out.
+//! Keeps two promises: whatever a server sends can neither panic the client nor decide how much it
+//! allocates, and every wait has a limit. A [`Client`] is one connection; a [`Link`] makes it anew
+//! once when it breaks. TLS, extended headers and resizing are left out.
 //!
 //! ```no_run
 //! use godwit_nbd::{Address, Client, Wish};

@@ -1,8 +1,9 @@
 //! A connection that is made anew once when it breaks, with all that was under way asked again.
 //!
-//! That is safe: reads and a status change nothing, and writing the same bytes or zeros once more ends in the same state, as long as
-//! the caller has no two writes to the same bytes under way. A flush is asked again as well: what a server that has gone had not yet
-//! put on stable storage is not known to the next one, so a flush vouches only for a server that is still the same process.
+//! That is safe: reads and a status change nothing, and writing the same bytes or zeros once more
+//! ends in the same state, as long as the caller has no two writes to the same bytes under way. A
+//! flush is asked again as well: what a server that has gone had not yet put on stable storage is
+//! not known to the next one, so a flush vouches only for a server that is still the same process.
 
 use std::collections::VecDeque;
 
@@ -45,7 +46,8 @@ struct Waiting {
     ticket: Option<Ticket>,
 }
 
-/// A connection to one export that is made anew once when it breaks; once more only after an answer came over the new one.
+/// A connection to one export that is made anew once when it breaks; once more only after an answer
+/// came over the new one.
 #[derive(Debug)]
 pub struct Link {
     address: Address,
@@ -183,7 +185,9 @@ impl Link {
                 }
             }
         };
-        if let Some(Waiting { request: Request::Write { bytes, .. }, .. }) = self.waiting.remove(place) {
+        if let Some(Waiting { request: Request::Write { bytes, .. }, .. }) =
+            self.waiting.remove(place)
+        {
             self.spare.push(bytes);
         }
         answer
@@ -197,7 +201,8 @@ impl Link {
         let size = self.client.export().size;
         self.client = Client::connect(&self.address, &self.wish)?;
         if self.client.export().size != size {
-            let what = format!("its size has changed from {size} to {} bytes", self.client.export().size);
+            let what =
+                format!("its size has changed from {size} to {} bytes", self.client.export().size);
             return Err(NbdError::Unfit { export: self.wish.export.clone(), what });
         }
         for waiting in &mut self.waiting {

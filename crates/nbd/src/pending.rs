@@ -10,7 +10,8 @@ pub struct Stretch {
     pub offset: u64,
     /// Its length in bytes, never 0.
     pub length: u64,
-    /// What the context says of it: [`HOLE`](crate::HOLE), [`ZERO`](crate::ZERO), [`DIRTY`](crate::DIRTY).
+    /// What the context says of it: [`HOLE`](crate::HOLE), [`ZERO`](crate::ZERO),
+    /// [`DIRTY`](crate::DIRTY).
     pub flags: u32,
 }
 
@@ -45,7 +46,11 @@ impl Pending {
     /// What is wrong with an answer that has ended without an error; nothing when it is whole.
     pub(crate) fn lack(&self) -> Option<String> {
         if self.command == Command::Read && self.filled != self.data.len() {
-            return Some(format!("a read of {} bytes was answered with {}", self.data.len(), self.filled));
+            return Some(format!(
+                "a read of {} bytes was answered with {}",
+                self.data.len(),
+                self.filled
+            ));
         }
         let missing = self.status.iter().any(Option::is_none);
         missing.then(|| "a status was answered without one of the contexts".to_owned())

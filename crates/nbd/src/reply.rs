@@ -1,6 +1,8 @@
-//! Replies of the transmission phase, simple and structured, sorted to the requests that they answer.
+//! Replies of the transmission phase, simple and structured, sorted to the requests that they
+//! answer.
 //!
-//! Nothing is allocated by a length that a server names: data goes into the buffer of its request, and everything else has a limit.
+//! Nothing is allocated by a length that a server names: data goes into the buffer of its request,
+//! and everything else has a limit.
 
 use std::collections::VecDeque;
 use std::io::{self, BufReader, Read};
@@ -13,7 +15,8 @@ use crate::protocol::{
 };
 use crate::stream::Stream;
 
-/// Stretches taken of one answer; QEMU sends at most 1 MiB of them (`NBD_MAX_BLOCK_STATUS_EXTENTS`).
+/// Stretches taken of one answer; QEMU sends at most 1 MiB of them
+/// (`NBD_MAX_BLOCK_STATUS_EXTENTS`).
 const STRETCHES_MAX: u32 = 1 << 18;
 
 /// Why a reply could not be taken.
@@ -63,7 +66,8 @@ fn simple(stream: &mut BufReader<Stream>, pending: &mut VecDeque<Pending>) -> Re
     if errno.0 != 0 {
         request.complaint = Some(Complaint { errno, at: None, words: String::new() });
     } else if matches!(request.command, Command::Read | Command::BlockStatus) {
-        // With structured replies agreed on, there is no other answer to these (proto, "Simple reply message").
+        // With structured replies agreed on, there is no other answer to these (proto, "Simple
+        // reply message").
         return wrong(format!("a simple reply to a request to {}", request.command.name()));
     }
     request.done = true;
@@ -138,7 +142,8 @@ impl Chunk {
         for _ in 0..count {
             let length = u64::from(u32::from_be_bytes(array(stream)?));
             let flags = u32::from_be_bytes(array(stream)?);
-            // The last one may go beyond what was asked for (proto, "NBD_REPLY_TYPE_BLOCK_STATUS"); none may come after it.
+            // The last one may go beyond what was asked for (proto, "NBD_REPLY_TYPE_BLOCK_STATUS");
+            // none may come after it.
             if length == 0 || at >= end {
                 return wrong("a status with a stretch of no length or beyond its request");
             }
@@ -158,7 +163,8 @@ impl Chunk {
         stream.read_exact(&mut payload)?;
         let (errno, rest) = payload.split_at(4);
         let (length, rest) = rest.split_at(2);
-        let number = |bytes: &[u8]| bytes.iter().fold(0, |all: u64, byte| all << 8 | u64::from(*byte));
+        let number =
+            |bytes: &[u8]| bytes.iter().fold(0, |all: u64, byte| all << 8 | u64::from(*byte));
         let errno = Errno(number(errno) as u32);
         let length = number(length) as usize;
         if length > rest.len() || errno.0 == 0 {

@@ -11,7 +11,8 @@ use proptest::prelude::*;
 
 const SIZE: u64 = 1 << 20;
 
-/// What a server says in the handshake, with the options' answers in the order in which the client asks.
+/// What a server says in the handshake, with the options' answers in the order in which the client
+/// asks.
 fn handshake(contexts: bool, flags: u16) -> Vec<u8> {
     let mut said = b"NBDMAGICIHAVEOPT".to_vec();
     said.extend(3u16.to_be_bytes());
@@ -27,12 +28,14 @@ fn handshake(contexts: bool, flags: u16) -> Vec<u8> {
 }
 
 fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
-    let head = [&0x0003_e889_0455_65a9u64.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes()];
+    let head =
+        [&0x0003_e889_0455_65a9u64.to_be_bytes()[..], &option.to_be_bytes(), &kind.to_be_bytes()];
     [&head.concat()[..], &(data.len() as u32).to_be_bytes(), data].concat()
 }
 
 fn chunk(done: bool, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
-    let head = [&0x668e_33efu32.to_be_bytes()[..], &u16::from(done).to_be_bytes(), &kind.to_be_bytes()];
+    let head =
+        [&0x668e_33efu32.to_be_bytes()[..], &u16::from(done).to_be_bytes(), &kind.to_be_bytes()];
     let length = (payload.len() as u32).to_be_bytes();
     [&head.concat()[..], &cookie.to_be_bytes(), &length, payload].concat()
 }
@@ -79,7 +82,8 @@ fn status(replies: &[u8]) -> Result<Vec<Vec<Stretch>>, NbdError> {
 #[test]
 fn answers_find_their_requests_in_any_order() {
     let replies =
-        [data(true, 1, 512, &[2; 8]), data(false, 0, 4, &[1; 4]), chunk(true, 2, 0, &hole(0, 4))].concat();
+        [data(true, 1, 512, &[2; 8]), data(false, 0, 4, &[1; 4]), chunk(true, 2, 0, &hole(0, 4))]
+            .concat();
     let mut client = client(false, &replies);
     let tickets = [client.ask_read(0, 8).unwrap(), client.ask_read(512, 8).unwrap()];
     let (mut first, mut second) = ([9; 8], [9; 8]);
@@ -114,7 +118,10 @@ fn a_status_that_lies_is_refused() {
         [stretches(7, &[(4096, 0)]), vec![1]].concat(),
     ];
     for lie in lies {
-        assert!(matches!(status(&chunk(true, 5, 0, &lie)), Err(NbdError::Protocol { .. })), "{lie:?}");
+        assert!(
+            matches!(status(&chunk(true, 5, 0, &lie)), Err(NbdError::Protocol { .. })),
+            "{lie:?}"
+        );
     }
     let twice = chunk(false, 5, 0, &stretches(7, &[(8192, 0)]));
     assert!(matches!(status(&[&twice[..], &twice].concat()), Err(NbdError::Protocol { .. })));
@@ -141,8 +148,12 @@ fn a_read_that_lies_is_refused() {
 #[test]
 fn an_error_names_export_offset_and_number() {
     let words = b"bad sector";
-    let payload =
-        [&5u32.to_be_bytes()[..], &(words.len() as u16).to_be_bytes(), words, &4100u64.to_be_bytes()];
+    let payload = [
+        &5u32.to_be_bytes()[..],
+        &(words.len() as u16).to_be_bytes(),
+        words,
+        &4100u64.to_be_bytes(),
+    ];
     let error = read(&chunk(true, (1 << 15) + 2, 0, &payload.concat())).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -156,7 +167,10 @@ fn an_error_names_export_offset_and_number() {
 #[test]
 fn an_error_whose_message_is_longer_than_itself_is_refused() {
     let payload = [&5u32.to_be_bytes()[..], &100u16.to_be_bytes(), b"x"].concat();
-    assert!(matches!(read(&chunk(true, (1 << 15) + 1, 0, &payload)), Err(NbdError::Protocol { .. })));
+    assert!(matches!(
+        read(&chunk(true, (1 << 15) + 1, 0, &payload)),
+        Err(NbdError::Protocol { .. })
+    ));
     let announced = [&chunk(true, 1 << 15 | 1, 0, &[])[..16], &u32::MAX.to_be_bytes()].concat();
     assert!(matches!(read(&announced), Err(NbdError::Protocol { .. })));
 }

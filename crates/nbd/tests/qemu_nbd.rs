@@ -1,4 +1,5 @@
-//! The client against QEMU's own server, `qemu-nbd`: unix sockets and TCP, raw and qcow2, and a server that dies.
+//! The client against QEMU's own server, `qemu-nbd`: unix sockets and TCP, raw and qcow2, and a
+//! server that dies.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,7 +18,8 @@ impl Place {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("godwit-nbd-test-{}-{number}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("godwit-nbd-test-{}-{number}", std::process::id()));
         std::fs::create_dir(&path).unwrap();
         Self(path)
     }
@@ -25,8 +27,11 @@ impl Place {
     fn image(&self, format: &str) -> PathBuf {
         let path = self.0.join(format!("image.{format}"));
         let size = SIZE.to_string();
-        let made =
-            Command::new("qemu-img").args(["create", "-q", "-f", format]).arg(&path).arg(size).status();
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", format])
+            .arg(&path)
+            .arg(size)
+            .status();
         assert!(made.unwrap().success());
         path
     }
@@ -37,7 +42,8 @@ impl Place {
     fn serve_again(&self) -> Server {
         let socket = self.0.join("nbd");
         std::fs::remove_file(&socket).unwrap();
-        let server = Server::start(&self.0.join("image.raw"), "raw", &["-k", socket.to_str().unwrap()]);
+        let server =
+            Server::start(&self.0.join("image.raw"), "raw", &["-k", socket.to_str().unwrap()]);
         drop(connect(&Address::Unix(socket), &Wish::new("disk")));
         server
     }
@@ -55,7 +61,10 @@ impl Server {
     /// Serves `image` under the name `disk`; `arguments` say where.
     fn start(image: &Path, format: &str, arguments: &[&str]) -> Self {
         let mut command = Command::new("qemu-nbd");
-        command.args(["-x", "disk", "-t", "--discard=unmap", "-f", format]).args(arguments).arg(image);
+        command
+            .args(["-x", "disk", "-t", "--discard=unmap", "-f", format])
+            .args(arguments)
+            .arg(image);
         Self(command.stdin(Stdio::null()).spawn().unwrap())
     }
 
@@ -68,7 +77,13 @@ impl Server {
 
     /// Keeps the server from doing anything, while its socket still takes what it is sent.
     fn stop(&self) {
-        assert!(Command::new("kill").args(["-STOP", &self.0.id().to_string()]).status().unwrap().success());
+        assert!(
+            Command::new("kill")
+                .args(["-STOP", &self.0.id().to_string()])
+                .status()
+                .unwrap()
+                .success()
+        );
     }
 
     fn kill(&mut self) {
@@ -135,7 +150,9 @@ fn what_is_written_is_read_and_zeros_are_holes() {
         let status = client.take_status(status).unwrap();
         let flags = |at: u64| {
             let mut all = status[0].iter();
-            all.find(|stretch| (stretch.offset..stretch.offset + stretch.length).contains(&at)).unwrap().flags
+            all.find(|stretch| (stretch.offset..stretch.offset + stretch.length).contains(&at))
+                .unwrap()
+                .flags
         };
         assert_eq!(flags(1 << 20), 0, "{format}");
         assert_eq!(flags(3 << 20), HOLE | ZERO, "{format}");
@@ -179,13 +196,15 @@ fn an_export_that_is_not_there_or_read_only_is_refused() {
     }
     let place = Place::new();
     let socket = place.0.join("nbd");
-    let _server = Server::start(&place.image("raw"), "raw", &["-r", "-k", socket.to_str().unwrap()]);
+    let _server =
+        Server::start(&place.image("raw"), "raw", &["-r", "-k", socket.to_str().unwrap()]);
     let address = Address::Unix(socket);
     drop(connect(&address, &Wish::new("disk")));
     let refused = |wish: &Wish| Client::connect(&address, wish).unwrap_err();
     assert!(matches!(refused(&Wish::new("other")), NbdError::Refused { .. }));
     assert!(matches!(refused(&wish()), NbdError::Unfit { .. }));
-    let error = refused(&Wish::new("disk").with_context(&godwit_nbd::dirty_bitmap("none"))).to_string();
+    let error =
+        refused(&Wish::new("disk").with_context(&godwit_nbd::dirty_bitmap("none"))).to_string();
     assert!(error.contains("'disk'") && error.contains("qemu:dirty-bitmap:none"), "{error}");
 }
 
@@ -199,7 +218,10 @@ fn a_server_that_dies_is_noticed() {
     let mut client = connect(&address, &wish());
     server.kill();
     let mut bytes = [0; 4096];
-    let lost = client.ask_read(0, 4096).and_then(|ticket| client.take_read(ticket, &mut bytes)).unwrap_err();
+    let lost = client
+        .ask_read(0, 4096)
+        .and_then(|ticket| client.take_read(ticket, &mut bytes))
+        .unwrap_err();
     assert!(lost.is_of_connection() && lost.to_string().contains("'disk'"), "{lost}");
     assert!(client.ask_read(0, 4096).unwrap_err().is_of_connection());
 }
@@ -249,6 +271,7 @@ fn a_link_whose_server_stays_away_ends_with_the_reason() {
     link.take_read(asked, &mut [0; 4096]).unwrap();
     server.kill();
     let mut bytes = [0; 4096];
-    let lost = link.ask_read(0, 4096).and_then(|asked| link.take_read(asked, &mut bytes)).unwrap_err();
+    let lost =
+        link.ask_read(0, 4096).and_then(|asked| link.take_read(asked, &mut bytes)).unwrap_err();
     assert!(matches!(lost, NbdError::Connect { .. }), "{lost}");
 }

@@ -17,7 +17,8 @@ pub struct Bandwidth {
 }
 
 impl Bandwidth {
-    /// Takes in that `sent` bytes took `time`. Samples under 1 MiB are passed over once there is a larger one.
+    /// Takes in that `sent` bytes took `time`. Samples under 1 MiB are passed over once there is a
+    /// larger one.
     pub fn observe(&mut self, sent: ByteCount, time: Duration) {
         if sent < SMALLEST && !self.samples.is_empty() {
             return;

@@ -1,8 +1,9 @@
-//! The decision after each round and within it: another round and how, switch over, or give up and say why.
+//! The decision after each round and within it: another round and how, switch over, or give up and
+//! say why.
 //!
-//! The guest is stopped when the expected downtime is within the limit *and* one more round would not bring it
-//! down by much: at a local minimum of what remains, not at the first moment that is allowed. A throttled guest is
-//! not kept waiting for the minimum.
+//! The guest is stopped when the expected downtime is within the limit *and* one more round would
+//! not bring it down by much: at a local minimum of what remains, not at the first moment that is
+//! allowed. A throttled guest is not kept waiting for the minimum.
 
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ use crate::share::Share;
 use crate::throttle::{SEVERE, Throttle, View};
 use crate::{Bandwidth, downtime};
 
-/// A round is worth making, once within the limit, if the last one brought the remaining data down to this share.
+/// A round is worth making, once within the limit, if the last one brought the remaining data down
+/// to this share.
 const WORTHWHILE: f64 = 0.75;
 /// Below this transfer time of the rest no further round is made: the fixed costs dominate.
 const NEGLIGIBLE: Duration = Duration::from_micros(500);
@@ -109,7 +111,8 @@ impl Policy {
 
     /// What is to be in force in the first round; `disks` says whether disks move as well.
     pub fn start(&mut self, disks: bool) -> Plan {
-        self.plan.memory_share = self.settings.memory_share.unwrap_or_else(|| Share::at_first(disks));
+        self.plan.memory_share =
+            self.settings.memory_share.unwrap_or_else(|| Share::at_first(disks));
         self.plan.clone()
     }
 
@@ -125,8 +128,8 @@ impl Policy {
         &self.plan
     }
 
-    /// Takes changed settings while the migration runs. The plan that follows is to be put into force
-    /// at once.
+    /// Takes changed settings while the migration runs. The plan that follows is to be put into
+    /// force at once.
     pub fn change(&mut self, settings: Settings) -> Plan {
         let before = std::mem::replace(&mut self.settings, settings);
         if before.throttle != self.settings.throttle {
@@ -152,7 +155,8 @@ impl Policy {
         self.step
     }
 
-    /// Takes in what is seen within a round. Some, when another plan is to be put into force at once.
+    /// Takes in what is seen within a round. Some, when another plan is to be put into force at
+    /// once.
     pub fn tick(&mut self, tick: &Tick) -> Option<Plan> {
         let time = tick.in_round.saturating_sub(self.last_look);
         if time.is_zero() {
@@ -220,7 +224,8 @@ impl Policy {
         let left = self.left(&classes, round, looked);
         let disks = self.share.transfer(&disk, round.time, round.lead);
         let last = self.last_bandwidth(bandwidth);
-        let expected = downtime::expected(left, last, round.fixed).and_then(|time| time.checked_add(disks?));
+        let expected =
+            downtime::expected(left, last, round.fixed).and_then(|time| time.checked_add(disks?));
         let limit = self.limit();
         let previous = self.previous.replace(round.remaining);
         let mut estimate = Estimate {
@@ -249,7 +254,12 @@ impl Policy {
             again: self.again(&classes, left, bandwidth, round.throttle),
         };
         if !round.dirty.is_empty() {
-            self.hot.round(round.dirty, self.guest.segment_pages(), round.remaining.0 as f64, bounds);
+            self.hot.round(
+                round.dirty,
+                self.guest.segment_pages(),
+                round.remaining.0 as f64,
+                bounds,
+            );
         }
         let (share, disk_limit) = match &round.disk {
             Some(disk) => {
@@ -264,7 +274,8 @@ impl Policy {
         // As long as memory waits for disks, nothing is gained by a slower guest.
         view.delaying |= share < crate::share::ALL;
         let (mut throttle, mut governor) = (self.throttle.clone(), self.governor.clone());
-        let governs = matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Governor);
+        let governs =
+            matches!(self.settings.throttle, ThrottleMode::Adaptive | ThrottleMode::Governor);
         // A guest that is throttled already is not handed over: the end is near.
         let needed = governs && throttle.value() <= 0.0 && throttle.is_needed(&view);
         governor.round(&view, round.can_govern && governs, needed);
@@ -297,8 +308,9 @@ impl Policy {
         (Decision::NextRound(self.plan.clone()), estimate)
     }
 
-    /// Whether what remains, within a round, fits into the downtime already. Then a throttled guest is not kept waiting
-    /// for the round's end: all that is left of it is passed by, and goes with the last one.
+    /// Whether what remains, within a round, fits into the downtime already. Then a throttled guest
+    /// is not kept waiting for the round's end: all that is left of it is passed by, and goes with
+    /// the last one.
     fn may_end_round(&self, tick: &Tick) -> bool {
         let growth = self.growth(&self.guest.classes(), self.lead, tick.throttle);
         let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
@@ -314,8 +326,10 @@ impl Policy {
     fn growth(&self, classes: &[Class], time: Duration, throttle: f64) -> f64 {
         let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * time.as_secs_f64());
         let time = time.as_secs_f64() * self.guest.speed(throttle);
-        let free: f64 =
-            classes.iter().map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp())).sum();
+        let free: f64 = classes
+            .iter()
+            .map(|c| (c.pages - c.dirty).max(0.0) * (1.0 - (-c.rate * time).exp()))
+            .sum();
         free.min(most)
     }
 
@@ -341,8 +355,8 @@ impl Policy {
         }
     }
 
-    /// All of memory that stop-and-copy would have to send. Where nobody `looked` within the round, harvests have
-    /// hidden from the looks how fast pages become dirty.
+    /// All of memory that stop-and-copy would have to send. Where nobody `looked` within the round,
+    /// harvests have hidden from the looks how fast pages become dirty.
     fn left(&self, classes: &[Class], round: &Round, looked: bool) -> ByteCount {
         let mut growth = self.growth(classes, round.lead, round.throttle);
         if !looked {
@@ -351,16 +365,18 @@ impl Policy {
         ByteCount(((round.remaining.0 as f64 + growth) * self.page_bytes) as u64)
     }
 
-    /// Pages that become dirty until the guest stands still, at the pace of those that have become so since they were
-    /// harvested: half of the time of sending ago, on average. As pages are written again, that pace only falls. Of
-    /// segments that were left for later looks have seen the growth.
+    /// Pages that become dirty until the guest stands still, at the pace of those that have become
+    /// so since they were harvested: half of the time of sending ago, on average. As pages are
+    /// written again, that pace only falls. Of segments that were left for later looks have seen
+    /// the growth.
     fn growth_at_most(&self, round: &Round) -> f64 {
         let sending = round.time.saturating_sub(round.idle).as_secs_f64();
         let age = if round.at_once { round.time.as_secs_f64() } else { sending / 2.0 };
         let written = match round.dirty {
             [] => round.remaining.0 as f64,
             dirty => {
-                let harvested = dirty.iter().enumerate().filter(|(at, _)| !self.plan.delayed.contains(*at));
+                let harvested =
+                    dirty.iter().enumerate().filter(|(at, _)| !self.plan.delayed.contains(*at));
                 harvested.map(|(_, pages)| f64::from(*pages)).sum()
             }
         };
@@ -445,13 +461,19 @@ impl Policy {
         Some(Delayed::new(self.guest.spared(view.unsent, self.guest.speed(throttle), link, enough)))
     }
 
-    fn is_minimum(&mut self, remaining: PageCount, previous: Option<PageCount>, transfer: Duration) -> bool {
+    fn is_minimum(
+        &mut self,
+        remaining: PageCount,
+        previous: Option<PageCount>,
+        transfer: Duration,
+    ) -> bool {
         if self.plan.throttle > 0.0 || self.plan.first_writes.is_some() {
             return true;
         }
         self.searched += 1;
         // Nothing to compare the first round with: it sent all of memory.
-        let shrinks = previous.is_none_or(|previous| (remaining.0 as f64) < WORTHWHILE * previous.0 as f64);
+        let shrinks =
+            previous.is_none_or(|previous| (remaining.0 as f64) < WORTHWHILE * previous.0 as f64);
         !(shrinks && transfer > NEGLIGIBLE && self.searched <= SEARCH_ROUNDS)
     }
 
@@ -508,8 +530,13 @@ impl Policy {
         let speed = self.guest.speed(throttle);
         let time = |faster: f64, busier: f64| {
             let link = Link { pages: view.bandwidth * faster, ..view.link() };
-            let seconds =
-                time_to_finish(view.classes, view.unsent, (speed * busier).min(1.0), link, view.enough)?;
+            let seconds = time_to_finish(
+                view.classes,
+                view.unsent,
+                (speed * busier).min(1.0),
+                link,
+                view.enough,
+            )?;
             let last = view.enough.min(view.remaining) / link.pages.max(1.0);
             Duration::try_from_secs_f64(seconds + last).ok()?.checked_add(self.fixed)
         };

@@ -1,27 +1,31 @@
 //! The arithmetic of downtime.
 //!
-//! With bandwidth `B`, dirty rate `D`, synchronisation time `x` and transfer time `t` of one round, a round in
-//! balance sends what was dirtied while the round before was synchronised and sent:
+//! With bandwidth `B`, dirty rate `D`, synchronisation time `x` and transfer time `t` of one round,
+//! a round in balance sends what was dirtied while the round before was synchronised and sent:
 //!
 //! ```text
 //!   B·t = D·(x + t)     =>     t = D·x / (B − D)
 //! ```
 //!
-//! so no downtime limit below `x + D·x/(B − D)` can be met however many rounds are made, and none at all when
-//! `D ≥ B`. (From the analysis of dirty-bitmap synchronisation on the QEMU list that proposed to merge
-//! fragmented clears.) Godwit harvests each segment just before it is sent, so that harvests do not hold up
-//! sending. What is left of `x` is the look at all of memory that each decision needs, on a link that is
-//! idle meanwhile. It is measured, and so is the last harvest, with the guest stopped, which is part of the
-//! estimate.
+//! so no downtime limit below `x + D·x/(B − D)` can be met however many rounds are made, and none
+//! at all when `D ≥ B`. (From the analysis of dirty-bitmap synchronisation on the QEMU list that
+//! proposed to merge fragmented clears.) Godwit harvests each segment just before it is sent, so
+//! that harvests do not hold up sending. What is left of `x` is the look at all of memory that each
+//! decision needs, on a link that is idle meanwhile. It is measured, and so is the last harvest,
+//! with the guest stopped, which is part of the estimate.
 
 use std::time::Duration;
 
 use godwit_units::{ByteCount, Rate};
 
-/// Transfer time of a round in balance, `D·x / (B − D)`; `None` when the guest dirties at least as fast as the
-/// link carries.
+/// Transfer time of a round in balance, `D·x / (B − D)`; `None` when the guest dirties at least as
+/// fast as the link carries.
 #[must_use]
-pub fn balanced_transfer(bandwidth: Rate, dirty: Rate, synchronisation: Duration) -> Option<Duration> {
+pub fn balanced_transfer(
+    bandwidth: Rate,
+    dirty: Rate,
+    synchronisation: Duration,
+) -> Option<Duration> {
     let spare = bandwidth.bytes_per_second() - dirty.bytes_per_second();
     if spare <= 0.0 {
         return None;
@@ -30,8 +34,8 @@ pub fn balanced_transfer(bandwidth: Rate, dirty: Rate, synchronisation: Duration
     Duration::try_from_secs_f64(seconds).ok()
 }
 
-/// The downtime if the guest were stopped now: what remains over the link, then the fixed costs (last harvest,
-/// device state, flush of disks, handover). `None` before the bandwidth is known.
+/// The downtime if the guest were stopped now: what remains over the link, then the fixed costs
+/// (last harvest, device state, flush of disks, handover). `None` before the bandwidth is known.
 #[must_use]
 pub fn expected(remaining: ByteCount, bandwidth: Rate, fixed: Duration) -> Option<Duration> {
     bandwidth.time_for(remaining)?.checked_add(fixed)
@@ -59,13 +63,19 @@ mod tests {
     fn no_balance_when_the_guest_is_faster() {
         assert_eq!(balanced_transfer(rate(1e9), rate(1e9), Duration::from_millis(1)), None);
         assert_eq!(balanced_transfer(rate(1e9), rate(2e9), Duration::ZERO), None);
-        assert_eq!(balanced_transfer(rate(1e9), Rate::ZERO, Duration::from_millis(1)), Some(Duration::ZERO));
+        assert_eq!(
+            balanced_transfer(rate(1e9), Rate::ZERO, Duration::from_millis(1)),
+            Some(Duration::ZERO)
+        );
     }
 
     #[test]
     fn expected_downtime_adds_the_fixed_costs() {
         let fixed = Duration::from_millis(10);
-        assert_eq!(expected(ByteCount(1_000_000), rate(1e8), fixed), Some(Duration::from_millis(20)));
+        assert_eq!(
+            expected(ByteCount(1_000_000), rate(1e8), fixed),
+            Some(Duration::from_millis(20))
+        );
         assert_eq!(expected(ByteCount(1), Rate::ZERO, fixed), None);
         assert_eq!(expected(ByteCount::ZERO, Rate::ZERO, fixed), Some(fixed));
     }

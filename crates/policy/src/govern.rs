@@ -1,7 +1,9 @@
-//! How many clean pages the guest may make dirty each second, where the machine can hold it to that.
+//! How many clean pages the guest may make dirty each second, where the machine can hold it to
+//! that.
 //!
-//! With the link sending `B` pages a second, `R` remaining and `E` of them fitting into the downtime, a round takes `R / B`, and a
-//! guest that makes `g` pages dirty each second leaves at most `g·R / B` behind it. So
+//! With the link sending `B` pages a second, `R` remaining and `E` of them fitting into the
+//! downtime, a round takes `R / B`, and a guest that makes `g` pages dirty each second leaves at
+//! most `g·R / B` behind it. So
 //!
 //! ```text
 //!   one round is enough:     g₁ = E·B / R
@@ -9,16 +11,18 @@
 //!                            (R − E) / (B − g) ≤ T   ⟹   g ≤ B − (R − E) / T
 //! ```
 //!
-//! A guest that wants `D > B` loses `(1 − g/D)` of its work for `(R − E) / (B − g)`: the more, the larger `g` is. So the
-//! smallest `g` costs least work in all; but it is felt most. Up to [`SHORT`] of that are taken in one go, with `g₁`. What takes
-//! longer is spread over the time there is, at the rate of the second line, never above [`SHARE`] of the link; `g₁` grows as `R` falls,
-//! and once that is the larger one, or the rest is short, the end is in sight.
+//! A guest that wants `D > B` loses `(1 − g/D)` of its work for `(R − E) / (B − g)`: the more, the
+//! larger `g` is. So the smallest `g` costs least work in all; but it is felt most. Up to [`SHORT`]
+//! of that are taken in one go, with `g₁`. What takes longer is spread over the time there is, at
+//! the rate of the second line, never above [`SHARE`] of the link; `g₁` grows as `R` falls, and
+//! once that is the larger one, or the rest is short, the end is in sight.
 
 use std::time::Duration;
 
 use crate::throttle::View;
 
-/// Of the link, the part that the guest may make dirty again at the most: each round leaves half of the one before.
+/// Of the link, the part that the guest may make dirty again at the most: each round leaves half of
+/// the one before.
 const SHARE: f64 = 0.5;
 /// Of what may remain at the end, the part that is planned with.
 const CAREFUL: f64 = 0.95;
@@ -26,7 +30,8 @@ const CAREFUL: f64 = 0.95;
 const SHORT: f64 = 3.0;
 /// No guest is held to less than this many pages a second: its kernel has a house to keep.
 const LEAST: f64 = 500.0;
-/// A round under the governor that leaves over this share of what the one before left does not converge.
+/// A round under the governor that leaves over this share of what the one before left does not
+/// converge.
 const DEAF: f64 = 0.9;
 /// After so many of them it is given up.
 const DEAF_ROUNDS: u32 = 3;
@@ -56,7 +61,8 @@ impl Governor {
         self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
         self.previous = view.remaining;
         self.failed |= self.deaf_rounds >= DEAF_ROUNDS;
-        // Once in force it stays, as a guest that is let go would have the next rounds undo what was won.
+        // Once in force it stays, as a guest that is let go would have the next rounds undo what
+        // was won.
         let wanted = offered && !self.failed && (needed || self.budget.is_some());
         self.budget = (wanted && view.bandwidth > 0.0).then(|| budget(view));
     }
@@ -69,7 +75,8 @@ impl Governor {
     /// How long until what may remain remains, at this budget.
     pub(crate) fn time_to_finish(&self, view: &View) -> Option<Duration> {
         let spare = view.bandwidth - self.budget?;
-        let seconds = (view.remaining - view.enough).max(0.0) / spare + view.enough / view.bandwidth;
+        let seconds =
+            (view.remaining - view.enough).max(0.0) / spare + view.enough / view.bandwidth;
         Duration::try_from_secs_f64(seconds).ok()
     }
 }

@@ -1,4 +1,5 @@
-//! How the guest dirties memory, learned from looks at its segments, and what follows for rounds to come.
+//! How the guest dirties memory, learned from looks at its segments, and what follows for rounds to
+//! come.
 //!
 //! A guest that writes at random, `w` times a second over `N` pages, has after a time `t`
 //!
@@ -6,14 +7,15 @@
 //!   d(t) = N · (1 − exp(−λ·t)),   λ = w / N
 //! ```
 //!
-//! of them dirty: its dirty rate falls while the pages it writes are dirty already. A throttle that lets the guest
-//! run a share `r` of the time makes `λ` to `r·λ` and leaves `N` as it is. So at a mild throttle a busy guest still
-//! dirties all of `N` in every round, and nothing is gained; only when `r·λ·T` gets small for a round of `T` does
-//! the remaining data fall.
+//! of them dirty: its dirty rate falls while the pages it writes are dirty already. A throttle that
+//! lets the guest run a share `r` of the time makes `λ` to `r·λ` and leaves `N` as it is. So at a
+//! mild throttle a busy guest still dirties all of `N` in every round, and nothing is gained; only
+//! when `r·λ·T` gets small for a round of `T` does the remaining data fall.
 //!
-//! The growth of a segment between two looks is `λ·(N − d)`: a straight line over `d`. Each segment gets its own
-//! line, fitted while nothing is throttled. Under a throttle the lines stay and the ratio of observed to expected
-//! growth is learned, since no mechanism does exactly what it is told.
+//! The growth of a segment between two looks is `λ·(N − d)`: a straight line over `d`. Each segment
+//! gets its own line, fitted while nothing is throttled. Under a throttle the lines stay and the
+//! ratio of observed to expected growth is learned, since no mechanism does exactly what it is
+//! told.
 
 use std::time::Duration;
 
@@ -29,7 +31,8 @@ struct Segment {
     dg: f32,
 }
 
-/// Pages that are written alike: `pages` of them, each written `rate` times a second, `dirty` of them dirty.
+/// Pages that are written alike: `pages` of them, each written `rate` times a second, `dirty` of
+/// them dirty.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Class {
     pub(crate) pages: f64,
@@ -47,13 +50,20 @@ pub(crate) struct Guest {
     gain: f64,
     /// Whether the gain was ever measured.
     measured: bool,
-    /// Growth seen and expected, and the throttle they were seen under, since the gain was last learned.
+    /// Growth seen and expected, and the throttle they were seen under, since the gain was last
+    /// learned.
     pending: (f64, f64, f64),
 }
 
 impl Default for Guest {
     fn default() -> Self {
-        Self { segments: Vec::new(), size: 4096.0, gain: 1.0, measured: false, pending: (0.0, 0.0, 0.0) }
+        Self {
+            segments: Vec::new(),
+            size: 4096.0,
+            gain: 1.0,
+            measured: false,
+            pending: (0.0, 0.0, 0.0),
+        }
     }
 }
 
@@ -63,7 +73,8 @@ const TELLING: f64 = 64.0;
 const PARTS: usize = 16;
 
 impl Guest {
-    /// Takes in a look at all segments, `time` after the one before, with the guest running the share `1 − throttle`.
+    /// Takes in a look at all segments, `time` after the one before, with the guest running the
+    /// share `1 − throttle`.
     pub(crate) fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
         if self.segments.len() != dirty.len() {
             self.segments = vec![Segment::default(); dirty.len()];
@@ -121,7 +132,8 @@ impl Guest {
         }
     }
 
-    /// A round ended with `remaining` pages dirty, and nobody looked at segments: all memory is one.
+    /// A round ended with `remaining` pages dirty, and nobody looked at segments: all memory is
+    /// one.
     pub(crate) fn look_at_all(&mut self, remaining: u64, time: Duration, throttle: f64) {
         if self.segments.len() != 1 {
             self.segments = vec![Segment::default()];
@@ -154,9 +166,9 @@ impl Guest {
         if throttle <= 0.0 { 1.0 } else { ((1.0 - throttle) * self.gain).min(1.0) }
     }
 
-    /// For a guest that hardly runs, the segments that need not be sent in the next round: the fewer are sent, the
-    /// sooner it is over. Those with most dirty pages are sent, as few as bring what remains, with what is dirtied
-    /// meanwhile, to `enough`. Empty when all have to be.
+    /// For a guest that hardly runs, the segments that need not be sent in the next round: the
+    /// fewer are sent, the sooner it is over. Those with most dirty pages are sent, as few as bring
+    /// what remains, with what is dirtied meanwhile, to `enough`. Empty when all have to be.
     pub(crate) fn spared(&self, unsent: f64, speed: f64, link: Link, enough: f64) -> Vec<usize> {
         let size = self.size as f32;
         let lines: Vec<(f64, f64, f64)> = self
@@ -168,19 +180,26 @@ impl Guest {
                 (dirty, f64::from(pages).max(dirty), speed * f64::from(rate))
             })
             .collect();
-        let mut order: Vec<usize> = (0..lines.len()).filter(|index| lines[*index].1 > 0.0).collect();
+        let mut order: Vec<usize> =
+            (0..lines.len()).filter(|index| lines[*index].1 > 0.0).collect();
         order.sort_unstable_by(|a, b| lines[*b].0.total_cmp(&lines[*a].0));
         for part in 1..PARTS {
             let (sent, spared) = order.split_at(order.len() * part / PARTS);
-            let mut time = (unsent + sent.iter().map(|index| lines[*index].0).sum::<f64>()) / link.pages;
+            let mut time =
+                (unsent + sent.iter().map(|index| lines[*index].0).sum::<f64>()) / link.pages;
             for _ in 0..4 {
-                let pages =
-                    sent.iter().map(|index| lines[*index]).map(|(d, n, l)| n - (n - d) * kept(l * time));
+                let pages = sent
+                    .iter()
+                    .map(|index| lines[*index])
+                    .map(|(d, n, l)| n - (n - d) * kept(l * time));
                 time = (unsent + pages.sum::<f64>()) / link.pages;
             }
-            let left = sent.iter().map(|index| lines[*index]).map(|(_, n, l)| n * (1.0 - kept(l * time)));
-            let grown =
-                spared.iter().map(|index| lines[*index]).map(|(d, n, l)| n - (n - d) * (-l * time).exp());
+            let left =
+                sent.iter().map(|index| lines[*index]).map(|(_, n, l)| n * (1.0 - kept(l * time)));
+            let grown = spared
+                .iter()
+                .map(|index| lines[*index])
+                .map(|(d, n, l)| n - (n - d) * (-l * time).exp());
             if left.chain(grown).sum::<f64>() <= enough {
                 return spared.to_vec();
             }
@@ -197,7 +216,8 @@ impl Guest {
             match segment.line(self.size as f32) {
                 Some((pages, rate)) => {
                     let (pages, rate) = (f64::from(pages), f64::from(rate));
-                    let number = (rate.log2().floor() + 8.0).clamp(0.0, CLASSES as f64 - 1.0) as usize;
+                    let number =
+                        (rate.log2().floor() + 8.0).clamp(0.0, CLASSES as f64 - 1.0) as usize;
                     let class = &mut classes[number];
                     class.pages += pages;
                     class.rate += pages * rate;
@@ -220,7 +240,8 @@ impl Guest {
 
 impl Segment {
     fn learn(&mut self, level: f32, growth: f32, weight: f32) {
-        // A segment that is dirty all over tells the same again and again; what it told while it grew is kept.
+        // A segment that is dirty all over tells the same again and again; what it told while it
+        // grew is kept.
         let weight = weight.clamp(0.01, 1.0);
         let keep = 1.0 - 0.3 * weight;
         self.weight = self.weight * keep + weight;
@@ -263,8 +284,8 @@ pub(crate) struct Link {
     pub(crate) lead: f64,
 }
 
-/// Seconds until at most `enough` pages remain at the end of a round, with the guest dirtying at the share `speed`
-/// of its rate and `unsent` pages beside; `None` when it does not get there.
+/// Seconds until at most `enough` pages remain at the end of a round, with the guest dirtying at
+/// the share `speed` of its rate and `unsent` pages beside; `None` when it does not get there.
 pub(crate) fn time_to_finish(
     classes: &[Class],
     unsent: f64,
@@ -281,8 +302,10 @@ pub(crate) fn time_to_finish(
     let mut best = f64::INFINITY;
     for _ in 0..32 {
         let total = unsent + classes.iter().map(|class| class.dirty).sum::<f64>();
-        let last: f64 =
-            classes.iter().map(|c| (c.pages - c.dirty) * (1.0 - (-speed * c.rate * link.lead).exp())).sum();
+        let last: f64 = classes
+            .iter()
+            .map(|c| (c.pages - c.dirty) * (1.0 - (-speed * c.rate * link.lead).exp()))
+            .sum();
         if total + last <= enough {
             return Some(elapsed);
         }
@@ -320,13 +343,17 @@ fn round(classes: &mut [Class], unsent: f64, total: f64, speed: f64, link: Link)
     }
     if link.idle > 0.0 {
         for class in classes.iter_mut() {
-            class.dirty = class.pages - (class.pages - class.dirty) * (-speed * class.rate * link.idle).exp();
+            class.dirty =
+                class.pages - (class.pages - class.dirty) * (-speed * class.rate * link.idle).exp();
         }
     }
-    // What is dirtied before its segment's turn comes is sent in this round as well, which makes it longer.
+    // What is dirtied before its segment's turn comes is sent in this round as well, which makes it
+    // longer.
     for _ in 0..12 {
-        let sent: f64 =
-            classes.iter().map(|c| c.pages - (c.pages - c.dirty) * kept(speed * c.rate * time)).sum();
+        let sent: f64 = classes
+            .iter()
+            .map(|c| c.pages - (c.pages - c.dirty) * kept(speed * c.rate * time))
+            .sum();
         let longer = (unsent + sent) / link.pages;
         let settled = (longer - time).abs() < 0.01 * longer;
         time = longer;
@@ -340,7 +367,8 @@ fn round(classes: &mut [Class], unsent: f64, total: f64, speed: f64, link: Link)
     time + link.idle
 }
 
-/// The mean of `exp(−x)` over `x` from 0 to `most`: what stays clean of pages whose turns are spread over a round.
+/// The mean of `exp(−x)` over `x` from 0 to `most`: what stays clean of pages whose turns are
+/// spread over a round.
 fn kept(most: f64) -> f64 {
     if most < 1e-6 { 1.0 } else { (1.0 - (-most).exp()) / most }
 }

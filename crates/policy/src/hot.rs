@@ -1,17 +1,19 @@
 //! Which segments are hot, and whether to leave them for later.
 //!
-//! A segment's heat is its dirty pages, with half of what it was a round before. The hottest share is left out of
-//! rounds as long as the other segments still shrink; then it is sent, once. What is left out counts as remaining,
-//! so delaying can never end a migration above its limit, and it ends by itself.
+//! A segment's heat is its dirty pages, with half of what it was a round before. The hottest share
+//! is left out of rounds as long as the other segments still shrink; then it is sent, once. What is
+//! left out counts as remaining, so delaying can never end a migration above its limit, and it ends
+//! by itself.
 
 use crate::observe::Delayed;
 
 /// A segment with fewer dirty pages than this share of it is not hot.
 const HOT: f64 = 1.0 / 16.0;
-/// Nor one with less than this share of the heat of the hottest: what is hot stands out. In a long round a segment that is written
-/// now and then gets half dirty, too.
+/// Nor one with less than this share of the heat of the hottest: what is hot stands out. In a long
+/// round a segment that is written now and then gets half dirty, too.
 const HOTTEST: f32 = 0.75;
-/// Rounds of the other segments go on while each leaves at most this share of what the one before left.
+/// Rounds of the other segments go on while each leaves at most this share of what the one before
+/// left.
 const SHRINKS: f64 = 0.75;
 /// A round that leaves at most this share of what remained is worth making.
 const PAYS: f64 = 0.5;
@@ -47,8 +49,8 @@ impl Hot {
         &self.delayed
     }
 
-    /// Within the first round: segments that are written before they were ever sent are left for the next one.
-    /// True if there are more of them than before.
+    /// Within the first round: segments that are written before they were ever sent are left for
+    /// the next one. True if there are more of them than before.
     pub(crate) fn look(&mut self, dirty: &[u32], segment_pages: f64, percent: u8) -> bool {
         if self.ended || percent == 0 {
             return false;
@@ -63,7 +65,9 @@ impl Hot {
             return false;
         }
         // What is delayed stays so: a channel may have passed it by.
-        let new = hottest(&self.heat, segment_pages, most - already, |index| !self.delayed.contains(index));
+        let new = hottest(&self.heat, segment_pages, most - already, |index| {
+            !self.delayed.contains(index)
+        });
         if new.is_empty() {
             return false;
         }
@@ -73,15 +77,21 @@ impl Hot {
     }
 
     /// At the end of a round.
-    pub(crate) fn round(&mut self, dirty: &[u32], segment_pages: f64, remaining: f64, bounds: Bounds) {
+    pub(crate) fn round(
+        &mut self,
+        dirty: &[u32],
+        segment_pages: f64,
+        remaining: f64,
+        bounds: Bounds,
+    ) {
         self.heat.resize(dirty.len(), 0.0);
         for (heat, count) in self.heat.iter_mut().zip(dirty) {
             *heat = *heat / 2.0 + *count as f32;
         }
         self.rounds += 1;
         let most = dirty.len() * usize::from(bounds.percent) / 100;
-        // When all fits into the downtime as it is, what is hot need not be sent before; unless that is worth a round, after
-        // which far less is left to send while the guest stands still.
+        // When all fits into the downtime as it is, what is hot need not be sent before; unless
+        // that is worth a round, after which far less is left to send while the guest stands still.
         let fits = remaining <= bounds.enough;
         let pays = fits && bounds.again <= PAYS * remaining;
         let little = pays || !fits && remaining < bounds.until;
@@ -117,11 +127,17 @@ impl Hot {
 }
 
 /// The up to `most` hottest of the segments that `eligible` names, those that are hot at all.
-fn hottest(heat: &[f32], segment_pages: f64, most: usize, eligible: impl Fn(usize) -> bool) -> Vec<usize> {
+fn hottest(
+    heat: &[f32],
+    segment_pages: f64,
+    most: usize,
+    eligible: impl Fn(usize) -> bool,
+) -> Vec<usize> {
     let top = heat.iter().copied().fold(0.0, f32::max);
     let least = ((segment_pages * HOT) as f32).max(HOTTEST * top);
-    let mut found: Vec<usize> =
-        (0..heat.len()).filter(|index| heat[*index] >= least.max(1.0) && eligible(*index)).collect();
+    let mut found: Vec<usize> = (0..heat.len())
+        .filter(|index| heat[*index] >= least.max(1.0) && eligible(*index))
+        .collect();
     if found.len() > most {
         if most == 0 {
             return Vec::new();

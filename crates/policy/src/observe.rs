@@ -8,43 +8,47 @@ use std::time::Duration;
 
 use godwit_units::{ByteCount, PageCount, Rate, format_duration};
 
-/// What was seen of one round, handed in at its end. All that is not known may be left as [`Round::default`] has it.
+/// What was seen of one round, handed in at its end. All that is not known may be left as
+/// [`Round::default`] has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Round<'a> {
-    /// How long it took: from the acknowledgement of the one before, or from its own start where it is
-    /// the first, to its acknowledgement.
+    /// How long it took: from the acknowledgement of the one before, or from its own start where it
+    /// is the first, to its acknowledgement.
     pub time: Duration,
-    /// Of it, the time in which nothing was sent: the look and the decision before it, a wait for hints of
-    /// free memory, a synchronisation that holds up sending.
+    /// Of it, the time in which nothing was sent: the look and the decision before it, a wait for
+    /// hints of free memory, a synchronisation that holds up sending.
     pub idle: Duration,
-    /// What each further round loses in the same way: in the formula of [`downtime`](crate::downtime) it is
-    /// `x`.
+    /// What each further round loses in the same way: in the formula of
+    /// [`downtime`](crate::downtime) it is `x`.
     pub gap: Duration,
-    /// All segments are harvested at once, at the end of that time; else each just before it is sent.
+    /// All segments are harvested at once, at the end of that time; else each just before it is
+    /// sent.
     pub at_once: bool,
     /// Bytes put on the wire for memory.
     pub sent: ByteCount,
     /// Pages whose data these bytes are; zero: unknown, they are taken to be whole pages.
     pub pages: PageCount,
-    /// All that the next round (or the last) has to send, delayed segments and what was never sent included.
+    /// All that the next round (or the last) has to send, delayed segments and what was never sent
+    /// included.
     pub remaining: PageCount,
-    /// What stop-and-copy costs beside the transfer: last harvest, device state, flush of disks, handover, as
-    /// far as known.
+    /// What stop-and-copy costs beside the transfer: last harvest, device state, flush of disks,
+    /// handover, as far as known.
     pub fixed: Duration,
-    /// From the look that `remaining` is from until the guest stands still: what is dirtied meanwhile is
-    /// sent as well.
+    /// From the look that `remaining` is from until the guest stands still: what is dirtied
+    /// meanwhile is sent as well.
     pub lead: Duration,
-    /// What the comparison of digests adds to the downtime, where one is wanted. It is foretold, and it does
-    /// not count against the limit: nothing that is decided here makes it shorter.
+    /// What the comparison of digests adds to the downtime, where one is wanted. It is foretold,
+    /// and it does not count against the limit: nothing that is decided here makes it shorter.
     pub verification: Duration,
     /// All memory of the VM.
     pub memory: PageCount,
-    /// Pages of each segment written since its last harvest (or since tracking began), by a look that clears
-    /// nothing; always in the same order. Empty: unknown, and then nothing is delayed.
+    /// Pages of each segment written since its last harvest (or since tracking began), by a look
+    /// that clears nothing; always in the same order. Empty: unknown, and then nothing is delayed.
     pub dirty: &'a [u32],
     /// The throttle that was in force at the end of the round.
     pub throttle: f64,
-    /// The guest's speed in this round, as a share of what it was before the migration, if it can be seen.
+    /// The guest's speed in this round, as a share of what it was before the migration, if it can
+    /// be seen.
     pub guest_speed: Option<f64>,
     /// Whether the machine offers a write governor ([`Plan::first_writes`]).
     pub can_govern: bool,
@@ -90,17 +94,18 @@ pub struct Tick<'a> {
 /// What is to be in force until the next plan.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in force through the
-    /// preparation of the switchover, until the guest stands still.
+    /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in
+    /// force through the preparation of the switchover, until the guest stands still.
     pub throttle: f64,
-    /// How many clean pages the guest may make dirty each second, in segments that are harvested from now on; `None`: it is
-    /// not governed. Stays in force as `throttle` does.
+    /// How many clean pages the guest may make dirty each second, in segments that are harvested
+    /// from now on; `None`: it is not governed. Stays in force as `throttle` does.
     pub first_writes: Option<f64>,
     /// Segments not to be sent now.
     pub delayed: Delayed,
-    /// While disks move: the parts of the link's time that memory gets for each 1024 that disks get; at 1024 both get
-    /// half. What one does not use, the other may, but memory is passed over once in a round at the most. 0: no memory
-    /// is sent. Below 1024 a round ends with the pass over disks, and the pass over memory goes on in the next.
+    /// While disks move: the parts of the link's time that memory gets for each 1024 that disks
+    /// get; at 1024 both get half. What one does not use, the other may, but memory is passed over
+    /// once in a round at the most. 0: no memory is sent. Below 1024 a round ends with the pass
+    /// over disks, and the pass over memory goes on in the next.
     pub memory_share: u16,
     /// The most that the guest may write to all disks that move, together.
     pub disk_limit: Option<Rate>,
@@ -119,7 +124,8 @@ impl Default for Plan {
     }
 }
 
-/// A set of segments, cheap to share with the channels: a bit for each, by the index in [`Round::dirty`].
+/// A set of segments, cheap to share with the channels: a bit for each, by the index in
+/// [`Round::dirty`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Delayed(Option<Arc<[u64]>>);
 
@@ -180,8 +186,8 @@ pub struct Estimate {
     pub expected_downtime: Option<Duration>,
     /// The limit it is held against: the operator's, or more where a ceiling allows it.
     pub limit: Duration,
-    /// How long until the guest runs at the destination: at least, probably, at most. `None` while that cannot be
-    /// said, or when it would not finish as things are.
+    /// How long until the guest runs at the destination: at least, probably, at most. `None` while
+    /// that cannot be said, or when it would not finish as things are.
     pub remaining_time: Option<RemainingTime>,
     /// Set when only the operator can help now: the text says how.
     pub advice: Option<Advice>,

@@ -1,8 +1,8 @@
 //! What the operator may set, before a migration and while it runs, under the names that are typed.
 //!
-//! A setting that cannot be taken changes nothing and says in one line which one it was, what was given
-//! and what would do. [`Settings::TABLE`] is the one list that all else is made from: parsing, what
-//! `godwit status` shows, help, completions, the manual and docs/settings.md.
+//! A setting that cannot be taken changes nothing and says in one line which one it was, what was
+//! given and what would do. [`Settings::TABLE`] is the one list that all else is made from:
+//! parsing, what `godwit status` shows, help, completions, the manual and docs/settings.md.
 
 mod rows;
 mod table;
@@ -20,14 +20,15 @@ pub use table::{About, Felt, Setting, SettingError, Table, Takes, Value};
 pub enum ThrottleMode {
     /// Not at all.
     Off,
-    /// 90 % for 3 s, then 99 % for 3 s, then staged; staged at once when more than 5 s of sending remain.
+    /// 90 % for 3 s, then 99 % for 3 s, then staged; staged at once when more than 5 s of sending
+    /// remain.
     Direct,
     /// Each round a share of the one before, from the ratio of bandwidth to dirty rate.
     Staged,
     /// As QEMU does it: 20 %, then 10 % more after every two bad periods. Here for comparison.
     AutoConverge,
-    /// The write governor where the machine offers one, else the least throttle that finishes in time, from the guest's
-    /// measured response.
+    /// The write governor where the machine offers one, else the least throttle that finishes in
+    /// time, from the guest's measured response.
     #[default]
     Adaptive,
     /// The write governor where `Adaptive` would throttle, and nothing else.
@@ -86,12 +87,14 @@ impl FromStr for ThrottleMode {
 pub struct Settings {
     /// The downtime must not be expected to exceed this.
     pub downtime_limit: Duration,
-    /// The limit may grow to this, step by step, while rounds make no progress; `None`: it never grows.
+    /// The limit may grow to this, step by step, while rounds make no progress; `None`: it never
+    /// grows.
     pub downtime_ceiling: Option<Duration>,
-    /// Give up when no round came closer to the limit for this long with all that helps in force; `None`: never.
+    /// Give up when no round came closer to the limit for this long with all that helps in force;
+    /// `None`: never.
     pub patience: Option<Duration>,
-    /// How long copying may go on after the first round before `adaptive` throttles above 90 % or governs harder; `None`:
-    /// twice as long as the first round took, at least 10 s.
+    /// How long copying may go on after the first round before `adaptive` throttles above 90 % or
+    /// governs harder; `None`: twice as long as the first round took, at least 10 s.
     pub finish_within: Option<Duration>,
     /// How the guest is slowed down.
     pub throttle: ThrottleMode,
@@ -107,8 +110,8 @@ pub struct Settings {
     pub memory_share: Option<u16>,
     /// Whether the guest's writes to the disks that move may be limited.
     pub disk_limit: DiskLimit,
-    /// What the link carries when the guest is stopped; `None`: as measured. Downtimes are expected by it,
-    /// rounds still go by what is measured.
+    /// What the link carries when the guest is stopped; `None`: as measured. Downtimes are expected
+    /// by it, rounds still go by what is measured.
     pub switchover_bandwidth: Option<TypedRate>,
 }
 
@@ -166,7 +169,9 @@ impl Settings {
     pub fn assign(&mut self, assignment: &str) -> Result<(), SettingError> {
         match assignment.split_once('=') {
             Some((key, text)) => self.set(key, text),
-            None => Err(value(assignment, "", "write it as key=value, such as downtime-limit=300ms")),
+            None => {
+                Err(value(assignment, "", "write it as key=value, such as downtime-limit=300ms"))
+            }
         }
     }
 
@@ -180,7 +185,11 @@ impl Settings {
 }
 
 fn value(key: &str, value: &str, allowed: &str) -> SettingError {
-    SettingError::Value { key: key.to_owned(), value: value.to_owned(), allowed: allowed.to_owned() }
+    SettingError::Value {
+        key: key.to_owned(),
+        value: value.to_owned(),
+        allowed: allowed.to_owned(),
+    }
 }
 
 #[cfg(test)]

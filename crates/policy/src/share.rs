@@ -1,8 +1,9 @@
 //! Disks beside memory: who gets the link, and how much the guest may write.
 //!
-//! Memory is quick and becomes dirty as quickly; a disk is slow and large. What is sent of memory while a disk
-//! takes its full pass is dirty again long before the end. So memory gets nothing then, almost nothing when the
-//! incremental disk rounds begin, and more as the dirty data of disks falls.
+//! Memory is quick and becomes dirty as quickly; a disk is slow and large. What is sent of memory
+//! while a disk takes its full pass is dirty again long before the end. So memory gets nothing
+//! then, almost nothing when the incremental disk rounds begin, and more as the dirty data of disks
+//! falls.
 
 use std::time::Duration;
 
@@ -13,14 +14,17 @@ use crate::settings::DiskLimit;
 
 /// A round that leaves more than this share of what the one before left has not clearly shrunk.
 const CLEARLY: f64 = 0.9;
-/// A guest that makes its disks dirty at less than this share of the rate at which they are sent does not hold up anybody: what remains is then
-/// as long as the round was, which memory has prolonged.
+/// A guest that makes its disks dirty at less than this share of the rate at which they are sent
+/// does not hold up anybody: what remains is then as long as the round was, which memory has
+/// prolonged.
 const HARMLESS: f64 = 0.25;
 /// Each further round that does not shrink lowers the limit to this share.
 const LOWER: f64 = 0.7;
-/// A round that waited for storage for more than this share of its time is held up by storage, not by the link.
+/// A round that waited for storage for more than this share of its time is held up by storage, not
+/// by the link.
 const WAITED: f64 = 0.5;
-/// Where storage is slow, writes are limited so far that a round leaves this share of the one before.
+/// Where storage is slow, writes are limited so far that a round leaves this share of the one
+/// before.
 const HALVED: f64 = 0.5;
 /// Of the best rate of disks, so much is kept each round, and so much of it is planned with.
 const FORGET: f64 = 0.98;
@@ -45,9 +49,14 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// How long disks would take in stop-and-copy, with what they get dirty until then; `None`: unknown. Counted in
-    /// full beside memory, although they may overlap.
-    pub(crate) fn transfer(&mut self, disk: &DiskRound, time: Duration, lead: Duration) -> Option<Duration> {
+    /// How long disks would take in stop-and-copy, with what they get dirty until then; `None`:
+    /// unknown. Counted in full beside memory, although they may overlap.
+    pub(crate) fn transfer(
+        &mut self,
+        disk: &DiskRound,
+        time: Duration,
+        lead: Duration,
+    ) -> Option<Duration> {
         let seconds = time.as_secs_f64();
         if disk.sent.0 >= 1 << 20 {
             self.rate = disk.sent.per(seconds).bytes_per_second().max(FORGET * self.rate);
@@ -60,8 +69,8 @@ impl Share {
         Duration::try_from_secs_f64(left / (CAREFUL * self.rate)).ok()
     }
 
-    /// What memory gets of the link, and the limit of disk writes, after a round of `seconds`. `enough` are the bytes
-    /// that fit into the downtime.
+    /// What memory gets of the link, and the limit of disk writes, after a round of `seconds`.
+    /// `enough` are the bytes that fit into the downtime.
     pub(crate) fn round(
         &mut self,
         disk: &DiskRound,
@@ -135,8 +144,9 @@ impl Share {
     }
 }
 
-/// The limit at which the guest makes dirty the share [`HALVED`] of what was sent in the same time: what it
-/// writes makes more dirty than its own length, as blocks are sent whole. `None` where writes are not seen.
+/// The limit at which the guest makes dirty the share [`HALVED`] of what was sent in the same time:
+/// what it writes makes more dirty than its own length, as blocks are sent whole. `None` where
+/// writes are not seen.
 fn halving_limit(disk: &DiskRound, seconds: f64) -> Option<f64> {
     if disk.written.0 == 0 || disk.remaining.0 == 0 || disk.sent.0 == 0 {
         return None;

@@ -18,7 +18,8 @@ const FIRST: f64 = 0.90;
 const LAST: f64 = 0.99;
 /// Staged throttling wants the guest to dirty this share of the bandwidth.
 const STAGED: f64 = 0.2;
-/// QEMU: cpu-throttle-initial, cpu-throttle-increment, throttle-trigger-threshold, periods of at least a second.
+/// QEMU: cpu-throttle-initial, cpu-throttle-increment, throttle-trigger-threshold, periods of at
+/// least a second.
 const INITIAL: f64 = 0.20;
 const INCREMENT: f64 = 0.10;
 const TRIGGER: f64 = 0.5;
@@ -28,7 +29,8 @@ pub(crate) const SEVERE: f64 = 0.9;
 const SEVERE_TIME: f64 = 3.0;
 /// Share of the severe time that is planned with: mechanisms and estimates are not exact.
 const RESERVE: f64 = 0.85;
-/// Of throttles that strong the mildest that takes hardly longer than the fastest: the guest loses its work either way.
+/// Of throttles that strong the mildest that takes hardly longer than the fastest: the guest loses
+/// its work either way.
 const LONGER: f64 = 1.1;
 /// Shares of time left to the guest that adaptive throttling chooses from, mild ones first.
 const MILD: [f64; 9] = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15];
@@ -133,8 +135,11 @@ impl Throttle {
                 self.deaf_rounds = if deaf { self.deaf_rounds + 1 } else { 0 };
                 self.exhausted = self.deaf_rounds >= 3;
                 self.waiting = false;
-                self.value =
-                    if self.exhausted { 0.0 } else { self.adapt(view, self.shrinking || self.delayed) };
+                self.value = if self.exhausted {
+                    0.0
+                } else {
+                    self.adapt(view, self.shrinking || self.delayed)
+                };
                 self.waiting = self.value <= 0.0;
                 self.delayed = view.delaying;
             }
@@ -149,16 +154,19 @@ impl Throttle {
         }
         match mode {
             ThrottleMode::Direct | ThrottleMode::Staged => self.hold(view.most),
-            // Within a round the throttle only rises. How much of the memory just sent is dirty again is known at its end.
-            ThrottleMode::Adaptive | ThrottleMode::Vcpus if self.previous.is_some() && !self.waiting => {
+            // Within a round the throttle only rises. How much of the memory just sent is dirty
+            // again is known at its end.
+            ThrottleMode::Adaptive | ThrottleMode::Vcpus
+                if self.previous.is_some() && !self.waiting =>
+            {
                 self.value = self.adapt(view, false).max(self.value);
             }
             _ => {}
         }
     }
 
-    /// Whether a guest that is not slowed would keep this from finishing in time, and another round as it is would hardly
-    /// leave less.
+    /// Whether a guest that is not slowed would keep this from finishing in time, and another round
+    /// as it is would hardly leave less.
     pub(crate) fn is_needed(&self, view: &View) -> bool {
         let link = view.link();
         let (later, _) = after_round(view.classes, view.unsent, link);
@@ -242,8 +250,8 @@ impl Throttle {
         }
     }
 
-    /// The mildest throttle that finishes in time and costs hardly more work than the best; none where a round without
-    /// one makes it cheaper later.
+    /// The mildest throttle that finishes in time and costs hardly more work than the best; none
+    /// where a round without one makes it cheaper later.
     fn adapt(&self, view: &View, may_wait: bool) -> f64 {
         if view.delaying || view.bandwidth <= 0.0 {
             return 0.0;
@@ -263,10 +271,10 @@ impl Throttle {
         self.settle(1.0 - share)
     }
 
-    /// The share of time to leave to the guest, and what that costs of its work. From 90 % on the guest hardly works, so
-    /// that what is better for it is to be through with it. That is chosen where it costs clearly less work than any
-    /// milder throttle and fits into [`SEVERE_TIME`], downtime and all such times before included; and where no milder one
-    /// finishes in time.
+    /// The share of time to leave to the guest, and what that costs of its work. From 90 % on the
+    /// guest hardly works, so that what is better for it is to be through with it. That is chosen
+    /// where it costs clearly less work than any milder throttle and fits into [`SEVERE_TIME`],
+    /// downtime and all such times before included; and where no milder one finishes in time.
     fn best(&self, view: &View, classes: &[Class], unsent: f64, time_left: f64) -> (f64, f64) {
         let link = view.link();
         let time = |share: f64| {
@@ -284,7 +292,8 @@ impl Throttle {
             .collect();
         let cheapest = mild.iter().map(|(_, cost)| *cost).fold(f64::INFINITY, f64::min);
         let milder = mild.iter().copied().find(|(_, cost)| *cost <= DEARER * cheapest);
-        let strong: Vec<f64> = STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
+        let strong: Vec<f64> =
+            STRONG.iter().copied().filter(|share| *share > least).chain([least]).collect();
         let severe_left = RESERVE * (SEVERE_TIME - view.downtime - self.severe);
         let fastest = time(least);
         if fastest.is_infinite() {

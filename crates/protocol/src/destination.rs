@@ -117,12 +117,14 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         (S::Starting, I::Started) => (S::Running, vec![A::SendRunning]),
         (S::Running, I::Farewell) => (S::Done, vec![]),
 
-        // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is told.
+        // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is
+        // told.
         (S::Running, I::LinkLost) => (S::Running, vec![A::AwaitResolve]),
         (S::Running, I::Commit) => (S::Running, vec![A::SendRunning]),
         // It could not be started (it never ran), so the source may have it back.
         (S::Starting, I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
-        // Started is started: what breaks now changes nothing, and neither does a late word of the source.
+        // Started is started: what breaks now changes nothing, and neither does a late word of the
+        // source.
         (S::Starting, I::LinkLost | I::Aborted) => (state, vec![]),
         (S::Running, I::Failed | I::Aborted) => (S::Done, vec![]),
         (S::Done | S::Discarded, I::LinkLost | I::Aborted | I::Failed) => (state, vec![]),
@@ -130,7 +132,9 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         (S::Ready, I::LinkLost) => (S::Ready, vec![A::AwaitResolve]),
         (S::Ready, I::Aborted) => (S::Discarded, vec![A::DiscardGuest]),
         // Before COMMIT came: not ours.
-        (_, I::LinkLost | I::Aborted | I::Failed) => (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded]),
+        (_, I::LinkLost | I::Aborted | I::Failed) => {
+            (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded])
+        }
 
         (state, input) => {
             return Err(Unexpected { state: format!("{state:?}"), input: format!("{input:?}") });

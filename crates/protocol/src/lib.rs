@@ -22,15 +22,15 @@
 //!                 -- Farewell --------------------->  Done
 //! ```
 //!
-//! The machines say what to do; pages never enter them, and neither do signs of life: a peer that falls silent is a link
-//! that is lost. [`source::step`] and [`destination::step`] are total:
-//! what must not happen in a state is an error, not a panic.
+//! The machines say what to do; pages never enter them, and neither do signs of life: a peer that
+//! falls silent is a link that is lost. [`source::step`] and [`destination::step`] are total: what
+//! must not happen in a state is an error, not a panic.
 //!
-//! Invariant: **at most one side runs the guest.** The source may run it in every state up to and including
-//! `AwaitingReady`, and again in `Cancelled`; the destination from `Starting` on. The source leaves the former
-//! for good by sending COMMIT and comes back only when told `Discarded`, which the destination says only in a
-//! state that it never leaves. `tests/model.rs` walks every interleaving of both machines and a link that may
-//! break at any point, and checks it.
+//! Invariant: **at most one side runs the guest.** The source may run it in every state up to and
+//! including `AwaitingReady`, and again in `Cancelled`; the destination from `Starting` on. The
+//! source leaves the former for good by sending COMMIT and comes back only when told `Discarded`,
+//! which the destination says only in a state that it never leaves. `tests/model.rs` walks every
+//! interleaving of both machines and a link that may break at any point, and checks it.
 
 #![forbid(unsafe_code)]
 

@@ -2,7 +2,8 @@
 
 use crate::Unexpected;
 
-/// Where the source is. States that count rounds carry the number of the round in progress or just made.
+/// Where the source is. States that count rounds carry the number of the round in progress or just
+/// made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum State {
     /// Nothing was said yet.
@@ -19,8 +20,8 @@ pub enum State {
         /// The round that was made last.
         round: u32,
     },
-    /// Both machines are ready. What was written meanwhile is copied, so that the guest is stopped for
-    /// less; it still runs.
+    /// Both machines are ready. What was written meanwhile is copied, so that the guest is stopped
+    /// for less; it still runs.
     Closing {
         /// The round.
         round: u32,
@@ -65,7 +66,8 @@ pub enum Input {
     SwitchOver,
     /// The destination is ready for the device state.
     Prepared,
-    /// The same, and another round would gain nothing, or the operator does not want to wait for one.
+    /// The same, and another round would gain nothing, or the operator does not want to wait for
+    /// one.
     PreparedInHaste,
     /// The guest is stopped and its devices are drained.
     GuestStopped,
@@ -159,25 +161,31 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
     use {Action as A, Input as I, State as S};
     Ok(match (state, input) {
         (S::Idle, I::Start) => (S::Negotiating, vec![A::SendOffer]),
-        (S::Negotiating, I::Accepted) => (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)]),
+        (S::Negotiating, I::Accepted) => {
+            (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)])
+        }
         (S::PreCopy { .. } | S::Closing { .. }, I::RoundPlaced) => (state, vec![A::AskPolicy]),
         (S::PreCopy { round }, I::NextRound) => {
             (S::PreCopy { round: round + 1 }, vec![A::CopyRound(round + 1)])
         }
         (S::PreCopy { round }, I::SwitchOver) => (S::Preparing { round }, vec![A::SendPrepare]),
-        // Preparing takes its time, in which the guest has written. One round more as a rule; policy is
-        // asked again, since the guest may write more than it did when it was asked before.
+        // Preparing takes its time, in which the guest has written. One round more as a rule;
+        // policy is asked again, since the guest may write more than it did when it was asked
+        // before.
         (S::Preparing { round }, I::Prepared) | (S::Closing { round }, I::NextRound) => {
             (S::Closing { round: round + 1 }, vec![A::CopyRound(round + 1)])
         }
         (S::Preparing { round }, I::PreparedInHaste) | (S::Closing { round }, I::SwitchOver) => {
             (S::Stopping { round }, vec![A::StopGuest])
         }
-        // The machine saves its devices while the last pages are copied. The destination takes both in the order in which
-        // they were sent, so it need not be waited for in between.
+        // The machine saves its devices while the last pages are copied. The destination takes both
+        // in the order in which they were sent, so it need not be waited for in between.
         (S::Stopping { round }, I::GuestStopped) if !verify => {
             let round = round + 1;
-            (S::StopAndCopy, vec![A::StartLastRound(round), A::ReleaseState, A::CopyLastRound(round)])
+            (
+                S::StopAndCopy,
+                vec![A::StartLastRound(round), A::ReleaseState, A::CopyLastRound(round)],
+            )
         }
         (S::StopAndCopy, I::RoundSent) if !verify => (S::SavingState, vec![A::FinishState]),
         // Digests are compared before anything else is done.

@@ -1,9 +1,10 @@
-//! Both machines and the link between them, walked exhaustively: every interleaving, the link breaking, either side
-//! failing and either process being killed at any point.
+//! Both machines and the link between them, walked exhaustively: every interleaving, the link
+//! breaking, either side failing and either process being killed at any point.
 //!
-//! Checked in every reachable state: at most one side may run the guest. Checked at the end: from every state
-//! in which somebody is left to ask, some way leads to an end with exactly one owner. A source that was killed before
-//! it sent COMMIT still owns its guest: whoever brings the guest back relies on that.
+//! Checked in every reachable state: at most one side may run the guest. Checked at the end: from
+//! every state in which somebody is left to ask, some way leads to an end with exactly one owner. A
+//! source that was killed before it sent COMMIT still owns its guest: whoever brings the guest back
+//! relies on that.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{HashSet, VecDeque};
@@ -50,7 +51,8 @@ struct World {
     reconnects_left: u8,
     /// The destination process is gone: nobody answers any more.
     destination_gone: bool,
-    /// The source process was killed in the state that `source` holds: nobody asks or answers any more.
+    /// The source process was killed in the state that `source` holds: nobody asks or answers any
+    /// more.
     source_gone: bool,
     verify: bool,
     /// The operator does not want to wait for another round once both machines are ready.
@@ -103,7 +105,8 @@ impl World {
                 // One further round is enough to go round each of the two loops.
                 S::AskPolicy => {
                     let first = [Ss::PreCopy { round: 0 }, Ss::Closing { round: 2 }];
-                    let next = if first.contains(&self.source) { Si::NextRound } else { Si::SwitchOver };
+                    let next =
+                        if first.contains(&self.source) { Si::NextRound } else { Si::SwitchOver };
                     self.source_todo.push_back(next);
                 }
                 S::SendPrepare => self.send(true, Msg::Prepare),
@@ -191,8 +194,9 @@ impl World {
                 }
             });
         }
-        let destination_reads =
-            self.destination_todo.is_empty() && !self.destination_gone && !self.destination.is_final();
+        let destination_reads = self.destination_todo.is_empty()
+            && !self.destination_gone
+            && !self.destination.is_final();
         if let (Some(&msg), true) = (self.to_destination.front(), destination_reads) {
             let input = match msg {
                 Msg::Offer => Di::Offer,
@@ -212,20 +216,26 @@ impl World {
             });
         }
         // A broken link is noticed after what had arrived by then was read.
-        let source_notices = !self.source_gone && self.to_source.is_empty() && self.source_todo.is_empty();
+        let source_notices =
+            !self.source_gone && self.to_source.is_empty() && self.source_todo.is_empty();
         if !self.link && !self.source_knows && source_notices {
             add(&|w| {
                 w.source_knows = true;
                 w.source_takes(Si::Failed);
             });
         }
-        if !self.link && !self.destination_knows && self.to_destination.is_empty() && destination_reads {
+        if !self.link
+            && !self.destination_knows
+            && self.to_destination.is_empty()
+            && destination_reads
+        {
             add(&|w| {
                 w.destination_knows = true;
                 w.destination_takes(Di::LinkLost);
             });
         }
-        // Nobody asks a destination for ever: it gives up when its wait for the source has reached its limit.
+        // Nobody asks a destination for ever: it gives up when its wait for the source has reached
+        // its limit.
         let waits = !self.link && self.destination_knows && self.source_gone;
         if waits && destination_reads && self.destination == Ds::Ready {
             add(&|w| w.destination_takes(Di::Failed));
@@ -263,7 +273,8 @@ impl World {
                     w.faults_left -= 1;
                     w.source_takes(Si::Failed);
                 });
-                // The process is killed between two of its steps. What it has sent may arrive or be lost.
+                // The process is killed between two of its steps. What it has sent may arrive or be
+                // lost.
                 for keep in 0..=self.to_destination.len() {
                     add(&|w| {
                         w.faults_left -= 1;
@@ -316,10 +327,12 @@ fn starts() -> [World; 4] {
 
 #[test]
 fn never_two_owners() {
-    let worlds: HashSet<World> = starts().into_iter().flat_map(|start| reachable(start, true)).collect();
+    let worlds: HashSet<World> =
+        starts().into_iter().flat_map(|start| reachable(start, true)).collect();
     assert!(worlds.len() > 1_000, "only {} worlds: the model is broken", worlds.len());
     for world in &worlds {
-        let owners = u8::from(world.source.may_run_guest()) + u8::from(world.destination.may_run_guest());
+        let owners =
+            u8::from(world.source.may_run_guest()) + u8::from(world.destination.may_run_guest());
         assert!(owners <= 1, "two owners: {world:?}");
         if world.source == Ss::Done {
             assert!(world.destination.may_run_guest(), "the guest is gone: {world:?}");
@@ -332,8 +345,12 @@ fn never_two_owners() {
 
 #[test]
 fn without_faults_the_guest_arrives() {
-    let worlds: HashSet<World> = starts().into_iter().flat_map(|start| reachable(start, false)).collect();
-    assert!(worlds.iter().any(|world| world.source == Ss::Closing { round: 3 }), "a round behind Prepare");
+    let worlds: HashSet<World> =
+        starts().into_iter().flat_map(|start| reachable(start, false)).collect();
+    assert!(
+        worlds.iter().any(|world| world.source == Ss::Closing { round: 3 }),
+        "a round behind Prepare"
+    );
     let ends: Vec<&World> = worlds.iter().filter(|world| world.next(false).is_empty()).collect();
     assert!(!ends.is_empty());
     for end in ends {
@@ -350,8 +367,8 @@ fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
         }
         let owner = world.source.may_run_guest() || world.destination.may_run_guest();
         let in_doubt = world.source == Ss::InDoubt;
-        // In doubt to the end only when the destination is gone, in good order or not, or the last chance to ask was
-        // used up.
+        // In doubt to the end only when the destination is gone, in good order or not, or the last
+        // chance to ask was used up.
         let ended = world.destination_gone || world.destination.is_final();
         let unheard = in_doubt && (ended || world.reconnects_left == 0);
         // A source that was killed after it had sent COMMIT cannot ask any more.
@@ -361,8 +378,8 @@ fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
     }
 }
 
-/// What brings a guest back whose source was killed relies on this: before COMMIT was sent no destination runs it, then or
-/// ever after.
+/// What brings a guest back whose source was killed relies on this: before COMMIT was sent no
+/// destination runs it, then or ever after.
 #[test]
 fn a_source_killed_before_commit_still_owns_its_guest() {
     let worlds = starts().map(|start| reachable(start, true));
@@ -376,7 +393,10 @@ fn a_source_killed_before_commit_still_owns_its_guest() {
             killed_late += 1;
         }
     }
-    assert!(killed_early > 100 && killed_late > 100, "{killed_early}, {killed_late}: the model is broken");
+    assert!(
+        killed_early > 100 && killed_late > 100,
+        "{killed_early}, {killed_late}: the model is broken"
+    );
 }
 
 /// The last round has a number of its own, which the destination's acknowledgements rely on.
@@ -391,7 +411,8 @@ fn the_last_round_is_numbered_after_all_others() {
 
 #[test]
 fn only_done_and_cancelled_end_the_source() {
-    let on_the_way = [Ss::Idle, Ss::PreCopy { round: 0 }, Ss::AwaitingReady, Ss::Handover, Ss::InDoubt];
+    let on_the_way =
+        [Ss::Idle, Ss::PreCopy { round: 0 }, Ss::AwaitingReady, Ss::Handover, Ss::InDoubt];
     assert!(on_the_way.iter().all(|state| !state.is_final()));
     assert!(Ss::Done.is_final() && Ss::Cancelled.is_final());
 }

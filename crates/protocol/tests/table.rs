@@ -79,7 +79,8 @@ fn rows<S: Copy + Debug + PartialEq, I: Copy + Debug, A: Debug, E>(
     inputs: &[I],
     step: impl Fn(S, I) -> Result<(S, Vec<A>), E>,
 ) -> String {
-    let mut text = String::from("| state | input | next state | actions |\n| --- | --- | --- | --- |\n");
+    let mut text =
+        String::from("| state | input | next state | actions |\n| --- | --- | --- | --- |\n");
     for state in states {
         for input in inputs {
             if let Ok((next, actions)) = step(*state, *input) {

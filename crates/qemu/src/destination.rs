@@ -1,7 +1,8 @@
 //! A stock QEMU as the destination, started with `-incoming defer`.
 //!
-//! It loads the device state from a socket pair and stays paused, since it was told `stop` while it waited. From
-//! `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its incoming migration fails.
+//! It loads the device state from a socket pair and stays paused, since it was told `stop` while it
+//! waited. From `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its
+//! incoming migration fails.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -49,8 +50,8 @@ pub struct QemuDestination {
 }
 
 impl QemuDestination {
-    /// Looks at the QEMU behind the monitor at `path`. Changes nothing, but for the removal of what a godwit that was killed
-    /// has left there.
+    /// Looks at the QEMU behind the monitor at `path`. Changes nothing, but for the removal of what
+    /// a godwit that was killed has left there.
     ///
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
@@ -67,8 +68,9 @@ impl QemuDestination {
             });
         }
         let ram = machine.ram()?;
-        // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both files would still
-        // agree. The other way round, another machine's memory must not be overwritten.
+        // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both
+        // files would still agree. The other way round, another machine's memory must not be
+        // overwritten.
         machine.check_mappings(&ram)?;
         machine.check_writers(&ram)?;
         disks::clear(&mut machine)?;
@@ -83,8 +85,8 @@ impl QemuDestination {
         })
     }
 
-    /// The same with a guardian, as [`crate::QemuSource::guarded`]: a guest that was handed over runs, and one that was not
-    /// never does, also when this process is killed.
+    /// The same with a guardian, as [`crate::QemuSource::guarded`]: a guest that was handed over
+    /// runs, and one that was not never does, also when this process is killed.
     ///
     /// # Errors
     /// When it does not start.
@@ -98,7 +100,8 @@ impl QemuDestination {
         self.guard.as_mut().map_or(Ok(()), |guard| guard.note(change))
     }
 
-    /// Refuses a choice of disks that names what the VM does not have: before anything is waited for.
+    /// Refuses a choice of disks that names what the VM does not have: before anything is waited
+    /// for.
     ///
     /// # Errors
     /// Names the one, and those that there are.
@@ -139,8 +142,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
-        let (ours, theirs) =
-            UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
+        let (ours, theirs) = UnixStream::pair()
+            .map_err(|source| QemuError::System { step: "socketpair", source })?;
         ours.set_write_timeout(Some(WRITE_LIMIT))
             .map_err(|source| QemuError::System { step: "SO_SNDTIMEO", source })?;
         if let Some(guard) = &mut self.guard {
@@ -167,10 +170,15 @@ impl DestinationVm for QemuDestination {
         let reached = qmp.watch("the end of its incoming migration", LOAD_LIMIT, &mut |event| {
             ran |= event.name == "RESUME";
             let ended = migration_event(event);
-            if matches!(ended.as_str(), "failed" | "completed") { Seen::Awaited } else { Seen::TakenIn }
+            if matches!(ended.as_str(), "failed" | "completed") {
+                Seen::Awaited
+            } else {
+                Seen::TakenIn
+            }
         });
         match reached {
-            // Told to stop while it waited, it must not have started by itself. The event tells, at no cost in downtime.
+            // Told to stop while it waited, it must not have started by itself. The event tells, at
+            // no cost in downtime.
             Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
             Ok(event) if migration_event(&event) == "completed" => Ok(()),
             Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
@@ -197,8 +205,8 @@ impl DestinationVm for QemuDestination {
         })?;
         match qmp.answer(&cont, COMMAND_LIMIT) {
             Ok(_) => Ok(()),
-            // Of what comes behind the command only a refusal says that no instruction was executed; silence and a
-            // crash do not.
+            // Of what comes behind the command only a refusal says that no instruction was
+            // executed; silence and a crash do not.
             Err(error @ QmpError::Refused { .. }) => Err(never(error)),
             Err(error) => Err(RunError::Unknown(error.into())),
         }
@@ -215,7 +223,8 @@ impl DestinationVm for QemuDestination {
     }
 
     fn discard(&mut self) -> Result<(), VmError> {
-        // A QEMU that only had pages written into its RAM goes on waiting: another attempt overwrites them all.
+        // A QEMU that only had pages written into its RAM goes on waiting: another attempt
+        // overwrites them all.
         if !self.prepared {
             // A QEMU that does not answer may have died, and then nothing is open any more.
             return match self.stop_receiving() {
@@ -252,7 +261,8 @@ impl DiskDestination for QemuDestination {
     }
 
     fn close_disks(&mut self) -> Result<(), VmError> {
-        // The devices claim their disks when the guest runs, and a writable export would be in the way.
+        // The devices claim their disks when the guest runs, and a writable export would be in the
+        // way.
         Ok(self.stop_receiving()?)
     }
 }
@@ -266,7 +276,8 @@ impl QemuDestination {
     }
 }
 
-/// Ends QEMU, whose guest must never run, and waits until the process has ended. Only then can it never run here.
+/// Ends QEMU, whose guest must never run, and waits until the process has ended. Only then can it
+/// never run here.
 pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
     let _ = machine.qmp.run(&Quit);
     let undead = |source| QemuError::Undead { pid: machine.pid, source };

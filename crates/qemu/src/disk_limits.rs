@@ -1,8 +1,9 @@
 //! The guest's disk writes limited by QEMU's own I/O throttling, and put back as they were.
 //!
-//! Source: `block_set_io_throttle` and `query-block` of QEMU's QMP reference. Limits that the operator had set hold as well: of two
-//! limits the lower one. Unlike the throttle of vCPUs these limits are QEMU's and would stay when godwit is killed, so
-//! they are recorded before they are set (`guard`).
+//! Source: `block_set_io_throttle` and `query-block` of QEMU's QMP reference. Limits that the
+//! operator had set hold as well: of two limits the lower one. Unlike the throttle of vCPUs these
+//! limits are QEMU's and would stay when godwit is killed, so they are recorded before they are set
+//! (`guard`).
 
 use godwit_units::Rate;
 use serde_json::{Value, json};
@@ -47,9 +48,13 @@ pub(crate) struct DiskLimits {
 }
 
 impl DiskLimits {
-    /// Looks which of these disks, known by the node that they use, there are, at the first call, and what limits
-    /// their writes so. Changes nothing.
-    pub(crate) fn plan(&mut self, qmp: &mut dyn Monitor, limits: &[(&str, Rate)]) -> Result<(), QmpError> {
+    /// Looks which of these disks, known by the node that they use, there are, at the first call,
+    /// and what limits their writes so. Changes nothing.
+    pub(crate) fn plan(
+        &mut self,
+        qmp: &mut dyn Monitor,
+        limits: &[(&str, Rate)],
+    ) -> Result<(), QmpError> {
         if self.before.is_empty() {
             self.before = disks(&qmp.run(&QueryBlock)?);
             self.before.retain(|before| limits.iter().any(|(node, _)| *node == before.node));
@@ -108,10 +113,12 @@ fn set(qmp: &mut dyn Monitor, call: &Value) -> Result<(), QmpError> {
 
 /// The calls that put `limits` in force where it is as `before`.
 fn calls(before: &[Set], limits: &[(&str, Rate)]) -> Vec<Value> {
-    let own = |disk: &Set| limits.iter().find(|(node, _)| *node == disk.node).map(|(_, rate)| *rate);
+    let own =
+        |disk: &Set| limits.iter().find(|(node, _)| *node == disk.node).map(|(_, rate)| *rate);
     let group = |disk: &Set| disk.call["group"].as_str().map(str::to_owned);
     let limit = |disk: &Set| {
-        // The limits of a group are one: it has what its disks have together. Two devices on one node are one disk.
+        // The limits of a group are one: it has what its disks have together. Two devices on one
+        // node are one disk.
         let mut nodes: Vec<&str> = Vec::new();
         let same = |other: &&Set| group(disk).is_some() && group(other) == group(disk);
         for other in before.iter().filter(same) {
@@ -152,7 +159,8 @@ fn disks(blocks: &[Block]) -> Vec<Set> {
     blocks.iter().filter_map(disk).collect()
 }
 
-/// `call` with writes limited to `rate`. A limit of reads and writes together excludes one of writes, so it is lowered.
+/// `call` with writes limited to `rate`. A limit of reads and writes together excludes one of
+/// writes, so it is lowered.
 fn limited(call: &Value, rate: Rate) -> Value {
     let bytes = (rate.bytes_per_second() as u64).max(1);
     let mut call = call.clone();
@@ -187,7 +195,8 @@ mod tests {
     #[test]
     fn the_lower_of_two_limits_holds() {
         let limits = |bps: u64, bps_wr: u64| {
-            let limits = json!({ "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 });
+            let limits =
+                json!({ "bps": bps, "bps_rd": 0, "bps_wr": bps_wr, "bps_wr_max": bps_wr * 2 });
             block("/machine/peripheral/disk", limits)
         };
         let call = |bps, bps_wr| limited(&disks(&[limits(bps, bps_wr)])[0].call, rate("1MiB/s"));
@@ -196,7 +205,10 @@ mod tests {
         assert_eq!(call(0, 5 << 20)["bps_wr_max"], Value::Null);
         assert_eq!(call(0, 1000)["bps_wr"], 1000);
         assert_eq!(call(0, 1000)["bps_wr_max"], 2000);
-        assert_eq!((&call(5 << 20, 0)["bps"], &call(5 << 20, 0)["bps_wr"]), (&json!(1 << 20), &json!(0)));
+        assert_eq!(
+            (&call(5 << 20, 0)["bps"], &call(5 << 20, 0)["bps_wr"]),
+            (&json!(1 << 20), &json!(0))
+        );
         assert_eq!(call(0, 0)["id"], "/machine/peripheral/disk");
     }
 
@@ -217,10 +229,15 @@ mod tests {
         let before = drives(&[("a", None), ("b", Some("g")), ("c", Some("g")), ("other", None)]);
         let limits = [("a", rate("1MiB/s")), ("b", rate("2MiB/s")), ("c", rate("4MiB/s"))];
         let calls = calls(&before, &limits);
-        let set: Vec<_> = calls.iter().map(|call| (call["id"].as_str(), call["bps_wr"].as_u64())).collect();
+        let set: Vec<_> =
+            calls.iter().map(|call| (call["id"].as_str(), call["bps_wr"].as_u64())).collect();
         assert_eq!(
             set,
-            [(Some("dev-a"), Some(1 << 20)), (Some("dev-b"), Some(6 << 20)), (Some("dev-c"), Some(6 << 20))]
+            [
+                (Some("dev-a"), Some(1 << 20)),
+                (Some("dev-b"), Some(6 << 20)),
+                (Some("dev-c"), Some(6 << 20))
+            ]
         );
     }
 

@@ -15,7 +15,9 @@ use crate::monitor::QmpError;
 /// What to do when the guardian does not start.
 fn guardian_cure(kind: io::ErrorKind) -> &'static str {
     match kind {
-        io::ErrorKind::TimedOut => "it was not ready within 30 s: the host is overloaded, so try again later",
+        io::ErrorKind::TimedOut => {
+            "it was not ready within 30 s: the host is overloaded, so try again later"
+        }
         _ => "raise pids.max or free memory",
     }
 }
@@ -170,7 +172,9 @@ pub enum QemuError {
     )]
     Different(String),
     /// The other side says what is not understood.
-    #[error("the source tells of {0} in words that are not understood: use the same godwit on both sides")]
+    #[error(
+        "the source tells of {0} in words that are not understood: use the same godwit on both sides"
+    )]
     Unclear(&'static str),
     /// A disk that stays is not the same at the destination.
     #[error(

@@ -1,9 +1,10 @@
 //! What befalls the guest of a source by itself: it powers off, panics or is reset.
 //!
-//! A guest that was reset boots anew in memory that is tracked as before, so it is followed. One that
-//! powered off or panicked and is kept by its QEMU (`-no-shutdown`, `-action panic=pause`) is not moved:
-//! the destination would be told to run it, and whoever looks after it looks at the source. QEMU loses
-//! the run state of a guest that does so just when it is being stopped, so its events are what counts.
+//! A guest that was reset boots anew in memory that is tracked as before, so it is followed. One
+//! that powered off or panicked and is kept by its QEMU (`-no-shutdown`, `-action panic=pause`) is
+//! not moved: the destination would be told to run it, and whoever looks after it looks at the
+//! source. QEMU loses the run state of a guest that does so just when it is being stopped, so its
+//! events are what counts.
 
 use crate::monitor::Event;
 
@@ -68,9 +69,13 @@ impl Fate {
         self.ended
     }
 
-    /// What the operator is told, where the guest is not to be moved any more. QEMU is asked for its
-    /// run state where that says more than its events, which come earlier.
-    pub(crate) fn words(&self, has_ended: bool, run_state: impl FnOnce() -> String) -> Option<String> {
+    /// What the operator is told, where the guest is not to be moved any more. QEMU is asked for
+    /// its run state where that says more than its events, which come earlier.
+    pub(crate) fn words(
+        &self,
+        has_ended: bool,
+        run_state: impl FnOnce() -> String,
+    ) -> Option<String> {
         let Some(ended) = self.ended else {
             return self.reset.then(|| {
                 "the guest was reset while it stood still for the handover: start the migration again"
@@ -87,8 +92,12 @@ impl Fate {
         let state = if self.still { ended.state().to_owned() } else { run_state() };
         (state == ended.state()).then(|| {
             let cure = match ended {
-                Ended::PoweredOff => "`quit` its QEMU, or `system_reset` and `cont` to start it anew",
-                Ended::Panicked => "look at it where it is, and `system_reset` it before it is moved",
+                Ended::PoweredOff => {
+                    "`quit` its QEMU, or `system_reset` and `cont` to start it anew"
+                }
+                Ended::Panicked => {
+                    "look at it where it is, and `system_reset` it before it is moved"
+                }
             };
             format!("{what} and does not run any more: {cure}")
         })
@@ -128,7 +137,8 @@ mod tests {
         assert_eq!(fate(&[("GUEST_PANICKED", json!({ "action": "run" }))]).ended(), None);
         let kept = fate(&[("GUEST_PANICKED", json!({ "action": "pause" })), ("STOP", Value::Null)]);
         assert_eq!(kept.ended(), Some(Ended::Panicked));
-        let shut = fate(&[("GUEST_PANICKED", json!({ "action": "poweroff" })), ("SHUTDOWN", Value::Null)]);
+        let shut =
+            fate(&[("GUEST_PANICKED", json!({ "action": "poweroff" })), ("SHUTDOWN", Value::Null)]);
         assert_eq!(shut.ended(), Some(Ended::Panicked));
     }
 

@@ -1,8 +1,9 @@
 //! Which way is open to a write governor in a QEMU, and getting it ready.
 //!
-//! The governor handles faults that the kernel takes on QEMU's behalf (KVM, read(2), vhost), which takes a right
-//! (Documentation/admin-guide/mm/userfaultfd.rst): CAP_SYS_PTRACE of QEMU, or vm.unprivileged_userfaultfd=1, or a descriptor
-//! of /dev/userfaultfd, which godwit opens and hands to QEMU.
+//! The governor handles faults that the kernel takes on QEMU's behalf (KVM, read(2), vhost), which
+//! takes a right (Documentation/admin-guide/mm/userfaultfd.rst): CAP_SYS_PTRACE of QEMU, or
+//! vm.unprivileged_userfaultfd=1, or a descriptor of /dev/userfaultfd, which godwit opens and hands
+//! to QEMU.
 
 use godwit_memory::RamBlock;
 use godwit_track::{PagemapTracker, TrackError, Way};
@@ -24,10 +25,12 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
 
 /// Whether userfaultfd(2) in the process may handle faults of the kernel.
 fn may_call(pid: i32) -> bool {
-    let setting = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
+    let setting =
+        std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    let effective = effective.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    let effective =
+        effective.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
     setting.trim() == "1" || effective & SYS_PTRACE != 0
 }
 

@@ -1,11 +1,13 @@
 //! The QEMU adapter: everything godwit knows about QEMU, which is never patched nor linked.
 //!
-//! QEMU is driven through its monitor (`monitor`) and watched through `/proc`. `machine` finds out what runs there and
-//! refuses what cannot be migrated; `source` and `destination` implement the engine's traits.
+//! QEMU is driven through its monitor (`monitor`) and watched through `/proc`. `machine` finds out
+//! what runs there and refuses what cannot be migrated; `source` and `destination` implement the
+//! engine's traits.
 //!
-//! The division of work: QEMU's own migration carries the device state and nothing else. Its capability
-//! `x-ignore-shared` leaves RAM in shared files out, `pause-before-switchover` stops the guest and waits before it
-//! saves any device, and the stream goes through a socket pair whose other end godwit holds.
+//! The division of work: QEMU's own migration carries the device state and nothing else. Its
+//! capability `x-ignore-shared` leaves RAM in shared files out, `pause-before-switchover` stops the
+//! guest and waits before it saves any device, and the stream goes through a socket pair whose
+//! other end godwit holds.
 
 #![forbid(unsafe_code)]
 

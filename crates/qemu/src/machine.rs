@@ -1,4 +1,5 @@
-//! What runs behind a monitor: its process, its RAM files, and everything that stands against migrating it.
+//! What runs behind a monitor: its process, its RAM files, and everything that stands against
+//! migrating it.
 //!
 //! Invariant: looking changes nothing. Every refusal comes before QEMU was touched.
 
@@ -13,8 +14,8 @@ use godwit_units::ByteCount;
 use crate::QemuError;
 use crate::guard;
 use crate::monitor::commands::{
-    Human, Memdev, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm, QueryMemdev,
-    QueryMemorySize, QueryMigrate, QueryNodes, QueryStatus,
+    Human, Memdev, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm,
+    QueryMemdev, QueryMemorySize, QueryMigrate, QueryNodes, QueryStatus,
 };
 use crate::monitor::{Monitor, Qmp, QmpError};
 use crate::process::Process;
@@ -58,7 +59,8 @@ impl Reporting {
 }
 
 impl Machine {
-    /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it has it.
+    /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it
+    /// has it.
     pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
         let until = Instant::now() + GUARDIAN_LIMIT;
         let mut gone = None;
@@ -76,13 +78,14 @@ impl Machine {
     /// The process behind a monitor.
     fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
-        let process =
-            Process::open(pid).map_err(|source| QemuError::System { step: "pidfd_open", source })?;
+        let process = Process::open(pid)
+            .map_err(|source| QemuError::System { step: "pidfd_open", source })?;
         Ok(Self { qmp, pid, process })
     }
 
-    /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may share one. QEMU has them by the
-    /// numbers of its own PID namespace; these are their numbers here, as the process's is (`SO_PEERCRED`, unix(7)).
+    /// The threads that run the vCPUs, one entry for each vCPU (`query-cpus-fast`). Several may
+    /// share one. QEMU has them by the numbers of its own PID namespace; these are their numbers
+    /// here, as the process's is (`SO_PEERCRED`, unix(7)).
     pub(crate) fn vcpu_threads(&mut self) -> Result<Vec<i32>, QmpError> {
         let cpus = self.qmp.run(&QueryCpus)?;
         let threads = threads_of(self.pid);
@@ -100,8 +103,9 @@ impl Machine {
         Ok(self.qmp.run(&QueryMigrate)?.status)
     }
 
-    /// Refuses RAM files that are not what QEMU has mapped: the name may have been given to another file since. Needs the
-    /// right to look into the process, without which later checks would find nothing.
+    /// Refuses RAM files that are not what QEMU has mapped: the name may have been given to another
+    /// file since. Needs the right to look into the process, without which later checks would find
+    /// nothing.
     pub(crate) fn check_mappings(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
         blocks.iter().try_for_each(|block| mappings_of(self.pid, block).map(|_| ()))?;
         Ok(())
@@ -122,7 +126,8 @@ impl Machine {
         let mut blocks = Vec::new();
         for Memdev { id, size, share, prealloc } in backends {
             let object = format!("/objects/{id}");
-            let unshared = |what: &str| QemuError::RamNotShared { what: format!("RAM block '{id}' {what}") };
+            let unshared =
+                |what: &str| QemuError::RamNotShared { what: format!("RAM block '{id}' {what}") };
             // Only memory-backend-file has the property; asking the others is refused.
             let path = self.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
             let path = path.ok_or_else(|| unshared("is not a memory-backend-file"))?;
@@ -134,7 +139,8 @@ impl Machine {
                 return Err(unshared("has a directory as mem-path, in which its file has no name"));
             }
             // Since QEMU 8.1; before, a block begins at the start of its file.
-            let offset = self.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
+            let offset =
+                self.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
             blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), prealloc)?);
         }
         let shared: u64 = blocks.iter().map(|block| block.pages().bytes().0).sum();
@@ -179,9 +185,9 @@ impl Machine {
         }
     }
 
-    /// Refuses a guest that runs guests under KVM: the processor itself then writes pages of its memory (the virtual-APIC
-    /// page, posted interrupts) at their physical address, without a look at QEMU's page tables. TCG writes them as
-    /// all others.
+    /// Refuses a guest that runs guests under KVM: the processor itself then writes pages of its
+    /// memory (the virtual-APIC page, posted interrupts) at their physical address, without a look
+    /// at QEMU's page tables. TCG writes them as all others.
     pub(crate) fn check_nested(&mut self) -> Result<(), QemuError> {
         if !self.qmp.run(&QueryKvm)?.enabled {
             return Ok(());
@@ -190,11 +196,14 @@ impl Machine {
         runs_guests(&registers).map_or(Ok(()), |what| Err(QemuError::Nested { what }))
     }
 
-    /// What the machine consists of, as far as a destination must have the same: devices, and the images of drives.
+    /// What the machine consists of, as far as a destination must have the same: devices, and the
+    /// images of drives.
     pub(crate) fn parts(&mut self) -> Result<BTreeSet<String>, QmpError> {
         let devices = self.devices()?;
-        let mut parts: BTreeSet<String> =
-            devices.into_iter().map(|(_, name, kind)| format!("device '{name}' ({kind})")).collect();
+        let mut parts: BTreeSet<String> = devices
+            .into_iter()
+            .map(|(_, name, kind)| format!("device '{name}' ({kind})"))
+            .collect();
         for drive in self.qmp.run(&QueryBlock)? {
             let file = drive.inserted.map(|inserted| inserted.file).unwrap_or_default();
             let name = if drive.device.is_empty() { drive.qdev } else { drive.device };
@@ -228,7 +237,8 @@ impl Machine {
     /// How free memory of the guest becomes known: by a balloon that reports it, if there is one.
     pub(crate) fn reporting(&mut self) -> Result<Reporting, QmpError> {
         let is_balloon = |kind: &str| kind.starts_with("virtio-balloon");
-        let Some((bus, name, _)) = self.devices()?.into_iter().find(|(.., kind)| is_balloon(kind)) else {
+        let Some((bus, name, _)) = self.devices()?.into_iter().find(|(.., kind)| is_balloon(kind))
+        else {
             return Ok(Reporting::NoBalloon);
         };
         let path = format!("{bus}/{name}");
@@ -254,18 +264,24 @@ impl Machine {
         // Network back ends are no objects; only the human monitor lists them.
         let network = self.qmp.run(&Human { command_line: "info network" })?;
         if let Some(line) = network.lines().find(|line| line.contains("vhost-user")) {
-            return Err(QemuError::VhostUser { what: format!("the network back end '{}'", line.trim()) });
+            return Err(QemuError::VhostUser {
+                what: format!("the network back end '{}'", line.trim()),
+            });
         }
         Ok(())
     }
 
     /// A device that was unplugged from the list above still shows in the open files.
     fn check_descriptors(&self) -> Result<(), QemuError> {
-        let Ok(entries) = std::fs::read_dir(format!("/proc/{}/fd", self.pid)) else { return Ok(()) };
+        let Ok(entries) = std::fs::read_dir(format!("/proc/{}/fd", self.pid)) else {
+            return Ok(());
+        };
         for target in entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()) {
             let target = target.to_string_lossy();
             if target.starts_with("/dev/vfio/") || target.starts_with("/dev/vhost-vdpa") {
-                return Err(QemuError::Untrackable { device: format!("the device behind {target}") });
+                return Err(QemuError::Untrackable {
+                    device: format!("the device behind {target}"),
+                });
             }
         }
         Ok(())
@@ -278,12 +294,15 @@ impl Machine {
         }
         // Drives made by -drive show the setting at the drive.
         let drives = self.qmp.run(&QueryBlock)?;
-        Ok(drives.iter().filter_map(|drive| drive.inserted.as_ref()).any(|medium| medium.cache.direct))
+        Ok(drives
+            .iter()
+            .filter_map(|drive| drive.inserted.as_ref())
+            .any(|medium| medium.cache.direct))
     }
 }
 
-/// Whether this process is a QEMU rather than the back end of a device. One that was started by a loader of its own is
-/// known by its command name only.
+/// Whether this process is a QEMU rather than the back end of a device. One that was started by a
+/// loader of its own is known by its command name only.
 fn is_vmm(writer: &Writer) -> bool {
     let program = std::fs::read_link(format!("/proc/{}/exe", writer.pid)).unwrap_or_default();
     let program = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -292,8 +311,8 @@ fn is_vmm(writer: &Writer) -> bool {
         .any(|name| name.starts_with("qemu-system") || name.starts_with("qemu-kvm"))
 }
 
-/// Whether a vCPU has turned virtualisation on: CR4.VMXE (bit 13) or EFER.SVME (bit 12; Intel's SDM volume 3,
-/// 2.5, and AMD's APM volume 2, 15.4), in what `info registers` prints.
+/// Whether a vCPU has turned virtualisation on: CR4.VMXE (bit 13) or EFER.SVME (bit 12; Intel's SDM
+/// volume 3, 2.5, and AMD's APM volume 2, 15.4), in what `info registers` prints.
 fn runs_guests(registers: &str) -> Option<&'static str> {
     let value = |word: &str, name: &str| {
         let digits = word.strip_prefix(name)?.strip_prefix('=')?;

@@ -1,7 +1,7 @@
 //! Whose a bitmap, an export or a directory is: names begin with the process that made it.
 //!
-//! A process is named by number and start time, since numbers are given again. A godwit in another PID namespace is not seen and
-//! counts as gone; two of them at one QEMU are not provided for.
+//! A process is named by number and start time, since numbers are given again. A godwit in another
+//! PID namespace is not seen and counts as gone; two of them at one QEMU are not provided for.
 
 use std::fmt;
 
@@ -41,11 +41,12 @@ impl fmt::Display for Mark {
     }
 }
 
-/// When process `pid` was started, as long as it runs: one that only waits for its parent to hear of its end does not.
+/// When process `pid` was started, as long as it runs: one that only waits for its parent to hear
+/// of its end does not.
 pub(crate) fn start_time(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, may hold anything; the state is the first field after it, start time the
-    // 20th.
+    // The name of the program, in parentheses, may hold anything; the state is the first field
+    // after it, start time the 20th.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
     if matches!(state, "Z" | "X") { None } else { fields.nth(18)?.parse().ok() }

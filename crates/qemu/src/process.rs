@@ -1,6 +1,8 @@
-//! The QEMU process, by a descriptor that no later process of the same number can take over (pidfd_open(2)).
+//! The QEMU process, by a descriptor that no later process of the same number can take over
+//! (pidfd_open(2)).
 //!
-//! Keeps one promise: that it has ended is said only of a process that has, so that no vCPU of it runs any more.
+//! Keeps one promise: that it has ended is said only of a process that has, so that no vCPU of it
+//! runs any more.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -29,8 +31,10 @@ impl Process {
     /// Waits up to `limit` for its end, and says whether it came.
     pub(crate) fn ends_within(&self, limit: Duration) -> io::Result<bool> {
         // Readable once the process has ended (pidfd_open(2)).
-        let timeout =
-            Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: i64::from(limit.subsec_nanos()) };
+        let timeout = Timespec {
+            tv_sec: limit.as_secs().cast_signed(),
+            tv_nsec: i64::from(limit.subsec_nanos()),
+        };
         Ok(poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&timeout))? > 0)
     }
 

@@ -1,7 +1,8 @@
 //! The directory for the sockets of godwit: where it is, and that it is ours.
 //!
-//! Invariant: no socket of ours is made, and none is connected to, in a directory to which another user could add. Who
-//! could exchange the socket of QEMU's NBD server would choose what is written to a disk.
+//! Invariant: no socket of ours is made, and none is connected to, in a directory to which another
+//! user could add. Who could exchange the socket of QEMU's NBD server would choose what is written
+//! to a disk.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -20,7 +21,8 @@ pub(crate) fn path() -> PathBuf {
 /// Makes `directory`, for its owner only, where it is not there yet.
 ///
 /// # Errors
-/// When it cannot be made, is not `user`'s own, or others may write to it: in /tmp anyone can make it first.
+/// When it cannot be made, is not `user`'s own, or others may write to it: in /tmp anyone can make
+/// it first.
 pub fn make(directory: &Path, user: u32) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
     DirBuilder::new().mode(0o700).recursive(true).create(directory).map_err(failed)?;

@@ -9,11 +9,12 @@ use crate::monitor::commands::{
 };
 use crate::monitor::{Monitor, QmpError};
 
-/// What godwit needs: RAM in shared files left out, the guest stopped and the devices not yet saved, and an event at
-/// each change of state.
+/// What godwit needs: RAM in shared files left out, the guest stopped and the devices not yet
+/// saved, and an event at each change of state.
 const NEEDED: [&str; 3] = ["x-ignore-shared", "pause-before-switchover", "events"];
-/// What is turned on where there is such. A destination that has loaded must not take the locks of its images before it
-/// is told to run: the source may still need them (QEMU's `docs/interop`: migration capability late-block-activate).
+/// What is turned on where there is such. A destination that has loaded must not take the locks of
+/// its images before it is told to run: the source may still need them (QEMU's `docs/interop`:
+/// migration capability late-block-activate).
 const WANTED: [&str; 1] = ["late-block-activate"];
 /// What would change the stream or its channel; a management program may have left them on.
 const IN_THE_WAY: [&str; 12] = [
@@ -31,11 +32,14 @@ const IN_THE_WAY: [&str; 12] = [
     "zero-copy-send",
 ];
 
-/// As no limit of QEMU's own may stand between its last byte and the switchover: what it sends is small. And no TLS on a
-/// pair of sockets.
+/// As no limit of QEMU's own may stand between its last byte and the switchover: what it sends is
+/// small. And no TLS on a pair of sockets.
 fn parameters() -> Map<String, Value> {
-    let ours =
-        [("max-bandwidth", json!(1u64 << 40)), ("downtime-limit", json!(10_000)), ("tls-creds", json!(""))];
+    let ours = [
+        ("max-bandwidth", json!(1u64 << 40)),
+        ("downtime-limit", json!(10_000)),
+        ("tls-creds", json!("")),
+    ];
     ours.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
@@ -97,7 +101,8 @@ impl Settings {
         let found = qmp.run(&QueryCapabilities)?;
         let ours = opposite(&self.capabilities);
         let pairs = self.capabilities.iter().zip(&ours);
-        let still = pairs.filter(|(_, ours)| found.contains(ours)).map(|(before, _)| before.clone());
+        let still =
+            pairs.filter(|(_, ours)| found.contains(ours)).map(|(before, _)| before.clone());
         set_capabilities(qmp, &still.collect::<Vec<_>>())?;
         let (found, ours) = (qmp.run(&QueryParameters)?, parameters());
         let mut before = self.parameters.clone();

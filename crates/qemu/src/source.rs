@@ -1,4 +1,5 @@
-//! A stock QEMU as the source: stopped by its own migration, which carries the device state and nothing else.
+//! A stock QEMU as the source: stopped by its own migration, which carries the device state and
+//! nothing else.
 //!
 //! ```text
 //!   open_state      capabilities, getfd (one end of a socket pair)
@@ -7,8 +8,9 @@
 //!   resume          migrate_cancel or cont, from wherever it was; settings put back
 //! ```
 //!
-//! A throttle or the write governor may be in force from the start to the moment the guest has stopped. Invariant: it is gone after
-//! `resume`, `retire`, a `stop` that failed, and when this is dropped.
+//! A throttle or the write governor may be in force from the start to the moment the guest has
+//! stopped. Invariant: it is gone after `resume`, `retire`, a `stop` that failed, and when this is
+//! dropped.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -29,7 +31,7 @@ use godwit_units::{ByteCount, Rate, format_duration};
 use crate::QemuError;
 use crate::compare::{self, Terms};
 use crate::disk_limits::DiskLimits;
-use crate::disks::{self, Found, Grain, ListedDisk, Tracking};
+use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
@@ -45,7 +47,8 @@ use crate::way_back::{self, TOLD_AFTER};
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
-/// From the end of the monitor's connection to the end of QEMU's process, which may have much memory to give back.
+/// From the end of the monitor's connection to the end of QEMU's process, which may have much
+/// memory to give back.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
 /// How long a QEMU is waited for; tests have less patience.
@@ -53,12 +56,13 @@ const END_LIMIT: Duration = Duration::from_secs(5);
 pub struct Limits {
     /// For the answer to a command.
     pub answer: Duration,
-    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent and all disks
-    /// are flushed; a flush may take long on a slow disk.
+    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent
+    /// and all disks are flushed; a flush may take long on a slow disk.
     pub stop: Duration,
-    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that hangs holds it
-    /// up, and nothing but that disk can let it go on. The guest cannot run meanwhile, and QEMU forgets the
-    /// command when godwit ends: so there is nothing better to do than to wait.
+    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that
+    /// hangs holds it up, and nothing but that disk can let it go on. The guest cannot run
+    /// meanwhile, and QEMU forgets the command when godwit ends: so there is nothing better to do
+    /// than to wait.
     pub hang: Duration,
     /// For the end of its migration from then on, and for the guest to run again.
     pub resume: Duration,
@@ -116,7 +120,7 @@ pub struct QemuSource {
     /// The disks that move along.
     moving: Vec<Found>,
     /// Of the disks that move; there may be none.
-    grain: Grain,
+    granularity: Granularity,
     tracking: Option<Tracking>,
     /// What the operator lets pass when the destination compares.
     terms: Terms,
@@ -129,8 +133,8 @@ pub struct QemuSource {
 }
 
 impl QemuSource {
-    /// Looks at the QEMU behind the monitor at `path` and refuses what cannot be migrated. Changes nothing, but for the removal of what a
-    /// godwit that was killed has left there.
+    /// Looks at the QEMU behind the monitor at `path` and refuses what cannot be migrated. Changes
+    /// nothing, but for the removal of what a godwit that was killed has left there.
     ///
     /// # Errors
     /// What stands against it, with the cure.
@@ -141,7 +145,9 @@ impl QemuSource {
         let cure = match state.as_str() {
             "running" | "paused" => "",
             "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
-            "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",
+            "postmigrate" => {
+                "its guest was migrated away; `cont` here only if it runs nowhere else"
+            }
             "finish-migrate" => {
                 "another migration is under way, or one was cut off: `migrate_cancel` ends that"
             }
@@ -156,7 +162,8 @@ impl QemuSource {
         }
         let migration = machine.migration_state()?;
         if !is_over(&migration) {
-            let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
+            let cure =
+                "another migration is under way: wait for it, or end it with `migrate_cancel`";
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let looking = Instant::now();
@@ -177,7 +184,7 @@ impl QemuSource {
             processes_at: None,
             moving: Vec::new(),
             terms: Terms::default(),
-            grain: Grain::Given(ByteCount::ZERO),
+            granularity: Granularity::Given(ByteCount::ZERO),
             tracking: None,
             guard: None,
             fate: Fate::default(),
@@ -202,8 +209,9 @@ impl QemuSource {
         })
     }
 
-    /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a size that suits the guest's writes
-    /// to each disk from here on, or so far where there are none ([`godwit_block::granularity_for`]). Changes nothing.
+    /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a
+    /// size that suits the guest's writes to each disk from here on, or so far where there are none
+    /// ([`godwit_block::granularity_for`]). Changes nothing.
     ///
     /// # Errors
     /// When there is no such disk, or it cannot move.
@@ -214,11 +222,12 @@ impl QemuSource {
     ) -> Result<Self, QemuError> {
         let drives = disks::drives(&mut self.machine.qmp)?;
         self.moving = disks::choose(&drives, choice)?;
-        self.grain = Grain::of(granularity, &mut self.machine.qmp, &self.moving)?;
+        self.granularity = Granularity::of(granularity, &mut self.machine.qmp, &self.moving)?;
         Ok(self)
     }
 
-    /// The same, and refused where the guest may run guests of its own, now or when it is about to be stopped.
+    /// The same, and refused where the guest may run guests of its own, now or when it is about to
+    /// be stopped.
     ///
     /// # Errors
     /// When it may.
@@ -228,9 +237,9 @@ impl QemuSource {
         Ok(self)
     }
 
-    /// The same with a guardian: `program` started anew, with [`crate::GUARD_COMMAND`] as the first word of its command
-    /// line, which has to call [`crate::stand_guard`]. Without one a guest that is stopped when this process is killed
-    /// stays stopped.
+    /// The same with a guardian: `program` started anew, with [`crate::GUARD_COMMAND`] as the first
+    /// word of its command line, which has to call [`crate::stand_guard`]. Without one a guest that
+    /// is stopped when this process is killed stays stopped.
     ///
     /// # Errors
     /// When it does not start.
@@ -266,21 +275,23 @@ impl QemuSource {
         self
     }
 
-    /// For each disk that moves, the command that makes an empty image for it at the destination, to be run there before QEMU is started.
+    /// For each disk that moves, the command that makes an empty image for it at the destination,
+    /// to be run there before QEMU is started.
     #[must_use]
     pub fn image_commands(&self) -> Vec<String> {
         self.moving.iter().map(Found::image_command).collect()
     }
 
-    /// The same with differences from the destination's machine that are let pass: by the keys under which they are told, by the
-    /// first part of a key, or `all`.
+    /// The same with differences from the destination's machine that are let pass: by the keys
+    /// under which they are told, by the first part of a key, or `all`.
     #[must_use]
     pub fn allowing(mut self, differences: &[String]) -> Self {
         self.terms.allowed = differences.to_vec();
         self
     }
 
-    /// The same with disks that stay where they are and are not compared with the destination's: they are on the same storage.
+    /// The same with disks that stay where they are and are not compared with the destination's:
+    /// they are on the same storage.
     #[must_use]
     pub fn sharing_disks(mut self) -> Self {
         self.terms.disks_are_shared = true;
@@ -322,10 +333,11 @@ impl QemuSource {
         self.throttle.measures()
     }
 
-    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the guest has stopped.
+    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the
+    /// guest has stopped.
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
-        // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the throttle have failed,
-        // the guest runs freely and stops all the sooner.
+        // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
+        // throttle have failed, the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
         // What was plugged in since the start would have written unseen.
         self.check_unchanged()?;
@@ -367,7 +379,8 @@ impl QemuSource {
             ("pre-switchover", Some(at)) => Ok(at),
             ("pre-switchover", None) if !self.was_running => Ok(reached.at),
             ("pre-switchover", None) => {
-                // Something else has stopped it since it was looked at last, so it is not ours to run.
+                // Something else has stopped it since it was looked at last, so it is not ours to
+                // run.
                 self.was_running = false;
                 self.fate.stands_still();
                 Err(QemuError::Changed("the guest stopped"))
@@ -376,13 +389,15 @@ impl QemuSource {
         }
     }
 
-    /// Takes in what QEMU has told by now. A connection that fails is noticed by whoever uses it next.
+    /// Takes in what QEMU has told by now. A connection that fails is noticed by whoever uses it
+    /// next.
     fn take_events(&mut self) {
         let events = self.machine.qmp.take_events().unwrap_or_default();
         events.iter().for_each(|event| self.fate.take(event));
     }
 
-    /// Lets the vCPUs run and write freely. There is nothing to report: what failed has let go of them.
+    /// Lets the vCPUs run and write freely. There is nothing to report: what failed has let go of
+    /// them.
     fn remove_throttle(&mut self) {
         if let Some(tracker) = self.tracker.upgrade() {
             // Segments stay where they are: their writers are answered at once.
@@ -397,26 +412,27 @@ impl QemuSource {
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
-        // Only what was stopped from here is run again; whatever else stopped it since, did so for a reason.
+        // Only what was stopped from here is run again; whatever else stopped it since, did so for
+        // a reason.
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
-        let running =
-            match std::mem::take(&mut self.migrating) {
-                true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(|()| {
-                    match self.fate.ended() {
-                        Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
-                        None => Ok(()),
-                    }
-                }),
-                false => Ok(()),
-            };
+        let running = match std::mem::take(&mut self.migrating) {
+            true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(
+                |()| match self.fate.ended() {
+                    Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
+                    None => Ok(()),
+                },
+            ),
+            false => Ok(()),
+        };
         self.fate.runs_again();
         if running.is_ok() {
             self.note_if_possible(|left| left.stage = Stage::Copying);
         }
         if std::mem::take(&mut self.released) && self.was_running && running.is_ok() {
-            // The guest was to run elsewhere, and whoever has prepared for that (a switch, a program that binds its ports)
-            // should know better. The guest runs, whatever becomes of this.
+            // The guest was to run elsewhere, and whoever has prepared for that (a switch, a
+            // program that binds its ports) should know better. The guest runs, whatever becomes of
+            // this.
             let _ = announce(&mut self.machine.qmp);
         }
         // The guest first: an error here must not hide one there.
@@ -498,7 +514,10 @@ impl QemuSource {
         }
         let now = self.machine.ram()?;
         let same = now.len() == self.ram.len()
-            && now.iter().zip(self.ram.iter()).all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
+            && now
+                .iter()
+                .zip(self.ram.iter())
+                .all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
         if !same {
             return Err(QemuError::Changed("RAM was plugged or unplugged"));
         }
@@ -517,7 +536,8 @@ pub(crate) fn migration_event(event: &Event) -> String {
     status.unwrap_or_default().to_owned()
 }
 
-/// Tells the network where the guest is, with QEMU's own defaults after a migration (qapi/migration.json, announce-*).
+/// Tells the network where the guest is, with QEMU's own defaults after a migration
+/// (qapi/migration.json, announce-*).
 pub(crate) fn announce(qmp: &mut dyn Monitor) -> Result<(), QmpError> {
     qmp.run(&AnnounceSelf { initial: 50, max: 550, rounds: 5, step: 100 }).map(drop)
 }
@@ -575,14 +595,16 @@ impl SourceVm for QemuSource {
 
     fn switchover_costs(&self) -> SwitchoverCosts {
         // What is looked at again is looked at by the same commands.
-        let processes = if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
+        let processes =
+            if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
         SwitchoverCosts { lead: self.looked + processes + OWN_BLOCKS, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
-        let (ours, theirs) =
-            UnixStream::pair().map_err(|source| QemuError::System { step: "socketpair", source })?;
-        let handle = ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
+        let (ours, theirs) = UnixStream::pair()
+            .map_err(|source| QemuError::System { step: "socketpair", source })?;
+        let handle =
+            ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         self.check_processes()?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
@@ -638,7 +660,8 @@ impl SourceVm for QemuSource {
         // A QEMU that answers nothing does not run the guest either.
         let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
         if let Err(QemuError::Qmp(QmpError::Closed { .. })) = back {
-            // A process closes its sockets a moment before it has ended, and has_ended is asked next.
+            // A process closes its sockets a moment before it has ended, and has_ended is asked
+            // next.
             let _ = self.machine.process.ends_within(END_LIMIT);
         }
         Ok(back?)
@@ -739,13 +762,17 @@ impl DiskVm for QemuSource {
     }
 
     fn disks(&self) -> Vec<Disk> {
-        self.moving.iter().map(|found| Disk { name: found.name.clone(), size: found.size }).collect()
+        self.moving
+            .iter()
+            .map(|found| Disk { name: found.name.clone(), size: found.size })
+            .collect()
     }
 
     fn start_disk_tracking(&mut self) -> Result<(), VmError> {
         if !self.moving.is_empty() {
             self.note(|left| left.disks = true)?;
-            self.tracking = Some(Tracking::start(&mut self.machine, &self.moving, &self.grain)?);
+            self.tracking =
+                Some(Tracking::start(&mut self.machine, &self.moving, &self.granularity)?);
         }
         Ok(())
     }
@@ -787,7 +814,8 @@ impl DiskVm for QemuSource {
 
 impl DirectIo for QemuSource {
     fn drain(&mut self) -> Result<(), VmError> {
-        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction in blockdev.c).
+        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction
+        // in blockdev.c).
         self.machine.qmp.run(&Transaction::default())?;
         Ok(())
     }

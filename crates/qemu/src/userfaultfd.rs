@@ -1,5 +1,5 @@
-//! How a userfaultfd is made in a QEMU: by userfaultfd(2), or by a descriptor of /dev/userfaultfd that QEMU holds for a moment,
-//! where the call is refused.
+//! How a userfaultfd is made in a QEMU: by userfaultfd(2), or by a descriptor of /dev/userfaultfd
+//! that QEMU holds for a moment, where the call is refused.
 
 use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
@@ -21,7 +21,10 @@ pub(crate) fn device_is_there() -> bool {
 }
 
 /// Starts to track `ram` in QEMU's page tables.
-pub(crate) fn start_tracking(machine: &mut Machine, ram: &[RamBlock]) -> Result<PagemapTracker, QemuError> {
+pub(crate) fn start_tracking(
+    machine: &mut Machine,
+    ram: &[RamBlock],
+) -> Result<PagemapTracker, QemuError> {
     let pid = machine.pid;
     let harmless_filters = own_filters(pid);
     let start = |way| PagemapTracker::start_by(Approach { way, harmless_filters }, pid, ram);
@@ -32,13 +35,15 @@ pub(crate) fn start_tracking(machine: &mut Machine, ram: &[RamBlock]) -> Result<
     }
 }
 
-/// How many filters for system calls of process `pid` are QEMU's own (`-sandbox on`). It lists what is forbidden, which none
-/// of the calls is that make a userfaultfd (QEMU, softmmu/qemu-seccomp.c or system/qemu-seccomp.c, `denylist`).
+/// How many filters for system calls of process `pid` are QEMU's own (`-sandbox on`). It lists what
+/// is forbidden, which none of the calls is that make a userfaultfd (QEMU, softmmu/qemu-seccomp.c
+/// or system/qemu-seccomp.c, `denylist`).
 fn own_filters(pid: i32) -> u32 {
     let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let mut arguments = arguments.split(|byte| *byte == 0);
     let is_option = |argument: &[u8]| argument == b"-sandbox" || argument == b"--sandbox";
-    let sandbox = arguments.by_ref().find(|argument| is_option(argument)).and_then(|_| arguments.next());
+    let sandbox =
+        arguments.by_ref().find(|argument| is_option(argument)).and_then(|_| arguments.next());
     u32::from(sandbox.is_some_and(|how| how.starts_with(b"on") || how.starts_with(b"enable=on")))
 }
 
@@ -62,7 +67,10 @@ pub(crate) fn by_device<T>(
 /// The number of the device's descriptor in process `pid`.
 fn number_in(pid: i32) -> Option<RawFd> {
     let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
-    let device =
-        |path: &std::path::Path| std::fs::read_link(path).is_ok_and(|to| to == std::path::Path::new(DEVICE));
-    entries.filter(|entry| device(&entry.path())).find_map(|entry| entry.file_name().to_str()?.parse().ok())
+    let device = |path: &std::path::Path| {
+        std::fs::read_link(path).is_ok_and(|to| to == std::path::Path::new(DEVICE))
+    };
+    entries
+        .filter(|entry| device(&entry.path()))
+        .find_map(|entry| entry.file_name().to_str()?.parse().ok())
 }

@@ -44,8 +44,9 @@ fn cancel(
     Limits { hang, resume, .. }: Limits,
     told: fn(&str),
 ) -> Result<(), QemuError> {
-    // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was queued by
-    // then is all that it does when it goes on. Where no migration is under way, it changes nothing.
+    // Before anything is asked: a QEMU whose main loop stands still answers nothing, and what was
+    // queued by then is all that it does when it goes on. Where no migration is under way, it
+    // changes nothing.
     let cancel = machine.qmp.start(&MigrateCancel)?;
     let first = TOLD_AFTER.min(hang);
     let answer = match machine.qmp.answer(&cancel, first) {
@@ -73,9 +74,10 @@ fn cancel(
         if now >= until {
             return Err(QemuError::State { action: "cancel", words: "it does not end".to_owned() });
         }
-        // Where the command was queued while disks were drained, it may be carried out between the moment in
-        // which QEMU 7.2 lets go of its lock and the one in which it says that it is in pre-switchover: then
-        // it waits there for ever to be told to go on (migration_maybe_pause in migration/migration.c).
+        // Where the command was queued while disks were drained, it may be carried out between the
+        // moment in which QEMU 7.2 lets go of its lock and the one in which it says that it is in
+        // pre-switchover: then it waits there for ever to be told to go on (migration_maybe_pause
+        // in migration/migration.c).
         if state == "cancelling" && now >= help_at {
             help_at = now + CANCEL_LIMIT;
             machine.qmp.run_if_known(&MigrateContinue { state: &state })?;
@@ -92,8 +94,8 @@ pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuErro
         if state == "running" {
             return Ok(());
         }
-        // QEMU reports the end of its migration a moment before it lets go of the run state, and refuses `cont`
-        // in between; after a failure it runs the guest by itself.
+        // QEMU reports the end of its migration a moment before it lets go of the run state, and
+        // refuses `cont` in between; after a failure it runs the guest by itself.
         let late = Instant::now() >= until;
         match machine.qmp.run(&Cont) {
             Err(QmpError::Refused { description: words, .. }) if late => {
@@ -109,8 +111,8 @@ pub(crate) fn run(machine: &mut Machine, limit: Duration) -> Result<(), QemuErro
     }
 }
 
-/// Keeps a guest that powered off or panicked from running: QEMU runs what it has stopped itself once
-/// its migration is taken back, a moment after it has said that this has ended.
+/// Keeps a guest that powered off or panicked from running: QEMU runs what it has stopped itself
+/// once its migration is taken back, a moment after it has said that this has ended.
 pub(crate) fn keep_stopped(machine: &mut Machine, limit: Duration) -> Result<(), QemuError> {
     let until = Instant::now() + limit;
     loop {

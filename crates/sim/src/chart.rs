@@ -1,6 +1,8 @@
-//! One migration as a chart in SVG: dirty against sent for each round, throttle and the guest's speed over time.
+//! One migration as a chart in SVG: dirty against sent for each round, throttle and the guest's
+//! speed over time.
 //!
-//! Plain text without a library: a chart is a few rectangles and lines, and its source should diff well.
+//! Plain text without a library: a chart is a few rectangles and lines, and its source should diff
+//! well.
 
 use std::fmt::Write as _;
 

@@ -33,12 +33,14 @@ impl Disk {
 
     /// The guest writes for `time` seconds, at no more than `limit` bytes each second.
     pub(crate) fn advance(&mut self, time: f64, speed: f64, limit: Option<f64>) {
-        let rate = (self.spec.writes.bytes_per_second() * speed).min(limit.unwrap_or(f64::INFINITY));
+        let rate =
+            (self.spec.writes.bytes_per_second() * speed).min(limit.unwrap_or(f64::INFINITY));
         self.written += rate * time;
         let pieces = rate * time / self.spec.piece.0 as f64;
         // A piece may lie across two blocks, or take several.
         let each = (self.spec.piece.0 as f64 / self.spec.granularity.0 as f64).max(1.0);
-        self.dirty = self.blocks - (self.blocks - self.dirty) * (-pieces * each / self.blocks).exp();
+        self.dirty =
+            self.blocks - (self.blocks - self.dirty) * (-pieces * each / self.blocks).exp();
     }
 
     /// A round begins: what is dirty is taken.

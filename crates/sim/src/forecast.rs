@@ -37,15 +37,17 @@ pub struct Forecast {
     pub lost_work: f64,
 }
 
-/// The rates, per page and second, that a guest is made of: one region for each, as far as the samples tell.
+/// The rates, per page and second, that a guest is made of: one region for each, as far as the
+/// samples tell.
 const RATES: usize = 12;
 
 /// A guest with `memory`, of which `data` is not zero, that dirties as `samples` show.
 ///
-/// Of two kinds of guest the one that fits better is taken. One writes at random: the samples lie on a curve
-/// `Σ N·(1 − exp(−λt))`, fitted with non-negative `N` for fixed `λ`, half an order of magnitude apart around what the intervals
-/// can tell, by repeated projection, so that no sample decides alone. The other goes through its working set page by
-/// page and over again: `min(N, r·t)`.
+/// Of two kinds of guest the one that fits better is taken. One writes at random: the samples lie
+/// on a curve `Σ N·(1 − exp(−λt))`, fitted with non-negative `N` for fixed `λ`, half an order of
+/// magnitude apart around what the intervals can tell, by repeated projection, so that no sample
+/// decides alone. The other goes through its working set page by page and over again: `min(N,
+/// r·t)`.
 #[must_use]
 pub fn fit(memory: ByteCount, data: ByteCount, samples: &[Sample]) -> GuestSpec {
     let points: Vec<(f64, f64)> = samples
@@ -64,7 +66,8 @@ pub fn fit(memory: ByteCount, data: ByteCount, samples: &[Sample]) -> GuestSpec 
         (0..RATES).map(|i| low * (high / low).powf(i as f64 / (RATES - 1) as f64)).collect();
     let most = memory.0 as f64 / 4096.0;
     let pages = non_negative(&points, &rates, most);
-    let at_random = |time: f64| rates.iter().zip(&pages).map(|(rate, n)| n * share(*rate, time)).sum::<f64>();
+    let at_random =
+        |time: f64| rates.iter().zip(&pages).map(|(rate, n)| n * share(*rate, time)).sum::<f64>();
     let (size, rate) = walk(&points);
     let walking = |time: f64| (rate * time).min(size);
     if error(&points, walking) < error(&points, at_random) {
@@ -76,7 +79,9 @@ pub fn fit(memory: ByteCount, data: ByteCount, samples: &[Sample]) -> GuestSpec 
         .zip(&pages)
         .rev()
         .filter(|(_, pages)| **pages >= 1.0)
-        .fold(guest, |guest, (rate, pages)| guest.writing(PageCount(*pages as u64).bytes(), rate * pages))
+        .fold(guest, |guest, (rate, pages)| {
+            guest.writing(PageCount(*pages as u64).bytes(), rate * pages)
+        })
 }
 
 /// The share of pages, each written `rate` times a second, that are dirty after `time`.
@@ -89,8 +94,8 @@ fn error(points: &[(f64, f64)], model: impl Fn(f64) -> f64) -> f64 {
     points.iter().map(|(time, dirty)| ((model(*time) - dirty) / dirty.max(1.0)).powi(2)).sum()
 }
 
-/// Size in pages and pages a second of the walk that fits best: the size is the most that was dirty, and the rate is
-/// that of one of the samples before.
+/// Size in pages and pages a second of the walk that fits best: the size is the most that was
+/// dirty, and the rate is that of one of the samples before.
 fn walk(points: &[(f64, f64)]) -> (f64, f64) {
     let size = points.iter().map(|(_, dirty)| *dirty).fold(0.0, f64::max);
     let rates = points.iter().map(|(time, dirty)| dirty / time);
@@ -106,7 +111,9 @@ fn non_negative(points: &[(f64, f64)], rates: &[f64], most: f64) -> Vec<f64> {
     for _ in 0..2000 {
         let fitted: Vec<f64> = points
             .iter()
-            .map(|(time, _)| rates.iter().zip(&pages).map(|(rate, n)| n * share(*rate, *time)).sum())
+            .map(|(time, _)| {
+                rates.iter().zip(&pages).map(|(rate, n)| n * share(*rate, *time)).sum()
+            })
             .collect();
         for (rate, n) in rates.iter().zip(&mut pages) {
             // Weighted, so that short intervals count as much as long ones.
@@ -126,7 +133,8 @@ fn non_negative(points: &[(f64, f64)], rates: &[f64], most: f64) -> Vec<f64> {
     pages.into_iter().map(|n| n * scale).collect()
 }
 
-/// What will happen to `scenario` under each of `settings`. The bounds come from a link a fifth slower and faster.
+/// What will happen to `scenario` under each of `settings`. The bounds come from a link a fifth
+/// slower and faster.
 #[must_use]
 pub fn forecast(scenario: &Scenario, settings: &[Settings]) -> Vec<Forecast> {
     settings.iter().map(|settings| one(scenario, *settings)).collect()

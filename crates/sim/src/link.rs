@@ -12,6 +12,6 @@ pub(crate) fn pages(spec: &LinkSpec, seed: u64, now: f64) -> f64 {
         return full;
     }
     let step = (now / STEP) as u64;
-    let chance = crate::Dice::new(seed ^ step.wrapping_mul(0x5851_f42d_4c95_7f2d)).share();
+    let chance = crate::Rng::new(seed ^ step.wrapping_mul(0x5851_f42d_4c95_7f2d)).share();
     full * (1.0 - spec.loss * chance)
 }

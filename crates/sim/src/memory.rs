@@ -1,7 +1,9 @@
-//! Memory by segment: how many pages of each are dirty, and a cursor that walks over them and sends.
+//! Memory by segment: how many pages of each are dirty, and a cursor that walks over them and
+//! sends.
 //!
-//! A region that is written at random gets dirty as `N·(1 − exp(−λt))`, exactly and for any step of time. Pages that are
-//! harvested and not yet sent are dirty again when written, and found by the next round.
+//! A region that is written at random gets dirty as `N·(1 − exp(−λt))`, exactly and for any step of
+//! time. Pages that are harvested and not yet sent are dirty again when written, and found by the
+//! next round.
 
 use godwit_policy::Delayed;
 
@@ -92,7 +94,8 @@ impl Memory {
             }
         }
         // What else holds data is spread over all, first into the segments that are never written.
-        let mut rest = (spec.data.0 as f64 / PAGE - segments.iter().map(|s| s.data).sum::<f64>()).max(0.0);
+        let mut rest =
+            (spec.data.0 as f64 / PAGE - segments.iter().map(|s| s.data).sum::<f64>()).max(0.0);
         let still = count - segments.len();
         let share = if still > 0 { (rest / still as f64).min(segment_pages) } else { 0.0 };
         for _ in 0..still {
@@ -149,8 +152,8 @@ impl Memory {
         }
     }
 
-    /// The share of its speed that is left to a guest that may make `first_writes` clean pages dirty each second: all of
-    /// its work waits for them, in proportion.
+    /// The share of its speed that is left to a guest that may make `first_writes` clean pages
+    /// dirty each second: all of its work waits for them, in proportion.
     pub(crate) fn governed_speed(&self, first_writes: f64, factor: f64) -> f64 {
         let mut wanted = 0.0;
         for region in &self.regions {
@@ -160,11 +163,15 @@ impl Memory {
                 // Where it is, pages are clean, or it goes over dirty ones at no cost.
                 let size = region.pages / region.count as f64;
                 let here = ((region.at / size) as usize).min(segments.len() - 1);
-                let clean = segments[here].governed && segments[here].dirty < 0.5 * segments[here].written;
+                let clean =
+                    segments[here].governed && segments[here].dirty < 0.5 * segments[here].written;
                 wanted += if clean { region.writes } else { 0.0 };
             } else {
-                let clean: f64 =
-                    segments.iter().filter(clean).map(|s| (s.written - s.dirty - s.taken).max(0.0)).sum();
+                let clean: f64 = segments
+                    .iter()
+                    .filter(clean)
+                    .map(|s| (s.written - s.dirty - s.taken).max(0.0))
+                    .sum();
                 wanted += region.rate * clean;
             }
         }
@@ -177,16 +184,23 @@ impl Memory {
         self.pending = 0.0;
         if self.at_once {
             for segment in &mut self.segments {
-                // A page that was taken before and left for later may have been written again: it is sent once.
+                // A page that was taken before and left for later may have been written again: it
+                // is sent once.
                 let taken = segment.taken + std::mem::take(&mut segment.dirty);
                 segment.taken = taken.min(segment.data);
             }
         }
     }
 
-    /// Sends for at most `most` seconds at `rate` pages each second while the guest runs. Returns the seconds used and
-    /// the pages sent; less than `most` when the round is through.
-    pub(crate) fn send(&mut self, rate: f64, most: f64, effort: (f64, f64), delayed: &Delayed) -> (f64, f64) {
+    /// Sends for at most `most` seconds at `rate` pages each second while the guest runs. Returns
+    /// the seconds used and the pages sent; less than `most` when the round is through.
+    pub(crate) fn send(
+        &mut self,
+        rate: f64,
+        most: f64,
+        effort: (f64, f64),
+        delayed: &Delayed,
+    ) -> (f64, f64) {
         let (mut used, mut sent) = (0.0, 0.0);
         while used < most {
             if self.pending <= 0.0 && !self.harvest(delayed) {
@@ -233,7 +247,11 @@ impl Memory {
     /// All that is still to be sent, in pages.
     pub(crate) fn remaining(&self) -> f64 {
         let all = |segment: &Segment| {
-            if segment.sent { (segment.dirty + segment.taken).min(segment.data) } else { segment.data }
+            if segment.sent {
+                (segment.dirty + segment.taken).min(segment.data)
+            } else {
+                segment.data
+            }
         };
         self.segments.iter().map(all).sum::<f64>() + self.pending
     }
@@ -241,7 +259,9 @@ impl Memory {
     /// Written pages by segment.
     pub(crate) fn look(&mut self) -> &[u32] {
         self.looked.clear();
-        self.looked.extend(self.segments.iter().map(|s| (s.dirty + s.taken).min(s.written).round() as u32));
+        self.looked.extend(
+            self.segments.iter().map(|s| (s.dirty + s.taken).min(s.written).round() as u32),
+        );
         &self.looked
     }
 
@@ -298,8 +318,8 @@ mod tests {
 
     #[test]
     fn a_sequential_writer_dirties_what_it_walks_over() {
-        let spec =
-            GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(0)).walking(ByteCount(256 * MIB), 10_000.0);
+        let spec = GuestSpec::idle(ByteCount(1024 * MIB), ByteCount(0))
+            .walking(ByteCount(256 * MIB), 10_000.0);
         let mut memory = Memory::new(&spec, false);
         for _ in 0..10 {
             memory.advance(0.1, 1.0, 1.0);

@@ -5,8 +5,10 @@ use std::time::Duration;
 use godwit_policy::{DiskLimit, Settings, ThrottleMode};
 use godwit_units::{ByteCount, Rate};
 
-use crate::Dice;
-use crate::scenario::{Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Scenario, Synchronisation, Vcpus};
+use crate::Rng;
+use crate::scenario::{
+    Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Scenario, Synchronisation, Vcpus,
+};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -45,7 +47,12 @@ pub fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
     Scenario {
         title: title.to_owned(),
         guest,
-        link: LinkSpec { bandwidth, latency: Duration::from_micros(100), loss: 0.0, page_bytes: 4100.0 },
+        link: LinkSpec {
+            bandwidth,
+            latency: Duration::from_micros(100),
+            loss: 0.0,
+            page_bytes: 4100.0,
+        },
         disk: None,
         synchronisation: Synchronisation::Pieces(ms(5)),
         vcpus: Vcpus::Measured,
@@ -91,7 +98,8 @@ pub fn named(name: &str) -> Option<Scenario> {
         "phases" => {
             let guest = GuestSpec::idle(bytes(16.0), bytes(12.0)).writing(bytes(3.0), 800_000.0);
             let phases = [(5, 0.05), (5, 1.0)];
-            let phases = phases.map(|(time, factor)| Phase { time: Duration::from_secs(time), factor });
+            let phases =
+                phases.map(|(time, factor)| Phase { time: Duration::from_secs(time), factor });
             plain(title, guest.in_phases(phases.to_vec()), gbit10)
         }
         "database" | "disk-share" => {
@@ -99,13 +107,19 @@ pub fn named(name: &str) -> Option<Scenario> {
             let guest = guest.writing(bytes(4.0), 120_000.0).writing(bytes(24.0), 40_000.0);
             let mut scenario = plain(title, guest, rate(1.1e9));
             let size = if *name == "disk-share" { bytes(640.0) } else { bytes(470.0) };
-            scenario.disk =
-                Some(disk(size, if *name == "disk-share" { 1e8 } else { 4e8 }, 2e6, bytes(40.0), 64 << 10));
+            scenario.disk = Some(disk(
+                size,
+                if *name == "disk-share" { 1e8 } else { 4e8 },
+                2e6,
+                bytes(40.0),
+                64 << 10,
+            ));
             scenario
         }
         "pause" | "pause-short" => {
             // Spread so widely that what is dirty is not yet written again.
-            let guest = GuestSpec::idle(bytes(256.0), bytes(256.0)).writing(bytes(240.0), 10e9 / 4096.0);
+            let guest =
+                GuestSpec::idle(bytes(256.0), bytes(256.0)).writing(bytes(240.0), 10e9 / 4096.0);
             let mut scenario = plain(title, guest, rate(12.5e9));
             let time = if *name == "pause" { 73 } else { 12 };
             scenario.synchronisation = Synchronisation::AtOnce(ms(time));
@@ -128,7 +142,13 @@ pub fn named(name: &str) -> Option<Scenario> {
     Some(scenario)
 }
 
-fn disk(size: ByteCount, speed: f64, writes: f64, working_set: ByteCount, granularity: u64) -> DiskSpec {
+fn disk(
+    size: ByteCount,
+    speed: f64,
+    writes: f64,
+    working_set: ByteCount,
+    granularity: u64,
+) -> DiskSpec {
     DiskSpec {
         size,
         speed: rate(speed),
@@ -142,73 +162,86 @@ fn disk(size: ByteCount, speed: f64, writes: f64, working_set: ByteCount, granul
 /// A scenario by chance, small enough to run ten thousand of them.
 #[must_use]
 pub fn random(seed: u64) -> Scenario {
-    let mut dice = Dice::new(seed);
-    let memory = dice.magnitude(0.25, 1024.0);
-    let data = memory * dice.share();
+    let mut rng = Rng::new(seed);
+    let memory = rng.magnitude(0.25, 1024.0);
+    let data = memory * rng.share();
     let mut guest = GuestSpec::idle(bytes(memory), bytes(data));
-    for _ in 0..dice.below(4) {
-        let size = bytes(memory * dice.magnitude(0.001, 0.5));
-        let writes = dice.magnitude(10.0, 2.5e6);
-        guest = if dice.below(4) == 0 { guest.walking(size, writes) } else { guest.writing(size, writes) };
+    for _ in 0..rng.below(4) {
+        let size = bytes(memory * rng.magnitude(0.001, 0.5));
+        let writes = rng.magnitude(10.0, 2.5e6);
+        guest = if rng.below(4) == 0 {
+            guest.walking(size, writes)
+        } else {
+            guest.writing(size, writes)
+        };
     }
-    if dice.below(4) == 0 {
-        let mut phase =
-            || Phase { time: Duration::from_secs_f64(dice.magnitude(0.5, 30.0)), factor: 2.0 * dice.share() };
+    if rng.below(4) == 0 {
+        let mut phase = || Phase {
+            time: Duration::from_secs_f64(rng.magnitude(0.5, 30.0)),
+            factor: 2.0 * rng.share(),
+        };
         guest.phases = vec![phase(), phase()];
     }
-    let mut scenario = plain(&format!("by chance, seed {seed}"), guest, rate(dice.magnitude(5e7, 2.5e10)));
+    let mut scenario =
+        plain(&format!("by chance, seed {seed}"), guest, rate(rng.magnitude(5e7, 2.5e10)));
     scenario.seed = seed;
     scenario.tick = ms(500);
-    scenario.verify = dice.below(4) == 0;
-    scenario.link.latency = Duration::from_secs_f64(dice.magnitude(2e-5, 0.02));
-    scenario.link.page_bytes = if dice.below(2) == 0 { 4100.0 } else { dice.magnitude(500.0, 4100.0) };
-    scenario.link.loss = if dice.below(3) == 0 { 0.5 * dice.share() } else { 0.0 };
-    scenario.vcpus = [Vcpus::Exact, Vcpus::Measured, Vcpus::Measured, Vcpus::Deaf][dice.below(4) as usize];
-    let synchronisation = Duration::from_secs_f64(dice.magnitude(1e-4, 0.1));
-    scenario.synchronisation = if dice.below(3) == 0 {
+    scenario.verify = rng.below(4) == 0;
+    scenario.link.latency = Duration::from_secs_f64(rng.magnitude(2e-5, 0.02));
+    scenario.link.page_bytes =
+        if rng.below(2) == 0 { 4100.0 } else { rng.magnitude(500.0, 4100.0) };
+    scenario.link.loss = if rng.below(3) == 0 { 0.5 * rng.share() } else { 0.0 };
+    scenario.vcpus =
+        [Vcpus::Exact, Vcpus::Measured, Vcpus::Measured, Vcpus::Deaf][rng.below(4) as usize];
+    let synchronisation = Duration::from_secs_f64(rng.magnitude(1e-4, 0.1));
+    scenario.synchronisation = if rng.below(3) == 0 {
         Synchronisation::AtOnce(synchronisation)
     } else {
         Synchronisation::Pieces(synchronisation)
     };
-    if dice.below(6) == 0 {
-        let size = bytes(dice.magnitude(1.0, 500.0));
-        let speed = dice.magnitude(5e7, 2e9);
-        let writes = dice.magnitude(1e5, 2e8);
-        let granularity = 4096 << dice.below(9);
+    if rng.below(6) == 0 {
+        let size = bytes(rng.magnitude(1.0, 500.0));
+        let speed = rng.magnitude(5e7, 2e9);
+        let writes = rng.magnitude(1e5, 2e8);
+        let granularity = 4096 << rng.below(9);
         scenario.disk = Some(disk(size, speed, writes, ByteCount(size.0 / 2), granularity));
     }
-    settings(&mut scenario.settings, &mut dice);
-    if dice.below(3) == 0 {
-        let heals = (dice.below(2) == 0).then(|| Duration::from_secs_f64(dice.magnitude(0.1, 100.0)));
-        scenario.cut = Some(if dice.below(2) == 0 {
-            Cut { at: None, message: Some(dice.below(30) as u32), heals }
+    settings(&mut scenario.settings, &mut rng);
+    if rng.below(3) == 0 {
+        let heals = (rng.below(2) == 0).then(|| Duration::from_secs_f64(rng.magnitude(0.1, 100.0)));
+        scenario.cut = Some(if rng.below(2) == 0 {
+            Cut { at: None, message: Some(rng.below(30) as u32), heals }
         } else {
-            Cut { at: Some(Duration::from_secs_f64(dice.magnitude(0.01, 100.0))), message: None, heals }
+            Cut {
+                at: Some(Duration::from_secs_f64(rng.magnitude(0.01, 100.0))),
+                message: None,
+                heals,
+            }
         });
     }
-    match dice.below(8) {
+    match rng.below(8) {
         0..3 => scenario.governor = true,
         3 => scenario.settings.throttle = ThrottleMode::Governor,
         _ => {}
     }
-    scenario.hints = Duration::from_secs_f64(dice.magnitude(1e-3, 1.0));
-    scenario.flush = Duration::from_secs_f64(dice.magnitude(1e-4, 0.1));
-    scenario.verification = Duration::from_secs_f64(dice.magnitude(1e-3, 10.0));
+    scenario.hints = Duration::from_secs_f64(rng.magnitude(1e-3, 1.0));
+    scenario.flush = Duration::from_secs_f64(rng.magnitude(1e-4, 0.1));
+    scenario.verification = Duration::from_secs_f64(rng.magnitude(1e-3, 10.0));
     scenario
 }
 
-fn settings(settings: &mut Settings, dice: &mut Dice) {
-    settings.throttle = ThrottleMode::ALL[dice.below(5) as usize].0;
-    settings.downtime_limit = Duration::from_secs_f64(dice.magnitude(0.01, 3.0));
-    settings.max_throttle = 0.5 + 0.01 * dice.below(50) as f64;
-    settings.delay_hot_percent = dice.below(91) as u8;
-    settings.delay_until_percent = dice.below(101) as u8;
-    settings.max_delay = dice.below(60) as u32;
-    if dice.below(4) == 0 {
+fn settings(settings: &mut Settings, rng: &mut Rng) {
+    settings.throttle = ThrottleMode::ALL[rng.below(5) as usize].0;
+    settings.downtime_limit = Duration::from_secs_f64(rng.magnitude(0.01, 3.0));
+    settings.max_throttle = 0.5 + 0.01 * rng.below(50) as f64;
+    settings.delay_hot_percent = rng.below(91) as u8;
+    settings.delay_until_percent = rng.below(101) as u8;
+    settings.max_delay = rng.below(60) as u32;
+    if rng.below(4) == 0 {
         settings.downtime_ceiling = Some(settings.downtime_limit * 4);
     }
-    if dice.below(4) == 0 {
-        settings.finish_within = Some(Duration::from_secs_f64(dice.magnitude(1.0, 1000.0)));
+    if rng.below(4) == 0 {
+        settings.finish_within = Some(Duration::from_secs_f64(rng.magnitude(1.0, 1000.0)));
     }
-    settings.disk_limit = if dice.below(4) == 0 { DiskLimit::Off } else { DiskLimit::Auto };
+    settings.disk_limit = if rng.below(4) == 0 { DiskLimit::Off } else { DiskLimit::Auto };
 }

@@ -20,14 +20,15 @@ pub struct Scenario {
     pub synchronisation: Synchronisation,
     /// How well vCPUs can be slowed.
     pub vcpus: Vcpus,
-    /// Whether the machine offers a write governor; where that is forced it always does. Of what [`Vcpus::Deaf`]
-    /// dirties it holds nothing either.
+    /// Whether the machine offers a write governor; where that is forced it always does. Of what
+    /// [`Vcpus::Deaf`] dirties it holds nothing either.
     pub governor: bool,
     /// What stop-and-copy costs beside the transfer and the last synchronisation.
     pub handover: Duration,
     /// What the last flush of disks adds, where disks move.
     pub flush: Duration,
-    /// How long the guest is asked for its free pages before the first round, while nothing is sent.
+    /// How long the guest is asked for its free pages before the first round, while nothing is
+    /// sent.
     pub hints: Duration,
     /// From the decision to switch over until the vCPUs stand still.
     pub lead: Duration,
@@ -126,8 +127,8 @@ pub struct DiskSpec {
 pub enum Synchronisation {
     /// All at once, at the start of a round, while nothing is sent.
     AtOnce(Duration),
-    /// Each segment just before it is sent. The look after each round, while nothing is sent, and the last
-    /// harvest, with the guest stopped, take this long each.
+    /// Each segment just before it is sent. The look after each round, while nothing is sent, and
+    /// the last harvest, with the guest stopped, take this long each.
     Pieces(Duration),
 }
 
@@ -136,7 +137,8 @@ pub enum Synchronisation {
 pub enum Vcpus {
     /// What it is told.
     Exact,
-    /// As was measured of a duty cycle of 10 ms by ptrace: 50 % leaves 45 %, 90 % leaves 11 %, 99 % leaves 3 %.
+    /// As was measured of a duty cycle of 10 ms by ptrace: 50 % leaves 45 %, 90 % leaves 11 %, 99 %
+    /// leaves 3 %.
     Measured,
     /// Nothing: what dirties memory is not a vCPU.
     Deaf,
@@ -146,15 +148,18 @@ impl Vcpus {
     /// The share of its speed at which the guest runs.
     #[must_use]
     pub fn speed(self, throttle: f64) -> f64 {
-        const MEASURED: [(f64, f64); 5] = [(0.0, 1.0), (0.5, 0.45), (0.9, 0.11), (0.99, 0.03), (1.0, 0.03)];
+        const MEASURED: [(f64, f64); 5] =
+            [(0.0, 1.0), (0.5, 0.45), (0.9, 0.11), (0.99, 0.03), (1.0, 0.03)];
         match self {
             _ if throttle <= 0.0 => 1.0,
             Self::Exact => 1.0 - throttle,
             Self::Deaf => 1.0,
-            Self::Measured => MEASURED.windows(2).find(|pair| throttle <= pair[1].0).map_or(0.03, |pair| {
-                let along = (throttle - pair[0].0) / (pair[1].0 - pair[0].0);
-                pair[0].1 + along * (pair[1].1 - pair[0].1)
-            }),
+            Self::Measured => {
+                MEASURED.windows(2).find(|pair| throttle <= pair[1].0).map_or(0.03, |pair| {
+                    let along = (throttle - pair[0].0) / (pair[1].0 - pair[0].0);
+                    pair[0].1 + along * (pair[1].1 - pair[0].1)
+                })
+            }
         }
     }
 }

@@ -1,4 +1,5 @@
-//! What the source's engine does, in virtual time: copies rounds, asks the policy, puts its plans into force.
+//! What the source's engine does, in virtual time: copies rounds, asks the policy, puts its plans
+//! into force.
 
 use std::time::Duration;
 
@@ -16,7 +17,8 @@ const NOTICE: f64 = 1.0;
 /// Looks within a round, at the most.
 const LOOKS: f64 = 100.0;
 
-/// How often the conversation changes its direction while the guest is stopped, and a little for luck.
+/// How often the conversation changes its direction while the guest is stopped, and a little for
+/// luck.
 const TURNS: u32 = 6;
 
 /// The link broke while a round was copied.
@@ -123,7 +125,8 @@ impl<'a> Source<'a> {
             ..RoundRow::default()
         };
         if last {
-            self.plan = Plan { delayed: Delayed::default(), memory_share: 1024, ..self.plan.clone() };
+            self.plan =
+                Plan { delayed: Delayed::default(), memory_share: 1024, ..self.plan.clone() };
         }
         self.memory.govern(self.plan.first_writes.is_some());
         if !self.midway {
@@ -153,8 +156,11 @@ impl<'a> Source<'a> {
                 self.end_row(round);
                 return Err(Broken);
             }
-            let through =
-                if self.disk.is_some() { self.step_with_disk(step, &mut passed) } else { self.step(step) };
+            let through = if self.disk.is_some() {
+                self.step_with_disk(step, &mut passed)
+            } else {
+                self.step(step)
+            };
             if through || self.now > self.scenario.longest.as_secs_f64() {
                 break;
             }
@@ -187,7 +193,8 @@ impl<'a> Source<'a> {
         let most = self.disk.as_ref().map_or(0.0, Disk::speed);
         let last = self.stopped.is_some();
         let full = self.plan.memory_share == 1024;
-        // With a share that was given, memory is sent over and over, as where no policy looks after it.
+        // With a share that was given, memory is sent over and over, as where no policy looks after
+        // it.
         let memory_done = *passed && !(fixed && pending > 0.0);
         let (to_disk, to_memory) = if pending <= 0.0 {
             (0.0, if fixed || full || last { bytes } else { 0.0 })
@@ -205,8 +212,10 @@ impl<'a> Source<'a> {
         let (used, sent) = self.memory.send(rate, time, effort, &self.plan.delayed);
         self.row.sent += sent * self.scenario.link.page_bytes;
         let memory_through = used < time;
-        // What the disk gets changes when memory is through, and without a disk to wait for that is the end.
-        let time = if to_disk > 0.0 && (memory_done || fixed || !memory_through) { time } else { used };
+        // What the disk gets changes when memory is through, and without a disk to wait for that is
+        // the end.
+        let time =
+            if to_disk > 0.0 && (memory_done || fixed || !memory_through) { time } else { used };
         self.memory.advance(time - used, effort.0, effort.1);
         let limit = self.plan.disk_limit.map(|rate| rate.bytes_per_second());
         if let Some(disk) = &mut self.disk {
@@ -244,7 +253,8 @@ impl<'a> Source<'a> {
         let sent = ByteCount((self.row.sent + self.row.disk_sent) as u64);
         let can_govern = self.can_govern();
         let dirty = self.memory.look();
-        let tick = Tick { in_round, sent, remaining, dirty, throttle, guest_speed: None, can_govern };
+        let tick =
+            Tick { in_round, sent, remaining, dirty, throttle, guest_speed: None, can_govern };
         if let Some(plan) = self.policy.tick(&tick) {
             self.plan = plan;
         }
@@ -282,7 +292,8 @@ impl<'a> Source<'a> {
         self.plan.throttle > 0.0 || self.plan.first_writes.is_some()
     }
 
-    /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to follow.
+    /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to
+    /// follow.
     pub(crate) fn ask(&mut self, prepared: bool) -> Decision {
         let row = self.row;
         let (at_once, synchronisation) = match self.scenario.synchronisation {
@@ -290,7 +301,8 @@ impl<'a> Source<'a> {
             Synchronisation::Pieces(time) => (false, time),
         };
         let flush = if self.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
-        let verification = if self.scenario.verify { self.scenario.verification } else { Duration::ZERO };
+        let verification =
+            if self.scenario.verify { self.scenario.verification } else { Duration::ZERO };
         let disk = self.disk.as_ref().map(|disk| DiskRound {
             full_pass: disk.full_pass && disk.pending() > 0.0,
             sent: ByteCount(row.disk_sent as u64),
@@ -311,7 +323,10 @@ impl<'a> Source<'a> {
             sent: ByteCount(row.sent as u64),
             pages: PageCount(pages as u64),
             remaining,
-            fixed: synchronisation + self.scenario.handover + flush + self.scenario.link.latency * TURNS,
+            fixed: synchronisation
+                + self.scenario.handover
+                + flush
+                + self.scenario.link.latency * TURNS,
             lead: if prepared { Duration::ZERO } else { self.scenario.lead }
                 + if at_once { Duration::ZERO } else { synchronisation },
             verification,
@@ -326,7 +341,8 @@ impl<'a> Source<'a> {
             row.expected = estimate.expected_downtime.map(|time| time.as_secs_f64());
         }
         self.outcome.limit = self.outcome.limit.max(estimate.limit.as_secs_f64());
-        self.outcome.expected_downtime = estimate.expected_downtime.unwrap_or_default().as_secs_f64();
+        self.outcome.expected_downtime =
+            estimate.expected_downtime.unwrap_or_default().as_secs_f64();
         self.gap = if at_once { 0.0 } else { synchronisation.as_secs_f64() };
         // What the look has seen is so old when something is made of it.
         self.wait(self.gap);

@@ -49,8 +49,9 @@ fn delaying_what_is_hot_sends_less_in_less_time() {
 
 #[test]
 fn a_short_synchronisation_meets_limits_that_a_long_one_cannot() {
-    let converges =
-        |name, limit: &str| with(name, &[&format!("downtime-limit={limit}"), "patience=20s"]).moved();
+    let converges = |name, limit: &str| {
+        with(name, &[&format!("downtime-limit={limit}"), "patience=20s"]).moved()
+    };
     // D·x/(B − D) alone is 292 ms with 73 ms and 48 ms with 12 ms.
     assert!(!converges("pause", "300ms") && converges("pause-short", "300ms"));
     assert!(converges("pause", "600ms"));
@@ -72,12 +73,17 @@ fn one_thread(tib: u64) -> Duration {
 
 #[test]
 fn a_terabyte_and_four_converge_with_what_is_usual() {
-    // Regression: one thread looked, above some 520 GiB for longer than the limit, and eight such rounds gave up.
+    // Regression: one thread looked, above some 520 GiB for longer than the limit, and eight such
+    // rounds gave up.
     assert!(!large(1, one_thread(1), 0.0).moved());
     // An idle guest, and one that writes 800 MB/s.
     for (tib, writes) in [(1, 0.0), (1, 200_000.0), (4, 0.0), (4, 200_000.0)] {
         let outcome = large(tib, one_thread(tib) / 16, writes);
-        assert!(outcome.moved() && outcome.downtime <= 0.3, "{tib} TiB, {writes}: {}", outcome.downtime);
+        assert!(
+            outcome.moved() && outcome.downtime <= 0.3,
+            "{tib} TiB, {writes}: {}",
+            outcome.downtime
+        );
         assert_eq!(outcome.throttle, 0.0);
     }
 }

@@ -1,6 +1,7 @@
 //! Ten thousand migrations by chance: they end, within their limits, and with one owner.
 //!
-//! Four tests of 2,500, so that they share the processors. A seed that fails is named; `random(seed)` is the scenario.
+//! Four tests of 2,500, so that they share the processors. A seed that fails is named;
+//! `random(seed)` is the scenario.
 #![allow(clippy::unwrap_used)]
 
 use godwit_policy::ThrottleMode;
@@ -14,16 +15,24 @@ fn fault(scenario: &Scenario, outcome: &Outcome) -> Option<&'static str> {
     let ceiling = settings.downtime_ceiling.unwrap_or(settings.downtime_limit).as_secs_f64();
     let moved = outcome.end == End::Moved;
     // What the link loses after the decision is nobody's to foresee, nor a phase that begins then.
-    let steady = scenario.link.loss <= 0.0 && scenario.guest.phases.is_empty() && scenario.cut.is_none();
+    let steady =
+        scenario.link.loss <= 0.0 && scenario.guest.phases.is_empty() && scenario.cut.is_none();
     let verification = if scenario.verify { scenario.verification.as_secs_f64() } else { 0.0 };
-    let extra = if scenario.verify { 4.0 * scenario.link.latency.as_secs_f64() } else { 0.0 } + verification;
+    let extra = if scenario.verify { 4.0 * scenario.link.latency.as_secs_f64() } else { 0.0 }
+        + verification;
     let checks = [
         (outcome.end == End::Endless, "it does not end"),
         (outcome.owners > 1, "two owners"),
         (outcome.owners == 0, "no owner"),
-        (moved && outcome.expected_downtime > ceiling + verification + 1e-9, "switched over above the limit"),
+        (
+            moved && outcome.expected_downtime > ceiling + verification + 1e-9,
+            "switched over above the limit",
+        ),
         (outcome.limit > ceiling + 1e-9, "the limit grew above the ceiling"),
-        (moved && steady && outcome.downtime > 1.1 * ceiling + extra + 0.002, "downtime above the limit"),
+        (
+            moved && steady && outcome.downtime > 1.1 * ceiling + extra + 0.002,
+            "downtime above the limit",
+        ),
         (outcome.throttle > settings.max_throttle + 1e-9, "throttled above max-throttle"),
         (settings.throttle == ThrottleMode::Off && outcome.throttle > 0.0, "throttled though off"),
         (scenario.cut.is_none() && !moved && outcome.end != End::GaveUp, "failed without a fault"),

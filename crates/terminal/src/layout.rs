@@ -1,7 +1,9 @@
-//! Text laid out for a terminal: paragraphs that wrap, and tables whose least important columns go first.
+//! Text laid out for a terminal: paragraphs that wrap, and tables whose least important columns go
+//! first.
 //!
-//! Everything fits the narrow terminal, 80 columns, except a single word that is longer, such as a path: that one stays
-//! whole, so that it can be copied. What is not a terminal counts as a narrow one.
+//! Everything fits the narrow terminal, 80 columns, except a single word that is longer, such as a
+//! path: that one stays whole, so that it can be copied. What is not a terminal counts as a narrow
+//! one.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
@@ -26,7 +28,8 @@ fn length(text: &str) -> usize {
     text.chars().count()
 }
 
-/// `text` behind `label`, in lines of at most `width` columns; all but the first are indented by `indent`.
+/// `text` behind `label`, in lines of at most `width` columns; all but the first are indented by
+/// `indent`.
 pub fn wrap(label: &str, text: &str, indent: usize, width: usize) -> String {
     let mut lines = vec![label.to_owned()];
     let mut begun = false;
@@ -73,12 +76,14 @@ impl<'a> Column<'a> {
     }
 }
 
-/// Which of `columns` fit into `width` when each is as wide as `widths` says, with `gap` between two.
+/// Which of `columns` fit into `width` when each is as wide as `widths` says, with `gap` between
+/// two.
 pub fn fitting(columns: &[Column<'_>], widths: &[usize], gap: usize, width: usize) -> Vec<bool> {
     let mut shown = vec![true; columns.len()];
     loop {
         let count = shown.iter().filter(|shown| **shown).count();
-        let sum: usize = widths.iter().zip(&shown).filter(|(_, shown)| **shown).map(|(width, _)| width).sum();
+        let sum: usize =
+            widths.iter().zip(&shown).filter(|(_, shown)| **shown).map(|(width, _)| width).sum();
         if count <= 1 || sum + gap * (count - 1) <= width {
             return shown;
         }
@@ -90,14 +95,18 @@ pub fn fitting(columns: &[Column<'_>], widths: &[usize], gap: usize, width: usiz
 /// A table with a heading. Each row has a cell for each of `columns`.
 pub fn table(columns: &[Column<'_>], rows: &[Vec<String>], indent: usize, width: usize) -> String {
     let widths: Vec<usize> = (0..columns.len())
-        .map(|i| rows.iter().map(|row| length(&row[i])).max().unwrap_or(0).max(length(columns[i].head)))
+        .map(|i| {
+            rows.iter().map(|row| length(&row[i])).max().unwrap_or(0).max(length(columns[i].head))
+        })
         .collect();
     let shown = fitting(columns, &widths, 2, width.saturating_sub(indent));
     let heads: Vec<String> = columns.iter().map(|column| column.head.to_owned()).collect();
     let mut text = String::new();
     for row in std::iter::once(&heads).chain(rows) {
-        let cells: Vec<String> =
-            (0..columns.len()).filter(|&i| shown[i]).map(|i| columns[i].cell(&row[i], widths[i])).collect();
+        let cells: Vec<String> = (0..columns.len())
+            .filter(|&i| shown[i])
+            .map(|i| columns[i].cell(&row[i], widths[i]))
+            .collect();
         text += &format!("{}{}\n", " ".repeat(indent), cells.join("  ").trim_end());
     }
     text
@@ -112,13 +121,17 @@ mod tests {
         let text = wrap("label   ", "one two three four", 8, 18);
         assert_eq!(text, "label   one two\n        three four");
         let path = "/a/very/long/path/that/is/longer/than/the/line";
-        assert_eq!(wrap("", &format!("see {path} there"), 2, 20), format!("see\n  {path}\n  there"));
+        assert_eq!(
+            wrap("", &format!("see {path} there"), 2, 20),
+            format!("see\n  {path}\n  there")
+        );
         assert_eq!(wrap("only    ", "", 8, 18), "only    ");
     }
 
     #[test]
     fn a_narrow_table_leaves_out_what_matters_least() {
-        let columns = [Column::words("name", 0), Column::number("detail", 2), Column::number("sum", 1)];
+        let columns =
+            [Column::words("name", 0), Column::number("detail", 2), Column::number("sum", 1)];
         let rows = vec![vec!["first".to_owned(), "1".to_owned(), "20".to_owned()]];
         assert_eq!(table(&columns, &rows, 0, 80), "name   detail  sum\nfirst       1   20\n");
         assert_eq!(table(&columns, &rows, 0, 12), "name   sum\nfirst   20\n");

@@ -1,8 +1,8 @@
-//! What godwit's programs print, for people and for programs, and how they end: tables that fit the terminal,
-//! progress that rewrites its line, results and failures, exit codes, signals.
+//! What godwit's programs print, for people and for programs, and how they end: tables that fit the
+//! terminal, progress that rewrites its line, results and failures, exit codes, signals.
 //!
-//! A program begins with `#[macro_use] extern crate godwit_terminal;`: its `println!` and relatives are then those
-//! of [`say`], which never panic.
+//! A program begins with `#[macro_use] extern crate godwit_terminal;`: its `println!` and relatives
+//! are then those of [`say`], which never panic.
 #![forbid(unsafe_code)]
 
 // First, for the macros in it.

@@ -1,4 +1,5 @@
-//! What is printed: progress and results for people (on standard error and output), or lines of JSON for programs.
+//! What is printed: progress and results for people (on standard error and output), or lines of
+//! JSON for programs.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -75,7 +76,8 @@ impl Display {
         }
     }
 
-    /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and every two seconds.
+    /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and
+    /// every two seconds.
     pub fn progress(&mut self, progress: &Progress) {
         if self.json {
             json_line(&progress_json(progress));
@@ -86,7 +88,8 @@ impl Display {
             return;
         }
         self.last_line = Instant::now();
-        // One column stays free: the cursor must not go to the next line, where a rewrite would begin.
+        // One column stays free: the cursor must not go to the next line, where a rewrite would
+        // begin.
         let (width, disks) = (layout::width(&std::io::stderr()) - 1, !progress.disks.is_empty());
         let mut err = std::io::stderr().lock();
         let start = if self.terminal { "\r\x1b[K" } else { "" };
@@ -149,7 +152,8 @@ pub fn labelled(label: &str, indent: usize, text: &str, width: usize) -> String 
 /// What there is to say beside figures: the throttle, disks, delayed segments, advice, warnings.
 fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
     let mut remarks = Vec::new();
-    let seen = progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
+    let seen =
+        progress.guest_speed.map(|speed| format!(", the guest runs at {:.0} %", speed * 100.0));
     let seen = seen.unwrap_or_default();
     if progress.throttle > 0.0 {
         remarks.push(("slowed", format!("throttled by {:.0} %{seen}", progress.throttle * 100.0)));
@@ -171,7 +175,10 @@ fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
         remarks.push(("link", format!("memory gets {share} parts of it for each 1024 of disks")));
     }
     if progress.delayed_segments > 0 {
-        remarks.push(("later", format!("{} hot segments are left for later", progress.delayed_segments)));
+        remarks.push((
+            "later",
+            format!("{} hot segments are left for later", progress.delayed_segments),
+        ));
     }
     if let Some(time) = &progress.remaining_time {
         let [low, mid, high] = [time.low, time.mid, time.high].map(format_duration);
@@ -184,7 +191,9 @@ fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
 
 fn progress_json(progress: &Progress) -> Value {
     let mut value = json!({ "event": "progress" });
-    if let (Value::Object(object), Ok(Value::Object(rest))) = (&mut value, serde_json::to_value(progress)) {
+    if let (Value::Object(object), Ok(Value::Object(rest))) =
+        (&mut value, serde_json::to_value(progress))
+    {
         object.extend(rest);
     }
     value
@@ -196,7 +205,8 @@ const NOTHING: Duration = Duration::from_micros(1);
 /// `times` with their names, without those that say nothing.
 fn times(list: &[(&str, Duration)]) -> String {
     let told = list.iter().filter(|(_, time)| *time >= NOTHING);
-    let told: Vec<String> = told.map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
+    let told: Vec<String> =
+        told.map(|(name, time)| format!("{name} {}", format_duration(*time))).collect();
     told.join(", ")
 }
 
@@ -244,7 +254,9 @@ fn sent_text(measures: &Measures) -> String {
     }
     for DiskMeasures { name, size, granularity, sent, data, .. } in &measures.disks {
         let data = data.bytes();
-        text += &format!(", {sent} for disk '{name}' of {size} ({data} of data, blocks of {granularity})");
+        text += &format!(
+            ", {sent} for disk '{name}' of {size} ({data} of data, blocks of {granularity})"
+        );
     }
     text
 }
@@ -299,14 +311,17 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
         Survivor::Unknown => {
             "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (godwit status --vm VM): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
         }
-        Survivor::Destination => "the guest runs at the destination; end the stopped VM at the source",
+        Survivor::Destination => {
+            "the guest runs at the destination; end the stopped VM at the source"
+        }
         Survivor::Ended => {
             "the guest has ended with its VM at the source, before the handover: start it again"
         }
     }
 }
 
-/// Tells a failure: one line for people on standard error, and with `json` an object as the last line.
+/// Tells a failure: one line for people on standard error, and with `json` an object as the last
+/// line.
 pub fn failure(failure: &Failure, json: bool) {
     let guest = match (&failure.cause, failure.survivor) {
         // A guest that powered off or panicked is not as it was before.
@@ -340,7 +355,9 @@ pub fn failure(failure: &Failure, json: bool) {
 pub fn refusal(error: &dyn std::fmt::Display, json: bool) {
     eprintln!("godwit: {error}");
     if json {
-        json_line(&json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }));
+        json_line(
+            &json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }),
+        );
     }
 }
 

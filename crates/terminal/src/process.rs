@@ -18,20 +18,24 @@ pub const OPERATOR: u8 = 3;
 /// Cancelled; the guest is where it was.
 pub const CANCELLED: u8 = 130;
 
-/// A cancellation that Ctrl-C and SIGTERM ask for. Asking twice changes nothing: to clean up comes first. A signal that
-/// whoever started this process had it ignore stays ignored: SIGHUP under nohup(1), SIGINT in the background of a script.
+/// A cancellation that Ctrl-C and SIGTERM ask for. Asking twice changes nothing: to clean up comes
+/// first. A signal that whoever started this process had it ignore stays ignored: SIGHUP under
+/// nohup(1), SIGINT in the background of a script.
 pub fn cancel_on_signals() -> Cancel {
     let cancel = Cancel::default();
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let signals = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
+    let signals =
+        [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
     for signal in signals.into_iter().filter(|signal| !is_ignored(&status, *signal)) {
-        // Where a handler cannot be installed, the signal ends the process, and the kernel cleans up.
+        // Where a handler cannot be installed, the signal ends the process, and the kernel cleans
+        // up.
         let _ = signal_hook::flag::register(signal, cancel.flag());
     }
     cancel
 }
 
-/// Whether a process with this `status` ignores `signal` (`SigIgn` of proc(5), a mask in hexadecimal).
+/// Whether a process with this `status` ignores `signal` (`SigIgn` of proc(5), a mask in
+/// hexadecimal).
 fn is_ignored(status: &str, signal: i32) -> bool {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let mask = mask.and_then(|text| u64::from_str_radix(text.trim(), 16).ok()).unwrap_or(0);
@@ -62,7 +66,8 @@ fn cpu_time() -> Duration {
 fn peak_rss() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0) * 1024
+    line.and_then(|text| text.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).unwrap_or(0)
+        * 1024
 }
 
 #[cfg(test)]
@@ -72,7 +77,8 @@ mod tests {
     #[test]
     fn the_signals_that_are_ignored_are_told_apart() {
         // SIGHUP (1) and SIGPIPE (13).
-        let status = "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000442\n";
+        let status =
+            "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\nSigCgt:\t0000000000000442\n";
         let ignored: Vec<i32> = (1..32).filter(|signal| is_ignored(status, *signal)).collect();
         assert_eq!(ignored, [1, 13]);
         assert!(!is_ignored("", 1));

@@ -1,7 +1,8 @@
-//! A migration in progress as a table that grows by a row a round, and whose last row is rewritten in between.
+//! A migration in progress as a table that grows by a row a round, and whose last row is rewritten
+//! in between.
 //!
-//! Columns have fixed widths, so that nothing jumps while it is rewritten. At 80 columns there is room for what matters
-//! most; wider terminals show more.
+//! Columns have fixed widths, so that nothing jumps while it is rewritten. At 80 columns there is
+//! room for what matters most; wider terminals show more.
 
 use godwit_engine::report::{Progress, Stage};
 use godwit_units::{ByteCount, Rate, format_duration};
@@ -34,8 +35,12 @@ const COLUMNS: [Shown; 14] = [
         known(now.remaining_time.as_ref(), |time| format_duration(time.mid))
     }),
     shown(Column::number("in bits", 11), 8, |now| known(now.bandwidth, Rate::in_bits)),
-    shown(Column::number("writes", 12), 9, |now| known(now.first_writes, |rate| format!("{rate:.0}/s"))),
-    shown(Column::number("disk limit", 13), 10, |now| known(now.disk_limit, |rate| rate.to_string())),
+    shown(Column::number("writes", 12), 9, |now| {
+        known(now.first_writes, |rate| format!("{rate:.0}/s"))
+    }),
+    shown(Column::number("disk limit", 13), 10, |now| {
+        known(now.disk_limit, |rate| rate.to_string())
+    }),
 ];
 
 const fn shown(column: Column<'static>, width: usize, cell: fn(&Progress) -> String) -> Shown {
@@ -118,9 +123,13 @@ impl Table {
             .collect();
         let columns: Vec<Column<'_>> = in_use.iter().map(|&i| COLUMNS[i].column).collect();
         let nominal: Vec<usize> = in_use.iter().map(|&i| COLUMNS[i].width).collect();
-        let widths: Vec<usize> =
-            in_use.iter().zip(&nominal).map(|(&i, width)| cells[i].chars().count().max(*width)).collect();
-        // Columns that do not fit with their usual widths are in no line at all, so that lines stay alike.
+        let widths: Vec<usize> = in_use
+            .iter()
+            .zip(&nominal)
+            .map(|(&i, width)| cells[i].chars().count().max(*width))
+            .collect();
+        // Columns that do not fit with their usual widths are in no line at all, so that lines stay
+        // alike.
         let usual = fitting(&columns, &nominal, GAP, self.width);
         let now: Vec<usize> = (0..columns.len()).filter(|&i| usual[i]).collect();
         let chosen = |list: &[usize]| -> Vec<usize> { now.iter().map(|&i| list[i]).collect() };
@@ -172,7 +181,13 @@ mod tests {
     }
 
     fn disk(bytes: ByteCount) -> DiskProgress {
-        DiskProgress { name: "disk0".to_owned(), size: bytes, sent: bytes, remaining: bytes, full_pass: true }
+        DiskProgress {
+            name: "disk0".to_owned(),
+            size: bytes,
+            sent: bytes,
+            remaining: bytes,
+            full_pass: true,
+        }
     }
 
     #[test]
@@ -191,17 +206,20 @@ mod tests {
     #[test]
     fn the_narrow_table_has_what_matters_and_the_wide_one_more() {
         let narrow = |disks| Table::new(79, disks).head();
-        let words = |line: String| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
+        let words =
+            |line: String| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>().join(" ");
         assert_eq!(words(narrow(false)), "time stage sent left dirtied link downtime slowed");
         assert_eq!(words(narrow(true)), "time stage left disk left dirtied link downtime slowed");
         assert!(
-            words(Table::new(160, true).head()).ends_with("slowed speed to go in bits writes disk limit")
+            words(Table::new(160, true).head())
+                .ends_with("slowed speed to go in bits writes disk limit")
         );
         let row = Table::new(79, false).row(&Progress { round: 3, ..extreme(false) });
         assert_eq!(words(row), "35.9min round 3 1023TiB 1023TiB 1023GiB/s 1023GiB/s 35.9min 100 %");
         let governed = Progress { throttle: 0.0, ..extreme(false) };
         assert!(Table::new(79, false).row(&governed).ends_with("governed"));
-        let early = Progress { dirty_rate: None, bandwidth: None, expected_downtime: None, ..governed };
+        let early =
+            Progress { dirty_rate: None, bandwidth: None, expected_downtime: None, ..governed };
         assert!(words(Table::new(79, false).row(&early)).ends_with("- - - governed"));
         // 184 bytes in 84 ms made 39 h of a guest of 227 MiB.
         let little = Progress { sent: ByteCount(184), ..extreme(false) };

@@ -1,8 +1,9 @@
-//! Printing. In our programs `println!` and its relatives are those of this module, for the standard ones panic when
-//! nobody reads any more: a terminal that was closed must not end a migration, least of all in the handover.
+//! Printing. In our programs `println!` and its relatives are those of this module, for the
+//! standard ones panic when nobody reads any more: a terminal that was closed must not end a
+//! migration, least of all in the handover.
 //!
-//! Invariant: no output fails a command. What only puts out something ([`ends_quietly`]) ends without a word when its
-//! reader has gone, as `head` does to it; everything else goes on.
+//! Invariant: no output fails a command. What only puts out something ([`ends_quietly`]) ends
+//! without a word when its reader has gone, as `head` does to it; everything else goes on.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};

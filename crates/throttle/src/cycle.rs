@@ -1,21 +1,24 @@
 //! From a share of time to the two slices of a period.
 //!
-//! Invariant: both slices of a share above zero are longer than nothing, so a throttled guest still runs.
+//! Invariant: both slices of a share above zero are longer than nothing, so a throttled guest still
+//! runs.
 
 use std::time::Duration;
 
 use crate::ThrottleError;
 
-/// Stop and run together, up to 90 %; 100 ms at 99 %. Long against the cost of stopping (tens of microseconds), short against what a guest's clock
-/// and network mind.
+/// Stop and run together, up to 90 %; 100 ms at 99 %. Long against the cost of stopping (tens of
+/// microseconds), short against what a guest's clock and network mind.
 pub const PERIOD: Duration = Duration::from_millis(10);
-/// The least that is worth letting a guest run: what it has to do for its clock and its interrupts, which come at once when
-/// it runs again, takes a part of that: of 100 us nothing was left for its work, of 500 us not always something. Stronger throttles have longer periods.
+/// The least that is worth letting a guest run: what it has to do for its clock and its interrupts,
+/// which come at once when it runs again, takes a part of that: of 100 us nothing was left for its
+/// work, of 500 us not always something. Stronger throttles have longer periods.
 const LEAST_RUN: Duration = Duration::from_millis(1);
 /// The largest share: what is left must suffice to answer a wish to stop.
 pub const MOST: f64 = 0.99;
 
-/// While the VMM is asked to do something, nobody may wait longer than this for a vCPU that holds a lock.
+/// While the VMM is asked to do something, nobody may wait longer than this for a vCPU that holds a
+/// lock.
 const SHORT_STOP: Duration = Duration::from_micros(1500);
 /// What a vCPU needs to leave the guest and to give its lock away.
 const SHORT_RUN: Duration = Duration::from_micros(200);
@@ -44,7 +47,8 @@ impl Slices {
         Ok((!stop.is_zero()).then(|| Self { stop, run: period.saturating_sub(stop) }))
     }
 
-    /// About the same share in a shorter period: the VMM answers sooner. The largest shares become a little smaller.
+    /// About the same share in a shorter period: the VMM answers sooner. The largest shares become
+    /// a little smaller.
     #[must_use]
     pub fn short(self) -> Self {
         if self.stop <= SHORT_STOP {

@@ -1,8 +1,10 @@
-//! Time that was promised to threads and that they did not get, since the host had no processor for them just then.
+//! Time that was promised to threads and that they did not get, since the host had no processor for
+//! them just then.
 //!
-//! A slice of 100 us is shorter than what a busy host's scheduler takes to come to a thread that may run. Without this
-//! a strong throttle on such a host would stop the guest altogether. Invariant: what is owed is bounded, so a guest that
-//! slept does not run free for long when it wakes.
+//! A slice of 100 us is shorter than what a busy host's scheduler takes to come to a thread that
+//! may run. Without this a strong throttle on such a host would stop the guest altogether.
+//! Invariant: what is owed is bounded, so a guest that slept does not run free for long when it
+//! wakes.
 
 use std::time::Duration;
 
@@ -17,14 +19,16 @@ pub(crate) struct Debt {
 }
 
 impl Debt {
-    /// All have stopped, with these CPU times, and will run for `slice`. Returns how much longer they are to run.
+    /// All have stopped, with these CPU times, and will run for `slice`. Returns how much longer
+    /// they are to run.
     pub(crate) fn settle(&mut self, times: Vec<(i32, Duration)>, slice: Duration) -> Duration {
         let ran = times.iter().filter_map(|(tid, now)| {
             let (_, before) = self.before.iter().find(|(other, _)| other == tid)?;
             Some(now.saturating_sub(*before))
         });
         // Of threads that are new nothing is known.
-        let owed = ran.max().map_or(Duration::ZERO, |ran| self.promised.saturating_sub(ran).min(MOST));
+        let owed =
+            ran.max().map_or(Duration::ZERO, |ran| self.promised.saturating_sub(ran).min(MOST));
         self.before = times;
         self.promised = slice + owed;
         owed

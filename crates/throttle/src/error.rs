@@ -1,4 +1,5 @@
-//! What can go wrong when a process is throttled. Whatever it is, the process then runs at full speed.
+//! What can go wrong when a process is throttled. Whatever it is, the process then runs at full
+//! speed.
 
 use std::io;
 

@@ -7,10 +7,11 @@
 //!   interrupt all         continue all         interrupt all
 //! ```
 //!
-//! [`VcpuThrottle`] does it to the threads of another process, with ptrace(2). It is made so that a guest cannot be left
-//! slow: the tracer is a thread of this process, and the kernel lets go of all that it traces when it ends, however it
-//! ends ("If the tracer dies, all tracees are automatically detached and restarted", ptrace(2)). A VMM that throttles
-//! itself takes [`Slices`] and [`become_punctual`] and its own way to stop a vCPU.
+//! [`VcpuThrottle`] does it to the threads of another process, with ptrace(2). It is made so that a
+//! guest cannot be left slow: the tracer is a thread of this process, and the kernel lets go of all
+//! that it traces when it ends, however it ends ("If the tracer dies, all tracees are automatically
+//! detached and restarted", ptrace(2)). A VMM that throttles itself takes [`Slices`] and
+//! [`become_punctual`] and its own way to stop a vCPU.
 //!
 //! How far to throttle, and when, is not decided here.
 

@@ -1,5 +1,5 @@
-//! The system calls: ptrace(2) and waitid(2), and what /proc says of a thread. All of them belong to the calling
-//! thread: a tracee knows one tracer thread only.
+//! The system calls: ptrace(2) and waitid(2), and what /proc says of a thread. All of them belong
+//! to the calling thread: a tracee knows one tracer thread only.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -19,11 +19,16 @@ pub(crate) enum Seen {
     Ended,
 }
 
-/// Looks at what happened to tracee `tid`, without waiting and without taking the news away (WNOWAIT). So a signal that
-/// it wants to be asked about stays with it: were this process killed before it answers, the kernel would deliver it.
+/// Looks at what happened to tracee `tid`, without waiting and without taking the news away
+/// (WNOWAIT). So a signal that it wants to be asked about stays with it: were this process killed
+/// before it answers, the kernel would deliver it.
 pub(crate) fn peek(tid: i32) -> io::Result<Seen> {
-    let options =
-        libc::WEXITED | libc::WSTOPPED | libc::WNOHANG | libc::WNOWAIT | libc::__WALL | libc::__WNOTHREAD;
+    let options = libc::WEXITED
+        | libc::WSTOPPED
+        | libc::WNOHANG
+        | libc::WNOWAIT
+        | libc::__WALL
+        | libc::__WNOTHREAD;
     // SAFETY: `siginfo_t` is plain integers, for which zero is a value.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     // SAFETY: waitid writes one `siginfo_t` to `info`.
@@ -31,7 +36,8 @@ pub(crate) fn peek(tid: i32) -> io::Result<Seen> {
     if result < 0 {
         let error = io::Error::last_os_error();
         return match error.raw_os_error() {
-            // Not a tracee any more: it has ended, or an execve of another thread of its process has ended it.
+            // Not a tracee any more: it has ended, or an execve of another thread of its process
+            // has ended it.
             Some(libc::ECHILD) => Ok(Seen::Ended),
             Some(libc::EINTR) => Ok(Seen::Nothing),
             _ => Err(error),
@@ -58,10 +64,13 @@ pub(crate) fn peek(tid: i32) -> io::Result<Seen> {
 /// Takes the news of the end of `tid`, so that its real parent hears of it.
 pub(crate) fn reap(tid: i32) {
     // SAFETY: no status is asked for.
-    unsafe { libc::waitpid(tid, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD) };
+    unsafe {
+        libc::waitpid(tid, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD)
+    };
 }
 
-/// Makes the calling thread the tracer of `tid`, which runs on. Without PTRACE_O_EXITKILL: it survives its tracer.
+/// Makes the calling thread the tracer of `tid`, which runs on. Without PTRACE_O_EXITKILL: it
+/// survives its tracer.
 pub(crate) fn seize(tid: i32) -> io::Result<()> {
     ptrace(libc::PTRACE_SEIZE, tid, 0)
 }
@@ -87,12 +96,14 @@ pub(crate) fn detach(tid: i32, signal: libc::c_int) -> io::Result<()> {
 }
 
 fn ptrace(request: libc::c_uint, tid: i32, signal: libc::c_int) -> io::Result<()> {
-    // SAFETY: none of the requests above takes a pointer; `data` is a signal, or zero options for PTRACE_SEIZE.
+    // SAFETY: none of the requests above takes a pointer; `data` is a signal, or zero options for
+    // PTRACE_SEIZE.
     let result = unsafe { libc::ptrace(request, tid, 0usize, i64::from(signal)) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The process that traces thread `tid` of process `pid`, 0 for none. `None` when the thread has ended.
+/// The process that traces thread `tid` of process `pid`, 0 for none. `None` when the thread has
+/// ended.
 pub(crate) fn tracer_of(pid: i32, tid: i32) -> Option<i32> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/status")).ok()?;
     // Zombie or dead (proc(5)).

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use crate::tracer::{Orders, Tracer};
 use crate::{Slices, ThrottleError, vcpu_time};
 
-/// Slows threads of another process. Nothing is traced while the share is 0; dropping it lets the threads run free.
+/// Slows threads of another process. Nothing is traced while the share is 0; dropping it lets the
+/// threads run free.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), godwit_throttle::ThrottleError> {
@@ -37,7 +38,8 @@ struct Began {
 pub struct Measures {
     /// How long it was in force.
     pub wall: Duration,
-    /// How long the threads ran in that time, together (their `schedstat`). Unknown when one of them has ended.
+    /// How long the threads ran in that time, together (their `schedstat`). Unknown when one of
+    /// them has ended.
     pub ran: Option<Duration>,
     /// How many threads there are.
     pub threads: usize,
@@ -72,12 +74,14 @@ impl VcpuThrottle {
         throttle
     }
 
-    /// Keeps the threads from running for `share` of the time, from now on. With 0 they are let go: when this returns
-    /// nobody traces them (one in an uninterruptible wait of the kernel is let go at its end).
+    /// Keeps the threads from running for `share` of the time, from now on. With 0 they are let go:
+    /// when this returns nobody traces them (one in an uninterruptible wait of the kernel is let go
+    /// at its end).
     ///
     /// # Errors
-    /// When it is no share (nothing changes then), when the threads may not or cannot be traced, or when throttling had
-    /// failed since the last call. In all cases but the first, the threads run at full speed.
+    /// When it is no share (nothing changes then), when the threads may not or cannot be traced, or
+    /// when throttling had failed since the last call. In all cases but the first, the threads run
+    /// at full speed.
     pub fn set(&mut self, share: f64) -> Result<(), ThrottleError> {
         self.slices = Slices::of(share)?;
         self.apply()

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-/// The processor time that the threads `tids` of process `pid` have used since they were started, together. `None` when
-/// one of them is gone. The kernel brings the figure up to date at each tick (1 to 10 ms) of a thread that runs.
+/// The processor time that the threads `tids` of process `pid` have used since they were started,
+/// together. `None` when one of them is gone. The kernel brings the figure up to date at each tick
+/// (1 to 10 ms) of a thread that runs.
 #[must_use]
 pub fn vcpu_time(pid: i32, tids: &[i32]) -> Option<Duration> {
     tids.iter().map(|&tid| thread_time(pid, tid)).sum()

@@ -1,8 +1,9 @@
 //! The traced threads: all stopped, all continued, all let go.
 //!
-//! Invariants: no signal is lost, each is delivered when its thread runs on; a thread that is stopped with its whole
-//! process stays so; nobody is waited for without a limit, since a thread may be in a wait of the kernel that nothing
-//! interrupts. Such a thread does not run either, and stops on its way out.
+//! Invariants: no signal is lost, each is delivered when its thread runs on; a thread that is
+//! stopped with its whole process stays so; nobody is waited for without a limit, since a thread
+//! may be in a wait of the kernel that nothing interrupts. Such a thread does not run either, and
+//! stops on its way out.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -11,7 +12,8 @@ use crate::ThrottleError;
 use crate::sys::{self, Seen};
 use crate::time::thread_time;
 
-/// To let go of a running thread it has to stop for a moment. What does not is let go when the tracer ends.
+/// To let go of a running thread it has to stop for a moment. What does not is let go when the
+/// tracer ends.
 const RELEASE_LIMIT: Duration = Duration::from_millis(100);
 /// Threads whose time is asked for in every period, at the most.
 const SOME: usize = 8;
@@ -58,13 +60,17 @@ impl Tracees {
             match sys::seize(tid) {
                 Ok(()) => tracees.threads.push(Tracee { tid, state: State::Loose }),
                 Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
-                Err(error) if error.raw_os_error() == Some(libc::EPERM) => match sys::tracer_of(pid, tid) {
-                    // It has ended in between.
-                    None => {}
-                    Some(0) => return Err(ThrottleError::NotPermitted { pid }),
-                    Some(tracer) => return Err(ThrottleError::Traced { pid, tid, tracer }),
-                },
-                Err(source) => return Err(ThrottleError::System { pid, step: "PTRACE_SEIZE", source }),
+                Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                    match sys::tracer_of(pid, tid) {
+                        // It has ended in between.
+                        None => {}
+                        Some(0) => return Err(ThrottleError::NotPermitted { pid }),
+                        Some(tracer) => return Err(ThrottleError::Traced { pid, tid, tracer }),
+                    }
+                }
+                Err(source) => {
+                    return Err(ThrottleError::System { pid, step: "PTRACE_SEIZE", source });
+                }
             }
         }
         tracees.check_alive()?;
@@ -90,20 +96,23 @@ impl Tracees {
         self.threads.iter().all(|thread| thread.state != State::Loose)
     }
 
-    /// The CPU time of the first few threads, which stand for all; of one that runs it may be older than now.
+    /// The CPU time of the first few threads, which stand for all; of one that runs it may be older
+    /// than now.
     pub(crate) fn times(&self) -> Vec<(i32, Duration)> {
         let some = self.threads.iter().take(SOME);
         some.filter_map(|thread| Some((thread.tid, thread_time(self.pid, thread.tid)?))).collect()
     }
 
-    /// Takes note of what happened to the threads. One that has stopped is held if that is wanted, and else goes on.
-    /// Whether anything had happened.
+    /// Takes note of what happened to the threads. One that has stopped is held if that is wanted,
+    /// and else goes on. Whether anything had happened.
     pub(crate) fn look(&mut self, hold: bool) -> Result<bool, ThrottleError> {
         let pid = self.pid;
         let failed = |step| move |source| ThrottleError::System { pid, step, source };
         let mut news = false;
         let mut ended = Vec::new();
-        for thread in self.threads.iter_mut().filter(|thread| !matches!(thread.state, State::Held(_))) {
+        for thread in
+            self.threads.iter_mut().filter(|thread| !matches!(thread.state, State::Held(_)))
+        {
             let seen = sys::peek(thread.tid).map_err(failed("waitid"))?;
             let signal = match seen {
                 Seen::Nothing => continue,
@@ -120,8 +129,9 @@ impl Tracees {
                 Seen::Signal(signal) => signal,
             };
             news = true;
-            // Any stop is as good as the one that was asked for, and cancels that (kernel/signal.c, ptrace_stop: "any
-            // trap clears pending STOP trap"). So a thread that stops for a signal is held there, with the signal.
+            // Any stop is as good as the one that was asked for, and cancels that (kernel/signal.c,
+            // ptrace_stop: "any trap clears pending STOP trap"). So a thread that stops for a
+            // signal is held there, with the signal.
             thread.state = if hold { State::Held(signal) } else { State::Loose };
             if !hold {
                 unless_gone(sys::go_on(thread.tid, signal)).map_err(failed("PTRACE_CONT"))?;
@@ -145,7 +155,8 @@ impl Tracees {
         result.map_err(self.failed("PTRACE_CONT"))
     }
 
-    /// Lets go of all. Those that are held go at once, the others when they have stopped for a moment.
+    /// Lets go of all. Those that are held go at once, the others when they have stopped for a
+    /// moment.
     fn release(&mut self) {
         self.threads.retain(|thread| match thread.state {
             State::Held(signal) => sys::detach(thread.tid, signal).is_err(),

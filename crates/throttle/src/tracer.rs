@@ -1,4 +1,5 @@
-//! The one thread that traces: it stops and continues, and looks after the signals of what it traces.
+//! The one thread that traces: it stops and continues, and looks after the signals of what it
+//! traces.
 //!
 //! Invariant: when it ends, for whatever reason, nothing is traced any more.
 
@@ -59,9 +60,13 @@ pub(crate) struct Tracer {
 impl Tracer {
     /// Starts it; returns when it has begun or cannot.
     pub(crate) fn start(pid: i32, orders: Orders) -> Result<Self, ThrottleError> {
-        let state = State { orders, given: 1, taken: 0, outcome: None, longest_stop: Duration::ZERO };
-        let shared =
-            Arc::new(Shared { state: Mutex::new(state), ordered: Condvar::new(), answered: Condvar::new() });
+        let state =
+            State { orders, given: 1, taken: 0, outcome: None, longest_stop: Duration::ZERO };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            ordered: Condvar::new(),
+            answered: Condvar::new(),
+        });
         let own = Arc::clone(&shared);
         let run = move || {
             let _end = End { pid, shared: &own };
@@ -70,8 +75,11 @@ impl Tracer {
             own.lock().outcome = Some(outcome);
         };
         let thread = std::thread::Builder::new().name("throttle".to_owned()).spawn(run);
-        let thread =
-            thread.map_err(|source| ThrottleError::System { pid, step: "starting a thread", source })?;
+        let thread = thread.map_err(|source| ThrottleError::System {
+            pid,
+            step: "starting a thread",
+            source,
+        })?;
         let mut tracer = Self { pid, shared, thread: Some(thread) };
         tracer.await_answer(1)?;
         Ok(tracer)
@@ -197,7 +205,8 @@ fn take(
         (state.given, state.orders.clone())
     };
     if new.slices.is_some() && new.tids != orders.tids {
-        // vCPUs were plugged or unplugged. The old ones are let go of first: a thread cannot be seized twice.
+        // vCPUs were plugged or unplugged. The old ones are let go of first: a thread cannot be
+        // seized twice.
         *tracees = Tracees::none(pid);
         *tracees = Tracees::seize(pid, &new.tids)?;
     }
@@ -211,8 +220,8 @@ fn take(
     Ok(orders.slices)
 }
 
-/// Sleeps until `until`, but at most for `most`, or until there are orders beyond the `known` ones. Whether it is still
-/// before `until`.
+/// Sleeps until `until`, but at most for `most`, or until there are orders beyond the `known` ones.
+/// Whether it is still before `until`.
 fn sleep(shared: &Shared, known: u64, until: Instant, most: Duration) -> bool {
     let left = until.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -220,7 +229,12 @@ fn sleep(shared: &Shared, known: u64, until: Instant, most: Duration) -> bool {
     }
     let state = shared.lock();
     if state.given == known {
-        drop(shared.ordered.wait_timeout(state, left.min(most)).unwrap_or_else(PoisonError::into_inner));
+        drop(
+            shared
+                .ordered
+                .wait_timeout(state, left.min(most))
+                .unwrap_or_else(PoisonError::into_inner),
+        );
     }
     Instant::now() < until
 }

@@ -1,7 +1,8 @@
-//! A child process whose threads spin, throttled for real. Figures are compared with others of the same run.
+//! A child process whose threads spin, throttled for real. Figures are compared with others of the
+//! same run.
 //!
-//! The child, and a process that throttles and is killed, are this test program run again: [`as_a_child`] plays the part
-//! that its environment names.
+//! The child, and a process that throttles and is killed, are this test program run again:
+//! [`as_a_child`] plays the part that its environment names.
 #![allow(clippy::unwrap_used, unsafe_code)]
 
 use std::io::{BufRead, BufReader, Write};
@@ -123,8 +124,8 @@ impl Drop for Part {
     }
 }
 
-/// For how much of the time threads ran. Others keep the processors busy, too, so it is known between two bounds: the
-/// time on a processor, and that and the wait for one.
+/// For how much of the time threads ran. Others keep the processors busy, too, so it is known
+/// between two bounds: the time on a processor, and that and the wait for one.
 #[derive(Clone, Copy, Debug)]
 struct Speed {
     least: f64,
@@ -150,7 +151,8 @@ impl Spinner {
 
     /// What the threads do for a `wall` of time.
     fn speed(&self, wall: Duration) -> Speed {
-        // Times in nanoseconds, on a CPU and waiting for one (Documentation/scheduler/sched-stats.rst).
+        // Times in nanoseconds, on a CPU and waiting for one
+        // (Documentation/scheduler/sched-stats.rst).
         let word = |tid: &i32, number: usize| {
             let path = format!("/proc/{}/task/{tid}/schedstat", self.part.pid());
             let text = std::fs::read_to_string(path).unwrap();
@@ -177,7 +179,8 @@ impl Spinner {
     /// The processes that trace the threads; the kernel names the threads that do.
     fn tracers(&self) -> Vec<String> {
         let process = |thread: String| {
-            let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+            let status =
+                std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
             let process = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
             process.map_or(thread, |process| process.trim().to_owned())
         };
@@ -256,7 +259,10 @@ fn all_threads_are_stopped_and_continued_together() {
     let together = f64::from(all) / looks as f64;
     let measures = throttle.measures();
     let after = vcpu_time(spinner.part.pid(), &spinner.tids).unwrap();
-    println!("all stopped {together:.3}, by chance {by_chance:.3}, {measures:?}, {:?}", measures.ran_share());
+    println!(
+        "all stopped {together:.3}, by chance {by_chance:.3}, {measures:?}, {:?}",
+        measures.ran_share()
+    );
     assert!(together > by_chance * 2.5, "{together} {by_chance} {each:?}");
     assert!(measures.ran.unwrap() >= after - before);
     assert!(measures.ran_share().unwrap() < 0.6, "{measures:?}");
@@ -313,7 +319,8 @@ fn a_stopped_process_stays_stopped_and_goes_on_when_told() {
     let mut throttle = spinner.throttle();
     throttle.set(0.5).unwrap();
     spinner.signal_all(libc::SIGSTOP);
-    // To enter a stop, and to change it for one of tracing, takes the thread microseconds in the kernel.
+    // To enter a stop, and to change it for one of tracing, takes the thread microseconds in the
+    // kernel.
     let stands_still = || spinner.speed(WHILE).least < 0.001;
     assert!(comes_true(stands_still));
     assert!(stands_still());

@@ -1,8 +1,10 @@
-//! What a harvest has collected before it is reported: one bitmap over the pages that were asked for.
+//! What a harvest has collected before it is reported: one bitmap over the pages that were asked
+//! for.
 //!
-//! Logs come in pieces (slots, several logs of the same memory) that begin at any bit, may overlap and cut runs in
-//! two. Merged here at their offset, whole words at a time, they come out once, in order and as maximal runs. Buffers
-//! are reused: a harvest allocates nothing once its size was seen.
+//! Logs come in pieces (slots, several logs of the same memory) that begin at any bit, may overlap
+//! and cut runs in two. Merged here at their offset, whole words at a time, they come out once, in
+//! order and as maximal runs. Buffers are reused: a harvest allocates nothing once its size was
+//! seen.
 
 use std::ops::ControlFlow;
 use std::sync::{Mutex, PoisonError};
@@ -42,7 +44,8 @@ impl Collectors {
 }
 
 impl Collected<'_> {
-    /// Where to stop so that no more than `limit` pages (0: no limit) are reported: a page of the request.
+    /// Where to stop so that no more than `limit` pages (0: no limit) are reported: a page of the
+    /// request.
     pub(crate) fn cut(&self, limit: PageCount) -> u64 {
         let end = self.within.count.0;
         if limit.0 == 0 {
@@ -59,7 +62,8 @@ impl Collected<'_> {
         found.break_value().unwrap_or(end)
     }
 
-    /// Reports all runs before page `cut` of the request; returns the page of the block to go on from.
+    /// Reports all runs before page `cut` of the request; returns the page of the block to go on
+    /// from.
     pub(crate) fn report(&self, cut: u64, found: &mut dyn FnMut(PageRun)) -> PageIndex {
         let base = self.within.start.0;
         self.bitmap.for_each_run_in(PageRun::new(0, cut), |run| {

@@ -1,19 +1,21 @@
 //! Which segments the governor has, and how one changes hands while the guest writes.
 //!
-//! A mapping belongs to one userfaultfd, and what that does is fixed when it is made (userfaultfd.rst). So a segment goes
-//! from one descriptor to another, at its harvest:
+//! A mapping belongs to one userfaultfd, and what that does is fixed when it is made
+//! (userfaultfd.rst). So a segment goes from one descriptor to another, at its harvest:
 //!
 //! ```text
 //!   unregister ─── register ─── protect ─── reported as dirty, all of it ─── its bytes are read
 //!        └── a write in here leaves no trace ──┘
 //! ```
 //!
-//! Invariant: *no write is lost*. A write in the gap comes before the segment is reported, and so before its bytes are
-//! read. Whoever remembers what was sent (the ledger) sends what is different, and no more. Outside the gap, a page
-//! that is not protected is dirty, whichever descriptor protects it: the page tables are the log of both, and the
-//! governor's answers show there like any other write.
+//! Invariant: *no write is lost*. A write in the gap comes before the segment is reported, and so
+//! before its bytes are read. Whoever remembers what was sent (the ledger) sends what is different,
+//! and no more. Outside the gap, a page that is not protected is dirty, whichever descriptor
+//! protects it: the page tables are the log of both, and the governor's answers show there like any
+//! other write.
 //!
-//! What was rejected: to keep a log of the answers. It would not see pages that lose their protection otherwise.
+//! What was rejected: to keep a log of the answers. It would not see pages that lose their
+//! protection otherwise.
 
 use std::io;
 use std::ops::{ControlFlow, Range};
@@ -64,7 +66,8 @@ impl Governed {
             (0..pages.div_ceil(SEGMENT_PAGES)).map(|_| free()).collect()
         };
         let segments: Vec<Vec<_>> = blocks.iter().map(of_block).collect();
-        let cuts = Cuts::new(room_for_cuts(pid), &segments.iter().map(Vec::len).collect::<Vec<_>>());
+        let cuts =
+            Cuts::new(room_for_cuts(pid), &segments.iter().map(Vec::len).collect::<Vec<_>>());
         Self {
             governor,
             wanted: AtomicBool::new(false),
@@ -140,12 +143,15 @@ impl Governed {
             while from < end
                 && let Some(unseen) = segment.next_unseen(from..end)
             {
-                tracker.scan(block, run_of(at..unseen.start), Then::Leave, 0, &mut |run| joined.add(run))?;
+                tracker.scan(block, run_of(at..unseen.start), Then::Leave, 0, &mut |run| {
+                    joined.add(run)
+                })?;
                 joined.add(run_of(unseen.clone()));
                 (at, from) = (unseen.end, unseen.end);
             }
         }
-        tracker.scan(block, run_of(at..within.end().0), Then::Leave, 0, &mut |run| joined.add(run))?;
+        tracker
+            .scan(block, run_of(at..within.end().0), Then::Leave, 0, &mut |run| joined.add(run))?;
         joined.end();
         Ok(())
     }
@@ -224,7 +230,8 @@ impl Governed {
         };
         for (address, length) in addresses(tracker, block, run_of(pages.clone())) {
             match uapi::uffd_unregister(descriptor(from), address, length) {
-                // It is the other's (fs/userfaultfd.c, `userfaultfd_unregister`), which is where it is to be.
+                // It is the other's (fs/userfaultfd.c, `userfaultfd_unregister`), which is where it
+                // is to be.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
                 result => result?,
             }
@@ -238,7 +245,12 @@ impl Governed {
     }
 
     /// Protects `run` again.
-    fn protect(&self, tracker: &PagemapTracker, block: usize, run: PageRun) -> Result<(), TrackError> {
+    fn protect(
+        &self,
+        tracker: &PagemapTracker,
+        block: usize,
+        run: PageRun,
+    ) -> Result<(), TrackError> {
         addresses(tracker, block, run).try_for_each(|(address, length)| {
             uapi::uffd_write_protect(self.governor.userfaultfd(), address, length, true)
                 .map_err(|source| TrackError::Scan { block, source })
@@ -247,7 +259,11 @@ impl Governed {
 }
 
 /// A segment that nobody writes is left as it is: to hand it over would have all of it read again.
-fn is_written(tracker: &PagemapTracker, block: usize, pages: &Range<u64>) -> Result<bool, TrackError> {
+fn is_written(
+    tracker: &PagemapTracker,
+    block: usize,
+    pages: &Range<u64>,
+) -> Result<bool, TrackError> {
     let mut written = false;
     tracker.scan(block, run_of(pages.clone()), Then::Leave, 1, &mut |_| written = true)?;
     Ok(written)
@@ -255,9 +271,10 @@ fn is_written(tracker: &PagemapTracker, block: usize, pages: &Range<u64>) -> Res
 
 const TOO_MANY: &str = "the process would have more mappings than it may (vm.max_map_count): raise that, or let vCPUs be throttled";
 
-/// Where mappings are cut in two, since a segment and its neighbour belong to different descriptors. The kernel makes
-/// neighbours of one descriptor one mapping again (mm/vma.c, `vma_modify_flags_uffd`), so a guest that is governed as a whole
-/// is not cut at all, however large it is.
+/// Where mappings are cut in two, since a segment and its neighbour belong to different
+/// descriptors. The kernel makes neighbours of one descriptor one mapping again (mm/vma.c,
+/// `vma_modify_flags_uffd`), so a guest that is governed as a whole is not cut at all, however
+/// large it is.
 #[derive(Debug)]
 struct Cuts {
     /// By block and segment.
@@ -269,11 +286,15 @@ struct Cuts {
 impl Cuts {
     /// No segment is governed; `segments` says how many each block has.
     fn new(most: usize, segments: &[usize]) -> Self {
-        Self { governed: segments.iter().map(|&count| vec![false; count]).collect(), count: 0, most }
+        Self {
+            governed: segments.iter().map(|&count| vec![false; count]).collect(),
+            count: 0,
+            most,
+        }
     }
 
-    /// Takes note that a segment is governed from now on, or not any more; `false`, and nothing noted, if that would be too many
-    /// cuts. To take one back is never refused.
+    /// Takes note that a segment is governed from now on, or not any more; `false`, and nothing
+    /// noted, if that would be too many cuts. To take one back is never refused.
     fn change(&mut self, block: usize, segment: usize, governed: bool) -> bool {
         let of_block = &self.governed[block];
         if of_block[segment] == governed {
@@ -281,7 +302,8 @@ impl Cuts {
         }
         let before = segment.checked_sub(1).and_then(|before| of_block.get(before));
         let neighbours = [before, of_block.get(segment + 1)];
-        let others = neighbours.iter().flatten().filter(|&&&neighbour| neighbour != governed).count();
+        let others =
+            neighbours.iter().flatten().filter(|&&&neighbour| neighbour != governed).count();
         let same = neighbours.iter().flatten().count() - others;
         let count = (self.count + others).saturating_sub(same);
         if governed && count > self.most {
@@ -293,11 +315,13 @@ impl Cuts {
     }
 }
 
-/// How many cuts process `pid` can take: half of the mappings that it may still make, since it makes some by itself.
+/// How many cuts process `pid` can take: half of the mappings that it may still make, since it
+/// makes some by itself.
 fn room_for_cuts(pid: i32) -> usize {
     let most = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
     let most = most.trim().parse().unwrap_or(MAPPINGS);
-    let now = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default().lines().count();
+    let now =
+        std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default().lines().count();
     most.saturating_sub(now) / 2
 }
 
@@ -309,7 +333,8 @@ enum Hand {
 }
 
 impl Segment {
-    /// Harvests `part` of this segment, in order; how many pages were reported, and the page to go on from.
+    /// Harvests `part` of this segment, in order; how many pages were reported, and the page to go
+    /// on from.
     fn harvest(
         &mut self,
         governed: &Governed,
@@ -341,7 +366,8 @@ impl Segment {
         Ok((pages, at))
     }
 
-    /// The first stretch of pages of the block, within `pages` and this segment, that count as dirty.
+    /// The first stretch of pages of the block, within `pages` and this segment, that count as
+    /// dirty.
     fn next_unseen(&self, pages: Range<u64>) -> Option<Range<u64>> {
         let unseen = self.unseen.as_ref()?;
         let first = pages.start / SEGMENT_PAGES * SEGMENT_PAGES;
@@ -378,7 +404,8 @@ impl Segment {
         let next = if self.governed {
             let mut result = Ok(());
             let next = tracker.scan(block, part, Then::Leave, limit, &mut |run| {
-                // Between the scan and this, more may have been written: those pages stay as they are, for next time.
+                // Between the scan and this, more may have been written: those pages stay as they
+                // are, for next time.
                 if result.is_ok() {
                     result = governed.protect(tracker, block, run);
                 }
@@ -400,7 +427,11 @@ fn pages_of(tracker: &PagemapTracker, block: usize, number: u64) -> Range<u64> {
 }
 
 /// Where `run` is mapped: addresses and lengths in bytes.
-fn addresses(tracker: &PagemapTracker, block: usize, run: PageRun) -> impl Iterator<Item = (u64, u64)> + '_ {
+fn addresses(
+    tracker: &PagemapTracker,
+    block: usize,
+    run: PageRun,
+) -> impl Iterator<Item = (u64, u64)> + '_ {
     tracker.blocks[block].iter().filter_map(move |mapping| {
         let part = mapping.pages.intersect(run)?;
         let offset = (part.start.0 - mapping.pages.start.0) * PAGE_SIZE;

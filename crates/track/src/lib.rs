@@ -1,13 +1,15 @@
 //! Dirty trackers: they say which pages were written since they were last harvested.
 //!
 //! One trait, [`DirtyTracker`], and who implements it:
-//! - [`PagemapTracker`], on page tables: tracks a process that knows nothing of it, or a VMM's own memory;
-//! - [`KvmLogTracker`] and [`KvmRingTracker`], on what KVM knows of its vCPUs' writes, inside a VMM;
+//! - [`PagemapTracker`], on page tables: tracks a process that knows nothing of it, or a VMM's own
+//!   memory;
+//! - [`KvmLogTracker`] and [`KvmRingTracker`], on what KVM knows of its vCPUs' writes, inside a
+//!   VMM;
 //! - [`VhostLogTracker`], on what devices say that they wrote;
 //! - [`UnionTracker`], on several of these at once.
 //!
-//! Invariant: a page is harvested *before* its bytes are read, so a write that comes later is found by the next
-//! harvest. docs/trackers.md tells what each costs, sees and does not see.
+//! Invariant: a page is harvested *before* its bytes are read, so a write that comes later is found
+//! by the next harvest. docs/trackers.md tells what each costs, sees and does not see.
 
 mod attach;
 #[cfg(feature = "bare-guest")]
@@ -33,7 +35,8 @@ pub use attach::{Approach, Attachment, Way, attach};
 pub use error::TrackError;
 pub use governor::GovernorMeasures;
 pub use kvm::{
-    DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode, clear_dirty_log,
+    DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode,
+    clear_dirty_log,
 };
 pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
@@ -49,24 +52,27 @@ use godwit_units::{PageCount, PageIndex, PageRun};
 
 /// Tells which pages of the RAM blocks were written.
 ///
-/// What was written before the tracker was started may be reported or not: the first round sends everything.
+/// What was written before the tracker was started may be reported or not: the first round sends
+/// everything.
 pub trait DirtyTracker: Send + Sync {
     /// Says that a round begins: from now on, each page is harvested once until the next call.
     ///
-    /// It lets a tracker that can only ask for a whole memory slot do so once a round. Once it was called, a
-    /// harvest finds what was written before the last such call, and may leave what came later to the next round. So
-    /// whoever calls it does so before every round, and again when the guest has been stopped. If it is never called, a
-    /// harvest finds all that was written before the harvest.
+    /// It lets a tracker that can only ask for a whole memory slot do so once a round. Once it was
+    /// called, a harvest finds what was written before the last such call, and may leave what came
+    /// later to the next round. So whoever calls it does so before every round, and again when the
+    /// guest has been stopped. If it is never called, a harvest finds all that was written before
+    /// the harvest.
     fn begin_round(&self) {}
 
-    /// Harvests (reads and clears in one atomic step) the dirty pages of `within`, from its start on, and
-    /// reports them in order as maximal runs. Stops early once `limit` pages were found.
+    /// Harvests (reads and clears in one atomic step) the dirty pages of `within`, from its start
+    /// on, and reports them in order as maximal runs. Stops early once `limit` pages were found.
     ///
-    /// Returns the first page that was not looked at: all dirty pages of `within` before it are harvested, none
-    /// after it is.
+    /// Returns the first page that was not looked at: all dirty pages of `within` before it are
+    /// harvested, none after it is.
     ///
     /// # Errors
-    /// When the kernel refuses, for instance since the process has ended. What was reported by then is harvested.
+    /// When the kernel refuses, for instance since the process has ended. What was reported by then
+    /// is harvested.
     fn harvest(
         &self,
         block: usize,
@@ -75,24 +81,35 @@ pub trait DirtyTracker: Send + Sync {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError>;
 
-    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the last round, when nobody
-    /// writes any more: to clear them would be work for nobody.
+    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the
+    /// last round, when nobody writes any more: to clear them would be work for nobody.
     ///
     /// # Errors
     /// As [`Self::harvest`].
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError>;
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError>;
 
-    /// Reports the dirty pages of `within` as they are now, whenever the round began, and leaves them dirty: for counts,
-    /// while the guest runs. Trackers of whole memory slots fetch those anew, so ask for whole blocks.
+    /// Reports the dirty pages of `within` as they are now, whenever the round began, and leaves
+    /// them dirty: for counts, while the guest runs. Trackers of whole memory slots fetch those
+    /// anew, so ask for whole blocks.
     ///
     /// # Errors
     /// As [`Self::harvest`].
-    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn look(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         self.peek(block, within, found)
     }
 
-    /// Whether several threads may look at parts of a block at once, at no more cost in all than one that
-    /// looks at the whole.
+    /// Whether several threads may look at parts of a block at once, at no more cost in all than
+    /// one that looks at the whole.
     fn looks_in_parts(&self) -> bool {
         false
     }
@@ -123,11 +140,21 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
         (**self).harvest(block, within, limit, found)
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         (**self).peek(block, within, found)
     }
 
-    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn look(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         (**self).look(block, within, found)
     }
 

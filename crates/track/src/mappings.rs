@@ -1,4 +1,5 @@
-//! Which processes map a RAM file, and where: the bridge from RAM-block pages to host virtual addresses.
+//! Which processes map a RAM file, and where: the bridge from RAM-block pages to host virtual
+//! addresses.
 
 use godwit_memory::RamBlock;
 use godwit_units::{Hva, PAGE_SIZE, PageCount, PageRun};
@@ -43,7 +44,9 @@ fn file_key(block: &RamBlock) -> Option<FileKey> {
 }
 
 fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
-    map.dev == key.0 && map.inode == key.1 && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
+    map.dev == key.0
+        && map.inode == key.1
+        && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
 }
 
 /// Where the process `pid` maps `block` shared and writable, in the order of the block's pages.
@@ -82,8 +85,8 @@ pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, Trac
     Ok(found)
 }
 
-/// All processes but `vmm` and this one that map one of `blocks` shared and writable. Processes whose maps may
-/// not be read are passed over: they belong to other users.
+/// All processes but `vmm` and this one that map one of `blocks` shared and writable. Processes
+/// whose maps may not be read are passed over: they belong to other users.
 #[must_use]
 pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
     let keys: Vec<(FileKey, &str)> =

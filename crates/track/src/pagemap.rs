@@ -1,22 +1,26 @@
-//! The pagemap tracker: asynchronous write protection of another process's memory, read by `PAGEMAP_SCAN`.
+//! The pagemap tracker: asynchronous write protection of another process's memory, read by
+//! `PAGEMAP_SCAN`.
 //!
-//! How it works (kernel: Documentation/admin-guide/mm/pagemap.rst and userfaultfd.rst): a range registered with
-//! `UFFD_FEATURE_WP_ASYNC` is write-protected page by page; the first write to a page faults, and the kernel
-//! lifts the protection without telling anyone. A page without protection is therefore *written*.
-//! `PAGEMAP_SCAN` with `PM_SCAN_WP_MATCHING` reports those pages and protects them again in one step under
-//! the page-table lock, so no write falls between the two.
+//! How it works (kernel: Documentation/admin-guide/mm/pagemap.rst and userfaultfd.rst): a range
+//! registered with `UFFD_FEATURE_WP_ASYNC` is write-protected page by page; the first write to a
+//! page faults, and the kernel lifts the protection without telling anyone. A page without
+//! protection is therefore *written*. `PAGEMAP_SCAN` with `PM_SCAN_WP_MATCHING` reports those pages
+//! and protects them again in one step under the page-table lock, so no write falls between the
+//! two.
 //!
-//! What was rejected: to ask for written *and present* pages. A page that was written and then swapped out of
-//! the process has an empty page-table entry: the pure query for written pages reports it, the other one
-//! loses it. Holes are told from data by the file instead.
+//! What was rejected: to ask for written *and present* pages. A page that was written and then
+//! swapped out of the process has an empty page-table entry: the pure query for written pages
+//! reports it, the other one loses it. Holes are told from data by the file instead.
 //!
-//! Two things this tracker does not see: a write through another process's page tables (track that process too)
-//! and direct I/O that lands after the page was harvested (the adapter refuses disks that do it).
+//! Two things this tracker does not see: a write through another process's page tables (track that
+//! process too) and direct I/O that lands after the page was harvested (the adapter refuses disks
+//! that do it).
 //!
-//! Segments may be governed instead (`governor`, `governed`): then their first writes wait for an answer.
+//! Segments may be governed instead (`governor`, `governed`): then their first writes wait for an
+//! answer.
 //!
-//! A whole page table that was never filled (2 MiB of untouched memory) is not reported either, even if the
-//! *file* has data there. So the first round sends all data, whatever is reported.
+//! A whole page table that was never filled (2 MiB of untouched memory) is not reported either,
+//! even if the *file* has data there. So the first round sends all data, whatever is reported.
 
 use std::fs::File;
 use std::io;
@@ -37,8 +41,8 @@ use crate::{DirtyTracker, TrackError};
 /// Regions asked for in one scan: 24 bytes each, on the stack.
 const REGIONS: usize = 512;
 
-/// Tracks the memory of one process. Dropping it ends the tracking: the kernel lifts all protection when
-/// the only descriptor is closed, also when this process is killed.
+/// Tracks the memory of one process. Dropping it ends the tracking: the kernel lifts all protection
+/// when the only descriptor is closed, also when this process is killed.
 #[derive(Debug)]
 pub struct PagemapTracker {
     pid: i32,
@@ -69,8 +73,9 @@ pub(crate) enum Then {
 /// # Errors
 /// [`TrackError::Kernel`] naming what is missing.
 pub fn kernel_support() -> Result<(), TrackError> {
-    let own = File::open("/proc/self/pagemap")
-        .map_err(|_| TrackError::Kernel { missing: "/proc/PID/pagemap (CONFIG_PROC_PAGE_MONITOR)" })?;
+    let own = File::open("/proc/self/pagemap").map_err(|_| TrackError::Kernel {
+        missing: "/proc/PID/pagemap (CONFIG_PROC_PAGE_MONITOR)",
+    })?;
     // An empty range does nothing where the ioctl exists.
     match uapi::pagemap_scan(own.as_fd(), 0, 0, 0, 0, &mut [PageRegion::default()]) {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
@@ -81,12 +86,12 @@ pub fn kernel_support() -> Result<(), TrackError> {
 }
 
 impl PagemapTracker {
-    /// Starts tracking `blocks` in process `pid`: from now on every write makes its page dirty. All pages count
-    /// as dirty at first.
+    /// Starts tracking `blocks` in process `pid`: from now on every write makes its page dirty. All
+    /// pages count as dirty at first.
     ///
     /// # Errors
-    /// When the kernel lacks the feature, the process may not be traced, does not map the blocks, or has
-    /// them registered with a userfaultfd already. The process is then as it was.
+    /// When the kernel lacks the feature, the process may not be traced, does not map the blocks,
+    /// or has them registered with a userfaultfd already. The process is then as it was.
     pub fn start(pid: i32, blocks: &[RamBlock]) -> Result<Self, TrackError> {
         Self::start_by(Approach::default(), pid, blocks)
     }
@@ -97,8 +102,10 @@ impl PagemapTracker {
     /// As [`Self::start`].
     pub fn start_by(approach: Approach, pid: i32, blocks: &[RamBlock]) -> Result<Self, TrackError> {
         kernel_support()?;
-        let mappings =
-            blocks.iter().map(|block| mappings_of(pid, block)).collect::<Result<Vec<_>, TrackError>>()?;
+        let mappings = blocks
+            .iter()
+            .map(|block| mappings_of(pid, block))
+            .collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
         let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();
         let mut tracker = Self::protect(pid, attach(pid, approach)?, pagemap, mappings, &names)?;
@@ -114,9 +121,10 @@ impl PagemapTracker {
         Ok(tracker)
     }
 
-    /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block, where it is mapped.
-    /// Shared or private, from a file or not; nobody is traced or stopped. Writes by KVM's vCPUs are seen as well as
-    /// those of this process's threads, since both go by its page tables.
+    /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block,
+    /// where it is mapped. Shared or private, from a file or not; nobody is traced or stopped.
+    /// Writes by KVM's vCPUs are seen as well as those of this process's threads, since both go by
+    /// its page tables.
     ///
     /// # Errors
     /// When the kernel lacks the feature or the memory is registered with a userfaultfd already.
@@ -129,9 +137,10 @@ impl PagemapTracker {
         Ok(tracker)
     }
 
-    /// Protects all memory at once, as a harvest of all of it would, and leaves page tables with an entry for each 4 KiB. From then
-    /// on nothing is mapped in huge pages, and no harvest in parts has any to split: for kernels that lose writes in doing so
-    /// (`partial`). Costs the guest the huge pages until tracking ends.
+    /// Protects all memory at once, as a harvest of all of it would, and leaves page tables with an
+    /// entry for each 4 KiB. From then on nothing is mapped in huge pages, and no harvest in parts
+    /// has any to split: for kernels that lose writes in doing so (`partial`). Costs the guest the
+    /// huge pages until tracking ends.
     ///
     /// # Errors
     /// When the kernel refuses, or has no memory for the page tables.
@@ -140,8 +149,13 @@ impl PagemapTracker {
         for (block, mapped) in self.blocks.iter().enumerate() {
             for mapping in mapped {
                 let bytes = mapping.pages.count.bytes().0;
-                uapi::uffd_write_protect(self.attachment.userfaultfd(), mapping.address.0, bytes, true)
-                    .map_err(|source| TrackError::Scan { block, source })?;
+                uapi::uffd_write_protect(
+                    self.attachment.userfaultfd(),
+                    mapping.address.0,
+                    bytes,
+                    true,
+                )
+                .map_err(|source| TrackError::Scan { block, source })?;
             }
         }
         Ok(())
@@ -187,12 +201,13 @@ impl PagemapTracker {
         })
     }
 
-    /// Gets a write governor ready, whose descriptor is made in the process by `way`. Nothing is governed yet. `vcpus` are the
-    /// threads that run the guest, by their numbers here; all others are never kept waiting.
+    /// Gets a write governor ready, whose descriptor is made in the process by `way`. Nothing is
+    /// governed yet. `vcpus` are the threads that run the guest, by their numbers here; all others
+    /// are never kept waiting.
     ///
     /// # Errors
-    /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or a thread cannot be started. Tracking goes on
-    /// as it did.
+    /// When the process has no right to it, the kernel lacks the feature, RAM is on a hugetlbfs or
+    /// a thread cannot be started. Tracking goes on as it did.
     pub fn prepare_governor(&self, way: Way, vcpus: &[i32]) -> Result<(), TrackError> {
         let approach = Approach { way, harmless_filters: self.harmless_filters };
         self.prepare(vcpus, || attach_governing(self.pid, approach))
@@ -225,19 +240,21 @@ impl PagemapTracker {
         Ok(())
     }
 
-    /// From now on, the guest may make `first_writes` clean pages dirty each second; infinite: as many as it likes. That
-    /// holds for segments from their next harvest on, when they are handed to the governor: what is written before that
-    /// harvest is sent with it and costs nothing. With `None` they go back, likewise at their next harvest, and until then
-    /// their writers are answered at once.
+    /// From now on, the guest may make `first_writes` clean pages dirty each second; infinite: as
+    /// many as it likes. That holds for segments from their next harvest on, when they are handed
+    /// to the governor: what is written before that harvest is sent with it and costs nothing. With
+    /// `None` they go back, likewise at their next harvest, and until then their writers are
+    /// answered at once.
     ///
-    /// A segment that is handed over or back is reported as dirty as a whole once, as what is written in that moment is not seen:
-    /// whoever remembers what was sent finds out which pages those are.
+    /// A segment that is handed over or back is reported as dirty as a whole once, as what is
+    /// written in that moment is not seen: whoever remembers what was sent finds out which pages
+    /// those are.
     ///
     /// Does nothing before [`Self::prepare_governor`].
     ///
     /// # Errors
-    /// When `first_writes` is a rate and a segment could not be handed over before: then no more are, and the writers of those that
-    /// are governed are answered at once.
+    /// When `first_writes` is a rate and a segment could not be handed over before: then no more
+    /// are, and the writers of those that are governed are answered at once.
     pub fn govern(&self, first_writes: Option<f64>) -> Result<(), TrackError> {
         let Some(governed) = self.governed.get() else { return Ok(()) };
         governed.govern(first_writes);
@@ -301,7 +318,8 @@ impl PagemapTracker {
         let failed = |source: io::Error| TrackError::Scan { block, source };
         let flags = match then {
             Then::Protect => PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
-            // What is governed is not protected asynchronously. Memory that nobody protects counts as written.
+            // What is governed is not protected asynchronously. Memory that nobody protects counts
+            // as written.
             Then::Leave if self.governed.get().is_some() => 0,
             Then::Leave => PM_SCAN_CHECK_WPASYNC,
         };
@@ -310,8 +328,10 @@ impl PagemapTracker {
         for mapping in &self.blocks[block] {
             let Some(part) = mapping.pages.intersect(within) else { continue };
             // Addresses and pages of one mapping differ by a constant.
-            let to_page = |address: u64| mapping.pages.start.0 + (address - mapping.address.0) / PAGE_SIZE;
-            let to_address = |page: u64| mapping.address.0 + (page - mapping.pages.start.0) * PAGE_SIZE;
+            let to_page =
+                |address: u64| mapping.pages.start.0 + (address - mapping.address.0) / PAGE_SIZE;
+            let to_address =
+                |page: u64| mapping.address.0 + (page - mapping.pages.start.0) * PAGE_SIZE;
             let mut at = to_address(part.start.0);
             let end = to_address(part.end().0);
             while at < end {
@@ -350,7 +370,12 @@ impl DirtyTracker for PagemapTracker {
         }
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         match self.governed.get() {
             Some(governed) => governed.peek(self, block, within, found),
             None => self.scan(block, within, Then::Leave, 0, found).map(drop),

@@ -1,10 +1,12 @@
-//! Whether this kernel loses writes when a huge page is harvested in parts: tried, in memory of our own, before any
-//! tracking begins.
+//! Whether this kernel loses writes when a huge page is harvested in parts: tried, in memory of our
+//! own, before any tracking begins.
 //!
-//! A harvest with a limit that ends within a huge page has the kernel split its entry. For a page of a file that means to drop the
-//! entry (mm/huge_memory.c, `__split_huge_pmd_locked`); where the kernel then takes what it has not looked at yet for memory that
-//! was never touched (fs/proc/task_mmu.c, `pagemap_scan_thp_entry`), it is not reported, and lost. The same goes for what a discard
-//! drops. It takes memory that comes in huge pages as the guest's does: a file without a name beside the RAM file.
+//! A harvest with a limit that ends within a huge page has the kernel split its entry. For a page
+//! of a file that means to drop the entry (mm/huge_memory.c, `__split_huge_pmd_locked`); where the
+//! kernel then takes what it has not looked at yet for memory that was never touched
+//! (fs/proc/task_mmu.c, `pagemap_scan_thp_entry`), it is not reported, and lost. The same goes for
+//! what a discard drops. It takes memory that comes in huge pages as the guest's does: a file
+//! without a name beside the RAM file.
 //!
 //! The way round it is `PagemapTracker::protect_once`.
 #![allow(unsafe_code)]
@@ -27,8 +29,9 @@ const HUGE: u64 = 512;
 const PAGES: u64 = 2 * HUGE;
 const BYTES: usize = (PAGES * PAGE_SIZE) as usize;
 
-/// Whether harvests in parts report all that was written, in a file in `directory`, or in a nameless one where there is none.
-/// `None`: it could not be tried, for want of room or of the right to make a file there.
+/// Whether harvests in parts report all that was written, in a file in `directory`, or in a
+/// nameless one where there is none. `None`: it could not be tried, for want of room or of the
+/// right to make a file there.
 pub(crate) fn loses_nothing(directory: Option<&Path>) -> Option<bool> {
     let file = file_in(directory).ok()?;
     // In parts of several sizes, none of which a huge page is made of.
@@ -57,13 +60,15 @@ fn in_parts(file: &File, limit: u64) -> Result<bool, TrackError> {
     let (memory, tracker) = tracked(file)?;
     let all = harvest(&tracker, limit)?;
     let quiet = harvest(&tracker, limit)?;
-    let some: Vec<u64> = (0..PAGES).filter(|page| page % 7 == 0 || (200..280).contains(page)).collect();
+    let some: Vec<u64> =
+        (0..PAGES).filter(|page| page % 7 == 0 || (200..280).contains(page)).collect();
     some.iter().for_each(|page| memory.store(*page));
     let again = harvest(&tracker, limit)?;
     Ok(all.len() as u64 == PAGES && quiet.is_empty() && again == some)
 }
 
-/// Harvested as a whole, then some pages written and others, of the same huge page, discarded; harvested in parts.
+/// Harvested as a whole, then some pages written and others, of the same huge page, discarded;
+/// harvested in parts.
 fn beside_a_discard(file: &File, limit: u64) -> Result<bool, TrackError> {
     let (memory, tracker) = tracked(file)?;
     harvest(&tracker, 0)?;
@@ -113,7 +118,12 @@ impl Mapping {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: new memory at a place of the kernel's choice.
         let reserved = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), BYTES + huge, ProtFlags::empty(), flags)?
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                BYTES + huge,
+                ProtFlags::empty(),
+                flags,
+            )?
         };
         let reserved = NonNull::new(reserved.cast::<u8>()).ok_or(io::ErrorKind::InvalidData)?;
         let offset = reserved.as_ptr().align_offset(huge);
@@ -125,7 +135,8 @@ impl Mapping {
         unsafe {
             let flags = MapFlags::SHARED | MapFlags::FIXED;
             rustix::mm::mmap(memory.base.as_ptr().cast(), BYTES, protection, flags, file, 0)?;
-            // Where the file system gives huge pages only to those who ask. One that has none is no less fine.
+            // Where the file system gives huge pages only to those who ask. One that has none is no
+            // less fine.
             let _ = rustix::mm::madvise(memory.base.as_ptr().cast(), BYTES, Advice::LinuxHugepage);
         }
         Ok(memory)

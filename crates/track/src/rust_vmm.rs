@@ -11,8 +11,8 @@ use crate::{BlockMapping, VhostLog};
 
 impl BlockMapping {
     /// Where each region of `memory` is mapped in this process, which is what
-    /// [`PagemapTracker::start_own`](crate::PagemapTracker::start_own) tracks; region and RAM block have the same
-    /// number. `None` where a region has no host address.
+    /// [`PagemapTracker::start_own`](crate::PagemapTracker::start_own) tracks; region and RAM block
+    /// have the same number. `None` where a region has no host address.
     pub fn of_guest_memory<M: GuestMemoryBackend>(memory: &M) -> Option<Vec<Vec<Self>>> {
         let mapping = |region: &M::R| {
             let address = region.get_host_address(MemoryRegionAddress(0)).ok()? as u64;
@@ -23,8 +23,8 @@ impl BlockMapping {
     }
 }
 
-/// The part of a [`VhostLog`] that belongs to memory from one guest address on: the bitmap of a region, or
-/// of a piece of it.
+/// The part of a [`VhostLog`] that belongs to memory from one guest address on: the bitmap of a
+/// region, or of a piece of it.
 ///
 /// ```
 /// use godwit_track::{VhostLog, VhostLogRegion};
@@ -62,7 +62,8 @@ impl WithBitmapSlice<'_> for VhostLogRegion {
 impl BitmapSlice for VhostLogRegion {}
 
 impl Bitmap for VhostLogRegion {
-    /// To be called when the data has landed, as vm-memory does. What lies beyond the log is not marked.
+    /// To be called when the data has landed, as vm-memory does. What lies beyond the log is not
+    /// marked.
     fn mark_dirty(&self, offset: usize, len: usize) {
         let _ = self.log.mark(Gpa(self.start.0.wrapping_add(offset as u64)), ByteCount(len as u64));
     }
@@ -102,9 +103,15 @@ mod tests {
         let slot = Slot { id: SlotId(0), gfn: Gpa(START).frame(), pages, ..Slot::default() };
         let tracker = VhostLogTracker::start(&log, &[pages], &[slot]).unwrap();
         memory.write_slice(&[1; 4097], GuestAddress(START + 0x3fff)).unwrap();
-        assert!(bitmap.dirty_at(0x4000) && bitmap.slice_at(0x3000).dirty_at(0x1000) && !bitmap.dirty_at(0));
+        assert!(
+            bitmap.dirty_at(0x4000)
+                && bitmap.slice_at(0x3000).dirty_at(0x1000)
+                && !bitmap.dirty_at(0)
+        );
         let mut found = Vec::new();
-        tracker.harvest(0, PageRun::new(0, 256), PageCount::ZERO, &mut |run| found.push(run)).unwrap();
+        tracker
+            .harvest(0, PageRun::new(0, 256), PageCount::ZERO, &mut |run| found.push(run))
+            .unwrap();
         assert_eq!(found, [PageRun::new(3, 2)]);
         assert!(!bitmap.dirty_at(0x4000), "what was harvested is clean");
     }

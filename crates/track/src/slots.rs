@@ -1,9 +1,10 @@
-//! Which memory slots show which pages of a RAM block: the bridge between the logs, which count in slots or guest
-//! frames, and everyone else, who counts in pages of RAM blocks.
+//! Which memory slots show which pages of a RAM block: the bridge between the logs, which count in
+//! slots or guest frames, and everyone else, who counts in pages of RAM blocks.
 //!
-//! Invariant: every part that is handed out lies within its slot, its block and what was asked for. A block may be
-//! cut into any number of slots at any page, parts of it may be shown by no slot or by several; nothing is assumed
-//! about alignment. How slots come and go is left to the VMM: a tracker is started on a set that stays.
+//! Invariant: every part that is handed out lies within its slot, its block and what was asked for.
+//! A block may be cut into any number of slots at any page, parts of it may be shown by no slot or
+//! by several; nothing is assumed about alignment. How slots come and go is left to the VMM: a
+//! tracker is started on a set that stays.
 
 use godwit_memslots::{Slot, SlotFlags};
 use godwit_units::{PageCount, PageRun};
@@ -16,8 +17,8 @@ pub(crate) struct BlockSlots {
     slots: Vec<Slot>,
     /// For each block, the slots that show its pages.
     ranges: Vec<std::ops::Range<usize>>,
-    /// For each slot, the page after the last one that it or any slot before it in its block shows. Never falls within a
-    /// block, so it can be searched even where slots overlap.
+    /// For each slot, the page after the last one that it or any slot before it in its block shows.
+    /// Never falls within a block, so it can be searched even where slots overlap.
     reach: Vec<u64>,
 }
 
@@ -33,10 +34,14 @@ pub(crate) struct Part {
 }
 
 impl BlockSlots {
-    /// Sorts and checks `slots`, those that the guest can write, of RAM blocks of the sizes `blocks`.
+    /// Sorts and checks `slots`, those that the guest can write, of RAM blocks of the sizes
+    /// `blocks`.
     pub(crate) fn new(blocks: &[PageCount], slots: &[Slot]) -> Result<Self, TrackError> {
-        let mut slots: Vec<Slot> =
-            slots.iter().copied().filter(|slot| !slot.flags.contains(SlotFlags::READONLY)).collect();
+        let mut slots: Vec<Slot> = slots
+            .iter()
+            .copied()
+            .filter(|slot| !slot.flags.contains(SlotFlags::READONLY))
+            .collect();
         for slot in &slots {
             let refused = |problem| Err(TrackError::Slot { slot: slot.id.0, problem });
             let Some(block) = blocks.get(slot.block as usize) else {
@@ -69,7 +74,8 @@ impl BlockSlots {
         &self.slots
     }
 
-    /// What each slot shows of the pages `within` of RAM block `block`, in order of their first page.
+    /// What each slot shows of the pages `within` of RAM block `block`, in order of their first
+    /// page.
     pub(crate) fn parts(&self, block: usize, within: PageRun) -> impl Iterator<Item = Part> + '_ {
         let range = self.ranges.get(block).cloned().unwrap_or(0..0);
         let skip = self.reach[range.clone()].partition_point(|&reach| reach <= within.start.0);
@@ -140,7 +146,8 @@ mod tests {
     fn parts_are_cut_to_slot_and_request() {
         let blocks = [PageCount(1000), PageCount(500)];
         // Out of order, with a gap, and one slot within another.
-        let slots = [slot(3, 1, 0, 500), slot(2, 0, 700, 300), slot(0, 0, 0, 333), slot(1, 0, 100, 50)];
+        let slots =
+            [slot(3, 1, 0, 500), slot(2, 0, 700, 300), slot(0, 0, 0, 333), slot(1, 0, 100, 50)];
         let slots = BlockSlots::new(&blocks, &slots).unwrap();
         assert_eq!(
             shape(&slots, 0, PageRun::new(0, 1000)),
@@ -158,7 +165,8 @@ mod tests {
 
     #[test]
     fn parts_are_cut_before_and_after_a_page() {
-        let part = Part { slot: 0, in_slot: PageRun::new(7, 10), in_request: PageRun::new(100, 10) };
+        let part =
+            Part { slot: 0, in_slot: PageRun::new(7, 10), in_request: PageRun::new(100, 10) };
         assert_eq!(part.before(100), None);
         assert_eq!(part.before(103).unwrap().in_slot, PageRun::new(7, 3));
         assert_eq!(part.before(500), Some(part));

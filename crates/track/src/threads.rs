@@ -1,7 +1,8 @@
 //! The threads of a process by both their numbers: ours, and those of its own PID namespace.
 //!
-//! What a process says of its threads (QMP's `thread-id`), and what the kernel says of them to a userfaultfd, is in its own numbers; what
-//! can be traced or looked up in /proc is in ours (pid_namespaces(7), proc(5): `NSpid`).
+//! What a process says of its threads (QMP's `thread-id`), and what the kernel says of them to a
+//! userfaultfd, is in its own numbers; what can be traced or looked up in /proc is in ours
+//! (pid_namespaces(7), proc(5): `NSpid`).
 
 /// A thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,7 +1,8 @@
-//! The kernel's numbers and structures, from `linux/userfaultfd.h` and `linux/fs.h`, and the calls on them.
+//! The kernel's numbers and structures, from `linux/userfaultfd.h` and `linux/fs.h`, and the calls
+//! on them.
 //!
-//! No crate knows asynchronous write protection or `PAGEMAP_SCAN` yet. Everything unsafe about the two ioctls
-//! is here; what they mean is in `attach` and `pagemap`.
+//! No crate knows asynchronous write protection or `PAGEMAP_SCAN` yet. Everything unsafe about the
+//! two ioctls is here; what they mean is in `attach` and `pagemap`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -16,8 +17,9 @@ pub(crate) const UFFD_FEATURE_THREAD_ID: u64 = 1 << 8;
 pub(crate) const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 pub(crate) const UFFD_FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 pub(crate) const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
-/// Faults from user mode only: all that an unprivileged process may ask for. It takes nothing away here, since
-/// asynchronous write protection resolves kernel-mode faults without a message to anyone.
+/// Faults from user mode only: all that an unprivileged process may ask for. It takes nothing away
+/// here, since asynchronous write protection resolves kernel-mode faults without a message to
+/// anyone.
 pub(crate) const UFFD_USER_MODE_ONLY: u64 = 1;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
@@ -33,7 +35,8 @@ const UFFDIO_UNREGISTER: u64 = ior(0xaa, 0x01, size_of::<UffdioRange>());
 const UFFDIO_WAKE: u64 = ior(0xaa, 0x02, size_of::<UffdioRange>());
 /// `_IOWR(0xaa, 0x06, struct uffdio_writeprotect)`.
 const UFFDIO_WRITEPROTECT: u64 = iowr(0xaa, 0x06, size_of::<UffdioWriteprotect>());
-/// `_IO(0xaa, 0x00)`: on /dev/userfaultfd, a userfaultfd of the process that asks, with the flags of the argument.
+/// `_IO(0xaa, 0x00)`: on /dev/userfaultfd, a userfaultfd of the process that asks, with the flags
+/// of the argument.
 pub(crate) const USERFAULTFD_IOC_NEW: u64 = 0xaa << 8;
 /// `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = iowr(b'f', 16, size_of::<ScanArg>());
@@ -139,7 +142,8 @@ struct ScanArg {
     return_mask: u64,
 }
 
-/// Opens a userfaultfd for this process with all that userfaultfd(2) knows; `flags` are beside O_CLOEXEC and O_NONBLOCK.
+/// Opens a userfaultfd for this process with all that userfaultfd(2) knows; `flags` are beside
+/// O_CLOEXEC and O_NONBLOCK.
 pub(crate) fn userfaultfd_with(flags: u64) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64 | flags;
     // SAFETY: userfaultfd(2) takes flags only.
@@ -161,7 +165,8 @@ pub(crate) fn userfaultfd() -> io::Result<OwnedFd> {
 /// Negotiates `features` on a new userfaultfd.
 pub(crate) fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<()> {
     let mut arg = UffdioApi { api: UFFD_API, features, ioctls: 0 };
-    // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `arg` is, and keeps no pointer to it.
+    // SAFETY: UFFDIO_API reads and writes one `struct uffdio_api`, which `arg` is, and keeps no
+    // pointer to it.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, &raw mut arg) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -169,22 +174,25 @@ pub(crate) fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<()> {
 /// Registers `start..start + len` of the process that made `uffd` for write protection.
 pub(crate) fn uffd_register_wp(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut arg = UffdioRegister { start, len, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-    // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `arg` is, and keeps no pointer
-    // to it. The range it names is in the other process and only gets write-protected, never unmapped.
+    // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `arg` is, and
+    // keeps no pointer to it. The range it names is in the other process and only gets
+    // write-protected, never unmapped.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut arg) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Takes `start..start + len` off `uffd`: its protection is lifted and whoever waits there is woken.
+/// Takes `start..start + len` off `uffd`: its protection is lifted and whoever waits there is
+/// woken.
 pub(crate) fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut arg = UffdioRange { start, len };
-    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `arg` is; the range is in the other process.
+    // SAFETY: UFFDIO_UNREGISTER reads one `struct uffdio_range`, which `arg` is; the range is in
+    // the other process.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_UNREGISTER, &raw mut arg) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Protects `start..start + len`, or lifts the protection and wakes whoever waits there. Tries again while the other
-/// process changes its mappings, which takes moments.
+/// Protects `start..start + len`, or lifts the protection and wakes whoever waits there. Tries
+/// again while the other process changes its mappings, which takes moments.
 pub(crate) fn uffd_write_protect(
     uffd: BorrowedFd<'_>,
     start: u64,
@@ -196,8 +204,8 @@ pub(crate) fn uffd_write_protect(
     let mut last = io::Error::from(io::ErrorKind::WouldBlock);
     for _ in 0..TRIES {
         let mut arg = UffdioWriteprotect { start, len, mode };
-        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`, which `arg` is. It changes protection in
-        // the other process that only its first writes notice.
+        // SAFETY: UFFDIO_WRITEPROTECT reads one `struct uffdio_writeprotect`, which `arg` is. It
+        // changes protection in the other process that only its first writes notice.
         let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_WRITEPROTECT, &raw mut arg) };
         if result >= 0 {
             return Ok(());
@@ -211,7 +219,8 @@ pub(crate) fn uffd_write_protect(
     Err(last)
 }
 
-/// Wakes whoever waits in `start..start + len`. Where the protection still stands they come back with a new message.
+/// Wakes whoever waits in `start..start + len`. Where the protection still stands they come back
+/// with a new message.
 pub(crate) fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
     let mut arg = UffdioRange { start, len };
     // SAFETY: UFFDIO_WAKE reads one `struct uffdio_range`, which `arg` is.
@@ -223,7 +232,8 @@ pub(crate) fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Resul
 pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> io::Result<bool> {
     let mut messages = [UffdMsg::default(); MESSAGES];
     let room = size_of_val(&messages);
-    // SAFETY: read(2) writes at most `room` bytes to `messages`, all of whose values are plain integers.
+    // SAFETY: read(2) writes at most `room` bytes to `messages`, all of whose values are plain
+    // integers.
     let length = unsafe { libc::read(uffd.as_raw_fd(), messages.as_mut_ptr().cast(), room) };
     let Ok(length) = usize::try_from(length) else {
         let error = io::Error::last_os_error();
@@ -240,8 +250,8 @@ pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> i
     Ok(messages.len() == MESSAGES)
 }
 
-/// Scans `start..end` for pages that are written, reporting up to `max_pages` (0: no limit) of them in `regions`.
-/// Returns how many regions were filled and the address where the walk ended.
+/// Scans `start..end` for pages that are written, reporting up to `max_pages` (0: no limit) of them
+/// in `regions`. Returns how many regions were filled and the address where the walk ended.
 pub(crate) fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     start: u64,
@@ -262,8 +272,9 @@ pub(crate) fn pagemap_scan(
         return_mask: PAGE_IS_WRITTEN,
         ..ScanArg::default()
     };
-    // SAFETY: PAGEMAP_SCAN reads and writes one `struct pm_scan_arg` of the size it names, and writes at most
-    // `vec_len` regions to `vec`; both belong to this call and are borrowed exclusively.
+    // SAFETY: PAGEMAP_SCAN reads and writes one `struct pm_scan_arg` of the size it names, and
+    // writes at most `vec_len` regions to `vec`; both belong to this call and are borrowed
+    // exclusively.
     let filled = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
     if filled < 0 {
         return Err(io::Error::last_os_error());

@@ -1,7 +1,8 @@
 //! Several trackers as one: a page is dirty that any of them says is dirty.
 //!
-//! For a VMM: KVM's log or ring for the vCPUs, a device log for everything that writes through host addresses.
-//! Invariant: what one of them was made to forget is reported or kept here, whatever happens to the others.
+//! For a VMM: KVM's log or ring for the vCPUs, a device log for everything that writes through host
+//! addresses. Invariant: what one of them was made to forget is reported or kept here, whatever
+//! happens to the others.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -14,15 +15,17 @@ use crate::{DirtyTracker, TrackError};
 /// Combines trackers of the same RAM blocks.
 pub struct UnionTracker {
     trackers: Vec<Box<dyn DirtyTracker>>,
-    /// For each block, pages that a tracker has given away and that were not reported: they were beyond a limit, or
-    /// another tracker failed.
+    /// For each block, pages that a tracker has given away and that were not reported: they were
+    /// beyond a limit, or another tracker failed.
     kept: Vec<Mutex<DirtyBitmap>>,
     collectors: Collectors,
 }
 
 impl std::fmt::Debug for UnionTracker {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UnionTracker").field("trackers", &self.trackers.len()).finish_non_exhaustive()
+        f.debug_struct("UnionTracker")
+            .field("trackers", &self.trackers.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -86,7 +89,8 @@ impl DirtyTracker for UnionTracker {
         }
         let mut cut = within.count.0;
         for tracker in &self.trackers {
-            // Up to the first page beyond the limit, no further: what can stay with its tracker shall.
+            // Up to the first page beyond the limit, no further: what can stay with its tracker
+            // shall.
             cut = cut.min(collected.cut(limit));
             let ask = PageRun::new(within.start.0, cut);
             let harvested = tracker.harvest(block, ask, limit, &mut |run| {
@@ -105,11 +109,21 @@ impl DirtyTracker for UnionTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         self.unite(block, within, found, |tracker, note| tracker.peek(block, within, note))
     }
 
-    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn look(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         self.unite(block, within, found, |tracker, note| tracker.look(block, within, note))
     }
 }
@@ -159,7 +173,12 @@ mod tests {
             Ok(within.end())
         }
 
-        fn peek(&self, _: usize, _: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+        fn peek(
+            &self,
+            _: usize,
+            _: PageRun,
+            found: &mut dyn FnMut(PageRun),
+        ) -> Result<(), TrackError> {
             self.dirty.lock().unwrap().iter().for_each(|page| found(PageRun::new(*page, 1)));
             Ok(())
         }

@@ -1,12 +1,15 @@
-//! The log of devices, in the layout of vhost: one bit for each 4 KiB page of guest physical memory.
+//! The log of devices, in the layout of vhost: one bit for each 4 KiB page of guest physical
+//! memory.
 //!
-//! What a device (in this process, in the kernel's vhost, or a vhost-user back end in another process) writes through host
-//! addresses is seen by none of KVM's logs. Such writers share one log (vhost-user specification, "Migration";
-//! drivers/vhost/vhost.c, `log_write`): page P is bit P % 8 of byte P / 8, set by an atomic operation **after** the data
-//! has landed; the harvester takes bits atomically and reads the pages afterwards.
+//! What a device (in this process, in the kernel's vhost, or a vhost-user back end in another
+//! process) writes through host addresses is seen by none of KVM's logs. Such writers share one log
+//! (vhost-user specification, "Migration"; drivers/vhost/vhost.c, `log_write`): page P is bit P % 8
+//! of byte P / 8, set by an atomic operation **after** the data has landed; the harvester takes
+//! bits atomically and reads the pages afterwards.
 //!
-//! Invariants: a bit is set after its data, and taken before the page is read, so no write is lost. A device that has
-//! not been told yet that the log is on leaves no gap either: see [`VhostLog::mark`].
+//! Invariants: a bit is set after its data, and taken before the page is read, so no write is lost.
+//! A device that has not been told yet that the log is on leaves no gap either: see
+//! [`VhostLog::mark`].
 #![allow(unsafe_code)]
 
 use std::io;
@@ -25,7 +28,8 @@ use crate::slots::{BlockSlots, Part};
 use crate::words::{mark, peek_into, take_into};
 use crate::{DirtyTracker, TrackError};
 
-// Bytes of the log are taken eight at a time: bit P % 8 of byte P / 8 must be bit P % 64 of word P / 64.
+// Bytes of the log are taken eight at a time: bit P % 8 of byte P / 8 must be bit P % 64 of word P
+// / 64.
 const _: () = assert!(cfg!(target_endian = "little"), "the log is taken as little-endian words");
 
 /// A log, shared between devices and one tracker. Off until a [`VhostLogTracker`] is started on it.
@@ -38,7 +42,8 @@ pub struct VhostLog {
     on: AtomicBool,
 }
 
-// SAFETY: the mapping is shared memory accessed only through atomics, and unmapped by its one owner.
+// SAFETY: the mapping is shared memory accessed only through atomics, and unmapped by its one
+// owner.
 unsafe impl Send for VhostLog {}
 // SAFETY: as above.
 unsafe impl Sync for VhostLog {}
@@ -51,17 +56,27 @@ impl VhostLog {
     pub fn new(frames: PageCount) -> Result<Arc<Self>, TrackError> {
         let failed = |source: io::Error| TrackError::DeviceLog { frames: frames.0, source };
         let bytes = frames.0.div_ceil(8).max(1).next_multiple_of(PAGE_SIZE);
-        let size = usize::try_from(bytes).map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;
+        let size =
+            usize::try_from(bytes).map_err(|_| failed(io::ErrorKind::InvalidInput.into()))?;
         let memory = rustix::fs::memfd_create("godwit-device-log", MemfdFlags::CLOEXEC)
             .map_err(|errno| failed(errno.into()))?;
         rustix::fs::ftruncate(&memory, bytes).map_err(|errno| failed(errno.into()))?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at a place of the kernel's choice, of a file as long as the mapping.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &memory, 0) };
+        // SAFETY: a new mapping at a place of the kernel's choice, of a file as long as the
+        // mapping.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), size, protection, MapFlags::SHARED, &memory, 0)
+        };
         let base = base.map_err(|errno| failed(errno.into()))?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| failed(io::ErrorKind::InvalidData.into()))?;
-        Ok(Arc::new(Self { memory, base, bytes: size, frames: frames.0, on: AtomicBool::new(false) }))
+        let base =
+            NonNull::new(base.cast()).ok_or_else(|| failed(io::ErrorKind::InvalidData.into()))?;
+        Ok(Arc::new(Self {
+            memory,
+            base,
+            bytes: size,
+            frames: frames.0,
+            on: AtomicBool::new(false),
+        }))
     }
 
     /// How many guest frames it covers.
@@ -76,18 +91,20 @@ impl VhostLog {
         self.memory.as_fd()
     }
 
-    /// Its size in bytes, and its address in this process, for the kernel's vhost (VHOST_SET_LOG_BASE).
+    /// Its size in bytes, and its address in this process, for the kernel's vhost
+    /// (VHOST_SET_LOG_BASE).
     #[must_use]
     pub fn mapped_at(&self) -> (Hva, ByteCount) {
         (Hva(self.base.as_ptr() as u64), ByteCount(self.bytes as u64))
     }
 
-    /// The side of a device in this process: it has written `length` bytes at `address`, and **the data has landed**.
-    /// Does nothing while the log is off.
+    /// The side of a device in this process: it has written `length` bytes at `address`, and **the
+    /// data has landed**. Does nothing while the log is off.
     ///
-    /// Nothing is lost when the log is turned on between the write and this call: either the switch is seen to be on
-    /// here, or the data landed before the tracker's `start` returned, and the first round, which sends everything, reads
-    /// it. That takes a full barrier here, between the data and the look at the switch, and one there.
+    /// Nothing is lost when the log is turned on between the write and this call: either the switch
+    /// is seen to be on here, or the data landed before the tracker's `start` returned, and the
+    /// first round, which sends everything, reads it. That takes a full barrier here, between the
+    /// data and the look at the switch, and one there.
     ///
     /// # Errors
     /// When the write lies beyond the log; what lies within is marked.
@@ -110,13 +127,14 @@ impl VhostLog {
     #[must_use]
     pub fn is_marked(&self, frame: Gfn) -> bool {
         frame.0 < self.frames
-            && self.words()[(frame.0 / 64) as usize].load(Ordering::Relaxed) >> (frame.0 % 64) & 1 == 1
+            && self.words()[(frame.0 / 64) as usize].load(Ordering::Relaxed) >> (frame.0 % 64) & 1
+                == 1
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is as long as `bytes`, a multiple of the page size, and lives as long as `self`; whatever
-        // other processes write there, every bit pattern is an AtomicU64. On x86 their atomic operations on bytes and
-        // ours on words are atomic against each other.
+        // SAFETY: the mapping is as long as `bytes`, a multiple of the page size, and lives as long
+        // as `self`; whatever other processes write there, every bit pattern is an AtomicU64. On
+        // x86 their atomic operations on bytes and ours on words are atomic against each other.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.bytes / 8) }
     }
 }
@@ -137,16 +155,23 @@ pub struct VhostLogTracker {
 }
 
 impl VhostLogTracker {
-    /// Clears `log` and turns it on. `slots` say which guest frames are which pages of the RAM blocks, of the sizes
-    /// `blocks`.
+    /// Clears `log` and turns it on. `slots` say which guest frames are which pages of the RAM
+    /// blocks, of the sizes `blocks`.
     ///
     /// # Errors
     /// When slots and blocks do not fit, or a slot lies beyond the log.
-    pub fn start(log: &Arc<VhostLog>, blocks: &[PageCount], slots: &[Slot]) -> Result<Self, TrackError> {
+    pub fn start(
+        log: &Arc<VhostLog>,
+        blocks: &[PageCount],
+        slots: &[Slot],
+    ) -> Result<Self, TrackError> {
         let slots = BlockSlots::new(blocks, slots)?;
         for slot in slots.all() {
             if slot.gfn.0.checked_add(slot.pages.0).is_none_or(|end| end > log.frames) {
-                return Err(TrackError::Slot { slot: slot.id.0, problem: "lies beyond the device log" });
+                return Err(TrackError::Slot {
+                    slot: slot.id.0,
+                    problem: "lies beyond the device log",
+                });
             }
         }
         for word in log.words() {
@@ -199,7 +224,12 @@ impl DirtyTracker for VhostLogTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
             let at = part.in_request.start.0;
@@ -235,7 +265,9 @@ mod tests {
 
     fn harvest(tracker: &VhostLogTracker) -> Vec<PageRun> {
         let mut runs = Vec::new();
-        tracker.harvest(0, PageRun::new(0, 53), PageCount::ZERO, &mut |run| runs.push(run)).unwrap();
+        tracker
+            .harvest(0, PageRun::new(0, 53), PageCount::ZERO, &mut |run| runs.push(run))
+            .unwrap();
         runs
     }
 

@@ -1,9 +1,10 @@
 //! Shared words of a log: many threads or processes mark bits, one at a time takes them.
 //!
-//! Invariant: *no write is lost*. A writer changes a page and then marks it, a read-modify-write with release order;
-//! the harvester takes the mark with acquire order and then reads the page. Why marking must not be skipped where
-//! the bit is seen set is told in the crate godwit-bitmap, atomic/words.rs. That crate's shared bitmap owns its words
-//! and is harvested whole; a log lies in memory that others map, and is harvested a segment at a time.
+//! Invariant: *no write is lost*. A writer changes a page and then marks it, a read-modify-write
+//! with release order; the harvester takes the mark with acquire order and then reads the page. Why
+//! marking must not be skipped where the bit is seen set is told in the crate godwit-bitmap,
+//! atomic/words.rs. That crate's shared bitmap owns its words and is harvested whole; a log lies in
+//! memory that others map, and is harvested a segment at a time.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -42,8 +43,8 @@ pub(crate) fn take_into(words: &[AtomicU64], bits: Range<u64>, target: &mut Dirt
         let end = bits.end.min((first + PIECE as u64) * BITS);
         let mut any = 0;
         for_each_mask(from..end, |word, mask| {
-            // A word that is zero is only read, so that clean cache lines stay where they are. What is marked
-            // just now is found next time; its writer is not done yet.
+            // A word that is zero is only read, so that clean cache lines stay where they are. What
+            // is marked just now is found next time; its writer is not done yet.
             let taken = match words[word].load(Ordering::Relaxed) & mask {
                 0 => 0,
                 _ if mask == u64::MAX => words[word].swap(0, Ordering::Acquire),

@@ -1,7 +1,9 @@
-//! The write governor on a real process that knows nothing of it: this test program, started once more.
+//! The write governor on a real process that knows nothing of it: this test program, started once
+//! more.
 //!
-//! The process maps a RAM file; its threads write random pages of it as fast as they can, and stand for vCPUs. Needs Linux
-//! 6.7, the right to trace, and the right to handle faults of the kernel; skips aloud without.
+//! The process maps a RAM file; its threads write random pages of it as fast as they can, and stand
+//! for vCPUs. Needs Linux 6.7, the right to trace, and the right to handle faults of the kernel;
+//! skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::fs::File;
@@ -68,7 +70,8 @@ fn governor_process() {
     let Ok(words) = std::env::var(GOVERNOR) else { return };
     let words: Vec<&str> = words.split(' ').collect();
     let numbers: Vec<i32> = words[1..].iter().map(|word| word.parse().unwrap()).collect();
-    let block = [RamBlock::open("mem", Path::new(words[0]), 0, PageCount(PAGES).bytes(), false).unwrap()];
+    let block =
+        [RamBlock::open("mem", Path::new(words[0]), 0, PageCount(PAGES).bytes(), false).unwrap()];
     let tracker = PagemapTracker::start(numbers[0], &block).unwrap();
     tracker.prepare_governor(Way::Call, &numbers[1..]).unwrap();
     tracker.govern(Some(0.0)).unwrap();
@@ -94,7 +97,14 @@ impl Memory {
         // SAFETY: a new shared mapping at an address of the kernel's choice.
         let memory = unsafe {
             let length = (PAGES * PAGE_SIZE) as usize;
-            libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            libc::mmap(
+                std::ptr::null_mut(),
+                length,
+                protection,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
         };
         assert_ne!(memory, libc::MAP_FAILED);
         Self(memory.cast())
@@ -123,7 +133,8 @@ impl Governed {
         let block = RamBlock::open("mem", &path, 0, PageCount(PAGES).bytes(), false).unwrap();
         let (mut child, stdout) = role("governed_process", WRITER, path.to_str().unwrap());
         let stdin = child.stdin.take().unwrap();
-        let mut governed = Self { child, stdin, stdout, path, block: vec![block], vcpus: Vec::new() };
+        let mut governed =
+            Self { child, stdin, stdout, path, block: vec![block], vcpus: Vec::new() };
         governed.hear_until("ready");
         governed.ask("sweep");
         for _ in 0..writers {
@@ -187,7 +198,8 @@ impl Governed {
     fn is_registered(&self) -> bool {
         let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
         let of_file = smaps.split(self.path.to_str().unwrap()).skip(1);
-        let flags = of_file.filter_map(|part| part.lines().find(|line| line.starts_with("VmFlags:")));
+        let flags =
+            of_file.filter_map(|part| part.lines().find(|line| line.starts_with("VmFlags:")));
         flags.into_iter().any(|line| line.split(' ').any(|flag| flag == "uw"))
     }
 }
@@ -275,7 +287,8 @@ fn no_write_is_lost_while_segments_change_hands() {
     harvest(&tracker, ALL);
     take(ALL);
     let mut changes = 0;
-    // The last round hands segments to the governor: what was missed then, no later round makes good.
+    // The last round hands segments to the governor: what was missed then, no later round makes
+    // good.
     for round in 0..60 {
         tracker.govern((round % 3 != 1).then_some(20_000.0)).unwrap();
         for start in (0..PAGES).step_by(4096) {
@@ -300,8 +313,10 @@ fn no_write_is_lost_while_segments_change_hands() {
     assert!(changes > 100, "{changes}");
     let mut memory = vec![0; copy.len()];
     block.read(ALL.start, &mut memory).unwrap();
-    let different =
-        memory.chunks(PAGE_SIZE as usize).zip(copy.chunks(PAGE_SIZE as usize)).filter(|(a, b)| a != b);
+    let different = memory
+        .chunks(PAGE_SIZE as usize)
+        .zip(copy.chunks(PAGE_SIZE as usize))
+        .filter(|(a, b)| a != b);
     assert_eq!(different.count(), 0);
 }
 

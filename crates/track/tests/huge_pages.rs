@@ -1,9 +1,10 @@
-//! The page-table tracker on transparent huge pages: of a tmpfs that gives them always or to large files, and of anonymous
-//! memory. Threads write and discard while harvests take parts of huge pages; a page that is reported is copied after
-//! that. When all have stopped and a last harvest is done, the copy must be the memory, but for what was discarded last.
+//! The page-table tracker on transparent huge pages: of a tmpfs that gives them always or to large
+//! files, and of anonymous memory. Threads write and discard while harvests take parts of huge
+//! pages; a page that is reported is copied after that. When all have stopped and a last harvest is
+//! done, the copy must be the memory, but for what was discarded last.
 //!
-//! Each kind also with the way round for kernels that lose writes in this, which none here is known to do. Mounting a
-//! tmpfs takes root; skips aloud without, and where there are no huge pages.
+//! Each kind also with the way round for kernels that lose writes in this, which none here is known
+//! to do. Mounting a tmpfs takes root; skips aloud without, and where there are no huge pages.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::fs::{self, File};
@@ -74,7 +75,8 @@ impl Memory {
     fn new(tmpfs: Option<&Tmpfs>) -> Self {
         let huge = (HUGE * PAGE_SIZE) as usize;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: new memory at a place of the kernel's choice, and in it, where a huge page may begin, memory of a file.
+        // SAFETY: new memory at a place of the kernel's choice, and in it, where a huge page may
+        // begin, memory of a file.
         let (base, file) = unsafe {
             let reserved = rustix::mm::mmap_anonymous(
                 std::ptr::null_mut(),
@@ -122,8 +124,9 @@ impl Memory {
         let smaps = fs::read_to_string("/proc/self/smaps").unwrap();
         let begin = format!("{:x}-", self.base as u64);
         let own = smaps.lines().skip_while(|line| !line.starts_with(&begin)).take(25);
-        let huge = own
-            .filter(|line| ["AnonHugePages:", "ShmemPmdMapped:"].iter().any(|name| line.starts_with(name)));
+        let huge = own.filter(|line| {
+            ["AnonHugePages:", "ShmemPmdMapped:"].iter().any(|name| line.starts_with(name))
+        });
         huge.map(|line| line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()).sum()
     }
 
@@ -136,13 +139,16 @@ impl Memory {
 
     fn discard(&self, pages: PageRun) {
         let range = pages.start.0 as usize..pages.end().0 as usize;
-        let mut locks: Vec<_> = self.discarded[range].iter().map(|lock| lock.lock().unwrap()).collect();
+        let mut locks: Vec<_> =
+            self.discarded[range].iter().map(|lock| lock.lock().unwrap()).collect();
         let (start, length) = (pages.start.0 * PAGE_SIZE, pages.count.0 * PAGE_SIZE);
         // SAFETY: within the mapping, and under the pages' locks.
         let at = unsafe { self.base.add(start as usize) };
         if self.anonymous {
             // SAFETY: as above.
-            unsafe { rustix::mm::madvise(at.cast(), length as usize, Advice::LinuxDontNeed).unwrap() };
+            unsafe {
+                rustix::mm::madvise(at.cast(), length as usize, Advice::LinuxDontNeed).unwrap()
+            };
         } else if pages.start.0.is_multiple_of(2) {
             // SAFETY: as above.
             assert_eq!(unsafe { libc::madvise(at.cast(), length as usize, libc::MADV_REMOVE) }, 0);
@@ -162,7 +168,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: its own mapping, to which nothing refers any more; what was reserved around it holds nothing.
+        // SAFETY: its own mapping, to which nothing refers any more; what was reserved around it
+        // holds nothing.
         let _ = unsafe { rustix::mm::munmap(self.base.cast(), BYTES) };
     }
 }
@@ -240,7 +247,8 @@ fn migrate(memory: &Memory, protected_once: bool, seed: u64) -> Vec<u64> {
     });
     round(memory, &tracker, &mut copy, 300);
     let differs = |page: &u64| {
-        !*memory.discarded[*page as usize].lock().unwrap() && copy[*page as usize] != memory.read(*page)
+        !*memory.discarded[*page as usize].lock().unwrap()
+            && copy[*page as usize] != memory.read(*page)
     };
     (0..PAGES).filter(differs).collect()
 }

@@ -1,7 +1,8 @@
-//! The pagemap tracker on a real process that knows nothing of it: this test program, started once more.
+//! The pagemap tracker on a real process that knows nothing of it: this test program, started once
+//! more.
 //!
-//! The process maps a RAM file and writes what it is told to on its standard input. Needs Linux 6.7 and the right
-//! to trace; skips aloud without.
+//! The process maps a RAM file and writes what it is told to on its standard input. Needs Linux 6.7
+//! and the right to trace; skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 use std::fs::File;
@@ -67,7 +68,8 @@ struct Writer {
 
 impl Writer {
     fn start(name: &str) -> Self {
-        let path = PathBuf::from(format!("/dev/shm/godwit-track-test-{name}-{}", std::process::id()));
+        let path =
+            PathBuf::from(format!("/dev/shm/godwit-track-test-{name}-{}", std::process::id()));
         File::create(&path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
         let block = RamBlock::open("mem", &path, 0, PageCount(PAGES).bytes(), false).unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -182,7 +184,9 @@ fn pages_touched_for_the_first_time_are_found() {
     harvest(&tracker, ALL, 0);
     writer.tell("store 600 2");
     let (runs, _) = harvest(&tracker, ALL, 0);
-    assert!(runs.iter().any(|run| run.intersect(PageRun::new(600, 2)) == Some(PageRun::new(600, 2))));
+    assert!(
+        runs.iter().any(|run| run.intersect(PageRun::new(600, 2)) == Some(PageRun::new(600, 2)))
+    );
 }
 
 #[test]
@@ -194,7 +198,8 @@ fn nothing_is_left_behind() {
         assert!(writer.is_registered());
         harvest(&tracker, ALL, 0);
         drop(tracker);
-        // A test beside this one that starts a process has all descriptors twice until that process has loaded its program.
+        // A test beside this one that starts a process has all descriptors twice until that process
+        // has loaded its program.
         let until = Instant::now() + Duration::from_secs(5);
         while writer.is_registered() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
@@ -216,7 +221,10 @@ fn nothing_is_left_behind() {
 fn a_second_tracker_is_refused() {
     let writer = Writer::start("second");
     let Some(_tracker) = writer.track() else { return };
-    assert!(matches!(PagemapTracker::start(writer.pid(), &writer.block), Err(TrackError::Registered { .. })));
+    assert!(matches!(
+        PagemapTracker::start(writer.pid(), &writer.block),
+        Err(TrackError::Registered { .. })
+    ));
 }
 
 #[test]

@@ -25,7 +25,8 @@ macro_rules! address {
         }
 
         impl $name {
-            /// The value `bytes` (or frames) further on, or `None` past the end of the address space.
+            /// The value `bytes` (or frames) further on, or `None` past the end of the address
+            /// space.
             #[must_use]
             pub fn checked_add(self, bytes: u64) -> Option<Self> {
                 self.0.checked_add(bytes).map(Self)

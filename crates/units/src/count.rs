@@ -72,7 +72,11 @@ impl ByteCount {
     /// The rate at which these bytes pass in `seconds`; zero when no time has passed.
     #[must_use]
     pub fn per(self, seconds: f64) -> Rate {
-        if seconds > 0.0 { Rate::from_bytes_per_second(self.0 as f64 / seconds) } else { Rate::ZERO }
+        if seconds > 0.0 {
+            Rate::from_bytes_per_second(self.0 as f64 / seconds)
+        } else {
+            Rate::ZERO
+        }
     }
 }
 
@@ -119,7 +123,8 @@ impl PageIndex {
 
 impl fmt::Display for PageIndex {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Of a page that is none, as a peer may name it, the offset takes more bits than `offset` has.
+        // Of a page that is none, as a peer may name it, the offset takes more bits than `offset`
+        // has.
         write!(f, "page {} (offset {:#x})", self.0, u128::from(self.0) * u128::from(PAGE_SIZE))
     }
 }
@@ -171,7 +176,10 @@ mod tests {
     #[test]
     fn a_page_beyond_all_memory_can_be_told_of() {
         assert_eq!(PageIndex(3).to_string(), "page 3 (offset 0x3000)");
-        assert_eq!(PageIndex(1 << 52).to_string(), "page 4503599627370496 (offset 0x10000000000000000)");
+        assert_eq!(
+            PageIndex(1 << 52).to_string(),
+            "page 4503599627370496 (offset 0x10000000000000000)"
+        );
         assert!(PageIndex(u64::MAX).to_string().ends_with("(offset 0xffffffffffffffff000)"));
     }
 

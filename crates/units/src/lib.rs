@@ -1,7 +1,7 @@
 //! Units: page counts, byte counts, addresses and rates as types, and durations and sizes as text.
 //!
-//! No bare `u64` crosses a crate border where one of these says what it counts. Everything that is parsed
-//! here is printed here in the same form: `300ms`, `10Gbit`, `64KiB`.
+//! No bare `u64` crosses a crate border where one of these says what it counts. Everything that is
+//! parsed here is printed here in the same form: `300ms`, `10Gbit`, `64KiB`.
 
 #![forbid(unsafe_code)]
 

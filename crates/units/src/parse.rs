@@ -1,8 +1,8 @@
 //! The text forms of sizes, rates and durations, both ways: the one grammar of all that is typed.
 //!
-//! A value is a number with its unit. What people use for two different things (`1G` a second, `5m`, a number without
-//! a unit) is refused with both readings, since guessing wrong costs a factor of eight or of a thousand. The grammar
-//! is described in `docs/units.md`.
+//! A value is a number with its unit. What people use for two different things (`1G` a second,
+//! `5m`, a number without a unit) is refused with both readings, since guessing wrong costs a
+//! factor of eight or of a thousand. The grammar is described in `docs/units.md`.
 
 use std::fmt;
 use std::time::Duration;
@@ -56,8 +56,8 @@ pub enum ParseError {
 }
 
 impl ParseError {
-    /// What to say beside `allowed`, the values that a setting takes: both readings of what is ambiguous, which help
-    /// more, else `allowed` itself.
+    /// What to say beside `allowed`, the values that a setting takes: both readings of what is
+    /// ambiguous, which help more, else `allowed` itself.
     #[must_use]
     pub fn readings_or(&self, allowed: &str) -> String {
         match self {
@@ -99,7 +99,8 @@ const RATES: [(&str, f64); 14] = [
 fn split<'a>(text: &'a str, example: &'static str) -> Result<(f64, &'a str), ParseError> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
-    let number = text[..end].parse().map_err(|_| ParseError::NoNumber { text: text.to_owned(), example })?;
+    let number =
+        text[..end].parse().map_err(|_| ParseError::NoNumber { text: text.to_owned(), example })?;
     Ok((number, text[end..].trim()))
 }
 
@@ -146,7 +147,8 @@ pub(crate) fn rate(text: &str) -> Result<(f64, &'static str, f64), ParseError> {
     let bare = unit.strip_suffix("/s").or_else(|| unit.strip_suffix("ps")).unwrap_or(unit);
     let known = |name: &str| RATES.iter().find(|(known, _)| *known == name);
     // `Mbps` is megabits a second wherever it is written; with `Mb/s` some mean bytes.
-    let bits = unit.strip_suffix("bps").filter(|prefix| matches!(*prefix, "" | "k" | "M" | "G" | "T"));
+    let bits =
+        unit.strip_suffix("bps").filter(|prefix| matches!(*prefix, "" | "k" | "M" | "G" | "T"));
     let found = match bits {
         Some(prefix) => known(&format!("{prefix}bit")),
         None if bare == "Kbit" => known("kbit"),
@@ -169,7 +171,8 @@ pub(crate) fn rate(text: &str) -> Result<(f64, &'static str, f64), ParseError> {
     Ok((number, name, value))
 }
 
-/// What a unit of a rate may mean that says neither bits nor bytes, each with what it is in the other's units.
+/// What a unit of a rate may mean that says neither bits nor bytes, each with what it is in the
+/// other's units.
 fn readings(number: f64, unit: &str) -> Option<String> {
     let lower = unit.to_ascii_lowercase();
     let (bits, bytes) = match lower.as_str() {
@@ -185,7 +188,8 @@ fn readings(number: f64, unit: &str) -> Option<String> {
         _ => return None,
     };
     let both = |unit: &str| {
-        let factor = RATES.iter().find(|(name, _)| *name == unit).map_or(0.0, |(_, factor)| *factor);
+        let factor =
+            RATES.iter().find(|(name, _)| *name == unit).map_or(0.0, |(_, factor)| *factor);
         let rate = Rate::from_bytes_per_second(number * factor);
         let other = if unit.ends_with("bit") { rate.to_string() } else { rate.in_bits() };
         format!("{number}{unit} ({other})")
@@ -197,13 +201,17 @@ fn readings(number: f64, unit: &str) -> Option<String> {
 pub(crate) fn whole_rate(bytes: f64) -> (f64, &'static str) {
     let of_bytes = RATES.iter().filter(|(name, _)| name.ends_with("iB/s"));
     let found = of_bytes.map(|(name, factor)| (bytes / factor, *name));
-    found.into_iter().find(|(number, _)| *number >= 1.0 && number.fract() == 0.0).unwrap_or((bytes, "B/s"))
+    found
+        .into_iter()
+        .find(|(number, _)| *number >= 1.0 && number.fract() == 0.0)
+        .unwrap_or((bytes, "B/s"))
 }
 
 /// Parses a duration with its unit: `300ms`, `1.5s`, `250us`, `2min`, `1h`; `0` needs none.
 ///
 /// # Errors
-/// When there is no number in front, or the unit is missing, ambiguous or not one of ns, us, ms, s, min, h.
+/// When there is no number in front, or the unit is missing, ambiguous or not one of ns, us, ms, s,
+/// min, h.
 pub fn parse_duration(text: &str) -> Result<Duration, ParseError> {
     let (number, unit) = split(text, "300ms or 2s")?;
     let factor = match unit {
@@ -253,7 +261,11 @@ fn three_digits(value: f64) -> String {
         v if v >= 9.995 => format!("{v:.1}"),
         v => format!("{v:.2}"),
     };
-    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    } else {
+        text
+    }
 }
 
 pub(crate) fn write_binary(f: &mut fmt::Formatter<'_>, bytes: u64) -> fmt::Result {
@@ -261,8 +273,10 @@ pub(crate) fn write_binary(f: &mut fmt::Formatter<'_>, bytes: u64) -> fmt::Resul
 }
 
 pub(crate) fn binary(bytes: u64) -> String {
-    let (unit, factor) =
-        BINARY.iter().find(|(_, factor)| bytes as f64 >= *factor).unwrap_or(&BINARY[BINARY.len() - 1]);
+    let (unit, factor) = BINARY
+        .iter()
+        .find(|(_, factor)| bytes as f64 >= *factor)
+        .unwrap_or(&BINARY[BINARY.len() - 1]);
     format!("{}{unit}", three_digits(bytes as f64 / factor))
 }
 

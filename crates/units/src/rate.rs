@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::ByteCount;
 use crate::parse::{self, ParseError};
 
-/// Bytes per second, kept as a float since rates are measured and averaged; never negative, never NaN.
-/// Parsed as bits (`10Gbit`, `800Mbit`) or bytes per second (`128MiB/s`, `1GB/s`).
+/// Bytes per second, kept as a float since rates are measured and averaged; never negative, never
+/// NaN. Parsed as bits (`10Gbit`, `800Mbit`) or bytes per second (`128MiB/s`, `1GB/s`).
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Default)]
 pub struct Rate(f64);
 
@@ -28,7 +28,8 @@ impl Rate {
         self.0
     }
 
-    /// The rate in decimal bits a second, as links are sold: `10Gbit`. [`Display`](fmt::Display) shows binary bytes.
+    /// The rate in decimal bits a second, as links are sold: `10Gbit`. [`Display`](fmt::Display)
+    /// shows binary bytes.
     #[must_use]
     pub fn in_bits(self) -> String {
         parse::bits(self.0)
@@ -59,7 +60,8 @@ impl FromStr for Rate {
     }
 }
 
-/// A rate that somebody typed: it is shown again as it was typed, so that who said `40Mbit` reads `40Mbit`.
+/// A rate that somebody typed: it is shown again as it was typed, so that who said `40Mbit` reads
+/// `40Mbit`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TypedRate {
     number: f64,
@@ -74,10 +76,12 @@ impl TypedRate {
         self.rate
     }
 
-    /// As typed, and the same in bytes where bits were typed, in bits where bytes were: `40Mbit (4.77MiB/s)`.
+    /// As typed, and the same in bytes where bits were typed, in bits where bytes were: `40Mbit
+    /// (4.77MiB/s)`.
     #[must_use]
     pub fn both(self) -> String {
-        let other = if self.unit.ends_with("bit") { self.rate.to_string() } else { self.rate.in_bits() };
+        let other =
+            if self.unit.ends_with("bit") { self.rate.to_string() } else { self.rate.in_bits() };
         format!("{self} ({other})")
     }
 }

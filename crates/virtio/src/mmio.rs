@@ -1,4 +1,5 @@
-//! The registers of virtio-mmio (virtio 1.2, 4.2.2), without the configuration space, which is the device's own.
+//! The registers of virtio-mmio (virtio 1.2, 4.2.2), without the configuration space, which is the
+//! device's own.
 //!
 //! Invariant: features that were not offered are never negotiated, nor loaded.
 
@@ -78,8 +79,8 @@ pub struct Transport {
 }
 
 impl Transport {
-    /// A device of the kind `device` (virtio 1.2, section 5) that offers `features` beside VIRTIO_F_VERSION_1 and has `queues`
-    /// queues.
+    /// A device of the kind `device` (virtio 1.2, section 5) that offers `features` beside
+    /// VIRTIO_F_VERSION_1 and has `queues` queues.
     #[must_use]
     pub fn new(device: u32, features: u64, queues: usize) -> Self {
         Self {
@@ -109,7 +110,8 @@ impl Transport {
         self.status & FEATURES_OK != 0 && self.driver_features & features == features
     }
 
-    /// The device's configuration has changed by itself. A driver that polls sees the generation change.
+    /// The device's configuration has changed by itself. A driver that polls sees the generation
+    /// change.
     pub fn configuration_changed(&mut self) {
         self.generation = self.generation.wrapping_add(1);
         if self.works() {
@@ -168,7 +170,8 @@ impl Transport {
             self.generation = generation;
             return Effect::Reset;
         }
-        let accepted = self.driver_features & !self.offered == 0 && self.driver_features & VERSION_1 != 0;
+        let accepted =
+            self.driver_features & !self.offered == 0 && self.driver_features & VERSION_1 != 0;
         let refused = value & FEATURES_OK != 0 && !accepted;
         // Only the device sets this, and only a reset clears it.
         let broken = self.status & NEEDS_RESET;
@@ -182,8 +185,8 @@ impl Transport {
         }
     }
 
-    /// Has `carry_out` deal with all requests of queue `number`; see [`Queue::work`]. An invalid queue sets
-    /// DEVICE_NEEDS_RESET.
+    /// Has `carry_out` deal with all requests of queue `number`; see [`Queue::work`]. An invalid
+    /// queue sets DEVICE_NEEDS_RESET.
     pub fn work(
         &mut self,
         number: usize,
@@ -193,9 +196,13 @@ impl Transport {
         self.with_queue(number, |queue| queue.work(memory, carry_out));
     }
 
-    /// Has `deal` do with queue `number` what it wants, while the device works; it says whether it gave a request back, or that the queue
-    /// is invalid, which sets DEVICE_NEEDS_RESET.
-    pub fn with_queue(&mut self, number: usize, deal: impl FnOnce(&mut Queue) -> Result<bool, InvalidRing>) {
+    /// Has `deal` do with queue `number` what it wants, while the device works; it says whether it
+    /// gave a request back, or that the queue is invalid, which sets DEVICE_NEEDS_RESET.
+    pub fn with_queue(
+        &mut self,
+        number: usize,
+        deal: impl FnOnce(&mut Queue) -> Result<bool, InvalidRing>,
+    ) {
         if !self.works() {
             return;
         }
@@ -258,7 +265,11 @@ impl Transport {
             return Err(length);
         }
         if status & u64::from(FEATURES_OK) != 0 && features & !self.offered != 0 {
-            return Err(VirtioError::Features { device: self.device, used: features, offered: self.offered });
+            return Err(VirtioError::Features {
+                device: self.device,
+                used: features,
+                offered: self.offered,
+            });
         }
         let mut queues = Vec::new();
         for words in rest.chunks(Queue::WORDS) {

@@ -1,8 +1,8 @@
 //! Requests of a split queue (virtio 1.2, 2.7), which the crate virtio-queue walks.
 //!
-//! What this adds is strictness: a chain that does not end, or leads out of the table or out of memory, is an
-//! [`InvalidRing`] and not a shorter request. Chains are bounded by the queue, and of one look no more are
-//! taken than it has places.
+//! What this adds is strictness: a chain that does not end, or leads out of the table or out of
+//! memory, is an [`InvalidRing`] and not a shorter request. Chains are bounded by the queue, and of
+//! one look no more are taken than it has places.
 
 use virtio_queue::{Error, QueueOwnedT, QueueState, QueueT};
 use vm_memory::GuestMemory;
@@ -38,8 +38,9 @@ impl Queue {
         virtio_queue::Queue::new(most).map(Self)
     }
 
-    /// Takes all requests that the driver has made available, in order. `carry_out` returns how many bytes of
-    /// guest memory it wrote; then the request is given back. Returns whether there was any.
+    /// Takes all requests that the driver has made available, in order. `carry_out` returns how
+    /// many bytes of guest memory it wrote; then the request is given back. Returns whether there
+    /// was any.
     ///
     /// # Errors
     /// When the rings are invalid, or `carry_out` says that a request is.
@@ -60,7 +61,8 @@ impl Queue {
         Ok(any)
     }
 
-    /// Takes the next request, if one waits: fills `pieces` and returns the number to give it back by.
+    /// Takes the next request, if one waits: fills `pieces` and returns the number to give it back
+    /// by.
     ///
     /// # Errors
     /// When the rings are invalid.
@@ -77,7 +79,11 @@ impl Queue {
         let Some(chain) = waiting.next() else {
             // Nothing waits, or the entry that should say what does is not in memory.
             let index = self.0.avail_idx(memory, std::sync::atomic::Ordering::Acquire);
-            return if index.is_ok_and(|index| index.0 == next) { Ok(None) } else { Err(InvalidRing) };
+            return if index.is_ok_and(|index| index.0 == next) {
+                Ok(None)
+            } else {
+                Err(InvalidRing)
+            };
         };
         let head = chain.head_index();
         pieces.clear();
@@ -110,8 +116,8 @@ impl Queue {
         self.0.ready()
     }
 
-    /// The driver writes `value` to the queue's register at `offset` (virtio 1.2, 4.2.2). A size or an address
-    /// that none can have is not taken.
+    /// The driver writes `value` to the queue's register at `offset` (virtio 1.2, 4.2.2). A size or
+    /// an address that none can have is not taken.
     pub(crate) fn set(&mut self, offset: u64, value: u32) {
         match offset {
             0x38 => self.0.set_size(u16::try_from(value).unwrap_or(0)),
@@ -128,12 +134,22 @@ impl Queue {
 
     pub(crate) fn save(&self) -> [u64; Self::WORDS] {
         let state = self.0.state();
-        let QueueState { size, ready, desc_table, avail_ring, used_ring, next_avail, next_used, .. } = state;
+        let QueueState {
+            size,
+            ready,
+            desc_table,
+            avail_ring,
+            used_ring,
+            next_avail,
+            next_used,
+            ..
+        } = state;
         let (next_avail, next_used) = (next_avail.into(), next_used.into());
         [size.into(), ready.into(), desc_table, avail_ring, used_ring, next_avail, next_used]
     }
 
-    /// The queue of at most `most` places that [`Self::save`] made; `None` if none can have made it.
+    /// The queue of at most `most` places that [`Self::save`] made; `None` if none can have made
+    /// it.
     pub(crate) fn load(words: [u64; Self::WORDS], most: u16) -> Option<Self> {
         let [size, ready, desc_table, avail_ring, used_ring, next_avail, next_used] = words;
         let state = QueueState {

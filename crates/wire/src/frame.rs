@@ -4,8 +4,8 @@
 //!  0      2      4            8                        16                       24
 //!  | kind | runs |   length   |           aux          |        checksum        | payload …
 //! ```
-//! The checksum is XXH3-64 of the payload, seeded with XXH3-64 of the first 16 bytes of the header: a frame
-//! whose header was damaged fails like one whose payload was.
+//! The checksum is XXH3-64 of the payload, seeded with XXH3-64 of the first 16 bytes of the header:
+//! a frame whose header was damaged fails like one whose payload was.
 
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -13,8 +13,8 @@ use crate::WireError;
 
 /// Bytes in a frame header.
 pub const HEADER_LEN: usize = 24;
-/// The longest payload of any frame: 1 MiB of pages and a run table. A header that announces more is refused before anything
-/// is allocated.
+/// The longest payload of any frame: 1 MiB of pages and a run table. A header that announces more
+/// is refused before anything is allocated.
 pub const PAYLOAD_LIMIT: usize = (1 << 20) + (16 << 10);
 
 /// What a frame holds. The numbers are the wire's and are never reused.
@@ -72,7 +72,10 @@ impl FrameKind {
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {
-        Self::ALL.into_iter().find(|kind| *kind as u16 == number).ok_or(WireError::Kind { kind: number })
+        Self::ALL
+            .into_iter()
+            .find(|kind| *kind as u16 == number)
+            .ok_or(WireError::Kind { kind: number })
     }
 }
 
@@ -112,7 +115,14 @@ impl FrameHeader {
             return Err(WireError::TooLong { length: length as u64, limit: PAYLOAD_LIMIT as u64 });
         }
         let kind = FrameKind::from_wire(u16_at(0))?;
-        Ok(Self { kind, runs: u16_at(2), length, aux: u64_at(8), seed: seed(bytes), checksum: u64_at(16) })
+        Ok(Self {
+            kind,
+            runs: u16_at(2),
+            length,
+            aux: u64_at(8),
+            seed: seed(bytes),
+            checksum: u64_at(16),
+        })
     }
 
     /// Checks that `payload` is what was sent with this header.
@@ -130,7 +140,8 @@ impl FrameHeader {
     }
 }
 
-/// Fills in the header of `frame`, whose first [`HEADER_LEN`] bytes are room for it and whose rest is the payload.
+/// Fills in the header of `frame`, whose first [`HEADER_LEN`] bytes are room for it and whose rest
+/// is the payload.
 ///
 /// # Panics
 /// When the payload is longer than [`PAYLOAD_LIMIT`]: a mistake of the caller.

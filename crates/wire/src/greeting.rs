@@ -93,7 +93,11 @@ impl Greeting {
             (1, number) => Role::Channel(number),
             (2, _) => Role::Resolve,
             (other, _) => {
-                return Err(WireError::Field { what: "greeting", field: "role", value: other.into() });
+                return Err(WireError::Field {
+                    what: "greeting",
+                    field: "role",
+                    value: other.into(),
+                });
             }
         };
         let mut session = [0; 16];

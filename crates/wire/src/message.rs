@@ -27,7 +27,8 @@ pub const QUESTIONS_LIMIT: usize = 4096;
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
 
 const _: () = assert!(QUESTION_LIMIT <= PAYLOAD_LIMIT && ANSWER_LIMIT <= PAYLOAD_LIMIT);
-const _: () = assert!(DEVICE_STATE_CHUNK <= PAYLOAD_LIMIT && DIGESTS_PER_MESSAGE * 16 + 16 <= PAYLOAD_LIMIT);
+const _: () =
+    assert!(DEVICE_STATE_CHUNK <= PAYLOAD_LIMIT && DIGESTS_PER_MESSAGE * 16 + 16 <= PAYLOAD_LIMIT);
 
 /// A RAM block as the source offers it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +46,8 @@ pub struct DiskOffer {
     pub name: String,
     /// Bytes that the guest sees.
     pub size: ByteCount,
-    /// The size of the blocks in which the source tracks writes to it, for the destination's information; 0: not chosen yet.
+    /// The size of the blocks in which the source tracks writes to it, for the destination's
+    /// information; 0: not chosen yet.
     pub granularity: ByteCount,
 }
 
@@ -54,7 +56,8 @@ pub struct DiskOffer {
 pub struct Offer {
     /// How many data channels it will open.
     pub channels: u8,
-    /// Codecs that it would like to use: a bit for each, by its number ([`PageFrame::codec`](crate::PageFrame::codec)).
+    /// Codecs that it would like to use: a bit for each, by its number
+    /// ([`PageFrame::codec`](crate::PageFrame::codec)).
     pub codecs: u32,
     /// Whether digests will be compared.
     pub verify: bool,
@@ -64,7 +67,8 @@ pub struct Offer {
     pub machine: String,
     /// The RAM blocks, in the order in which frames number them.
     pub blocks: Vec<BlockOffer>,
-    /// The disks that move along, numbered on from the RAM blocks. Each has one more channel, numbered on from [`Self::channels`].
+    /// The disks that move along, numbered on from the RAM blocks. Each has one more channel,
+    /// numbered on from [`Self::channels`].
     pub disks: Vec<DiskOffer>,
 }
 
@@ -139,8 +143,8 @@ pub enum Message {
     RoundAck {
         /// The round.
         round: u32,
-        /// How long the last flush of a disk took, in whole microseconds; zero where none was made since the
-        /// acknowledgement before.
+        /// How long the last flush of a disk took, in whole microseconds; zero where none was made
+        /// since the acknowledgement before.
         flush: Duration,
     },
     /// S: the guest will stop soon; be ready for device state.
@@ -172,9 +176,11 @@ pub enum Message {
     Discarded,
     /// S: heard; nothing will be asked any more.
     Farewell,
-    /// Both: the sender is there. Said every now and then, in every state, so that silence means something.
+    /// Both: the sender is there. Said every now and then, in every state, so that silence means
+    /// something.
     Alive,
-    /// D: a question about the machine, in the words of its kind. Only between the offer and the answer to it.
+    /// D: a question about the machine, in the words of its kind. Only between the offer and the
+    /// answer to it.
     Question(Vec<u8>),
     /// S: the answer.
     Answer(Vec<u8>),
@@ -210,8 +216,8 @@ impl Message {
     /// The frame to send. Texts and names are cut to their limits.
     ///
     /// # Panics
-    /// When there are more blocks, disks, digests or bytes of device state, a question or an answer than a message may carry: a mistake of the
-    /// caller.
+    /// When there are more blocks, disks, digests or bytes of device state, a question or an answer
+    /// than a message may carry: a mistake of the caller.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut frame = vec![0; HEADER_LEN];
@@ -292,7 +298,9 @@ impl Message {
         };
         let round = || number("round");
         match header.kind {
-            FrameKind::Pages | FrameKind::Barrier => Err(WireError::Kind { kind: header.kind as u16 }),
+            FrameKind::Pages | FrameKind::Barrier => {
+                Err(WireError::Kind { kind: header.kind as u16 })
+            }
             FrameKind::Offer => decode_offer(payload).map(Self::Offer),
             FrameKind::Accept => empty(Self::Accept { codecs: number("codecs")? }),
             FrameKind::Abort => {
@@ -336,7 +344,9 @@ impl Message {
                 Err(WireError::Length { what: "question" })
             }
             FrameKind::Question => Ok(Self::Question(payload.to_vec())),
-            FrameKind::Answer if payload.len() > ANSWER_LIMIT => Err(WireError::Length { what: "answer" }),
+            FrameKind::Answer if payload.len() > ANSWER_LIMIT => {
+                Err(WireError::Length { what: "answer" })
+            }
             FrameKind::Answer => Ok(Self::Answer(payload.to_vec())),
             FrameKind::DeviceStateEnd => empty(Self::DeviceStateEnd),
             FrameKind::Ready => empty(Self::Ready),
@@ -411,7 +421,8 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
-        let (bytes, rest) = self.rest.split_first_chunk().ok_or(WireError::Length { what: self.what })?;
+        let (bytes, rest) =
+            self.rest.split_first_chunk().ok_or(WireError::Length { what: self.what })?;
         self.rest = rest;
         Ok(*bytes)
     }

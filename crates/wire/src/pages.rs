@@ -1,22 +1,24 @@
-//! Page frames: runs of pages of one RAM block or one disk, with their bytes or the word that they are zero.
+//! Page frames: runs of pages of one RAM block or one disk, with their bytes or the word that they
+//! are zero.
 //!
-//! The bytes come first and the run table last, so that a sender can read guest memory straight into the frame
-//! before it knows which pages turn out to be zero:
+//! The bytes come first and the run table last, so that a sender can read guest memory straight
+//! into the frame before it knows which pages turn out to be zero:
 //!
 //! ```text
 //!  header (aux: RAM block, codec) | bytes of all data runs, in order | run table: {start u64, count u32, content u32} …
 //! ```
 //!
-//! With a codec, the bytes of all data runs are compressed as one. How many they become again follows from the run table,
-//! which is never compressed: the codec has no say in it. Codecs are numbers here; what they mean is for others.
+//! With a codec, the bytes of all data runs are compressed as one. How many they become again
+//! follows from the run table, which is never compressed: the codec has no say in it. Codecs are
+//! numbers here; what they mean is for others.
 
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::WireError;
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
 
-/// Pages whose bytes one frame may hold: 1 MiB. Larger than what stays in a core's caches for sure, and still cheaper than
-/// smaller frames, since there are fewer system calls (docs/bulk.md).
+/// Pages whose bytes one frame may hold: 1 MiB. Larger than what stays in a core's caches for sure,
+/// and still cheaper than smaller frames, since there are fewer system calls (docs/bulk.md).
 pub const FRAME_PAGES: usize = 256;
 /// Runs in one frame.
 pub const RUNS_LIMIT: usize = 512;
@@ -82,8 +84,9 @@ impl PageFrameBuilder {
         (FRAME_PAGES - self.data / PAGE).min(RUNS_LIMIT - self.runs.len())
     }
 
-    /// Takes in the pages of `run`, at most [`Self::room`] of them: `read` fills in their bytes, and `judge` looks at each page
-    /// and says what it goes in as: with its bytes, as zero and only named, or not at all. Returns how many went in.
+    /// Takes in the pages of `run`, at most [`Self::room`] of them: `read` fills in their bytes,
+    /// and `judge` looks at each page and says what it goes in as: with its bytes, as zero and only
+    /// named, or not at all. Returns how many went in.
     ///
     /// # Errors
     /// Those of `read`; the frame is then as it was.
@@ -104,7 +107,9 @@ impl PageFrameBuilder {
         for index in 0..pages {
             let from = start + index * PAGE;
             let page = PageRun::new(run.start.0 + index as u64, 1);
-            let Some(content) = judge(page.start, &self.buffer[from..from + PAGE]) else { continue };
+            let Some(content) = judge(page.start, &self.buffer[from..from + PAGE]) else {
+                continue;
+            };
             self.push(page, content);
             match content {
                 Content::Zero => added.zero += page.count,
@@ -144,7 +149,8 @@ impl PageFrameBuilder {
         &self.buffer[HEADER_LEN..HEADER_LEN + self.data]
     }
 
-    /// Completes the frame for RAM block `block` and returns its bytes; the builder is empty afterwards.
+    /// Completes the frame for RAM block `block` and returns its bytes; the builder is empty
+    /// afterwards.
     pub fn finish(&mut self, block: u32) -> &[u8] {
         complete(&mut self.buffer, self.data, &self.runs, block, 0);
         let length = HEADER_LEN + self.data + self.runs.len() * RUN_LEN;
@@ -152,12 +158,19 @@ impl PageFrameBuilder {
         &self.buffer[..length]
     }
 
-    /// Completes the frame in `other`, where behind room for the header ([`HEADER_LEN`]) stand the `length` bytes that codec
-    /// number `codec` has made of [`Self::data`]; behind them must be room for [`RUNS_LIMIT`] entries of [`RUN_LEN`] bytes.
+    /// Completes the frame in `other`, where behind room for the header ([`HEADER_LEN`]) stand the
+    /// `length` bytes that codec number `codec` has made of [`Self::data`]; behind them must be
+    /// room for [`RUNS_LIMIT`] entries of [`RUN_LEN`] bytes.
     ///
     /// # Panics
     /// When there is no such room: a mistake of the caller.
-    pub fn finish_in<'o>(&mut self, other: &'o mut [u8], length: usize, block: u32, codec: u8) -> &'o [u8] {
+    pub fn finish_in<'o>(
+        &mut self,
+        other: &'o mut [u8],
+        length: usize,
+        block: u32,
+        codec: u8,
+    ) -> &'o [u8] {
         complete(other, length, &self.runs, block, codec);
         let length = HEADER_LEN + length + self.runs.len() * RUN_LEN;
         self.clear();
@@ -248,12 +261,16 @@ impl<'a> PageFrame<'a> {
         PageIndex(if self.table.is_empty() { 0 } else { u64_at(self.table, 0) })
     }
 
-    /// The runs in order, each with its bytes out of `raw`, which are [`Self::raw_len`] bytes: [`Self::data`] where there is
-    /// no codec, else what the codec makes of them. Those of a zero run are empty.
+    /// The runs in order, each with its bytes out of `raw`, which are [`Self::raw_len`] bytes:
+    /// [`Self::data`] where there is no codec, else what the codec makes of them. Those of a zero
+    /// run are empty.
     ///
     /// # Panics
     /// When `raw` has another length: a mistake of the caller.
-    pub fn runs<'b>(&self, raw: &'b [u8]) -> impl Iterator<Item = (WireRun, &'b [u8])> + use<'a, 'b> {
+    pub fn runs<'b>(
+        &self,
+        raw: &'b [u8],
+    ) -> impl Iterator<Item = (WireRun, &'b [u8])> + use<'a, 'b> {
         assert_eq!(raw.len(), self.raw_len, "the bytes of the data runs");
         let mut data = raw;
         self.table.chunks_exact(RUN_LEN).map(move |entry| {

@@ -1,6 +1,7 @@
 //! The format as others see it: golden bytes, round trips, and bytes that are wrong.
 //!
-//! Golden bytes are only ever added to: a change to one of them is a change of the protocol's version.
+//! Golden bytes are only ever added to: a change to one of them is a change of the protocol's
+//! version.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -84,7 +85,8 @@ fn golden_bytes() {
 
 #[test]
 fn kinds_and_codes_are_listed_completely() {
-    for (number, known) in (0..64).map(|n: u16| (n, FrameKind::ALL.iter().any(|k| *k as u16 == n))) {
+    for (number, known) in (0..64).map(|n: u16| (n, FrameKind::ALL.iter().any(|k| *k as u16 == n)))
+    {
         let mut frame = [0; HEADER_LEN];
         frame[0] = number as u8;
         assert_eq!(FrameHeader::decode(&frame).is_ok(), known, "kind {number}");
@@ -134,7 +136,10 @@ fn compressed_frames_keep_their_table_in_the_clear() {
     let header = FrameHeader::decode(header).unwrap();
     header.verify(payload).unwrap();
     let pages = PageFrame::decode(&header, payload).unwrap();
-    assert_eq!((pages.block, pages.codec, pages.data, pages.raw_len), (7, 2, [0xee; 3].as_slice(), 8192));
+    assert_eq!(
+        (pages.block, pages.codec, pages.data, pages.raw_len),
+        (7, 2, [0xee; 3].as_slice(), 8192)
+    );
     let raw = [5; 8192];
     let runs: Vec<_> = pages.runs(&raw).map(|(run, bytes)| (run.run, bytes.len())).collect();
     assert_eq!(runs, [(PageRun::new(10, 2), 8192), (PageRun::new(40, 9), 0)]);
@@ -173,7 +178,10 @@ fn a_failed_read_leaves_the_frame_as_it_was() {
     let mut builder = PageFrameBuilder::new();
     builder.zero(PageRun::new(0, 5));
     let room = builder.room();
-    assert_eq!(builder.add(PageRun::new(9, 2), |_| Err("gone"), |_, _| Some(Content::Data)), Err("gone"));
+    assert_eq!(
+        builder.add(PageRun::new(9, 2), |_| Err("gone"), |_, _| Some(Content::Data)),
+        Err("gone")
+    );
     assert_eq!(builder.room(), room);
 }
 
@@ -236,7 +244,8 @@ fn a_question_and_an_answer_have_their_limits() {
 
 #[test]
 fn a_hostile_text_cannot_write_to_the_terminal() {
-    let frame = Message::Abort { code: AbortCode::Other, text: "\x1b[2Jgone\n".to_owned() }.encode();
+    let frame =
+        Message::Abort { code: AbortCode::Other, text: "\x1b[2Jgone\n".to_owned() }.encode();
     let Message::Abort { text, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
     assert_eq!(text, "\u{fffd}[2Jgone\u{fffd}");
 }
@@ -269,10 +278,14 @@ fn limits_are_what_they_say_to_the_byte() {
 
     let state = |length| parse(&zeros(FrameKind::DeviceState, length));
     assert_eq!(state(DEVICE_STATE_CHUNK), Ok(Message::DeviceState(vec![0; DEVICE_STATE_CHUNK])));
-    assert_eq!(state(DEVICE_STATE_CHUNK + 1), Err(WireError::Length { what: "piece of device state" }));
+    assert_eq!(
+        state(DEVICE_STATE_CHUNK + 1),
+        Err(WireError::Length { what: "piece of device state" })
+    );
 }
 
-/// The offer of a machine with so many RAM blocks and disks without names, and one more of either put in by hand.
+/// The offer of a machine with so many RAM blocks and disks without names, and one more of either
+/// put in by hand.
 fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, WireError> {
     let Message::Offer(mut offer) = offer() else { panic!("not an offer") };
     offer.machine.clear();
@@ -280,7 +293,8 @@ fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, Wire
     let disk = DiskOffer { name: String::new(), size: ByteCount(1), granularity: ByteCount(1) };
     offer.disks = vec![disk; disks];
     let mut frame = Message::Offer(offer).encode();
-    // Channels, two flags, codecs and the name of the machine; then a count of 2 bytes and 10 bytes for each block.
+    // Channels, two flags, codecs and the name of the machine; then a count of 2 bytes and 10 bytes
+    // for each block.
     let at = HEADER_LEN + 3 + 4 + 2;
     let behind = at + 2 + blocks * 10;
     if more[1] {
@@ -297,7 +311,9 @@ fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, Wire
 
 #[test]
 fn an_offer_names_as_many_blocks_and_disks_as_it_may() {
-    let Ok(Message::Offer(most)) = crowded(BLOCKS_LIMIT, DISKS_LIMIT, [false; 2]) else { panic!("refused") };
+    let Ok(Message::Offer(most)) = crowded(BLOCKS_LIMIT, DISKS_LIMIT, [false; 2]) else {
+        panic!("refused")
+    };
     assert_eq!((most.blocks.len(), most.disks.len()), (BLOCKS_LIMIT, DISKS_LIMIT));
     assert!(crowded(BLOCKS_LIMIT - 1, DISKS_LIMIT - 1, [true; 2]).is_ok());
     let refused = |more| crowded(BLOCKS_LIMIT, DISKS_LIMIT, more).unwrap_err();
@@ -355,8 +371,14 @@ fn a_long_text_is_cut_between_two_characters() {
     for before in 0..4 {
         let text = "x".repeat(before) + &"\u{20ac}".repeat(5000);
         let frame = Message::Abort { code: AbortCode::Other, text: text.clone() }.encode();
-        let Message::Abort { text: cut, .. } = parse(&frame).unwrap() else { panic!("not an abort") };
-        assert!(text.starts_with(&cut) && cut.len() < text.len() && cut.len() > 500, "{}", cut.len());
+        let Message::Abort { text: cut, .. } = parse(&frame).unwrap() else {
+            panic!("not an abort")
+        };
+        assert!(
+            text.starts_with(&cut) && cut.len() < text.len() && cut.len() > 500,
+            "{}",
+            cut.len()
+        );
     }
 }
 
@@ -380,8 +402,8 @@ fn any_message() -> impl Strategy<Value = Message> {
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5),
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<(u64, u32)>()), 0..5)
         )
-            .prop_map(
-                |((channels, codecs), verify, running, machine, blocks, disks)| Message::Offer(Offer {
+            .prop_map(|((channels, codecs), verify, running, machine, blocks, disks)| {
+                Message::Offer(Offer {
                     channels,
                     codecs,
                     verify,
@@ -400,7 +422,7 @@ fn any_message() -> impl Strategy<Value = Message> {
                         })
                         .collect(),
                 })
-            ),
+            }),
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),
@@ -463,7 +485,8 @@ proptest! {
         prop_assert!(Greeting::decode(&greeting).is_err());
     }
 
-    /// What a peer sends that was once right: one that follows the format up to a point, with a checksum that fits.
+    /// What a peer sends that was once right: one that follows the format up to a point, with a
+    /// checksum that fits.
     #[test]
     fn a_message_with_wrong_bytes_never_panics(message in any_message(), damage in any_damage()) {
         let mut frame = message.encode();
@@ -471,7 +494,8 @@ proptest! {
         let (header, payload) = frame.split_first_chunk().unwrap();
         if let Ok(header) = FrameHeader::decode(header) {
             prop_assert_eq!(header.verify(payload), Ok(()));
-            // What is understood all the same says what it says: it can be sent on and comes back equal.
+            // What is understood all the same says what it says: it can be sent on and comes back
+            // equal.
             if let Ok(understood) = Message::decode(&header, payload) {
                 prop_assert_eq!(parse(&understood.encode()), Ok(understood));
             }
@@ -576,8 +600,8 @@ fn any_look() -> impl Strategy<Value = Option<u8>> {
     prop_oneof![(0u8..3).prop_map(Some), Just(None)]
 }
 
-/// What befalls a frame on its way out of a peer that is wrong: some bytes are others, its end is missing or there is more,
-/// its numbers are others. Length and checksum fit again afterwards.
+/// What befalls a frame on its way out of a peer that is wrong: some bytes are others, its end is
+/// missing or there is more, its numbers are others. Length and checksum fit again afterwards.
 #[derive(Clone, Debug)]
 struct Damage {
     bytes: Vec<(prop::sample::Index, u8)>,
@@ -597,7 +621,14 @@ fn any_damage() -> impl Strategy<Value = Damage> {
         prop::option::weighted(0.2, any::<u16>()),
         prop::option::weighted(0.2, prop_oneof![any::<u64>(), 0u64..5, Just(u64::MAX)]),
     )
-        .prop_map(|(bytes, keep, more, kind, runs, aux)| Damage { bytes, keep, more, kind, runs, aux })
+        .prop_map(|(bytes, keep, more, kind, runs, aux)| Damage {
+            bytes,
+            keep,
+            more,
+            kind,
+            runs,
+            aux,
+        })
 }
 
 /// Lengths and counts go wrong at their ends.

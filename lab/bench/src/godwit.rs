@@ -1,4 +1,5 @@
-//! A guest moved by godwit, timed as QEMU's own migration is: until QEMU says that the guest runs at the destination.
+//! A guest moved by godwit, timed as QEMU's own migration is: until QEMU says that the guest runs
+//! at the destination.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,8 @@ use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, disks_of, wall_cl
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
 pub struct Attempt {
-    /// Until the guest ran at the destination, by QEMU's own time stamp, or until `godwit migrate` gave up.
+    /// Until the guest ran at the destination, by QEMU's own time stamp, or until `godwit migrate`
+    /// gave up.
     pub wall: Duration,
     /// Processor time of both commands, by the kernel's account: not godwit's word for it.
     pub cpu: Duration,

@@ -1,4 +1,5 @@
-//! What all benchmarks share: medians, the machine's name, and the report file `target/bench/NAME.json`.
+//! What all benchmarks share: medians, the machine's name, and the report file
+//! `target/bench/NAME.json`.
 //!
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 

@@ -1,14 +1,17 @@
 //! One move of a guest over a slow link, by Godwit or by QEMU, as it is seen from outside.
 //!
-//! Keeps it fair: same QEMU, same machines, RAM in a shared file, TCP loopback, the same limit of bandwidth set on both, a
-//! downtime limit of 300 ms. Work lost is what the guest did not count, against its own rate in the two seconds before
-//! the move, from the start of the move to its end, downtime included. Time under half and under a tenth of that rate is
-//! judged in windows of 50 ms. QEMU's moves that do not end are cancelled; their guest is used for the next.
+//! Keeps it fair: same QEMU, same machines, RAM in a shared file, TCP loopback, the same limit of
+//! bandwidth set on both, a downtime limit of 300 ms. Work lost is what the guest did not count,
+//! against its own rate in the two seconds before the move, from the start of the move to its end,
+//! downtime included. Time under half and under a tenth of that rate is judged in windows of 50 ms.
+//! QEMU's moves that do not end are cancelled; their guest is used for the next.
 
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use godwit_testbed::{BeaconPlace, Godwit, Observer, Style, TestVm, VmConfig, own_migration_within};
+use godwit_testbed::{
+    BeaconPlace, Godwit, Observer, Style, TestVm, VmConfig, own_migration_within,
+};
 use godwit_units::Rate;
 use serde_json::{Value, json};
 
@@ -22,13 +25,15 @@ const SETTLED: usize = 15;
 const BEFORE: Duration = Duration::from_secs(2);
 const MIB: f64 = 1_048_576.0;
 /// How Godwit is told.
-const GODWIT: [&str; 5] = ["--downtime-limit", "300ms", "--max-bandwidth", "128MiB/s", "--keep-source"];
+const GODWIT: [&str; 5] =
+    ["--downtime-limit", "300ms", "--max-bandwidth", "128MiB/s", "--keep-source"];
 
 /// What a contestant reports of one move.
 pub struct Moved {
     /// Whether it came to an end.
     pub finished: bool,
-    /// From the command until the guest runs on the other side with all of its memory there, or until it was cancelled.
+    /// From the command until the guest runs on the other side with all of its memory there, or
+    /// until it was cancelled.
     pub wall: Duration,
     /// Bytes on the wire.
     pub sent: f64,

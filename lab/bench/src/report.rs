@@ -54,7 +54,8 @@ impl Report {
         self.figures.insert(key.to_owned(), value.into());
     }
 
-    /// Adds a target; whether it is met follows from value, limit and direction. NaN never meets a limit.
+    /// Adds a target; whether it is met follows from value, limit and direction. NaN never meets a
+    /// limit.
     pub fn target(&mut self, name: impl Into<String>, value: f64, limit: f64, better: Better) {
         let met = match better {
             Better::Lower => value <= limit,
@@ -77,10 +78,12 @@ impl Report {
             println!("{:<78} {:>12.3} {sign} {:>9.3}  {verdict}", t.name, t.value, t.limit);
         }
         let dir = PathBuf::from("target/bench");
-        std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+        std::fs::create_dir_all(&dir)
+            .with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(format!("{}.json", self.name));
         let text = serde_json::to_string_pretty(self)?;
-        std::fs::write(&path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(&path, text + "\n")
+            .with_context(|| format!("cannot write {}", path.display()))?;
         println!("\nfigures written to {}", path.display());
         Ok(path)
     }
@@ -109,7 +112,9 @@ pub fn machine() -> String {
     let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
     let memory_kib: u64 = read("/proc/meminfo")
         .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse().ok())
+        .find_map(|line| {
+            line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse().ok()
+        })
         .unwrap_or(0);
     let kernel = read("/proc/sys/kernel/osrelease");
     format!("{model}, {cores} cores, {} GiB, Linux {}", memory_kib.div_ceil(1 << 20), kernel.trim())

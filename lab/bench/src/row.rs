@@ -13,7 +13,8 @@ pub struct Row {
     pub name: &'static str,
     /// Whether it came to an end.
     pub finished: bool,
-    /// Until the guest runs on the destination with all of its memory there; of a move that was cancelled, until then.
+    /// Until the guest runs on the destination with all of its memory there; of a move that was
+    /// cancelled, until then.
     pub total_s: f64,
     /// The guest's gap at the switchover.
     pub downtime_ms: f64,

@@ -1,4 +1,5 @@
-//! The system calls of the benches that have no safe wrapper, each in a function that is safe to call.
+//! The system calls of the benches that have no safe wrapper, each in a function that is safe to
+//! call.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,7 +14,8 @@ pub struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping is plain memory that any thread may use; threads are given parts that do not overlap.
+// SAFETY: the mapping is plain memory that any thread may use; threads are given parts that do not
+// overlap.
 unsafe impl Send for Mapping {}
 // SAFETY: as above: whoever writes, writes parts of its own.
 unsafe impl Sync for Mapping {}
@@ -49,7 +51,11 @@ impl Mapping {
     }
 
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset <= self.len && len <= self.len - offset, "{len} bytes at {offset} of {}", self.len);
+        assert!(
+            offset <= self.len && len <= self.len - offset,
+            "{len} bytes at {offset} of {}",
+            self.len
+        );
         // SAFETY: within the mapping, as just checked.
         unsafe { self.base.add(offset) }
     }
@@ -64,7 +70,8 @@ impl Mapping {
     /// Receives into a part, at most all of it.
     pub fn receive(&self, socket: BorrowedFd<'_>, offset: usize, len: usize) -> io::Result<usize> {
         let at = self.at(offset, len);
-        // SAFETY: the kernel writes at most `len` bytes into our mapping; nobody holds a reference into it.
+        // SAFETY: the kernel writes at most `len` bytes into our mapping; nobody holds a reference
+        // into it.
         check(unsafe { libc::recv(socket.as_raw_fd(), at.cast(), len, libc::MSG_WAITALL) })
     }
 
@@ -77,13 +84,15 @@ impl Mapping {
         len: usize,
         flags: i32,
     ) -> io::Result<usize> {
-        let part = |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
+        let part =
+            |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
         let mut parts = [part(header.as_ptr(), header.len()), part(self.at(offset, len), len)];
         // SAFETY: msghdr is plain data for which zeros are a valid value.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = parts.as_mut_ptr();
         message.msg_iovlen = parts.len();
-        // SAFETY: the message points to two parts that are alive and as long as they say; they are only read.
+        // SAFETY: the message points to two parts that are alive and as long as they say; they are
+        // only read.
         check(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
     }
 }
@@ -104,13 +113,19 @@ pub fn option(socket: BorrowedFd<'_>, name: i32, value: i32) -> io::Result<()> {
     let size = size_of::<i32>() as u32;
     // SAFETY: the kernel reads `size` bytes from `value`, which is alive.
     let result = unsafe {
-        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, name, (&raw const value).cast(), size)
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            (&raw const value).cast(),
+            size,
+        )
     };
     check(result as isize).map(drop)
 }
 
-/// Takes all notes of finished zero-copy sends from the socket's error queue; returns how many sends they were about, and
-/// whether the kernel copied after all.
+/// Takes all notes of finished zero-copy sends from the socket's error queue; returns how many
+/// sends they were about, and whether the kernel copied after all.
 pub fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> {
     let (mut sends, mut copied) = (0, false);
     loop {
@@ -126,10 +141,13 @@ pub fn finished_sends(socket: BorrowedFd<'_>) -> io::Result<(u32, bool)> {
             Err(error) => return Err(error),
             Ok(_) => {}
         }
-        // cmsghdr is 16 bytes; behind it sock_extended_err: errno u32, origin u8, type u8, code u8, pad, info u32, data
-        // u32 (Documentation/networking/msg_zerocopy.rst: info..=data are the numbers of the sends, code 1: copied).
+        // cmsghdr is 16 bytes; behind it sock_extended_err: errno u32, origin u8, type u8, code u8,
+        // pad, info u32, data u32 (Documentation/networking/msg_zerocopy.rst: info..=data are the
+        // numbers of the sends, code 1: copied).
         let bytes: Vec<u8> = control.iter().flat_map(|word| word.to_ne_bytes()).collect();
-        let number = |at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let number = |at: usize| {
+            u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
         sends += number(28).wrapping_sub(number(24)).wrapping_add(1);
         copied |= bytes[22] == 1;
     }
@@ -150,9 +168,11 @@ pub fn splice(
     len: usize,
     more: bool,
 ) -> io::Result<usize> {
-    let (mut from_at, mut to_at) = (from_offset.map(u64::cast_signed), to_offset.map(u64::cast_signed));
-    let pointer =
-        |at: &mut Option<libc::loff_t>| at.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut);
+    let (mut from_at, mut to_at) =
+        (from_offset.map(u64::cast_signed), to_offset.map(u64::cast_signed));
+    let pointer = |at: &mut Option<libc::loff_t>| {
+        at.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut)
+    };
     let flags = libc::SPLICE_F_MOVE | if more { libc::SPLICE_F_MORE } else { 0 };
     let (from_at, to_at) = (pointer(&mut from_at), pointer(&mut to_at));
     // SAFETY: the offsets are null or point to numbers that are alive; no other memory is involved.

@@ -1,7 +1,7 @@
 //! The bench of the write governor ends when what it measures goes wrong.
 //!
-//! Regression: the writers were joined on every way out, and they never end. So a bench whose writers did not
-//! regain their speed waited for ever, without a word.
+//! Regression: the writers were joined on every way out, and they never end. So a bench whose
+//! writers did not regain their speed waited for ever, without a word.
 #![allow(clippy::unwrap_used)]
 
 use std::fs::File;
@@ -17,7 +17,8 @@ struct Memory(PathBuf);
 
 impl Memory {
     fn new(name: &str) -> Self {
-        let path = Path::new("/dev/shm").join(format!("godwit-bench-test-{name}-{}", std::process::id()));
+        let path =
+            Path::new("/dev/shm").join(format!("godwit-bench-test-{name}-{}", std::process::id()));
         File::create(&path).unwrap().set_len(MEMORY).unwrap();
         Self(path)
     }
@@ -29,8 +30,8 @@ impl Drop for Memory {
     }
 }
 
-/// Eight writers that were asked `questions`: how they ended, and what they said on standard error. They
-/// are killed, and there is no status, when they have not ended after ten seconds.
+/// Eight writers that were asked `questions`: how they ended, and what they said on standard error.
+/// They are killed, and there is no status, when they have not ended after ten seconds.
 fn ask(memory: &Memory, questions: &str) -> (Option<ExitStatus>, String) {
     let mut child = Command::new(env!("CARGO_BIN_EXE_governor"))
         .env("GODWIT_BENCH_ROLE", format!("writers {} 8", memory.0.display()))

@@ -1,7 +1,8 @@
 //! `godwit-demo`: the main job on this machine, with witnesses.
 //!
-//! What it says about the guest comes from outside of godwit: from the guest's own console and from an observer that
-//! looks at a counter of the guest in both RAM files. The migration itself is the two commands, run as processes.
+//! What it says about the guest comes from outside of godwit: from the guest's own console and from
+//! an observer that looks at a counter of the guest in both RAM files. The migration itself is the
+//! two commands, run as processes.
 
 #![forbid(unsafe_code)]
 
@@ -20,8 +21,8 @@ use godwit_terminal::output::{self, json_line};
 use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};
 use godwit_terminal::progress::Table;
 use godwit_testbed::{
-    BeaconPlace, Beat, Godwit, GuestConfig, MicroVm, Movable, Observer, QemuBuild, Running, TestVm, VmConfig,
-    builds, end_children, longest_pause,
+    BeaconPlace, Beat, Godwit, GuestConfig, MicroVm, Movable, Observer, QemuBuild, Running, TestVm,
+    VmConfig, builds, end_children, longest_pause,
 };
 use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
@@ -36,8 +37,9 @@ const INDENT: &str = "  ";
 
 /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
 ///
-/// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is wrong. The VMs are QEMUs
-/// with a Linux guest (`make demo` provides both), or, where there is no QEMU, microvms, which need only /dev/kvm.
+/// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is
+/// wrong. The VMs are QEMUs with a Linux guest (`make demo` provides both), or, where there is no
+/// QEMU, microvms, which need only /dev/kvm.
 #[derive(Debug, Parser)]
 #[command(name = "godwit-demo", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
@@ -169,12 +171,16 @@ fn choose(choice: QemuChoice) -> anyhow::Result<QemuBuild> {
 /// The two machines, source and destination, and what kind they are.
 type Machines = (String, Box<dyn Movable>, Box<dyn Movable>);
 
-fn machines(arguments: &Arguments, godwit: &Godwit, say: &dyn Fn(&str)) -> anyhow::Result<Machines> {
+fn machines(
+    arguments: &Arguments,
+    godwit: &Godwit,
+    say: &dyn Fn(&str),
+) -> anyhow::Result<Machines> {
     let guest = guest(arguments)?;
     let size = arguments.memory;
-    let choice = arguments
-        .machine
-        .unwrap_or_else(|| if builds().is_empty() { MachineName::Microvm } else { MachineName::Qemu });
+    let choice = arguments.machine.unwrap_or_else(|| {
+        if builds().is_empty() { MachineName::Microvm } else { MachineName::Qemu }
+    });
     if choice == MachineName::Qemu {
         let config = VmConfig::new(&choose(arguments.qemu)?, guest);
         let name = config.build.to_string();
@@ -191,7 +197,8 @@ fn machines(arguments: &Arguments, godwit: &Godwit, say: &dyn Fn(&str)) -> anyho
     let [memory, working_set] = [size, arguments.working_set].map(bytes);
     let rate = arguments.rate.to_string();
     let mode = guest.mode.to_string();
-    let options = ["--memory", &memory, "--mode", &mode, "--rate", &rate, "--working-set", &working_set];
+    let options =
+        ["--memory", &memory, "--mode", &mode, "--rate", &rate, "--working-set", &working_set];
     let source = MicroVm::start(godwit, &options)?;
     let destination = MicroVm::start(godwit, &["--memory", &memory, "--incoming"])?;
     say("the source's guest fills and stamps half of its memory");
@@ -350,13 +357,17 @@ fn summary(result: &Value) {
     let share = |key: &str| format!("{:.0} %", number(result, key) * 100.0);
     let stopped = result["tracking_stop_us"].as_u64().filter(|us| *us > 0);
     let stopped = stopped.map(|us| format!(" (a thread of the VM was stopped for {us} us)"));
-    let verified = if result["verified"] == true { "digests of both sides equal" } else { "NOT compared" };
+    let verified =
+        if result["verified"] == true { "digests of both sides equal" } else { "NOT compared" };
     let bytes = |key: &str| ByteCount(result[key].as_u64().unwrap_or(0));
     let lines = [
         ("set-up time", ms("setup_ms") + &stopped.unwrap_or_default()),
         ("total time", format!("{} in {} rounds", ms("total_ms"), result["rounds"])),
         ("total data", bytes("sent_bytes").to_string()),
-        ("downtime", format!("{}, of which {} to compare all memory", ms("downtime_ms"), ms("verify_ms"))),
+        (
+            "downtime",
+            format!("{}, of which {} to compare all memory", ms("downtime_ms"), ms("verify_ms")),
+        ),
         (
             "seen outside",
             format!(

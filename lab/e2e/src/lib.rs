@@ -1,7 +1,8 @@
-//! What the end-to-end tests in `tests/` share: a pair of machines, a link that can be cut, and what it means that a
-//! guest is untouched.
+//! What the end-to-end tests in `tests/` share: a pair of machines, a link that can be cut, and
+//! what it means that a guest is untouched.
 //!
-//! The tests drive the `godwit` command as its users do, against real QEMUs with the self-checking guest.
+//! The tests drive the `godwit` command as its users do, against real QEMUs with the self-checking
+//! guest.
 
 #![forbid(unsafe_code)]
 
@@ -72,11 +73,13 @@ impl Pair {
 /// # Errors
 /// When it never does.
 pub fn await_copying(migrate: &Running) -> anyhow::Result<()> {
-    let copying = |line: &Value| line["sent_bytes"].as_u64() > Some(1 << 20) && line["outcome"].is_null();
+    let copying =
+        |line: &Value| line["sent_bytes"].as_u64() > Some(1 << 20) && line["outcome"].is_null();
     migrate.wait_for("copying", LIMIT, copying).map(drop)
 }
 
-/// Checks that a migration has come to a good end: the guest runs at the destination, counts on and finds no damage.
+/// Checks that a migration has come to a good end: the guest runs at the destination, counts on and
+/// finds no damage.
 ///
 /// # Errors
 /// What is not as it should be.
@@ -86,15 +89,20 @@ pub fn check_moved(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
     ensure!(migrate.status.success(), "exit status {}", migrate.status);
     ensure!(pair.destination.status()? == "running", "the guest does not run at the destination");
     pair.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-    let numbers: Vec<u64> =
-        pair.source.heartbeats_across(&pair.destination).iter().map(|beat| beat.heartbeat.n).collect();
+    let numbers: Vec<u64> = pair
+        .source
+        .heartbeats_across(&pair.destination)
+        .iter()
+        .map(|beat| beat.heartbeat.n)
+        .collect();
     ensure!(numbers.windows(2).all(|pair| pair[1] > pair[0]), "heartbeats went back: {numbers:?}");
     let bugs = [pair.source.bugs(), pair.destination.bugs()].concat();
     ensure!(bugs.is_empty(), "{bugs:?}");
     Ok(())
 }
 
-/// Waits until no godwit has to do with `vm` any more, the guardian of one that was killed among them.
+/// Waits until no godwit has to do with `vm` any more, the guardian of one that was killed among
+/// them.
 ///
 /// # Errors
 /// When one stays, or leaves its record.
@@ -141,9 +149,9 @@ fn check_disks_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that the guest runs in `vm` as if godwit had never been there: running, counting, unharmed, not traced, not
-/// write-protected, with QEMU's migration settings as they were and nothing added to its disks; and that no process of
-/// godwit's is left that has to do with it.
+/// Checks that the guest runs in `vm` as if godwit had never been there: running, counting,
+/// unharmed, not traced, not write-protected, with QEMU's migration settings as they were and
+/// nothing added to its disks; and that no process of godwit's is left that has to do with it.
 ///
 /// # Errors
 /// What is not as it should be.
@@ -156,12 +164,14 @@ pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
     ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
     for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))? {
         let status = std::fs::read_to_string(task?.path().join("status")).unwrap_or_default();
-        let tracer = status.lines().find(|line| line.starts_with("TracerPid:")).unwrap_or("TracerPid:\t0");
+        let tracer =
+            status.lines().find(|line| line.starts_with("TracerPid:")).unwrap_or("TracerPid:\t0");
         ensure!(tracer == "TracerPid:\t0", "a thread is traced: {tracer}");
     }
     // `uw`: registered with a userfaultfd for write protection (proc(5), smaps VmFlags).
     let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid()))?;
-    let tracked = smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
+    let tracked =
+        smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
     ensure!(!tracked, "memory is still write-protected");
     check_settings(vm)
 }
@@ -183,7 +193,8 @@ pub fn check_settings(vm: &mut TestVm) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Checks that `ended` failed with exit status `code` and that its one line of complaint contains all of `words`.
+/// Checks that `ended` failed with exit status `code` and that its one line of complaint contains
+/// all of `words`.
 ///
 /// # Errors
 /// What is not as it should be.

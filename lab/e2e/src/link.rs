@@ -23,8 +23,10 @@ impl Link {
     pub fn to(destination: &str) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").context("cannot listen")?;
         let address = listener.local_addr()?.to_string();
-        let (streams, is_cut) = (Arc::<Mutex<Vec<TcpStream>>>::default(), Arc::<AtomicBool>::default());
-        let (all, cut, destination) = (Arc::clone(&streams), Arc::clone(&is_cut), destination.to_owned());
+        let (streams, is_cut) =
+            (Arc::<Mutex<Vec<TcpStream>>>::default(), Arc::<AtomicBool>::default());
+        let (all, cut, destination) =
+            (Arc::clone(&streams), Arc::clone(&is_cut), destination.to_owned());
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 if cut.load(Ordering::Relaxed) {

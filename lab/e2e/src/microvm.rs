@@ -19,7 +19,8 @@ pub struct MicroPair {
 }
 
 impl MicroPair {
-    /// Starts two machines with the same options, or says that `test` is skipped where there is no KVM.
+    /// Starts two machines with the same options, or says that `test` is skipped where there is no
+    /// KVM.
     ///
     /// # Errors
     /// When they do not come up.
@@ -31,7 +32,11 @@ impl MicroPair {
     ///
     /// # Errors
     /// When they do not come up.
-    pub fn start_apart(test: &str, source: &[&str], destination: &[&str]) -> anyhow::Result<Option<Self>> {
+    pub fn start_apart(
+        test: &str,
+        source: &[&str],
+        destination: &[&str],
+    ) -> anyhow::Result<Option<Self>> {
         if !kvm_for(test) {
             return Ok(None);
         }
@@ -64,7 +69,10 @@ impl MicroPair {
         ensure!(Self::status_after("arriving", &self.destination)? == "running");
         self.destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
         let beats = self.source.heartbeats_across(&self.destination);
-        ensure!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
+        ensure!(
+            beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1),
+            "{beats:?}"
+        );
         let bugs = [self.source.bugs(), self.destination.bugs()].concat();
         ensure!(bugs.is_empty(), "{bugs:?}");
         Ok(())

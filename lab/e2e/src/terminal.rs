@@ -38,7 +38,9 @@ impl Terminal {
         unlockpt(&ours)?;
         let name = ptsname(&ours, Vec::new())?;
         tcsetwinsize(&ours, Winsize { ws_row: 24, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 })?;
-        let open = || std::fs::File::options().read(true).write(true).open(name.to_string_lossy().as_ref());
+        let open = || {
+            std::fs::File::options().read(true).write(true).open(name.to_string_lossy().as_ref())
+        };
         let child = Command::new(godwit.program())
             .args(arguments)
             .stdin(open()?)

@@ -1,6 +1,8 @@
-//! A slowdown that nobody would overlook is noticed: the same guest is moved by QEMU itself and by godwit, in turns, in one run.
+//! A slowdown that nobody would overlook is noticed: the same guest is moved by QEMU itself and by
+//! godwit, in turns, in one run.
 //!
-//! The bounds are wide, since other work on this machine must not break them. How fast godwit is say the benchmarks.
+//! The bounds are wide, since other work on this machine must not break them. How fast godwit is
+//! say the benchmarks.
 
 use std::time::Duration;
 
@@ -32,7 +34,8 @@ fn it_is_not_ten_times_slower_than_it_was() -> anyhow::Result<()> {
         go_on_from_there(&mut pair)?;
         let (migrate, _) = pair.migrate(&["--compression", "none"])?;
         check_moved(&mut pair, &migrate)?;
-        let ms = |field: &str| migrate.last()[field].as_f64().with_context(|| format!("no {field}"));
+        let ms =
+            |field: &str| migrate.last()[field].as_f64().with_context(|| format!("no {field}"));
         let seconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
         godwit.push((seconds(ms("total_ms")?), seconds(ms("downtime_ms")?)));
         go_on_from_there(&mut pair)?;

@@ -30,14 +30,17 @@ fn image(mib: u64) -> anyhow::Result<DiskImage> {
 /// What `godwit` says on both outputs when `nobody` runs it.
 fn as_nobody(godwit: &Godwit, arguments: &[&str]) -> anyhow::Result<String> {
     let mut command = Command::new(godwit.program());
-    let output = command.args(arguments).uid(NOBODY).gid(NOBODY).env_remove("XDG_RUNTIME_DIR").output()?;
+    let output =
+        command.args(arguments).uid(NOBODY).gid(NOBODY).env_remove("XDG_RUNTIME_DIR").output()?;
     Ok(String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
 }
 
 #[test]
 fn a_wrong_port_is_noticed_soon() -> anyhow::Result<()> {
     let options = ["--memory", "64MiB", "--mode", "idle"];
-    let Some(pair) = MicroPair::start("a_wrong_port_is_noticed_soon", &options)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("a_wrong_port_is_noticed_soon", &options)? else {
+        return Ok(());
+    };
     let silent = "takes connections and does not greet as godwit does within 2s";
     let answers: [(&[u8], &str); 2] =
         [(b"", silent), (b"HTTP/1.1 400 Bad Request\r\n\r\n", "it began with \"HTTP/1.1\"")];
@@ -71,14 +74,20 @@ fn a_receive_that_is_busy_says_so_to_another_source() -> anyhow::Result<()> {
 
     let second = other.godwit.migrate(&other.source, &address, &[])?.wait(LIMIT)?;
 
-    let words =
-        ["the destination is busy: it has been taking in the guest of 127.0.0.1:", "wait for its end"];
+    let words = [
+        "the destination is busy: it has been taking in the guest of 127.0.0.1:",
+        "wait for its end",
+    ];
     check_refused(&second, 1, &words)?;
     other.check_untouched()?;
     migrate.signal(rustix::process::Signal::INT).context("cannot cancel")?;
     ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
     let received = receive.wait(LIMIT)?;
-    ensure!(received.errors.contains("another source came, from 127.0.0.1:"), "{}", received.errors);
+    ensure!(
+        received.errors.contains("another source came, from 127.0.0.1:"),
+        "{}",
+        received.errors
+    );
     pair.check_untouched()
 }
 
@@ -99,16 +108,25 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
     let name = pair.destination.vm_name();
     let second = pair.godwit.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
     let words = String::from_utf8_lossy(&second.stderr).into_owned();
-    ensure!(words.contains(&format!("process {} (godwit receive) is at work", receive.pid())), "{words}");
+    ensure!(
+        words.contains(&format!("process {} (godwit receive) is at work", receive.pid())),
+        "{words}"
+    );
 
-    // Root's migrations are not another user's, who is told that there may be some, and what would help.
+    // Root's migrations are not another user's, who is told that there may be some, and what would
+    // help.
     if rustix::process::getuid().is_root() {
         let said = as_nobody(&pair.godwit, &["status"])?;
         for words in ["no migration runs that you can see", "/run/godwit", "ask as root"] {
-            ensure!(said.split_whitespace().collect::<Vec<_>>().join(" ").contains(words), "{said}");
+            ensure!(
+                said.split_whitespace().collect::<Vec<_>>().join(" ").contains(words),
+                "{said}"
+            );
         }
-        let said =
-            as_nobody(&pair.godwit, &["migrate", "--vm", &pair.source.vm_name(), "--to", "127.0.0.1:1"])?;
+        let said = as_nobody(
+            &pair.godwit,
+            &["migrate", "--vm", &pair.source.vm_name(), "--to", "127.0.0.1:1"],
+        )?;
         ensure!(said.contains("run godwit as root or as the user that runs QEMU"), "{said}");
     }
 
@@ -125,7 +143,10 @@ fn who_comes_second_is_told_of_the_first() -> anyhow::Result<()> {
     for (vm, state) in [(&pair.source, "running"), (&pair.destination, "inmigrate")] {
         let name = vm.vm_name();
         let said = pair.godwit.done(&["status", "--vm", &name])?;
-        ensure!(String::from_utf8_lossy(&said.stdout) == format!("{name} is {state}\n"), "{said:?}");
+        ensure!(
+            String::from_utf8_lossy(&said.stdout) == format!("{name} is {state}\n"),
+            "{said:?}"
+        );
     }
     check_untouched(&mut pair.source)
 }
@@ -144,9 +165,15 @@ fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
         let mut pair = Pair::start_apart(&config(&own), &config(&other))?;
 
         let (migrate, _) = pair.migrate(&["--disks", "all"])?;
-        check_refused(&migrate, 1, &["disk 'disk0' has 67108864 bytes at the source and 33554432 here"])?;
-        let printed =
-            migrate.errors.split_once("qemu-img create").and_then(|(_, rest)| rest.split_once(" ("));
+        check_refused(
+            &migrate,
+            1,
+            &["disk 'disk0' has 67108864 bytes at the source and 33554432 here"],
+        )?;
+        let printed = migrate
+            .errors
+            .split_once("qemu-img create")
+            .and_then(|(_, rest)| rest.split_once(" ("));
         let (arguments, _) = printed.context("no command was printed")?;
         pair.destination.kill();
         let cure = format!("qemu-img create{arguments}");
@@ -159,12 +186,15 @@ fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
             .for_each(|word| *word = word.replace("driver=raw,", "driver=raw,read-only=on,"));
         pair.destination = TestVm::destination(&locked)?;
         let (migrate, _) = pair.migrate(&["--disks", "all"])?;
-        let words = ["disk 'disk0' cannot move: it is read-only at the destination", "read-only=off"];
+        let words =
+            ["disk 'disk0' cannot move: it is read-only at the destination", "read-only=off"];
         check_refused(&migrate, 1, &words)?;
         check_untouched(&mut pair.source)?;
 
         let mut open = locked.clone();
-        open.extra.iter_mut().for_each(|word| *word = word.replace("read-only=on", "read-only=off"));
+        open.extra
+            .iter_mut()
+            .for_each(|word| *word = word.replace("read-only=on", "read-only=off"));
         pair.destination = TestVm::destination(&open)?;
         let (migrate, _) = pair.migrate(&["--disks", "all", "--verify"])?;
         check_moved(&mut pair, &migrate)?;
@@ -178,7 +208,9 @@ fn the_cures_for_a_disk_are_followed_as_printed() -> anyhow::Result<()> {
 #[test]
 fn a_qemu_whose_load_failed_is_started_again_as_told() -> anyhow::Result<()> {
     for build in builds_for("a_qemu_whose_load_failed_is_started_again_as_told") {
-        let config = |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(extra);
+        let config = |extra: &[&str]| {
+            VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(extra)
+        };
         let more = config(&["-device", "virtio-rng-pci"]);
         let mut pair = Pair::start_apart(&more, &config(&[]))?;
 
@@ -221,7 +253,8 @@ fn another_user_is_told_who_may() -> anyhow::Result<()> {
         open(&socket, 0o666)?;
         open(vm.ram_file(), 0o600)?;
         let said = as_nobody(&godwit, &migrate)?;
-        for words in ["cannot open its file", "run godwit as root or as the user that runs the VM"] {
+        for words in ["cannot open its file", "run godwit as root or as the user that runs the VM"]
+        {
             ensure!(said.contains(words), "'{words}' is not in: {said}");
         }
         check_untouched(&mut vm)?;
@@ -229,7 +262,9 @@ fn another_user_is_told_who_may() -> anyhow::Result<()> {
     let options = ["--memory", "64MiB", "--mode", "rate"];
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
     let name = pair.source.vm_name();
-    for arguments in [&["migrate", "--vm", &name, "--to", "127.0.0.1:1"][..], &["status", "--vm", &name]] {
+    for arguments in
+        [&["migrate", "--vm", &name, "--to", "127.0.0.1:1"][..], &["status", "--vm", &name]]
+    {
         let said = as_nobody(&pair.godwit, arguments)?;
         ensure!(said.contains("run godwit as root or as the user that runs the machine"), "{said}");
     }

@@ -1,5 +1,6 @@
-//! VMs that are not alike: refused before the first byte, with every difference and its cure, while both QEMUs stay as they were. And
-//! VMs that are alike though they were started or built up differently: moved.
+//! VMs that are not alike: refused before the first byte, with every difference and its cure, while
+//! both QEMUs stay as they were. And VMs that are alike though they were started or built up
+//! differently: moved.
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
@@ -38,20 +39,27 @@ fn check_different(pair: &mut Pair, words: &[&str]) -> anyhow::Result<()> {
     check_untouched(&mut pair.source)
 }
 
-/// Each of these was found only by the failed load, with the guest stopped and the destination used up; another CPU model and
-/// one more device at the destination were not found at all.
+/// Each of these was found only by the failed load, with the guest stopped and the destination used
+/// up; another CPU model and one more device at the destination were not found at all.
 #[test]
 fn vms_that_differ_are_refused_before_the_first_byte() -> anyhow::Result<()> {
-    let Some(config) = config("vms_that_differ_are_refused_before_the_first_byte")? else { return Ok(()) };
+    let Some(config) = config("vms_that_differ_are_refused_before_the_first_byte")? else {
+        return Ok(());
+    };
     let rng = ["-device", "virtio-rng-pci,id=rng0,addr=07.0"];
     let mut pair = Pair::start(&config.clone().with_extra(&rng))?;
     let cases: [(&[&str], &[&str]); 5] = [
-        (&["-machine", "pc"], &["[machine] machine: pc-q35-", "pc-i440fx-", "(use -machine pc-q35-"]),
+        (
+            &["-machine", "pc"],
+            &["[machine] machine: pc-q35-", "pc-i440fx-", "(use -machine pc-q35-"],
+        ),
         (&["-cpu", "max"], &["[cpu] CPU model: qemu64 at the source, max here (use -cpu qemu64)"]),
         (&["-cpu", "qemu64,+avx"], &["[cpu.features] CPU features: avx only here"]),
         (
             &["-device", "virtio-balloon-pci,id=balloon0,addr=08.0"],
-            &["[device.q35-pcihost/08.0] device 'balloon0' (virtio-balloon-pci) only here (leave it out)"],
+            &[
+                "[device.q35-pcihost/08.0] device 'balloon0' (virtio-balloon-pci) only here (leave it out)",
+            ],
         ),
         (&["-device", "isa-serial,index=1"], &["isa-serial#2] isa-serial at", "only here"]),
     ];
@@ -61,13 +69,17 @@ fn vms_that_differ_are_refused_before_the_first_byte() -> anyhow::Result<()> {
     }
     // Without the device, and with one of its properties changed.
     pair.destination = TestVm::destination(&config)?;
-    let words =
-        "device 'rng0' (virtio-rng-pci) only at the source (add -device virtio-rng-pci,id=rng0,addr=07.0)";
+    let words = "device 'rng0' (virtio-rng-pci) only at the source (add -device virtio-rng-pci,id=rng0,addr=07.0)";
     check_different(&mut pair, &[words])?;
-    let other = ["-device", "virtio-rng-pci,id=rng0,addr=07.0,max-bytes=1024,period=1000", "-smp", "2"];
+    let other =
+        ["-device", "virtio-rng-pci,id=rng0,addr=07.0,max-bytes=1024,period=1000", "-smp", "2"];
     pair.destination = TestVm::destination(&config.clone().with_extra(&other))?;
-    let words =
-        ["[smp] processors: 1 at the source, 2 here (use -smp 1)", "device 'rng0'", "max-bytes=", "period="];
+    let words = [
+        "[smp] processors: 1 at the source, 2 here (use -smp 1)",
+        "device 'rng0'",
+        "max-bytes=",
+        "period=",
+    ];
     check_different(&mut pair, &words)?;
 
     pair.destination = TestVm::destination(&config.with_extra(&rng))?;
@@ -77,7 +89,9 @@ fn vms_that_differ_are_refused_before_the_first_byte() -> anyhow::Result<()> {
 
 #[test]
 fn a_destination_that_refused_takes_the_guest_that_fits() -> anyhow::Result<()> {
-    let Some(config) = config("a_destination_that_refused_takes_the_guest_that_fits")? else { return Ok(()) };
+    let Some(config) = config("a_destination_that_refused_takes_the_guest_that_fits")? else {
+        return Ok(());
+    };
     let mut two = config.clone();
     two.cpus = 2;
     let mut pair = Pair::start_apart(&two, &config)?;
@@ -91,20 +105,26 @@ fn a_destination_that_refused_takes_the_guest_that_fits() -> anyhow::Result<()> 
 
 #[test]
 fn a_machine_type_that_the_destination_does_not_have_is_refused() -> anyhow::Result<()> {
-    let Some([old, new]) = both("a_machine_type_that_the_destination_does_not_have_is_refused") else {
+    let Some([old, new]) = both("a_machine_type_that_the_destination_does_not_have_is_refused")
+    else {
         return Ok(());
     };
     let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate));
     let mut pair = Pair::start_apart(&config(&new), &config(&old))?;
-    let words =
-        ["[machine] machine: pc-q35-10", "pc-q35-7.2 here", "does not have that", "-machine pc-q35-7.2)"];
+    let words = [
+        "[machine] machine: pc-q35-10",
+        "pc-q35-7.2 here",
+        "does not have that",
+        "-machine pc-q35-7.2)",
+    ];
     check_different(&mut pair, &words)
 }
 
 #[test]
 fn a_guest_moves_to_a_newer_qemu_and_back() -> anyhow::Result<()> {
     let Some([old, new]) = both("a_guest_moves_to_a_newer_qemu_and_back") else { return Ok(()) };
-    let devices = ["-machine", "pc-q35-7.2", "-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"];
+    let devices =
+        ["-machine", "pc-q35-7.2", "-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0"];
     let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_extra(&devices);
     let mut pair = Pair::start_apart(&config(&old), &config(&new))?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -121,7 +141,8 @@ fn a_guest_moves_to_a_newer_qemu_and_back() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_device_plugged_at_the_source_is_found_on_the_destinations_command_line() -> anyhow::Result<()> {
+fn a_device_plugged_at_the_source_is_found_on_the_destinations_command_line() -> anyhow::Result<()>
+{
     let test = "a_device_plugged_at_the_source_is_found_on_the_destinations_command_line";
     for build in builds_for(test) {
         let port = ["-device", "pcie-root-port,id=port0,chassis=1,addr=06.0"];
@@ -140,7 +161,9 @@ fn a_device_plugged_at_the_source_is_found_on_the_destinations_command_line() ->
 
 #[test]
 fn a_difference_is_let_pass_by_its_key_and_no_other() -> anyhow::Result<()> {
-    let Some(config) = config("a_difference_is_let_pass_by_its_key_and_no_other")? else { return Ok(()) };
+    let Some(config) = config("a_difference_is_let_pass_by_its_key_and_no_other")? else {
+        return Ok(());
+    };
     // A guest that does not look does not mind another name of its processor.
     let other = config.clone().with_extra(&["-cpu", "qemu64,model-id=other"]);
     let mut pair = Pair::start_apart(&config, &other)?;
@@ -151,10 +174,13 @@ fn a_difference_is_let_pass_by_its_key_and_no_other() -> anyhow::Result<()> {
     check_moved(&mut pair, &migrate)
 }
 
-/// False alarms would keep people from migrating: machines of all kinds that were started alike, of one version or of two.
+/// False alarms would keep people from migrating: machines of all kinds that were started alike, of
+/// one version or of two.
 #[test]
 fn machines_that_were_started_alike_are_alike() -> anyhow::Result<()> {
-    let Some([old, new]) = both("machines_that_were_started_alike_are_alike") else { return Ok(()) };
+    let Some([old, new]) = both("machines_that_were_started_alike_are_alike") else {
+        return Ok(());
+    };
     let machines: [&[&str]; 5] = [
         &["-machine", "pc-q35-7.2"],
         &["-machine", "pc-i440fx-7.2", "-vga", "std", "-usb", "-device", "usb-tablet"],
@@ -213,8 +239,10 @@ fn machines_that_were_started_alike_are_alike() -> anyhow::Result<()> {
     ];
     for machine in machines {
         for (from, to) in [(&old, &old), (&new, &new), (&old, &new), (&new, &old)] {
-            let config = |build| VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_extra(machine);
-            let (source, destination) = (TestVm::source(&config(from))?, TestVm::destination(&config(to))?);
+            let config =
+                |build| VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_extra(machine);
+            let (source, destination) =
+                (TestVm::source(&config(from))?, TestVm::destination(&config(to))?);
             let godwit = Godwit::built()?;
             let (mut receive, address) = godwit.receive(&destination, &[])?;
             let migrate = godwit.migrate(&source, &address, &["--max-bandwidth", "1MiB/s"])?;

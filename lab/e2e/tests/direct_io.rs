@@ -1,7 +1,9 @@
-//! Disks with direct I/O: a guest that reads past its page cache all the time, from disks that QEMU reads past the host's.
+//! Disks with direct I/O: a guest that reads past its page cache all the time, from disks that QEMU
+//! reads past the host's.
 //!
-//! What a device reads lands in guest memory after the tracker has seen the write. The guest looks again at all that it
-//! has read, and `--verify` compares all memory. `make soak` runs it in the hundreds.
+//! What a device reads lands in guest memory after the tracker has seen the write. The guest looks
+//! again at all that it has read, and `--verify` compares all memory. `make soak` runs it in the
+//! hundreds.
 
 use std::path::Path;
 
@@ -16,7 +18,8 @@ use godwit_units::ByteCount;
 /// The ways in which QEMU does I/O.
 const WAYS: [&str; 3] = ["threads", "native", "io_uring"];
 
-/// Reads a second that the host's disk is slowed down to: each of the guest's eight is under way for some 50 ms.
+/// Reads a second that the host's disk is slowed down to: each of the guest's eight is under way
+/// for some 50 ms.
 const READS: u32 = 150;
 
 /// An image on a file system that knows O_DIRECT, which a tmpfs may not.
@@ -34,7 +37,8 @@ fn config(image: &DiskImage, build: &QemuBuild, way: &str) -> VmConfig {
         threads: 8,
     };
     let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Idle) };
-    let drive = format!("file={},if=virtio,format=raw,cache=none,aio={way}", image.path().display());
+    let drive =
+        format!("file={},if=virtio,format=raw,cache=none,aio={way}", image.path().display());
     VmConfig::new(build, guest).with_extra(&["-drive", &drive])
 }
 
@@ -49,7 +53,8 @@ fn what_lands_late_is_found() -> anyhow::Result<()> {
     for build in builds {
         for way in WAYS {
             let image = image()?;
-            let slow = SlowReads::for_test("what_lands_late_is_found (slowly)", &image.path(), READS);
+            let slow =
+                SlowReads::for_test("what_lands_late_is_found (slowly)", &image.path(), READS);
             let config = config(&image, &build, way);
             let mut pair = Pair::start(&config)?;
             for number in 0..soak(1) {
@@ -58,8 +63,10 @@ fn what_lands_late_is_found() -> anyhow::Result<()> {
                     slow.add(pair.source.pid())?;
                 }
                 let (migrate, _) = pair.migrate(&["--verify", "--max-bandwidth", "200MiB/s"])?;
-                check_moved(&mut pair, &migrate).with_context(|| format!("{build} {way}, move {number}"))?;
-                pair.source = std::mem::replace(&mut pair.destination, TestVm::destination(&config)?);
+                check_moved(&mut pair, &migrate)
+                    .with_context(|| format!("{build} {way}, move {number}"))?;
+                pair.source =
+                    std::mem::replace(&mut pair.destination, TestVm::destination(&config)?);
             }
         }
     }

@@ -1,5 +1,6 @@
-//! Disks that move along: microvms and QEMUs with an image on each side. The guest stamps a part of its disk, writes and checks it
-//! all the time; of a microvm's, which uses the first 16 MiB, what is behind them is compared here.
+//! Disks that move along: microvms and QEMUs with an image on each side. The guest stamps a part of
+//! its disk, writes and checks it all the time; of a microvm's, which uses the first 16 MiB, what
+//! is behind them is compared here.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +11,8 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, builds_for, images_for,
+    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, builds_for,
+    images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -86,7 +88,8 @@ impl DiskPair {
     }
 
     fn start_with(test: &str, options: &[&str]) -> anyhow::Result<Option<Self>> {
-        let (from, to) = (Image::filled(&format!("{test}-from"))?, Image::stale(&format!("{test}-to"))?);
+        let (from, to) =
+            (Image::filled(&format!("{test}-from"))?, Image::stale(&format!("{test}-to"))?);
         let source = [options, &from.option()].concat();
         let destination = [options, &to.option()].concat();
         let pair = MicroPair::start_apart(&format!("disks: {test}"), &source, &destination)?;
@@ -95,10 +98,13 @@ impl DiskPair {
 
     /// A migration with [`SLOW`] that is in the full pass.
     fn in_full_pass(&self, more: &[&str]) -> anyhow::Result<(Running, Running)> {
-        let (receive, address) = self.pair.godwit.receive(&self.pair.destination, &["--disks", "all"])?;
-        let migrate = self.pair.godwit.migrate(&self.pair.source, &address, &[SLOW, more].concat())?;
+        let (receive, address) =
+            self.pair.godwit.receive(&self.pair.destination, &["--disks", "all"])?;
+        let migrate =
+            self.pair.godwit.migrate(&self.pair.source, &address, &[SLOW, more].concat())?;
         let copying = |line: &Value| {
-            line["disks"][0]["full_pass"] == true && line["disks"][0]["sent_bytes"].as_u64() > Some(4 << 20)
+            line["disks"][0]["full_pass"] == true
+                && line["disks"][0]["sent_bytes"].as_u64() > Some(4 << 20)
         };
         migrate.wait_for("full pass", LIMIT, copying)?;
         Ok((migrate, receive))
@@ -130,13 +136,21 @@ fn a_disk_moves_along_in_blocks_of_any_size() -> anyhow::Result<()> {
         disks.check_moved(&migrate)?;
         assert_eq!(receive.last()["outcome"], "running");
         let accepted = receive.lines.iter().find(|line| line["event"] == "accepted");
-        ensure!(accepted.is_some_and(|line| line["disks"][0]["size_bytes"] == SIZE), "{:?}", receive.lines);
+        ensure!(
+            accepted.is_some_and(|line| line["disks"][0]["size_bytes"] == SIZE),
+            "{:?}",
+            receive.lines
+        );
         let last = migrate.last();
         let expected = if granularity == "1MiB" { 1 << 20 } else { 4 << 10 };
         ensure!(last["disks"][0]["granularity_bytes"] == expected, "{}", last["disks"]);
         let first = &last["round_list"][0];
-        ensure!(first["data_pages"] == 0 && first["zero_pages"] == 0, "memory in the full pass: {first}");
-        // Holes were neither read nor filled: of what was stale before, nothing is allocated any more.
+        ensure!(
+            first["data_pages"] == 0 && first["zero_pages"] == 0,
+            "memory in the full pass: {first}"
+        );
+        // Holes were neither read nor filled: of what was stale before, nothing is allocated any
+        // more.
         let allocated = allocated(&disks.to.0)?.0;
         ensure!(allocated < 45 << 20, "{allocated} bytes are allocated at the destination");
     }
@@ -202,8 +216,10 @@ fn a_switchover_is_forced_in_the_full_pass() -> anyhow::Result<()> {
 
 #[test]
 fn free_pages_are_asked_for_when_memory_has_its_turn() -> anyhow::Result<()> {
-    // Of 96 MiB that the guest has filled it uses 16 at a time, and goes through all of it in a second.
-    let churn = ["--memory", "128MiB", "--mode", "churn", "--fill", "96MiB", "--working-set", "16MiB"];
+    // Of 96 MiB that the guest has filled it uses 16 at a time, and goes through all of it in a
+    // second.
+    let churn =
+        ["--memory", "128MiB", "--mode", "churn", "--fill", "96MiB", "--working-set", "16MiB"];
     let options = [&churn[..], &["--rate", "20000", "--balloon", "hints"]].concat();
     let Some(disks) = DiskPair::start_with("free_pages", &options)? else { return Ok(()) };
     let name = format!("free-{}", std::process::id());
@@ -226,21 +242,25 @@ fn the_guests_writes_are_limited_until_it_has_moved() -> anyhow::Result<()> {
     let (migrate, _receive) = disks.in_full_pass(&options)?;
     // Some rounds with the limit in force; then it may end.
     let limited = |line: &Value| {
-        line["disk_limit_bytes_per_second"].as_f64() == Some(LIMIT_RATE) && line["round"].as_u64() > Some(3)
+        line["disk_limit_bytes_per_second"].as_f64() == Some(LIMIT_RATE)
+            && line["round"].as_u64() > Some(3)
     };
     migrate.wait_for("rounds with a limit", LIMIT, limited)?;
-    // Where the host is quick enough for the limit of downtime, it has come to its end by itself meanwhile: what was
-    // written says as much then.
+    // Where the host is quick enough for the limit of downtime, it has come to its end by itself
+    // meanwhile: what was written says as much then.
     disks.pair.godwit.run(&["switchover", "--force", "--migration", &name])?;
     let migrate = migrate.wait(LIMIT)?;
     disks.check_moved(&migrate)?;
     // From the second round on, and all but the last, where the guest stands still.
     let rounds = migrate.last()["round_list"].as_array().cloned().unwrap_or_default();
     let limited = &rounds[1..rounds.len() - 1];
-    let written: f64 = limited.iter().filter_map(|round| round["disk_written_bytes"].as_f64()).sum();
+    let written: f64 =
+        limited.iter().filter_map(|round| round["disk_written_bytes"].as_f64()).sum();
     let milliseconds = |value: &Value| value.as_f64().unwrap_or(0.0);
-    let seconds = (milliseconds(&migrate.last()["total_ms"]) - milliseconds(&rounds[0]["ms"])) / 1e3;
-    // A write that was under way when the limit came is not held back, and one may be counted before it is paid for.
+    let seconds =
+        (milliseconds(&migrate.last()["total_ms"]) - milliseconds(&rounds[0]["ms"])) / 1e3;
+    // A write that was under way when the limit came is not held back, and one may be counted
+    // before it is paid for.
     ensure!(
         written <= LIMIT_RATE * seconds * 1.1 + 16_384.0,
         "{written} bytes in {seconds} s of limited rounds"
@@ -267,12 +287,14 @@ fn disks_that_do_not_fit_are_refused_and_nothing_is_written() -> anyhow::Result<
         disks.pair.check_untouched()?;
     }
     ensure!(small.bytes_from(0)?.iter().all(|byte| *byte == 0), "something was written");
-    let unknown = disks.pair.godwit.migrate(&disks.pair.source, "127.0.0.1:1", &["--disks", "vda"])?;
+    let unknown =
+        disks.pair.godwit.migrate(&disks.pair.source, "127.0.0.1:1", &["--disks", "vda"])?;
     check_refused(&unknown.wait(LIMIT)?, 1, &["no disk 'vda' (it has 'disk')"])?;
     disks.pair.check_untouched()
 }
 
-/// QEMUs, each with a disk of the same name and an image of its own, whose guest writes and checks it.
+/// QEMUs, each with a disk of the same name and an image of its own, whose guest writes and checks
+/// it.
 fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskImage; 2])>> {
     if !images_for(test) {
         return Ok(Vec::new());
@@ -281,7 +303,8 @@ fn qemus(test: &str, format: &'static str) -> anyhow::Result<Vec<(Pair, [DiskIma
         let image = || DiskImage::create(format, ByteCount(64 << 20));
         let images = [image()?, image()?];
         let rate = 2 << 20;
-        let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
+        let disk =
+            DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
         let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
         let config = |image| VmConfig::new(build, guest).with_disk("disk0", image);
         let pair = Pair::start_apart(&config(&images[0]), &config(&images[1]))?;
@@ -307,7 +330,8 @@ fn the_disk_of_a_qemu_moves_along_with_its_guest() -> anyhow::Result<()> {
 fn left_in(vm: &mut TestVm) -> anyhow::Result<Vec<String>> {
     let nodes = vm.qmp().execute("query-named-block-nodes", json!({ "flat": true }))?;
     let exports = vm.qmp().execute("query-block-exports", Value::Null)?;
-    let bitmaps = nodes.as_array().into_iter().flatten().filter_map(|node| node["dirty-bitmaps"].as_array());
+    let bitmaps =
+        nodes.as_array().into_iter().flatten().filter_map(|node| node["dirty-bitmaps"].as_array());
     let bitmaps = bitmaps.flatten().map(|bitmap| bitmap["name"].to_string());
     Ok(exports
         .as_array()
@@ -325,7 +349,8 @@ fn refused_by(pair: &Pair, allowed: &[&str]) -> anyhow::Result<[Ended; 2]> {
     Ok([migrate.wait(LIMIT)?, receive.wait(LIMIT)?])
 }
 
-/// Whoever reached the port could name a disk and overwrite it, whatever the operator there had in mind.
+/// Whoever reached the port could name a disk and overwrite it, whatever the operator there had in
+/// mind.
 #[test]
 fn no_disk_is_overwritten_that_receive_was_not_told_of() -> anyhow::Result<()> {
     for (mut pair, images) in qemus("no_disk_is_overwritten_that_receive_was_not_told_of", "raw")? {
@@ -337,13 +362,19 @@ fn no_disk_is_overwritten_that_receive_was_not_told_of() -> anyhow::Result<()> {
                 &["overwrite disk 'disk0'", "receive with --disks disk0 or --disks all"],
             )?;
         }
-        let unknown = pair.godwit.receive(&pair.destination, &["--disks", "disk1"]).map(drop).unwrap_err();
-        ensure!(unknown.to_string().contains("has no disk 'disk1'; its drives are disk0"), "{unknown}");
+        let unknown =
+            pair.godwit.receive(&pair.destination, &["--disks", "disk1"]).map(drop).unwrap_err();
+        ensure!(
+            unknown.to_string().contains("has no disk 'disk1'; its drives are disk0"),
+            "{unknown}"
+        );
         ensure!(std::fs::read(images[1].path())? == before, "something was written");
         check_untouched(&mut pair.source)?;
         // By another of its names, and into the machine that refused.
-        let (receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "disk0-device"])?;
-        let migrate = pair.godwit.migrate(&pair.source, &address, &["--disks", "all"])?.wait(LIMIT)?;
+        let (receive, address) =
+            pair.godwit.receive(&pair.destination, &["--disks", "disk0-device"])?;
+        let migrate =
+            pair.godwit.migrate(&pair.source, &address, &["--disks", "all"])?.wait(LIMIT)?;
         check_moved(&mut pair, &migrate)?;
         drop(receive);
     }
@@ -357,7 +388,11 @@ fn a_microvm_takes_no_disk_that_receive_was_not_told_of() -> anyhow::Result<()> 
     let (receive, address) = disks.pair.godwit.receive(&disks.pair.destination, &[])?;
     let migrate = disks.pair.godwit.migrate(&disks.pair.source, &address, &["--disks", "all"])?;
     for ended in [migrate.wait(LIMIT)?, receive.wait(LIMIT)?] {
-        check_refused(&ended, 1, &["overwrite disk 'disk'", "receive with --disks disk or --disks all"])?;
+        check_refused(
+            &ended,
+            1,
+            &["overwrite disk 'disk'", "receive with --disks disk or --disks all"],
+        )?;
     }
     ensure!(disks.to.bytes_from(0)? == before, "something was written");
     disks.pair.check_untouched()?;
@@ -369,8 +404,12 @@ fn three_disks_of_a_qemu_move_along_and_nothing_stays_behind() -> anyhow::Result
     let test = "three_disks_of_a_qemu_move_along_and_nothing_stays_behind";
     let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
     for build in builds {
-        let disk =
-            DiskWork { write: 2 << 20, read: 2 << 20, span: ByteCount(16 << 20), ..DiskWork::default() };
+        let disk = DiskWork {
+            write: 2 << 20,
+            read: 2 << 20,
+            span: ByteCount(16 << 20),
+            ..DiskWork::default()
+        };
         let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Rate) };
         let mut images = Vec::new();
         let mut config = |formats: [&'static str; 3]| -> anyhow::Result<VmConfig> {

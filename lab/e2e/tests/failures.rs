@@ -44,7 +44,8 @@ fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
     assert_eq!(migrate.last()["phase"], "pre-copy");
     check_untouched(&mut pair.source)?;
     assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
-    // The same destination QEMU takes the second attempt: what the first one left in its RAM is overwritten.
+    // The same destination QEMU takes the second attempt: what the first one left in its RAM is
+    // overwritten.
     second_attempt(&mut pair)
 }
 
@@ -65,7 +66,9 @@ fn the_receiving_godwit_killed() -> anyhow::Result<()> {
 
 #[test]
 fn the_destination_qemu_killed_before_it_is_ready() -> anyhow::Result<()> {
-    let Some(mut pair) = pair("the_destination_qemu_killed_before_it_is_ready")? else { return Ok(()) };
+    let Some(mut pair) = pair("the_destination_qemu_killed_before_it_is_ready")? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -91,7 +94,8 @@ fn a_destination_with_other_devices() -> anyhow::Result<()> {
     let mut pair = Pair::start(&config.clone().with_extra(&["-device", "virtio-rng-pci"]))?;
     pair.destination = TestVm::destination(&config)?;
 
-    // Let pass by the operator, and found out by QEMU when it loads the device state: the guest is stopped by then.
+    // Let pass by the operator, and found out by QEMU when it loads the device state: the guest is
+    // stopped by then.
     let (migrate, receive) = pair.migrate(&["--allow-differences", "all"])?;
 
     ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
@@ -167,7 +171,8 @@ fn a_destination_that_hangs() -> anyhow::Result<()> {
 
 #[test]
 fn a_cable_that_is_pulled_is_noticed_by_both() -> anyhow::Result<()> {
-    // Mutation: no signs of life, no keep-alive, no user timeout. No packet says that the other side is gone.
+    // Mutation: no signs of life, no keep-alive, no user timeout. No packet says that the other
+    // side is gone.
     let test = "a_cable_that_is_pulled_is_noticed_by_both";
     let Some(mut pair) = pair(test)? else { return Ok(()) };
     let link = match SlowLink::create(Rate::from_bytes_per_second(f64::from(100 << 20))) {
@@ -191,7 +196,11 @@ fn a_cable_that_is_pulled_is_noticed_by_both() -> anyhow::Result<()> {
     let receive = receive.wait(LIMIT)?;
     ensure!(receive.status.code() == Some(1), "{}: {}", receive.status, receive.errors);
     // A write that is stuck is given up after 20 s, a read never.
-    ensure!(noticed.as_secs() < 16 && since.elapsed().as_secs() < 18, "{noticed:?}, {:?}", since.elapsed());
+    ensure!(
+        noticed.as_secs() < 16 && since.elapsed().as_secs() < 18,
+        "{noticed:?}, {:?}",
+        since.elapsed()
+    );
     check_untouched(&mut pair.source)?;
     second_attempt(&mut pair)
 }
@@ -205,8 +214,8 @@ fn one_line(stream: impl std::io::Read) -> anyhow::Result<String> {
 
 #[test]
 fn nobody_reads_what_they_say() -> anyhow::Result<()> {
-    // A terminal that is closed, a pager that ends: in the middle of it, and at the handover. Mutation: a macro that
-    // panics then.
+    // A terminal that is closed, a pager that ends: in the middle of it, and at the handover.
+    // Mutation: a macro that panics then.
     let test = "nobody_reads_what_they_say";
     for fault in [None, Some("cut-after-commit"), Some("lose-commit")] {
         let Some(mut pair) = pair(test)? else { return Ok(()) };
@@ -214,17 +223,23 @@ fn nobody_reads_what_they_say() -> anyhow::Result<()> {
         let address = format!("unix:{}", socket.display());
         let start = |arguments: &[&str]| {
             let mut command = Command::new(pair.godwit.program());
-            command.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+            command
+                .args(arguments)
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
             command.spawn()
         };
-        let mut receive = start(&["receive", "--vm", &pair.destination.vm_name(), "--listen", &address])?;
+        let mut receive =
+            start(&["receive", "--vm", &pair.destination.vm_name(), "--listen", &address])?;
         let said = one_line(receive.stderr.take().context("no standard error")?)?;
         ensure!(said.starts_with("listening on unix:"), "{said}");
         drop(receive.stdout.take());
 
         let vm = pair.source.vm_name();
         let fault: Vec<&str> = fault.iter().flat_map(|fault| ["--fault", fault]).collect();
-        let mut migrate = start(&[&["migrate", "--vm", &vm, "--to", &address], SLOW, &fault[..]].concat())?;
+        let mut migrate =
+            start(&[&["migrate", "--vm", &vm, "--to", &address], SLOW, &fault[..]].concat())?;
         one_line(migrate.stderr.take().context("no standard error")?)?;
         drop(migrate.stdout.take());
 
@@ -238,7 +253,9 @@ fn nobody_reads_what_they_say() -> anyhow::Result<()> {
 #[test]
 fn under_nohup_the_end_of_a_session_is_ignored() -> anyhow::Result<()> {
     // Mutation: a handler is installed for a signal that was to be ignored.
-    let Some(mut pair) = pair("under_nohup_the_end_of_a_session_is_ignored")? else { return Ok(()) };
+    let Some(mut pair) = pair("under_nohup_the_end_of_a_session_is_ignored")? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let program = pair.godwit.program().display().to_string();
     let vm = pair.source.vm_name();
@@ -271,7 +288,8 @@ fn a_peer_that_hangs_on_a_link_that_stands() -> anyhow::Result<()> {
         let (receive, _) = pair.godwit.receive_on(&address, &pair.destination, &[])?;
         let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
         await_copying(&migrate)?;
-        let (hangs, waits) = if stopped == "source" { (migrate, receive) } else { (receive, migrate) };
+        let (hangs, waits) =
+            if stopped == "source" { (migrate, receive) } else { (receive, migrate) };
 
         hangs.signal(Signal::STOP)?;
 
@@ -326,6 +344,10 @@ fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
     assert_eq!(receive.status.code(), Some(1));
     check_untouched(&mut pair.source)?;
     let after = Instant::now();
-    ensure!(pair.destination.wait_for_heartbeats_after(after, 1, std::time::Duration::from_secs(1)).is_err());
+    ensure!(
+        pair.destination
+            .wait_for_heartbeats_after(after, 1, std::time::Duration::from_secs(1))
+            .is_err()
+    );
     Ok(())
 }

@@ -9,9 +9,20 @@ use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, VmConfig, builds_for
 use godwit_units::ByteCount;
 use serde_json::Value;
 
-/// 96 MiB that the guest has filled, of which it uses 16 MiB at a time: pages come and go all the time.
-const CHURN: &[&str] =
-    &["--memory", "128MiB", "--mode", "churn", "--fill", "96MiB", "--working-set", "16MiB", "--cpus", "2"];
+/// 96 MiB that the guest has filled, of which it uses 16 MiB at a time: pages come and go all the
+/// time.
+const CHURN: &[&str] = &[
+    "--memory",
+    "128MiB",
+    "--mode",
+    "churn",
+    "--fill",
+    "96MiB",
+    "--working-set",
+    "16MiB",
+    "--cpus",
+    "2",
+];
 const HINTS: &[&str] = &["--balloon", "hints"];
 const PAGE: u64 = 4096;
 
@@ -35,12 +46,14 @@ fn pages_that_the_guest_says_are_free_are_not_sent() -> anyhow::Result<()> {
 
 #[test]
 fn no_page_in_use_is_taken_for_free() -> anyhow::Result<()> {
-    // As fast as it can: pages are taken back while the hint about them is in the queue, and all the time after it.
+    // As fast as it can: pages are taken back while the hint about them is in the queue, and all
+    // the time after it.
     let options = [CHURN, HINTS, &["--rate", "0"]].concat();
     let Some(mut pair) = MicroPair::start("no_page_in_use_is_taken_for_free", &options)? else {
         return Ok(());
     };
-    // A link that is slower than the guest's hints, and one that is faster; segments that are put off; one channel.
+    // A link that is slower than the guest's hints, and one that is faster; segments that are put
+    // off; one channel.
     let ways: [&[&str]; 4] = [
         &["--verify"],
         &["--max-bandwidth", "100MiB/s", "--downtime-limit", "900ms"],
@@ -61,13 +74,15 @@ fn no_page_in_use_is_taken_for_free() -> anyhow::Result<()> {
 
 #[test]
 fn a_second_attempt_finds_what_the_first_one_has_left() -> anyhow::Result<()> {
-    // The first attempt is made while all pages that it sends are in use; most are free when the second one is made.
+    // The first attempt is made while all pages that it sends are in use; most are free when the
+    // second one is made.
     let options = [CHURN, HINTS, &["--rate", "20000"]].concat();
     let test = "a_second_attempt_finds_what_the_first_one_has_left";
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let link = Link::to(&address)?;
-    let migrate = pair.godwit.migrate(&pair.source, link.address(), &["--max-bandwidth", "10MiB/s"])?;
+    let migrate =
+        pair.godwit.migrate(&pair.source, link.address(), &["--max-bandwidth", "10MiB/s"])?;
     await_copying(&migrate)?;
     std::thread::sleep(Duration::from_secs(1));
     link.cut();
@@ -175,14 +190,19 @@ fn pages_that_are_given_back_meanwhile_are_discarded_at_the_destination() -> any
         .skip(1)
         .filter_map(|round| round["zero_pages"].as_u64())
         .sum();
-    ensure!(zero > 100, "only {zero} pages were discarded after the first round: {}", migrate.last());
+    ensure!(
+        zero > 100,
+        "only {zero} pages were discarded after the first round: {}",
+        migrate.last()
+    );
     Ok(())
 }
 
 #[test]
 fn a_machine_without_the_balloon_refuses_the_state() -> anyhow::Result<()> {
     let options = [CHURN, HINTS].concat();
-    let Some(mut pair) = MicroPair::start("a_machine_without_the_balloon_refuses_the_state", &options)?
+    let Some(mut pair) =
+        MicroPair::start("a_machine_without_the_balloon_refuses_the_state", &options)?
     else {
         return Ok(());
     };
@@ -195,7 +215,8 @@ fn a_machine_without_the_balloon_refuses_the_state() -> anyhow::Result<()> {
 /// A Linux guest with 512 MiB, of which a process that has ended had 300, and a balloon.
 fn linux(build: &godwit_testbed::QemuBuild, balloon: &str) -> VmConfig {
     let work = BuildWork { jobs: 0, past: ByteCount(300 << 20) };
-    let guest = GuestConfig { memory: ByteCount(512 << 20), build: work, ..GuestConfig::small(Mode::Rate) };
+    let guest =
+        GuestConfig { memory: ByteCount(512 << 20), build: work, ..GuestConfig::small(Mode::Rate) };
     VmConfig::new(build, guest).with_extra(&["-device", balloon])
 }
 
@@ -234,7 +255,8 @@ fn what_it_reports_while_it_moves_is_discarded() -> anyhow::Result<()> {
 fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
     let test = "a_plan_says_what_would_make_free_memory_known";
     let Some(build) = builds_for(test).into_iter().next() else { return Ok(()) };
-    let small = |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(extra);
+    let small =
+        |extra: &[&str]| VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(extra);
     let cases: [(&[&str], &str); 3] = [
         (&[], "-device virtio-balloon-pci,free-page-reporting=on"),
         (&["-device", "virtio-balloon-pci"], "start it with free-page-reporting=on"),
@@ -246,7 +268,10 @@ fn a_plan_says_what_would_make_free_memory_known() -> anyhow::Result<()> {
         let output = godwit.run(&["plan", "--vm", &vm.vm_name(), "--for", "200ms", "--json"])?;
         let answer: Value = serde_json::from_slice(&output.stdout)?;
         let advice = answer["advice"].as_str().unwrap_or_default();
-        ensure!(advice.contains(words) && advice.is_empty() == words.is_empty(), "{extra:?}: {answer}");
+        ensure!(
+            advice.contains(words) && advice.is_empty() == words.is_empty(),
+            "{extra:?}: {answer}"
+        );
     }
     Ok(())
 }

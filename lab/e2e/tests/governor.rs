@@ -1,5 +1,5 @@
-//! Guests under the write governor: they arrive exact, a godwit that is killed or cancelled leaves nothing behind, and where a
-//! guest cannot be governed its vCPUs are throttled instead.
+//! Guests under the write governor: they arrive exact, a godwit that is killed or cancelled leaves
+//! nothing behind, and where a guest cannot be governed its vCPUs are throttled instead.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -8,7 +8,9 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, skip};
+use godwit_testbed::{
+    Ended, GuestConfig, HugePages, QemuBuild, Running, VmConfig, builds_for, skip,
+};
 use godwit_units::ByteCount;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -41,7 +43,11 @@ fn check_governed(migrate: &Ended) -> anyhow::Result<()> {
 fn check_fell_back(migrate: &Ended, why: &str) -> anyhow::Result<()> {
     let says = |line: &Value| line["warning"].as_str().is_some_and(|words| words.contains(why));
     ensure!(migrate.lines.iter().any(says), "{}", migrate.last());
-    ensure!(migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)), "{}", migrate.last());
+    ensure!(
+        migrate.lines.iter().any(|line| line["throttle"].as_f64() > Some(0.0)),
+        "{}",
+        migrate.last()
+    );
     ensure!(!migrate.lines.iter().any(is_governed), "{}", migrate.last());
     Ok(())
 }
@@ -138,7 +144,8 @@ impl Unprivileged {
             skip(test, "there is no setpriv(1)");
             return Ok(None);
         }
-        let script = std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
+        let script =
+            std::env::temp_dir().join(format!("godwit-unprivileged-{}", std::process::id()));
         let program = build.program.display();
         let words = "setpriv --bounding-set -sys_ptrace --inh-caps -sys_ptrace";
         std::fs::write(&script, format!("#!/bin/sh\nexec {words} -- {program} \"$@\"\n"))?;
@@ -193,7 +200,8 @@ fn memory_in_huge_pages_is_not_governed() -> anyhow::Result<()> {
 
 #[test]
 fn a_microvm_that_tracks_by_page_tables_governs_itself() -> anyhow::Result<()> {
-    let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", "pagemap"];
+    let options =
+        ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", "pagemap"];
     let test = "a_microvm_that_tracks_by_page_tables_governs_itself";
     let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
     // A guest that shares its processor with another test is no match for a faster link.

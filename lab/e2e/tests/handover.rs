@@ -1,4 +1,5 @@
-//! What befalls the link or either QEMU while the guest is stopped: who has the guest then, and that it is said so.
+//! What befalls the link or either QEMU while the guest is stopped: who has the guest then, and
+//! that it is said so.
 
 use std::time::{Duration, Instant};
 
@@ -6,12 +7,13 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, Network, QemuBuild, RemoteDisk, Running, TestVm, VmConfig, builds_for,
-    images_for,
+    DiskImage, Ended, GuestConfig, Network, QemuBuild, RemoteDisk, Running, TestVm, VmConfig,
+    builds_for, images_for,
 };
 use godwit_units::ByteCount;
 
-/// What has to be noticed is noticed by then, on a busy machine too; all limits of the product are longer.
+/// What has to be noticed is noticed by then, on a busy machine too; all limits of the product are
+/// longer.
 const SOON: Duration = Duration::from_secs(3);
 
 /// A pair with a guest that writes.
@@ -74,7 +76,8 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
 
         link.cut();
 
-        // The destination waits for two minutes for a word from the source, and holds no lock meanwhile.
+        // The destination waits for two minutes for a word from the source, and holds no lock
+        // meanwhile.
         let cut = Instant::now();
         let migrate = migrate.wait(LIMIT)?;
         check_back(&migrate).with_context(|| build.to_string())?;
@@ -87,8 +90,11 @@ fn a_link_cut_at_ready_with_locked_images_that_both_have_open() -> anyhow::Resul
 }
 
 #[test]
-fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -> anyhow::Result<()> {
-    for build in builds_for("a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once") {
+fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -> anyhow::Result<()>
+{
+    for build in
+        builds_for("a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once")
+    {
         for stopped in [false, true] {
             let mut pair = pair(&build)?;
             let (migrate, receive) = if stopped {
@@ -109,7 +115,11 @@ fn a_source_qemu_that_is_killed_takes_its_guest_along_and_it_is_said_at_once() -
             ensure!(migrate.status.code() == Some(3), "{}: {}", migrate.status, migrate.errors);
             ensure!(migrate.last()["guest"] == "ended", "{}", migrate.last());
             ensure!(migrate.last()["outcome"] == "failed", "{}", migrate.last());
-            ensure!(migrate.errors.contains("the guest has ended with its VM"), "{}", migrate.errors);
+            ensure!(
+                migrate.errors.contains("the guest has ended with its VM"),
+                "{}",
+                migrate.errors
+            );
             ensure!(migrate.errors.trim().lines().count() == 1, "{}", migrate.errors);
             ensure!(receive.wait(LIMIT)?.status.code() == Some(1));
         }
@@ -132,7 +142,8 @@ fn a_guest_that_has_arrived_outlives_the_qemu_it_came_from() -> anyhow::Result<(
 }
 
 #[test]
-fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it() -> anyhow::Result<()> {
+fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it()
+-> anyhow::Result<()> {
     let test = "a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it";
     for build in builds_for(test) {
         for ready in [false, true] {
@@ -161,14 +172,16 @@ fn a_destination_qemu_that_is_killed_never_ran_the_guest_and_the_source_hears_it
 }
 
 #[test]
-fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_back() -> anyhow::Result<()> {
+fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_back()
+-> anyhow::Result<()> {
     let test = "a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_back";
     if !images_for(test) {
         return Ok(());
     }
     for build in builds_for(test) {
         let image = DiskImage::create("raw", ByteCount(16 << 20))?;
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk", &image);
+        let config =
+            VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk", &image);
         let mut pair = Pair::start(&config)?;
         let (_link, migrate, receive) = held_at_ready(&mut pair, &[])?;
 

@@ -1,17 +1,17 @@
-//! A godwit that is killed: whichever and whenever, the guest runs on at one side, within a second where it was stopped,
-//! and nothing of godwit's is left in QEMU.
+//! A godwit that is killed: whichever and whenever, the guest runs on at one side, within a second
+//! where it was stopped, and nothing of godwit's is left in QEMU.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched, guardian_of,
-    oldest,
+    LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched,
+    guardian_of, oldest,
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig, builds_for,
-    images_for,
+    BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig,
+    builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::{Signal, kill_process};
@@ -79,10 +79,15 @@ fn at_every_step_up_to_commit_the_guest_runs_on_at_the_source() -> anyhow::Resul
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, options)?;
             let moment = await_end(&migrate)?;
-            let back = await_running(&mut pair.source, moment).with_context(|| format!("{build}: {step}"))?;
+            let back = await_running(&mut pair.source, moment)
+                .with_context(|| format!("{build}: {step}"))?;
             ensure!(back < BACK, "{build}: {step}: the guest stood for {back:?} after the kill");
             check_untouched(&mut pair.source).with_context(|| format!("{build}: {step}"))?;
-            ensure!(migrate.errors().contains("did not end by itself"), "{step}: {}", migrate.errors());
+            ensure!(
+                migrate.errors().contains("did not end by itself"),
+                "{step}: {}",
+                migrate.errors()
+            );
             pair.destination = TestVm::destination(pair.source.config())?;
         }
         second_attempt(&mut pair)?;
@@ -96,7 +101,8 @@ fn from_commit_on_the_guest_never_runs_at_the_source() -> anyhow::Result<()> {
         for step in ["kill-after-commit", "kill-after-farewell"] {
             let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
-            let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
+            let observer =
+                Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
 
             let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, &["--fault", step])?;
@@ -122,7 +128,8 @@ fn just_before_commit_the_guest_is_in_doubt_and_runs_nowhere() -> anyhow::Result
     }
     let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-    let migrate = pair.godwit.migrate(&pair.source, &address, &["--fault", "kill-before-commit"])?;
+    let migrate =
+        pair.godwit.migrate(&pair.source, &address, &["--fault", "kill-before-commit"])?;
     await_words(&migrate, "IN DOUBT")?;
     std::thread::sleep(BACK);
     assert_eq!(pair.source.status()?, "postmigrate");
@@ -153,7 +160,8 @@ enum Found {
 /// Waits until the guest runs on one side; never on both.
 fn find_guest(pair: &mut Pair, moment: Instant) -> anyhow::Result<Found> {
     loop {
-        let there = pair.destination.is_alive() && pair.destination.status().is_ok_and(|it| it == "running");
+        let there = pair.destination.is_alive()
+            && pair.destination.status().is_ok_and(|it| it == "running");
         // A source that has handed its guest over may end while it is asked.
         let here = pair.source.is_alive() && pair.source.status().is_ok_and(|it| it == "running");
         ensure!(!(here && there), "two guests from one");
@@ -179,8 +187,8 @@ fn turn_round(pair: &mut Pair) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Kills `migrate` `times` times: half of them at moments spread over all of the migration, half of them while the guest is
-/// stopped.
+/// Kills `migrate` `times` times: half of them at moments spread over all of the migration, half of
+/// them while the guest is stopped.
 fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
     let builds = builds_for(test);
     for build in &builds {
@@ -207,8 +215,13 @@ fn kill_at_random(test: &str, times: u32) -> anyhow::Result<()> {
             let moment = Instant::now();
             match find_guest(&mut pair, moment)? {
                 Found::Source => {
-                    ensure!(moment.elapsed() < BACK, "{build}: it stood for {:?}", moment.elapsed());
-                    check_untouched(&mut pair.source).with_context(|| format!("{build}: kill {number}"))?;
+                    ensure!(
+                        moment.elapsed() < BACK,
+                        "{build}: it stood for {:?}",
+                        moment.elapsed()
+                    );
+                    check_untouched(&mut pair.source)
+                        .with_context(|| format!("{build}: kill {number}"))?;
                     pair.destination = TestVm::destination(pair.source.config())?;
                     back += 1;
                 }
@@ -263,9 +276,13 @@ fn a_receive_killed_while_the_guest_is_stopped_leaves_it_on_one_side() -> anyhow
                     pair.destination = TestVm::destination(pair.source.config())?;
                 }
                 Found::Destination => turn_round(&mut pair)?,
-                // COMMIT went out and was not read: the destination has ended, so the source may run.
+                // COMMIT went out and was not read: the destination has ended, so the source may
+                // run.
                 Found::Nowhere => {
-                    ensure!(!pair.destination.is_alive(), "a guest that never ran stays at the destination");
+                    ensure!(
+                        !pair.destination.is_alive(),
+                        "a guest that never ran stays at the destination"
+                    );
                     drop(migrate);
                     pair.source.resume()?;
                     pair.destination = TestVm::destination(pair.source.config())?;
@@ -291,7 +308,11 @@ fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
             while pair.destination.is_alive() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(10));
             }
-            ensure!(!pair.destination.is_alive(), "{build}: {step}: it stays: {}", receive.errors());
+            ensure!(
+                !pair.destination.is_alive(),
+                "{build}: {step}: it stays: {}",
+                receive.errors()
+            );
             pair.destination = TestVm::destination(pair.source.config())?;
         }
         second_attempt(&mut pair)?;
@@ -302,11 +323,13 @@ fn a_receive_killed_before_commit_never_runs_the_guest() -> anyhow::Result<()> {
 #[test]
 fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` runs a guest that is loaded and that no COMMIT came for.
-    for build in builds_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none") {
+    for build in builds_for("a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none")
+    {
         let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
         let place = BeaconPlace::find(pair.source.ram_file())?;
         let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
-        let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", "kill-after-ready"])?;
+        let (receive, address) =
+            pair.godwit.receive(&pair.destination, &["--fault", "kill-after-ready"])?;
         let migrate = pair.godwit.migrate(&pair.source, &address, &[])?;
 
         let moment = await_end(&receive)?;
@@ -343,11 +366,14 @@ fn a_receive_killed_when_it_was_ready_runs_the_guest_on_one_side_or_none() -> an
 #[test]
 fn a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian() -> anyhow::Result<()> {
     // Mutation: the guardian of `receive` does not finish what COMMIT asked for.
-    for build in builds_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian") {
+    for build in
+        builds_for("a_receive_killed_when_commit_had_come_leaves_the_guest_to_its_guardian")
+    {
         for step in ["kill-before-run", "kill-after-run"] {
             let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
             let place = BeaconPlace::find(pair.source.ram_file())?;
-            let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
+            let observer =
+                Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
             let (receive, address) = pair.godwit.receive(&pair.destination, &["--fault", step])?;
             let migrate = pair.godwit.migrate(&pair.source, &address, &[])?;
 
@@ -378,10 +404,13 @@ fn disks_that_move_are_let_go_of() -> anyhow::Result<()> {
         let image = || DiskImage::create("qcow2", ByteCount(64 << 20));
         let (from, to, again) = (image()?, image()?, image()?);
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
-        let mut pair =
-            Pair::start_apart(&config.clone().with_disk("d", &from), &config.clone().with_disk("d", &to))?;
+        let mut pair = Pair::start_apart(
+            &config.clone().with_disk("d", &from),
+            &config.clone().with_disk("d", &to),
+        )?;
         for fault in ["kill-after-prepare", "kill-after-stop"] {
-            let (_receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "all"])?;
+            let (_receive, address) =
+                pair.godwit.receive(&pair.destination, &["--disks", "all"])?;
             let options = ["--disks", "all", "--fault", fault];
             let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
             let moment = await_end(&migrate)?;
@@ -409,14 +438,19 @@ fn killed_with_its_guardian(pair: &Pair, address: &str, fault: &str) -> anyhow::
 }
 
 #[test]
-fn what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators() -> anyhow::Result<()> {
-    let builds = builds_for("what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators");
+fn what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators()
+-> anyhow::Result<()> {
+    let builds =
+        builds_for("what_a_killed_godwit_and_its_guardian_have_set_is_not_taken_for_the_operators");
     for build in &builds {
         let mut pair = Pair::start(&VmConfig::new(build, GuestConfig::small(Mode::Rate)))?;
         let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         killed_with_its_guardian(&pair, &address, "kill-after-prepare")?;
         let left = pair.source.qmp().execute("query-migrate-capabilities", Value::Null)?;
-        ensure!(left.to_string().contains("true"), "nothing is left that could be taken for the operator's");
+        ensure!(
+            left.to_string().contains("true"),
+            "nothing is left that could be taken for the operator's"
+        );
 
         pair.destination = TestVm::destination(pair.source.config())?;
         let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
@@ -455,7 +489,8 @@ fn a_limit_that_an_operator_has_set_since_stays() -> anyhow::Result<()> {
         return Ok(());
     }
     let image = DiskImage::create("raw", ByteCount(16 << 20))?;
-    let config = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle)).with_disk("d", &image);
+    let config =
+        VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Idle)).with_disk("d", &image);
     let mut vm = TestVm::source(&config)?;
     let godwit = Godwit::built()?;
     let disks = vm.qmp().execute("query-block", Value::Null)?;
@@ -474,7 +509,12 @@ fn a_limit_that_an_operator_has_set_since_stays() -> anyhow::Result<()> {
         godwit.run(&["plan", "--vm", &vm.vm_name(), "--for", "1s"])?;
 
         let disks = vm.qmp().execute("query-block", Value::Null)?;
-        ensure!(disks[0]["inserted"]["bps_wr"] == after, "{} became {}", now, disks[0]["inserted"]["bps_wr"]);
+        ensure!(
+            disks[0]["inserted"]["bps_wr"] == after,
+            "{} became {}",
+            now,
+            disks[0]["inserted"]["bps_wr"]
+        );
         ensure!(!std::path::Path::new(&path).exists(), "the record stays");
     }
     Ok(())

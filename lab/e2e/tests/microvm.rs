@@ -1,4 +1,5 @@
-//! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine in the VMM.
+//! Microvms: migrations that succeed, fail on the way and are refused, as for QEMU, with the engine
+//! in the VMM.
 
 use std::os::unix::net::UnixStream;
 
@@ -6,7 +7,8 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, builds_for, kvm_for,
+    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, builds_for,
+    kvm_for,
 };
 use rustix::process::Signal;
 
@@ -31,7 +33,9 @@ fn an_idle_guest() -> anyhow::Result<()> {
 
 #[test]
 fn a_writing_guest_with_all_witnesses() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("a_writing_guest_with_all_witnesses", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("a_writing_guest_with_all_witnesses", SMALL)? else {
+        return Ok(());
+    };
     let place = BeaconPlace::find(pair.source.ram_file())?;
     let observer = Observer::start(place, pair.source.ram_file(), pair.destination.ram_file())?;
     let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -51,9 +55,17 @@ fn a_source_that_is_killed_before_the_handover_leaves_no_doubt() -> anyhow::Resu
     await_copying(&migrate)?;
     pair.source.kill();
     let migrate = migrate.wait(LIMIT)?;
-    // The guest is lost with its machine, as it would be without a migration. It runs nowhere, which is certain.
-    check_refused(&migrate, 3, &["the guest has ended with its VM at the source", "during pre-copy"])?;
-    assert_eq!((&migrate.last()["outcome"], &migrate.last()["guest"]), (&"failed".into(), &"ended".into()));
+    // The guest is lost with its machine, as it would be without a migration. It runs nowhere,
+    // which is certain.
+    check_refused(
+        &migrate,
+        3,
+        &["the guest has ended with its VM at the source", "during pre-copy"],
+    )?;
+    assert_eq!(
+        (&migrate.last()["outcome"], &migrate.last()["guest"]),
+        (&"failed".into(), &"ended".into())
+    );
     assert_eq!(receive.wait(LIMIT)?.status.code(), Some(1));
     ensure!(pair.destination.status()? == "incoming");
     Ok(())
@@ -96,7 +108,8 @@ fn a_socket_that_is_no_machines_is_refused_and_nothing_is_in_doubt() -> anyhow::
 #[test]
 fn a_guest_at_full_speed_under_each_tracker() -> anyhow::Result<()> {
     for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
-        let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "8MiB", "--tracker", tracker];
+        let options =
+            ["--memory", "128MiB", "--mode", "full", "--working-set", "8MiB", "--tracker", tracker];
         moves("a_guest_at_full_speed_under_each_tracker", &options)?;
     }
     Ok(())
@@ -107,7 +120,9 @@ fn odd_blocks_many_slots_two_vcpus_and_a_disk() -> anyhow::Result<()> {
     let image = std::env::temp_dir().join(format!("godwit-e2e-microvm-{}", std::process::id()));
     std::fs::write(&image, vec![0; 4 << 20])?;
     let disk = image.display().to_string();
-    for (tracker, mode) in [("kvm-log", "hot-cold"), ("pagemap", "sequential"), ("kvm-ring", "rate")] {
+    for (tracker, mode) in
+        [("kvm-log", "hot-cold"), ("pagemap", "sequential"), ("kvm-ring", "rate")]
+    {
         moves(
             "odd_blocks_many_slots_two_vcpus_and_a_disk",
             &[
@@ -129,7 +144,9 @@ fn odd_blocks_many_slots_two_vcpus_and_a_disk() -> anyhow::Result<()> {
 
 #[test]
 fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("microvm: a_link_cut_in_pre_copy", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: a_link_cut_in_pre_copy", SMALL)? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let link = Link::to(&address)?;
     let migrate = pair.godwit.migrate(&pair.source, link.address(), SLOW)?;
@@ -149,7 +166,9 @@ fn a_link_cut_in_pre_copy() -> anyhow::Result<()> {
 
 #[test]
 fn the_destination_killed() -> anyhow::Result<()> {
-    let Some(mut pair) = MicroPair::start("microvm: the_destination_killed", SMALL)? else { return Ok(()) };
+    let Some(mut pair) = MicroPair::start("microvm: the_destination_killed", SMALL)? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -167,7 +186,9 @@ fn the_destination_killed() -> anyhow::Result<()> {
 
 #[test]
 fn ctrl_c_on_either_side() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("microvm: ctrl_c_on_either_side", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: ctrl_c_on_either_side", SMALL)? else {
+        return Ok(());
+    };
     for at_source in [true, false] {
         let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
@@ -191,7 +212,9 @@ fn ctrl_c_on_either_side() -> anyhow::Result<()> {
 
 #[test]
 fn the_migrating_command_killed() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("microvm: the_migrating_command_killed", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("microvm: the_migrating_command_killed", SMALL)? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let mut migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
     await_copying(&migrate)?;
@@ -207,7 +230,8 @@ fn the_migrating_command_killed() -> anyhow::Result<()> {
 #[test]
 fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
     for fault in ["cut-after-commit", "lose-commit", "lose-farewell"] {
-        let Some(pair) = MicroPair::start("microvm: the_link_breaks_at_the_handover", SMALL)? else {
+        let Some(pair) = MicroPair::start("microvm: the_link_breaks_at_the_handover", SMALL)?
+        else {
             return Ok(());
         };
         let (migrate, receive) = pair.migrate(&["--fault", fault])?;
@@ -219,7 +243,8 @@ fn the_link_breaks_at_the_handover() -> anyhow::Result<()> {
 
 #[test]
 fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("microvm: a_copy_that_is_not_exact_never_runs", SMALL)? else {
+    let Some(pair) = MicroPair::start("microvm: a_copy_that_is_not_exact_never_runs", SMALL)?
+    else {
         return Ok(());
     };
     let (migrate, receive) = pair.migrate(&["--verify", "--fault", "wrong-digest"])?;
@@ -232,7 +257,8 @@ fn a_copy_that_is_not_exact_never_runs() -> anyhow::Result<()> {
 
 #[test]
 fn a_source_that_is_kept_never_runs_again() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("microvm: a_source_that_is_kept_never_runs_again", SMALL)? else {
+    let Some(pair) = MicroPair::start("microvm: a_source_that_is_kept_never_runs_again", SMALL)?
+    else {
         return Ok(());
     };
     let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1"])?;
@@ -261,8 +287,11 @@ fn a_paused_guest_arrives_paused() -> anyhow::Result<()> {
 
 #[test]
 fn machines_that_do_not_fit() -> anyhow::Result<()> {
-    let Some(mut pair) = MicroPair::start("machines_that_do_not_fit", SMALL)? else { return Ok(()) };
-    // Sizes are compared before anything is copied; the rest when the state is loaded, and the guest runs on.
+    let Some(mut pair) = MicroPair::start("machines_that_do_not_fit", SMALL)? else {
+        return Ok(());
+    };
+    // Sizes are compared before anything is copied; the rest when the state is loaded, and the
+    // guest runs on.
     let low = "name=ram,size=128MiB,gpa=0";
     let cases: [(&[&str], &str); 4] = [
         (&["--memory", "64MiB"], "has 128MiB at the source and 64MiB at the destination"),
@@ -270,8 +299,14 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
             &["--block", low, "--block", "name=more,size=1MiB,gpa=0x10000000"],
             "RAM blocks that the source has not",
         ),
-        (&["--block", "name=ram,size=128MiB,gpa=0", "--cpus", "2"], "start both with the same --cpus"),
-        (&["--block", "name=other,size=128MiB,gpa=0"], "RAM block 'ram' of the source does not exist"),
+        (
+            &["--block", "name=ram,size=128MiB,gpa=0", "--cpus", "2"],
+            "start both with the same --cpus",
+        ),
+        (
+            &["--block", "name=other,size=128MiB,gpa=0"],
+            "RAM block 'ram' of the source does not exist",
+        ),
     ];
     for (options, words) in cases {
         pair.destination = MicroVm::start(&pair.godwit, &[options, &["--incoming"]].concat())?;
@@ -284,7 +319,9 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
 
 #[test]
 fn exchanged_and_missing_machines() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("exchanged_and_missing_machines", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("exchanged_and_missing_machines", SMALL)? else {
+        return Ok(());
+    };
     let exchanged = pair.godwit.migrate(&pair.destination, "127.0.0.1:1", &[])?.wait(LIMIT)?;
     check_refused(&exchanged, 1, &["are source and destination exchanged?"])?;
     let nobody = pair.godwit.migrate(&pair.source, "127.0.0.1:1", &[])?.wait(LIMIT)?;
@@ -314,7 +351,10 @@ fn machines_that_cannot_be() -> anyhow::Result<()> {
         (&["--memory", "1MiB"], "at least 16MiB at guest address 0"),
         (&["--cpus", "99"], "99 vCPUs do not do: use 1 to 32"),
         (&["--disk", "/nonexistent"], "cannot be opened for writing"),
-        (&["--block", "name=a,size=16MiB,gpa=0", "--block", "name=b,size=4KiB,gpa=0x1000"], "overlap"),
+        (
+            &["--block", "name=a,size=16MiB,gpa=0", "--block", "name=b,size=4KiB,gpa=0x1000"],
+            "overlap",
+        ),
         (&["--fill", "1GiB"], "use a smaller --fill or more --memory"),
     ];
     for (options, words) in cases {

@@ -64,11 +64,15 @@ fn the_expected_downtime_holds_the_digests() -> anyhow::Result<()> {
     let (migrate, _) = pair.migrate(&["--verify"])?;
     check_moved(&mut pair, &migrate)?;
     let expected = |line: &Value| line["expected_downtime_ms"].as_f64();
-    let expected = migrate.lines.iter().filter_map(expected).next_back().context("no expectation")?;
+    let expected =
+        migrate.lines.iter().filter_map(expected).next_back().context("no expectation")?;
     let digests = migrate.last()["verify_ms"].as_f64().context("no digests")?;
     // Both sides digest on the same processors here, which takes up to twice as long as one alone.
     ensure!(expected > 0.4 * digests, "{expected} ms were foretold, and digests took {digests} ms");
-    ensure!(expected < 10.0 * digests + 100.0, "{expected} ms were foretold, with digests of {digests} ms");
+    ensure!(
+        expected < 10.0 * digests + 100.0,
+        "{expected} ms were foretold, with digests of {digests} ms"
+    );
     Ok(())
 }
 
@@ -80,7 +84,8 @@ fn a_source_that_is_kept_stays_stopped() -> anyhow::Result<()> {
     }
     let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     // One channel, limited: the other ways through the same code.
-    let (migrate, _) = pair.migrate(&["--keep-source", "--channels", "1", "--max-bandwidth", "100MiB/s"])?;
+    let (migrate, _) =
+        pair.migrate(&["--keep-source", "--channels", "1", "--max-bandwidth", "100MiB/s"])?;
     check_moved(&mut pair, &migrate)?;
     assert_eq!(pair.source.status()?, "postmigrate");
     // It can be used again: nothing of ours is in force there, and nothing at the destination.
@@ -124,7 +129,8 @@ fn several_vcpus_and_a_disk_on_shared_storage() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Every vCPU writes memory: the guest's own work, and processes that come, fill memory, check it and go.
+/// Every vCPU writes memory: the guest's own work, and processes that come, fill memory, check it
+/// and go.
 #[test]
 fn several_vcpus_that_all_write() -> anyhow::Result<()> {
     for build in builds_for("several_vcpus_that_all_write") {
@@ -139,7 +145,8 @@ fn several_vcpus_that_all_write() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Both QEMUs have the same image open, with its locks, as shared storage has it, and the guest writes and reads it all the time.
+/// Both QEMUs have the same image open, with its locks, as shared storage has it, and the guest
+/// writes and reads it all the time.
 #[test]
 fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()> {
     let test = "a_locked_disk_on_shared_storage_that_the_guest_writes";
@@ -149,7 +156,8 @@ fn a_locked_disk_on_shared_storage_that_the_guest_writes() -> anyhow::Result<()>
     for build in builds_for(test) {
         let image = DiskImage::create("raw", SHARED)?;
         let mut guest = GuestConfig::small(Mode::Rate);
-        guest.disk = DiskWork { write: 4 << 20, read: 4 << 20, span: SHARED, ..DiskWork::default() };
+        guest.disk =
+            DiskWork { write: 4 << 20, read: 4 << 20, span: SHARED, ..DiskWork::default() };
         let mut pair = Pair::start(&VmConfig::new(&build, guest).with_disk("disk0", &image))?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
@@ -189,13 +197,18 @@ fn each_codec_carries_a_guest() -> anyhow::Result<()> {
         return Ok(());
     }
     for codec in ["none", "lz4", "lz4:8", "zstd", "zstd:-5"] {
-        let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Full)))?;
+        let mut pair =
+            Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Full)))?;
         let (migrate, _) =
             pair.migrate(&["--compression", codec, "--verify", "--max-bandwidth", "100MiB/s"])?;
         check_moved(&mut pair, &migrate).with_context(|| codec.to_owned())?;
-        let (sent, raw) = (migrate.last()["sent_bytes"].as_u64(), migrate.last()["raw_bytes"].as_u64());
+        let (sent, raw) =
+            (migrate.last()["sent_bytes"].as_u64(), migrate.last()["raw_bytes"].as_u64());
         // Half of each page of this guest is zero.
-        ensure!((sent < raw.map(|raw| raw * 7 / 10)) == (codec != "none"), "{codec}: {sent:?} of {raw:?}");
+        ensure!(
+            (sent < raw.map(|raw| raw * 7 / 10)) == (codec != "none"),
+            "{codec}: {sent:?} of {raw:?}"
+        );
     }
     Ok(())
 }
@@ -208,13 +221,16 @@ fn a_destination_without_codecs() -> anyhow::Result<()> {
     }
     let mut pair = Pair::start(&VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate)))?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &["--compression", "none"])?;
-    let migrate = pair.godwit.migrate(&pair.source, &address, &["--compression", "lz4", "--verify"])?;
+    let migrate =
+        pair.godwit.migrate(&pair.source, &address, &["--compression", "lz4", "--verify"])?;
     let migrate = migrate.wait(LIMIT)?;
     check_moved(&mut pair, &migrate)?;
     ensure!(receive.wait(LIMIT)?.status.success());
     // It is said aloud.
     let said = migrate.lines.iter().any(|line| {
-        line["warning"].as_str().is_some_and(|text| text.contains("the destination does not take it"))
+        line["warning"]
+            .as_str()
+            .is_some_and(|text| text.contains("the destination does not take it"))
     });
     ensure!(said, "{:?}", migrate.lines);
     ensure!(migrate.last()["codecs"] == "none", "{}", migrate.last());

@@ -1,18 +1,22 @@
-//! What befalls the guest itself while it moves, and what others do to its VM meanwhile: the guest is reset, powers off or
-//! panics; somebody plugs a device, begins a block job or takes a snapshot.
+//! What befalls the guest itself while it moves, and what others do to its VM meanwhile: the guest
+//! is reset, powers off or panics; somebody plugs a device, begins a block job or takes a snapshot.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Pair, await_alone, await_copying, check_refused, check_settings, check_untouched};
+use godwit_e2e::{
+    LIMIT, Pair, await_alone, await_copying, check_refused, check_settings, check_untouched,
+};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, Ports, QemuBuild, Running, TestVm, VmConfig, builds_for, images_for,
+    DiskImage, Ended, GuestConfig, Ports, QemuBuild, Running, TestVm, VmConfig, builds_for,
+    images_for,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
-/// What has to be noticed is noticed by then, on a busy machine too: the migration itself would go on for much longer.
+/// What has to be noticed is noticed by then, on a busy machine too: the migration itself would go
+/// on for much longer.
 const SOON: Duration = Duration::from_secs(5);
 /// So slow that it does not end by itself within a test, nor the first round within a few seconds.
 const SLOW: &[&str] = &["--max-bandwidth", "5MiB/s", "--compression", "none", "--throttle", "off"];
@@ -121,7 +125,8 @@ fn a_guest_that_powers_off_or_panics_and_its_qemu_with_it_has_ended() -> anyhow:
             let migrate = migrate.wait(LIMIT)?;
             let context = || format!("{build}, {act:?} {when:?}: {}", migrate.errors);
             ensure!(acted.elapsed() < SOON, "{}: {:?}", context(), acted.elapsed());
-            check_refused(&migrate, 3, &[words, "the guest has ended with its VM"]).with_context(context)?;
+            check_refused(&migrate, 3, &[words, "the guest has ended with its VM"])
+                .with_context(context)?;
             ensure!(migrate.last()["guest"] == "ended", "{}", migrate.last());
             ensure!(receive.wait(LIMIT)?.status.code() == Some(1));
         }
@@ -162,7 +167,9 @@ fn a_guest_that_powered_off_or_panicked_and_is_kept_is_not_moved() -> anyhow::Re
 #[test]
 fn a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side() -> anyhow::Result<()> {
     for build in builds_for("a_guest_that_ended_just_before_it_was_stopped_runs_on_neither_side") {
-        for (act, words) in [(Act::PowersOff, "the guest powered off"), (Act::Panics, "the guest panicked")] {
+        for (act, words) in
+            [(Act::PowersOff, "the guest powered off"), (Act::Panics, "the guest panicked")]
+        {
             let mut acting = Acting::start(&build, &["-no-shutdown", "-action", "panic=pause"])?;
             let (migrate, receive) = acting.migrate(When::Stopped)?;
 
@@ -205,12 +212,15 @@ fn a_guest_that_is_reset_boots_anew_and_moves() -> anyhow::Result<()> {
             let set = ["set", "--migration", &name];
             acting.pair.godwit.done(&[&set[..], &free[..]].concat())?;
             let migrate = migrate.wait(LIMIT)?;
-            let context = || format!("{build}, booted {booted}: {} {}", migrate.last(), migrate.errors);
+            let context =
+                || format!("{build}, booted {booted}: {} {}", migrate.last(), migrate.errors);
             ensure!(migrate.last()["outcome"] == "migrated", "{}", context());
             ensure!(migrate.last()["verified"] == true, "{}", context());
             ensure!(receive.wait(LIMIT)?.status.success());
             let destination = &mut acting.pair.destination;
-            destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).with_context(context)?;
+            destination
+                .wait_for_heartbeats_after(Instant::now(), 3, LIMIT)
+                .with_context(context)?;
             if !booted {
                 let first = destination.heartbeats()[0].heartbeat.n;
                 ensure!(first < old, "{}: it booted before it moved: {first}", context());
@@ -286,7 +296,9 @@ fn what_others_do_to_the_vm_meanwhile_ends_the_migration() -> anyhow::Result<()>
             },
             Intrusion {
                 does: plugged.to_vec(),
-                words: vec!["device 'plugged' (virtio-rng-pci) was added during the migration".to_owned()],
+                words: vec![
+                    "device 'plugged' (virtio-rng-pci) was added during the migration".to_owned(),
+                ],
                 undone: None,
             },
             Intrusion {

@@ -10,8 +10,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, GuestConfig, Lan, QemuBuild, Silence, Style, TestVm, VmConfig, builds_for, images_for,
-    own_migration, skip,
+    DiskImage, GuestConfig, Lan, QemuBuild, Silence, Style, TestVm, VmConfig, builds_for,
+    images_for, own_migration, skip,
 };
 use godwit_units::ByteCount;
 
@@ -62,8 +62,16 @@ fn quickest(silences: &[Duration]) -> Duration {
 }
 
 /// What a client hears nothing for while the guest moves, once for each of a few moves.
-fn silences(lan: &Lan, build: &QemuBuild, image: &DiskImage, by: Mover) -> anyhow::Result<Vec<Duration>> {
-    let node = format!("driver=raw,node-name=disk,file.driver=file,file.filename={}", image.path().display());
+fn silences(
+    lan: &Lan,
+    build: &QemuBuild,
+    image: &DiskImage,
+    by: Mover,
+) -> anyhow::Result<Vec<Duration>> {
+    let node = format!(
+        "driver=raw,node-name=disk,file.driver=file,file.filename={}",
+        image.path().display()
+    );
     let node = format!("{node},cache.direct=on,file.cache.direct=on");
     let balloon = "virtio-balloon-pci,free-page-reporting=on";
     let disk = ["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk"];

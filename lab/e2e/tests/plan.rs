@@ -22,12 +22,15 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);
     ensure!(samples >= 5, "{answer}");
     ensure!(answer["measured"]["dirty"][samples - 1][1].as_u64() > Some(1000), "{answer}");
-    let finishes =
-        |link: usize, case: usize| answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone();
+    let finishes = |link: usize, case: usize| {
+        answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone()
+    };
     ensure!(finishes(0, 1) == false, "without a throttle it does not: {answer}");
     ensure!(finishes(1, 1) == true, "over a fast link it does: {answer}");
     let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
-    ensure!(seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64());
+    ensure!(
+        seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64()
+    );
 
     // As `| head -1` does it, before anything is written.
     let (reader, writer) = std::io::pipe()?;
@@ -73,7 +76,10 @@ fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
     let command = answer["images"][0].as_str().unwrap_or_default();
     ensure!(command.starts_with("qemu-img create -f qcow2 /dev/shm/"), "{answer}");
     ensure!(command.contains(" 3145728 ") && command.ends_with("# data"), "{answer}");
-    ensure!(answer["receive"].as_str().is_some_and(|line| line.contains("receive --disks all")), "{answer}");
+    ensure!(
+        answer["receive"].as_str().is_some_and(|line| line.contains("receive --disks all")),
+        "{answer}"
+    );
     let unknown = plan("other")?;
     ensure!(String::from_utf8_lossy(&unknown.stderr).contains("no disk 'other'"), "{unknown:?}");
     check_untouched(&mut vm)
@@ -86,8 +92,16 @@ fn a_plan_for_a_busy_microvm() -> anyhow::Result<()> {
     }
     let godwit = Godwit::built()?;
     for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
-        let options =
-            ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB", "--tracker", tracker];
+        let options = [
+            "--memory",
+            "128MiB",
+            "--mode",
+            "full",
+            "--working-set",
+            "64MiB",
+            "--tracker",
+            tracker,
+        ];
         let vm = MicroVm::start(&godwit, &options)?;
         vm.wait_ready(LIMIT)?;
         plan(&godwit, &vm)?;
@@ -98,8 +112,8 @@ fn a_plan_for_a_busy_microvm() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The simulator held against real migrations: the forecast is a simulation of the guest that was looked at. The bounds
-/// are those of a busy host; `make bench-policy` measures how far it is off.
+/// The simulator held against real migrations: the forecast is a simulation of the guest that was
+/// looked at. The bounds are those of a busy host; `make bench-policy` measures how far it is off.
 #[test]
 fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
     let test = "a_simulated_migration_is_like_the_real_one";
@@ -111,7 +125,8 @@ fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
         let plan: Value = serde_json::from_slice(&output.stdout)?;
         let simulated = &plan["plans"][0]["cases"][0]["forecast"];
         let (receive, address) = godwit.receive(destination, &[])?;
-        let migrate = godwit.migrate(source, &address, &["--max-bandwidth", "400Mbit"])?.wait(LIMIT)?;
+        let migrate =
+            godwit.migrate(source, &address, &["--max-bandwidth", "400Mbit"])?.wait(LIMIT)?;
         ensure!(receive.wait(LIMIT)?.status.success(), "{}", migrate.errors);
         let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
         let time = number(&simulated["seconds"][1]) * 1e3 / number(&migrate.last()["total_ms"]);
@@ -126,7 +141,8 @@ fn a_simulated_migration_is_like_the_real_one() -> anyhow::Result<()> {
         source.wait_ready(LIMIT)?;
         alike(&source, &destination)?;
     }
-    let options = ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
+    let options =
+        ["--memory", "256MiB", "--mode", "rate", "--working-set", "64MiB", "--fill", "192MiB"];
     if let Some(pair) = MicroPair::start(&format!("microvm: {test}"), &options)? {
         alike(&pair.source, &pair.destination)?;
     }

@@ -6,7 +6,9 @@ use std::net::{TcpListener, TcpStream};
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Backend, Ended, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig, builds_for};
+use godwit_testbed::{
+    Backend, Ended, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig, builds_for,
+};
 
 /// The config of a small guest for each QEMU: where the answer is QEMU's.
 fn configs(test: &str) -> Vec<VmConfig> {
@@ -39,7 +41,11 @@ fn ram_that_is_no_shared_named_file() -> anyhow::Result<()> {
             let mut vm = TestVm::source(&config.clone().with_backend(backend))?;
             vm.wait_ready(LIMIT)?;
             let ended = migrate_nowhere(&vm)?;
-            check_refused(&ended, 1, &["RAM block 'mem'", what, "share=on,mem-path=/dev/shm/NAME"])?;
+            check_refused(
+                &ended,
+                1,
+                &["RAM block 'mem'", what, "share=on,mem-path=/dev/shm/NAME"],
+            )?;
             check_untouched(&mut vm)?;
         }
     }
@@ -50,8 +56,8 @@ fn ram_that_is_no_shared_named_file() -> anyhow::Result<()> {
 fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
     for config in configs("a_disk_with_direct_io_and_a_stranger_in_memory") {
         // O_DIRECT needs a file system that has it, which a tmpfs may not.
-        let image =
-            std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("direct-{}", std::process::id()));
+        let image = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"))
+            .join(format!("direct-{}", std::process::id()));
         std::fs::write(&image, vec![0; 1 << 20])?;
         let drive = format!("file={},if=virtio,format=raw,cache=none", image.display());
         let mut vm = TestVm::source(&config.clone().with_extra(&["-drive", &drive]))?;
@@ -79,7 +85,8 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
         // The other way round the process that is named is the one whose guest runs: it must not be
         // ended.
         let name = waiting.vm_name();
-        let refused = Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
+        let refused =
+            Godwit::built()?.run(&["receive", "--vm", &name, "--listen", "127.0.0.1:0"])?;
         let words = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure!(refused.status.code() == Some(1), "{}: {words}", refused.status);
         let running = format!("process {} (qemu-system", vm.pid());
@@ -121,8 +128,10 @@ fn machines_that_do_not_fit() -> anyhow::Result<()> {
     larger.guest.memory.0 *= 2;
     pair.destination = TestVm::destination(&larger)?;
     let (migrate, receive) = pair.migrate(&[])?;
-    let words =
-        ["RAM block 'mem' has 256MiB at the source and 512MiB at the destination", "same memory size"];
+    let words = [
+        "RAM block 'mem' has 256MiB at the source and 512MiB at the destination",
+        "same memory size",
+    ];
     check_refused(&migrate, 1, &words)?;
     check_refused(&receive, 1, &words)?;
     check_untouched(&mut pair.source)?;
@@ -153,7 +162,8 @@ fn roles_that_are_exchanged() -> anyhow::Result<()> {
 fn a_destination_whose_ram_file_was_replaced() -> anyhow::Result<()> {
     let Some(config) = config("a_destination_whose_ram_file_was_replaced")? else { return Ok(()) };
     let vm = TestVm::destination(&config)?;
-    // The name now belongs to a file that QEMU does not map: what is written there would reach nobody.
+    // The name now belongs to a file that QEMU does not map: what is written there would reach
+    // nobody.
     std::fs::remove_file(vm.ram_file())?;
     std::fs::File::create(vm.ram_file())?.set_len(config.guest.memory.0)?;
     let error = Godwit::built()?.receive(&vm, &[]).map(drop).unwrap_err().to_string();
@@ -172,7 +182,8 @@ fn addresses_where_no_godwit_is() -> anyhow::Result<()> {
         &["cannot connect to 127.0.0.1:1", "is godwit receive running there"],
     )?;
 
-    // Another program, one that speaks first; a peer that sends rubbish; a godwit of another version.
+    // Another program, one that speaks first; a peer that sends rubbish; a godwit of another
+    // version.
     let mut newer = *b"GODWIT\x00\x1a\x09\x00______________________________";
     newer[32..].fill(0);
     let answers: [(&[u8], &str); 3] = [

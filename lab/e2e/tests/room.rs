@@ -70,7 +70,8 @@ impl Group {
         let dir = Path::new(root).join(format!("godwit-room-{}", std::process::id()));
         std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let group = Self(dir);
-        std::fs::write(group.0.join(file), limit.to_string()).context("no control group counts memory")?;
+        std::fs::write(group.0.join(file), limit.to_string())
+            .context("no control group counts memory")?;
         Ok(group)
     }
 
@@ -103,7 +104,9 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
     group.take(pair.destination.pid())?;
     let (migrate, _) = pair.migrate(&[])?;
     ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
-    for words in ["of memory (/sys/fs/cgroup/", "the guest may come to use 256MiB more", "--overcommit"] {
+    for words in
+        ["of memory (/sys/fs/cgroup/", "the guest may come to use 256MiB more", "--overcommit"]
+    {
         ensure!(migrate.errors.contains(words), "'{words}' is not in: {}", migrate.errors);
     }
     check_untouched(&mut pair.source)?;
@@ -123,7 +126,8 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
 
     // Whoever shares memory out more than once says so.
     let (receive, address) = pair.godwit.receive(&pair.destination, &["--overcommit"])?;
-    let migrate = pair.godwit.migrate(&pair.source, &address, &["--verify"])?.wait(godwit_e2e::LIMIT)?;
+    let migrate =
+        pair.godwit.migrate(&pair.source, &address, &["--verify"])?.wait(godwit_e2e::LIMIT)?;
     check_moved(&mut pair, &migrate)?;
     ensure!(receive.wait(godwit_e2e::LIMIT)?.status.success());
     // Nobody is in it when it goes.

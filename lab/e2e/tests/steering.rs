@@ -1,5 +1,5 @@
-//! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked, changed, switched over and
-//! cancelled. With QEMU and with microvms.
+//! Guests that outrun the link are throttled and arrive; and a migration that runs can be asked,
+//! changed, switched over and cancelled. With QEMU and with microvms.
 
 use std::process::Output;
 use std::time::Duration;
@@ -111,7 +111,10 @@ impl Machines {
         let output = self.godwit().run(arguments)?;
         let errors = String::from_utf8_lossy(&output.stderr);
         ensure!(output.status.code() == Some(1), "{arguments:?}: {}", output.status);
-        ensure!(errors.contains(words) && errors.trim().lines().count() == 1, "{arguments:?}: {errors}");
+        ensure!(
+            errors.contains(words) && errors.trim().lines().count() == 1,
+            "{arguments:?}: {errors}"
+        );
         Ok(())
     }
 
@@ -135,7 +138,8 @@ fn name(test: &str) -> String {
 fn a_busy_guest_is_throttled_and_arrives() -> anyhow::Result<()> {
     for machines in machines("a_busy_guest_is_throttled_and_arrives", Qemus::All) {
         let mut machines = machines?;
-        // No match for a guest at full speed, also where that shares its processor with another test.
+        // No match for a guest at full speed, also where that shares its processor with another
+        // test.
         let link = ["--max-bandwidth", "20MiB/s", "--compression", "none"];
         let options = [&link[..], &["--downtime-limit", "200ms", "--verify"]].concat();
         let (migrate, receive) = machines.start(&name("throttled"), &options)?;
@@ -162,13 +166,16 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         ensure!(status["settings"]["max-bandwidth"] == "20MiB/s", "{status}");
 
         // What is wrong changes nothing, nor does what stands beside it.
-        machines.refused(&[&["set"], &of[..], &["speed=9"]].concat(), "there is no setting 'speed'")?;
+        machines
+            .refused(&[&["set"], &of[..], &["speed=9"]].concat(), "there is no setting 'speed'")?;
         let two = [&["set"], &of[..], &["downtime-limit=1h", "patience=soon"]].concat();
         machines.refused(&two, "patience=soon is not possible: use a time")?;
         ensure!(machines.status(&name)?["settings"]["downtime-limit"] == "5ms");
         machines.refused(&["cancel", "--migration", "nobody"], "no migration 'nobody' runs")?;
 
-        machines.done(&[&["set"], &of[..], &["max-bandwidth=30MiB/s", "delay-hot-percent=0"]].concat())?;
+        machines.done(
+            &[&["set"], &of[..], &["max-bandwidth=30MiB/s", "delay-hot-percent=0"]].concat(),
+        )?;
         ensure!(machines.status(&name)?["settings"]["max-bandwidth"] == "30MiB/s");
         migrate.wait_for("the second round", LIMIT, |line| line["round"].as_u64() > Some(0))?;
         machines.refused(&[&["switchover"], &of[..]].concat(), "above the limit of 5ms")?;
@@ -188,7 +195,8 @@ fn rate(migrate: &Running, time: Duration) -> anyhow::Result<f64> {
     let look = || {
         let lines = migrate.lines();
         let line = lines.last().context("no progress")?.clone();
-        let number = |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
+        let number =
+            |name: &str| line[name].as_f64().with_context(|| format!("no {name} in {line}"));
         Ok::<_, anyhow::Error>((number("sent_bytes")?, number("elapsed_ms")?))
     };
     let (sent_before, then) = look()?;
@@ -212,7 +220,8 @@ fn a_bandwidth_that_is_set_while_it_runs_is_kept_to() -> anyhow::Result<()> {
             std::thread::sleep(Duration::from_secs(1));
             seen.push((mib, rate(&migrate, time)? / f64::from(1 << 20)));
         }
-        // A round that ends lets the link idle for a moment; the limit itself is never passed by much.
+        // A round that ends lets the link idle for a moment; the limit itself is never passed by
+        // much.
         for (limit, rate) in &seen {
             ensure!(*rate > limit * 0.4 && *rate < limit * 1.3, "MiB/s set and sent: {seen:?}");
         }
@@ -259,7 +268,8 @@ fn a_migration_is_cancelled_from_outside() -> anyhow::Result<()> {
 fn a_throttle_ends_with_the_godwit_that_held_it() -> anyhow::Result<()> {
     for machines in machines("a_throttle_ends_with_the_godwit_that_held_it", Qemus::All) {
         let mut machines = machines?;
-        let options = ["--max-bandwidth", "20MiB/s", "--downtime-limit", "1ms", "--throttle", "direct"];
+        let options =
+            ["--max-bandwidth", "20MiB/s", "--downtime-limit", "1ms", "--throttle", "direct"];
         let (mut migrate, _receive) = machines.start(&name("killed"), &options)?;
         migrate.wait_for("a throttle", LIMIT, |line| line["throttle"].as_f64() > Some(0.5))?;
         migrate.kill();

@@ -1,5 +1,5 @@
-//! Disks that stay where they are: the destination must find the source's storage, or be told that it does. A guest that moved without
-//! its disks ran on whatever image was there.
+//! Disks that stay where they are: the destination must find the source's storage, or be told that
+//! it does. A guest that moved without its disks ran on whatever image was there.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::ensure;
 use godwit_e2e::{Pair, check_moved, check_refused, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
-use godwit_testbed::{DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for};
+use godwit_testbed::{
+    DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
+};
 use godwit_units::ByteCount;
 use serde_json::json;
 
@@ -21,8 +23,10 @@ fn image(format: &'static str) -> anyhow::Result<DiskImage> {
 /// A guest that writes its disk and checks what it has written.
 fn config(build: &QemuBuild, image: &DiskImage) -> VmConfig {
     let rate = 2 << 20;
-    let disk = DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
-    VmConfig::new(build, GuestConfig { disk, ..GuestConfig::small(Mode::Rate) }).with_disk("disk0", image)
+    let disk =
+        DiskWork { write: rate, read: rate, span: ByteCount(16 << 20), ..DiskWork::default() };
+    VmConfig::new(build, GuestConfig { disk, ..GuestConfig::small(Mode::Rate) })
+        .with_disk("disk0", image)
 }
 
 fn builds(test: &str) -> Vec<QemuBuild> {
@@ -31,7 +35,8 @@ fn builds(test: &str) -> Vec<QemuBuild> {
 
 /// Checks that both sides refuse with all of `words`, and that neither QEMU was touched.
 fn check_other(pair: &mut Pair, words: &[&str]) -> anyhow::Result<()> {
-    let words = [words, &["would not find its disks", "--disks disk0", "--disks-are-shared"]].concat();
+    let words =
+        [words, &["would not find its disks", "--disks disk0", "--disks-are-shared"]].concat();
     let (migrate, receive) = pair.migrate(&[])?;
     check_refused(&migrate, 1, &words)?;
     check_refused(&receive, 1, &words)?;
@@ -71,13 +76,15 @@ fn a_shared_image_is_told_by_itself_and_a_smaller_one_by_its_size() -> anyhow::R
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate)?;
         let told = &migrate.lines[0];
-        let disk = json!({ "name": "disk0", "size_bytes": SIZE.0, "file": shared.path(), "moves": false });
+        let disk =
+            json!({ "name": "disk0", "size_bytes": SIZE.0, "file": shared.path(), "moves": false });
         ensure!(told["event"] == "disks" && told["disks"] == json!([disk]), "{told}");
     }
     Ok(())
 }
 
-/// What the operator copied while the guest was stopped will do; what was copied while it ran will not.
+/// What the operator copied while the guest was stopped will do; what was copied while it ran will
+/// not.
 #[test]
 fn a_copy_is_the_same_unless_the_guest_has_written_since() -> anyhow::Result<()> {
     for build in builds("a_copy_is_the_same_unless_the_guest_has_written_since") {
@@ -113,7 +120,8 @@ fn a_copy_that_differs_in_one_byte_is_found() -> anyhow::Result<()> {
         write(&copy, 16 << 20, &data)?;
         let right = data[(AT - (16 << 20)) as usize];
         write(&copy, AT, &[right ^ 1])?;
-        let config = |image| VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk0", image);
+        let config =
+            |image| VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_disk("disk0", image);
         let mut pair = Pair::start_apart(&config(&own), &config(&copy))?;
         check_other(&mut pair, &["holds something else"])?;
 
@@ -130,13 +138,13 @@ fn an_operator_who_knows_better_is_believed() -> anyhow::Result<()> {
     for build in builds("an_operator_who_knows_better_is_believed").into_iter().take(1) {
         // Two names of one storage that godwit cannot look into.
         let node = "driver=null-co,node-name=disk0,size=67108864,read-zeroes=on";
-        let other = "driver=raw,node-name=disk0,file.driver=null-co,file.size=67108864,file.read-zeroes=on";
+        let other =
+            "driver=raw,node-name=disk0,file.driver=null-co,file.size=67108864,file.read-zeroes=on";
         let config = |node| {
             let disk = ["-blockdev", node, "-device", "virtio-blk-pci,id=disk0-device,drive=disk0"];
             VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&disk)
         };
-        let hidden =
-            "driver=blkdebug,node-name=disk0,image.driver=null-co,image.size=67108864,image.read-zeroes=on";
+        let hidden = "driver=blkdebug,node-name=disk0,image.driver=null-co,image.size=67108864,image.read-zeroes=on";
         let mut pair = Pair::start_apart(&config(hidden), &config(other))?;
         check_other(&mut pair, &["cannot be compared"])?;
         let (migrate, _) = pair.migrate(&["--disks-are-shared"])?;
@@ -149,7 +157,8 @@ fn an_operator_who_knows_better_is_believed() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// An image that the source has open, named for the destination by mistake, was only saved by QEMU's locks, where there are any.
+/// An image that the source has open, named for the destination by mistake, was only saved by
+/// QEMU's locks, where there are any.
 #[test]
 fn a_disk_is_not_copied_onto_itself() -> anyhow::Result<()> {
     for build in builds("a_disk_is_not_copied_onto_itself") {
@@ -164,7 +173,11 @@ fn a_disk_is_not_copied_onto_itself() -> anyhow::Result<()> {
         let before = std::fs::metadata(Path::new(&shared.path()))?.modified()?;
         let (migrate, receive) = pair.migrate(&["--disks", "all"])?;
         for ended in [&migrate, &receive] {
-            check_refused(ended, 1, &["disk 'disk0' would be copied onto itself", "leave out --disks"])?;
+            check_refused(
+                ended,
+                1,
+                &["disk 'disk0' would be copied onto itself", "leave out --disks"],
+            )?;
         }
         ensure!(std::fs::metadata(shared.path())?.modified()? == before, "the image was written");
         check_untouched(&mut pair.source)?;

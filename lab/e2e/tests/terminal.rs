@@ -1,4 +1,5 @@
-//! What people see: on a terminal of 80 columns nothing wraps, and progress is rewritten in its line.
+//! What people see: on a terminal of 80 columns nothing wraps, and progress is rewritten in its
+//! line.
 
 use anyhow::ensure;
 use godwit_e2e::{MicroPair, Terminal};
@@ -9,7 +10,9 @@ const SMALL: &[&str] = &["--memory", "128MiB", "--mode", "rate", "--working-set"
 
 #[test]
 fn a_migration_on_a_narrow_terminal() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("a_migration_on_a_narrow_terminal", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("a_migration_on_a_narrow_terminal", SMALL)? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let vm = pair.source.vm_name();
     let name = format!("narrow-{}", std::process::id());
@@ -30,8 +33,9 @@ fn a_migration_on_a_narrow_terminal() -> anyhow::Result<()> {
         ],
     )?;
     // What is asked and changed meanwhile, as another person at another terminal does.
-    let ask =
-        |words: &[&str]| Terminal::run(&pair.godwit, NARROW, &[words, &["--migration", &name]].concat());
+    let ask = |words: &[&str]| {
+        Terminal::run(&pair.godwit, NARROW, &[words, &["--migration", &name]].concat())
+    };
     receive.wait_for("accepted", godwit_e2e::LIMIT, |line| line["event"] == "accepted")?;
     let status = ask(&["status"])?;
     status.check_fits()?;
@@ -51,17 +55,21 @@ fn a_migration_on_a_narrow_terminal() -> anyhow::Result<()> {
     ensure!(screen.status.success(), "{}", screen.text);
     screen.check_fits()?;
     ensure!(screen.rewritten() >= 5, "{}: {:?}", screen.rewritten(), screen.text);
-    // A heading, a line for each round and one for the handover, and the result; not one for each look.
+    // A heading, a line for each round and one for the handover, and the result; not one for each
+    // look.
     let lines = screen.lines();
     let rows = lines.iter().filter(|line| line.contains(" round ")).count();
     ensure!(rows < screen.rewritten(), "{rows} of {}: {lines:#?}", screen.rewritten());
     ensure!(lines[0].starts_with("  time  stage") && lines.len() < rows + 20, "{lines:#?}");
-    screen.check_says(&["migrated set-up", "verified yes: digests of all 128MiB equal on both sides"])
+    screen
+        .check_says(&["migrated set-up", "verified yes: digests of all 128MiB equal on both sides"])
 }
 
 #[test]
 fn a_cancelled_migration_says_so_to_both() -> anyhow::Result<()> {
-    let Some(pair) = MicroPair::start("a_cancelled_migration_says_so_to_both", SMALL)? else { return Ok(()) };
+    let Some(pair) = MicroPair::start("a_cancelled_migration_says_so_to_both", SMALL)? else {
+        return Ok(());
+    };
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     let name = format!("cancelled-{}", std::process::id());
     let slow = ["--name", &name, "--max-bandwidth", "10Mbit"];

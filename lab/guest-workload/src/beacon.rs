@@ -1,10 +1,11 @@
-//! The beacon: the page in which the guest counts without pause, so that an observer on the host who maps the
-//! guest's RAM can see it run, stand still and run on elsewhere.
+//! The beacon: the page in which the guest counts without pause, so that an observer on the host
+//! who maps the guest's RAM can see it run, stand still and run on elsewhere.
 //!
-//! Keeps two promises. The magic number stands in memory only where a beacon is: it is put together at run time, so
-//! neither the program's file nor the initramfs nor a copy of either in the page cache holds it. And the counter only
-//! ever grows, so the greater of two values is the later one, also when they come from two copies of the page.
-//! Finding the page in a RAM file and sampling it is left to `godwit-testbed`.
+//! Keeps two promises. The magic number stands in memory only where a beacon is: it is put together
+//! at run time, so neither the program's file nor the initramfs nor a copy of either in the page
+//! cache holds it. And the counter only ever grows, so the greater of two values is the later one,
+//! also when they come from two copies of the page. Finding the page in a RAM file and sampling it
+//! is left to `godwit-testbed`.
 
 use core::hint::black_box;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -33,15 +34,16 @@ const fn mask(mut bytes: [u8; MAGIC_LEN]) -> [u8; MAGIC_LEN] {
     bytes
 }
 
-/// The magic number, put together now. `black_box` keeps the compiler from doing it ahead of time, which would
-/// leave the very bytes in the program.
+/// The magic number, put together now. `black_box` keeps the compiler from doing it ahead of time,
+/// which would leave the very bytes in the program.
 #[must_use]
 pub fn magic() -> [u8; MAGIC_LEN] {
     let key = black_box(KEY);
     black_box(MASKED).map(|byte| byte ^ key)
 }
 
-/// The word behind the magic number: it must fit, so that a text that happens to contain the magic is no beacon.
+/// The word behind the magic number: it must fit, so that a text that happens to contain the magic
+/// is no beacon.
 #[must_use]
 pub fn check_word() -> u64 {
     let magic = magic();
@@ -91,7 +93,8 @@ impl Beacon {
         }
     }
 
-    /// Lets it be found. Only its final place is ever given the magic number, lest a stale copy on the stack be found.
+    /// Lets it be found. Only its final place is ever given the magic number, lest a stale copy on
+    /// the stack be found.
     pub fn light(&mut self) {
         self.magic = magic();
         self.check = check_word();

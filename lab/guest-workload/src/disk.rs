@@ -1,8 +1,10 @@
-//! The workload of a disk: blocks that say what they should hold, and buffers into which they were read.
+//! The workload of a disk: blocks that say what they should hold, and buffers into which they were
+//! read.
 //!
-//! A write gives a block its next version. A read takes a block into one of many buffers, and is checked at once: that is the
-//! disk. Each buffer is looked at again until it is used for another block: that is memory that a device has written. A
-//! migration that loses what a device wrote late leaves an older block in a buffer, which the second look finds.
+//! A write gives a block its next version. A read takes a block into one of many buffers, and is
+//! checked at once: that is the disk. Each buffer is looked at again until it is used for another
+//! block: that is memory that a device has written. A migration that loses what a device wrote late
+//! leaves an older block in a buffer, which the second look finds.
 //!
 //! Doing the I/O is left to the caller, by [`Blocks`].
 
@@ -93,8 +95,8 @@ pub struct DiskWorkload<B> {
 }
 
 impl<B: Blocks> DiskWorkload<B> {
-    /// Fills the pages from `first` on, as many as are whole blocks of `block` pages in `pages`, with their first version. Reads go into
-    /// `buffers` buffers of a block each.
+    /// Fills the pages from `first` on, as many as are whole blocks of `block` pages in `pages`,
+    /// with their first version. Reads go into `buffers` buffers of a block each.
     ///
     /// # Errors
     /// Those of the device.
@@ -135,7 +137,8 @@ impl<B: Blocks> DiskWorkload<B> {
         while at < self.generations.len() * self.block {
             let start = self.first.0 + at as u64;
             let count = FILL.min(self.generations.len() * self.block - at);
-            let pages: Vec<Page> = (start..).take(count).map(|index| Page::expected(index, 1)).collect();
+            let pages: Vec<Page> =
+                (start..).take(count).map(|index| Page::expected(index, 1)).collect();
             self.disk.write(PageIndex(start), &pages)?;
             at += count;
         }
@@ -255,7 +258,10 @@ mod tests {
         workload.disk.0[20] = Page::expected(20, 7);
         let bug = (0..1000).find_map(|_| workload.read().unwrap()).unwrap();
         assert_eq!((bug.place, bug.page, bug.generation), (Place::Disk, PageIndex(20), 1));
-        assert!(bug.to_string().starts_with("BUG disk page=20 expected=generation 1 found="), "{bug}");
+        assert!(
+            bug.to_string().starts_with("BUG disk page=20 expected=generation 1 found="),
+            "{bug}"
+        );
     }
 
     #[test]

@@ -9,7 +9,8 @@ use crate::workload::Workload;
 pub type HeapWorkload = Workload<Vec<Page>, Vec<u64>>;
 
 impl HeapWorkload {
-    /// Fills a buffer of `pages` pages, of which the first `working_set` are written later (at least one).
+    /// Fills a buffer of `pages` pages, of which the first `working_set` are written later (at
+    /// least one).
     ///
     /// `working_set` beyond the buffer is cut down to it.
     #[must_use]

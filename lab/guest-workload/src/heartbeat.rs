@@ -1,7 +1,7 @@
 //! The lines the guest prints, written and read by the same code.
 //!
-//! Keeps one promise: a heartbeat that lost characters on its way does not parse. What arrives when, and what follows
-//! from a line that is missing, is left to `godwit-testbed`.
+//! Keeps one promise: a heartbeat that lost characters on its way does not parse. What arrives
+//! when, and what follows from a line that is missing, is left to `godwit-testbed`.
 
 use core::fmt;
 use core::str::FromStr;
@@ -36,17 +36,23 @@ pub struct DiskSecond {
 impl fmt::Display for DiskSecond {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { reads, writes, median_us, p99_us, max_us } = self;
-        write!(f, "reads={reads} writes={writes} median_us={median_us} p99_us={p99_us} max_us={max_us} .")
+        write!(
+            f,
+            "reads={reads} writes={writes} median_us={median_us} p99_us={p99_us} max_us={max_us} ."
+        )
     }
 }
 
 impl DiskSecond {
-    /// What a line says that begins with [`DISK`] and the thread's name; `None`: it is no such line, or not whole.
+    /// What a line says that begins with [`DISK`] and the thread's name; `None`: it is no such
+    /// line, or not whole.
     #[must_use]
     pub fn of_line(line: &str) -> Option<Self> {
-        let (_thread, rest) = line.trim_end().strip_prefix(DISK)?.strip_prefix(' ')?.split_once(' ')?;
+        let (_thread, rest) =
+            line.trim_end().strip_prefix(DISK)?.strip_prefix(' ')?.split_once(' ')?;
         let mut words = rest.split(' ');
-        let mut field = |key: &str| words.next()?.strip_prefix(key)?.strip_prefix('=')?.parse().ok();
+        let mut field =
+            |key: &str| words.next()?.strip_prefix(key)?.strip_prefix('=')?.parse().ok();
         let second = Self {
             reads: field("reads")?,
             writes: field("writes")?,
@@ -118,7 +124,9 @@ impl FromStr for Heartbeat {
             t_ms: field("t_ms")?,
         };
         // The full stop shows that the last number is whole.
-        (words.next() == Some(".") && words.next().is_none()).then_some(heartbeat).ok_or(NoHeartbeat)
+        (words.next() == Some(".") && words.next().is_none())
+            .then_some(heartbeat)
+            .ok_or(NoHeartbeat)
     }
 }
 
@@ -126,8 +134,15 @@ impl FromStr for Heartbeat {
 mod tests {
     use super::*;
 
-    const HEARTBEAT: Heartbeat =
-        Heartbeat { n: 3, count: 123_456, writes: 600, rate: 2000, checked: 5000, bugs: 0, t_ms: 2345 };
+    const HEARTBEAT: Heartbeat = Heartbeat {
+        n: 3,
+        count: 123_456,
+        writes: 600,
+        rate: 2000,
+        checked: 5000,
+        bugs: 0,
+        t_ms: 2345,
+    };
 
     #[test]
     fn what_is_printed_is_parsed() {
@@ -137,7 +152,8 @@ mod tests {
 
     #[test]
     fn what_is_printed_of_a_disk_is_parsed_when_it_is_whole() {
-        let second = DiskSecond { reads: 1, writes: 48, median_us: 1102, p99_us: 1500, max_us: 1909 };
+        let second =
+            DiskSecond { reads: 1, writes: 48, median_us: 1102, p99_us: 1500, max_us: 1909 };
         let line = format!("{DISK} /dev/vda/0 {second}");
         assert_eq!(DiskSecond::of_line(&format!("{line}\r\n")), Some(second));
         for end in 0..line.len() {

@@ -1,8 +1,9 @@
 //! When the next write is due.
 //!
-//! Keeps one promise: over any stretch without a stall the number of writes is the rate times the time, and after
-//! a stall (the guest stood still, or its host was busy) at most [`Pace::CATCH_UP_MICROS`] worth of writes is made
-//! up for, so that a pause does not turn into a burst. Reading the clock is left to the caller.
+//! Keeps one promise: over any stretch without a stall the number of writes is the rate times the
+//! time, and after a stall (the guest stood still, or its host was busy) at most
+//! [`Pace::CATCH_UP_MICROS`] worth of writes is made up for, so that a pause does not turn into a
+//! burst. Reading the clock is left to the caller.
 
 /// Spreads writes evenly over time.
 #[derive(Clone, Debug)]
@@ -29,7 +30,8 @@ impl Pace {
         let due = wanted.saturating_sub(self.done);
         let most = (Self::CATCH_UP_MICROS * self.per_second / 1_000_000).max(1);
         self.done += due;
-        // A fresh start each second keeps the products small; on a whole second no fraction is lost.
+        // A fresh start each second keeps the products small; on a whole second no fraction is
+        // lost.
         if elapsed >= 1_000_000 {
             let seconds = elapsed / 1_000_000;
             self.since_micros += seconds * 1_000_000;

@@ -176,11 +176,13 @@ impl FromStr for Settings {
     type Err = SettingsError;
 
     fn from_str(command_line: &str) -> Result<Self, SettingsError> {
-        let (mut mode, mut rate, mut working_set, mut fill) = (Mode::Idle, 2000, ByteCount(128 << 20), None);
+        let (mut mode, mut rate, mut working_set, mut fill) =
+            (Mode::Idle, 2000, ByteCount(128 << 20), None);
         let mut disk = DiskWork::default();
         let mut build = BuildWork::default();
         let mut address = None;
-        let size = |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
+        let size =
+            |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
             let Some(setting) = word.strip_prefix("godwit.") else { continue };
             match setting.split_once('=') {
@@ -195,13 +197,16 @@ impl FromStr for Settings {
                 Some(("disk_span", value)) => disk.span = size("disk_span", value)?,
                 Some(("disk_block", value)) => {
                     disk.block = size("disk_block", value)?;
-                    if !disk.block.0.is_multiple_of(PAGE_SIZE) || !(1..=4 << 20).contains(&disk.block.0) {
+                    if !disk.block.0.is_multiple_of(PAGE_SIZE)
+                        || !(1..=4 << 20).contains(&disk.block.0)
+                    {
                         return Err(SettingsError::Block(disk.block));
                     }
                 }
                 Some(("disk_threads", value)) => {
                     let threads = value.parse().ok().filter(|threads| (1..=64).contains(threads));
-                    disk.threads = threads.ok_or_else(|| SettingsError::Threads(value.to_owned()))?;
+                    disk.threads =
+                        threads.ok_or_else(|| SettingsError::Threads(value.to_owned()))?;
                 }
                 Some(("jobs", value)) => {
                     let jobs = value.parse().ok().filter(|jobs| *jobs <= 64);
@@ -251,8 +256,7 @@ mod tests {
 
     #[test]
     fn parses_a_kernel_command_line() {
-        let line =
-            "console=ttyS0 godwit.mode=rate godwit.rate=5000 godwit.working_set=64M godwit.fill=1GiB quiet";
+        let line = "console=ttyS0 godwit.mode=rate godwit.rate=5000 godwit.working_set=64M godwit.fill=1GiB quiet";
         let settings: Settings = line.parse().unwrap();
         assert_eq!(
             settings,
@@ -271,7 +275,8 @@ mod tests {
 
     #[test]
     fn disks_are_left_alone_unless_told() {
-        let line = "godwit.disk_write=2M godwit.disk_block=8K godwit.disk_span=1G godwit.disk_threads=4";
+        let line =
+            "godwit.disk_write=2M godwit.disk_block=8K godwit.disk_span=1G godwit.disk_threads=4";
         let settings: Settings = line.parse().unwrap();
         let disk = DiskWork {
             write: 2 << 20,
@@ -313,7 +318,10 @@ mod tests {
     #[test]
     fn says_what_is_wrong() {
         let message = |line: &str| line.parse::<Settings>().unwrap_err().to_string();
-        assert_eq!(message("godwit.mode=fast"), "godwit.mode=fast is unknown: use idle, rate, full or mixed");
+        assert_eq!(
+            message("godwit.mode=fast"),
+            "godwit.mode=fast is unknown: use idle, rate, full or mixed"
+        );
         assert!(message("godwit.fill=lots").starts_with("godwit.fill: "));
         assert!(message("godwit.rate=-1").contains("not a number"));
         assert!(message("godwit.speed=1").contains("no setting"));

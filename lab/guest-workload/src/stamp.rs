@@ -8,9 +8,10 @@
 //!       509  index  generation  check       its echo in the last cache line
 //! ```
 //!
-//! Keeps one promise: given a page's index and the generation it should have, every word of the page is known, so
-//! any difference is found by [`Page::inspect`] and named. A write costs ten stores; the cheap look
-//! [`Page::stamps_match`] reads nine words. Which generation a page should have is left to [`crate::workload`].
+//! Keeps one promise: given a page's index and the generation it should have, every word of the
+//! page is known, so any difference is found by [`Page::inspect`] and named. A write costs ten
+//! stores; the cheap look [`Page::stamps_match`] reads nine words. Which generation a page should
+//! have is left to [`crate::workload`].
 
 use core::fmt;
 
@@ -45,8 +46,8 @@ fn filling(check: u64, turn: u64) -> u64 {
     mix(check ^ (turn + 1))
 }
 
-/// The version of the page that wrote filling word `turn` last, when the page is at `generation`: the greatest one
-/// not above it that had that turn, or 0, the first filling.
+/// The version of the page that wrote filling word `turn` last, when the page is at `generation`:
+/// the greatest one not above it that had that turn, or 0, the first filling.
 fn writer_of(turn: u64, generation: u64) -> u64 {
     let newest = generation - generation % TURNS + turn;
     if newest <= generation { newest } else { newest.saturating_sub(TURNS) }
@@ -102,9 +103,9 @@ impl Page {
     #[inline]
     pub fn stamps_match(&self, index: u64, generation: u64) -> bool {
         let check = check(index, generation);
-        STAMPS
-            .iter()
-            .all(|&at| (self.0[at] ^ index) | (self.0[at + 1] ^ generation) | (self.0[at + 2] ^ check) == 0)
+        STAMPS.iter().all(|&at| {
+            (self.0[at] ^ index) | (self.0[at + 1] ^ generation) | (self.0[at + 2] ^ check) == 0
+        })
     }
 
     /// The whole look: every word, and what is wrong if one differs.
@@ -167,7 +168,8 @@ pub enum Fault {
         /// The index it claims.
         found: u64,
     },
-    /// In itself a good page, but not the version written last: a write was lost (or an older copy came later).
+    /// In itself a good page, but not the version written last: a write was lost (or an older copy
+    /// came later).
     OtherGeneration {
         /// The generation it claims.
         found: u64,
@@ -220,7 +222,11 @@ mod tests {
     #[test]
     fn writing_and_making_afresh_agree() {
         for generation in [0, 1, 2, 252, 253, 254, 505, 506, 507, 1000] {
-            assert_eq!(written(5, generation).0, Page::expected(5, generation).0, "generation {generation}");
+            assert_eq!(
+                written(5, generation).0,
+                Page::expected(5, generation).0,
+                "generation {generation}"
+            );
         }
     }
 
@@ -268,7 +274,8 @@ mod tests {
             torn.0[cut..].copy_from_slice(&old.0[cut..]);
             let differs = torn.0 != new.0;
             assert_eq!(torn.inspect(5, 300).is_err(), differs, "cut at word {cut}");
-            // The last write changed stamps and one filling word; up to the last stamp every cut matters.
+            // The last write changed stamps and one filling word; up to the last stamp every cut
+            // matters.
             assert_eq!(differs, cut <= 511, "cut at word {cut}, filling at {turn}");
         }
     }
@@ -299,7 +306,9 @@ mod tests {
             page.0[word] ^= bit;
             let at_stamp = STAMPS.iter().any(|&at| (at..at + 3).contains(&word));
             assert_eq!(page.stamps_match(5, 300), !at_stamp, "word {word}");
-            let Err(Fault::Words { word: found_at, found, expected, count: 1 }) = page.inspect(5, 300) else {
+            let Err(Fault::Words { word: found_at, found, expected, count: 1 }) =
+                page.inspect(5, 300)
+            else {
                 panic!("flip in word {word}: {:?}", page.inspect(5, 300));
             };
             assert_eq!((found_at, found ^ expected), (word, bit));

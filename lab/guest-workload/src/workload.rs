@@ -1,8 +1,9 @@
 //! The buffer of stamped pages: writing to it at random, re-reading it in order.
 //!
-//! Keeps the expected generation of every page apart from the pages, so a page that is stale but consistent in itself
-//! is a bug. Each bug is reported once: the page is put right after its evidence was taken. Knows no clock: when to
-//! write is left to [`crate::pace`] and the guest's main loop.
+//! Keeps the expected generation of every page apart from the pages, so a page that is stale but
+//! consistent in itself is a bug. Each bug is reported once: the page is put right after its
+//! evidence was taken. Knows no clock: when to write is left to [`crate::pace`] and the guest's
+//! main loop.
 
 use core::fmt;
 use core::ops::DerefMut;
@@ -55,7 +56,8 @@ pub enum Order {
 
 /// The buffer, what it should hold, and how much was done.
 ///
-/// The buffer is a `Vec` in a program that has a heap ([`crate::heap`]), and a slice of bare memory in one that has none.
+/// The buffer is a `Vec` in a program that has a heap ([`crate::heap`]), and a slice of bare memory
+/// in one that has none.
 #[derive(Debug)]
 pub struct Workload<P, G> {
     pages: P,
@@ -72,8 +74,9 @@ pub struct Workload<P, G> {
 }
 
 impl<P: DerefMut<Target = [Page]>, G: DerefMut<Target = [u64]>> Workload<P, G> {
-    /// Takes over `pages`, not none, each filled by [`Page::first`] with its number, from `first` on, and as many
-    /// `generations`, all 0. The first `working_set` pages are written later; beyond the buffer it is cut down to it.
+    /// Takes over `pages`, not none, each filled by [`Page::first`] with its number, from `first`
+    /// on, and as many `generations`, all 0. The first `working_set` pages are written later;
+    /// beyond the buffer it is cut down to it.
     #[must_use]
     pub fn over(pages: P, generations: G, first: u64, working_set: PageCount) -> Self {
         let count = pages.len() as u64;
@@ -123,8 +126,8 @@ impl<P: DerefMut<Target = [Page]>, G: DerefMut<Target = [u64]>> Workload<P, G> {
             let is_hot = hot == self.working_set || below(random, 10) < 9;
             return if is_hot { below(at, hot) } else { hot + below(at, self.working_set - hot) };
         }
-        // Each power of two as likely as any other, and within it each page: that is a staircase under 1/n, and takes
-        // no floating point.
+        // Each power of two as likely as any other, and within it each page: that is a staircase
+        // under 1/n, and takes no floating point.
         let steps = u64::from(self.working_set.ilog2()) + 1;
         let first = 1 << below(random, steps);
         let width = first.min(self.working_set + 1 - first);
@@ -233,7 +236,8 @@ mod tests {
 
     #[test]
     fn hot_pages_are_written_more_often_and_cold_ones_too() {
-        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotCold);
+        let mut workload =
+            HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotCold);
         (0..60_000).for_each(|_| workload.write());
         let written = &workload.generations;
         assert!(written[..50].iter().all(|&generation| generation > 0));
@@ -245,7 +249,8 @@ mod tests {
 
     #[test]
     fn nine_writes_of_ten_go_to_a_tenth() {
-        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotTenth);
+        let mut workload =
+            HeapWorkload::fill(PageCount(64), PageCount(50)).in_order(Order::HotTenth);
         (0..60_000).for_each(|_| workload.write());
         let written = &workload.generations;
         assert!((53_000..55_000).contains(&written[..5].iter().sum::<u64>()));
@@ -255,7 +260,8 @@ mod tests {
 
     #[test]
     fn sequential_writes_take_turns() {
-        let mut workload = HeapWorkload::fill(PageCount(64), PageCount(16)).in_order(Order::Sequential);
+        let mut workload =
+            HeapWorkload::fill(PageCount(64), PageCount(16)).in_order(Order::Sequential);
         (0..40).for_each(|_| workload.write());
         assert!(workload.generations[..8].iter().all(|&generation| generation == 3));
         assert!(workload.generations[8..16].iter().all(|&generation| generation == 2));
@@ -283,7 +289,8 @@ mod tests {
     fn swapped_pages_are_two_bugs() {
         let mut workload = busy(200);
         workload.pages.swap(20, 30);
-        let faults: Vec<_> = bugs_of_one_pass(&mut workload).into_iter().map(|bug| bug.fault).collect();
+        let faults: Vec<_> =
+            bugs_of_one_pass(&mut workload).into_iter().map(|bug| bug.fault).collect();
         assert_eq!(faults, [Fault::OtherPage { found: 30 }, Fault::OtherPage { found: 20 }]);
     }
 

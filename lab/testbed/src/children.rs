@@ -3,7 +3,8 @@
 use procfs::process::{Process, all_processes};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Ends every child of this process, with which every wait for one of them fails and cleans up after itself.
+/// Ends every child of this process, with which every wait for one of them fails and cleans up
+/// after itself.
 pub fn end_children() {
     let Ok(own) = Process::myself() else { return };
     let Ok(processes) = all_processes() else { return };

@@ -1,8 +1,9 @@
-//! What a process prints, above all the guest's serial console: a thread takes the time of each line as it arrives.
+//! What a process prints, above all the guest's serial console: a thread takes the time of each
+//! line as it arrives.
 //!
-//! Keeps two promises: a line's time is that of its last byte, taken before anything else is done with it; and a line
-//! that the guest began on the source and ended on the destination is put together again. What the lines mean is
-//! defined in `godwit-guest-workload`.
+//! Keeps two promises: a line's time is that of its last byte, taken before anything else is done
+//! with it; and a line that the guest began on the source and ended on the destination is put
+//! together again. What the lines mean is defined in `godwit-guest-workload`.
 
 use std::io::Read;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -105,8 +106,11 @@ impl Console {
             let left = deadline.saturating_duration_since(Instant::now());
             if seen.closed || left.is_zero() {
                 let why = if seen.closed { "the process ended" } else { "the time is over" };
-                let last: Vec<_> = seen.lines.iter().rev().take(3).map(|line| line.text.as_str()).collect();
-                bail!("no {what} came, {why} (limit {limit:?}); last lines, newest first: {last:?}");
+                let last: Vec<_> =
+                    seen.lines.iter().rev().take(3).map(|line| line.text.as_str()).collect();
+                bail!(
+                    "no {what} came, {why} (limit {limit:?}); last lines, newest first: {last:?}"
+                );
             }
             // Short naps instead of a wait that a line between `found` and here could slip past.
             let nap = left.min(Duration::from_millis(20));
@@ -148,7 +152,8 @@ impl Console {
 
     /// Heartbeats of a guest that began on this console and went on with `next`.
     pub(crate) fn beats_across(&self, next: &Self) -> Vec<Beat> {
-        let (seen, mut rest) = (self.lock(), Seen { lines: next.lock().lines.clone(), ..Seen::default() });
+        let (seen, mut rest) =
+            (self.lock(), Seen { lines: next.lock().lines.clone(), ..Seen::default() });
         if let Some(first) = rest.lines.first_mut() {
             first.text.insert_str(0, &seen.tail);
         }
@@ -164,8 +169,12 @@ impl Console {
             [BUG, FAILED].iter().any(|start| text.starts_with(start))
                 || KERNEL_TROUBLE.iter().any(|trouble| text.contains(trouble))
         };
-        let mut bugs: Vec<_> =
-            seen.lines.iter().filter(|line| tells(&line.text)).map(|line| line.text.clone()).collect();
+        let mut bugs: Vec<_> = seen
+            .lines
+            .iter()
+            .filter(|line| tells(&line.text))
+            .map(|line| line.text.clone())
+            .collect();
         // Also those whose line was held back or got lost.
         let counted = seen.beats().last().map_or(0, |beat| beat.heartbeat.bugs);
         if bugs.is_empty() && counted > 0 {
@@ -191,8 +200,8 @@ impl Seen {
     }
 }
 
-/// The longest time between two heartbeats that follow each other; zero for fewer than two. Without a pause it is
-/// about 100 ms.
+/// The longest time between two heartbeats that follow each other; zero for fewer than two. Without
+/// a pause it is about 100 ms.
 #[must_use]
 pub fn longest_pause(beats: &[Beat]) -> Duration {
     beats.windows(2).map(|pair| pair[1].at.duration_since(pair[0].at)).max().unwrap_or_default()
@@ -219,14 +228,16 @@ mod tests {
         let (first, second, third) = (line(1), line(2), line(3));
         let source = console(format!("{first}{}", &second[..9]).as_bytes());
         let destination = console(format!("{}{third}", &second[9..]).as_bytes());
-        let numbers: Vec<_> = source.beats_across(&destination).iter().map(|beat| beat.heartbeat.n).collect();
+        let numbers: Vec<_> =
+            source.beats_across(&destination).iter().map(|beat| beat.heartbeat.n).collect();
         assert_eq!(numbers, [1, 2, 3]);
         assert_eq!(source.beats().len(), 1);
     }
 
     #[test]
     fn bugs_of_guest_and_kernel_are_told() {
-        let console = console(b"HB n=1\nBUG page=3 x\n[ 1.0] BUG: unable to handle page fault\nall well\n");
+        let console =
+            console(b"HB n=1\nBUG page=3 x\n[ 1.0] BUG: unable to handle page fault\nall well\n");
         assert_eq!(console.bugs(), ["BUG page=3 x", "[ 1.0] BUG: unable to handle page fault"]);
     }
 
@@ -239,7 +250,8 @@ mod tests {
     #[test]
     fn waiting_ends_with_the_console() {
         let console = Console::read(&b"one line\n"[..]);
-        let error = console.wait("heartbeat", Duration::from_secs(60), |c| c.beats().first().copied());
+        let error =
+            console.wait("heartbeat", Duration::from_secs(60), |c| c.beats().first().copied());
         assert!(error.unwrap_err().to_string().contains("the process ended"));
         assert_eq!(console.lines(), ["one line"]);
     }

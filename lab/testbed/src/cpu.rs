@@ -1,7 +1,8 @@
 //! Processor time and memory of processes, from /proc.
 //!
-//! Keeps one promise: threads that ended count too. The kernel adds their time to the process's total (proc(5), `stat`),
-//! so what was not spent on virtual processors is that total less the time of the threads that emulate them.
+//! Keeps one promise: threads that ended count too. The kernel adds their time to the process's
+//! total (proc(5), `stat`), so what was not spent on virtual processors is that total less the time
+//! of the threads that emulate them.
 
 use std::ops::Sub;
 use std::time::Duration;
@@ -31,7 +32,8 @@ impl Sub for CpuTime {
 }
 
 impl CpuTime {
-    /// What the process `pid` has used, of which the threads `vcpus` are virtual processors. To 10 ms.
+    /// What the process `pid` has used, of which the threads `vcpus` are virtual processors. To 10
+    /// ms.
     pub(crate) fn of(pid: i32, vcpus: &[i32]) -> anyhow::Result<Self> {
         let gone = || format!("process {pid} is gone");
         let process = Process::new(pid).with_context(gone)?;
@@ -54,7 +56,8 @@ impl CpuTime {
 /// # Errors
 /// When there is no such process.
 pub fn peak_rss(pid: i32) -> anyhow::Result<ByteCount> {
-    let status = Process::new(pid).and_then(|process| process.status()).context("the process is gone")?;
+    let status =
+        Process::new(pid).and_then(|process| process.status()).context("the process is gone")?;
     let kib = status.vmhwm.context("the process has no memory: it has ended")?;
     Ok(ByteCount(kib * 1024))
 }

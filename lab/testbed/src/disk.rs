@@ -39,7 +39,8 @@ impl DiskImage {
         Ok(image)
     }
 
-    /// The file: in memory, where nothing else was said, since a test of many writes must not wait for the disk of its host.
+    /// The file: in memory, where nothing else was said, since a test of many writes must not wait
+    /// for the disk of its host.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.place.ram().to_owned()
@@ -51,11 +52,15 @@ impl DiskImage {
         self.format
     }
 
-    /// What QEMU is told so that the guest has it as a virtio disk: the block node is called `name`, the device `name-device`.
+    /// What QEMU is told so that the guest has it as a virtio disk: the block node is called
+    /// `name`, the device `name-device`.
     #[must_use]
     pub fn arguments(&self, name: &str) -> Vec<String> {
         let file = format!("file.driver=file,file.filename={}", self.path().display());
-        let node = format!("driver={},node-name={name},discard=unmap,file.discard=unmap,{file}", self.format);
+        let node = format!(
+            "driver={},node-name={name},discard=unmap,file.discard=unmap,{file}",
+            self.format
+        );
         let device = format!("virtio-blk-pci,id={name}-device,drive={name}");
         ["-blockdev", &node, "-device", &device].map(str::to_owned).into()
     }
@@ -68,16 +73,36 @@ impl DiskImage {
         allocated(&self.path())
     }
 
-    /// Whether a guest sees the same in both. The machines must have ended, or have been told to flush.
+    /// Whether a guest sees the same in both. The machines must have ended, or have been told to
+    /// flush.
     ///
     /// # Errors
     /// When it does not, with the place of the first difference, or `qemu-img` fails.
     pub fn compare(&self, other: &Self) -> anyhow::Result<()> {
         let path = |image: &Self| image.path().display().to_string();
-        tool(&["compare", "-q", "-U", "-f", self.format, "-F", other.format, &path(self), &path(other)])
-            .or_else(|_| {
-                tool(&["compare", "-U", "-f", self.format, "-F", other.format, &path(self), &path(other)])
-            })
+        tool(&[
+            "compare",
+            "-q",
+            "-U",
+            "-f",
+            self.format,
+            "-F",
+            other.format,
+            &path(self),
+            &path(other),
+        ])
+        .or_else(|_| {
+            tool(&[
+                "compare",
+                "-U",
+                "-f",
+                self.format,
+                "-F",
+                other.format,
+                &path(self),
+                &path(other),
+            ])
+        })
     }
 }
 
@@ -92,16 +117,22 @@ pub fn allocated(file: &Path) -> anyhow::Result<ByteCount> {
 
 /// Runs `qemu-img`.
 fn tool(arguments: &[&str]) -> anyhow::Result<()> {
-    let output = Command::new("qemu-img").args(arguments).output().context("cannot run qemu-img")?;
+    let output =
+        Command::new("qemu-img").args(arguments).output().context("cannot run qemu-img")?;
     let said = [&output.stdout[..], &output.stderr[..]].concat();
-    ensure!(output.status.success(), "qemu-img {arguments:?}: {}", String::from_utf8_lossy(&said).trim());
+    ensure!(
+        output.status.success(),
+        "qemu-img {arguments:?}: {}",
+        String::from_utf8_lossy(&said).trim()
+    );
     Ok(())
 }
 
 /// Whether there is a `qemu-img` to make images with; aloud why not, for the test `test`.
 #[must_use]
 pub fn images_for(test: &str) -> bool {
-    let there = Command::new("qemu-img").arg("--version").output().is_ok_and(|it| it.status.success());
+    let there =
+        Command::new("qemu-img").arg("--version").output().is_ok_and(|it| it.status.success());
     if !there {
         skip(test, "there is no qemu-img: run `make qemu`");
     }

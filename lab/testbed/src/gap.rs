@@ -1,18 +1,19 @@
 //! From samples of the two counters to the guest's gaps. Pure: times come from the caller.
 //!
-//! The same page exists twice: on the source, where the guest counts, and on the destination, where older copies of it
-//! arrive until the guest counts there. The counter only grows, so the greater of the two is the guest's. Keeps one
-//! promise: a gap is stated with what was really seen of it, namely that the guest stood still at least from the first
-//! sample that showed its last count to the last sample that showed the same, and at most one sampling interval more at
-//! either end. An observer that was held up itself thus widens the bounds; it does not invent a gap.
+//! The same page exists twice: on the source, where the guest counts, and on the destination, where
+//! older copies of it arrive until the guest counts there. The counter only grows, so the greater
+//! of the two is the guest's. Keeps one promise: a gap is stated with what was really seen of it,
+//! namely that the guest stood still at least from the first sample that showed its last count to
+//! the last sample that showed the same, and at most one sampling interval more at either end. An
+//! observer that was held up itself thus widens the bounds; it does not invent a gap.
 
 use std::time::Duration;
 
 /// A time in which the guest did not count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// From the first sample with the last count before the gap to the first sample with a count after it: the best
-    /// estimate, right to within [`Self::resolution`] either way.
+    /// From the first sample with the last count before the gap to the first sample with a count
+    /// after it: the best estimate, right to within [`Self::resolution`] either way.
     pub length: Duration,
     /// For so long the guest certainly stood still.
     pub at_least: Duration,
@@ -27,7 +28,8 @@ pub struct Gap {
 /// What an observer saw of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Observation {
-    /// The gap from the last count on the source to the first on the destination, if the guest went there.
+    /// The gap from the last count on the source to the first on the destination, if the guest went
+    /// there.
     pub switchover: Option<Gap>,
     /// The longest other gap, before or after.
     pub stall: Option<Gap>,
@@ -80,8 +82,8 @@ struct Latest {
 }
 
 impl GapFinder {
-    /// A sample taken at `at`. The destination must have been read before the source: then a copy that arrives
-    /// meanwhile cannot be ahead of it.
+    /// A sample taken at `at`. The destination must have been read before the source: then a copy
+    /// that arrives meanwhile cannot be ahead of it.
     pub(crate) fn sample(&mut self, at: Duration, source: u64, destination: Option<u64>) {
         let ahead = destination.filter(|&count| count > source);
         let (count, on) = ahead.map_or((source, Side::Source), |count| (count, Side::Destination));
@@ -134,7 +136,9 @@ mod tests {
 
     fn observe(samples: &[(u64, u64, Option<u64>)]) -> Observation {
         let mut finder = GapFinder::default();
-        samples.iter().for_each(|&(at, source, destination)| finder.sample(us(at), source, destination));
+        samples
+            .iter()
+            .for_each(|&(at, source, destination)| finder.sample(us(at), source, destination));
         finder.observation()
     }
 
@@ -161,8 +165,13 @@ mod tests {
 
     #[test]
     fn a_stall_on_the_source_is_no_switchover() {
-        let seen =
-            observe(&[(0, 10, None), (100, 20, None), (200, 20, None), (5000, 20, None), (5100, 30, None)]);
+        let seen = observe(&[
+            (0, 10, None),
+            (100, 20, None),
+            (200, 20, None),
+            (5000, 20, None),
+            (5100, 30, None),
+        ]);
         assert_eq!(seen.switchover, None);
         let stall = seen.stall.unwrap();
         assert_eq!((stall.at_least, stall.length, stall.at_most), (us(4900), us(5000), us(5100)));

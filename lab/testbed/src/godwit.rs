@@ -1,7 +1,8 @@
-//! `godwit` as its users run it: two processes that are told by arguments and answer in lines of JSON.
+//! `godwit` as its users run it: two processes that are told by arguments and answer in lines of
+//! JSON.
 //!
-//! Keeps two promises: every wait has a limit, and a process that is dropped is ended. It knows the command line and
-//! nothing else of Godwit; what the answers mean is for the callers to say.
+//! Keeps two promises: every wait has a limit, and a process that is dropped is ended. It knows the
+//! command line and nothing else of Godwit; what the answers mean is for the callers to say.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -25,7 +26,8 @@ pub struct Godwit {
 }
 
 impl Godwit {
-    /// The one that was built with this program: it lies beside it, or a directory above where tests lie.
+    /// The one that was built with this program: it lies beside it, or a directory above where
+    /// tests lie.
     ///
     /// # Errors
     /// When it was not built.
@@ -68,7 +70,11 @@ impl Godwit {
     /// When it does not: what it complained of.
     pub fn done(&self, arguments: &[&str]) -> anyhow::Result<Output> {
         let output = self.run(arguments)?;
-        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        ensure!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(output)
     }
 
@@ -118,7 +124,8 @@ impl Godwit {
         let listening = |line: &Value| line["event"] == "listening";
         match running.wait_for("listening", LISTEN_LIMIT, listening) {
             Ok(line) => {
-                let address = line["address"].as_str().context("godwit receive names no address")?.to_owned();
+                let address =
+                    line["address"].as_str().context("godwit receive names no address")?.to_owned();
                 Ok((running, address))
             }
             Err(problem) => {
@@ -145,7 +152,8 @@ impl Godwit {
         options: &[&str],
     ) -> anyhow::Result<Running> {
         let place = Place::new()?;
-        let errors = File::create(place.file("stderr")).context("cannot create a file for errors")?;
+        let errors =
+            File::create(place.file("stderr")).context("cannot create a file for errors")?;
         let mut child = program
             .args([command, "--vm", &vm.vm_name()])
             .args(peer)
@@ -223,7 +231,8 @@ impl Running {
         limit: Duration,
         wanted: impl Fn(&Value) -> bool,
     ) -> anyhow::Result<Value> {
-        self.output.wait(&format!("line '{what}'"), limit, |_| self.lines().into_iter().find(&wanted))
+        self.output
+            .wait(&format!("line '{what}'"), limit, |_| self.lines().into_iter().find(&wanted))
     }
 
     /// Ends it at once, as a crash would.

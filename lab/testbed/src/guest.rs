@@ -8,15 +8,18 @@ use anyhow::ensure;
 use godwit_guest_workload::settings::{BuildWork, CardAddress, DiskWork, Mode, Settings};
 use godwit_units::ByteCount;
 
-/// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a reboot. Without
-/// `tsc=reliable` the kernel may give up on the time-stamp counter after a pause, and then every look at the clock
-/// leaves the emulated processor. The mitigations cost time and protect nobody here, and a host that is slow is no bug of the guest:
-/// on a busy one the kernel may count too few ticks in its check of the timer, and panics at boot.
-const KERNEL: &str = "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off nosoftlockup no_timer_check";
+/// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a
+/// reboot. Without `tsc=reliable` the kernel may give up on the time-stamp counter after a pause,
+/// and then every look at the clock leaves the emulated processor. The mitigations cost time and
+/// protect nobody here, and a host that is slow is no bug of the guest: on a busy one the kernel
+/// may count too few ticks in its check of the timer, and panics at boot.
+const KERNEL: &str =
+    "console=ttyS0 quiet panic=-1 tsc=reliable mitigations=off nosoftlockup no_timer_check";
 
 const MIB: u64 = 1 << 20;
 
-/// The workspace's `target/`, where `make guest` and `make qemu` put their results whatever CARGO_TARGET_DIR says.
+/// The workspace's `target/`, where `make guest` and `make qemu` put their results whatever
+/// CARGO_TARGET_DIR says.
 pub(crate) fn target_dir() -> PathBuf {
     let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
     crate_dir.ancestors().nth(2).unwrap_or(crate_dir).join("target")
@@ -68,7 +71,8 @@ pub struct GuestConfig {
 }
 
 impl GuestConfig {
-    /// The guest of the demo and of the benchmarks: 1 GiB, 512 MiB of it filled, 2,000 pages a second over 128 MiB.
+    /// The guest of the demo and of the benchmarks: 1 GiB, 512 MiB of it filled, 2,000 pages a
+    /// second over 128 MiB.
     #[must_use]
     pub fn standard() -> Self {
         Self {
@@ -83,7 +87,8 @@ impl GuestConfig {
         }
     }
 
-    /// A small guest for tests: 256 MiB, 64 MiB of it filled, a working set of 16 MiB. Ready in three seconds.
+    /// A small guest for tests: 256 MiB, 64 MiB of it filled, a working set of 16 MiB. Ready in
+    /// three seconds.
     #[must_use]
     pub fn small(mode: Mode) -> Self {
         Self {

@@ -1,7 +1,7 @@
 //! Huge pages for a test: reserved on the host and mounted, and given back afterwards.
 //!
-//! Keeps one promise: a test that cannot have them says so aloud. They are taken from the free memory of the host, which needs
-//! root; a test that is killed outright leaves them reserved.
+//! Keeps one promise: a test that cannot have them says so aloud. They are taken from the free
+//! memory of the host, which needs root; a test that is killed outright leaves them reserved.
 
 use std::path::Path;
 
@@ -36,7 +36,8 @@ impl HugePages {
     fn reserve(bytes: ByteCount) -> anyhow::Result<Self> {
         let reserved = Reserved { before: number(RESERVED)? };
         let wanted = reserved.before + bytes.0.div_ceil(SIZE);
-        std::fs::write(RESERVED, wanted.to_string()).with_context(|| format!("cannot write {RESERVED}"))?;
+        std::fs::write(RESERVED, wanted.to_string())
+            .with_context(|| format!("cannot write {RESERVED}"))?;
         let got = number(RESERVED)?;
         ensure!(got >= wanted, "the host gives {got} of {wanted}");
         Ok(Self { mount: Mount::new("hugetlbfs", "pagesize=2M")?, _reserved: reserved })

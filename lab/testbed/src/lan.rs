@@ -43,7 +43,17 @@ impl Lan {
         let lan = Self { name, ports: AtomicU32::new(0), place };
         lan.ip(&["link", "set", "lo", "up"])?;
         // Without a delay a port forwards from the start, as those of a hypervisor do.
-        lan.ip(&["link", "add", "switch", "type", "bridge", "stp_state", "0", "forward_delay", "0"])?;
+        lan.ip(&[
+            "link",
+            "add",
+            "switch",
+            "type",
+            "bridge",
+            "stp_state",
+            "0",
+            "forward_delay",
+            "0",
+        ])?;
         lan.ip(&["address", "add", CLIENT, "dev", "switch"])?;
         lan.ip(&["link", "set", "switch", "up"])?;
         Ok(lan)

@@ -1,8 +1,10 @@
-//! What a virtual machine leaves on the host: a directory, a RAM file, a process; and what a link of its leaves, a network namespace.
+//! What a virtual machine leaves on the host: a directory, a RAM file, a process; and what a link
+//! of its leaves, a network namespace.
 //!
-//! Keeps one promise: they go away with their owner, at the latest when the next one starts. Dropping a [`Place`]
-//! removes its files; what a test left that was killed outright is found by the number of its process in the names, and
-//! swept away, the QEMU too. Nothing that another living process made is touched.
+//! Keeps one promise: they go away with their owner, at the latest when the next one starts.
+//! Dropping a [`Place`] removes its files; what a test left that was killed outright is found by
+//! the number of its process in the names, and swept away, the QEMU too. Nothing that another
+//! living process made is touched.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,7 +23,8 @@ const PID_FILE: &str = "pid";
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// A name that no other process takes, which says whose it is; and a number that this process gave nothing else.
+/// A name that no other process takes, which says whose it is; and a number that this process gave
+/// nothing else.
 pub(crate) fn unique() -> (String, u32) {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     (format!("{PREFIX}{}-{number}", std::process::id()), number)
@@ -48,7 +51,8 @@ impl Place {
         let (name, _) = unique();
         let ram = ram_in.unwrap_or(Path::new(SHARED_MEMORY)).join(&name);
         let place = Self { dir: std::env::temp_dir().join(&name), ram };
-        std::fs::create_dir(&place.dir).with_context(|| format!("cannot create {}", place.dir.display()))?;
+        std::fs::create_dir(&place.dir)
+            .with_context(|| format!("cannot create {}", place.dir.display()))?;
         Ok(place)
     }
 
@@ -93,14 +97,17 @@ fn sweep() {
 fn orphans(dir: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
     let orphaned = |path: &PathBuf| {
-        let owner = path.file_name().and_then(|name| name.to_str()?.strip_prefix(PREFIX)?.split('-').next());
+        let owner = path
+            .file_name()
+            .and_then(|name| name.to_str()?.strip_prefix(PREFIX)?.split('-').next());
         let owner: Option<u32> = owner.and_then(|owner| owner.parse().ok());
         owner.is_some_and(|owner| !Path::new(&format!("/proc/{owner}")).exists())
     };
     entries.flatten().map(|entry| entry.path()).filter(orphaned).collect()
 }
 
-/// Ends the QEMU that wrote its number into `dir`, if that number still is that QEMU: its command line names `dir`.
+/// Ends the QEMU that wrote its number into `dir`, if that number still is that QEMU: its command
+/// line names `dir`.
 fn end_qemu(dir: &Path) {
     let Ok(text) = std::fs::read_to_string(dir.join(PID_FILE)) else { return };
     let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return };
@@ -131,7 +138,9 @@ mod tests {
         let mut ended = std::process::Command::new("true").spawn().unwrap();
         ended.wait().unwrap();
         let orphan = within(&format!("{PREFIX}{}-0", ended.id()));
-        for path in [&orphan, &within(&format!("{PREFIX}{}-0", std::process::id())), &within("other")] {
+        for path in
+            [&orphan, &within(&format!("{PREFIX}{}-0", std::process::id())), &within("other")]
+        {
             std::fs::create_dir(path).unwrap();
         }
         assert_eq!(orphans(&here.dir), [orphan]);

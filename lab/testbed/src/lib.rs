@@ -1,10 +1,11 @@
-//! What the demo, the end-to-end tests and the benchmarks share: real machines that run the self-checking
-//! guest.
+//! What the demo, the end-to-end tests and the benchmarks share: real machines that run the
+//! self-checking guest.
 //!
-//! A [`TestVm`] is a QEMU with its monitor, console and RAM file, a [`MicroVm`] is one of our own; an [`Observer`] times the guest from outside; and
-//! [`own_migration`] has QEMU migrate by itself, for comparison. Keeps one promise: whatever way a test ends, no QEMU
-//! process, RAM file or directory of it stays behind. Of Godwit it knows the command line only ([`Godwit`]), so
-//! that what it reports about a migration is the word of a bystander.
+//! A [`TestVm`] is a QEMU with its monitor, console and RAM file, a [`MicroVm`] is one of our own;
+//! an [`Observer`] times the guest from outside; and [`own_migration`] has QEMU migrate by itself,
+//! for comparison. Keeps one promise: whatever way a test ends, no QEMU process, RAM file or
+//! directory of it stays behind. Of Godwit it knows the command line only ([`Godwit`]), so that
+//! what it reports about a migration is the word of a bystander.
 
 #![forbid(unsafe_code)]
 

@@ -69,7 +69,11 @@ pub trait Movable {
     ///
     /// # Errors
     /// When it is not within `limit`.
-    fn await_held(&self, limit: Duration, wanted: &dyn Fn(ByteCount) -> bool) -> anyhow::Result<()> {
+    fn await_held(
+        &self,
+        limit: Duration,
+        wanted: &dyn Fn(ByteCount) -> bool,
+    ) -> anyhow::Result<()> {
         let until = Instant::now() + limit;
         loop {
             let held = self.held()?;

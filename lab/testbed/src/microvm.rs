@@ -1,6 +1,7 @@
 //! One microvm with its guest: a process of the `godwit` command, like those of its users.
 //!
-//! Keeps two promises: every wait has a limit, and a machine that is dropped is ended and leaves nothing.
+//! Keeps two promises: every wait has a limit, and a machine that is dropped is ended and leaves
+//! nothing.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -39,22 +40,25 @@ pub struct MicroVm {
 }
 
 impl MicroVm {
-    /// Starts one with the options `options` of `godwit microvm run`, its memory aside in a file of its own if
-    /// `options` say nothing of `--block`.
+    /// Starts one with the options `options` of `godwit microvm run`, its memory aside in a file of
+    /// its own if `options` say nothing of `--block`.
     ///
     /// # Errors
     /// When it does not come up, with its own words.
     pub fn start(godwit: &Godwit, options: &[&str]) -> anyhow::Result<Self> {
         let place = Place::new()?;
-        let errors = File::create(place.file("stderr")).context("cannot create a file for errors")?;
+        let errors =
+            File::create(place.file("stderr")).context("cannot create a file for errors")?;
         let mut command = Command::new(godwit.program());
         command.args(["microvm", "run", "--control"]).arg(place.file("control")).args(options);
         if !options.contains(&"--block") {
             command.arg("--memory-path").arg(place.ram());
         }
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(errors).spawn();
-        let mut child = child.with_context(|| format!("cannot start {}", godwit.program().display()))?;
-        let console = Console::read(child.stdout.take().context("the machine has no standard output")?);
+        let mut child =
+            child.with_context(|| format!("cannot start {}", godwit.program().display()))?;
+        let console =
+            Console::read(child.stdout.take().context("the machine has no standard output")?);
         let mut vm = Self { child, console, place };
         let deadline = Instant::now() + START_LIMIT;
         while UnixStream::connect(vm.control_socket()).is_err() {
@@ -77,7 +81,8 @@ impl MicroVm {
     /// # Errors
     /// When there is none.
     pub fn ask(&self, command: &str) -> anyhow::Result<Value> {
-        let mut stream = UnixStream::connect(self.control_socket()).context("cannot reach the machine")?;
+        let mut stream =
+            UnixStream::connect(self.control_socket()).context("cannot reach the machine")?;
         stream.set_read_timeout(Some(START_LIMIT))?;
         writeln!(stream, "{{\"command\":\"{command}\"}}")?;
         let mut line = String::new();

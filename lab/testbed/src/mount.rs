@@ -24,12 +24,17 @@ impl Mount {
     /// When the directory cannot be made, or mount(8) refuses.
     pub fn new(kind: &str, options: &str) -> anyhow::Result<Self> {
         let number = COUNT.fetch_add(1, Ordering::Relaxed);
-        let dir = std::env::temp_dir().join(format!("godwit-{kind}-{}-{number}", std::process::id()));
+        let dir =
+            std::env::temp_dir().join(format!("godwit-{kind}-{}-{number}", std::process::id()));
         std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
         let mut mount = Self { dir, mounted: false };
         let arguments = ["-t", kind, "-o", options, "none"];
         let status = Command::new("mount").args(arguments).arg(&mount.dir).status()?;
-        ensure!(status.success(), "cannot mount a {kind} at {} (this needs root)", mount.dir.display());
+        ensure!(
+            status.success(),
+            "cannot mount a {kind} at {} (this needs root)",
+            mount.dir.display()
+        );
         mount.mounted = true;
         Ok(mount)
     }
@@ -60,6 +65,9 @@ mod tests {
         assert!(made.is_err());
         let prefix = format!("godwit-nosuchfs-{}-", std::process::id());
         let left = std::fs::read_dir(std::env::temp_dir()).unwrap().flatten();
-        assert_eq!(left.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count(), 0);
+        assert_eq!(
+            left.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix)).count(),
+            0
+        );
     }
 }

@@ -1,8 +1,9 @@
-//! A link of a given rate: a network namespace at the end of a pair of virtual interfaces, with a token bucket on both.
+//! A link of a given rate: a network namespace at the end of a pair of virtual interfaces, with a
+//! token bucket on both.
 //!
-//! What is started within the namespace shares that link with everything else that is, as the services of another host would. Sockets in
-//! the file system are reached from both sides. Keeps one promise: namespace and interfaces go with their owner, or with the next
-//! sweep. Needs root.
+//! What is started within the namespace shares that link with everything else that is, as the
+//! services of another host would. Sockets in the file system are reached from both sides. Keeps
+//! one promise: namespace and interfaces go with their owner, or with the next sweep. Needs root.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -42,8 +43,9 @@ impl SlowLink {
         let [interface, far] = ["a", "b"].map(|side| format!("gw{owner:x}{side}{number}"));
         // The range for benchmarks (RFC 2544), four addresses a link.
         let index = (owner * 8 + number) % (1 << 15) * 4;
-        let [here, there] = [1, 2]
-            .map(|host| format!("198.{}.{}.{}", 18 + (index >> 16), index >> 8 & 255, index % 256 + host));
+        let [here, there] = [1, 2].map(|host| {
+            format!("198.{}.{}.{}", 18 + (index >> 16), index >> 8 & 255, index % 256 + host)
+        });
         tool("ip", &["netns", "add", &name])?;
         let link = Self { name, interface, far, there, place };
         let (name, near, far) = (link.name.as_str(), link.interface.as_str(), link.far.as_str());
@@ -98,7 +100,8 @@ impl SlowLink {
     pub fn carried(&self) -> anyhow::Result<ByteCount> {
         let count = |name: &str| {
             let path = format!("/sys/class/net/{}/statistics/{name}", self.interface);
-            let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+            let text =
+                std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
             text.trim().parse::<u64>().with_context(|| format!("{path} holds no number"))
         };
         Ok(ByteCount(count("tx_bytes")? + count("rx_bytes")?))
@@ -114,7 +117,11 @@ impl Drop for SlowLink {
 }
 
 /// The same QEMU in the namespace `name`, by way of a script at `script`.
-pub(crate) fn build_within(name: &str, script: &Path, build: &QemuBuild) -> anyhow::Result<QemuBuild> {
+pub(crate) fn build_within(
+    name: &str,
+    script: &Path,
+    build: &QemuBuild,
+) -> anyhow::Result<QemuBuild> {
     let program = build.program.display();
     let text = format!("#!/bin/sh\nexec ip netns exec {name} '{program}' \"$@\"\n");
     std::fs::write(script, text).context("cannot write a script")?;
@@ -128,8 +135,10 @@ pub(crate) fn remove(name: &str) {
 }
 
 pub(crate) fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
-    let output =
-        Command::new(program).args(arguments).output().with_context(|| format!("cannot run {program}"))?;
+    let output = Command::new(program)
+        .args(arguments)
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
     Ok(())
@@ -148,7 +157,10 @@ mod tests {
         let link = match SlowLink::create(Rate::from_bytes_per_second(f64::from(8 << 20))) {
             Ok(link) => link,
             Err(why) => {
-                crate::skip("a_link_carries_what_it_is_told_to_and_goes_away", format_args!("{why:#}"));
+                crate::skip(
+                    "a_link_carries_what_it_is_told_to_and_goes_away",
+                    format_args!("{why:#}"),
+                );
                 return;
             }
         };

@@ -32,7 +32,8 @@ impl Network {
     #[must_use]
     pub fn arguments(&self) -> Vec<String> {
         let here = self.socket.local_addr().map_or(0, |address| address.port());
-        let back_end = format!("socket,id=net,udp=127.0.0.1:{here},localaddr=127.0.0.1:{}", self.port);
+        let back_end =
+            format!("socket,id=net,udp=127.0.0.1:{here},localaddr=127.0.0.1:{}", self.port);
         ["-netdev", &back_end, "-device", "virtio-net-pci,netdev=net"].map(str::to_owned).into()
     }
 

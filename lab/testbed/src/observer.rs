@@ -1,8 +1,9 @@
 //! The observer: looks at the guest's beacon from outside, in the RAM files of both sides.
 //!
-//! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of the source's file and only for
-//! reading, and never fills a hole of the destination's file. It takes the time around each look, and drops a look that
-//! was interrupted. And it believes only a beacon that moves. What follows from the samples is `gap`'s and `trace`'s.
+//! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of the
+//! source's file and only for reading, and never fills a hole of the destination's file. It takes
+//! the time around each look, and drops a look that was interrupted. And it believes only a beacon
+//! that moves. What follows from the samples is `gap`'s and `trace`'s.
 
 use std::fs::File;
 use std::io;
@@ -24,7 +25,8 @@ use crate::gap::{GapFinder, Observation};
 use crate::progress_trace::ProgressTrace;
 
 const INTERVAL: Duration = Duration::from_micros(100);
-/// A look that took longer was interrupted in the middle and says nothing about the time it was taken.
+/// A look that took longer was interrupted in the middle and says nothing about the time it was
+/// taken.
 const LOOK_LIMIT: Duration = Duration::from_micros(20);
 const CHUNK: usize = 1 << 20;
 
@@ -38,10 +40,12 @@ impl BeaconPlace {
     /// Looks for the beacon in `ram_file`.
     ///
     /// # Errors
-    /// When there is none, or several and none or more than one of them moves, or the file cannot be read.
+    /// When there is none, or several and none or more than one of them moves, or the file cannot
+    /// be read.
     pub fn find(ram_file: &Path) -> anyhow::Result<Self> {
         let file = open(ram_file)?;
-        let mut found = candidates(&file).with_context(|| format!("cannot search {}", ram_file.display()))?;
+        let mut found =
+            candidates(&file).with_context(|| format!("cannot search {}", ram_file.display()))?;
         if found.len() > 1 {
             let before = counts(&file, &found)?;
             std::thread::sleep(Duration::from_millis(20));
@@ -57,7 +61,8 @@ impl BeaconPlace {
     }
 
     fn map(self, file: &File) -> anyhow::Result<Mapping> {
-        Mapping::read_only(file, self.offset, ByteCount(PAGE_SIZE)).context("cannot map the beacon page")
+        Mapping::read_only(file, self.offset, ByteCount(PAGE_SIZE))
+            .context("cannot map the beacon page")
     }
 }
 
@@ -84,8 +89,11 @@ fn candidates(file: &File) -> io::Result<Vec<u64>> {
         while at < hole {
             let len = usize::try_from(hole - at).map_or(CHUNK, |left| left.min(CHUNK));
             file.read_exact_at(&mut chunk[..len], at)?;
-            let pages = (at..).step_by(PAGE_SIZE as usize).zip(chunk[..len].chunks(PAGE_SIZE as usize));
-            found.extend(pages.filter(|(_, page)| is_beacon(&page[..HEADER_LEN])).map(|(offset, _)| offset));
+            let pages =
+                (at..).step_by(PAGE_SIZE as usize).zip(chunk[..len].chunks(PAGE_SIZE as usize));
+            found.extend(
+                pages.filter(|(_, page)| is_beacon(&page[..HEADER_LEN])).map(|(offset, _)| offset),
+            );
             at += len as u64;
         }
     }
@@ -146,7 +154,8 @@ impl Observer {
     pub fn finish_with_course(mut self) -> anyhow::Result<(Observation, ProgressTrace)> {
         self.ending.store(true, Ordering::Relaxed);
         let thread = self.thread.take().context("the observer has ended before")?;
-        let (seen, trace) = thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
+        let (seen, trace) =
+            thread.join().map_err(|_| anyhow!("the observer's thread has panicked"))?;
         ensure!(seen.counted > 0, "the guest did not count at all while it was observed");
         Ok((seen, trace))
     }
@@ -158,8 +167,9 @@ impl Drop for Observer {
     }
 }
 
-/// The beacon page of the destination, which is a hole until something is written there, and under post-copy once more
-/// later. It is read and never mapped: reading a hole through a mapping would fill it.
+/// The beacon page of the destination, which is a hole until something is written there, and under
+/// post-copy once more later. It is read and never mapped: reading a hole through a mapping would
+/// fill it.
 struct Arrival {
     file: File,
     place: BeaconPlace,
@@ -209,9 +219,15 @@ mod tests {
 
     impl TestFile {
         fn new(name: &str) -> (Self, File) {
-            let path = PathBuf::from(format!("/dev/shm/godwit-observer-{}-{name}", std::process::id()));
-            let file =
-                File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+            let path =
+                PathBuf::from(format!("/dev/shm/godwit-observer-{}-{name}", std::process::id()));
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)
+                .unwrap();
             file.set_len(8 << 20).unwrap();
             (Self(path), file)
         }
@@ -267,7 +283,8 @@ mod tests {
 
     #[test]
     fn a_guest_that_moves_is_seen_to_move_and_its_hole_is_left_alone() {
-        let ((here, source), (there, destination)) = (TestFile::new("here"), TestFile::new("there"));
+        let ((here, source), (there, destination)) =
+            (TestFile::new("here"), TestFile::new("there"));
         light(&source, PLACE);
         let count_on = |file: &File, counts: std::ops::Range<u64>| {
             for count in counts {

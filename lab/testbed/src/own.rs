@@ -1,8 +1,9 @@
 //! QEMU's own migration between two machines, for comparison.
 //!
-//! Keeps it fair: the same machines as for Godwit, RAM copied over TCP loopback, a downtime limit of 300 ms, and the
-//! time taken from the command to the guest running on the other side with all of its memory. What a style needs is
-//! set, and all that it does not is turned off. Observing the guest and adding up processor time are left to the caller.
+//! Keeps it fair: the same machines as for Godwit, RAM copied over TCP loopback, a downtime limit
+//! of 300 ms, and the time taken from the command to the guest running on the other side with all
+//! of its memory. What a style needs is set, and all that it does not is turned off. Observing the
+//! guest and adding up processor time are left to the caller.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -41,7 +42,8 @@ pub enum Style {
     AutoConverge,
     /// One pass, then the guest runs on the destination and fetches what is missing.
     PostCopy {
-        /// Whether the bandwidth limit holds after the switch, too, as a link's own would. By default it does not.
+        /// Whether the bandwidth limit holds after the switch, too, as a link's own would. By
+        /// default it does not.
         limited: bool,
     },
 }
@@ -51,8 +53,8 @@ pub enum Style {
 pub struct OwnMigration {
     /// Whether it came to an end by itself.
     pub finished: bool,
-    /// From the command until the guest runs on the destination and all of its memory is there, by QEMU's own time
-    /// stamps of its events.
+    /// From the command until the guest runs on the destination and all of its memory is there, by
+    /// QEMU's own time stamps of its events.
     pub wall: Duration,
     /// QEMU's `total-time`.
     pub total: Duration,
@@ -79,8 +81,8 @@ pub fn own_migration(
     Ok(own)
 }
 
-/// Moves the guest over a link of `bandwidth`, or cancels when that is not done within `patience`: the guest is then
-/// at the source, and the destination of no more use.
+/// Moves the guest over a link of `bandwidth`, or cancels when that is not done within `patience`:
+/// the guest is then at the source, and the destination of no more use.
 ///
 /// # Errors
 /// When QEMU refuses or fails.
@@ -106,10 +108,15 @@ pub fn own_migration_within(
     }
     let left = || until.saturating_sub(wall_clock());
     let ended = source.qmp().wait_event_where("the end of the migration", left(), |event| {
-        event.name == "MIGRATION" && matches!(event.data["status"].as_str(), Some("completed" | "failed"))
+        event.name == "MIGRATION"
+            && matches!(event.data["status"].as_str(), Some("completed" | "failed"))
     });
     let Ok(ended) = ended else { return cancelled(source, began) };
-    ensure!(ended.data["status"] == "completed", "QEMU's own migration failed: {}", source.errors().trim());
+    ensure!(
+        ended.data["status"] == "completed",
+        "QEMU's own migration failed: {}",
+        source.errors().trim()
+    );
     let running = destination.qmp().wait_event("RESUME", Duration::from_secs(10))?;
     // Of a post-copy the guest ran long before its memory was there.
     let end = if matches!(style, Style::PostCopy { .. }) {
@@ -177,7 +184,8 @@ fn prepare(vm: &mut TestVm, style: Style, bandwidth: Option<Rate>) -> anyhow::Re
     let mut parameters = json!({ "max-bandwidth": limit, "downtime-limit": DOWNTIME_LIMIT_MS });
     if let Some(channels) = channels {
         parameters["multifd-channels"] = channels.into();
-        parameters["multifd-compression"] = if style == Style::Zstd { "zstd" } else { "none" }.into();
+        parameters["multifd-compression"] =
+            if style == Style::Zstd { "zstd" } else { "none" }.into();
     }
     match style {
         Style::Xbzrle => parameters["xbzrle-cache-size"] = XBZRLE_CACHE.into(),

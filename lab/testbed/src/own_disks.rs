@@ -1,9 +1,11 @@
-//! QEMU's own migration with disks that move along, in the order in which libvirt has it done (`qemuMigrationSrcNBDStorageCopy`,
-//! `qemuMigrationSrcContinue`): each disk is mirrored into an NBD export of the destination; when all mirrors are in step, memory follows;
-//! with the guest stopped the mirrors are ended, then the device state flows.
+//! QEMU's own migration with disks that move along, in the order in which libvirt has it done
+//! (`qemuMigrationSrcNBDStorageCopy`, `qemuMigrationSrcContinue`): each disk is mirrored into an
+//! NBD export of the destination; when all mirrors are in step, memory follows; with the guest
+//! stopped the mirrors are ended, then the device state flows.
 //!
-//! Keeps it fair: everything is done the moment it can be, by one process and without a daemon in between. A migration that does not come to
-//! an end is cancelled, and its guest runs on at the source.
+//! Keeps it fair: everything is done the moment it can be, by one process and without a daemon in
+//! between. A migration that does not come to an end is cancelled, and its guest runs on at the
+//! source.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +28,8 @@ const ANSWER: Duration = Duration::from_secs(30);
 pub struct OwnDisksMigration {
     /// Whether it came to an end by itself.
     pub finished: bool,
-    /// From the first mirror until the guest runs on the destination, by QEMU's own time stamps; or until it was cancelled.
+    /// From the first mirror until the guest runs on the destination, by QEMU's own time stamps; or
+    /// until it was cancelled.
     pub wall: Duration,
     /// Of it, until all mirrors were in step; zero if they never were.
     pub mirrored: Duration,
@@ -34,8 +37,8 @@ pub struct OwnDisksMigration {
     pub memory: ByteCount,
 }
 
-/// Moves the guest with the disks whose block nodes are called `disks`, over `link`, at whose end `destination` is; it must have been
-/// started with `-S`.
+/// Moves the guest with the disks whose block nodes are called `disks`, over `link`, at whose end
+/// `destination` is; it must have been started with `-S`.
 ///
 /// # Errors
 /// When QEMU refuses or fails.
@@ -65,7 +68,11 @@ pub fn own_migration_with_disks(
             && matches!(event.data["status"].as_str(), Some("pre-switchover" | "failed"))
     });
     let Some(stopped) = in_time(stopped)? else { return cancelled(source, disks, began, mirrored) };
-    ensure!(stopped.data["status"] != "failed", "QEMU's own migration failed: {}", source.errors().trim());
+    ensure!(
+        stopped.data["status"] != "failed",
+        "QEMU's own migration failed: {}",
+        source.errors().trim()
+    );
     for disk in disks {
         // In step, a mirror that is cancelled writes out what is left, and ends.
         source.qmp().execute("block-job-cancel", json!({ "device": job(disk) }))?;
@@ -105,7 +112,8 @@ fn prepare(
 ) -> anyhow::Result<()> {
     let capability = |name: &str, state: bool| json!({ "capability": name, "state": state });
     for (vm, pauses) in [(&mut *source, true), (&mut *destination, false)] {
-        let capabilities = [capability("events", true), capability("pause-before-switchover", pauses)];
+        let capabilities =
+            [capability("events", true), capability("pause-before-switchover", pauses)];
         vm.qmp().execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
         let parameters = json!({ "max-bandwidth": NO_LIMIT, "downtime-limit": DOWNTIME_LIMIT_MS });
         vm.qmp().execute("migrate-set-parameters", parameters)?;
@@ -116,8 +124,7 @@ fn prepare(
     let address = json!({ "type": "inet", "data": { "host": host, "port": NBD_PORT.to_string() } });
     qmp.execute("nbd-server-start", json!({ "addr": address }))?;
     for disk in disks {
-        let export =
-            json!({ "type": "nbd", "id": job(disk), "node-name": disk, "name": disk, "writable": true });
+        let export = json!({ "type": "nbd", "id": job(disk), "node-name": disk, "name": disk, "writable": true });
         qmp.execute("block-export-add", export)?;
     }
     qmp.execute("migrate-incoming", json!({ "uri": format!("tcp:{host}:{PORT}") }))?;
@@ -127,8 +134,7 @@ fn prepare(
 fn mirror(source: &mut TestVm, link: &SlowLink, disk: &str) -> anyhow::Result<()> {
     let server = json!({ "type": "inet", "host": link.address(), "port": NBD_PORT.to_string() });
     let target = format!("target-{disk}");
-    let node =
-        json!({ "driver": "nbd", "node-name": target, "server": server, "export": disk, "discard": "unmap" });
+    let node = json!({ "driver": "nbd", "node-name": target, "server": server, "export": disk, "discard": "unmap" });
     source.qmp().execute("blockdev-add", node)?;
     let mirror = json!({ "job-id": job(disk), "device": disk, "target": target, "sync": "full",
         "on-target-error": "report" });

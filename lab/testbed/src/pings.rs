@@ -62,7 +62,9 @@ impl Heard {
     #[must_use]
     pub fn longest_silence(&self, from: Instant, to: Instant) -> Option<Silence> {
         let silences = self.answered.windows(2).map(|pair| Silence { from: pair[0], to: pair[1] });
-        silences.filter(|silence| silence.to > from && silence.from < to).max_by_key(Silence::length)
+        silences
+            .filter(|silence| silence.to > from && silence.from < to)
+            .max_by_key(Silence::length)
     }
 
     /// How many questions were never answered.
@@ -134,7 +136,8 @@ fn ask_and_hear(
             let number = heard.asked.len() as u16;
             heard.asked.push(now);
             // Until the guest's card is up nobody answers for it, and the kernel says so.
-            let _ = sendto(socket, &echo(number), SendFlags::DONTWAIT, &SocketAddrV4::new(guest, 0));
+            let _ =
+                sendto(socket, &echo(number), SendFlags::DONTWAIT, &SocketAddrV4::new(guest, 0));
             next = (next + INTERVAL).max(now);
         }
         let wait = Timespec::try_from(next.saturating_duration_since(Instant::now()))?;
@@ -157,7 +160,8 @@ fn echo(number: u16) -> [u8; 24] {
     let mut packet = [0; 24];
     packet[0] = ECHO;
     packet[6..8].copy_from_slice(&number.to_be_bytes());
-    let words = packet.chunks_exact(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]])));
+    let words =
+        packet.chunks_exact(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]])));
     let sum: u32 = words.sum();
     let folded = (sum & 0xffff) + (sum >> 16);
     packet[2..4].copy_from_slice(&(!folded as u16).to_be_bytes());

@@ -1,9 +1,9 @@
-//! What a guest does to its machine by a write to a port, done from outside at a moment of the test's choice: powering
-//! off, panicking, resetting. It may be done while the guest is stopped, too: then QEMU finds what it finds when the
-//! guest did so just before.
+//! What a guest does to its machine by a write to a port, done from outside at a moment of the
+//! test's choice: powering off, panicking, resetting. It may be done while the guest is stopped,
+//! too: then QEMU finds what it finds when the guest did so just before.
 //!
-//! By QEMU's qtest protocol (system/qtest.c), which works beside any accelerator. Keeps one promise: each call returns when
-//! QEMU has carried the write out, within [`LIMIT`].
+//! By QEMU's qtest protocol (system/qtest.c), which works beside any accelerator. Keeps one
+//! promise: each call returns when QEMU has carried the write out, within [`LIMIT`].
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -37,7 +37,8 @@ impl Ports {
         ["-qtest", &socket, "-qtest-log", "none", "-device", "pvpanic"].map(str::to_owned).into()
     }
 
-    /// The guest powers off: sleep state S5 of ACPI, at q35's PM1a control register as its firmware sets it up.
+    /// The guest powers off: sleep state S5 of ACPI, at q35's PM1a control register as its firmware
+    /// sets it up.
     ///
     /// # Errors
     /// When QEMU does not take it.
@@ -62,7 +63,8 @@ impl Ports {
     }
 
     fn write(&self, command: &str) -> anyhow::Result<()> {
-        let mut socket = UnixStream::connect(self.place.file("qtest")).context("QEMU's qtest socket")?;
+        let mut socket =
+            UnixStream::connect(self.place.file("qtest")).context("QEMU's qtest socket")?;
         socket.set_read_timeout(Some(LIMIT))?;
         writeln!(socket, "{command}")?;
         let mut answer = String::new();

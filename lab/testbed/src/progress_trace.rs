@@ -1,7 +1,8 @@
-//! The course of a guest's counter, and what a migration took from the guest. Pure: times come from the caller.
+//! The course of a guest's counter, and what a migration took from the guest. Pure: times come from
+//! the caller.
 //!
-//! Keeps one promise: work is what the guest counted, wherever it ran. What it lost in some time is what it would have
-//! counted in it at its rate before, less what it did.
+//! Keeps one promise: work is what the guest counted, wherever it ran. What it lost in some time is
+//! what it would have counted in it at its rate before, less what it did.
 
 use std::time::Duration;
 
@@ -19,14 +20,16 @@ pub struct ProgressTrace {
 pub struct Loss {
     /// Work lost, as the time that it takes at the guest's rate before.
     pub work: Duration,
-    /// How long the guest ran below half of that rate, window by window; time in which it stood still counts.
+    /// How long the guest ran below half of that rate, window by window; time in which it stood
+    /// still counts.
     pub under_half: Duration,
     /// And below a tenth.
     pub under_tenth: Duration,
 }
 
 impl ProgressTrace {
-    /// The guest had counted to `count` at `at`. Points closer than [`WINDOW`] to the last are passed over.
+    /// The guest had counted to `count` at `at`. Points closer than [`WINDOW`] to the last are
+    /// passed over.
     pub(crate) fn note(&mut self, at: Duration, count: u64) {
         let due = self.points.last().is_none_or(|(last, _)| at >= *last + WINDOW);
         if due {
@@ -39,7 +42,9 @@ impl ProgressTrace {
         let next = self.points.partition_point(|(time, _)| *time <= at);
         match (next.checked_sub(1).map(|last| self.points[last]), self.points.get(next)) {
             (Some((t0, c0)), Some(&(t1, c1))) => {
-                c0 as f64 + (c1 - c0) as f64 * ((at - t0).as_secs_f64() / (t1 - t0).as_secs_f64().max(1e-9))
+                c0 as f64
+                    + (c1 - c0) as f64
+                        * ((at - t0).as_secs_f64() / (t1 - t0).as_secs_f64().max(1e-9))
             }
             (Some((_, count)), None) => count as f64,
             (None, Some(&(_, count))) => count as f64,
@@ -88,8 +93,9 @@ mod tests {
         let mut trace = ProgressTrace::default();
         // A second at full speed, one at a quarter, one at a twentieth.
         for at in (0..=3000).step_by(10) {
-            let count =
-                at.min(1000) * 100 + at.clamp(1000, 2000) * 25 - 25_000 + at.clamp(2000, 3000) * 5 - 10_000;
+            let count = at.min(1000) * 100 + at.clamp(1000, 2000) * 25 - 25_000
+                + at.clamp(2000, 3000) * 5
+                - 10_000;
             trace.note(ms(at), count);
         }
 

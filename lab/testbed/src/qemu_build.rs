@@ -1,6 +1,7 @@
 //! Which QEMUs are usable here.
 //!
-//! Keeps one promise: a test that has none to run with says so aloud. How they get here is left to `make qemu`.
+//! Keeps one promise: a test that has none to run with says so aloud. How they get here is left to
+//! `make qemu`.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,8 @@ impl QemuBuild {
     pub fn at(program: &Path) -> Option<Self> {
         let output = Command::new(program).arg("--version").output().ok()?;
         let text = String::from_utf8_lossy(&output.stdout);
-        let version = text.lines().next()?.strip_prefix("QEMU emulator version ")?.split(' ').next()?;
+        let version =
+            text.lines().next()?.strip_prefix("QEMU emulator version ")?.split(' ').next()?;
         let mut numbers = version.split('.').map(|number| number.parse().unwrap_or(0));
         let mut next = || numbers.next().unwrap_or(0);
         Some(Self { program: program.to_owned(), version: (next(), next(), next()) })
@@ -55,7 +57,8 @@ impl fmt::Display for QemuBuild {
 /// All usable QEMUs, the system's own first.
 #[must_use]
 pub fn builds() -> Vec<QemuBuild> {
-    let mut found: Vec<_> = [QemuBuild::installed(), QemuBuild::unpacked()].into_iter().flatten().collect();
+    let mut found: Vec<_> =
+        [QemuBuild::installed(), QemuBuild::unpacked()].into_iter().flatten().collect();
     found.dedup_by(|a, b| a.version == b.version);
     found
 }
@@ -75,7 +78,8 @@ pub fn builds_for(test: &str) -> Vec<QemuBuild> {
     found
 }
 
-/// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is there.
+/// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is
+/// there.
 fn missing(found: &[QemuBuild], unpacked: bool) -> Option<String> {
     match found {
         [] => Some("there is no QEMU: run `make qemu`".to_owned()),

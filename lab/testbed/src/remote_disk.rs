@@ -1,4 +1,5 @@
-//! A disk whose storage can be made to hang, as that of an NFS server which has gone: `qemu-nbd`, stopped by a signal.
+//! A disk whose storage can be made to hang, as that of an NFS server which has gone: `qemu-nbd`,
+//! stopped by a signal.
 //!
 //! Keeps one promise: the server ends with its value, and after a killed test with the next sweep.
 
@@ -64,7 +65,8 @@ impl RemoteDisk {
         self.place.file("nbd")
     }
 
-    /// What QEMU is told so that the guest has it as a virtio disk: the block node is called `name`, the device `name-device`.
+    /// What QEMU is told so that the guest has it as a virtio disk: the block node is called
+    /// `name`, the device `name-device`.
     #[must_use]
     pub fn arguments(&self, name: &str) -> Vec<String> {
         let server = format!("server.type=unix,server.path={}", self.socket().display());
@@ -90,7 +92,8 @@ impl RemoteDisk {
     }
 
     fn signal(&self, signal: Signal) -> anyhow::Result<()> {
-        let pid = i32::try_from(self.server.id()).ok().and_then(Pid::from_raw).context("no process")?;
+        let pid =
+            i32::try_from(self.server.id()).ok().and_then(Pid::from_raw).context("no process")?;
         kill_process(pid, signal).context("qemu-nbd has ended")
     }
 }

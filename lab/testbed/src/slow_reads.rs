@@ -1,6 +1,8 @@
-//! A disk of the host that is slow to read, for some processes: by the kernel's block I/O control groups.
+//! A disk of the host that is slow to read, for some processes: by the kernel's block I/O control
+//! groups.
 //!
-//! A read that is held back there has its pages pinned already, as on any slow disk: what lands late is what some tests are about.
+//! A read that is held back there has its pages pinned already, as on any slow disk: what lands
+//! late is what some tests are about.
 
 use std::os::linux::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -20,7 +22,8 @@ pub struct SlowReads {
 }
 
 impl SlowReads {
-    /// Allows so many reads a second from the file system that holds `file`, or says that `test` is skipped.
+    /// Allows so many reads a second from the file system that holds `file`, or says that `test` is
+    /// skipped.
     #[must_use]
     pub fn for_test(test: &str, file: &Path, reads: u32) -> Option<Self> {
         let made = Self::new(file, reads);
@@ -42,13 +45,15 @@ impl SlowReads {
         let above = PathBuf::from(above);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let group = above.join(format!("godwit-slow-{}-{number}", std::process::id()));
-        std::fs::create_dir(&group).with_context(|| format!("cannot create {}", group.display()))?;
+        std::fs::create_dir(&group)
+            .with_context(|| format!("cannot create {}", group.display()))?;
         let slow = Self { group, above };
         let limit = slow.group.join(limit);
         if !limit.exists() {
             bail!("{} has no {}", slow.above.display(), limit.display());
         }
-        std::fs::write(&limit, line).with_context(|| format!("cannot write {}", limit.display()))?;
+        std::fs::write(&limit, line)
+            .with_context(|| format!("cannot write {}", limit.display()))?;
         Ok(slow)
     }
 
@@ -58,7 +63,8 @@ impl SlowReads {
     /// When the kernel refuses.
     pub fn add(&self, pid: i32) -> anyhow::Result<()> {
         let tasks = self.group.join("cgroup.procs");
-        std::fs::write(&tasks, pid.to_string()).with_context(|| format!("cannot write {}", tasks.display()))
+        std::fs::write(&tasks, pid.to_string())
+            .with_context(|| format!("cannot write {}", tasks.display()))
     }
 }
 

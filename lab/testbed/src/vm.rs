@@ -1,7 +1,8 @@
 //! One QEMU with the self-checking guest.
 //!
-//! Keeps two promises: every wait has a limit, and a QEMU that does not come up is reported with its own words. It has
-//! two monitors, one for the test and one for whoever migrates it. Its files and their removal are `leftovers`'s.
+//! Keeps two promises: every wait has a limit, and a QEMU that does not come up is reported with
+//! its own words. It has two monitors, one for the test and one for whoever migrates it. Its files
+//! and their removal are `leftovers`'s.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -20,7 +21,8 @@ use crate::guest::{GuestConfig, GuestFiles};
 use crate::leftovers::Place;
 use crate::qemu_build::QemuBuild;
 
-/// QEMU opens its monitors before anything slow; a machine under load takes its time to load the program.
+/// QEMU opens its monitors before anything slow; a machine under load takes its time to load the
+/// program.
 const START_LIMIT: Duration = Duration::from_secs(30);
 
 /// Where the guest's RAM is.
@@ -122,7 +124,8 @@ impl TestVm {
     fn start(config: &VmConfig, role: &[&str]) -> anyhow::Result<Self> {
         let files = GuestFiles::find()?;
         let place = Place::with_ram_in(config.ram_in.as_deref())?;
-        let errors = File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
+        let errors =
+            File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
         let child = Command::new(&config.build.program)
             .args(arguments(config, &place))
             .arg("-kernel")
@@ -228,7 +231,8 @@ impl TestVm {
         self.console.beats_across(&destination.console)
     }
 
-    /// What the guest told of its disks, a line a second for each of its disk threads, and when each arrived.
+    /// What the guest told of its disks, a line a second for each of its disk threads, and when
+    /// each arrived.
     #[must_use]
     pub fn disk_seconds(&self) -> Vec<(Instant, DiskSecond)> {
         self.console.disk_seconds()
@@ -328,8 +332,12 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
     let size = config.guest.memory.0;
     let path = place.ram().display();
     let backend = match config.backend {
-        Backend::SharedFile => format!("memory-backend-file,id=mem,size={size},share=on,mem-path={path}"),
-        Backend::PrivateFile => format!("memory-backend-file,id=mem,size={size},share=off,mem-path={path}"),
+        Backend::SharedFile => {
+            format!("memory-backend-file,id=mem,size={size},share=on,mem-path={path}")
+        }
+        Backend::PrivateFile => {
+            format!("memory-backend-file,id=mem,size={size},share=off,mem-path={path}")
+        }
         Backend::Anonymous => format!("memory-backend-ram,id=mem,size={size},reserve=off"),
         Backend::Memfd => format!("memory-backend-memfd,id=mem,size={size},share=on"),
     };

@@ -1,4 +1,5 @@
-//! Attaching to a real QEMU: whoever does it may be killed at any moment, and its sandbox is no obstacle.
+//! Attaching to a real QEMU: whoever does it may be killed at any moment, and its sandbox is no
+//! obstacle.
 //!
 //! The process that is killed is this test program run again.
 #![allow(unsafe_code, clippy::unwrap_used)]
@@ -38,8 +39,9 @@ fn ready(config: &VmConfig) -> TestVm {
 /// The lines of QEMU's status that tell of its main thread's signals and tracer.
 fn signals(vm: &TestVm) -> Vec<String> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
-    let told =
-        |line: &&str| line.starts_with("Sig") && !line.starts_with("SigQ") || line.starts_with("Tracer");
+    let told = |line: &&str| {
+        line.starts_with("Sig") && !line.starts_with("SigQ") || line.starts_with("Tracer")
+    };
     status.lines().filter(told).map(str::to_owned).collect()
 }
 
@@ -81,7 +83,10 @@ fn a_sandboxed_qemu_is_tracked_with_the_right_to_suspend_filters_and_without() {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
         let mut vm = ready(&config.with_extra(&["-sandbox", SANDBOX]));
         let status = std::fs::read_to_string(format!("/proc/{}/status", vm.pid())).unwrap();
-        assert!(status.contains("Seccomp:\t2") && status.contains("Seccomp_filters:\t1"), "{status}");
+        assert!(
+            status.contains("Seccomp:\t2") && status.contains("Seccomp_filters:\t1"),
+            "{status}"
+        );
         for without in [false, true] {
             let socket = vm.qmp_socket();
             let work = move || {
@@ -92,7 +97,9 @@ fn a_sandboxed_qemu_is_tracked_with_the_right_to_suspend_filters_and_without() {
                 let tracker = source.start_tracking().unwrap();
                 let mut found = PageCount::ZERO;
                 tracker
-                    .harvest(0, source.ram()[0].all(), PageCount::ZERO, &mut |run| found += run.count)
+                    .harvest(0, source.ram()[0].all(), PageCount::ZERO, &mut |run| {
+                        found += run.count
+                    })
                     .unwrap();
                 found
             };

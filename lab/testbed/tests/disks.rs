@@ -1,7 +1,8 @@
-//! Disks of real QEMUs that move: round after round of writes, and the copy is the same; nothing stays behind in QEMU.
+//! Disks of real QEMUs that move: round after round of writes, and the copy is the same; nothing
+//! stays behind in QEMU.
 //!
-//! The writes are made from outside (`qemu-io` by the monitor), through the guest's own device, so that it is known what was written. The
-//! guest itself leaves its disks alone.
+//! The writes are made from outside (`qemu-io` by the monitor), through the guest's own device, so
+//! that it is known what was written. The guest itself leaves its disks alone.
 
 #![allow(clippy::unwrap_used)]
 
@@ -39,8 +40,9 @@ fn name(place: usize) -> String {
 
 impl Pair {
     fn start(build: &QemuBuild, disks: &[(&'static str, u64)]) -> Self {
-        let image =
-            |(format, size): &(&'static str, u64)| DiskImage::create(format, ByteCount(*size)).unwrap();
+        let image = |(format, size): &(&'static str, u64)| {
+            DiskImage::create(format, ByteCount(*size)).unwrap()
+        };
         let images: Vec<_> = disks.iter().map(|disk| (image(disk), image(disk))).collect();
         let config = || VmConfig::new(build, GuestConfig::small(Mode::Idle));
         let (mut here, mut there) = (config(), config());
@@ -56,7 +58,10 @@ impl Pair {
     }
 
     fn open(&self, granularity: u64) -> (QemuSource, QemuDestination) {
-        (source(&self.source, granularity), QemuDestination::open(&self.destination.qmp_socket()).unwrap())
+        (
+            source(&self.source, granularity),
+            QemuDestination::open(&self.destination.qmp_socket()).unwrap(),
+        )
     }
 
     /// Does something to the disk at `place`, as its guest would.
@@ -80,7 +85,8 @@ fn source(vm: &TestVm, granularity: u64) -> QemuSource {
 }
 
 fn monitor(vm: &mut TestVm, command: &str) -> String {
-    let answer = vm.qmp().execute("human-monitor-command", json!({ "command-line": command })).unwrap();
+    let answer =
+        vm.qmp().execute("human-monitor-command", json!({ "command-line": command })).unwrap();
     answer.as_str().unwrap_or_default().to_owned()
 }
 
@@ -90,7 +96,7 @@ fn copy(round: &mut dyn DiskRound, sink: &mut dyn DiskSink) -> u64 {
     while let Some(extent) = round.next().unwrap() {
         read += copy_extent(round, sink, extent);
     }
-    sink.settle(false).unwrap();
+    sink.flush(false).unwrap();
     read
 }
 
@@ -104,18 +110,22 @@ fn copy_extent(round: &mut dyn DiskRound, sink: &mut dyn DiskSink, extent: Exten
     let pieces: Vec<PageRun> =
         starts.map(|start| PageRun::new(start, piece.min(extent.run.end().0 - start))).collect();
     for pieces in pieces.chunks(round.depth()) {
-        pieces.iter().for_each(|run| round.ask(*run).unwrap());
+        pieces.iter().for_each(|run| round.submit(*run).unwrap());
         for run in pieces {
             let mut bytes = vec![0; run.count.bytes().0 as usize];
-            round.take(&mut bytes).unwrap();
+            round.complete(&mut bytes).unwrap();
             sink.write(*run, &bytes).unwrap();
         }
     }
     extent.run.count.bytes().0
 }
 
-/// A round of all disks; returns for each how many bytes were dirty, if that was known, and how many were read.
-fn copy_round(source: &mut QemuSource, sinks: &mut [Box<dyn DiskSink>]) -> Vec<(Option<ByteCount>, u64)> {
+/// A round of all disks; returns for each how many bytes were dirty, if that was known, and how
+/// many were read.
+fn copy_round(
+    source: &mut QemuSource,
+    sinks: &mut [Box<dyn DiskSink>],
+) -> Vec<(Option<ByteCount>, u64)> {
     let started = Instant::now();
     let rounds = source.begin_disk_round().unwrap();
     println!("{} disks: a round began within {:?}", rounds.len(), started.elapsed());
@@ -129,8 +139,12 @@ fn copy_round(source: &mut QemuSource, sinks: &mut [Box<dyn DiskSink>]) -> Vec<(
 /// What of anybody's is in QEMU's block layer: bitmaps, exports, the NBD server.
 fn leftovers(vm: &mut TestVm) -> Vec<String> {
     let nodes = vm.qmp().execute("query-named-block-nodes", json!({ "flat": true })).unwrap();
-    let bitmaps =
-        nodes.as_array().unwrap().iter().flat_map(|node| node["dirty-bitmaps"].as_array()).flatten();
+    let bitmaps = nodes
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|node| node["dirty-bitmaps"].as_array())
+        .flatten();
     let mut found: Vec<String> = bitmaps.map(|bitmap| bitmap["name"].to_string()).collect();
     let exports = vm.qmp().execute("query-block-exports", Value::Null).unwrap();
     found.extend(exports.as_array().unwrap().iter().map(|export| export["id"].to_string()));
@@ -195,8 +209,11 @@ fn rounds_of_writes(build: &QemuBuild, disks: &[(&'static str, u64)], granularit
     copy_round(&mut source, &mut sinks);
     println!("{build}, {} disks: the last round took {:?}", disks.len(), stopped.elapsed());
     let nothing: Vec<_> = copy_round(&mut source, &mut sinks);
-    assert!(nothing.iter().all(|(dirty, read)| *dirty == Some(ByteCount::ZERO) && *read == 0), "{nothing:?}");
-    sinks.iter_mut().for_each(|sink| sink.settle(true).unwrap());
+    assert!(
+        nothing.iter().all(|(dirty, read)| *dirty == Some(ByteCount::ZERO) && *read == 0),
+        "{nothing:?}"
+    );
+    sinks.iter_mut().for_each(|sink| sink.flush(true).unwrap());
     drop(sinks);
     destination.close_disks().unwrap();
 
@@ -237,16 +254,22 @@ fn a_disk_is_the_same_after_rounds_of_writes() {
 #[test]
 fn three_disks_are_the_same_one_of_which_ends_within_a_page() {
     for build in qemus("three_disks_are_the_same_one_of_which_ends_within_a_page") {
-        rounds_of_writes(&build, &[("raw", 8 * MIB + 512), ("qcow2", 32 * MIB), ("raw", 100 * MIB)], MIB);
+        rounds_of_writes(
+            &build,
+            &[("raw", 8 * MIB + 512), ("qcow2", 32 * MIB), ("raw", 100 * MIB)],
+            MIB,
+        );
     }
 }
 
 #[test]
 fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() {
-    for build in qemus("a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped") {
+    for build in qemus("a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped")
+    {
         let images = [0, 1].map(|_| DiskImage::create("qcow2", ByteCount(128 * MIB)).unwrap());
         let mut guest = GuestConfig::small(Mode::Idle);
-        guest.disk = DiskWork { write: 8 * MIB, span: ByteCount(128 * MIB), threads: 2, ..guest.disk };
+        guest.disk =
+            DiskWork { write: 8 * MIB, span: ByteCount(128 * MIB), threads: 2, ..guest.disk };
         let config = || VmConfig::new(&build, guest);
         let mut vm = TestVm::source(&config().with_disk("disk0", &images[0])).unwrap();
         let waiting = TestVm::destination(&config().with_disk("disk0", &images[1])).unwrap();
@@ -262,16 +285,17 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
             source.disk_progress().unwrap();
             copy_extent(&mut *first, &mut *sinks[0], extent);
         }
-        sinks[0].settle(false).unwrap();
+        sinks[0].flush(false).unwrap();
         drop(first);
         let rounds: Vec<_> = (0..5).flat_map(|_| copy_round(&mut source, &mut sinks)).collect();
         let written = source.disk_writes().unwrap()[0].saturating_sub(before);
         let _state = source.open_state().unwrap();
         source.stop().unwrap();
         copy_round(&mut source, &mut sinks);
-        sinks[0].settle(true).unwrap();
+        sinks[0].flush(true).unwrap();
 
-        // Stopped by its migration, QEMU has flushed the disk; what is cached of the image, this does.
+        // Stopped by its migration, QEMU has flushed the disk; what is cached of the image, this
+        // does.
         monitor(&mut vm, "qemu-io -d /machine/peripheral/disk0-device/virtio-backend flush");
         images[0].compare(&images[1]).unwrap();
         println!("{build}: {written} written during {rounds:?}");
@@ -315,7 +339,7 @@ fn behind_the_end_of_a_disk_there_are_zeros() {
         let mut round = source.begin_disk_round().unwrap().remove(0);
         assert_eq!(round.next().unwrap().unwrap().run, PageRun::new(0, 3));
         let mut bytes = vec![0xee; 4096];
-        round.ask(PageRun::new(2, 1)).and_then(|()| round.take(&mut bytes)).unwrap();
+        round.submit(PageRun::new(2, 1)).and_then(|()| round.complete(&mut bytes)).unwrap();
         assert_eq!(bytes, [vec![7; 512], vec![0; 3584]].concat(), "{build}");
     }
 }
@@ -332,13 +356,16 @@ fn holes_and_zeros_are_not_read_and_stay_holes() {
 
             let first = copy_round(&mut source, &mut sinks);
             // Of a new raw image QEMU has allocated the first block; the rest of it is holes.
-            assert!((2 * MIB..=2 * MIB + (64 << 10)).contains(&first[0].1), "{build} {format}: {first:?}");
+            assert!(
+                (2 * MIB..=2 * MIB + (64 << 10)).contains(&first[0].1),
+                "{build} {format}: {first:?}"
+            );
             pair.disk(0, "write -P 2 100M 1M");
             pair.disk(0, "discard 600M 1M");
             let second = copy_round(&mut source, &mut sinks);
             assert_eq!(second, [(Some(ByteCount(2 * MIB)), MIB)], "{build} {format}");
 
-            sinks[0].settle(true).unwrap();
+            sinks[0].flush(true).unwrap();
             drop(sinks);
             source.resume().unwrap();
             pair.compare();
@@ -376,7 +403,7 @@ fn what_is_written_ahead_of_the_first_round_is_not_copied_twice() {
 
         let second = copy_round(&mut source, &mut sinks);
         assert_eq!(second, [(Some(ByteCount(128 << 10)), 128 << 10)], "{build}");
-        sinks[0].settle(true).unwrap();
+        sinks[0].flush(true).unwrap();
         drop(sinks);
         source.resume().unwrap();
         pair.compare();
@@ -389,8 +416,12 @@ fn the_granularity_follows_what_the_guest_has_written() {
     for build in qemus("the_granularity_follows_what_the_guest_has_written") {
         let images = [0, 1].map(|_| DiskImage::create("raw", ByteCount(8 * MIB)).unwrap());
         let mut guest = GuestConfig::small(Mode::Idle);
-        guest.disk =
-            DiskWork { write: MIB, block: ByteCount(32 << 10), span: ByteCount(8 * MIB), ..guest.disk };
+        guest.disk = DiskWork {
+            write: MIB,
+            block: ByteCount(32 << 10),
+            span: ByteCount(8 * MIB),
+            ..guest.disk
+        };
         let config = VmConfig::new(&build, guest).with_disk("disk0", &images[0]);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
@@ -422,11 +453,11 @@ fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
         let image = DiskImage::create("raw", ByteCount(8 * MIB)).unwrap();
         let file = format!("file.image.driver=file,file.image.filename={}", image.path().display());
         // Every read of the sector at 5 MiB fails.
-        let error =
-            "file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.sector=10240";
+        let error = "file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.sector=10240";
         let node = format!("driver=raw,node-name=bad,file.driver=blkdebug,{file},{error}");
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
-        let config = config.with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=bad,id=vd"]);
+        let config =
+            config.with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=bad,id=vd"]);
         let mut vm = TestVm::source(&config).unwrap();
         monitor(&mut vm, "qemu-io -d /machine/peripheral/vd/virtio-backend \"write 0 8M\"");
         let mut source = source(&vm, MIB);
@@ -435,9 +466,13 @@ fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
         assert!(round.next().unwrap().is_some());
         let mut bytes = vec![0; MIB as usize];
         let page = |offset: u64| PageRun::new(offset / PAGE_SIZE, 256);
-        round.ask(page(4 * MIB)).and_then(|()| round.take(&mut bytes)).unwrap();
+        round.submit(page(4 * MIB)).and_then(|()| round.complete(&mut bytes)).unwrap();
 
-        let error = round.ask(page(5 * MIB)).and_then(|()| round.take(&mut bytes)).unwrap_err().to_string();
+        let error = round
+            .submit(page(5 * MIB))
+            .and_then(|()| round.complete(&mut bytes))
+            .unwrap_err()
+            .to_string();
 
         assert!(error.contains("'bad'") && error.contains("offset 0x500000"), "{build}: {error}");
         assert!(error.contains("EIO"), "{build}: {error}");
@@ -471,24 +506,32 @@ fn what_cannot_be_is_refused_and_nothing_is_touched() {
     for build in qemus("what_cannot_be_is_refused_and_nothing_is_touched") {
         let mut pair = Pair::start(&build, &[("raw", 8 * MIB)]);
         let (mut source, mut destination) = pair.open(MIB);
-        let address = json!({ "addr": { "type": "inet", "data": { "host": "127.0.0.1", "port": "0" } } });
+        let address =
+            json!({ "addr": { "type": "inet", "data": { "host": "127.0.0.1", "port": "0" } } });
         for vm in [&mut pair.source, &mut pair.destination] {
             vm.qmp().execute("nbd-server-start", address.clone()).unwrap();
         }
 
         let error = source.start_disk_tracking().unwrap_err().to_string();
         assert!(error.contains("(exports: none)") && error.contains("nbd-server-stop"), "{error}");
-        let error = destination.open_disks(&source.disks(), &DiskChoice::All).err().unwrap().to_string();
+        let error =
+            destination.open_disks(&source.disks(), &DiskChoice::All).err().unwrap().to_string();
         assert!(error.contains("NBD server") && error.contains("nbd-server-stop"), "{error}");
         assert_eq!(leftovers(&mut pair.source), ["the server"]);
         assert_eq!(leftovers(&mut pair.destination), ["the server"]);
 
         let wanted = |name: &str, size| [Disk { name: name.to_owned(), size: ByteCount(size) }];
-        let missing =
-            destination.open_disks(&wanted("other", 8 * MIB), &DiskChoice::All).err().unwrap().to_string();
+        let missing = destination
+            .open_disks(&wanted("other", 8 * MIB), &DiskChoice::All)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(missing.contains("'other'") && missing.contains("disk0"), "{missing}");
-        let size =
-            destination.open_disks(&wanted("disk0", 9 * MIB), &DiskChoice::All).err().unwrap().to_string();
+        let size = destination
+            .open_disks(&wanted("disk0", 9 * MIB), &DiskChoice::All)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(size.contains("9437184") && size.contains("qemu-img create -f raw"), "{size}");
         assert_eq!(leftovers(&mut pair.destination), [""; 0]);
 
@@ -500,13 +543,15 @@ fn what_cannot_be_is_refused_and_nothing_is_touched() {
     }
 }
 
-/// Runs only in a process that `what_a_killed_godwit_leaves_is_removed_by_the_next_one` starts and kills.
+/// Runs only in a process that `what_a_killed_godwit_leaves_is_removed_by_the_next_one` starts and
+/// kills.
 #[test]
 #[ignore = "is killed by another test"]
 fn moves_disks_until_it_is_killed() {
     let Some(sockets) = std::env::var_os("GODWIT_TEST_SOCKETS") else { return };
     let (here, there) = sockets.to_str().unwrap().split_once(',').unwrap();
-    let mut source = QemuSource::open(here.as_ref()).unwrap().with_disks(&DiskChoice::All, None).unwrap();
+    let mut source =
+        QemuSource::open(here.as_ref()).unwrap().with_disks(&DiskChoice::All, None).unwrap();
     let mut destination = QemuDestination::open(there.as_ref()).unwrap();
     let mut sinks = destination.open_disks(&source.disks(), &DiskChoice::All).unwrap();
     source.start_disk_tracking().unwrap();
@@ -521,7 +566,8 @@ fn what_a_killed_godwit_leaves_is_removed_by_the_next_one() {
     for build in qemus("what_a_killed_godwit_leaves_is_removed_by_the_next_one") {
         let mut pair = Pair::start(&build, &[("raw", 8 * MIB), ("qcow2", 8 * MIB)]);
         pair.disk(0, "write 0 1M");
-        let sockets = [&pair.source, &pair.destination].map(|vm| vm.qmp_socket().display().to_string());
+        let sockets =
+            [&pair.source, &pair.destination].map(|vm| vm.qmp_socket().display().to_string());
         let mut victim = Command::new(std::env::current_exe().unwrap())
             .args(["--ignored", "--exact", "moves_disks_until_it_is_killed", "--nocapture"])
             .env("GODWIT_TEST_SOCKETS", sockets.join(","))
@@ -534,8 +580,12 @@ fn what_a_killed_godwit_leaves_is_removed_by_the_next_one() {
         victim.wait().unwrap();
         assert!(moving, "{build}");
 
-        let nodes = pair.source.qmp().execute("query-named-block-nodes", json!({ "flat": true })).unwrap();
-        assert!(nodes.to_string().contains("godwit-"), "{build}: it left nothing, so this shows nothing");
+        let nodes =
+            pair.source.qmp().execute("query-named-block-nodes", json!({ "flat": true })).unwrap();
+        assert!(
+            nodes.to_string().contains("godwit-"),
+            "{build}: it left nothing, so this shows nothing"
+        );
         let source = QemuSource::open(&pair.source.qmp_socket()).unwrap();
         let destination = QemuDestination::open(&pair.destination.qmp_socket()).unwrap();
 
@@ -551,9 +601,12 @@ fn bitmaps_of_others_and_of_a_living_godwit_are_left_alone() {
         let image = DiskImage::create("qcow2", ByteCount(8 * MIB)).unwrap();
         let socket = image.path().with_extension("qmp");
         let monitor = format!("unix:{},server=on,wait=off", socket.display());
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk0", &image);
+        let config =
+            VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk0", &image);
         let mut vm = TestVm::source(&config.with_extra(&["-qmp", &monitor])).unwrap();
-        vm.qmp().execute("block-dirty-bitmap-add", json!({ "node": "disk0", "name": "backup" })).unwrap();
+        vm.qmp()
+            .execute("block-dirty-bitmap-add", json!({ "node": "disk0", "name": "backup" }))
+            .unwrap();
         let mut first = source(&vm, MIB);
         first.start_disk_tracking().unwrap();
         first.begin_disk_round().unwrap();
@@ -561,7 +614,10 @@ fn bitmaps_of_others_and_of_a_living_godwit_are_left_alone() {
         let second = QemuSource::open(&socket).unwrap();
         let mut second = second.with_disks(&DiskChoice::All, None).unwrap();
         let error = second.start_disk_tracking().unwrap_err().to_string();
-        assert!(error.contains(&format!("godwit (process {})", std::process::id())), "{build}: {error}");
+        assert!(
+            error.contains(&format!("godwit (process {})", std::process::id())),
+            "{build}: {error}"
+        );
         drop(second);
 
         assert_eq!(first.begin_disk_round().unwrap().len(), 1, "{build}");

@@ -1,4 +1,5 @@
-//! A real QEMU under the write governor: its guest is held to the rate, its monitor answers, its main loop never waits.
+//! A real QEMU under the write governor: its guest is held to the rate, its monitor answers, its
+//! main loop never waits.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -14,7 +15,8 @@ const LIMIT: Duration = Duration::from_secs(120);
 #[test]
 fn a_guest_is_held_to_its_rate_and_let_go() {
     for build in builds_for("a_guest_is_held_to_its_rate_and_let_go") {
-        let mut vm = TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Full))).unwrap();
+        let mut vm =
+            TestVm::source(&VmConfig::new(&build, GuestConfig::small(Mode::Full))).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
         if let Some(why) = source.cannot_govern() {
@@ -35,7 +37,8 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
             harvest();
         }
         let measures = source.governor_measures();
-        let allowed = (measures.first_writes - before.first_writes) as f64 / began.elapsed().as_secs_f64();
+        let allowed =
+            (measures.first_writes - before.first_writes) as f64 / began.elapsed().as_secs_f64();
         println!("{build}: {allowed:.0} first writes a second, {answers} answers, {measures:?}");
         // Others use the processors, too, so the bounds are far apart.
         assert!((500.0..1300.0).contains(&allowed), "{allowed}");
@@ -53,20 +56,23 @@ fn a_guest_is_held_to_its_rate_and_let_go() {
     }
 }
 
-/// The cause that this is named for: QEMU tells the threads of its vCPUs by the numbers of its own PID namespace, and so does the
-/// kernel tell who faults. Taken for numbers of ours they were strangers', who never wait and cannot be throttled.
+/// The cause that this is named for: QEMU tells the threads of its vCPUs by the numbers of its own
+/// PID namespace, and so does the kernel tell who faults. Taken for numbers of ours they were
+/// strangers', who never wait and cannot be throttled.
 #[test]
 fn a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled() {
     for build in builds_for("a_qemu_in_a_pid_namespace_of_its_own_is_governed_and_throttled") {
         // `unshare` is the process that the test knows; QEMU, its child, is number 1 in there.
-        let script = std::env::temp_dir().join(format!("godwit-pid-namespace-{}", std::process::id()));
+        let script =
+            std::env::temp_dir().join(format!("godwit-pid-namespace-{}", std::process::id()));
         let program = build.program.display();
         std::fs::write(
             &script,
             format!("#!/bin/sh\nexec unshare --pid --fork --kill-child {program} \"$@\"\n"),
         )
         .unwrap();
-        std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+        std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o700))
+            .unwrap();
         let wrapped = QemuBuild { program: script.clone(), ..build.clone() };
         let vm = TestVm::source(&VmConfig::new(&wrapped, GuestConfig::small(Mode::Full)));
         std::fs::remove_file(&script).unwrap();

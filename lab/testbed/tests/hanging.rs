@@ -1,4 +1,5 @@
-//! A source QEMU whose storage hangs or is taken while its guest is stopped: the guest runs on, or it is said why not.
+//! A source QEMU whose storage hangs or is taken while its guest is stopped: the guest runs on, or
+//! it is said why not.
 //!
 //! The limits are shorter than those of the product, in the same order.
 #![allow(clippy::unwrap_used)]
@@ -44,7 +45,8 @@ fn capabilities_on(vm: &mut TestVm) -> Vec<Value> {
 
 #[test]
 fn a_guest_runs_on_when_its_storage_answers_again() {
-    // On QEMU 7.2 `migrate_cancel` comes too early now and then for the migration's thread to hear it: so several times.
+    // On QEMU 7.2 `migrate_cancel` comes too early now and then for the migration's thread to hear
+    // it: so several times.
     for build in qemus("a_guest_runs_on_when_its_storage_answers_again") {
         let (mut vm, disk) = hung(&build);
         for round in 0..4 {
@@ -68,7 +70,8 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
             assert_eq!(capabilities_on(&mut vm), [Value::Null; 0]);
             vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
             disk.hang().unwrap();
-            let write = "qemu-io -d /machine/peripheral/disk-device/virtio-backend \"aio_write 0 4k\"";
+            let write =
+                "qemu-io -d /machine/peripheral/disk-device/virtio-backend \"aio_write 0 4k\"";
             vm.qmp().execute("human-monitor-command", json!({ "command-line": write })).unwrap();
         }
         disk.answer().unwrap();
@@ -101,8 +104,14 @@ fn who_waits_for_storage_is_told() {
         resumed.unwrap();
         let told = TOLD.lock().unwrap().clone();
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].contains("still flushes its disks; waiting for it, up to 3.6s"), "{told:?}");
-        assert!(told[1].contains("its storage seems to hang") && told[1].contains("up to 120s"), "{told:?}");
+        assert!(
+            told[0].contains("still flushes its disks; waiting for it, up to 3.6s"),
+            "{told:?}"
+        );
+        assert!(
+            told[1].contains("its storage seems to hang") && told[1].contains("up to 120s"),
+            "{told:?}"
+        );
         assert_eq!(vm.status().unwrap(), "running");
     }
 }
@@ -123,7 +132,8 @@ fn the_cure_that_is_told_brings_a_guest_back() {
         assert!(told.contains("once that answers again, give it `migrate_cancel`"), "{told}");
         // `cont`, of which one would think first, is refused.
         let until = Instant::now() + LIMIT;
-        while vm.qmp().execute("query-migrate", Value::Null).unwrap()["status"] != "pre-switchover" {
+        while vm.qmp().execute("query-migrate", Value::Null).unwrap()["status"] != "pre-switchover"
+        {
             assert!(Instant::now() < until);
         }
         vm.qmp().execute("cont", Value::Null).unwrap_err();
@@ -140,7 +150,8 @@ fn the_cure_that_is_told_brings_a_guest_back() {
 fn qemus_refusal_to_run_the_guest_is_told_in_its_words() {
     for build in qemus("qemus_refusal_to_run_the_guest_is_told_in_its_words") {
         let image = DiskImage::create("raw", ByteCount(1 << 20)).unwrap();
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk", &image);
+        let config =
+            VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_disk("disk", &image);
         let mut vm = TestVm::source(&config).unwrap();
         vm.wait_ready(LIMIT).unwrap();
         let limits = Limits { resume: SHORT, ..Limits::default() };

@@ -1,7 +1,8 @@
-//! Real QEMUs with the real guest: it boots, works, tells of damage, moves, and leaves nothing behind.
+//! Real QEMUs with the real guest: it boots, works, tells of damage, moves, and leaves nothing
+//! behind.
 //!
-//! These keep the testbed honest: a guest that would overlook damage proves nothing about a migration. Run one at a
-//! time where the machine has few processors (`--test-threads=1`).
+//! These keep the testbed honest: a guest that would overlook damage proves nothing about a
+//! migration. Run one at a time where the machine has few processors (`--test-threads=1`).
 
 #![allow(clippy::unwrap_used)]
 
@@ -13,8 +14,8 @@ use std::time::{Duration, Instant};
 use godwit_guest_workload::settings::Mode;
 use godwit_guest_workload::stamp::Page;
 use godwit_testbed::{
-    BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig, builds_for, longest_pause,
-    own_migration, skip,
+    BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig, builds_for,
+    longest_pause, own_migration, skip,
 };
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -40,7 +41,8 @@ fn the_guest_works_in_every_mode() {
     }
 }
 
-/// The offset in the RAM file of the page of the guest's buffer that has `index` and was never written again.
+/// The offset in the RAM file of the page of the guest's buffer that has `index` and was never
+/// written again.
 fn find_page(ram: &File, index: u64) -> u64 {
     let wanted = bytes(&Page::first(index));
     let mut page = [0; 4096];
@@ -69,7 +71,10 @@ fn the_guest_tells_of_damage_done_to_its_memory() {
             vm.bugs().into_iter().next()
         });
         let told = told.unwrap();
-        assert!(told.starts_with("BUG page=5000 expected=generation 0 found=content of page 5001"), "{told}");
+        assert!(
+            told.starts_with("BUG page=5000 expected=generation 0 found=content of page 5001"),
+            "{told}"
+        );
         // It was put right, and the work goes on.
         let beats = vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
         assert_eq!(beats[2].heartbeat.bugs, 1);
@@ -80,15 +85,20 @@ fn the_guest_tells_of_damage_done_to_its_memory() {
 fn qemus_own_migration_is_timed_from_outside() {
     for build in builds_for("qemus_own_migration_is_timed_from_outside") {
         if build.version < (8, 0, 0) {
-            // A guest under TCG was seen to crash after it: an assertion here might fail now and then for no fault of ours.
-            skip(&format!("own migration of {build}"), "guests under TCG were seen to crash after it");
+            // A guest under TCG was seen to crash after it: an assertion here might fail now and
+            // then for no fault of ours.
+            skip(
+                &format!("own migration of {build}"),
+                "guests under TCG were seen to crash after it",
+            );
             continue;
         }
         for style in [Style::Plain, Style::Multifd(2)] {
             let mut source = ready(&build, Mode::Rate);
             let mut destination = TestVm::destination(source.config()).unwrap();
             let place = BeaconPlace::find(source.ram_file()).unwrap();
-            let observer = Observer::start(place, source.ram_file(), destination.ram_file()).unwrap();
+            let observer =
+                Observer::start(place, source.ram_file(), destination.ram_file()).unwrap();
             let began = Instant::now();
 
             let own = own_migration(&mut source, &mut destination, style, LIMIT).unwrap();
@@ -97,9 +107,15 @@ fn qemus_own_migration_is_timed_from_outside() {
             let seen = observer.finish().unwrap();
             let mut beats = source.heartbeats_across(&destination);
             beats.retain(|beat| beat.at > began);
-            println!("{build} {style:?}: {own:?}\n  {seen:?}\n  longest pause {:?}", longest_pause(&beats));
+            println!(
+                "{build} {style:?}: {own:?}\n  {seen:?}\n  longest pause {:?}",
+                longest_pause(&beats)
+            );
             assert!(seen.switchover.is_some() && !seen.ran_on_both, "{seen:?}");
-            assert!(beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1), "{beats:?}");
+            assert!(
+                beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1),
+                "{beats:?}"
+            );
             assert_eq!((source.bugs(), destination.bugs()), (vec![], vec![]));
             assert_eq!(source.status().unwrap(), "postmigrate");
         }
@@ -109,8 +125,8 @@ fn qemus_own_migration_is_timed_from_outside() {
 #[test]
 fn a_qemu_that_does_not_start_is_told_in_its_own_words() {
     for build in builds_for("a_qemu_that_does_not_start_is_told_in_its_own_words") {
-        let config =
-            VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_extra(&["-device", "nonsense"]);
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle))
+            .with_extra(&["-device", "nonsense"]);
         let told = TestVm::source(&config).unwrap_err().to_string();
         assert!(told.contains("did not come up") && told.contains("nonsense"), "{told}");
     }

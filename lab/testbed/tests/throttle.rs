@@ -1,6 +1,8 @@
-//! A real QEMU under a throttle: it answers, it can be stopped, and nothing slows it when the throttle is gone.
+//! A real QEMU under a throttle: it answers, it can be stopped, and nothing slows it when the
+//! throttle is gone.
 //!
-//! Prints the figures of docs/throttle.md (`--nocapture`). The process that is killed is this test program run again.
+//! Prints the figures of docs/throttle.md (`--nocapture`). The process that is killed is this test
+//! program run again.
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};
@@ -27,7 +29,8 @@ fn ready(build: &QemuBuild, cpus: u32) -> TestVm {
 /// Whether any thread of QEMU is traced.
 fn is_traced(vm: &TestVm) -> bool {
     let traced = |tid: &i32| {
-        let status = std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", vm.pid())).unwrap();
+        let status =
+            std::fs::read_to_string(format!("/proc/{}/task/{tid}/status", vm.pid())).unwrap();
         !status.lines().any(|line| line == "TracerPid:\t0")
     };
     vm.vcpu_threads().iter().any(traced)
@@ -150,7 +153,9 @@ fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
                 assert_eq!(vm.status().unwrap(), "running");
             }
             stops.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
-            println!("{build} at {share}: migrate to pre-switchover (of which until STOP), ms: {stops:.2?}");
+            println!(
+                "{build} at {share}: migrate to pre-switchover (of which until STOP), ms: {stops:.2?}"
+            );
         }
         // Nothing was opened, so QEMU refuses to migrate.
         source.throttle(0.99).unwrap();
@@ -187,8 +192,9 @@ fn the_end_of_qemu_is_told_at_the_next_call() {
 fn disk_writes_are_limited_and_put_back() {
     // Regression: every writable disk had the limit that was meant for all together, moving or not.
     let names = ["d", "e", "stays"];
-    let images =
-        names.map(|name| std::env::temp_dir().join(format!("godwit-limits-{name}-{}", std::process::id())));
+    let images = names.map(|name| {
+        std::env::temp_dir().join(format!("godwit-limits-{name}-{}", std::process::id()))
+    });
     let mut options = Vec::new();
     for (name, image) in names.iter().zip(&images) {
         std::fs::write(image, vec![0; 1 << 20]).unwrap();

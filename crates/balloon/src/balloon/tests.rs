@@ -54,9 +54,12 @@ struct Rig {
 impl Rig {
     fn new(features: Features, poison: u32) -> Self {
         let memory = Memory::from_ranges(&[(GuestAddress(0), MEMORY as usize)]).unwrap();
-        let mut rig = Self { balloon: balloon(features), memory, host: Discarded::default(), made: [0; 5] };
+        let mut rig =
+            Self { balloon: balloon(features), memory, host: Discarded::default(), made: [0; 5] };
         let all = rig.offered();
-        for (register, value) in [(0x70, 3), (0x24, 0), (0x20, all), (0x24, 1), (0x20, 1), (0x70, 11)] {
+        for (register, value) in
+            [(0x70, 3), (0x24, 0), (0x20, all), (0x24, 1), (0x20, 1), (0x70, 11)]
+        {
             rig.set(register, value);
         }
         assert_eq!(rig.balloon.read(0x70), 11);
@@ -88,7 +91,9 @@ impl Rig {
 
     fn used(&self, queue: usize) -> u16 {
         let mut bytes = [0; 2];
-        self.memory.read_slice(&mut bytes, GuestAddress(DEVICE_RING + queue as u64 * 0x200 + 2)).unwrap();
+        self.memory
+            .read_slice(&mut bytes, GuestAddress(DEVICE_RING + queue as u64 * 0x200 + 2))
+            .unwrap();
         u16::from_le_bytes(bytes)
     }
 
@@ -265,7 +270,9 @@ fn hints_that_make_no_sense_hint_nothing() {
     rig.request(HINTS, &[(u64::MAX - 1, 4, false), (0, 4096, true)]);
     assert_eq!(hints.hinted(), PageCount::ZERO);
     rig.command(command);
-    for (address, len) in [(1, 4096), (4096, 0), (4097, 8190), (MEMORY, u32::MAX), (u64::MAX, u32::MAX)] {
+    for (address, len) in
+        [(1, 4096), (4096, 0), (4097, 8190), (MEMORY, u32::MAX), (u64::MAX, u32::MAX)]
+    {
         rig.request(HINTS, &[(address, len, true)]);
     }
     assert_eq!(hints.hinted(), PageCount::ZERO);
@@ -350,7 +357,8 @@ fn deed() -> impl Strategy<Value = Deed> {
         any::<u64>()
     ];
     // Rings and descriptors mostly, with words that may mean something.
-    let word = prop_oneof![0..32_u64, any::<u64>(), (0..PAGES * 2).prop_map(|page| page * PAGE_SIZE)];
+    let word =
+        prop_oneof![0..32_u64, any::<u64>(), (0..PAGES * 2).prop_map(|page| page * PAGE_SIZE)];
     let words = prop::collection::vec(word, 1..8);
     let bytes = words.prop_map(|words| words.iter().flat_map(|word| word.to_le_bytes()).collect());
     prop_oneof![
@@ -372,7 +380,8 @@ fn cases() -> u32 {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases()) })]
 
-    /// Whatever is in the rings and the registers: no panic, no end that does not come, and nothing outside of RAM.
+    /// Whatever is in the rings and the registers: no panic, no end that does not come, and nothing
+    /// outside of RAM.
     #[test]
     fn arbitrary_rings_do_no_harm(deeds in prop::collection::vec(deed(), 1..120)) {
         let mut rig = Rig::new(ALL, 0);
@@ -404,7 +413,8 @@ proptest! {
         }
     }
 
-    /// A guest that hints, takes back and writes at will, under a tracker and two looks at the segment: what is live arrives.
+    /// A guest that hints, takes back and writes at will, under a tracker and two looks at the
+    /// segment: what is live arrives.
     #[test]
     fn no_live_page_is_left_out(steps in prop::collection::vec((0..8_u8, 0..24_u64), 1..200)) {
         let mut rig = Rig::new(ALL, 0);

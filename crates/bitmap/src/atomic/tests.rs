@@ -89,7 +89,8 @@ fn a_panic_puts_back() {
     assert_eq!(plain(&bitmap), model);
 }
 
-/// Writers stamp pages and mark them, a harvester copies what is marked: at the end the copy is complete.
+/// Writers stamp pages and mark them, a harvester copies what is marked: at the end the copy is
+/// complete.
 #[test]
 fn threads_lose_no_write() {
     const PAGES: u64 = 1000;

@@ -28,7 +28,10 @@ fn build(len: u64, runs: &[(u64, u64)]) -> (DirtyBitmap, BTreeSet<u64>) {
 }
 
 fn some_runs() -> impl Strategy<Value = Vec<(u64, u64)>> {
-    prop::collection::vec((0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST / 2]), 0..40)
+    prop::collection::vec(
+        (0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST / 2]),
+        0..40,
+    )
 }
 
 const CASES: u32 = if cfg!(miri) { 4 } else { 256 };
@@ -176,7 +179,8 @@ fn a_harvest_that_fails_loses_nothing() {
         }
         assert_eq!(bitmap, before);
     }
-    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| bitmap.harvest(|_| panic!())));
+    let panicked =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| bitmap.harvest(|_| panic!())));
     assert!(panicked.is_err());
     assert_eq!(bitmap, before);
 }

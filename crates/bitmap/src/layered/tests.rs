@@ -51,7 +51,8 @@ proptest! {
             prop_assert_eq!(&found, &expected, "{:?}", path);
         }
 
-        // Taking areas from any place on, then from the start, empties it, and no area is taken twice.
+        // Taking areas from any place on, then from the start, empties it, and no area is taken
+        // twice.
         let mut at = PageIndex(len / 3);
         let mut wrapped = false;
         loop {

@@ -1,7 +1,8 @@
 //! The portable filler, compiled for AVX2, BMI and POPCNT.
 //!
-//! It has no intrinsics: the compiler vectorises the passes over a group, and bit counts become single
-//! instructions. The only unsafe act is to call code for a processor that has those features.
+//! It has no intrinsics: the compiler vectorises the passes over a group, and bit counts become
+//! single instructions. The only unsafe act is to call code for a processor that has those
+//! features.
 #![allow(unsafe_code)]
 
 use super::{Filled, Positions, portable};

@@ -1,16 +1,17 @@
 //! The filler for AVX-512 with VBMI2 (Ice Lake, Zen 4 and later).
 //!
-//! Byte compression (`VPCOMPRESSB`) turns the 64 edge bits of a word into the list of their positions in one
-//! instruction, whatever they are; nothing branches on a single bit. Groups with few edges first compress
-//! the list of words that have any. Memory is read and written through array references only.
+//! Byte compression (`VPCOMPRESSB`) turns the 64 edge bits of a word into the list of their
+//! positions in one instruction, whatever they are; nothing branches on a single bit. Groups with
+//! few edges first compress the list of words that have any. Memory is read and written through
+//! array references only.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
 
 use super::{ENOUGH, Filled, GROUP, GROUP_EDGES, Positions, SLACK, SPAN, portable};
 
-/// Groups with at least this many words that have edges are walked word by word: listing them first would
-/// cost more than it saves.
+/// Groups with at least this many words that have edges are walked word by word: listing them first
+/// would cost more than it saves.
 const DENSE: u32 = 36;
 
 /// Edges of the words of a group, and after them one word without any, for the list's padding.
@@ -77,8 +78,9 @@ fn store_32(places: &mut [u16; 32], value: __m512i) {
     unsafe { _mm512_storeu_si512(places.as_mut_ptr().cast(), value) }
 }
 
-/// `N` places from `from` on. `from` never exceeds the buffer less its slack; the mask (its length less the
-/// slack is a power of two) says so to the compiler, at one instruction instead of a compare and a branch.
+/// `N` places from `from` on. `from` never exceeds the buffer less its slack; the mask (its length
+/// less the slack is a power of two) says so to the compiler, at one instruction instead of a
+/// compare and a branch.
 #[inline(always)]
 fn places<const N: usize>(out: &mut Positions, from: usize) -> &mut [u16; N] {
     const { assert!((ENOUGH + GROUP_EDGES).is_power_of_two() && N <= SLACK) };
@@ -91,7 +93,9 @@ fn places<const N: usize>(out: &mut Positions, from: usize) -> &mut [u16; N] {
 
 /// The positions of the set bits of `edges` plus `base`, written from `found` on; returns how many.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,lzcnt,popcnt"
+)]
 fn expand(edges: u64, base: u16, found: usize, counting: __m512i, out: &mut Positions) -> usize {
     let count = edges.count_ones() as usize;
     let bytes = _mm512_maskz_compress_epi8(edges, counting);
@@ -109,7 +113,9 @@ fn expand(edges: u64, base: u16, found: usize, counting: __m512i, out: &mut Posi
     count
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(
+    enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,bmi1,bmi2,lzcnt,popcnt"
+)]
 fn fill(words: &[u64], before: u64, out: &mut Positions) -> Filled {
     let (groups, tail) = words.as_chunks::<GROUP>();
     let counting = load_bytes(&COUNTING);
@@ -159,7 +165,8 @@ fn fill(words: &[u64], before: u64, out: &mut Positions) -> Filled {
             for four in &which.as_chunks::<4>().0[..rounds] {
                 for &i in four {
                     let these = edges.0[usize::from(i)];
-                    found += expand(these, base.wrapping_add(u16::from(i) * 64), found, counting, out);
+                    found +=
+                        expand(these, base.wrapping_add(u16::from(i) * 64), found, counting, out);
                 }
             }
         }

@@ -1,8 +1,8 @@
 //! The filler without special instructions; compiled a second time for AVX2 by its neighbour.
 //!
-//! The order of its loops is what makes it fast: one pass that only asks whether a group has an edge at all,
-//! one that lists the words that have some without branching, one that takes four edges of a word at once
-//! whether or not there are four.
+//! The order of its loops is what makes it fast: one pass that only asks whether a group has an
+//! edge at all, one that lists the words that have some without branching, one that takes four
+//! edges of a word at once whether or not there are four.
 
 use super::{ENOUGH, Filled, GROUP, GROUP_EDGES, Positions, SPAN};
 use crate::word::edges;
@@ -10,8 +10,8 @@ use crate::word::edges;
 /// Groups with at least this many words that have edges count as dense.
 const DENSE: usize = 50;
 
-/// See [`super::fill`]. `COUNTS` says that counting bits is one instruction, else edges are counted as
-/// they are found.
+/// See [`super::fill`]. `COUNTS` says that counting bits is one instruction, else edges are counted
+/// as they are found.
 #[inline(always)]
 pub(super) fn fill<const COUNTS: bool>(words: &[u64], before: u64, out: &mut Positions) -> Filled {
     let (groups, tail) = words.as_chunks::<GROUP>();
@@ -53,7 +53,8 @@ pub(super) fn fill_tail(
         let mut left = edges(word, before);
         before = word;
         while left != 0 {
-            out[found] = ((number - origin) * GROUP_EDGES + i * 64) as u16 + left.trailing_zeros() as u16;
+            out[found] =
+                ((number - origin) * GROUP_EDGES + i * 64) as u16 + left.trailing_zeros() as u16;
             found += 1;
             left &= left - 1;
         }
@@ -89,8 +90,8 @@ fn fill_group<const COUNTS: bool>(
     }
 }
 
-/// Lists the edges of the words `which`, `AT_ONCE` of them without asking how many there are; with 0, one by
-/// one.
+/// Lists the edges of the words `which`, `AT_ONCE` of them without asking how many there are; with
+/// 0, one by one.
 #[inline(always)]
 fn list<const AT_ONCE: usize>(
     all: &[u64; GROUP],

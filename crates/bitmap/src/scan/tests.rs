@@ -10,7 +10,8 @@ fn runs_bit_by_bit(words: &[u64]) -> Vec<PageRun> {
     let mut runs = Vec::new();
     let mut start = None;
     for page in 0..=words.len() as u64 * BITS {
-        let dirty = words.get((page / BITS) as usize).is_some_and(|word| word >> (page % BITS) & 1 == 1);
+        let dirty =
+            words.get((page / BITS) as usize).is_some_and(|word| word >> (page % BITS) & 1 == 1);
         match (start, dirty) {
             (None, true) => start = Some(page),
             (Some(from), false) => {
@@ -71,12 +72,18 @@ fn densities_from_one_page_to_all() {
         let mut words = vec![0u64; if cfg!(miri) { 70 } else { 3000 }];
         for word in &mut words {
             for bit in 0..64 {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 *word |= u64::from((state >> 33) % 1024 < dirty_of_1024) << bit;
             }
         }
         for path in CodePath::available() {
-            assert_eq!(runs_in_pieces(path, &words, usize::MAX), runs_bit_by_bit(&words), "{path:?}");
+            assert_eq!(
+                runs_in_pieces(path, &words, usize::MAX),
+                runs_bit_by_bit(&words),
+                "{path:?}"
+            );
         }
     }
 }

@@ -61,7 +61,9 @@ pub(super) fn rounds(outcome: &Outcome, width: usize) -> String {
     for (number, row) in outcome.rounds.iter().enumerate() {
         if count > SHOWN.0 + 2 * SHOWN.1 && number >= SHOWN.0 && number + SHOWN.1 < count {
             if number == SHOWN.0 {
-                rows.push([vec!["...".to_owned()], vec![String::new(); columns.len() - 1]].concat());
+                rows.push(
+                    [vec!["...".to_owned()], vec![String::new(); columns.len() - 1]].concat(),
+                );
             }
             continue;
         }
@@ -76,11 +78,16 @@ pub(super) fn rounds(outcome: &Outcome, width: usize) -> String {
             row.expected.map_or_else(|| "-".to_owned(), time),
         ];
         if disks {
-            cells.extend([bytes(row.disk_remaining), row.memory_share.to_string(), limit(row.disk_limit)]);
+            cells.extend([
+                bytes(row.disk_remaining),
+                row.memory_share.to_string(),
+                limit(row.disk_limit),
+            ]);
         }
         rows.push(cells);
     }
-    let of_disks = if disks { format!(", {} of disks", bytes(outcome.disk_sent)) } else { String::new() };
+    let of_disks =
+        if disks { format!(", {} of disks", bytes(outcome.disk_sent)) } else { String::new() };
     let text = format!(
         "{} after {}, downtime {}, {} of memory in {} passes{of_disks}; work lost {}, under 10 % for {}, under 50 % for {}",
         end(outcome),
@@ -147,15 +154,24 @@ mod tests {
 
     #[test]
     fn tables_fit_80_columns() {
-        for (name, _) in NAMES.iter().filter(|(name, _)| ["busy", "disk-share", "huge"].contains(name)) {
+        for (name, _) in
+            NAMES.iter().filter(|(name, _)| ["busy", "disk-share", "huge"].contains(name))
+        {
             let outcome = run(&named(name).unwrap());
             for width in [40, 80, 120] {
                 let text = rounds(&outcome, width);
                 assert!(widest(&text) <= width, "{text}");
-                let extreme =
-                    Outcome { total: 1e9, downtime: 1e9, lost_work: 1e9, sent: 1e18, ..outcome.clone() };
-                let outcomes =
-                    vec![("auto-converge".to_owned(), outcome.clone()), ("max".to_owned(), extreme)];
+                let extreme = Outcome {
+                    total: 1e9,
+                    downtime: 1e9,
+                    lost_work: 1e9,
+                    sent: 1e18,
+                    ..outcome.clone()
+                };
+                let outcomes = vec![
+                    ("auto-converge".to_owned(), outcome.clone()),
+                    ("max".to_owned(), extreme),
+                ];
                 let text = comparison("throttle", &outcomes, width);
                 assert!(widest(&text) <= width, "{text}");
             }

@@ -12,8 +12,8 @@ pub(super) const CANDIDATES: [Codec; COUNT] = [
 ];
 pub(super) const COUNT: usize = 5;
 
-/// How much better than `other` `candidate` can be: a factor for its ratio. Deliberately too hopeful; it only decides
-/// whether to look.
+/// How much better than `other` `candidate` can be: a factor for its ratio. Deliberately too
+/// hopeful; it only decides whether to look.
 pub(super) fn hope(candidate: usize, other: usize) -> f64 {
     const HOPE: [[f64; COUNT]; COUNT] = [
         [1.0, 1.0, 1.0, 1.0, 1.0],
@@ -31,8 +31,8 @@ pub(super) fn position(codec: Codec) -> Option<usize> {
 
 const BUCKETS: usize = 8;
 
-/// Nanoseconds a byte to begin with, for ratios below 1/8, 2/8, …: about those of a processor of 2023. Only their
-/// proportions matter once one of them was measured.
+/// Nanoseconds a byte to begin with, for ratios below 1/8, 2/8, …: about those of a processor of
+/// 2023. Only their proportions matter once one of them was measured.
 const PRIOR: [[f64; BUCKETS]; COUNT] = [
     [0.0; BUCKETS],
     [0.2, 0.4, 0.7, 0.9, 1.0, 1.0, 0.8, 0.15],
@@ -72,7 +72,8 @@ impl Costs {
         }
         self.scale += ((seconds / prior).clamp(0.1, 10.0) - self.scale) * 0.1;
         let seen = &mut self.seen[candidate][bucket];
-        // A thread that was put aside for a while says nothing about the codec: an outlier counts for little.
+        // A thread that was put aside for a while says nothing about the codec: an outlier counts
+        // for little.
         let bounded = if seen.is_nan() { seconds } else { seconds.min(*seen * 4.0) };
         *seen = if seen.is_nan() { bounded } else { *seen + (bounded - *seen) * 0.2 };
     }

@@ -1,9 +1,10 @@
 //! What the connection drains, seen through windows of a few MiB.
 //!
-//! Two things disturb the view. Socket buffers swallow the first MiBs at any speed, so those are not counted. And a
-//! receiver that is slower than the link looks like a slow link, but fewer bytes do not make it faster: so each codec
-//! has its own factor, learned from what the connection drained under it. Until it is learned, a receiver is taken to be not much faster
-//! with a page than the sender is.
+//! Two things disturb the view. Socket buffers swallow the first MiBs at any speed, so those are
+//! not counted. And a receiver that is slower than the link looks like a slow link, but fewer bytes
+//! do not make it faster: so each codec has its own factor, learned from what the connection
+//! drained under it. Until it is learned, a receiver is taken to be not much faster with a page
+//! than the sender is.
 
 use super::Batch;
 use super::cost::COUNT;
@@ -14,16 +15,18 @@ const SLACK: usize = 4 << 20;
 const WINDOW: usize = 4 << 20;
 /// or after so many seconds.
 const WINDOW_SECONDS: f64 = 0.03;
-/// The share of a window's time that the thread waited, from which on the link (or the receiver) was the limit.
+/// The share of a window's time that the thread waited, from which on the link (or the receiver)
+/// was the limit.
 const WAITED: f64 = 0.15;
 /// Bytes of pages between two probes of the link with raw pages.
 const PROBE_EVERY: u64 = 512 << 20;
 
-/// A receiver takes so many times the sender's processor time for a page, compressing apart: it checks, places and allocates it, and on a host
-/// of few processors shares them.
+/// A receiver takes so many times the sender's processor time for a page, compressing apart: it
+/// checks, places and allocates it, and on a host of few processors shares them.
 const RECEIVER: f64 = 2.0;
 
-/// Windows of a codec that are compared with raw pages before them. The first still drain what the buffers held.
+/// Windows of a codec that are compared with raw pages before them. The first still drain what the
+/// buffers held.
 const TRIALS: u8 = 8;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -40,7 +43,8 @@ pub(super) struct Link {
     rate: Option<f64>,
     /// What it may be at the most, by the operator's word.
     limit: Option<f64>,
-    /// Whether two windows in a row have seen the same: until then buffers may have swallowed more than the slack.
+    /// Whether two windows in a row have seen the same: until then buffers may have swallowed more
+    /// than the slack.
     agreed: bool,
     /// The factor of each codec; 1: as fast as with raw pages.
     worth: [f64; COUNT],
@@ -57,7 +61,8 @@ pub(super) struct Link {
     ruled: Option<usize>,
     /// Bytes on the wire until what drains is of that codec.
     unsettled: u64,
-    /// Windows in which a difference to raw pages, measured a moment ago, is the codec's and not the link's.
+    /// Windows in which a difference to raw pages, measured a moment ago, is the codec's and not
+    /// the link's.
     fresh: [u8; COUNT],
 }
 
@@ -147,7 +152,8 @@ impl Link {
         }
         let rate = window.wire as f64 / window.elapsed;
         let waited = window.cpu < window.elapsed * (1.0 - WAITED);
-        // The codec of nearly all of the window; where there is none, only the link as a whole can be judged.
+        // The codec of nearly all of the window; where there is none, only the link as a whole can
+        // be judged.
         let ruling = (0..COUNT).find(|c| window.raw[*c] * 10 >= total * 9);
         if let Some(ruling) = ruling {
             let other = (window.cpu - window.compress).max(0.0) / total as f64;
@@ -173,7 +179,8 @@ impl Link {
             (Some(0), Some(old)) => {
                 // Without waiting the link could do more: what was seen before may still hold.
                 let seen = if waited || self.probing { rate } else { rate.max(old) };
-                // A first look may have seen buffers larger than the slack, so a fall is believed at once.
+                // A first look may have seen buffers larger than the slack, so a fall is believed
+                // at once.
                 let weight = if self.probing || rate * 1.5 < old { 1.0 } else { 0.5 };
                 self.rate = Some(old + (seen - old) * weight);
                 self.fresh = [TRIALS; COUNT];
@@ -181,8 +188,9 @@ impl Link {
             (Some(codec), Some(old)) if waited && self.fresh[codec] > 0 => {
                 self.fresh[codec] -= 1;
                 self.proved[codec] = true;
-                // Where the receiver limits, as many bytes of pages pass as before, and so fewer on the wire. Where the
-                // link does, the wire is as full as before. Whichever is nearer; halfway between is the root.
+                // Where the receiver limits, as many bytes of pages pass as before, and so fewer on
+                // the wire. Where the link does, the wire is as full as before. Whichever is
+                // nearer; halfway between is the root.
                 let ratio = window.wire as f64 / total as f64;
                 if rate < old * ratio.min(1.0).sqrt() {
                     self.worth[codec] = (rate / old).max(0.02);

@@ -9,8 +9,8 @@ const BATCH: usize = 1 << 20;
 const BATCHES_PER_SEGMENT: usize = 16;
 const SEGMENTS: usize = 64;
 
-/// Compression of one kind of data, by candidate: ratio and nanoseconds a byte, as `godwit-codecs --synthetic`
-/// measured them.
+/// Compression of one kind of data, by candidate: ratio and nanoseconds a byte, as `godwit-codecs
+/// --synthetic` measured them.
 #[derive(Clone, Copy)]
 struct Data {
     of: [(f64, f64); COUNT],
@@ -50,12 +50,22 @@ struct Model {
 
 impl Model {
     fn new() -> Self {
-        Self { now: 0.0, link_free: 0.0, receiver_free: 0.0, queue: VecDeque::new(), queued: 0, seed: 1 }
+        Self {
+            now: 0.0,
+            link_free: 0.0,
+            receiver_free: 0.0,
+            queue: VecDeque::new(),
+            queued: 0,
+            seed: 1,
+        }
     }
 
     /// A factor around 1: no two batches are alike.
     fn noise(&mut self) -> f64 {
-        self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.seed = self
+            .seed
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         0.9 + 0.2 * ((self.seed >> 40) as f64 / (1_u64 << 24) as f64)
     }
 
@@ -70,7 +80,8 @@ impl Model {
         }
         self.link_free = self.link_free.max(self.now) + wire as f64 / link.bytes_per_second;
         let unpack = if wire < raw { 0.4e-9 } else { 0.0 };
-        self.receiver_free = self.receiver_free.max(self.link_free) + raw as f64 * (link.place + unpack);
+        self.receiver_free =
+            self.receiver_free.max(self.link_free) + raw as f64 * (link.place + unpack);
         self.queue.push_back((self.receiver_free, wire));
         self.queued += wire;
         cpu
@@ -126,10 +137,17 @@ fn auto(link: Link, memory: Memory<'_>) -> f64 {
                 let raw = raw.min(SAMPLE_LEN);
                 let (made, took) = model.compress(data, cost::position(codec).unwrap(), raw);
                 cpu += took;
-                chooser.sampled(&Sampled { segment, codec, raw, made, took: Duration::from_secs_f64(took) });
+                chooser.sampled(&Sampled {
+                    segment,
+                    codec,
+                    raw,
+                    made,
+                    took: Duration::from_secs_f64(took),
+                });
             };
             let candidate = cost::position(codec).unwrap();
-            let (made, took) = if candidate > 0 { model.compress(data, candidate, raw) } else { (None, 0.0) };
+            let (made, took) =
+                if candidate > 0 { model.compress(data, candidate, raw) } else { (None, 0.0) };
             let wire = made.unwrap_or(raw);
             cpu += took + model.send(link, raw, wire);
             chooser.batch(&Batch {
@@ -148,7 +166,8 @@ fn auto(link: Link, memory: Memory<'_>) -> f64 {
 
 /// How much slower than the best fixed choice: 1.0 is as fast.
 fn regret(link: Link, memory: Memory<'_>) -> f64 {
-    let best = (0..COUNT).map(|candidate| fixed(link, memory, candidate)).fold(f64::INFINITY, f64::min);
+    let best =
+        (0..COUNT).map(|candidate| fixed(link, memory, candidate)).fold(f64::INFINITY, f64::min);
     auto(link, memory) / best
 }
 

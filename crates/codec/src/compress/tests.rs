@@ -109,15 +109,22 @@ fn corruption_is_named() {
     assert_eq!(error.to_string(), text_of);
 
     let zstd = compressed(Codec::Zstd { level: 1 }, &[&text]);
-    let error = decompressor.decompress(CodecId::Zstd, &zstd[..zstd.len() - 1], &mut placed).unwrap_err();
+    let error =
+        decompressor.decompress(CodecId::Zstd, &zstd[..zstd.len() - 1], &mut placed).unwrap_err();
     assert_eq!(error.to_string(), "corrupt zstd data: Src size is incorrect");
     let error = decompressor.decompress(CodecId::Zstd, &zstd, &mut placed[..4096]).unwrap_err();
     assert_eq!(error.to_string(), "corrupt zstd data: Destination buffer is too small");
     let fewer = compressed(Codec::Zstd { level: 1 }, &[&text[..4096]]);
     let error = decompressor.decompress(CodecId::Zstd, &fewer, &mut placed).unwrap_err();
-    assert_eq!(error.to_string(), "corrupt zstd data: it holds 4096 bytes where the pages have 131072");
+    assert_eq!(
+        error.to_string(),
+        "corrupt zstd data: it holds 4096 bytes where the pages have 131072"
+    );
     let error = decompressor.decompress(CodecId::None, &text[..10], &mut placed).unwrap_err();
-    assert_eq!(error.to_string(), "corrupt none data: it holds 10 bytes where the pages have 131072");
+    assert_eq!(
+        error.to_string(),
+        "corrupt none data: it holds 10 bytes where the pages have 131072"
+    );
 }
 
 proptest! {

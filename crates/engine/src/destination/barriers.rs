@@ -1,7 +1,8 @@
 //! Which round each channel has placed, shared between the channels and the conversation.
 //!
-//! Kept apart from the queue of messages on purpose: while a round is waited for, what the source said behind it stays
-//! in that queue, unread. Device state that follows the last round must not overtake its pages.
+//! Kept apart from the queue of messages on purpose: while a round is waited for, what the source
+//! said behind it stays in that queue, unread. Device state that follows the last round must not
+//! overtake its pages.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -62,10 +63,16 @@ impl Barriers {
                 return Err(EngineError::Cancelled);
             }
             if Instant::now() >= until {
-                return Err(EngineError::Timeout { what: "the pages of a round", limit: limits::ANSWER });
+                return Err(EngineError::Timeout {
+                    what: "the pages of a round",
+                    limit: limits::ANSWER,
+                });
             }
-            placed =
-                self.changed.wait_timeout(placed, limits::TICK).unwrap_or_else(PoisonError::into_inner).0;
+            placed = self
+                .changed
+                .wait_timeout(placed, limits::TICK)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
-//! A data channel at the destination: one thread that reads frames and places their pages, in order.
+//! A data channel at the destination: one thread that reads frames and places their pages, in
+//! order.
 //!
-//! Invariant: no byte is placed before the checksum of its frame was found right. Whether a page may come over this channel at
-//! all is for the [`Place`] behind it to say.
+//! Invariant: no byte is placed before the checksum of its frame was found right. Whether a page
+//! may come over this channel at all is for the [`PageSink`] behind it to say.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,7 +19,7 @@ use crate::link::{FrameReader, wire_error};
 pub(super) const PEER: &str = "source";
 
 /// Where the pages of a channel go: memory or a disk.
-pub(super) trait Place: Send {
+pub(super) trait PageSink: Send {
     /// Refuses what must not come over this channel; `number` is the frame's.
     fn check(&self, number: usize) -> Result<(), EngineError>;
 
@@ -36,7 +37,7 @@ pub(super) trait Place: Send {
 
     /// A round has ended: nothing that comes later may be overtaken by what was placed. Behind the
     /// `last` one nothing comes.
-    fn settle(&mut self, last: bool) -> Result<(), EngineError>;
+    fn end_round(&mut self, last: bool) -> Result<(), EngineError>;
 
     /// The end of the round was told: there is time until the next one.
     fn rest(&mut self) -> Result<(), EngineError>;
@@ -46,7 +47,7 @@ pub(super) trait Place: Send {
 pub(super) struct Channel {
     pub(super) number: usize,
     pub(super) reader: FrameReader,
-    pub(super) place: Box<dyn Place>,
+    pub(super) place: Box<dyn PageSink>,
     pub(super) received: Arc<AtomicU64>,
     pub(super) barriers: Arc<Barriers>,
     pub(super) decompressor: Decompressor,
@@ -73,7 +74,7 @@ impl Channel {
         match header.kind {
             FrameKind::Barrier if header.length == 0 => {
                 let (round, last) = barrier_of(header.aux).map_err(wire_error(PEER))?;
-                self.place.settle(last)?;
+                self.place.end_round(last)?;
                 self.barriers.reached(self.number, round.into());
                 return self.place.rest();
             }
@@ -93,7 +94,8 @@ impl Channel {
             frame.data
         } else {
             let of = || self.place.name(number);
-            let corrupt = |source| EngineError::Corrupt { of: of(), page: frame.first_page(), source };
+            let corrupt =
+                |source| EngineError::Corrupt { of: of(), page: frame.first_page(), source };
             let codec = CodecId::from_wire(frame.codec).map_err(corrupt)?;
             self.pages.resize(FRAME_PAGES << 12, 0);
             let pages = &mut self.pages[..frame.raw_len];
@@ -152,8 +154,9 @@ mod tests {
         }
     }
 
-    /// Sends page 1, which belongs to channel 0, twice: first the old version over `first`, then the new one over `second`.
-    /// Channel 0 is late. Returns what the page holds in the end, and the error of a channel, if there was one.
+    /// Sends page 1, which belongs to channel 0, twice: first the old version over `first`, then
+    /// the new one over `second`. Channel 0 is late. Returns what the page holds in the end, and
+    /// the error of a channel, if there was one.
     fn race(first: usize, second: usize, any_channel: bool) -> (u8, Option<EngineError>) {
         let blocks = block();
         let barriers = Arc::new(Barriers::new(2));
@@ -175,12 +178,14 @@ mod tests {
             builder.add(PageRun::new(1, 1), fill, |_, _| Some(Content::Data)).unwrap();
             sending[channel].write_all(builder.finish(0)).unwrap();
         }
-        // The channels end when there is nothing more to read; that is an error, too, behind any other.
+        // The channels end when there is nothing more to read; that is an error, too, behind any
+        // other.
         drop(sending);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let mut bytes = [0; PAGE_SIZE as usize];
         blocks[0].read(PageIndex(1), &mut bytes).unwrap();
-        let failure = barriers.failure().filter(|error| matches!(error, EngineError::Protocol { .. }));
+        let failure =
+            barriers.failure().filter(|error| matches!(error, EngineError::Protocol { .. }));
         (bytes[0], failure)
     }
 

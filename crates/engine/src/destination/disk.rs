@@ -1,7 +1,8 @@
 //! A disk as a place for pages.
 //!
-//! Invariant: a disk's pages come over its own channel only, which is checked, and inside the disk. What a round brought is
-//! written before its end is told, so no older version of a page is written after a newer one.
+//! Invariant: a disk's pages come over its own channel only, which is checked, and inside the disk.
+//! What a round brought is written before its end is told, so no older version of a page is written
+//! after a newer one.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,11 +12,12 @@ use godwit_block::{Disk, DiskError, DiskSink};
 use godwit_units::{ByteCount, PageRun};
 use godwit_wire::Content;
 
-use super::channel::{PEER, Place};
+use super::channel::{PEER, PageSink};
 use crate::EngineError;
 
-/// Bytes that may be written and not be on stable storage yet. It bounds how long a flush takes, for which the guest may wait in the
-/// end, and the source before that: no longer than [`limits::WRITE`](crate::limits::WRITE) on a disk that writes 7 MB/s.
+/// Bytes that may be written and not be on stable storage yet. It bounds how long a flush takes,
+/// for which the guest may wait in the end, and the source before that: no longer than
+/// [`limits::WRITE`](crate::limits::WRITE) on a disk that writes 7 MB/s.
 const UNSTABLE: ByteCount = ByteCount(128 << 20);
 
 /// The round with the guest stopped, as the channels of disks and the conversation know it.
@@ -68,12 +70,20 @@ pub(super) struct DiskPlace {
 
 impl DiskPlace {
     /// For `disk`, which is number `number` in frames.
-    pub(super) fn new(number: usize, disk: Disk, sink: Box<dyn DiskSink>, last: Arc<LastRound>) -> Self {
+    pub(super) fn new(
+        number: usize,
+        disk: Disk,
+        sink: Box<dyn DiskSink>,
+        last: Arc<LastRound>,
+    ) -> Self {
         Self { number, disk, sink: Some(sink), last, unstable: ByteCount::ZERO }
     }
 
     fn broke(&self, what: &str) -> EngineError {
-        EngineError::Protocol { peer: PEER, what: format!("it sent {what} disk '{}'", self.disk.name) }
+        EngineError::Protocol {
+            peer: PEER,
+            what: format!("it sent {what} disk '{}'", self.disk.name),
+        }
     }
 
     /// Calls the sink.
@@ -90,13 +100,13 @@ impl DiskPlace {
     fn flush(&mut self) -> Result<(), EngineError> {
         self.unstable = ByteCount::ZERO;
         let began = Instant::now();
-        self.with(|sink| sink.settle(true))?;
+        self.with(|sink| sink.flush(true))?;
         self.last.flushed(began.elapsed());
         Ok(())
     }
 }
 
-impl Place for DiskPlace {
+impl PageSink for DiskPlace {
     fn check(&self, number: usize) -> Result<(), EngineError> {
         if number == self.number {
             Ok(())
@@ -109,7 +119,13 @@ impl Place for DiskPlace {
         format!("disk '{}'", self.disk.name)
     }
 
-    fn place(&mut self, _: usize, run: PageRun, content: Content, bytes: &[u8]) -> Result<(), EngineError> {
+    fn place(
+        &mut self,
+        _: usize,
+        run: PageRun,
+        content: Content,
+        bytes: &[u8],
+    ) -> Result<(), EngineError> {
         if run.end().0 > self.disk.pages().0 {
             return Err(self.broke(&format!("{} from {} beyond the end of", run.count, run.start)));
         }
@@ -121,9 +137,9 @@ impl Place for DiskPlace {
         if self.unstable >= UNSTABLE { self.flush() } else { Ok(()) }
     }
 
-    fn settle(&mut self, last: bool) -> Result<(), EngineError> {
+    fn end_round(&mut self, last: bool) -> Result<(), EngineError> {
         if !last {
-            return self.with(|sink| sink.settle(false));
+            return self.with(|sink| sink.flush(false));
         }
         self.last.in_place();
         self.flush()?;
@@ -132,7 +148,8 @@ impl Place for DiskPlace {
         Ok(())
     }
 
-    /// What was told to be in place is flushed while the guest still runs: the last round has that much less to do.
+    /// What was told to be in place is flushed while the guest still runs: the last round has that
+    /// much less to do.
     fn rest(&mut self) -> Result<(), EngineError> {
         if self.sink.is_some() && self.unstable > ByteCount::ZERO { self.flush() } else { Ok(()) }
     }
@@ -170,8 +187,8 @@ mod tests {
             self.note(format!("zero {} {}", run.start.0, run.count.0))
         }
 
-        fn settle(&mut self, durable: bool) -> Result<(), DiskError> {
-            self.note(format!("settle {durable}"))
+        fn flush(&mut self, durable: bool) -> Result<(), DiskError> {
+            self.note(format!("flush {durable}"))
         }
     }
 
@@ -204,17 +221,17 @@ mod tests {
         let mut place = place(&noted, &last);
         let page = [1; PAGE_SIZE as usize];
         place.place(3, PageRun::new(1, 1), Content::Data, &page).unwrap();
-        place.settle(false).unwrap();
-        assert_eq!(noted.take(), ["write 1 1", "settle false"]);
+        place.end_round(false).unwrap();
+        assert_eq!(noted.take(), ["write 1 1", "flush false"]);
         place.rest().unwrap();
         place.rest().unwrap();
-        assert_eq!(noted.take(), ["settle true"], "once");
+        assert_eq!(noted.take(), ["flush true"], "once");
         assert_eq!(last.disks_in_place(), None);
         assert_eq!(last.ended(), 0);
-        place.settle(true).unwrap();
-        assert_eq!(noted.take(), ["settle true"]);
+        place.end_round(true).unwrap();
+        assert_eq!(noted.take(), ["flush true"]);
         assert_eq!(last.ended(), 1);
-        assert!(place.settle(true).is_err(), "there is one last round");
+        assert!(place.end_round(true).is_err(), "there is one last round");
         assert_eq!(last.ended(), 1);
         assert!(last.disks_in_place().is_some());
         assert_eq!(Arc::strong_count(&noted.0), 1, "the machine may have the disk");
@@ -231,6 +248,6 @@ mod tests {
         for index in 0..300 {
             place.place(0, PageRun::new(index * 256, 256), Content::Data, &bytes).unwrap();
         }
-        assert_eq!(noted.take().iter().position(|call| call == "settle true"), Some(128));
+        assert_eq!(noted.take().iter().position(|call| call == "flush true"), Some(128));
     }
 }

@@ -46,10 +46,15 @@ pub(super) struct Door {
 
 impl Door {
     /// Accepts what comes to `listener` while `session` lasts, whose source is called `source`.
-    pub(super) fn open(listener: &Listener, session: SessionId, source: String) -> Result<Self, EngineError> {
+    pub(super) fn open(
+        listener: &Listener,
+        session: SessionId,
+        source: String,
+    ) -> Result<Self, EngineError> {
         let (own_in, own) = mpsc::sync_channel(OWN_LIMIT);
         let (notices_in, notices) = mpsc::sync_channel(NOTICES_LIMIT);
-        let (stop, visitor) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Option<Stream>>>::default());
+        let (stop, visitor) =
+            (Arc::<AtomicBool>::default(), Arc::<Mutex<Option<Stream>>>::default());
         let keeper = Keeper {
             listener: listener.clone(),
             session,

@@ -1,5 +1,5 @@
-//! Kills made up on purpose, where nothing outside could make them at the right moment. This process then ends as by
-//! SIGKILL: nothing of it is run any more.
+//! Kills made up on purpose, where nothing outside could make them at the right moment. This
+//! process then ends as by SIGKILL: nothing of it is run any more.
 
 use godwit_protocol::destination::Action;
 use rustix::process::{Signal, getpid, kill_process};

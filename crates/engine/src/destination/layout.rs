@@ -19,7 +19,10 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         ));
     }
     if !(1..=CHANNELS_LIMIT).contains(&offer.channels) {
-        return Err(format!("{} channels were asked for: use 1 to {CHANNELS_LIMIT}", offer.channels));
+        return Err(format!(
+            "{} channels were asked for: use 1 to {CHANNELS_LIMIT}",
+            offer.channels
+        ));
     }
     let mut order = Vec::new();
     for theirs in &offer.blocks {
@@ -46,7 +49,8 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         order.push(own);
     }
     if order.len() != blocks.len() {
-        let extra = blocks.iter().enumerate().filter(|(i, _)| !order.contains(i)).map(|(_, b)| b.name());
+        let extra =
+            blocks.iter().enumerate().filter(|(i, _)| !order.contains(i)).map(|(_, b)| b.name());
         return Err(format!(
             "the destination has RAM blocks that the source has not ({}): start its VM with the same memory backends",
             names(extra)

@@ -8,7 +8,7 @@ use godwit_memory::{RamBlock, channel_of};
 use godwit_units::{PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::channel::{PEER, Place};
+use super::channel::{PEER, PageSink};
 use crate::EngineError;
 
 /// What one channel of memory fills.
@@ -37,7 +37,7 @@ impl MemoryPlace {
     }
 }
 
-impl Place for MemoryPlace {
+impl PageSink for MemoryPlace {
     fn check(&self, number: usize) -> Result<(), EngineError> {
         self.block(number).map(drop)
     }
@@ -54,7 +54,8 @@ impl Place for MemoryPlace {
         bytes: &[u8],
     ) -> Result<(), EngineError> {
         if !self.any_channel && !belongs(number, run, self.number, self.channels) {
-            let what = format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
+            let what =
+                format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
             return Err(EngineError::Protocol { peer: PEER, what });
         }
         let block = self.block(number)?;
@@ -65,7 +66,7 @@ impl Place for MemoryPlace {
         Ok(())
     }
 
-    fn settle(&mut self, _: bool) -> Result<(), EngineError> {
+    fn end_round(&mut self, _: bool) -> Result<(), EngineError> {
         Ok(())
     }
 
@@ -74,8 +75,8 @@ impl Place for MemoryPlace {
     }
 }
 
-/// Whether all of `run` lies in segments of channel `number`. A run is joined over segments only where neighbours
-/// share a channel, that is where there is but one.
+/// Whether all of `run` lies in segments of channel `number`. A run is joined over segments only
+/// where neighbours share a channel, that is where there is but one.
 fn belongs(block: usize, run: PageRun, number: usize, channels: usize) -> bool {
     let last = PageIndex(run.end().0 - 1);
     channels == 1

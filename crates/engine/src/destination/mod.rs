@@ -1,9 +1,10 @@
 //! The destination of a migration.
 //!
-//! [`receive`] is a loop around the state machine, as at the source. Threads: this one; one that reads the control
-//! connection; one a data channel, of memory or of a disk. Messages come through a queue, which is bounded: a machine that loads its state
-//! slowly slows the source down instead of filling memory. They are taken in order: what follows the end of a round is
-//! looked at when every channel has placed that round.
+//! [`receive`] is a loop around the state machine, as at the source. Threads: this one; one that
+//! reads the control connection; one a data channel, of memory or of a disk. Messages come through
+//! a queue, which is bounded: a machine that loads its state slowly slows the source down instead
+//! of filling memory. They are taken in order: what follows the end of a round is looked at when
+//! every channel has placed that round.
 
 mod barriers;
 mod channel;
@@ -26,19 +27,21 @@ use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
 use godwit_wire::{
-    AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT, Role,
-    SessionId,
+    AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT,
+    Role, SessionId,
 };
 
 use crate::address::{Listener, Stream};
 use crate::compression::Codecs;
 use crate::digests;
-use crate::link::{ControlWriter, FrameReader, link_error, read_messages, say_alive, send_greeting};
+use crate::link::{
+    ControlWriter, FrameReader, link_error, read_messages, say_alive, send_greeting,
+};
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
 
 use barriers::Barriers;
-use channel::{Channel, PEER, Place};
+use channel::{Channel, PEER, PageSink};
 use disk::{DiskPlace, LastRound};
 use door::Door;
 pub use fault::Fault;
@@ -99,8 +102,8 @@ pub struct Received {
     pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
-    /// From the last byte of the disks being handed to them to READY: writing it out, the last flush, and what of the device
-    /// state was not loaded by then. `None` without disks.
+    /// From the last byte of the disks being handed to them to READY: writing it out, the last
+    /// flush, and what of the device state was not loaded by then. `None` without disks.
     pub disks_to_ready: Option<Duration>,
 }
 
@@ -113,7 +116,8 @@ pub struct Options {
     pub codecs: Codecs,
     /// Disks that the source may overwrite.
     pub disks: DiskChoice,
-    /// Take a guest in that may come to use more memory than this host, or the control group of its VM, has left.
+    /// Take a guest in that may come to use more memory than this host, or the control group of its
+    /// VM, has left.
     pub overcommit: bool,
     /// Faults to make up, for tests.
     pub faults: Faults,
@@ -134,7 +138,8 @@ impl Default for Options {
 /// Faults made up on purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// A channel, by its number (those of disks behind those of memory), that places each of its frames only after this time.
+    /// A channel, by its number (those of disks behind those of memory), that places each of its
+    /// frames only after this time.
     pub slow_channel: Option<(usize, Duration)>,
     /// Pages are taken over any channel.
     pub any_channel: bool,
@@ -142,7 +147,8 @@ pub struct Faults {
     pub kill: Option<Fault>,
 }
 
-/// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and told of.
+/// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and
+/// told of.
 ///
 /// # Errors
 /// Says what failed, when, and what became of the guest.
@@ -275,7 +281,8 @@ impl Destination<'_> {
             self.measures.bytes = ByteCount(self.received.load(Ordering::Relaxed));
             return Ok(self.measures);
         }
-        let (phase, mut cause) = self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
+        let (phase, mut cause) =
+            self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
         if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
             cause = EngineError::Aborted { peer: PEER, code, text };
         }
@@ -307,7 +314,9 @@ impl Destination<'_> {
                     self.session = greeting.session;
                     break stream;
                 }
-                _ => (self.notice)(&Notice::Refused("a connection of an unknown session".to_owned())),
+                _ => {
+                    (self.notice)(&Notice::Refused("a connection of an unknown session".to_owned()))
+                }
             }
         };
         self.accepted = Instant::now();
@@ -318,7 +327,8 @@ impl Destination<'_> {
             let what = "it did not begin with an offer".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         };
-        let order = layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
+        let order =
+            layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
         self.order = Arc::new(order);
         self.check_room()?;
         let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
@@ -384,16 +394,21 @@ impl Destination<'_> {
     }
 
     /// The next connection that greets as one of godwit's; others are refused.
-    fn next_connection(&mut self, until: Option<Instant>) -> Result<(Greeting, Stream), EngineError> {
+    fn next_connection(
+        &mut self,
+        until: Option<Instant>,
+    ) -> Result<(Greeting, Stream), EngineError> {
         let began = Instant::now();
         loop {
             let cancel = self.cancel;
-            let accepted = self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
+            let accepted =
+                self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
             let Some(mut stream) = accepted else {
                 if self.cancel.is_cancelled() {
                     return Err(EngineError::Cancelled);
                 }
-                let limit = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
+                let limit =
+                    until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
                 return Err(EngineError::Timeout { what: "a connection of the source", limit });
             };
             match door::greet(&mut stream) {
@@ -404,7 +419,10 @@ impl Destination<'_> {
     }
 
     /// The next connection of the session; `None` at `until`.
-    fn next_of_session(&mut self, until: Instant) -> Result<Option<(Greeting, Stream)>, EngineError> {
+    fn next_of_session(
+        &mut self,
+        until: Instant,
+    ) -> Result<Option<(Greeting, Stream)>, EngineError> {
         match &self.door {
             Some(door) => door.next(until, self.cancel, self.notice),
             None => Err(EngineError::Panicked("door")),
@@ -448,7 +466,9 @@ impl Destination<'_> {
                 Ok(Event { connection, .. }) if connection != self.connection => {}
                 Ok(event) => return Ok(Some(event)),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(EngineError::Panicked("control"));
+                }
             }
             // Then the guest never runs here, and the source need not wait to hear it.
             if self.commit_seen.is_none() && self.vm.has_ended() {
@@ -468,7 +488,9 @@ impl Destination<'_> {
     fn next_message(&mut self, limit: Duration) -> Result<Message, EngineError> {
         match self.next_event(Some(Instant::now() + limit))? {
             Some(Event { message, .. }) => match message? {
-                Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
+                Message::Abort { code, text } => {
+                    Err(EngineError::Aborted { peer: PEER, code, text })
+                }
                 message => Ok(message),
             },
             None => Err(EngineError::Timeout { what: "the source", limit }),
@@ -479,7 +501,9 @@ impl Destination<'_> {
     fn await_peer(&mut self) -> Result<Input, EngineError> {
         match self.next_event(self.linger_until)? {
             Some(Event { message, .. }) => self.input_of(message?),
-            None => Err(EngineError::Timeout { what: "the source's farewell", limit: limits::LINGER }),
+            None => {
+                Err(EngineError::Timeout { what: "the source's farewell", limit: limits::LINGER })
+            }
         }
     }
 
@@ -506,7 +530,9 @@ impl Destination<'_> {
                 self.commit_seen = Some(Instant::now());
                 Input::Commit
             }
-            Message::Abort { code, text } => return Err(EngineError::Aborted { peer: PEER, code, text }),
+            Message::Abort { code, text } => {
+                return Err(EngineError::Aborted { peer: PEER, code, text });
+            }
             other => {
                 let what = format!("it said {:?} out of place", other.kind());
                 return Err(EngineError::Protocol { peer: PEER, what });
@@ -535,7 +561,8 @@ impl Destination<'_> {
                 (self.notice)(&Notice::Round { round: self.round, received });
             }
             Action::Prepare => {
-                // Others may have filled the mount meanwhile. Soon the guest stops, and then it is too late to say so.
+                // Others may have filled the mount meanwhile. Soon the guest stops, and then it is
+                // too late to say so.
                 self.check_room()?;
                 self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
                 self.say(&Message::Prepared)?;
@@ -544,7 +571,8 @@ impl Destination<'_> {
             Action::WriteState => self.write_state()?,
             Action::FinishLoad => {
                 if self.open_disks > 0 {
-                    let what = "it sent all device state before the last round of its disks".to_owned();
+                    let what =
+                        "it sent all device state before the last round of its disks".to_owned();
                     return Err(EngineError::Protocol { peer: PEER, what });
                 }
                 let began = Instant::now();
@@ -555,7 +583,8 @@ impl Destination<'_> {
             }
             Action::SendReady => {
                 self.say(&Message::Ready)?;
-                self.measures.disks_to_ready = self.last_round.disks_in_place().map(|at| at.elapsed());
+                self.measures.disks_to_ready =
+                    self.last_round.disks_in_place().map(|at| at.elapsed());
             }
             Action::RunGuest => {
                 if self.vm.has_ended() {
@@ -563,7 +592,10 @@ impl Destination<'_> {
                 }
                 if self.offer.as_ref().is_some_and(|offer| offer.running) {
                     self.vm.taking_over().map_err(EngineError::Vm)?;
-                    self.faults.kill.filter(|it| *it == Fault::KillBeforeRun).inspect(|it| it.strike());
+                    self.faults
+                        .kill
+                        .filter(|it| *it == Fault::KillBeforeRun)
+                        .inspect(|it| it.strike());
                     self.vm.run().map_err(|error| match error {
                         RunError::NeverRan(error) => EngineError::Vm(error),
                         RunError::Unknown(error) => EngineError::Uncertain(error),
@@ -577,7 +609,8 @@ impl Destination<'_> {
             Action::SendRunning => {
                 self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
                 let said = self.say(&Message::Running);
-                // Switches learn the new place; a guest without a network card has nothing to announce.
+                // Switches learn the new place; a guest without a network card has nothing to
+                // announce.
                 let _ = self.vm.announce();
                 said?;
             }
@@ -589,10 +622,13 @@ impl Destination<'_> {
             }
             Action::SendDiscarded => {
                 let message = match &self.cause {
-                    Some((_, cause)) => Message::Abort { code: cause.abort_code(), text: cause.to_string() },
+                    Some((_, cause)) => {
+                        Message::Abort { code: cause.abort_code(), text: cause.to_string() }
+                    }
                     None => Message::Discarded,
                 };
-                // Best effort: a source that does not hear it asks, or notices that the link is gone.
+                // Best effort: a source that does not hear it asks, or notices that the link is
+                // gone.
                 let _ = self.say(&message);
             }
         }
@@ -606,7 +642,10 @@ impl Destination<'_> {
         let until = Instant::now() + limits::CONNECT;
         while streams.iter().any(Option::is_none) {
             let Some((greeting, stream)) = self.next_of_session(until)? else {
-                return Err(EngineError::Timeout { what: "the data channels", limit: limits::CONNECT });
+                return Err(EngineError::Timeout {
+                    what: "the data channels",
+                    limit: limits::CONNECT,
+                });
             };
             let slot = match greeting.role {
                 Role::Channel(number) => streams.get_mut(usize::from(number)),
@@ -614,11 +653,13 @@ impl Destination<'_> {
             };
             match slot {
                 Some(slot) if slot.is_none() => *slot = Some(stream),
-                _ => (self.notice)(&Notice::Refused("a channel that the offer does not have".to_owned())),
+                _ => (self.notice)(&Notice::Refused(
+                    "a channel that the offer does not have".to_owned(),
+                )),
             }
         }
         self.barriers = Arc::new(Barriers::new(all));
-        let memory = |number| -> Box<dyn Place> {
+        let memory = |number| -> Box<dyn PageSink> {
             Box::new(MemoryPlace {
                 number,
                 channels,
@@ -627,7 +668,7 @@ impl Destination<'_> {
                 any_channel: self.faults.any_channel,
             })
         };
-        let mut places: Vec<Box<dyn Place>> = (0..channels).map(memory).collect();
+        let mut places: Vec<Box<dyn PageSink>> = (0..channels).map(memory).collect();
         for (disk, sink) in self.disks.drain(..) {
             let number = self.order.len() + places.len() - channels;
             places.push(Box::new(DiskPlace::new(number, disk, sink, Arc::clone(&self.last_round))));
@@ -672,8 +713,11 @@ impl Destination<'_> {
             let block = &self.ram[*own];
             let chunks = digests::chunks(block.pages());
             for first in (0..chunks).step_by(DIGESTS_PER_MESSAGE) {
-                let digests =
-                    digests::digests(block, first..chunks.min(first + DIGESTS_PER_MESSAGE), |_, _| {})?;
+                let digests = digests::digests(
+                    block,
+                    first..chunks.min(first + DIGESTS_PER_MESSAGE),
+                    |_, _| {},
+                )?;
                 self.say(&Message::Digests { block: number as u32, first: first as u32, digests })?;
             }
         }
@@ -689,15 +733,19 @@ impl Destination<'_> {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
-                send_greeting(&mut stream, Greeting { session: self.session, role: Role::Resolve }, PEER)?;
+                send_greeting(
+                    &mut stream,
+                    Greeting { session: self.session, role: Role::Resolve },
+                    PEER,
+                )?;
                 return self.use_control(stream);
             }
             (self.notice)(&Notice::Refused("a connection out of place".to_owned()));
         }
     }
 
-    /// Ends all threads. Returns why the source gave up, if it said so after the link was seen to break: its
-    /// channels end before its last word is read.
+    /// Ends all threads. Returns why the source gave up, if it said so after the link was seen to
+    /// break: its channels end before its last word is read.
     fn shut_down(&mut self) -> Option<(AbortCode, String)> {
         if let Some(control) = &self.control {
             control.finish();
@@ -733,7 +781,11 @@ impl Destination<'_> {
 }
 
 /// The source's answer to a question that was just asked.
-fn answer_of(events: &Receiver<Event>, current: u32, cancel: &Cancel) -> Result<Vec<u8>, EngineError> {
+fn answer_of(
+    events: &Receiver<Event>,
+    current: u32,
+    cancel: &Cancel,
+) -> Result<Vec<u8>, EngineError> {
     let until = Instant::now() + limits::QUESTION;
     while Instant::now() < until {
         if cancel.is_cancelled() {
@@ -763,6 +815,8 @@ fn phase_of(state: State) -> Phase {
         State::Listening => Phase::Setup,
         State::Receiving => Phase::PreCopy,
         State::Prepared | State::Loading => Phase::StopAndCopy,
-        State::Ready | State::Starting | State::Running | State::Done | State::Discarded => Phase::Handover,
+        State::Ready | State::Starting | State::Running | State::Done | State::Discarded => {
+            Phase::Handover
+        }
     }
 }

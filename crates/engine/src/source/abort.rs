@@ -1,8 +1,8 @@
 //! Telling the destination that it is over, without holding up the guest.
 //!
-//! The thread is there before the guest is stopped: when the guest is to be brought back, nothing has to be had first
-//! that the system could refuse. The word goes out beside the way back and not after it, since a destination that has
-//! loaded the guest may hold the locks of its disks.
+//! The thread is there before the guest is stopped: when the guest is to be brought back, nothing
+//! has to be had first that the system could refuse. The word goes out beside the way back and not
+//! after it, since a destination that has loaded the guest may hold the locks of its disks.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};

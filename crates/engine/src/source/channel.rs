@@ -1,8 +1,9 @@
-//! A data channel at the source: one thread that harvests, reads and sends the segments that belong to it.
+//! A data channel at the source: one thread that harvests, reads and sends the segments that belong
+//! to it.
 //!
-//! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this one thread. So
-//! what is sent is never older than the harvest, and what is written later is found by the next one. In the last round
-//! nobody writes any more, and the bits are only read.
+//! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this
+//! one thread. So what is sent is never older than the harvest, and what is written later is found
+//! by the next one. In the last round nobody writes any more, and the bits are only read.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -18,21 +19,22 @@ use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{Content, PageFrameBuilder};
 
 use super::Event;
-use super::board::Board;
-use super::gate::Gate;
-use super::packer::Packer;
+use super::frame_sender::FrameSender;
+use super::link_share::LinkShare;
+use super::segment_table::SegmentTable;
 use crate::EngineError;
 use crate::link::barrier;
 
-/// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are looked at.
+/// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are
+/// looked at.
 const READ_LIMIT: u64 = 16;
 
 /// What a round is to do.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order {
     pub(super) round: u32,
-    /// The guest is stopped: no segment is left for later, and what is dirty need not be protected again, which would flush the TLBs of its processors for
-    /// each 2 MiB with a dirty page.
+    /// The guest is stopped: no segment is left for later, and what is dirty need not be protected
+    /// again, which would flush the TLBs of its processors for each 2 MiB with a dirty page.
     pub(super) last: bool,
     /// Find pages that were sent and have become holes since.
     pub(super) find_holes: bool,
@@ -40,7 +42,7 @@ pub(super) struct Order {
 
 /// What a channel did in a round.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Carried {
+pub(super) struct RoundStatistics {
     pub(super) data: PageCount,
     pub(super) zero: PageCount,
     /// Of these, pages that the guest said are free.
@@ -63,30 +65,31 @@ pub(super) struct Counters {
 pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
-    pub(super) board: Arc<Board>,
+    pub(super) table: Arc<SegmentTable>,
     /// What the guest says is free.
     pub(super) free: Option<Arc<FreeHints>>,
     /// Where memory waits while disks have the link.
-    pub(super) gate: Arc<Gate>,
+    pub(super) link_share: Arc<LinkShare>,
     /// Where what was sent is remembered, and the key of its fingerprints.
     pub(super) ledger: Option<(Ledger, Key)>,
 }
 
 /// A segment, and which of its pages the destination holds with other bytes than zero.
 struct Owned {
-    /// Its number on the board.
+    /// Its number on the segment table.
     number: usize,
     segment: Segment,
     held: DirtyBitmap,
     /// It is unsent, and was named as zero: the destination may have held something else.
     named: bool,
     ledger: Option<SegmentLedger>,
-    /// With direct I/O: pages that were harvested in the last round, into which data may have landed since.
+    /// With direct I/O: pages that were harvested in the last round, into which data may have
+    /// landed since.
     recent: Option<DirtyBitmap>,
 }
 
 pub(super) struct Channel {
-    packer: Packer,
+    sender: FrameSender,
     shared: Shared,
     segments: Vec<Owned>,
     /// The segment to begin with: where the last pass was cut short.
@@ -99,12 +102,12 @@ pub(super) struct Channel {
     /// Where data was seen to be in this round, and in which block.
     hint: DataHint,
     hint_block: usize,
-    carried: Carried,
+    statistics: RoundStatistics,
 }
 
 impl Channel {
     pub(super) fn new(
-        packer: Packer,
+        sender: FrameSender,
         shared: Shared,
         segments: impl Iterator<Item = (usize, Segment)>,
         direct_io: bool,
@@ -118,7 +121,7 @@ impl Channel {
             segment,
         };
         Self {
-            packer,
+            sender,
             segments: segments.map(owned).collect(),
             first: 0,
             shared,
@@ -128,7 +131,7 @@ impl Channel {
             dirty: Vec::new(),
             hint: DataHint::default(),
             hint_block: 0,
-            carried: Carried::default(),
+            statistics: RoundStatistics::default(),
         }
     }
 
@@ -138,48 +141,49 @@ impl Channel {
             let result = self.round(order);
             let failed = result.is_err();
             // A receiver that is gone has no use for the result.
-            let _ = events.send(Event::Carried { round: order.round, result });
+            let _ = events.send(Event::RoundStatistics { round: order.round, result });
             if failed {
                 return;
             }
         }
     }
 
-    fn round(&mut self, order: Order) -> Result<Carried, EngineError> {
-        self.carried = Carried::default();
+    fn round(&mut self, order: Order) -> Result<RoundStatistics, EngineError> {
+        self.statistics = RoundStatistics::default();
         self.hint = DataHint::default();
-        self.packer.begin();
+        self.sender.begin();
         let mut segments = std::mem::take(&mut self.segments);
         let result = self.segments(&mut segments, order);
         self.segments = segments;
         result?;
         self.flush()?;
-        self.packer.put(&barrier(order.round, order.last), &mut self.carried)?;
-        Ok(self.carried)
+        self.sender.put(&barrier(order.round, order.last), &mut self.statistics)?;
+        Ok(self.statistics)
     }
 
-    /// Deals with all segments but those that are to be left for later; at the end of the round with those that no longer
-    /// are. A pass that disks cut short goes on where it was cut.
+    /// Deals with all segments but those that are to be left for later; at the end of the round
+    /// with those that no longer are. A pass that disks cut short goes on where it was cut.
     fn segments(&mut self, segments: &mut [Owned], order: Order) -> Result<(), EngineError> {
-        let (board, gate) = (Arc::clone(&self.shared.board), Arc::clone(&self.shared.gate));
+        let (table, link_share) =
+            (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
         let first = std::mem::take(&mut self.first);
         let mut left = Vec::new();
         for at in (first..segments.len()).chain(0..first) {
-            if !order.last && !gate.opens(|| board.hurries()) {
+            if !order.last && !link_share.opens(|| table.hurries()) {
                 self.first = at;
                 return Ok(());
             }
             if at == 0 {
                 self.hint = DataHint::default();
             }
-            if !order.last && board.passes_by(segments[at].number) {
+            if !order.last && table.passes_by(segments[at].number) {
                 left.push(at);
             } else {
                 self.segment(&mut segments[at], order)?;
             }
         }
         for at in left {
-            if !board.passes_by(segments[at].number) && gate.opens(|| board.hurries()) {
+            if !table.passes_by(segments[at].number) && link_share.opens(|| table.hurries()) {
                 self.segment(&mut segments[at], order)?;
             }
         }
@@ -187,9 +191,9 @@ impl Channel {
     }
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
-        let before = self.carried.sent;
+        let before = self.statistics.sent;
         self.copy_segment(owned, order)?;
-        self.shared.gate.memory_sent(self.carried.sent - before);
+        self.shared.link_share.memory_sent(self.statistics.sent - before);
         Ok(())
     }
 
@@ -198,35 +202,41 @@ impl Channel {
         if self.hint_block != block {
             (self.hint, self.hint_block) = (DataHint::default(), block);
         }
-        let everything = self.shared.board.is_unsent(owned.number);
+        let everything = self.shared.table.is_unsent(owned.number);
         if everything && self.is_hole(owned.segment)? {
             return self.name_hole(owned);
         }
         if order.find_holes {
             self.discard_holes(owned)?;
         }
-        // Asked for before the harvest, and given once: for a segment that was put off half-way there is nothing any more.
+        // Asked for before the harvest, and given once: for a segment that was put off half-way
+        // there is nothing any more.
         let mut free = self.shared.free.as_ref().and_then(|hints| hints.take(owned.number));
-        let recheck =
-            owned.recent.as_mut().map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
+        let recheck = owned
+            .recent
+            .as_mut()
+            .map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
         let mut at = run.start;
         while at < run.end() {
-            if order.round == 0 && !order.last && self.shared.board.passes_by(owned.number) {
-                // It was found to be hot while it was sent. It stays unsent, and is sent whole when it has its turn.
+            if order.round == 0 && !order.last && self.shared.table.passes_by(owned.number) {
+                // It was found to be hot while it was sent. It stays unsent, and is sent whole when
+                // it has its turn.
                 return Ok(());
             }
             let mut rest = PageRun::new(at.0, run.end().0 - at.0);
             if everything {
-                // Where all is dirty, ask for no more than is taken: under KVM the scan tells the guest's second page
-                // tables of the whole range it was given.
+                // Where all is dirty, ask for no more than is taken: under KVM the scan tells the
+                // guest's second page tables of the whole range it was given.
                 rest.count = rest.count.min(FIRST_HARVEST);
             }
             let mut dirty = std::mem::take(&mut self.dirty);
             dirty.clear();
             let mut note = |run| dirty.push(run);
             let next = if order.last {
-                match self.shared.board.last(owned.number) {
-                    Some(found) => found.iter().filter_map(|run| run.intersect(rest)).for_each(note),
+                match self.shared.table.last(owned.number) {
+                    Some(found) => {
+                        found.iter().filter_map(|run| run.intersect(rest)).for_each(note)
+                    }
                     None => self.shared.tracker.peek(block, rest, &mut note)?,
                 }
                 rest.end()
@@ -254,31 +264,33 @@ impl Channel {
             self.dirty = dirty;
             at = next;
         }
-        // What was in flight when these were harvested has landed by now: the machine was drained since. What did not
-        // change is not sent.
+        // What was in flight when these were harvested has landed by now: the machine was drained
+        // since. What did not change is not sent.
         for again in recheck.iter().flat_map(DirtyBitmap::runs) {
             self.send(owned, PageRun::new(run.start.0 + again.start.0, again.count.0))?;
         }
-        self.shared.board.mark_sent(owned.number);
+        self.shared.table.mark_sent(owned.number);
         Ok(())
     }
 
     /// Whether nothing of `segment` was ever touched.
     fn is_hole(&mut self, segment: Segment) -> Result<bool, EngineError> {
-        let known = self.shared.board.extents(segment.block);
-        let data = self.shared.blocks[segment.block].data_known(segment.run, &mut self.hint, known).next();
+        let known = self.shared.table.extents(segment.block);
+        let data =
+            self.shared.blocks[segment.block].data_known(segment.run, &mut self.hint, known).next();
         Ok(data.transpose()?.is_none())
     }
 
-    /// Deals with a segment that was never touched. It stays unsent, and is not harvested: protecting it would fill page tables for
-    /// memory that is not there (8 bytes for each page), and each look would go through them. What is touched later is data, and is
-    /// sent with all of its segment; when the guest is stopped, nothing is touched any more.
+    /// Deals with a segment that was never touched. It stays unsent, and is not harvested:
+    /// protecting it would fill page tables for memory that is not there (8 bytes for each page),
+    /// and each look would go through them. What is touched later is data, and is sent with all of
+    /// its segment; when the guest is stopped, nothing is touched any more.
     fn name_hole(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         if !std::mem::replace(&mut owned.named, true) {
             // The ledger is not told: it would take memory for each page.
             self.frame_for(owned)?;
             self.builder.zero(owned.segment.run);
-            self.carried.zero += owned.segment.run.count;
+            self.statistics.zero += owned.segment.run.count;
         }
         Ok(())
     }
@@ -290,11 +302,11 @@ impl Channel {
         run: PageRun,
         free: Option<&DirtyBitmap>,
     ) -> Result<(), EngineError> {
-        let (blocks, board) = (Arc::clone(&self.shared.blocks), Arc::clone(&self.shared.board));
+        let (blocks, table) = (Arc::clone(&self.shared.blocks), Arc::clone(&self.shared.table));
         let block = owned.segment.block;
         let mut at = run.start;
         let mut hint = self.hint;
-        for data in blocks[block].data_known(run, &mut hint, board.extents(block)) {
+        for data in blocks[block].data_known(run, &mut hint, table.extents(block)) {
             let data = data?;
             self.send_zero(owned, at, data.start)?;
             self.send_unless_free(owned, data, free)?;
@@ -324,23 +336,32 @@ impl Channel {
             self.skip(owned, skipped)?;
             at = skipped.end();
         }
-        if at < run.end() { self.send(owned, PageRun::new(at.0, run.end().0 - at.0)) } else { Ok(()) }
+        if at < run.end() {
+            self.send(owned, PageRun::new(at.0, run.end().0 - at.0))
+        } else {
+            Ok(())
+        }
     }
 
     fn skip(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         if let Some(hints) = &self.shared.free {
             hints.skip(owned.segment.block, run);
         }
-        self.carried.hinted += run.count;
+        self.statistics.hinted += run.count;
         self.send_zero(owned, run.start, run.end())
     }
 
-    fn send_zero(&mut self, owned: &mut Owned, start: PageIndex, end: PageIndex) -> Result<(), EngineError> {
+    fn send_zero(
+        &mut self,
+        owned: &mut Owned,
+        start: PageIndex,
+        end: PageIndex,
+    ) -> Result<(), EngineError> {
         if start < end {
             self.frame_for(owned)?;
             let run = PageRun::new(start.0, end.0 - start.0);
             self.builder.zero(run);
-            self.carried.zero += run.count;
+            self.statistics.zero += run.count;
             if let (Some(ledger), Some((_, key))) = (&mut owned.ledger, &self.shared.ledger) {
                 ledger.record_run(run, key.zero());
             }
@@ -348,7 +369,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Reads and sends the pages of `run`; but not those that the ledger knows to be at the destination as they are.
+    /// Reads and sends the pages of `run`; but not those that the ledger knows to be at the
+    /// destination as they are.
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
@@ -368,19 +390,21 @@ impl Channel {
                 });
                 (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
             };
-            let added = self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
+            let added =
+                self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
             // Zero pages among them do no harm: to zero a page twice is to zero it.
             owned.held.set(PageRun::new(at - owned.segment.run.start.0, count));
-            self.carried.zero += added.zero;
-            self.carried.data += added.data;
-            self.carried.unchanged += part.count - added.zero - added.data;
+            self.statistics.zero += added.zero;
+            self.statistics.data += added.data;
+            self.statistics.unchanged += part.count - added.zero - added.data;
             at += count;
         }
         Ok(())
     }
 
-    /// Names the pages that the destination holds and that have become holes: discarded by a balloon, which is no
-    /// write and so not harvested. A hole that is written meanwhile is found by the harvest that follows, or a later one.
+    /// Names the pages that the destination holds and that have become holes: discarded by a
+    /// balloon, which is no write and so not harvested. A hole that is written meanwhile is found
+    /// by the harvest that follows, or a later one.
     fn discard_holes(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         let Segment { block, run } = owned.segment;
         let blocks = Arc::clone(&self.shared.blocks);
@@ -414,6 +438,11 @@ impl Channel {
         if self.builder.is_empty() {
             return Ok(());
         }
-        self.packer.send(&mut self.builder, self.frame_block as u32, self.frame_segment, &mut self.carried)
+        self.sender.send(
+            &mut self.builder,
+            self.frame_block as u32,
+            self.frame_segment,
+            &mut self.statistics,
+        )
     }
 }

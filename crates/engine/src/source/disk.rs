@@ -1,8 +1,10 @@
-//! The channel of a disk at the source: one thread that asks for what is dirty, reads ahead and sends.
+//! The channel of a disk at the source: one thread that asks for what is dirty, reads ahead and
+//! sends.
 //!
-//! Invariant: a pass is taken to its end, also one that was cut short because the operator wants to switch over. It is then finished
-//! with the guest stopped, before the pass over what the guest has written since it began. So nothing is lost, and no older version
-//! of a page is sent after a newer one.
+//! Invariant: a pass is taken to its end, also one that was cut short because the operator wants to
+//! switch over. It is then finished with the guest stopped, before the pass over what the guest has
+//! written since it began. So nothing is lost, and no older version of a page is sent after a newer
+//! one.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -17,10 +19,10 @@ use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES, PageFrameBuilder};
 
 use super::Event;
-use super::board::Board;
-use super::channel::Carried;
-use super::gate::Gate;
-use super::packer::Packer;
+use super::channel::RoundStatistics;
+use super::frame_sender::FrameSender;
+use super::link_share::LinkShare;
+use super::segment_table::SegmentTable;
 use crate::EngineError;
 use crate::link::barrier;
 
@@ -47,8 +49,8 @@ pub(super) enum DiskOrder {
 
 /// What a channel did in a round.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct DiskCarried {
-    pub(super) carried: Carried,
+pub(super) struct DiskStatistics {
+    pub(super) statistics: RoundStatistics,
     /// How long it waited for the storage that it reads.
     pub(super) storage: Duration,
     /// The pass was cut short.
@@ -73,9 +75,9 @@ pub(super) struct DiskChannel {
     /// Which of the disks, and its number in frames.
     index: usize,
     number: u32,
-    packer: Packer,
-    board: Arc<Board>,
-    gate: Arc<Gate>,
+    sender: FrameSender,
+    table: Arc<SegmentTable>,
+    link_share: Arc<LinkShare>,
     counters: Arc<DiskCounters>,
     builder: PageFrameBuilder,
     /// The segment of the first page in the frame being built, by which the codec is chosen.
@@ -86,7 +88,7 @@ pub(super) struct DiskChannel {
     unfinished: Option<Box<dyn DiskRound>>,
     /// The rest of an extent of data that is being asked for.
     rest: Option<PageRun>,
-    carried: Carried,
+    statistics: RoundStatistics,
     /// Time spent in this round waiting for storage.
     storage: Duration,
 }
@@ -95,24 +97,24 @@ impl DiskChannel {
     /// For disk `index`, which is number `number` in frames.
     pub(super) fn new(
         (index, number): (usize, usize),
-        packer: Packer,
-        board: Arc<Board>,
-        gate: Arc<Gate>,
+        sender: FrameSender,
+        table: Arc<SegmentTable>,
+        link_share: Arc<LinkShare>,
         counters: Arc<DiskCounters>,
     ) -> Self {
         Self {
             index,
             number: number as u32,
-            packer,
-            board,
-            gate,
+            sender,
+            table,
+            link_share,
             counters,
             builder: PageFrameBuilder::new(),
             segment: 0,
             asked: VecDeque::new(),
             unfinished: None,
             rest: None,
-            carried: Carried::default(),
+            statistics: RoundStatistics::default(),
             storage: Duration::ZERO,
         }
     }
@@ -120,21 +122,21 @@ impl DiskChannel {
     /// Carries out orders until there are no more.
     pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) {
         for order in orders {
-            self.carried = Carried::default();
+            self.statistics = RoundStatistics::default();
             self.storage = Duration::ZERO;
-            self.packer.begin();
+            self.sender.begin();
             let (round, result) = match order {
                 DiskOrder::Pass { round, last, pass } => {
                     self.counters.read.store(0, Ordering::Relaxed);
                     self.counters.skipped.store(0, Ordering::Relaxed);
                     let result = self.round(round, last, pass);
-                    self.gate.disk_done();
+                    self.link_share.disk_done();
                     (round, result)
                 }
                 DiskOrder::Finish { round } => (round, self.finish()),
             };
             let failed = result.is_err();
-            let _ = events.send(Event::DiskCarried { disk: self.index, round, result });
+            let _ = events.send(Event::DiskStatistics { disk: self.index, round, result });
             if failed {
                 return;
             }
@@ -146,20 +148,30 @@ impl DiskChannel {
         round: u32,
         last: bool,
         mut pass: Box<dyn DiskRound>,
-    ) -> Result<DiskCarried, EngineError> {
+    ) -> Result<DiskStatistics, EngineError> {
         let whole = self.copy(pass.as_mut(), last)?;
         self.flush()?;
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!whole).then_some(pass);
-        self.packer.put(&barrier(round, last), &mut self.carried)?;
-        Ok(DiskCarried { carried: self.carried, storage: self.storage, cut: !whole, goes_on: false })
+        self.sender.put(&barrier(round, last), &mut self.statistics)?;
+        Ok(DiskStatistics {
+            statistics: self.statistics,
+            storage: self.storage,
+            cut: !whole,
+            goes_on: false,
+        })
     }
 
-    fn finish(&mut self) -> Result<DiskCarried, EngineError> {
+    fn finish(&mut self) -> Result<DiskStatistics, EngineError> {
         if let Some(mut pass) = self.unfinished.take() {
             self.copy(pass.as_mut(), true)?;
         }
-        Ok(DiskCarried { carried: self.carried, storage: self.storage, cut: false, goes_on: true })
+        Ok(DiskStatistics {
+            statistics: self.statistics,
+            storage: self.storage,
+            cut: false,
+            goes_on: true,
+        })
     }
 
     /// Sends all of `pass`, or as much of it as there is time for; whether it was all.
@@ -168,13 +180,13 @@ impl DiskChannel {
         let mut ends = None;
         loop {
             while ends.is_none() && self.asked.len() < depth {
-                if !last && self.board.hurries() {
+                if !last && self.table.hurries() {
                     ends = Some(false);
                     break;
                 }
                 match self.next_data(pass)? {
                     Some(run) => {
-                        pass.ask(run).map_err(EngineError::Disk)?;
+                        pass.submit(run).map_err(EngineError::Disk)?;
                         self.asked.push_back(run);
                     }
                     None => ends = Some(true),
@@ -215,7 +227,7 @@ impl DiskChannel {
             self.frame_for(start, 1)?;
             let piece = PageRun::new(start, ZERO_LIMIT.min(run.end().0 - start));
             self.builder.zero(piece);
-            self.carried.zero += piece.count;
+            self.statistics.zero += piece.count;
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
             start += piece.count.0;
         }
@@ -225,24 +237,26 @@ impl DiskChannel {
     /// Takes the bytes of `run`, which were asked for first, and sends them.
     fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
         self.frame_for(run.start.0, run.count.0 as usize)?;
-        let judge = |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
+        let judge =
+            |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
         // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
         let mut waited = Duration::ZERO;
         let read = |bytes: &mut [u8]| {
             let began = Instant::now();
-            let taken = pass.take(bytes);
+            let taken = pass.complete(bytes);
             waited += began.elapsed();
             taken
         };
         let added = self.builder.add(run, read, judge).map_err(EngineError::Disk)?;
         self.storage += waited;
-        self.carried.data += added.data;
-        self.carried.zero += added.zero;
+        self.statistics.data += added.data;
+        self.statistics.zero += added.zero;
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Makes sure that the frame being built has room for `pages` more, the first of which is `start`.
+    /// Makes sure that the frame being built has room for `pages` more, the first of which is
+    /// `start`.
     fn frame_for(&mut self, start: u64, pages: usize) -> Result<(), EngineError> {
         if self.builder.room() < pages {
             self.flush()?;
@@ -257,11 +271,11 @@ impl DiskChannel {
         if self.builder.is_empty() {
             return Ok(());
         }
-        let before = self.carried.sent;
-        self.packer.send(&mut self.builder, self.number, self.segment, &mut self.carried)?;
-        let sent = self.carried.sent - before;
+        let before = self.statistics.sent;
+        self.sender.send(&mut self.builder, self.number, self.segment, &mut self.statistics)?;
+        let sent = self.statistics.sent - before;
         self.counters.sent.fetch_add(sent.0, Ordering::Relaxed);
-        self.gate.disk_sent(sent);
+        self.link_share.disk_sent(sent);
         Ok(())
     }
 }
@@ -271,8 +285,13 @@ pub(super) fn segments(pages: PageCount) -> usize {
     pages.0.div_ceil(SEGMENT_PAGES) as usize
 }
 
-/// What is left of a pass, of which `counters` tell; `dirty` is what it had to do, where that was known.
-pub(super) fn left_of_pass(size: ByteCount, dirty: Option<ByteCount>, counters: &DiskCounters) -> ByteCount {
+/// What is left of a pass, of which `counters` tell; `dirty` is what it had to do, where that was
+/// known.
+pub(super) fn left_of_pass(
+    size: ByteCount,
+    dirty: Option<ByteCount>,
+    counters: &DiskCounters,
+) -> ByteCount {
     let read = PageCount(counters.read.load(Ordering::Relaxed)).bytes();
     let skipped = PageCount(counters.skipped.load(Ordering::Relaxed)).bytes();
     match dirty {

@@ -1,4 +1,5 @@
-//! The disks that move along, as the main thread has them: a channel each, the rounds' passes, and the counts.
+//! The disks that move along, as the main thread has them: a channel each, the rounds' passes, and
+//! the counts.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,20 +12,22 @@ use godwit_units::{ByteCount, Rate};
 use godwit_wire::DiskOffer;
 
 use super::Event;
-use super::board::Board;
-use super::disk::{DiskCarried, DiskChannel, DiskCounters, DiskOrder, left_of_pass, segments};
-use super::gate::Gate;
-use super::packer::Packer;
+use super::disk::{DiskChannel, DiskCounters, DiskOrder, DiskStatistics, left_of_pass, segments};
+use super::frame_sender::FrameSender;
+use super::link_share::LinkShare;
+use super::segment_table::SegmentTable;
 use crate::address::Stream;
 use crate::report::{DiskMeasures, DiskProgress};
 use crate::vm::{DiskVm, SourceVm, VmError};
 use crate::{EngineError, limits, threads};
 
-/// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU lets all disk I/O end for
-/// a moment each time that a bitmap is made or taken away, so the guest pays for looking more often.
+/// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU
+/// lets all disk I/O end for a moment each time that a bitmap is made or taken away, so the guest
+/// pays for looking more often.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// A disk that is written at this share of its limit is held by it, and is taken to want so many times as much.
+/// A disk that is written at this share of its limit is held by it, and is taken to want so many
+/// times as much.
 const HELD: f64 = 0.9;
 const WANTS_MORE: f64 = 1.5;
 /// No disk is limited to less, in bytes a second, where the limit of all leaves so much to each.
@@ -70,7 +73,11 @@ pub(super) struct Disks {
 impl Disks {
     pub(super) fn new(disks: Vec<Disk>) -> Self {
         let moving = |disk: Disk| Moving {
-            measures: DiskMeasures { name: disk.name.clone(), size: disk.size, ..DiskMeasures::default() },
+            measures: DiskMeasures {
+                name: disk.name.clone(),
+                size: disk.size,
+                ..DiskMeasures::default()
+            },
             dirty: ByteCount::ZERO,
             disk,
             counters: Arc::default(),
@@ -116,18 +123,19 @@ impl Disks {
         segments(self.list[index].disk.pages())
     }
 
-    /// Starts the channel of disk `index`, which is number `number` in frames. It sends by `packer` over `stream`.
+    /// Starts the channel of disk `index`, which is number `number` in frames. It sends by `frame
+    /// sender` over `stream`.
     pub(super) fn start_channel(
         &mut self,
         index: usize,
         number: usize,
-        (stream, packer): (Stream, Packer),
-        (board, gate): (Arc<Board>, Arc<Gate>),
+        (stream, sender): (Stream, FrameSender),
+        (table, link_share): (Arc<SegmentTable>, Arc<LinkShare>),
         events: Sender<Event>,
     ) -> Result<(), EngineError> {
         let moving = &mut self.list[index];
         let counters = Arc::clone(&moving.counters);
-        let channel = DiskChannel::new((index, number), packer, board, gate, counters);
+        let channel = DiskChannel::new((index, number), sender, table, link_share, counters);
         let (orders, orders_out) = mpsc::channel();
         let thread = threads::start("disk", move || channel.run(&orders_out, &events))?;
         moving.channel = Some(ChannelHandle { orders, stream, thread });
@@ -160,30 +168,34 @@ impl Disks {
     }
 
     /// The channel of disk `index` has made its pass.
-    pub(super) fn passed(&mut self, index: usize, carried: &DiskCarried) {
+    pub(super) fn passed(&mut self, index: usize, statistics: &DiskStatistics) {
         let Some(moving) = self.list.get_mut(index) else { return };
         let dirty = moving.pass.take().flatten();
-        moving.left = carried.cut.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
-        moving.storage += carried.storage;
-        moving.measures.sent += carried.carried.sent;
-        moving.measures.data += carried.carried.data;
-        moving.measures.zero += carried.carried.zero;
+        moving.left =
+            statistics.cut.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
+        moving.storage += statistics.storage;
+        moving.measures.sent += statistics.statistics.sent;
+        moving.measures.data += statistics.statistics.data;
+        moving.measures.zero += statistics.statistics.zero;
     }
 
-    /// The round is over: what remains, whether a first pass was cut short, and what the guest wrote in it.
+    /// The round is over: what remains, whether a first pass was cut short, and what the guest
+    /// wrote in it.
     pub(super) fn end_round(
         &mut self,
         vm: &mut dyn DiskVm,
         sent: ByteCount,
     ) -> Result<godwit_policy::DiskRound, VmError> {
         self.look(vm)?;
-        let full_pass = !self.full_pass_over && self.list.iter().any(|moving| moving.left.is_some());
+        let full_pass =
+            !self.full_pass_over && self.list.iter().any(|moving| moving.left.is_some());
         self.full_pass_over = !full_pass;
         self.note_writes(vm);
         let written = self.list.iter().map(|moving| moving.written).sum();
         let storage = self.list.iter_mut().map(|moving| std::mem::take(&mut moving.storage));
         let storage = storage.max().unwrap_or_default();
-        let remaining = self.list.iter().map(|moving| moving.dirty + moving.left.unwrap_or_default()).sum();
+        let remaining =
+            self.list.iter().map(|moving| moving.dirty + moving.left.unwrap_or_default()).sum();
         Ok(godwit_policy::DiskRound { full_pass, sent, remaining, written, storage })
     }
 
@@ -192,7 +204,8 @@ impl Disks {
         let now = vm.disk_writes().unwrap_or_default();
         for (index, moving) in self.list.iter_mut().enumerate() {
             let now = now.get(index).copied();
-            let written = now.zip(moving.written_before).map(|(now, then)| now.saturating_sub(then));
+            let written =
+                now.zip(moving.written_before).map(|(now, then)| now.saturating_sub(then));
             moving.written = written.unwrap_or_default();
             moving.written_before = now;
         }
@@ -219,7 +232,8 @@ impl Disks {
         changed.then(|| limits.into_iter().flatten().collect())
     }
 
-    /// Within a round, now and then: lets the machine look after its disks, and looks what is dirty.
+    /// Within a round, now and then: lets the machine look after its disks, and looks what is
+    /// dirty.
     pub(super) fn tick(&mut self, vm: &mut dyn DiskVm) -> Result<(), VmError> {
         let now = Instant::now();
         if self.is_empty() || self.next_look.is_some_and(|next| now < next) {
@@ -269,7 +283,8 @@ impl Disks {
         self.list.iter().filter_map(|moving| moving.channel.as_ref())
     }
 
-    /// Has all channels end and waits for that, but not for one that hangs at its disk: the guest comes first.
+    /// Has all channels end and waits for that, but not for one that hangs at its disk: the guest
+    /// comes first.
     pub(super) fn stop(&self) {
         self.channels().for_each(|channel| channel.stream.shut_down());
         let until = Instant::now() + limits::ABORT;
@@ -293,8 +308,9 @@ impl Disks {
     }
 }
 
-/// `limit` for each disk, by what the guest wrote to it and under which limit. One that was held to its limit may
-/// want more. One that was hardly written keeps a little, so that its next write does not wait for long.
+/// `limit` for each disk, by what the guest wrote to it and under which limit. One that was held to
+/// its limit may want more. One that was hardly written keeps a little, so that its next write does
+/// not wait for long.
 fn divided(limit: Rate, written: &[(Rate, Option<Rate>)]) -> Vec<Rate> {
     let limit = limit.bytes_per_second();
     let wants = |(written, own): &(Rate, Option<Rate>)| {
@@ -329,7 +345,8 @@ mod tests {
     /// In MiB a second.
     fn divide(limit: f64, written: &[(f64, Option<f64>)]) -> Vec<f64> {
         let rate = |mib: f64| Rate::from_bytes_per_second(mib * MIB);
-        let written: Vec<_> = written.iter().map(|(w, limit)| (rate(*w), limit.map(rate))).collect();
+        let written: Vec<_> =
+            written.iter().map(|(w, limit)| (rate(*w), limit.map(rate))).collect();
         divided(rate(limit), &written).iter().map(|rate| rate.bytes_per_second() / MIB).collect()
     }
 
@@ -343,7 +360,11 @@ mod tests {
     fn a_disk_gets_by_what_it_writes_and_never_nothing() {
         assert_eq!(divide(40.0, &[(60.0, None), (20.0, None), (0.0, None)]), [30.0, 10.0, 1.0]);
         assert_eq!(divide(30.0, &[(0.0, None), (0.0, None)]), [15.0, 15.0]);
-        assert_eq!(divide(0.5, &[(3.0, None), (0.0, None)]), [0.5, 0.25], "a limit given may be low");
+        assert_eq!(
+            divide(0.5, &[(3.0, None), (0.0, None)]),
+            [0.5, 0.25],
+            "a limit given may be low"
+        );
     }
 
     #[test]

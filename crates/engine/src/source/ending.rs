@@ -1,10 +1,11 @@
-//! From the decision to switch over to the end: the guest is stopped, its last pages and its state follow, and it is handed
-//! over; or it is brought back.
+//! From the decision to switch over to the end: the guest is stopped, its last pages and its state
+//! follow, and it is handed over; or it is brought back.
 
 use super::*;
 
 impl Source<'_> {
-    /// Gets both machines ready, so that as little as possible is left to do when the guest is stopped.
+    /// Gets both machines ready, so that as little as possible is left to do when the guest is
+    /// stopped.
     pub(super) fn prepare(&mut self) -> Result<Option<Input>, EngineError> {
         self.say(&Message::Prepare)?;
         let stream = self.vm.open_state().map_err(EngineError::Vm)?;
@@ -12,11 +13,11 @@ impl Source<'_> {
             (*message == Message::Prepared).then_some(())
         })?;
         let Some(control) = &self.control else { return Err(EngineError::Panicked("control")) };
-        self.pump = Some(StatePump::start(stream, Arc::clone(control), self.events_in.clone())?);
-        // A guest that stands still has written nothing meanwhile, one that is held back need not be
-        // so for longer, and who wants it stopped now need not wait for disks.
+        self.relay = Some(StateRelay::start(stream, Arc::clone(control), self.events_in.clone())?);
+        // A guest that stands still has written nothing meanwhile, one that is held back need not
+        // be so for longer, and who wants it stopped now need not wait for disks.
         let held_back = self.throttle > 0.0 || self.first_writes.is_some();
-        if held_back || self.steering.wants_switch_over() || !self.vm.was_running() {
+        if held_back || self.handle.wants_switch_over() || !self.vm.was_running() {
             self.close_steering();
             return Ok(Some(Input::PreparedInHaste));
         }
@@ -28,7 +29,8 @@ impl Source<'_> {
         let stopped = self.vm.stop().map_err(EngineError::Vm)?;
         self.stopped_at = Some(stopped);
         self.mark = stopped;
-        self.measures.tracked = stopped.saturating_duration_since(self.started + self.measures.setup);
+        self.measures.tracked =
+            stopped.saturating_duration_since(self.started + self.measures.setup);
         self.measures.parts.drain = self.lap();
         self.sample_speed();
         (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
@@ -58,9 +60,13 @@ impl Source<'_> {
         let mut next = (0usize, 0usize);
         while seen < expected {
             let (block, first, theirs) =
-                self.await_message("the destination's digests", limits::ANSWER, |message| match message {
-                    Message::Digests { block, first, digests } => Some((*block, *first, digests.clone())),
-                    _ => None,
+                self.await_message("the destination's digests", limits::ANSWER, |message| {
+                    match message {
+                        Message::Digests { block, first, digests } => {
+                            Some((*block, *first, digests.clone()))
+                        }
+                        _ => None,
+                    }
                 })?;
             let fits = (block as usize, first as usize) == next
                 && !theirs.is_empty()
@@ -69,7 +75,8 @@ impl Source<'_> {
                 let what = "it sent digests that nobody asked for".to_owned();
                 return Err(EngineError::Protocol { peer: PEER, what });
             }
-            for (chunk, digest) in theirs.iter().enumerate().map(|(i, digest)| (next.1 + i, digest)) {
+            for (chunk, digest) in theirs.iter().enumerate().map(|(i, digest)| (next.1 + i, digest))
+            {
                 if own[next.0][chunk] != *digest {
                     differing += 1;
                     first_difference.get_or_insert((next.0, chunk));
@@ -94,13 +101,14 @@ impl Source<'_> {
         Ok(Some(Input::DigestsEqual))
     }
 
-    /// Lets the machine save its devices. Unless digests were compared and all pages are in place by now, what it
-    /// saves is held back until the last round has ended.
+    /// Lets the machine save its devices. Unless digests were compared and all pages are in place
+    /// by now, what it saves is held back until the last round has ended.
     pub(super) fn release_state(&mut self) -> Result<Option<Input>, EngineError> {
-        if let (Some(pump), false) = (&self.pump, self.options.verify) {
-            pump.hold();
+        if let (Some(relay), false) = (&self.relay, self.options.verify) {
+            relay.hold();
         }
-        // A machine that has saved its state may have let go of its disks, so the last of them must be read by then.
+        // A machine that has saved its state may have let go of its disks, so the last of them must
+        // be read by then.
         self.release_waits = !self.disks.is_empty() && !self.options.verify;
         if !self.release_waits {
             self.vm.release_state().map_err(EngineError::Vm)?;
@@ -116,7 +124,10 @@ impl Source<'_> {
                 Some(Event::StatePassed(result)) => break result?,
                 Some(other) => return Err(Self::out_of_place(other)),
                 None if Instant::now() >= until => {
-                    return Err(EngineError::Timeout { what: "the device state", limit: limits::ANSWER });
+                    return Err(EngineError::Timeout {
+                        what: "the device state",
+                        limit: limits::ANSWER,
+                    });
                 }
                 None => {}
             }
@@ -124,16 +135,17 @@ impl Source<'_> {
         self.measures.device_state = bytes;
         self.vm.state_saved().map_err(EngineError::Vm)?;
         self.state_saved = true;
-        // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM before it saves devices,
-        // so saving them must not write it (qemu_savevm_state_complete_precopy).
+        // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM
+        // before it saves devices, so saving them must not write it
+        // (qemu_savevm_state_complete_precopy).
         self.say(&Message::DeviceStateEnd)?;
         self.measures.parts.save = self.lap();
         Ok(Some(Input::StateSent))
     }
 
     pub(super) fn commit(&mut self) -> Result<Option<Input>, EngineError> {
-        // From here on, whatever happens, the guest is not ours: not even when sending fails, for part of it may
-        // have arrived.
+        // From here on, whatever happens, the guest is not ours: not even when sending fails, for
+        // part of it may have arrived.
         self.commit_sent = true;
         let fault = self.options.fault.filter(|_| self.resolve_until.is_none());
         if fault == Some(Fault::LoseCommit) {
@@ -149,11 +161,13 @@ impl Source<'_> {
     /// Connects to the destination again, to ask who runs the guest.
     pub(super) fn resolve(&mut self) -> Result<Option<Input>, EngineError> {
         let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
-        // The answer may be here already, behind what went wrong. Then the old connection must end: as long as it
-        // stands, the destination waits there and takes no other.
+        // The answer may be here already, behind what went wrong. Then the old connection must end:
+        // as long as it stands, the destination waits there and takes no other.
         while let Ok(event) = self.event(Duration::ZERO) {
             match event {
-                Event::Peer { message: Ok(Message::Running), .. } => return Ok(Some(Input::Running)),
+                Event::Peer { message: Ok(Message::Running), .. } => {
+                    return Ok(Some(Input::Running));
+                }
                 Event::Peer { message: Ok(Message::Discarded), .. } => {
                     self.was_discarded(None);
                     return Ok(Some(Input::Discarded));
@@ -178,8 +192,8 @@ impl Source<'_> {
         }
     }
 
-    /// Tells the destination that it need not wait for questions. Without this word it stays for [`limits::LINGER`], so
-    /// where the link broke just now, a new connection is tried.
+    /// Tells the destination that it need not wait for questions. Without this word it stays for
+    /// [`limits::LINGER`], so where the link broke just now, a new connection is tried.
     pub(super) fn say_farewell(&mut self) {
         if self.options.fault == Some(Fault::LoseFarewell) {
             self.cut();
@@ -206,9 +220,10 @@ impl Source<'_> {
     }
 
     pub(super) fn resume(&mut self) {
-        // The migration is over. Whoever still reads disks must be gone before the machine takes their tracking away.
+        // The migration is over. Whoever still reads disks must be gone before the machine takes
+        // their tracking away.
         self.limiter.stop();
-        self.gate.close();
+        self.link_share.close();
         self.disks.stop();
         if let Err(error) = self.vm.resume() {
             self.resume_failed = Some(error);
@@ -218,9 +233,9 @@ impl Source<'_> {
     /// Ends all threads, and with the last clone of the tracker the tracking.
     pub(super) fn shut_down(&mut self) {
         self.limiter.stop();
-        self.gate.close();
-        if let Some(pump) = &self.pump {
-            pump.end();
+        self.link_share.close();
+        if let Some(relay) = &self.relay {
+            relay.end();
         }
         for channel in self.channels.drain(..) {
             drop(channel.orders);
@@ -233,8 +248,8 @@ impl Source<'_> {
             aborter.end();
         }
         self.cut();
-        if let Some(pump) = self.pump.take() {
-            pump.join();
+        if let Some(relay) = self.relay.take() {
+            relay.join();
         }
     }
 
@@ -245,9 +260,11 @@ impl Source<'_> {
             self.stopped_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         self.measures.rounds = self.measures.round_list.len();
         self.measures.raw = self.measures.round_list.iter().map(|round| round.raw).sum();
-        self.measures.unchanged = self.measures.round_list.iter().map(|round| round.unchanged).sum();
+        self.measures.unchanged =
+            self.measures.round_list.iter().map(|round| round.unchanged).sum();
         self.measures.hinted = self.measures.round_list.iter().map(|round| round.hinted).sum();
-        self.measures.ledger = self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
+        self.measures.ledger =
+            self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
         self.measures.disks = self.disks.measures();
         let losses = self.speed.losses();
         self.measures.throttled = losses.throttled;

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::compression::Compression;
 
-/// How often the host's idle processors are looked at, at the most: the kernel counts in steps of 10 ms.
+/// How often the host's idle processors are looked at, at the most: the kernel counts in steps of
+/// 10 ms.
 const LOOK: Duration = Duration::from_millis(50);
 
 #[derive(Debug)]
@@ -68,7 +69,8 @@ impl IdleWatch {
     }
 }
 
-/// The second number of /proc/uptime: the seconds that all processors have idled, summed up (proc(5)).
+/// The second number of /proc/uptime: the seconds that all processors have idled, summed up
+/// (proc(5)).
 fn idle_seconds() -> Option<f64> {
     std::fs::read_to_string("/proc/uptime").ok()?.split_whitespace().nth(1)?.parse().ok()
 }

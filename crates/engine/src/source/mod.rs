@@ -1,25 +1,26 @@
 //! The source of a migration.
 //!
-//! [`migrate`] is a loop around the state machine: each action is carried out, waits for what it needs, and yields
-//! the next input. Whatever fails becomes the input `Failed`, and the machine says what that means.
+//! [`migrate`] is a loop around the state machine: each action is carried out, waits for what it
+//! needs, and yields the next input. Whatever fails becomes the input `Failed`, and the machine
+//! says what that means.
 //!
-//! Threads: this one; one that reads the control connection; one a data channel, of memory or of a disk; one that passes the device state
-//! on. They all report through one queue of events.
+//! Threads: this one; one that reads the control connection; one a data channel, of memory or of a
+//! disk; one that passes the device state on. They all report through one queue of events.
 
 mod abort;
-mod board;
 mod channel;
 mod disk;
 mod disks;
 mod ending;
 mod fault;
+mod frame_sender;
 mod free;
-mod gate;
+mod link_share;
 mod live;
-mod packer;
 mod rounds;
+mod segment_table;
 mod speed;
-mod state;
+mod state_relay;
 mod thread_clock;
 
 use std::cell::Cell;
@@ -45,31 +46,35 @@ use godwit_wire::{
 use crate::address::{Address, Stream};
 use crate::compression::{Codecs, Compression};
 use crate::digests::{self, CHUNK_PAGES};
+use crate::handle::{MigrationHandle, Own};
 use crate::limiter::Limiter;
-use crate::link::{ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting};
+use crate::link::{
+    ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
+};
 use crate::report::{Measures, Progress, RoundMeasures, Stage};
-use crate::steering::{Own, Steering};
 use crate::vm::{SourceVm, VmError};
 use crate::{EngineError, Failure, Phase, Survivor, limits, threads};
 
 use abort::Aborter;
-use board::{Board, Look};
-use channel::{Carried, Channel, Counters, Order, Shared};
-use disk::DiskCarried;
+use channel::{Channel, Counters, Order, RoundStatistics, Shared};
+use disk::DiskStatistics;
 use disks::{Disks, begin_passes};
 pub use fault::Fault;
-use gate::Gate;
+use frame_sender::FrameSender;
+use link_share::LinkShare;
 use live::{IdleWatch, Live};
-use packer::Packer;
+use segment_table::{Look, SegmentTable};
 use speed::Speed;
-use state::StatePump;
+use state_relay::StateRelay;
 
 const PEER: &str = "destination";
 
-/// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests of 1 TiB are 256.
+/// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests
+/// of 1 TiB are 256.
 const PEERS_LIMIT: usize = 256;
 
-/// How a migration is to be made, as far as it cannot be changed while it runs; what can is in [`Steering`].
+/// How a migration is to be made, as far as it cannot be changed while it runs; what can is in
+/// [`MigrationHandle`].
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where the destination listens.
@@ -78,7 +83,8 @@ pub struct Options {
     pub verify: bool,
     /// Data channels, at least 1.
     pub channels: u8,
-    /// Remember what was sent, so that pages are not sent again that were written and did not change.
+    /// Remember what was sent, so that pages are not sent again that were written and did not
+    /// change.
     pub ledger: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
@@ -102,9 +108,9 @@ enum Event {
     /// The destination said something, or can no longer. It took one of [`PEERS_LIMIT`] places.
     Peer { connection: u32, message: Result<Message, EngineError> },
     /// A channel has carried its part of a round, barrier included.
-    Carried { round: u32, result: Result<Carried, EngineError> },
+    RoundStatistics { round: u32, result: Result<RoundStatistics, EngineError> },
     /// The channel of a disk has carried its part of a round, barrier included.
-    DiskCarried { disk: usize, round: u32, result: Result<DiskCarried, EngineError> },
+    DiskStatistics { disk: usize, round: u32, result: Result<DiskStatistics, EngineError> },
     /// The device state has been passed on to its end.
     StatePassed(Result<ByteCount, EngineError>),
 }
@@ -114,11 +120,12 @@ enum Event {
 /// `progress` is called at the end of each round and every [`limits::TICK`] in between.
 ///
 /// # Errors
-/// Says what failed, when, and where the guest is. Before the handover it is where it was, as it was.
+/// Says what failed, when, and where the guest is. Before the handover it is where it was, as it
+/// was.
 pub fn migrate(
     vm: &mut dyn SourceVm,
     options: &Options,
-    steering: &Steering,
+    handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Measures, Failure> {
     let (events_in, events) = mpsc::channel();
@@ -131,18 +138,18 @@ pub fn migrate(
     };
     let session = new_session().map_err(unarmed)?;
     let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
-    let (settings, Own { max_bandwidth, compression }) = steering.begin(&options.to);
+    let (settings, Own { max_bandwidth, compression }) = handle.begin(&options.to);
     let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
     let all_channels = usize::from(options.channels) + disks.len();
     let source = Source {
-        gate: Arc::new(Gate::new(!disks.is_empty())),
+        link_share: Arc::new(LinkShare::new(!disks.is_empty())),
         disks,
         unfinished: 0,
         release_waits: false,
         ram: vm.ram(),
         vm,
         options,
-        steering,
+        handle,
         progress,
         started,
         events,
@@ -165,8 +172,8 @@ pub fn migrate(
         free: None,
         hinted_round: None,
         allocated: PageCount::ZERO,
-        board: None,
-        pump: None,
+        table: None,
+        relay: None,
         unawaited: None,
         policy: Policy::new(settings),
         throttle: 0.0,
@@ -239,24 +246,27 @@ struct Source<'a> {
     vm: &'a mut dyn SourceVm,
     ram: Arc<Vec<RamBlock>>,
     options: &'a Options,
-    steering: &'a Steering,
+    handle: &'a MigrationHandle,
     progress: &'a mut dyn FnMut(&Progress),
     started: Instant,
-    /// What the threads report. All but the destination report once for each order, so only its messages are limited.
+    /// What the threads report. All but the destination report once for each order, so only its
+    /// messages are limited.
     events: Receiver<Event>,
     events_in: Sender<Event>,
-    /// Who reads the destination takes a place here for each message, and waits for one; who looks at it gives it back.
+    /// Who reads the destination takes a place here for each message, and waits for one; who looks
+    /// at it gives it back.
     places: Receiver<()>,
     places_in: SyncSender<()>,
     session: SessionId,
     control: Option<Arc<ControlWriter>>,
-    /// Numbers the control connections, so that the end of an old one is not taken for that of a new one.
+    /// Numbers the control connections, so that the end of an old one is not taken for that of a
+    /// new one.
     connection: u32,
     /// The control connection of this number was seen to end.
     control_ended: Cell<bool>,
     channels: Vec<ChannelHandle>,
     disks: Disks,
-    gate: Arc<Gate>,
+    link_share: Arc<LinkShare>,
     /// Disks whose pass was cut short and is being finished.
     unfinished: usize,
     /// The device state is released when disks are read.
@@ -277,8 +287,8 @@ struct Source<'a> {
     hinted_round: Option<u32>,
     /// The most that the RAM files took since holes were last looked for.
     allocated: PageCount,
-    board: Option<Arc<Board>>,
-    pump: Option<StatePump>,
+    table: Option<Arc<SegmentTable>>,
+    relay: Option<StateRelay>,
     /// The round whose acknowledgement nobody waits for.
     unawaited: Option<u32>,
     policy: Policy,
@@ -362,8 +372,10 @@ impl Source<'_> {
             (State::Done, false) => return Ok(self.measures),
             (State::Done, true) => Survivor::Destination,
             (State::Cancelled, _) if self.vm.has_ended() => {
-                // What failed in consequence, and that it could not be brought back, need not be said.
-                let ended = self.vm.befallen().map_or(EngineError::Ended("source"), EngineError::Befallen);
+                // What failed in consequence, and that it could not be brought back, need not be
+                // said.
+                let ended =
+                    self.vm.befallen().map_or(EngineError::Ended("source"), EngineError::Befallen);
                 self.cause = self.cause.take().map(|(phase, _)| (phase, ended));
                 self.resume_failed = None;
                 Survivor::Ended
@@ -396,8 +408,9 @@ impl Source<'_> {
         self.cause = Some((phase_of(state), befallen.map_or(error, EngineError::Befallen)));
     }
 
-    /// When a channel broke since the destination gave up, its reason is on the way or already here. The guest runs again by now, so there is
-    /// time to wait for it, as long as the destination can still speak.
+    /// When a channel broke since the destination gave up, its reason is on the way or already
+    /// here. The guest runs again by now, so there is time to wait for it, as long as the
+    /// destination can still speak.
     fn take_peers_words(&mut self) {
         let broke = matches!(self.cause, Some((_, EngineError::Link { .. })));
         let until = Instant::now() + limits::WORDS;
@@ -408,14 +421,19 @@ impl Source<'_> {
                     self.cause = self.cause.take().map(|(phase, _)| (phase, words));
                     return;
                 }
-                Ok(Event::Peer { message: Err(_), connection }) if connection == self.connection => return,
+                Ok(Event::Peer { message: Err(_), connection })
+                    if connection == self.connection =>
+                {
+                    return;
+                }
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }
 
-    /// Carries out `actions`; returns the next input, which the destination gives if no action does.
+    /// Carries out `actions`; returns the next input, which the destination gives if no action
+    /// does.
     fn perform_all(&mut self, state: State, actions: &[Action]) -> Result<Input, EngineError> {
         let mut follow = None;
         for action in actions {
@@ -479,17 +497,21 @@ impl Source<'_> {
             return Err(EngineError::DirectIo);
         }
         self.direct_io &= self.options.fault != Some(Fault::TrustTracker);
-        let most =
-            [("RAM blocks", self.ram.len(), BLOCKS_LIMIT), ("disks to move", self.disks.len(), DISKS_LIMIT)];
-        if let Some((what, count, limit)) = most.into_iter().find(|(_, count, limit)| count > limit) {
+        let most = [
+            ("RAM blocks", self.ram.len(), BLOCKS_LIMIT),
+            ("disks to move", self.disks.len(), DISKS_LIMIT),
+        ];
+        if let Some((what, count, limit)) = most.into_iter().find(|(_, count, limit)| count > limit)
+        {
             return Err(EngineError::TooMany { what, count, limit });
         }
         let stream = self.connect(Role::Control)?;
         self.use_control(stream)?;
         let granularity = self.vm.moving_disks().map_or_else(Vec::new, |vm| vm.disk_granularity());
         let blocks = self.ram.iter();
-        let blocks =
-            blocks.map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() }).collect();
+        let blocks = blocks
+            .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
+            .collect();
         self.say(&Message::Offer(Offer {
             channels: self.options.channels,
             codecs: Codecs::ALL.0,
@@ -528,7 +550,8 @@ impl Source<'_> {
         Err(EngineError::Protocol { peer: PEER, what })
     }
 
-    /// A new connection to the destination, which has answered the greeting as one; a data channel is not answered.
+    /// A new connection to the destination, which has answered the greeting as one; a data channel
+    /// is not answered.
     fn connect(&self, role: Role) -> Result<Stream, EngineError> {
         let address = &self.options.to;
         let mut stream = Stream::connect(address)
@@ -547,7 +570,8 @@ impl Source<'_> {
             error => error,
         })?;
         if greeting.session != self.session {
-            let what = "it answered for another session: it is busy with another migration".to_owned();
+            let what =
+                "it answered for another session: it is busy with another migration".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
         Ok(stream)
@@ -571,7 +595,8 @@ impl Source<'_> {
         say_alive(&control)?;
         self.connection += 1;
         self.control_ended.set(false);
-        let (events, places, connection) = (self.events_in.clone(), self.places_in.clone(), self.connection);
+        let (events, places, connection) =
+            (self.events_in.clone(), self.places_in.clone(), self.connection);
         read_messages(read, PEER, move |message| {
             places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok()
         })
@@ -580,7 +605,9 @@ impl Source<'_> {
     fn say(&self, message: &Message) -> Result<(), EngineError> {
         match &self.control {
             Some(control) => control.send(message),
-            None => Err(EngineError::Protocol { peer: PEER, what: "it was never connected".to_owned() }),
+            None => {
+                Err(EngineError::Protocol { peer: PEER, what: "it was never connected".to_owned() })
+            }
         }
     }
 
@@ -593,9 +620,10 @@ impl Source<'_> {
         event
     }
 
-    /// The next event, within `limit`. Notices a cancellation, which an event may wait behind, before COMMIT.
+    /// The next event, within `limit`. Notices a cancellation, which an event may wait behind,
+    /// before COMMIT.
     fn next_event(&self, limit: Duration) -> Result<Option<Event>, EngineError> {
-        if self.steering.cancel().is_cancelled() && !self.commit_sent {
+        if self.handle.cancel().is_cancelled() && !self.commit_sent {
             return Err(EngineError::Cancelled);
         }
         // Once all of it is on its way, the guest can live on without its machine here.
@@ -632,14 +660,16 @@ impl Source<'_> {
                 peer: PEER,
                 what: format!("it said {:?} out of place", message.kind()),
             },
-            Event::Carried { result: Err(error), .. }
-            | Event::DiskCarried { result: Err(error), .. }
+            Event::RoundStatistics { result: Err(error), .. }
+            | Event::DiskStatistics { result: Err(error), .. }
             | Event::StatePassed(Err(error)) => error,
             Event::StatePassed(Ok(_)) => EngineError::State(std::io::Error::new(
                 std::io::ErrorKind::UnexpectedEof,
                 "it ended too early",
             )),
-            Event::Carried { .. } | Event::DiskCarried { .. } => EngineError::Panicked("channel"),
+            Event::RoundStatistics { .. } | Event::DiskStatistics { .. } => {
+                EngineError::Panicked("channel")
+            }
         }
     }
 
@@ -655,10 +685,17 @@ impl Source<'_> {
             match self.next_event(limits::TICK.min(limit))? {
                 Some(Event::Peer { message: Ok(message), connection }) => match wanted(&message) {
                     Some(taken) => return Ok(taken),
-                    None => return Err(Self::out_of_place(Event::Peer { message: Ok(message), connection })),
+                    None => {
+                        return Err(Self::out_of_place(Event::Peer {
+                            message: Ok(message),
+                            connection,
+                        }));
+                    }
                 },
                 Some(other) => return Err(Self::out_of_place(other)),
-                None if Instant::now() >= until => return Err(EngineError::Timeout { what, limit }),
+                None if Instant::now() >= until => {
+                    return Err(EngineError::Timeout { what, limit });
+                }
                 None => {}
             }
         }
@@ -686,7 +723,8 @@ impl Source<'_> {
         let input = self.await_message(what, limit, |message| match message {
             Message::Ready => Some(Input::Ready),
             Message::Running => Some(Input::Running),
-            // A destination that aborts has discarded the guest; after COMMIT that is all that matters.
+            // A destination that aborts has discarded the guest; after COMMIT that is all that
+            // matters.
             Message::Discarded if committed => Some(Input::Discarded),
             Message::Abort { code, text } if committed => {
                 reason = Some((*code, text.clone()));
@@ -725,11 +763,13 @@ impl Source<'_> {
         }
     }
 
-    /// The destination gave the guest back, for this reason if it told one. What broke before is of no interest then.
+    /// The destination gave the guest back, for this reason if it told one. What broke before is of
+    /// no interest then.
     fn was_discarded(&mut self, reason: Option<(AbortCode, String)>) {
         match reason {
             Some((code, text)) => {
-                self.cause = Some((Phase::Handover, EngineError::Aborted { peer: PEER, code, text }));
+                self.cause =
+                    Some((Phase::Handover, EngineError::Aborted { peer: PEER, code, text }));
             }
             None => {
                 let what = "it could not run the guest and has discarded it".to_owned();
@@ -759,13 +799,13 @@ impl Source<'_> {
             first_writes: self.first_writes,
             guest_speed: self.guest_speed,
             disks: self.disks.progress(),
-            memory_share: self.gate.share(),
+            memory_share: self.link_share.share(),
             disk_limit: self.disk_limit,
-            delayed_segments: self.board.as_ref().map_or(0, |board| board.delayed()),
+            delayed_segments: self.table.as_ref().map_or(0, |table| table.delayed()),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
             warning: self.warning.clone(),
         };
-        self.steering.report(&progress);
+        self.handle.report(&progress);
         (self.progress)(&progress);
     }
 }

@@ -2,14 +2,17 @@
 
 use super::*;
 
-/// Turns of the conversation while the guest is stopped: the device state and READY, COMMIT and Running.
+/// Turns of the conversation while the guest is stopped: the device state and READY, COMMIT and
+/// Running.
 const TURNS: u32 = 2;
 /// How long memory is made clean before it is sent for the first time, at the most.
 pub(super) const ARMING: Duration = Duration::from_millis(500);
-/// In the first moments of the first round looks come more often: what is hot is best left before it is sent.
+/// In the first moments of the first round looks come more often: what is hot is best left before
+/// it is sent.
 const EARLY: Duration = Duration::from_millis(300);
 const EARLY_TICK: Duration = Duration::from_millis(20);
-/// Of the time between two looks, the part that a look may take: with much memory they come less often.
+/// Of the time between two looks, the part that a look may take: with much memory they come less
+/// often.
 const LOOK_SHARE: u32 = 20;
 
 /// Why a guest is not slowed down whose VMM has no [`Brake`](crate::vm::Brake).
@@ -17,9 +20,9 @@ const NO_BRAKE: &str = "this kind of machine cannot slow its guest down";
 
 /// What one channel has done.
 enum Part {
-    Memory(Carried),
+    Memory(RoundStatistics),
     /// Of the disk of this index.
-    Disk(usize, DiskCarried),
+    Disk(usize, DiskStatistics),
 }
 
 impl Source<'_> {
@@ -33,36 +36,37 @@ impl Source<'_> {
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         self.drain()?;
         self.measures.tracking_stop = self.vm.tracking_stop();
-        let mut board = Board::new(Arc::clone(&self.ram))?;
-        // Direct I/O that is in flight now must be found by the harvest before its page is sent, so as to be looked at again.
+        let mut table = SegmentTable::new(Arc::clone(&self.ram))?;
+        // Direct I/O that is in flight now must be found by the harvest before its page is sent, so
+        // as to be looked at again.
         let may_arm = self.vm.was_running() && !self.direct_io;
         self.free = self.make_free_hints();
         self.was_given_back();
         // A page that counts as dirty from the start cannot be left out.
         let arms = may_arm && (self.policy.settings().delay_hot_percent > 0 || self.free.is_some());
-        self.remaining = board.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
-        let board = Arc::new(board);
-        self.start_disks(disk_streams, &board)?;
+        self.remaining = table.begin(tracker.as_ref(), arms.then_some(ARMING))?.remaining;
+        let table = Arc::new(table);
+        self.start_disks(disk_streams, &table)?;
         for (number, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let shared = Shared {
                 tracker: Arc::clone(&tracker),
                 blocks: Arc::clone(&self.ram),
-                board: Arc::clone(&board),
+                table: Arc::clone(&table),
                 free: self.free.clone(),
-                gate: Arc::clone(&self.gate),
+                link_share: Arc::clone(&self.link_share),
                 ledger: self.ledger.clone(),
             };
-            let packer = self.packer(stream, board.segments().count());
-            let own = board.segments().filter(|(_, segment)| segment.channel(count) == number);
-            let channel = Channel::new(packer, shared, own, self.direct_io);
+            let sender = self.sender(stream, table.segments().count());
+            let own = table.segments().filter(|(_, segment)| segment.channel(count) == number);
+            let channel = Channel::new(sender, shared, own, self.direct_io);
             let (orders, orders_out) = mpsc::channel();
             let events = self.events_in.clone();
             let thread = threads::start("channel", move || channel.run(&orders_out, &events))?;
             self.channels.push(ChannelHandle { orders, stream: handle, thread });
         }
         self.tracker = Some(tracker);
-        self.board = Some(board);
+        self.table = Some(table);
         self.measures.ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
         self.measures.setup = self.started.elapsed();
         self.offer_governor();
@@ -72,7 +76,8 @@ impl Source<'_> {
         Ok(None)
     }
 
-    /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes hands would be sent again.
+    /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes
+    /// hands would be sent again.
     fn offer_governor(&mut self) {
         let refusal = match &self.ledger {
             Some(_) => match self.vm.brake() {
@@ -90,16 +95,17 @@ impl Source<'_> {
     /// The guest cannot be governed: it is throttled instead, if the operator did not forbid it.
     fn fall_back(&mut self, why: &str) {
         self.can_govern = false;
-        self.warning =
-            Some(format!("the guest's writes cannot be governed: {why}; its vCPUs are throttled instead"));
+        self.warning = Some(format!(
+            "the guest's writes cannot be governed: {why}; its vCPUs are throttled instead"
+        ));
         if self.policy.settings().throttle == ThrottleMode::Governor {
-            self.policy.change(self.steering.fall_back(ThrottleMode::Adaptive));
+            self.policy.change(self.handle.fall_back(ThrottleMode::Adaptive));
         }
     }
 
     /// The sending end of a channel for `segments` segments.
-    fn packer(&self, stream: Stream, segments: usize) -> Packer {
-        Packer::new(
+    fn sender(&self, stream: Stream, segments: usize) -> FrameSender {
+        FrameSender::new(
             stream,
             Arc::clone(&self.limiter),
             Arc::clone(&self.counters),
@@ -110,7 +116,11 @@ impl Source<'_> {
     }
 
     /// Starts tracking the disks that move along, and their channels.
-    fn start_disks(&mut self, streams: Vec<Stream>, board: &Arc<Board>) -> Result<(), EngineError> {
+    fn start_disks(
+        &mut self,
+        streams: Vec<Stream>,
+        table: &Arc<SegmentTable>,
+    ) -> Result<(), EngineError> {
         if self.disks.is_empty() {
             return Ok(());
         }
@@ -121,10 +131,16 @@ impl Source<'_> {
         }
         for (index, stream) in streams.into_iter().enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
-            let packer = self.packer(stream, self.disks.segments(index));
+            let sender = self.sender(stream, self.disks.segments(index));
             let number = self.ram.len() + index;
-            let shared = (Arc::clone(board), Arc::clone(&self.gate));
-            self.disks.start_channel(index, number, (handle, packer), shared, self.events_in.clone())?;
+            let shared = (Arc::clone(table), Arc::clone(&self.link_share));
+            self.disks.start_channel(
+                index,
+                number,
+                (handle, sender),
+                shared,
+                self.events_in.clone(),
+            )?;
         }
         Ok(())
     }
@@ -164,25 +180,27 @@ impl Source<'_> {
         self.gap = self.round_ended.map_or(Duration::ZERO, |ended| ended.elapsed());
         self.sent_before = self.counters.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
-        // What a balloon gave back is a hole and was not written. The destination need not keep it, and where digests are compared it must
-        // not; but when the guest is stopped otherwise, there is no time for that.
-        let find_holes = if last { self.options.verify } else { self.was_given_back() && round > 0 };
+        // What a balloon gave back is a hole and was not written. The destination need not keep it,
+        // and where digests are compared it must not; but when the guest is stopped otherwise,
+        // there is no time for that.
+        let find_holes =
+            if last { self.options.verify } else { self.was_given_back() && round > 0 };
         let order = Order { round, last, find_holes };
-        if let Some(board) = &self.board {
-            board.hurry(!last && self.steering.wants_switch_over());
+        if let Some(table) = &self.table {
+            table.hurry(!last && self.handle.wants_switch_over());
         }
         if !last {
             self.ask_for_free_pages(round)?;
         }
-        self.gate.begin(self.disks.len());
+        self.link_share.begin(self.disks.len());
         self.unfinished = self.disks.finish(round);
         if self.unfinished == 0 {
             self.begin_disks(round, last)?;
         }
         if let Some(tracker) = &self.tracker {
             tracker.begin_round();
-            if let (true, Some(board)) = (last, &self.board) {
-                board.look_for_the_last_time(tracker.as_ref(), self.channels.len())?;
+            if let (true, Some(table)) = (last, &self.table) {
+                table.look_for_the_last_time(tracker.as_ref(), self.channels.len())?;
             }
         }
         self.waited = self.round_began.elapsed();
@@ -201,25 +219,29 @@ impl Source<'_> {
     }
 
     /// Waits until what is dirty is copied and, where that matters, in place at the destination.
-    pub(super) fn copy_round(&mut self, round: u32, stage: Stage) -> Result<Option<Input>, EngineError> {
+    pub(super) fn copy_round(
+        &mut self,
+        round: u32,
+        stage: Stage,
+    ) -> Result<Option<Input>, EngineError> {
         let last = stage == Stage::StopAndCopy;
         let mut total = RoundMeasures { round, ..RoundMeasures::default() };
         let (mut channels, mut disks) = (self.channels.len(), self.disks.len());
         while channels + disks > 0 {
-            match self.await_carried(round, stage)? {
-                Part::Memory(carried) => {
+            match self.await_channel(round, stage)? {
+                Part::Memory(statistics) => {
                     channels -= 1;
-                    total.data += carried.data;
-                    total.zero += carried.zero;
-                    total.sent += carried.sent;
-                    total.unchanged += carried.unchanged;
-                    total.raw += carried.raw;
-                    total.hinted += carried.hinted;
+                    total.data += statistics.data;
+                    total.zero += statistics.zero;
+                    total.sent += statistics.sent;
+                    total.unchanged += statistics.unchanged;
+                    total.raw += statistics.raw;
+                    total.hinted += statistics.hinted;
                 }
-                Part::Disk(disk, carried) => {
-                    total.disk_sent += carried.carried.sent;
-                    self.disks.passed(disk, &carried);
-                    if carried.goes_on {
+                Part::Disk(disk, statistics) => {
+                    total.disk_sent += statistics.statistics.sent;
+                    self.disks.passed(disk, &statistics);
+                    if statistics.goes_on {
                         self.unfinished -= 1;
                         if self.unfinished == 0 {
                             self.begin_disks(round, last)?;
@@ -239,31 +261,32 @@ impl Source<'_> {
         if waits {
             let said = Instant::now();
             let flush =
-                self.await_message(
-                    "the acknowledgement of a round",
-                    limits::ANSWER,
-                    |message| match message {
-                        Message::RoundAck { round: placed, flush } if *placed == round => Some(*flush),
+                self.await_message("the acknowledgement of a round", limits::ANSWER, |message| {
+                    match message {
+                        Message::RoundAck { round: placed, flush } if *placed == round => {
+                            Some(*flush)
+                        }
                         _ => None,
-                    },
-                )?;
+                    }
+                })?;
             // The least that was seen: the destination may have had pages to place first.
             let round_trip = said.elapsed();
-            self.round_trip = Some(self.round_trip.map_or(round_trip, |least| least.min(round_trip)));
+            self.round_trip =
+                Some(self.round_trip.map_or(round_trip, |least| least.min(round_trip)));
             if !flush.is_zero() {
                 self.flush = flush;
             }
         } else {
             self.unawaited = Some(round);
-            if let Some(pump) = &self.pump {
+            if let Some(relay) = &self.relay {
                 // What follows on the control connection is taken when the round is in place.
-                pump.open();
+                relay.open();
             }
         }
         total.time = self.round_began.elapsed();
         self.round_ended = Some(Instant::now());
         total.throttle = self.throttle;
-        total.memory_share = self.gate.share();
+        total.memory_share = self.link_share.share();
         self.last_round = Some(total);
         if last {
             self.measures.round_list.push(total);
@@ -272,11 +295,15 @@ impl Source<'_> {
         Ok(Some(if waits { Input::RoundPlaced } else { Input::RoundSent }))
     }
 
-    /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on, and progress is reported.
-    fn await_carried(&mut self, round: u32, stage: Stage) -> Result<Part, EngineError> {
+    /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on,
+    /// and progress is reported.
+    fn await_channel(&mut self, round: u32, stage: Stage) -> Result<Part, EngineError> {
         loop {
-            let tick =
-                if round == 0 && self.round_began.elapsed() < EARLY { EARLY_TICK } else { limits::TICK };
+            let tick = if round == 0 && self.round_began.elapsed() < EARLY {
+                EARLY_TICK
+            } else {
+                limits::TICK
+            };
             match self.next_event(tick)? {
                 // A thread that ended without a word will never send one.
                 None if self.channels.iter().any(|channel| channel.thread.is_finished())
@@ -293,11 +320,15 @@ impl Source<'_> {
                     }
                     self.report(round, stage, false);
                 }
-                Some(Event::Carried { round: carried, result }) if carried == round => {
+                Some(Event::RoundStatistics { round: statistics, result })
+                    if statistics == round =>
+                {
                     return result.map(Part::Memory);
                 }
-                Some(Event::DiskCarried { disk, round: carried, result }) if carried == round => {
-                    return result.map(|carried| Part::Disk(disk, carried));
+                Some(Event::DiskStatistics { disk, round: statistics, result })
+                    if statistics == round =>
+                {
+                    return result.map(|statistics| Part::Disk(disk, statistics));
                 }
                 Some(other) => return Err(Self::out_of_place(other)),
             }
@@ -312,8 +343,8 @@ impl Source<'_> {
             let channels = usize::from(self.options.channels.max(1)) + self.disks.len();
             self.live.set_idle(idle / channels as f64);
         }
-        if let (Some(board), true) = (&self.board, self.steering.wants_switch_over()) {
-            board.hurry(true);
+        if let (Some(table), true) = (&self.table, self.handle.wants_switch_over()) {
+            table.hurry(true);
         }
         if let Some(vm) = self.vm.moving_disks() {
             self.disks.tick(vm).map_err(EngineError::Vm)?;
@@ -355,8 +386,10 @@ impl Source<'_> {
         let look_began = Instant::now();
         let look = self.look()?;
         let look_time = look_began.elapsed();
-        let last_look =
-            self.board.as_ref().map_or(look_time, |board| board.last_look(look.spent, self.channels.len()));
+        let last_look = self
+            .table
+            .as_ref()
+            .map_or(look_time, |table| table.last_look(look.spent, self.channels.len()));
         let costs = self.vm.switchover_costs();
         let round_trip = self.round_trip.unwrap_or_default();
         let fixed = last_look + costs.state + self.flush + round_trip * TURNS;
@@ -373,14 +406,17 @@ impl Source<'_> {
         let (decision, estimate) = self.policy.round(&Round {
             time: round.time + self.gap,
             idle: self.waited + self.gap,
-            // What comes before the next round is mostly this look, and what else it was the last time.
+            // What comes before the next round is mostly this look, and what else it was the last
+            // time.
             gap: look_time.max(self.gap),
             sent: round.sent,
             pages: round.data,
             remaining: look.remaining,
             fixed,
             // Once both machines are ready nothing lies between.
-            lead: look_time + costs.lead + if self.pump.is_some() { Duration::ZERO } else { round_trip },
+            lead: look_time
+                + costs.lead
+                + if self.relay.is_some() { Duration::ZERO } else { round_trip },
             verification,
             memory: self.ram.iter().map(RamBlock::pages).sum(),
             dirty: &look.dirty,
@@ -391,11 +427,12 @@ impl Source<'_> {
             ..Round::default()
         });
         self.estimate = Some(estimate);
-        self.steering.limit_has_grown(self.policy.limit_steps());
+        self.handle.limit_has_grown(self.policy.limit_steps());
         self.remaining = look.remaining;
         self.measures.round_list.push(round);
         self.report(round.round, Stage::PreCopy, true);
-        let decision = if self.steering.wants_switch_over() { Decision::SwitchOver } else { decision };
+        let decision =
+            if self.handle.wants_switch_over() { Decision::SwitchOver } else { decision };
         match decision {
             Decision::NextRound(plan) => {
                 self.enforce(&plan);
@@ -403,8 +440,9 @@ impl Source<'_> {
                 Ok(Some(Input::NextRound))
             }
             Decision::SwitchOver => {
-                // There is a state stream once both machines are ready, and the guest is stopped next.
-                if self.pump.is_some() {
+                // There is a state stream once both machines are ready, and the guest is stopped
+                // next.
+                if self.relay.is_some() {
                     self.close_steering();
                 }
                 // The throttle stays until the guest stands still.
@@ -416,12 +454,13 @@ impl Source<'_> {
 
     /// The guest is about to be stopped: nothing can be changed any more.
     pub(super) fn close_steering(&mut self) {
-        self.steering.close();
+        self.handle.close();
         // What was taken until just now: a limit of bandwidth still matters.
         self.take_changes();
     }
 
-    /// How long the comparison of digests will take, where it is wanted: both sides compute them at once.
+    /// How long the comparison of digests will take, where it is wanted: both sides compute them at
+    /// once.
     fn verification(&mut self) -> Result<Duration, EngineError> {
         if !self.options.verify {
             return Ok(Duration::ZERO);
@@ -436,8 +475,8 @@ impl Source<'_> {
     }
 
     fn look(&self) -> Result<Look, EngineError> {
-        match (&self.board, &self.tracker) {
-            (Some(board), Some(tracker)) => board.look(tracker.as_ref()),
+        match (&self.table, &self.tracker) {
+            (Some(table), Some(tracker)) => table.look(tracker.as_ref()),
             _ => Err(EngineError::Panicked("main")),
         }
     }
@@ -455,7 +494,7 @@ impl Source<'_> {
 
     /// Puts in force what the operator changed since the last tick.
     fn take_changes(&mut self) {
-        let Some((settings, own)) = self.steering.take_changes() else { return };
+        let Some((settings, own)) = self.handle.take_changes() else { return };
         self.limiter.set(own.max_bandwidth.map(TypedRate::rate));
         if own.compression != self.live.compression() {
             self.live.set_compression(own.compression);
@@ -467,10 +506,10 @@ impl Source<'_> {
 
     /// Puts `plan` in force.
     fn enforce(&mut self, plan: &Plan) {
-        if let Some(board) = &self.board {
-            board.delay(plan.delayed.clone());
+        if let Some(table) = &self.table {
+            table.delay(plan.delayed.clone());
         }
-        self.gate.set_share(plan.memory_share);
+        self.link_share.set_share(plan.memory_share);
         self.limit_disks(plan.disk_limit);
         if !self.vm.was_running() {
             return;
@@ -481,15 +520,18 @@ impl Source<'_> {
         }
         // What was consumed until now was consumed under the old one.
         self.sample_speed();
-        let throttled =
-            self.vm.brake().map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.throttle(plan.throttle));
+        let throttled = self
+            .vm
+            .brake()
+            .map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.throttle(plan.throttle));
         match throttled {
             Ok(()) => self.throttle = plan.throttle,
             Err(error) => {
-                // The guest runs free; without a throttle the policy may still find a way, or gives up and says why.
+                // The guest runs free; without a throttle the policy may still find a way, or gives
+                // up and says why.
                 self.throttle = 0.0;
                 self.warning = Some(format!("the guest cannot be throttled: {error}"));
-                self.policy.change(self.steering.fall_back(ThrottleMode::Off));
+                self.policy.change(self.handle.fall_back(ThrottleMode::Off));
             }
         }
     }
@@ -510,8 +552,10 @@ impl Source<'_> {
             return;
         }
         self.sample_speed();
-        let governed =
-            self.vm.brake().map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.govern(first_writes));
+        let governed = self
+            .vm
+            .brake()
+            .map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.govern(first_writes));
         match governed {
             Ok(()) => self.first_writes = first_writes,
             Err(error) => {

@@ -1,14 +1,15 @@
 //! How fast the guest is, as far as its vCPUs' CPU time tells, and what the migration took from it.
 //!
-//! A guest that computes consumes CPU time in proportion to its speed. Its speed is therefore the CPU time of its vCPUs
-//! in an interval against that in an equally long interval without a throttle. Of a guest that mostly sleeps this
-//! says nothing, and then only the throttle counts.
+//! A guest that computes consumes CPU time in proportion to its speed. Its speed is therefore the
+//! CPU time of its vCPUs in an interval against that in an equally long interval without a
+//! throttle. Of a guest that mostly sleeps this says nothing, and then only the throttle counts.
 
 use std::time::{Duration, Instant};
 
 /// A guest that consumes less of one processor than this sleeps too much to be measured.
 const BUSY: f64 = 0.2;
-/// Intervals shorter than this are joined with the next: CPU time of a running thread is known to a tick.
+/// Intervals shorter than this are joined with the next: CPU time of a running thread is known to a
+/// tick.
 const SHORTEST: Duration = Duration::from_millis(50);
 
 /// What the throttle took.
@@ -33,8 +34,9 @@ pub(super) struct Speed {
 }
 
 impl Speed {
-    /// Takes in the vCPUs' time at `now`, and the throttle that was in force since the last call, or whether the guest was
-    /// governed. Returns the guest's speed in between as a share of that without either, if it can be seen.
+    /// Takes in the vCPUs' time at `now`, and the throttle that was in force since the last call,
+    /// or whether the guest was governed. Returns the guest's speed in between as a share of that
+    /// without either, if it can be seen.
     pub(super) fn sample(
         &mut self,
         now: Instant,
@@ -52,7 +54,8 @@ impl Speed {
             return None;
         }
         self.last = Some((now, vcpu_time));
-        let cpu = vcpu_time.zip(cpu_before).map(|(now, before)| now.saturating_sub(before).as_secs_f64());
+        let cpu =
+            vcpu_time.zip(cpu_before).map(|(now, before)| now.saturating_sub(before).as_secs_f64());
         if free {
             if let Some(cpu) = cpu {
                 self.free.0 += time.as_secs_f64();
@@ -61,7 +64,8 @@ impl Speed {
             return None;
         }
         let usual = self.free.1 / self.free.0.max(1e-6);
-        let seen = cpu.filter(|_| usual > BUSY).map(|cpu| cpu / time.as_secs_f64().max(1e-6) / usual);
+        let seen =
+            cpu.filter(|_| usual > BUSY).map(|cpu| cpu / time.as_secs_f64().max(1e-6) / usual);
         let seen = seen.map(|speed| speed.clamp(0.0, 1.0));
         let speed = seen.unwrap_or(1.0 - throttle);
         self.losses.throttled += time;

@@ -1,8 +1,9 @@
 //! What a thread did with its time.
 //!
-//! A thread that is not at work either waits for something (the link, a disk) or for a processor. On a host with more to do than processors
-//! the second looks like a slow link, unless it is told apart: the kernel counts it (`/proc/PID/schedstat`, the second
-//! number, in nanoseconds; Documentation/scheduler/sched-stats.rst).
+//! A thread that is not at work either waits for something (the link, a disk) or for a processor.
+//! On a host with more to do than processors the second looks like a slow link, unless it is told
+//! apart: the kernel counts it (`/proc/PID/schedstat`, the second number, in nanoseconds;
+//! Documentation/scheduler/sched-stats.rst).
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -81,7 +82,10 @@ mod tests {
         clock.begin();
         std::thread::sleep(Duration::from_millis(30));
         let slept = clock.lap();
-        assert!(slept.elapsed + clock.queued().unwrap_or_default() >= Duration::from_millis(30), "{slept:?}");
+        assert!(
+            slept.elapsed + clock.queued().unwrap_or_default() >= Duration::from_millis(30),
+            "{slept:?}"
+        );
         assert!(slept.cpu < Duration::from_millis(10), "{slept:?}");
     }
 
@@ -89,7 +93,8 @@ mod tests {
     fn waiting_for_a_processor_is_told_apart() {
         if !std::path::Path::new("/proc/thread-self/schedstat").exists() {
             // Not eprintln: the test harness would hold that back.
-            let words = "\nSKIPPED waiting_for_a_processor_is_told_apart: this kernel does not count it\n";
+            let words =
+                "\nSKIPPED waiting_for_a_processor_is_told_apart: this kernel does not count it\n";
             let _ = std::io::Write::write_all(&mut std::io::stderr(), words.as_bytes());
             return;
         }

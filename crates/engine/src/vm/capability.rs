@@ -1,5 +1,5 @@
-//! What a VM may be able to do beside being moved: one trait for each capability, so that a VMM without it
-//! has nothing to implement.
+//! What a VM may be able to do beside being moved: one trait for each capability, so that a VMM
+//! without it has nothing to implement.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,27 +13,33 @@ use super::VmError;
 
 /// Slowing the guest down, so that a migration ends.
 pub trait Brake {
-    /// Keeps the vCPUs from running for `share` of the time (0.0 to 0.99), from now on and until the guest is stopped;
-    /// 0.0 removes the throttle. [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire) and the end of the adapter remove it, too, and so does
-    /// the end of this process, however it comes.
+    /// Keeps the vCPUs from running for `share` of the time (0.0 to 0.99), from now on and until
+    /// the guest is stopped; 0.0 removes the throttle.
+    /// [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire)
+    /// and the end of the adapter remove it, too, and so does the end of this process, however it
+    /// comes.
     ///
     /// # Errors
-    /// When it is no share: nothing changes. When the vCPUs cannot be throttled, or have not been since some moment after
-    /// the last call: the guest runs at full speed.
+    /// When it is no share: nothing changes. When the vCPUs cannot be throttled, or have not been
+    /// since some moment after the last call: the guest runs at full speed.
     fn throttle(&mut self, share: f64) -> Result<(), VmError>;
 
-    /// Whether the guest can be governed: `None` if it can, else why not, in one line. Asks without touching the machine.
+    /// Whether the guest can be governed: `None` if it can, else why not, in one line. Asks without
+    /// touching the machine.
     fn cannot_govern(&self) -> Option<String> {
         Some("this kind of machine has no write governor".to_owned())
     }
 
-    /// Lets the guest make `first_writes` clean pages dirty each second, in segments that are harvested from now on, until the
-    /// guest is stopped; `None` lets it write freely. [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire) and the end of the adapter let it write
-    /// freely, too, and so does the end of this process, however it comes. A segment is reported as dirty as a whole
-    /// when it changes hands, which the ledger makes good.
+    /// Lets the guest make `first_writes` clean pages dirty each second, in segments that are
+    /// harvested from now on, until the guest is stopped; `None` lets it write freely.
+    /// [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire)
+    /// and the end of the adapter let it write freely, too, and so does the end of this process,
+    /// however it comes. A segment is reported as dirty as a whole when it changes hands, which the
+    /// ledger makes good.
     ///
     /// # Errors
-    /// When it cannot be governed, or has not been in full since some moment after the last call: the guest writes freely.
+    /// When it cannot be governed, or has not been in full since some moment after the last call:
+    /// the guest writes freely.
     fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
         match (first_writes, self.cannot_govern()) {
             (Some(_), Some(why)) => Err(why.into()),
@@ -46,8 +52,8 @@ pub trait Brake {
         GovernorMeasures::default()
     }
 
-    /// The CPU time that all vCPUs together have consumed since they were started; `None` where it is not known. It may
-    /// lag by a tick of the host's clock, and falls when a vCPU is unplugged.
+    /// The CPU time that all vCPUs together have consumed since they were started; `None` where it
+    /// is not known. It may lag by a tick of the host's clock, and falls when a vCPU is unplugged.
     fn vcpu_time(&self) -> Option<Duration>;
 
     /// How many vCPUs there are.
@@ -56,11 +62,14 @@ pub trait Brake {
 
 /// Disks that move along with the guest.
 pub trait DiskVm {
-    /// The disks that are to move along, in the order in which all calls below have them; empty where storage is shared.
+    /// The disks that are to move along, in the order in which all calls below have them; empty
+    /// where storage is shared.
     fn disks(&self) -> Vec<Disk>;
 
-    /// Starts tracking the guest's writes to the disks, in blocks of [`Self::disk_granularity`]. [`SourceVm::resume`](super::SourceVm::resume) and [`SourceVm::retire`](super::SourceVm::retire) end it
-    /// and remove whatever it left in the machine.
+    /// Starts tracking the guest's writes to the disks, in blocks of [`Self::disk_granularity`].
+    /// [`SourceVm::resume`](super::SourceVm::resume) and
+    /// [`SourceVm::retire`](super::SourceVm::retire) end it and remove whatever it left in the
+    /// machine.
     ///
     /// # Errors
     /// When the machine refuses; it is then as before.
@@ -69,18 +78,20 @@ pub trait DiskVm {
     /// The granularity of each disk, from [`Self::start_disk_tracking`] on.
     fn disk_granularity(&self) -> Vec<ByteCount>;
 
-    /// Begins a round for all disks in one moment. In the first one a disk is dirty wherever it is not known to be zero, in each other
-    /// one where the guest wrote since the last call. May be called with the guest running or after [`SourceVm::stop`](super::SourceVm::stop). The rounds of the
-    /// call before must have been dropped.
+    /// Begins a round for all disks in one moment. In the first one a disk is dirty wherever it is
+    /// not known to be zero, in each other one where the guest wrote since the last call. May be
+    /// called with the guest running or after [`SourceVm::stop`](super::SourceVm::stop). The rounds
+    /// of the call before must have been dropped.
     ///
     /// # Errors
     /// When the machine refuses.
     fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError>;
 
-    /// While the first round of the disks is under way, from time to time (a second or so): lets the adapter tell apart writes ahead of
-    /// what the round has asked for, which the round will still read, from those behind it, which are the next round's. An adapter
-    /// that does so leaves the former out of the next round; so the first round must be taken to its end. It knows the point
-    /// itself, from its [`DiskRound`]s: it must be looked at after the writes were divided.
+    /// While the first round of the disks is under way, from time to time (a second or so): lets
+    /// the adapter tell apart writes ahead of what the round has asked for, which the round will
+    /// still read, from those behind it, which are the next round's. An adapter that does so leaves
+    /// the former out of the next round; so the first round must be taken to its end. It knows the
+    /// point itself, from its [`DiskRound`]s: it must be looked at after the writes were divided.
     ///
     /// # Errors
     /// When the machine refuses.
@@ -88,19 +99,22 @@ pub trait DiskVm {
         Ok(())
     }
 
-    /// Bytes of each disk written since the last round began, in whole dirty blocks. Clears nothing.
+    /// Bytes of each disk written since the last round began, in whole dirty blocks. Clears
+    /// nothing.
     ///
     /// # Errors
     /// When the machine refuses.
     fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError>;
 
-    /// Bytes that the guest has written to each of these disks since it was opened, if that is known.
+    /// Bytes that the guest has written to each of these disks since it was opened, if that is
+    /// known.
     fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
         None
     }
 
     /// Limits what the guest may write to each of [`Self::disks`], in their order; other disks are
-    /// left alone. Empty: lifts all limits. [`SourceVm::resume`](super::SourceVm::resume) and [`SourceVm::retire`](super::SourceVm::retire) lift them, too.
+    /// left alone. Empty: lifts all limits. [`SourceVm::resume`](super::SourceVm::resume) and
+    /// [`SourceVm::retire`](super::SourceVm::retire) lift them, too.
     ///
     /// # Errors
     /// When the machine refuses.
@@ -109,18 +123,22 @@ pub trait DiskVm {
 
 /// A guest that says which of its pages are free.
 pub trait FreePages {
-    /// Asks the guest to hint free pages, from now on, to `hints`. Only called after [`SourceVm::start_tracking`](super::SourceVm::start_tracking): no hint may be older than the
+    /// Asks the guest to hint free pages, from now on, to `hints`. Only called after
+    /// [`SourceVm::start_tracking`](super::SourceVm::start_tracking): no hint may be older than the
     /// tracking. Returns whether the guest takes part.
     fn start_free_page_hints(&mut self, hints: &Arc<FreeHints>) -> bool;
 
-    /// Hints are of no use any more. The guest should keep the pages to itself, as they are still left out. [`SourceVm::stop`](super::SourceVm::stop), [`SourceVm::resume`](super::SourceVm::resume) and
+    /// Hints are of no use any more. The guest should keep the pages to itself, as they are still
+    /// left out. [`SourceVm::stop`](super::SourceVm::stop),
+    /// [`SourceVm::resume`](super::SourceVm::resume) and
     /// [`SourceVm::retire`](super::SourceVm::retire) end that, too.
     fn stop_free_page_hints(&mut self);
 }
 
 /// Devices that write guest memory by direct I/O.
 pub trait DirectIo {
-    /// Waits until all direct I/O has landed that was in flight when this was called. Only called where there is such.
+    /// Waits until all direct I/O has landed that was in flight when this was called. Only called
+    /// where there is such.
     ///
     /// # Errors
     /// When the machine refuses.
@@ -129,21 +147,25 @@ pub trait DirectIo {
 
 /// Disks that a source may fill, at the destination.
 pub trait DiskDestination {
-    /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names may be opened, by whatever
-    /// name it has for them ([`DiskChoice::allow`]): anybody who reaches the port can ask for any.
-    /// Rounds come also after [`DestinationVm::prepare`](super::DestinationVm::prepare), and
-    /// [`Self::close_disks`] behind the last of them. [`DestinationVm::discard`](super::DestinationVm::discard) closes them as well; the sinks have been dropped by then.
+    /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names
+    /// may be opened, by whatever name it has for them ([`DiskChoice::allow`]): anybody who reaches
+    /// the port can ask for any. Rounds come also after
+    /// [`DestinationVm::prepare`](super::DestinationVm::prepare), and [`Self::close_disks`] behind
+    /// the last of them. [`DestinationVm::discard`](super::DestinationVm::discard) closes them as
+    /// well; the sinks have been dropped by then.
     ///
     /// # Errors
-    /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is written then.
+    /// When one is missing, too small, in use or read-only: says which and what to do. Nothing is
+    /// written then.
     fn open_disks(
         &mut self,
         wanted: &[Disk],
         allowed: &DiskChoice,
     ) -> Result<Vec<Box<dyn DiskSink>>, VmError>;
 
-    /// The last round of all disks is on stable storage and the sinks have been dropped: lets the machine have its disks. Comes before the
-    /// first piece of device state is written. Not called where no disk moves.
+    /// The last round of all disks is on stable storage and the sinks have been dropped: lets the
+    /// machine have its disks. Comes before the first piece of device state is written. Not called
+    /// where no disk moves.
     ///
     /// # Errors
     /// When the machine refuses.

@@ -15,8 +15,8 @@ pub trait DestinationVm {
     /// The RAM blocks to fill.
     fn ram(&self) -> Arc<Vec<RamBlock>>;
 
-    /// Makes the machine ready to load device state and returns where to write it. The guest must not run when it is
-    /// loaded.
+    /// Makes the machine ready to load device state and returns where to write it. The guest must
+    /// not run when it is loaded.
     ///
     /// # Errors
     /// When the machine refuses.
@@ -40,8 +40,8 @@ pub trait DestinationVm {
     /// When the machine refuses; the guest runs all the same.
     fn announce(&mut self) -> Result<(), VmError>;
 
-    /// Makes sure that the guest never runs here. A machine that took nothing in but pages may go on waiting for
-    /// another attempt.
+    /// Makes sure that the guest never runs here. A machine that took nothing in but pages may go
+    /// on waiting for another attempt.
     ///
     /// # Errors
     /// When that is not certain.
@@ -52,9 +52,11 @@ pub trait DestinationVm {
         None
     }
 
-    /// Compares the machine that the source offers with this one, as far as that shows beforehand. `ask` has a question answered by
-    /// the source's adapter ([`SourceVm::answer`](super::SourceVm::answer)), whose words are a stranger's: they are checked before they are used. Comes before anything
-    /// else is done; changes nothing, so that the machine can go on waiting for another source.
+    /// Compares the machine that the source offers with this one, as far as that shows beforehand.
+    /// `ask` has a question answered by the source's adapter
+    /// ([`SourceVm::answer`](super::SourceVm::answer)), whose words are a stranger's: they are
+    /// checked before they are used. Comes before anything else is done; changes nothing, so that
+    /// the machine can go on waiting for another source.
     ///
     /// # Errors
     /// When they differ: all differences and their cures, in one line.
@@ -63,13 +65,14 @@ pub trait DestinationVm {
         Ok(())
     }
 
-    /// The process in which the guest will run, whose control group has to hold its memory. Without an answer of its own: this one.
+    /// The process in which the guest will run, whose control group has to hold its memory. Without
+    /// an answer of its own: this one.
     fn pid(&self) -> u32 {
         std::process::id()
     }
 
-    /// Whether the machine is known to have ended, so that the guest runs here neither now nor later. Asked all the time
-    /// until [`Self::run`].
+    /// Whether the machine is known to have ended, so that the guest runs here neither now nor
+    /// later. Asked all the time until [`Self::run`].
     fn has_ended(&self) -> bool {
         false
     }

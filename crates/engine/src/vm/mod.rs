@@ -1,5 +1,5 @@
-//! What the engine needs of a machine: two traits, implemented by the adapters, and one for each capability
-//! that a machine may have beside them.
+//! What the engine needs of a machine: two traits, implemented by the adapters, and one for each
+//! capability that a machine may have beside them.
 //!
 //! The engine calls them in the order of the state machines and never from two threads at once.
 
@@ -16,7 +16,8 @@ pub use source::SourceVm;
 /// An adapter's error; the adapter's words say what to do.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a switchover costs beside what the engine measures itself, as far as a machine can tell beforehand.
+/// What a switchover costs beside what the engine measures itself, as far as a machine can tell
+/// beforehand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwitchoverCosts {
     /// From the call of [`SourceVm::stop`] until the guest stands still.

@@ -21,23 +21,24 @@ pub trait SourceVm {
     /// Whether the guest ran when the adapter looked first. It is brought back to this.
     fn was_running(&self) -> bool;
 
-    /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker is dropped.
+    /// Starts tracking writes to the RAM blocks. Tracking ends when the last clone of the tracker
+    /// is dropped.
     ///
     /// # Errors
     /// When the machine cannot be tracked; it is then as before.
     fn start_tracking(&mut self) -> Result<Arc<dyn DirtyTracker>, VmError>;
 
-    /// Opens the stream from which the device state will be read. It may yield bytes from [`Self::stop`] on, and ends
-    /// after [`Self::release_state`].
+    /// Opens the stream from which the device state will be read. It may yield bytes from
+    /// [`Self::stop`] on, and ends after [`Self::release_state`].
     ///
     /// # Errors
     /// When the machine refuses; the guest runs on.
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError>;
 
-    /// Stops the guest, which has run on since [`Self::open_state`], perhaps for a while: what may not
-    /// have changed meanwhile is checked here. When it returns, no vCPU and no device writes guest
-    /// memory any more. Returns when the guest stopped. A throttle holds until then and is gone
-    /// afterwards.
+    /// Stops the guest, which has run on since [`Self::open_state`], perhaps for a while: what may
+    /// not have changed meanwhile is checked here. When it returns, no vCPU and no device writes
+    /// guest memory any more. Returns when the guest stopped. A throttle holds until then and is
+    /// gone afterwards.
     ///
     /// # Errors
     /// When it cannot be stopped; [`Self::resume`] brings it back.
@@ -55,8 +56,9 @@ pub trait SourceVm {
     /// When it was not.
     fn state_saved(&mut self) -> Result<(), VmError>;
 
-    /// Brings the guest back to how it was found, from wherever the calls above had come, and undoes every setting
-    /// that they made. The stream of [`Self::open_state`] ends with it at the latest.
+    /// Brings the guest back to how it was found, from wherever the calls above had come, and
+    /// undoes every setting that they made. The stream of [`Self::open_state`] ends with it at the
+    /// latest.
     ///
     /// # Errors
     /// When the guest could not be made to run again.
@@ -84,8 +86,8 @@ pub trait SourceVm {
         None
     }
 
-    /// Devices that write guest memory by direct I/O: pages are pinned, which the tracker sees as a write,
-    /// and data lands later, which it does not see. `None` where there are none.
+    /// Devices that write guest memory by direct I/O: pages are pinned, which the tracker sees as a
+    /// write, and data lands later, which it does not see. `None` where there are none.
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
         None
     }
@@ -95,16 +97,18 @@ pub trait SourceVm {
         false
     }
 
-    /// What has befallen the guest that leaves nothing to be moved, in words and with what to do: it
-    /// powered off or panicked, and its machine keeps it so; or it was reset when it stood still
-    /// already. Asked several times a second while the guest runs, and once more before COMMIT: waits
-    /// for nothing.
+    /// What has befallen the guest that leaves nothing to be moved, in words and with what to do:
+    /// it powered off or panicked, and its machine keeps it so; or it was reset when it stood still
+    /// already. Asked several times a second while the guest runs, and once more before COMMIT:
+    /// waits for nothing.
     fn befallen(&mut self) -> Option<String> {
         None
     }
 
-    /// Answers what the destination's adapter asks in [`DestinationVm::compare`](super::DestinationVm::compare), before anything is tracked or sent; at most
-    /// [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than a few seconds.
+    /// Answers what the destination's adapter asks in
+    /// [`DestinationVm::compare`](super::DestinationVm::compare), before anything is tracked or
+    /// sent; at most [`godwit_wire::ANSWER_LIMIT`] bytes. Changes nothing, and takes no longer than
+    /// a few seconds.
     ///
     /// # Errors
     /// When it does not understand the question, or the machine does not tell.
@@ -123,8 +127,9 @@ pub trait SourceVm {
         SwitchoverCosts::default()
     }
 
-    /// Called right before COMMIT is sent for the first time: from here on nobody may run the guest here, whatever becomes
-    /// of this process, until [`Self::resume`] is called, which then means that the destination has discarded it.
+    /// Called right before COMMIT is sent for the first time: from here on nobody may run the guest
+    /// here, whatever becomes of this process, until [`Self::resume`] is called, which then means
+    /// that the destination has discarded it.
     ///
     /// # Errors
     /// When that could not be made sure of; [`Self::resume`] brings the guest back.

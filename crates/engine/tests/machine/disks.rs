@@ -32,7 +32,8 @@ pub struct SourceDisk {
 impl SourceDisk {
     /// A disk of `size` bytes, of which every third block is zero.
     pub fn new(name: &str, size: u64) -> Self {
-        let block = |at: u64| if (at / BLOCK).is_multiple_of(3) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
+        let block =
+            |at: u64| if (at / BLOCK).is_multiple_of(3) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
         Self {
             name: name.to_owned(),
             bytes: Mutex::new((0..size).map(block).collect()),
@@ -103,14 +104,17 @@ impl DiskRound for Round {
         let pages = self.disk.disk().pages().0;
         let start = block * (BLOCK / PAGE_SIZE);
         let run = PageRun::new(start, (BLOCK / PAGE_SIZE).min(pages - start));
-        // A hole is one as long as nothing was written there; what is written behind this look is dirty in the next round.
+        // A hole is one as long as nothing was written there; what is written behind this look is
+        // dirty in the next round.
         let bytes = self.disk.bytes.lock().unwrap();
-        let (from, to) = (run.start.offset() as usize, bytes.len().min(run.end().offset() as usize));
-        let hole = self.all && block.is_multiple_of(3) && bytes[from..to].iter().all(|byte| *byte == 0);
+        let (from, to) =
+            (run.start.offset() as usize, bytes.len().min(run.end().offset() as usize));
+        let hole =
+            self.all && block.is_multiple_of(3) && bytes[from..to].iter().all(|byte| *byte == 0);
         Ok(Some(Extent { run, content: if hole { Content::Zero } else { Content::Data } }))
     }
 
-    fn ask(&mut self, run: PageRun) -> Result<(), DiskError> {
+    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
         assert!(self.asked.len() < self.depth() && run.count.0 <= 256);
         self.asked.push_back(run);
         Ok(())
@@ -120,13 +124,18 @@ impl DiskRound for Round {
         3
     }
 
-    fn take(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
+    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
         let run = self.asked.pop_front().unwrap();
         std::thread::sleep(self.disk.slow);
         self.disk.reads.fetch_add(1, Ordering::SeqCst);
         let left = self.disk.reads_left.fetch_sub(1, Ordering::SeqCst);
         if left == 0 {
-            return Err(format!("disk '{}' cannot be read at {}", self.disk.name, run.start.offset()).into());
+            return Err(format!(
+                "disk '{}' cannot be read at {}",
+                self.disk.name,
+                run.start.offset()
+            )
+            .into());
         }
         let held = self.disk.bytes.lock().unwrap();
         let start = run.start.offset() as usize;
@@ -180,9 +189,11 @@ impl Image {
         let image = image.ok_or_else(|| format!("there is no disk '{}' here", wanted.name))?;
         let size = image.bytes.lock().unwrap().len() as u64;
         if size < wanted.size.0 {
-            return Err(
-                format!("disk '{}' has {size} bytes, too few for {}", wanted.name, wanted.size.0).into()
-            );
+            return Err(format!(
+                "disk '{}' has {size} bytes, too few for {}",
+                wanted.name, wanted.size.0
+            )
+            .into());
         }
         image.open.store(true, Ordering::SeqCst);
         Ok(Box::new(Sink { image: Arc::clone(image), kept: Vec::new() }))
@@ -197,7 +208,8 @@ impl Image {
     }
 }
 
-/// Keeps writes back until it has to settle, and then makes them in the wrong order, as a queue may.
+/// Keeps writes back until it has to settle, and then makes them in the wrong order, as a queue
+/// may.
 struct Sink {
     image: Arc<Image>,
     kept: Vec<(PageRun, Option<Vec<u8>>)>,
@@ -229,7 +241,7 @@ impl DiskSink for Sink {
         Ok(())
     }
 
-    fn settle(&mut self, _durable: bool) -> Result<(), DiskError> {
+    fn flush(&mut self, _durable: bool) -> Result<(), DiskError> {
         for (run, bytes) in self.kept.drain(..).rev() {
             match bytes {
                 Some(bytes) => self.image.put(run, |index| bytes[index]),

@@ -1,5 +1,5 @@
-//! A machine made up for the purpose: the shortest example of what a VMM has to provide. Its guest writes memory and disks as fast as it
-//! can, and it looks whether the engine keeps its promises.
+//! A machine made up for the purpose: the shortest example of what a VMM has to provide. Its guest
+//! writes memory and disks as fast as it can, and it looks whether the engine keeps its promises.
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
 
 mod disks;
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
+use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
-use godwit_engine::steering::Steering;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
@@ -30,8 +30,9 @@ pub const SIZES: [u64; 2] = [6000, 1300];
 pub const STATE: usize = 700_000;
 
 pub fn blocks() -> Arc<Vec<RamBlock>> {
-    let block =
-        |(i, pages): (usize, &u64)| RamBlock::anonymous(&format!("ram{i}"), PageCount(*pages)).unwrap();
+    let block = |(i, pages): (usize, &u64)| {
+        RamBlock::anonymous(&format!("ram{i}"), PageCount(*pages)).unwrap()
+    };
     Arc::new(SIZES.iter().enumerate().map(block).collect())
 }
 
@@ -68,7 +69,12 @@ impl DirtyTracker for Marks {
         Ok(if stopped { PageIndex(pages[most - 1] + 1) } else { within.end() })
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         let range = (block, within.start.0)..(block, within.end().0);
         self.0.lock().unwrap().range(range).for_each(|(_, page)| found(PageRun::new(*page, 1)));
         Ok(())
@@ -178,7 +184,10 @@ impl SourceVm for Source {
     }
 
     fn resume(&mut self) -> Result<(), VmError> {
-        assert!(self.disks.iter().all(|disk| !disk.is_read()), "a disk is read when its tracking ends");
+        assert!(
+            self.disks.iter().all(|disk| !disk.is_read()),
+            "a disk is read when its tracking ends"
+        );
         // No state will come: whoever reads it learns that.
         self.state = None;
         if self.guest.is_none() {
@@ -284,12 +293,16 @@ struct Sink {
 impl Write for Sink {
     fn write(&mut self, state: &[u8]) -> std::io::Result<usize> {
         let mut found = self.found.lock().unwrap();
-        assert!(found.disks_closed || self.images.is_empty(), "device state before the disks are closed");
+        assert!(
+            found.disks_closed || self.images.is_empty(),
+            "device state before the disks are closed"
+        );
         found.state_bytes += state.len();
         // The source's guest is stopped when there is device state, so its memory stands still.
         found.pages_first.get_or_insert_with(|| {
             let disks = self.source_disks.iter().zip(&self.images);
-            bytes(&self.ram) == bytes(&self.source_ram) && disks.into_iter().all(|(from, to)| to.holds(from))
+            bytes(&self.ram) == bytes(&self.source_ram)
+                && disks.into_iter().all(|(from, to)| to.holds(from))
         });
         Ok(state.len())
     }
@@ -346,7 +359,11 @@ impl DestinationVm for Destination {
 }
 
 impl DiskDestination for Destination {
-    fn open_disks(&mut self, wanted: &[Disk], _: &DiskChoice) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        _: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
@@ -369,7 +386,7 @@ pub fn run(
     mut destination: Destination,
     options: &Options,
     faults: destination::Faults,
-    steering: &Steering,
+    handle: &MigrationHandle,
 ) -> Result<Measures, Failure> {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
@@ -384,7 +401,7 @@ pub fn run(
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)
     });
     let options = Options { to, ..options.clone() };
-    let result = migrate(source, &options, steering, &mut |_| {});
+    let result = migrate(source, &options, handle, &mut |_| {});
     let received = receiving.join().unwrap();
     assert_eq!(result.is_ok(), received.is_ok(), "{result:?} {received:?}");
     result

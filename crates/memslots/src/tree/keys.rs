@@ -1,8 +1,8 @@
 //! The keys of one node, laid out for the search.
 //!
-//! A search reads two cache lines: the last keys of all blocks, then one block of eight. Within a line all
-//! keys are compared and the outcomes summed, without a branch that could be mispredicted. The invariant:
-//! unused keys are `u64::MAX`, which no entry has, so that a search needs no length.
+//! A search reads two cache lines: the last keys of all blocks, then one block of eight. Within a
+//! line all keys are compared and the outcomes summed, without a branch that could be mispredicted.
+//! The invariant: unused keys are `u64::MAX`, which no entry has, so that a search needs no length.
 
 use std::hint::select_unpredictable;
 

@@ -40,7 +40,8 @@ fn check(node: &Seen<'_, Span>, is_root: bool) -> (usize, Vec<Span>) {
         Seen::Inner(inner) => {
             assert!(inner.len > usize::from(is_root));
             assert_eq!(inner.keys.rank(u64::MAX), inner.len);
-            let below: Vec<_> = (0..inner.len).map(|number| check(&inner.child(number), false)).collect();
+            let below: Vec<_> =
+                (0..inner.len).map(|number| check(&inner.child(number), false)).collect();
             for (number, (depth, entries)) in below.iter().enumerate() {
                 assert_eq!(*depth, below[0].0);
                 let end = entries.iter().map(|entry| entry.end).max().unwrap();

@@ -1,8 +1,8 @@
 //! Which blocks of the disk the guest has written while it moves.
 //!
-//! Invariant: a block is marked after the data has landed, and what is marked is taken in one step with its being cleared. So a
-//! write that a round did not read is in the next one. In the first pass, what lies above the point that it has come to is not marked:
-//! it will be read there.
+//! Invariant: a block is marked after the data has landed, and what is marked is taken in one step
+//! with its being cleared. So a write that a round did not read is in the next one. In the first
+//! pass, what lies above the point that it has come to is not marked: it will be read there.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -76,7 +76,8 @@ impl Marks {
         }
     }
 
-    /// What the next round goes over; from now on writes belong to the one after. `None` when nothing is marked.
+    /// What the next round goes over; from now on writes belong to the one after. `None` when
+    /// nothing is marked.
     pub(super) fn begin(&self) -> Option<Pass> {
         let mut state = self.state();
         let state = state.as_mut()?;
@@ -92,7 +93,8 @@ impl Marks {
         Some(Pass::Blocks { dirty, granularity: state.granularity })
     }
 
-    /// The first pass is about to look at everything below `end`: what is written there from now on is marked.
+    /// The first pass is about to look at everything below `end`: what is written there from now on
+    /// is marked.
     pub(super) fn come_to(&self, end: u64) {
         if let Some(state) = &mut *self.state() {
             state.copied_to = Some(end).filter(|end| *end < state.size);
@@ -116,7 +118,9 @@ mod tests {
     fn runs(pass: Option<Pass>) -> Vec<(u64, u64)> {
         match pass.unwrap() {
             Pass::All => vec![(u64::MAX, 0)],
-            Pass::Blocks { dirty, .. } => dirty.runs().map(|run| (run.start.0, run.count.0)).collect(),
+            Pass::Blocks { dirty, .. } => {
+                dirty.runs().map(|run| (run.start.0, run.count.0)).collect()
+            }
         }
     }
 

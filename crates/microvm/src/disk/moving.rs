@@ -55,13 +55,15 @@ impl ImageRound {
             self.marks.come_to(self.window.offset());
         }
         let (start, offset) = (self.at.0, self.at.offset());
-        let data = self.seek(SeekFrom::Data(offset), offset)?.map_or(self.window.0, |at| at / PAGE_SIZE);
+        let data =
+            self.seek(SeekFrom::Data(offset), offset)?.map_or(self.window.0, |at| at / PAGE_SIZE);
         let data = data.clamp(start, self.window.0);
         if data > start {
             return Ok(Some(self.extent(data, Content::Zero)));
         }
-        let hole =
-            self.seek(SeekFrom::Hole(offset), offset)?.map_or(self.window.0, |at| at.div_ceil(PAGE_SIZE));
+        let hole = self
+            .seek(SeekFrom::Hole(offset), offset)?
+            .map_or(self.window.0, |at| at.div_ceil(PAGE_SIZE));
         // A hole that was punched between the two calls: it reads as zeros as well.
         Ok(Some(self.extent(hole.clamp(start + 1, self.window.0), Content::Data)))
     }
@@ -100,7 +102,7 @@ impl DiskRound for ImageRound {
         Ok(Some(self.extent(end, Content::Data)))
     }
 
-    fn ask(&mut self, run: PageRun) -> Result<(), DiskError> {
+    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
         // Advice: where it is not taken, the read waits longer.
         let length = NonZeroU64::new(run.count.bytes().0);
         let _ = rustix::fs::fadvise(&*self.image, run.start.offset(), length, Advice::WillNeed);
@@ -112,9 +114,13 @@ impl DiskRound for ImageRound {
         DEPTH
     }
 
-    fn take(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
+    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
         let run = self.asked.pop_front();
-        assert_eq!(run.map(|run| run.count.bytes().0), Some(bytes.len() as u64), "what was asked for first");
+        assert_eq!(
+            run.map(|run| run.count.bytes().0),
+            Some(bytes.len() as u64),
+            "what was asked for first"
+        );
         let start = run.map_or(0, |run| run.start.offset());
         let inside = (self.disk.size.0 - start).min(bytes.len() as u64) as usize;
         let (inside, beyond) = bytes.split_at_mut(inside);
@@ -133,7 +139,8 @@ pub(super) struct ImageSink {
 impl ImageSink {
     /// `None` when another machine has the image open.
     pub(super) fn new(image: Arc<File>, size: ByteCount) -> Option<Self> {
-        if matches!(flock(&image, FlockOperation::NonBlockingLockExclusive), Err(Errno::WOULDBLOCK)) {
+        if matches!(flock(&image, FlockOperation::NonBlockingLockExclusive), Err(Errno::WOULDBLOCK))
+        {
             // The lock that was there may be gone (flock(2)).
             let _ = flock(&image, FlockOperation::NonBlockingLockShared);
             return None;
@@ -142,7 +149,10 @@ impl ImageSink {
     }
 
     fn error(what: &str, at: u64, error: &dyn std::fmt::Display) -> DiskError {
-        format!("the disk image cannot be {what} at offset {at}: {error}; is there room where it is?").into()
+        format!(
+            "the disk image cannot be {what} at offset {at}: {error}; is there room where it is?"
+        )
+        .into()
     }
 
     /// Writes zeros where no hole can be made.
@@ -152,7 +162,9 @@ impl ImageSink {
         while at < end {
             let count = (end - at).min(zeros.len() as u64);
             let bytes = &zeros[..count as usize];
-            self.image.write_all_at(bytes, at).map_err(|error| Self::error("written", at, &error))?;
+            self.image
+                .write_all_at(bytes, at)
+                .map_err(|error| Self::error("written", at, &error))?;
             at += count;
         }
         Ok(())
@@ -187,12 +199,14 @@ impl DiskSink for ImageSink {
         }
     }
 
-    fn settle(&mut self, durable: bool) -> Result<(), DiskError> {
+    fn flush(&mut self, durable: bool) -> Result<(), DiskError> {
         // What pwrite(2) has taken is there for whoever reads next.
         if !durable {
             return Ok(());
         }
-        self.image.sync_data().map_err(|error| format!("the disk image cannot be flushed: {error}").into())
+        self.image
+            .sync_data()
+            .map_err(|error| format!("the disk image cannot be flushed: {error}").into())
     }
 }
 
@@ -204,9 +218,15 @@ mod tests {
 
     impl Image {
         fn new(name: &str, size: u64) -> Self {
-            let path = std::env::temp_dir().join(format!("godwit-moving-{name}-{}", std::process::id()));
-            let file =
-                File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+            let path =
+                std::env::temp_dir().join(format!("godwit-moving-{name}-{}", std::process::id()));
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .open(&path)
+                .unwrap();
             file.set_len(size).unwrap();
             Self(path, Arc::new(file))
         }
@@ -235,8 +255,8 @@ mod tests {
             for start in (run.start.0..run.end().0).step_by(256) {
                 let piece = PageRun::new(start, 256.min(run.end().0 - start));
                 let mut bytes = vec![9; piece.count.bytes().0 as usize];
-                round.ask(piece).unwrap();
-                round.take(&mut bytes).unwrap();
+                round.submit(piece).unwrap();
+                round.complete(&mut bytes).unwrap();
                 sink.write(piece, &bytes).unwrap();
                 read += piece.count.0;
             }
@@ -254,8 +274,9 @@ mod tests {
         let marks = Arc::new(Marks::default());
         marks.start(ByteCount(SIZE), ByteCount(64 << 10));
         let mut sink = ImageSink::new(Arc::clone(&to.1), ByteCount(SIZE)).unwrap();
-        let begin =
-            || ImageRound::new(Arc::clone(&from.1), disk(), marks.begin().unwrap(), Arc::clone(&marks));
+        let begin = || {
+            ImageRound::new(Arc::clone(&from.1), disk(), marks.begin().unwrap(), Arc::clone(&marks))
+        };
 
         let mut first = begin();
         let at_once = first.next().unwrap().unwrap();
@@ -273,8 +294,11 @@ mod tests {
         assert_eq!(second.dirty(), Some(ByteCount(64 << 10)));
         assert_eq!(copy(second, &mut sink), 16);
 
-        sink.settle(true).unwrap();
-        assert!(std::fs::read(&from.0).unwrap() == std::fs::read(&to.0).unwrap(), "the images differ");
+        sink.flush(true).unwrap();
+        assert!(
+            std::fs::read(&from.0).unwrap() == std::fs::read(&to.0).unwrap(),
+            "the images differ"
+        );
         use std::os::unix::fs::MetadataExt;
         let blocks = to.1.metadata().unwrap().blocks() * 512;
         assert!(blocks < 2 << 20, "{blocks} bytes are allocated: holes were filled");

@@ -1,4 +1,5 @@
-//! The limit of what the guest may write to its disk: a request is answered when its bytes are paid for.
+//! The limit of what the guest may write to its disk: a request is answered when its bytes are paid
+//! for.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Instant;
@@ -30,7 +31,9 @@ impl Pace {
     /// Waits until `bytes` are paid for.
     pub(super) fn pay(&self, bytes: u64) {
         let mut account = self.account.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(cost) = account.rate.and_then(|rate| rate.time_for(ByteCount(bytes))) else { return };
+        let Some(cost) = account.rate.and_then(|rate| rate.time_for(ByteCount(bytes))) else {
+            return;
+        };
         let now = Instant::now();
         let until = account.paid_until.map_or(now, |paid| paid.max(now)) + cost;
         account.paid_until = Some(until);
@@ -40,7 +43,8 @@ impl Pace {
             if left.is_zero() {
                 return;
             }
-            account = self.changed.wait_timeout(account, left).unwrap_or_else(PoisonError::into_inner).0;
+            account =
+                self.changed.wait_timeout(account, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

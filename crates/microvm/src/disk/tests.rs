@@ -30,7 +30,8 @@ impl Rig {
         std::fs::write(&path, vec![7; 1 << 20]).unwrap();
         let disk = Disk::open(&path).unwrap();
         let rig = Self { ram, disk, path };
-        for (register, value) in [(0x70, 3), (0x24, 1), (0x20, 1), (0x70, 11), (0x30, 0), (0x38, 4)] {
+        for (register, value) in [(0x70, 3), (0x24, 1), (0x20, 1), (0x70, 11), (0x30, 0), (0x38, 4)]
+        {
             rig.set(register, value);
         }
         for (register, address) in [(0x80, TABLE), (0x90, DRIVER), (0xa0, DEVICE)] {
@@ -57,8 +58,12 @@ impl Rig {
     }
 
     fn descriptor(&self, index: u64, address: u64, len: u32, flags: u16, next: u16) {
-        let words =
-            [&address.to_le_bytes()[..], &len.to_le_bytes(), &flags.to_le_bytes(), &next.to_le_bytes()];
+        let words = [
+            &address.to_le_bytes()[..],
+            &len.to_le_bytes(),
+            &flags.to_le_bytes(),
+            &next.to_le_bytes(),
+        ];
         self.put(TABLE + 16 * index, &words.concat());
     }
 
@@ -191,8 +196,8 @@ fn what_the_guest_writes_while_the_disk_moves_is_in_the_next_round() {
     let extent = next.next().unwrap().unwrap();
     assert_eq!((extent.run.start.0, extent.run.count.0), (32, 16));
     let mut bytes = vec![0; 16 << 12];
-    next.ask(extent.run).unwrap();
-    next.take(&mut bytes).unwrap();
+    next.submit(extent.run).unwrap();
+    next.complete(&mut bytes).unwrap();
     // Sector 300 lies at byte 22528 of that block.
     assert_eq!((bytes[22_527], bytes[22_528], bytes[22_528 + 4096]), (7, 9, 7));
     assert!(next.next().unwrap().is_none());

@@ -1,4 +1,5 @@
-//! A machine on the real KVM: what is saved is loaded, what does not fit is refused, and the guest goes on.
+//! A machine on the real KVM: what is saved is loaded, what does not fit is refused, and the guest
+//! goes on.
 
 use std::io::{self, Write};
 use std::sync::Mutex;
@@ -144,7 +145,10 @@ fn a_guest_that_dies_is_told_with_its_place() {
     rig.machine.run();
     let Ok(MachineEvent::Died(error)) = rig.events.recv_timeout(LIMIT) else { panic!("it lives") };
     let text = error.to_string();
-    assert!(text.contains("vCPU 0 shut down by a triple fault") && text.contains("at 0x1"), "{text}");
+    assert!(
+        text.contains("vCPU 0 shut down by a triple fault") && text.contains("at 0x1"),
+        "{text}"
+    );
     // The machine can still be stopped and dropped.
     rig.machine.stop().unwrap();
 }
@@ -188,7 +192,8 @@ fn machines_that_cannot_be_are_refused() {
 #[test]
 fn a_machine_takes_as_many_slots_as_kvm_has() {
     let name = "a_machine_takes_as_many_slots_as_kvm_has";
-    let plan = MachinePlan { slots: 32_764, blocks: plain_layout(ByteCount(256 << 20), None), ..plan(1) };
+    let plan =
+        MachinePlan { slots: 32_764, blocks: plain_layout(ByteCount(256 << 20), None), ..plan(1) };
     let Some(rig) = rig(name, &plan, Some(GuestMode::Idle)) else { return };
     assert_eq!(rig.machine.slots().len(), 32_764);
     rig.machine.run();

@@ -119,7 +119,8 @@ fn the_search_for_the_minimum_is_bounded() {
 #[test]
 fn a_guest_that_outruns_the_link_ends_with_advice() {
     let mut policy = policy(300);
-    let decision = (0..100).map(|_| policy.round(&round(1000, 128, 65_536)).0).find(|d| !goes_on(d));
+    let decision =
+        (0..100).map(|_| policy.round(&round(1000, 128, 65_536)).0).find(|d| !goes_on(d));
     let Some(Decision::GiveUp(advice)) = decision else { panic!("{decision:?}") };
     let text = advice.to_string();
     assert!(text.contains("--downtime-limit 2.41s"), "{text}");
@@ -172,7 +173,8 @@ fn adaptive_round(dirty: &[u32], throttle: f64) -> Round<'_> {
     }
 }
 
-/// A policy with default settings that has seen three segments rewritten throughout the first round.
+/// A policy with default settings that has seen three segments rewritten throughout the first
+/// round.
 fn throttled() -> Policy {
     let mut policy = Policy::new(Settings::default());
     let (none, hot) = (busy(0), busy(3));
@@ -227,8 +229,12 @@ fn a_setting_of_something_else_leaves_the_throttle_in_force() {
 fn a_governor_that_is_lost_within_a_round_is_in_the_plan_no_more() {
     let mut policy = Policy::new(Settings::default());
     let (none, hot) = (busy(0), busy(3));
-    let look =
-        |ms, dirty| Tick { in_round: Duration::from_millis(ms), dirty, can_govern: true, ..Tick::default() };
+    let look = |ms, dirty| Tick {
+        in_round: Duration::from_millis(ms),
+        dirty,
+        can_govern: true,
+        ..Tick::default()
+    };
     policy.tick(&look(100, &none));
     policy.tick(&look(200, &hot));
     policy.round(&Round { can_govern: true, ..adaptive_round(&hot, 0.0) });
@@ -277,10 +283,14 @@ fn the_limit_grows_to_its_ceiling_only_without_progress() {
         ..Settings::default()
     };
     let mut policy = Policy::new(settings);
-    let limits: Vec<Duration> = (0..4).map(|_| policy.round(&round(1000, 128, 65_536)).1.limit).collect();
+    let limits: Vec<Duration> =
+        (0..4).map(|_| policy.round(&round(1000, 128, 65_536)).1.limit).collect();
     assert_eq!(limits[0..3], [Duration::from_millis(300); 3]);
     assert!(limits[3] > limits[2] && limits[3] < Duration::from_secs(3));
-    let end = (0..100).map(|_| policy.round(&round(1000, 128, 65_536))).find(|(d, _)| !goes_on(d)).unwrap();
+    let end = (0..100)
+        .map(|_| policy.round(&round(1000, 128, 65_536)))
+        .find(|(d, _)| !goes_on(d))
+        .unwrap();
     assert_eq!(end.0, Decision::SwitchOver);
     assert!(end.1.expected_downtime <= Some(Duration::from_secs(3)));
 }

@@ -37,7 +37,11 @@ fn what_is_sent_soon_is_sent_in_one_round() {
     // 256 MiB in two seconds, of which 32 MiB may remain.
     let budget = budget_for(65_536.0, 10.0);
     assert!((budget * 2.0 - CAREFUL * 8192.0).abs() < 1.0, "{budget}");
-    assert_eq!(budget_for(8192.0, 10.0), 0.5 * 32_768.0, "but the link is never shared by more than halves");
+    assert_eq!(
+        budget_for(8192.0, 10.0),
+        0.5 * 32_768.0,
+        "but the link is never shared by more than halves"
+    );
 }
 
 #[test]

@@ -2,7 +2,15 @@
 
 use super::*;
 
-fn looks(guest: &mut Guest, pages: f64, rate: f64, speed: f64, from: f64, count: u32, throttle: f64) -> f64 {
+fn looks(
+    guest: &mut Guest,
+    pages: f64,
+    rate: f64,
+    speed: f64,
+    from: f64,
+    count: u32,
+    throttle: f64,
+) -> f64 {
     let mut dirty = from;
     for _ in 0..count {
         dirty = pages - (pages - dirty) * (-speed * rate * 0.1_f64).exp();
@@ -228,7 +236,10 @@ fn what_is_held_to_a_rate_teaches_nothing() {
     let mut guest = seen(&ON_A_LINE);
     let before = line(&guest);
     guest.note(&[970]);
-    assert_eq!((line(&guest), guest.segments[0].last, guest.segments[0].top), (before, 970.0, 970.0));
+    assert_eq!(
+        (line(&guest), guest.segments[0].last, guest.segments[0].top),
+        (before, 970.0, 970.0)
+    );
     guest.note(&[10]);
     assert_eq!((guest.segments[0].last, guest.segments[0].top), (10.0, 970.0));
     guest.note(&[1, 2, 3]);
@@ -338,7 +349,8 @@ fn paces_of_different_octaves_are_different_classes() {
         ..Guest::default()
     };
     let classes = guest.classes();
-    let found: Vec<(f64, f64)> = classes.iter().map(|class| (class.pages / 4096.0, class.dirty)).collect();
+    let found: Vec<(f64, f64)> =
+        classes.iter().map(|class| (class.pages / 4096.0, class.dirty)).collect();
     assert_eq!(found, [(2.0, 2.0), (2.0, 15.0), (1.0, 20.0), (2.0, 2.0)]);
     assert!(near(classes[1].rate, 1.45), "the mean of both: {classes:?}");
     assert!(near(classes[3].rate, 514.0), "{classes:?}");
@@ -362,7 +374,9 @@ fn step_by_step(class: Class, unsent: f64, speed: f64, link: Link) -> (f64, f64)
         let time = (low + high) / 2.0;
         let sent: f64 = (0..PARTS)
             .map(|part| link.idle + (part as f64 + 0.5) / PARTS as f64 * time)
-            .map(|turn| (class.pages - (class.pages - class.dirty) * (-rate * turn).exp()) / PARTS as f64)
+            .map(|turn| {
+                (class.pages - (class.pages - class.dirty) * (-rate * turn).exp()) / PARTS as f64
+            })
             .sum();
         if unsent + sent > link.pages * time { low = time } else { high = time }
     }
@@ -397,8 +411,10 @@ fn a_round_in_pieces_is_as_it_happens() {
 #[test]
 fn a_round_at_once_sends_what_was_dirty_and_leaves_what_became_so() {
     let link = Link { pages: 1000.0, idle: 0.5, at_once: true, lead: 0.0 };
-    let mut classes =
-        [Class { pages: 2000.0, rate: 0.4, dirty: 500.0 }, Class { pages: 100.0, rate: 0.0, dirty: 100.0 }];
+    let mut classes = [
+        Class { pages: 2000.0, rate: 0.4, dirty: 500.0 },
+        Class { pages: 100.0, rate: 0.0, dirty: 100.0 },
+    ];
     let time = round(&mut classes, 400.0, 1000.0, 0.5, link);
     assert_eq!(time, 1.5);
     assert!(near(classes[0].dirty, 2000.0 * (1.0 - (-0.3_f64).exp())), "{classes:?}");
@@ -413,7 +429,9 @@ fn a_round_at_once_sends_what_was_dirty_and_leaves_what_became_so() {
 #[test]
 fn the_share_that_stays_clean_is_a_mean_over_the_round() {
     assert_eq!((kept(0.0), kept(1e-9)), (1.0, 1.0));
-    assert!(near(kept(1.0), 1.0 - (-1.0_f64).exp()) && near(kept(2.0), (1.0 - (-2.0_f64).exp()) / 2.0));
+    assert!(
+        near(kept(1.0), 1.0 - (-1.0_f64).exp()) && near(kept(2.0), (1.0 - (-2.0_f64).exp()) / 2.0)
+    );
     assert!((kept(1e-5) - 1.0).abs() < 1e-4);
 }
 
@@ -443,7 +461,10 @@ fn the_time_to_finish_is_the_sum_of_the_rounds() {
     assert_eq!(time_to_finish(&wild, 0.0, 1.0, link, 400.0), None);
     // A link that would take months is none.
     assert_eq!(finish(0.0, 0.0, Link { pages: 9e-5, ..link }, 400.0), None);
-    assert_eq!(finish(0.0, 0.0, Link { pages: 1.1e-4, ..link }, 400.0).map(f64::round), Some(9_090_909.0));
+    assert_eq!(
+        finish(0.0, 0.0, Link { pages: 1.1e-4, ..link }, 400.0).map(f64::round),
+        Some(9_090_909.0)
+    );
 }
 
 /// Ten segments of 1,000 pages: `hot` of them are dirty all over and written `rate` times a second

@@ -9,7 +9,10 @@ fn the_hottest_are_delayed_until_the_others_are_done() {
     let mut hot = Hot::default();
     let busy = [4000, 3500, 3100, 400, 300, 300, 0, 0, 0, 0];
     hot.round(&busy, 4096.0, 10_000.0, BOUNDS);
-    assert_eq!((0..10).filter(|index| hot.delayed().contains(*index)).collect::<Vec<_>>(), [0, 1, 2]);
+    assert_eq!(
+        (0..10).filter(|index| hot.delayed().contains(*index)).collect::<Vec<_>>(),
+        [0, 1, 2]
+    );
     // The others have stopped to shrink.
     hot.round(&busy, 4096.0, 10_000.0, BOUNDS);
     assert!(hot.delayed().is_empty());
@@ -43,7 +46,12 @@ fn a_delay_ends_when_little_remains_and_after_its_rounds() {
     for round in 0..60u32 {
         // The others halve for ever.
         let others = 1_000_000_u32.checked_shr(round).unwrap_or(0) + 100;
-        hot.round(&[4_000_000, others, others, others], 4096.0, 5000.0, Bounds { rounds: 5, ..BOUNDS });
+        hot.round(
+            &[4_000_000, others, others, others],
+            4096.0,
+            5000.0,
+            Bounds { rounds: 5, ..BOUNDS },
+        );
         assert!(round < 5 || hot.delayed().is_empty());
     }
 }

@@ -1,4 +1,5 @@
-//! The policy's settings, a row each: the one list from which they are parsed, shown and documented.
+//! The policy's settings, a row each: the one list from which they are parsed, shown and
+//! documented.
 
 use std::time::Duration;
 

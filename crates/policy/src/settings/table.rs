@@ -1,9 +1,9 @@
 //! What a setting is: one row of a table, with all that help, documents and completions say of it,
 //! and the two functions that put a value in and show it.
 //!
-//! Invariant: a row's text is parsed in one place, [`About::parse`], by the kind and the bounds that
-//! the row declares; so what is refused and what the documents allow cannot differ. Rows say nothing
-//! of where the settings are kept: the policy and the engine have a table each.
+//! Invariant: a row's text is parsed in one place, [`About::parse`], by the kind and the bounds
+//! that the row declares; so what is refused and what the documents allow cannot differ. Rows say
+//! nothing of where the settings are kept: the policy and the engine have a table each.
 
 use std::time::Duration;
 
@@ -221,7 +221,9 @@ impl About {
     pub fn values(&self) -> String {
         let kind = match self.takes {
             Takes::Words => None,
-            Takes::Time { least, most, .. } => Some(format!("time, {} to {}", whole(least), whole(most))),
+            Takes::Time { least, most, .. } => {
+                Some(format!("time, {} to {}", whole(least), whole(most)))
+            }
             Takes::Number { most, unit: "" } => Some(format!("0 to {most}")),
             Takes::Number { most, unit } => Some(format!("{unit}, 0 to {most}")),
             Takes::Rate { .. } => Some("rate".to_owned()),
@@ -231,7 +233,8 @@ impl About {
         let all: Vec<String> = kind.into_iter().chain(words).collect();
         match all.split_last() {
             Some((last, others)) if !others.is_empty() => {
-                let comma = if matches!(self.takes, Takes::Words) || others.len() > 1 { "" } else { "," };
+                let comma =
+                    if matches!(self.takes, Takes::Words) || others.len() > 1 { "" } else { "," };
                 format!("{}{comma} or {last}", others.join(", "))
             }
             _ => all.concat(),

@@ -57,13 +57,19 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
             "downtime-limit=soon",
             "downtime-limit=soon is not possible: use a time from 1ms to 1h, such as 300ms",
         ),
-        ("downtime-limit=2h", "downtime-limit=2h is not possible: use a time from 1ms to 1h, such as 300ms"),
+        (
+            "downtime-limit=2h",
+            "downtime-limit=2h is not possible: use a time from 1ms to 1h, such as 300ms",
+        ),
         (
             "downtime-ceiling=1ms",
             "downtime-ceiling=1ms is not possible: it must be at least downtime-limit, 300ms",
         ),
         ("max-throttle=100", "max-throttle=100 is not possible: use a whole number from 0 to 99"),
-        ("delay-hot-percent=-1", "delay-hot-percent=-1 is not possible: use a whole number from 0 to 90"),
+        (
+            "delay-hot-percent=-1",
+            "delay-hot-percent=-1 is not possible: use a whole number from 0 to 90",
+        ),
         (
             "memory-share=1025",
             "memory-share=1025 is not possible: use a whole number from 0 to 1024, or auto",
@@ -73,8 +79,14 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
             "disk-limit=1G is not possible: '1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
         ),
         ("patience=5m", "patience=5m is not possible: '5m' is ambiguous: write 5min or 5ms"),
-        ("downtime-limit=300", "downtime-limit=300 is not possible: '300' is ambiguous: write 300ms or 300s"),
-        ("disk-limit=0", "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off"),
+        (
+            "downtime-limit=300",
+            "downtime-limit=300 is not possible: '300' is ambiguous: write 300ms or 300s",
+        ),
+        (
+            "disk-limit=0",
+            "disk-limit=0 is not possible: use a rate such as 30MiB/s, or auto, or off",
+        ),
         (
             "switchover-bandwidth=fast",
             "switchover-bandwidth=fast is not possible: use a rate such as 10Gbit or 100MiB/s, or auto",
@@ -83,12 +95,18 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
             "throttle=hard",
             "throttle=hard is not possible: use off, direct, staged, auto-converge, adaptive, governor or vcpus",
         ),
-        ("throttle", "throttle= is not possible: write it as key=value, such as downtime-limit=300ms"),
+        (
+            "throttle",
+            "throttle= is not possible: write it as key=value, such as downtime-limit=300ms",
+        ),
     ] {
         assert_eq!(settings.assign(assignment).unwrap_err().to_string(), line);
     }
     let unknown = settings.set("downtime", "1s").unwrap_err().to_string();
-    assert!(unknown.starts_with("there is no setting 'downtime': use one of downtime-limit, "), "{unknown}");
+    assert!(
+        unknown.starts_with("there is no setting 'downtime': use one of downtime-limit, "),
+        "{unknown}"
+    );
     assert_eq!(settings, Settings::default());
 }
 

@@ -86,7 +86,8 @@ fn a_guest_that_writes_little_is_not_limited_because_memory_takes_its_time() {
     // 100 MiB in a second is what the link carries.
     let sent = DiskRound { sent: ByteCount(100 << 20), ..disk(true, 0) };
     share.transfer(&sent, second, Duration::ZERO);
-    let mut limit = |remaining: u64| share.round(&disk(false, remaining << 20), 2.0, 0.0, DiskLimit::Auto).1;
+    let mut limit =
+        |remaining: u64| share.round(&disk(false, remaining << 20), 2.0, 0.0, DiskLimit::Auto).1;
     // 10 MiB/s are dirtied: not less from round to round, and no reason to worry.
     assert_eq!([limit(20), limit(20), limit(21)], [None; 3]);
     // 40 MiB/s are.
@@ -104,7 +105,11 @@ fn limits_may_be_forbidden_or_given() {
 }
 /// Disks of which `sent` MiB were sent and `remaining` MiB remain.
 fn mib(sent: u64, remaining: u64) -> DiskRound {
-    DiskRound { sent: ByteCount(sent << 20), remaining: ByteCount(remaining << 20), ..DiskRound::default() }
+    DiskRound {
+        sent: ByteCount(sent << 20),
+        remaining: ByteCount(remaining << 20),
+        ..DiskRound::default()
+    }
 }
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -149,8 +154,9 @@ fn the_best_rate_of_disks_is_forgotten_slowly() {
 #[test]
 fn half_of_what_fits_into_the_downtime_is_little() {
     let mut share = Share::default();
-    let mut part =
-        |remaining: u64, enough: f64| share.round(&disk(false, remaining), 1.0, enough, DiskLimit::Off).0;
+    let mut part = |remaining: u64, enough: f64| {
+        share.round(&disk(false, remaining), 1.0, enough, DiskLimit::Off).0
+    };
     assert_eq!(part(4000, 100.0), 1);
     assert_eq!(part(3000, 5999.0), 256);
     assert_eq!(part(3000, 6000.0), 1024);
@@ -249,8 +255,11 @@ fn where_writes_are_not_seen_what_became_dirty_counts() {
 #[test]
 fn slow_storage_lowers_no_limit_of_rounds_that_shrink() {
     let mut share = Share { limit: Some(mib_a_second(60.0)), ..Share::default() };
-    let disk =
-        DiskRound { written: ByteCount(100 << 20), storage: Duration::from_millis(900), ..mib(200, 200) };
+    let disk = DiskRound {
+        written: ByteCount(100 << 20),
+        storage: Duration::from_millis(900),
+        ..mib(200, 200)
+    };
     // Rounds would halve at 50 MiB/s.
     assert_eq!(share.adapted(&disk, 1.0), Some(mib_a_second(60.0)));
 }

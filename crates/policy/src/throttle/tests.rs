@@ -44,7 +44,8 @@ fn direct_is_90_percent_for_3_seconds_then_99_for_3_then_staged() {
         })
         .collect();
     assert_eq!(levels, [0.9, 0.9, 0.9, 0.99, 0.99, 0.99]);
-    // Six seconds over: staged goes on from 1 %, beyond 99 %, for 3 s, and then only the operator can help.
+    // Six seconds over: staged goes on from 1 %, beyond 99 %, for 3 s, and then only the operator
+    // can help.
     throttle.round(mode, &view(&guest, 9, 2000.0, 2000.0), SECOND);
     assert_eq!((throttle.value(), throttle.exhausted()), (0.99, false));
     throttle.tick(mode, &view(&guest, 12, 2000.0, 2000.0));
@@ -102,7 +103,12 @@ fn adaptive_is_strong_and_brief_where_that_costs_less_work() {
     // At 85 % it would take many rounds to get there.
     let classes = [Class { pages: 2000.0, rate: 6.0, dirty: 2000.0 }];
     let mut throttle = Throttle::default();
-    let busy = View { classes: &classes, enough: 200.0, time_left: 60.0, ..view(&guest, 1, 2000.0, 1000.0) };
+    let busy = View {
+        classes: &classes,
+        enough: 200.0,
+        time_left: 60.0,
+        ..view(&guest, 1, 2000.0, 1000.0)
+    };
     // Two rounds alike: to wait is no use.
     (0..2).for_each(|_| throttle.round(ThrottleMode::Adaptive, &busy, SECOND));
     assert!(throttle.value() > SEVERE, "{}", throttle.value());
@@ -127,8 +133,9 @@ fn adaptive_takes_no_more_than_it_may() {
 }
 
 /// A view of 1,000 pages that are all dirty and harvested at once, on a link of 1,000 a second.
-/// With each page written `rate` times a second, a share `s` of the guest's time leaves after a round of
-/// `t` seconds `1000·(1 − exp(−s·rate·t))`, which takes a thousandth of that in seconds to send.
+/// With each page written `rate` times a second, a share `s` of the guest's time leaves after a
+/// round of `t` seconds `1000·(1 − exp(−s·rate·t))`, which takes a thousandth of that in seconds to
+/// send.
 fn at_once<'a>(guest: &'a Guest, classes: &'a [Class], time_left: f64) -> View<'a> {
     View {
         classes,
@@ -370,7 +377,8 @@ fn another_round_is_waited_for_while_they_leave_a_fifth_less() {
         throttle.round(ThrottleMode::Vcpus, &view, SECOND);
         throttle.value() == 0.0
     };
-    let round = |throttle: &mut Throttle, view: &View| throttle.round(ThrottleMode::Vcpus, view, SECOND);
+    let round =
+        |throttle: &mut Throttle, view: &View| throttle.round(ThrottleMode::Vcpus, view, SECOND);
     let governed = |throttle: &mut Throttle, view: &View| throttle.look_on(view);
     for first in [round as fn(&mut Throttle, &View), governed] {
         assert!(!waits(first, 1000.0, false));

@@ -1,7 +1,8 @@
 //! The differences between two pictures, in words for an operator, each with its key and its cure.
 //!
-//! Invariant: what follows from another difference is not told beside it, and two QEMUs of one version that were started with the
-//! same options have none. Of the source's picture nothing is believed but that it is text.
+//! Invariant: what follows from another difference is not told beside it, and two QEMUs of one
+//! version that were started with the same options have none. Of the source's picture nothing is
+//! believed but that it is text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,18 +31,29 @@ fn difference(key: impl Into<String>, text: String) -> Difference {
     Difference { key: key.into(), text }
 }
 
-/// What differs between the source's machine and the one here. `machines` are the types that the QEMU here has.
-pub(crate) fn differences(source: &Picture, here: &Picture, machines: &BTreeSet<String>) -> Vec<Difference> {
+/// What differs between the source's machine and the one here. `machines` are the types that the
+/// QEMU here has.
+pub(crate) fn differences(
+    source: &Picture,
+    here: &Picture,
+    machines: &BTreeSet<String>,
+) -> Vec<Difference> {
     let mut found = Vec::new();
     let fact = |picture: &Picture, key: &str| picture.facts.get(key).cloned().unwrap_or_default();
     let differs = |key: &str| fact(source, key) != fact(here, key);
     if differs("machine") {
-        found.push(machine(&fact(source, "machine"), &fact(here, "machine"), here.version, machines));
+        found.push(machine(
+            &fact(source, "machine"),
+            &fact(here, "machine"),
+            here.version,
+            machines,
+        ));
     }
     let keys: BTreeSet<&String> = source.facts.keys().chain(here.facts.keys()).collect();
     for key in keys {
         let (theirs, own) = (source.facts.get(key), here.facts.get(key));
-        // What follows from another processor, another number of them or another machine is not news.
+        // What follows from another processor, another number of them or another machine is not
+        // news.
         let follows = match key.split('.').next() {
             _ if key == "machine" => true,
             Some("machine") => differs("machine"),
@@ -64,7 +76,12 @@ pub(crate) fn differences(source: &Picture, here: &Picture, machines: &BTreeSet<
     found
 }
 
-fn machine(theirs: &str, own: &str, version: (u64, u64, u64), machines: &BTreeSet<String>) -> Difference {
+fn machine(
+    theirs: &str,
+    own: &str,
+    version: (u64, u64, u64),
+    machines: &BTreeSet<String>,
+) -> Difference {
     let (major, minor, micro) = version;
     let cure = if machines.contains(theirs) {
         format!("use -machine {}", shown(theirs))
@@ -84,20 +101,25 @@ fn of_fact(key: &str, theirs: Option<&str>, own: Option<&str>) -> Option<Differe
     let (group, name) = key.split_once('.').unwrap_or((key, ""));
     let (what, cure) = match (group, name) {
         ("smp", "") => ("processors".to_owned(), format!("use -smp {}", shown(theirs?))),
-        ("smp", "plugged") => ("places of the processors".to_owned(), "plug the same ones".to_owned()),
+        ("smp", "plugged") => {
+            ("places of the processors".to_owned(), "plug the same ones".to_owned())
+        }
         ("smp", _) => (format!("-smp {name}"), format!("use -smp …,{name}={}", shown(theirs?))),
         ("cpu", "") => ("CPU model".to_owned(), format!("use -cpu {}", shown(theirs?))),
         ("cpu", _) => (format!("CPU {name}"), "use the source's -cpu".to_owned()),
         ("accel", _) => ("accelerator".to_owned(), format!("use -accel {}", shown(theirs?))),
-        ("machine", _) => (format!("machine {name}"), format!("use -machine …,{name}={}", shown(theirs?))),
+        ("machine", _) => {
+            (format!("machine {name}"), format!("use -machine …,{name}={}", shown(theirs?)))
+        }
         ("memory", "") => ("bytes of memory".to_owned(), "use the source's -m".to_owned()),
         ("memory", _) if name.starts_with("block ") => {
             let cure = "use the same devices, and the same firmware and ROM files";
             (format!("bytes of memory {name}"), cure.to_owned())
         }
-        ("memory", _) => {
-            (format!("memory {name}"), "use the source's -device for memory, with its addr".to_owned())
-        }
+        ("memory", _) => (
+            format!("memory {name}"),
+            "use the source's -device for memory, with its addr".to_owned(),
+        ),
         // A newer source knows what is not known here.
         _ => return None,
     };
@@ -106,7 +128,12 @@ fn of_fact(key: &str, theirs: Option<&str>, own: Option<&str>) -> Option<Differe
     if !both_know && group != "memory" {
         return None;
     }
-    let text = format!("{}: {} at the source, {} here ({cure})", shown(&what), absent(theirs), absent(own));
+    let text = format!(
+        "{}: {} at the source, {} here ({cure})",
+        shown(&what),
+        absent(theirs),
+        absent(own)
+    );
     Some(difference(shown(key), text))
 }
 
@@ -128,7 +155,9 @@ fn features(source: &Picture, here: &Picture) -> Option<Difference> {
 
 /// The same with names, where the source tells them.
 pub(crate) fn name_features(found: &mut [Difference], theirs: &[String], own: &[String]) {
-    let Some(told) = found.iter_mut().find(|difference| difference.key == "cpu.features") else { return };
+    let Some(told) = found.iter_mut().find(|difference| difference.key == "cpu.features") else {
+        return;
+    };
     let only = |of: &[String], other: &[String]| -> Vec<String> {
         let names = of.iter().filter(|name| !other.contains(name));
         names.take(40).map(|name| shown(name)).collect()
@@ -174,7 +203,9 @@ fn devices(source: &Picture, here: &Picture) -> Vec<Difference> {
     // Another version builds its boards another way inside; what was plugged is what counts.
     let same_version = source.version == here.version;
     let counts = |devices: &BTreeMap<String, Device>, place: &str| {
-        same_version || devices.get(place).is_some_and(|device| !device.id.is_empty()) || place.contains('/')
+        same_version
+            || devices.get(place).is_some_and(|device| !device.id.is_empty())
+            || place.contains('/')
     };
     let missing = |of: &Picture, other: &Picture| -> Vec<String> {
         let absent: BTreeSet<&String> =
@@ -214,11 +245,14 @@ fn devices(source: &Picture, here: &Picture) -> Vec<Difference> {
 
 /// The option that makes a device.
 fn option(device: &Device, place: &str) -> String {
-    let id = if device.id.is_empty() { String::new() } else { format!(",id={}", shown(&device.id)) };
+    let id =
+        if device.id.is_empty() { String::new() } else { format!(",id={}", shown(&device.id)) };
     let last = place.rsplit('/').next().unwrap_or_default();
     // Of a PCI device.
     let addr = match last.split_once('.') {
-        Some((slot, function)) if slot.len() == 2 && function.len() == 1 => format!(",addr={}", shown(last)),
+        Some((slot, function)) if slot.len() == 2 && function.len() == 1 => {
+            format!(",addr={}", shown(last))
+        }
         _ => String::new(),
     };
     format!("{}{id}{addr}", shown(&device.kind))
@@ -235,17 +269,23 @@ fn device(place: &str, theirs: &Device, own: &Device, source: &Picture) -> Optio
         );
         return Some(difference(key(place), text));
     }
-    // A property that one side does not know has come with another version, which keeps to what the machine's type says.
-    let both =
-        theirs.properties.iter().filter_map(|(key, value)| Some((key, value, own.properties.get(key)?)));
+    // A property that one side does not know has come with another version, which keeps to what the
+    // machine's type says.
+    let both = theirs
+        .properties
+        .iter()
+        .filter_map(|(key, value)| Some((key, value, own.properties.get(key)?)));
     let differ: Vec<String> = both
         .filter(|(_, theirs, own)| theirs != own)
-        .map(|(key, theirs, own)| format!("{}={} at the source, {own} here", shown(key), shown(theirs)))
+        .map(|(key, theirs, own)| {
+            format!("{}={} at the source, {own} here", shown(key), shown(theirs))
+        })
         .collect();
     if differ.is_empty() {
         return None;
     }
-    let text = format!("{}: {} (use the source's)", name(&source.devices, place), differ.join(", "));
+    let text =
+        format!("{}: {} (use the source's)", name(&source.devices, place), differ.join(", "));
     Some(difference(key(place), text))
 }
 
@@ -254,7 +294,8 @@ mod tests {
     use super::*;
 
     fn device(kind: &str, id: &str, properties: &[(&str, &str)]) -> Device {
-        let properties = properties.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+        let properties =
+            properties.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
         Device { kind: kind.to_owned(), id: id.to_owned(), properties: properties.collect() }
     }
 
@@ -273,7 +314,10 @@ mod tests {
         let devices = [
             ("host", device("q35-pcihost", "", &[])),
             ("host/04.0", device("virtio-net-pci", "net0", &[("vectors", "3"), ("new-here", "x")])),
-            ("host/04.0/virtio-net-device", device("virtio-net-device", "", &[("mac", "52:54:00:00:00:01")])),
+            (
+                "host/04.0/virtio-net-device",
+                device("virtio-net-device", "", &[("mac", "52:54:00:00:00:01")]),
+            ),
             ("host/05.0", device("virtio-rng-pci", "rng0", &[])),
             ("hpet", device("hpet", "", &[("timers", "3")])),
         ];
@@ -291,7 +335,9 @@ mod tests {
         change(&mut here);
         let machines = ["pc-q35-7.2".to_owned()].into();
         let told = differences(&picture(), &here, &machines);
-        told.into_iter().map(|difference| format!("[{}] {}", difference.key, difference.text)).collect()
+        told.into_iter()
+            .map(|difference| format!("[{}] {}", difference.key, difference.text))
+            .collect()
     }
 
     #[test]
@@ -326,11 +372,17 @@ mod tests {
         );
         let unknown = differences(
             &picture(),
-            &Picture { facts: [("machine".to_owned(), "pc-q35-6.0".to_owned())].into(), ..picture() },
+            &Picture {
+                facts: [("machine".to_owned(), "pc-q35-6.0".to_owned())].into(),
+                ..picture()
+            },
             &BTreeSet::new(),
         );
         assert!(unknown[0].text.contains("7.2.0 does not have that"), "{unknown:?}");
-        assert!(unknown[0].text.contains("start the source with -machine pc-q35-6.0"), "{unknown:?}");
+        assert!(
+            unknown[0].text.contains("start the source with -machine pc-q35-6.0"),
+            "{unknown:?}"
+        );
     }
 
     #[test]

@@ -1,8 +1,9 @@
-//! Whether two machines are one to a guest: everything that it sees, and that QEMU's stream of device state relies on, looked at
-//! by QMP on both sides before the first byte is sent.
+//! Whether two machines are one to a guest: everything that it sees, and that QEMU's stream of
+//! device state relies on, looked at by QMP on both sides before the first byte is sent.
 //!
-//! The destination asks the source for its picture and compares it with its own; so what differs is refused while both QEMUs are
-//! untouched, and not by a failed load with the guest stopped and the destination used up.
+//! The destination asks the source for its picture and compares it with its own; so what differs is
+//! refused while both QEMUs are untouched, and not by a failed load with the guest stopped and the
+//! destination used up.
 //!
 //! ```text
 //!   picture    facts and devices of a machine
@@ -61,7 +62,8 @@ pub(crate) struct Terms {
     pub(crate) disks_are_shared: bool,
 }
 
-/// Answers a question of the destination's, which is a stranger's text. The disks on the nodes `moving` move along.
+/// Answers a question of the destination's, which is a stranger's text. The disks on the nodes
+/// `moving` move along.
 ///
 /// # Errors
 /// When it is not understood.
@@ -84,7 +86,9 @@ pub(crate) fn answer(
             let shared = terms.disks_are_shared;
             serde_json::to_vec(&storage::tell(machine, moving, shared).map_err(QemuError::from)?)?
         }
-        Question::Samples(disk, file) => serde_json::to_vec(&storage::sample(machine, (disk, file)))?,
+        Question::Samples(disk, file) => {
+            serde_json::to_vec(&storage::sample(machine, (disk, file)))?
+        }
         Question::Again(disk, file, blocks) => {
             serde_json::to_vec(&storage::sample_again(machine, (disk, file), blocks))?
         }
@@ -132,7 +136,8 @@ fn compare_machines(qmp: &mut dyn Monitor, ask: &mut Ask<'_>) -> Result<(), VmEr
     Err(QemuError::Different(in_words(&found)).into())
 }
 
-/// Whether the operator lets a difference pass, by its key, by the first part of it, or with all others.
+/// Whether the operator lets a difference pass, by its key, by the first part of it, or with all
+/// others.
 fn is_allowed(key: &str, allowed: &[String]) -> bool {
     allowed.iter().any(|name| {
         name == "all"
@@ -174,7 +179,9 @@ mod tests {
         };
         assert!(allowed("cpu.features", "cpu.features") && allowed("cpu.features", "smp,cpu"));
         assert!(allowed("device.host/04.0/x", "device.host/04.0") && allowed("smp", "all"));
-        assert!(!allowed("cpu.features", "cpu.model") && !allowed("cpux", "cpu") && !allowed("cpu", ""));
+        assert!(
+            !allowed("cpu.features", "cpu.model") && !allowed("cpux", "cpu") && !allowed("cpu", "")
+        );
     }
 
     #[test]

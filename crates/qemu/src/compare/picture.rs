@@ -1,6 +1,7 @@
 //! What a guest sees of its machine, asked of QEMU by QMP: the same questions at both sides.
 //!
-//! Invariant: looking changes nothing. What a QEMU does not know is left out, and what only one side knows is not compared.
+//! Invariant: looking changes nothing. What a QEMU does not know is left out, and what only one
+//! side knows is not compared.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +22,8 @@ pub(crate) struct Picture {
     pub(crate) version: (u64, u64, u64),
     /// All but devices, by key.
     pub(crate) facts: BTreeMap<String, String>,
-    /// Registers of CPUID that QEMU makes of the model and its options, by name; all zero are left out.
+    /// Registers of CPUID that QEMU makes of the model and its options, by name; all zero are left
+    /// out.
     pub(crate) features: BTreeMap<String, u64>,
     /// Devices by place.
     pub(crate) devices: BTreeMap<String, Device>,
@@ -156,7 +158,8 @@ impl Picture {
         for device in qmp.run_if_known(&QueryMemoryDevices)?.unwrap_or_default() {
             let (kind, data) = (device.kind, device.data);
             let place = data.addr.or(data.memaddr).unwrap_or(0);
-            let value = format!("{kind} of {} bytes, slot {}, node {}", data.size, data.slot, data.node);
+            let value =
+                format!("{kind} of {} bytes, slot {}, node {}", data.size, data.slot, data.node);
             self.note(&format!("memory.device {place:#x}"), &json!(value));
         }
         for (name, total) in blocks(&human(qmp, "info ramblock")?) {
@@ -166,8 +169,8 @@ impl Picture {
     }
 }
 
-/// Bits of a register that say that there are several processors: QEMU 10.0 has them in its words, 7.2 adds them when the guest
-/// asks. The topology is compared by itself.
+/// Bits of a register that say that there are several processors: QEMU 10.0 has them in its words,
+/// 7.2 adds them when the guest asks. The topology is compared by itself.
 fn follows_from_topology(register: &str) -> u64 {
     match register {
         // HTT and CmpLegacy.
@@ -180,8 +183,9 @@ fn follows_from_topology(register: &str) -> u64 {
 /// What is no feature of its own among the switches of a CPU.
 const NO_FEATURES: [&str; 4] = ["cmp-legacy", "ht", "legacy-multi-node", "realized"];
 
-/// Names and sizes in `info ramblock` (`ram_block_format` in softmmu/physmem.c): name, page size, offset, used, total. Tables
-/// that the firmware loads may grow when they are loaded, and are left out.
+/// Names and sizes in `info ramblock` (`ram_block_format` in softmmu/physmem.c): name, page size,
+/// offset, used, total. Tables that the firmware loads may grow when they are loaded, and are left
+/// out.
 fn blocks(told: &str) -> Vec<(String, u64)> {
     let block = |line: &str| {
         let (head, numbers) = line.split_once(" 0x")?;
@@ -194,7 +198,8 @@ fn blocks(told: &str) -> Vec<(String, u64)> {
     told.lines().filter_map(block).collect()
 }
 
-/// The features of the first CPU that are on, by QEMU's names: what [`Picture::features`] has as bits.
+/// The features of the first CPU that are on, by QEMU's names: what [`Picture::features`] has as
+/// bits.
 pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
     let cpus = qmp.run(&QueryCpus)?;
     let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(Vec::new()) };
@@ -202,7 +207,8 @@ pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpErr
     let mut on = Vec::new();
     for entry in list.into_iter().filter(|entry| entry.kind == "bool") {
         let name = entry.name;
-        // A feature has other names, with underscores or dots, and a CPU has switches that are no features.
+        // A feature has other names, with underscores or dots, and a CPU has switches that are no
+        // features.
         let other = name.contains(['_', '.']) || name.starts_with("hotplug");
         let other = other || name.starts_with("x-") || NO_FEATURES.contains(&name.as_str());
         if !other && property(qmp, path, &name)? == Some(true) {

@@ -1,12 +1,14 @@
-//! The devices of a machine, read off QEMU's `info qtree`: one answer that holds every device, user's or built in, with the
-//! properties that it was made with.
+//! The devices of a machine, read off QEMU's `info qtree`: one answer that holds every device,
+//! user's or built in, with the properties that it was made with.
 //!
-//! QMP has the same one property at a time (`qom-get`), a thousand questions for an ordinary machine. The text is for people, but
-//! `qbus_print` and `qdev_print` (softmmu/qdev-monitor.c, since 10.0 system/qdev-monitor.c) have written it alike from 7.2 to 10.0; a
-//! line that is not understood is left out on both sides.
+//! QMP has the same one property at a time (`qom-get`), a thousand questions for an ordinary
+//! machine. The text is for people, but `qbus_print` and `qdev_print` (softmmu/qdev-monitor.c,
+//! since 10.0 system/qdev-monitor.c) have written it alike from 7.2 to 10.0; a line that is not
+//! understood is left out on both sides.
 //!
-//! A device is found by its place: a PCI device by its address below the host bridge, a USB device by its port, a SCSI device by
-//! its target, any other by its type. QEMU's stream of device state goes by places, too.
+//! A device is found by its place: a PCI device by its address below the host bridge, a USB device
+//! by its port, a SCSI device by its target, any other by its type. QEMU's stream of device state
+//! goes by places, too.
 
 use std::collections::BTreeMap;
 
@@ -22,9 +24,10 @@ pub(crate) struct Device {
     pub(crate) properties: BTreeMap<String, String>,
 }
 
-/// Properties that name what is behind a device on its host, that only say how errors are handled or work is divided there, or
-/// that the guest sets. The geometry of a disk follows from its size, which is compared by itself, and from the partition table
-/// that its image held when QEMU was started (`hd_geometry_guess` in hw/block/hd-geometry.c): empty images have none.
+/// Properties that name what is behind a device on its host, that only say how errors are handled
+/// or work is divided there, or that the guest sets. The geometry of a disk follows from its size,
+/// which is compared by itself, and from the partition table that its image held when QEMU was
+/// started (`hd_geometry_guess` in hw/block/hd-geometry.c): empty images have none.
 const OF_THE_HOST: [&str; 41] = [
     "MCFG",
     "account-failed",
@@ -116,7 +119,8 @@ impl<'a> Tree<'a> {
         }
     }
 
-    /// A device whose first line, indented by `indent`, has just been read, and all that is behind it.
+    /// A device whose first line, indented by `indent`, has just been read, and all that is behind
+    /// it.
     fn device(
         &mut self,
         indent: usize,
@@ -167,7 +171,9 @@ fn read(line: &str, device: &mut Device, place: &mut Option<String>) {
         match key {
             "addr" => *place = Some(value.to_owned()),
             // Its default became "chosen by the device" in 10.0, which means as much.
-            "rombar" if value == "-1" || value == "4294967295" || value == "18446744073709551615" => {
+            "rombar"
+                if value == "-1" || value == "4294967295" || value == "18446744073709551615" =>
+            {
                 device.properties.insert(key.to_owned(), "1".to_owned());
             }
             _ if OF_THE_HOST.contains(&key) => {}
@@ -177,12 +183,15 @@ fn read(line: &str, device: &mut Device, place: &mut Option<String>) {
         }
         return;
     }
-    if let Some((class, rest)) = line.strip_prefix("class ").and_then(|rest| rest.split_once(", addr ")) {
+    if let Some((class, rest)) =
+        line.strip_prefix("class ").and_then(|rest| rest.split_once(", addr "))
+    {
         // The address begins with the number of the bus, which the guest gives.
         let id = rest.split_once(", pci id ").map_or("", |(_, id)| id);
         device.properties.insert("PCI class".to_owned(), class.to_owned());
         device.properties.insert("PCI id".to_owned(), id.to_owned());
-    } else if let Some((_, rest)) = line.split_once(", port ").filter(|_| line.starts_with("addr ")) {
+    } else if let Some((_, rest)) = line.split_once(", port ").filter(|_| line.starts_with("addr "))
+    {
         *place = rest.split(',').next().map(|port| format!("port {port}"));
     }
 }
@@ -261,22 +270,36 @@ mod tests {
         let of = |device: &Device| -> Vec<String> {
             device.properties.iter().map(|(key, value)| format!("{key}={value}")).collect()
         };
-        let own = ["PCI class=SCSI controller", "PCI id=1af4:1001 (sub 1af4:0002)", "rombar=1", "vectors=2"];
+        let own = [
+            "PCI class=SCSI controller",
+            "PCI id=1af4:1001 (sub 1af4:0002)",
+            "rombar=1",
+            "vectors=2",
+        ];
         assert_eq!(of(disk), own);
-        assert_eq!(of(&found["q35-pcihost/05.0/virtio-blk-device"]), ["queue-size=256", "serial=a = b"]);
+        assert_eq!(
+            of(&found["q35-pcihost/05.0/virtio-blk-device"]),
+            ["queue-size=256", "serial=a = b"]
+        );
         assert_eq!(of(&found["hpet"]), ["timers=3"]);
     }
 
     #[test]
     fn a_text_that_makes_no_sense_is_no_machine() {
-        for text in ["", "no", "dev: x, id \"\"", "  bus: a\n dev: b\n      bus: c\n  type d", " = \n, port "]
-        {
+        for text in [
+            "",
+            "no",
+            "dev: x, id \"\"",
+            "  bus: a\n dev: b\n      bus: c\n  type d",
+            " = \n, port ",
+        ] {
             let _ = devices(text);
         }
         assert!(devices("dev: x, id \"\"\n  a = 1").is_empty());
         let mut deep = String::new();
         for level in 0..200 {
-            deep += &format!("{}bus: a\n{}dev: b\n", " ".repeat(level * 4), " ".repeat(level * 4 + 2));
+            deep +=
+                &format!("{}bus: a\n{}dev: b\n", " ".repeat(level * 4), " ".repeat(level * 4 + 2));
         }
         assert!(devices(&deep).len() <= DEPTH + 1);
     }

@@ -1,7 +1,8 @@
 //! The guest's disks, the names that they go by, and which of them may move.
 //!
-//! Source: `query-block` and `query-blockstats` of QEMU's QMP reference. A disk may be named by its block node, by the id of its
-//! `-drive`, by the id of the guest's device, or by that device's path. The first of these that there is, is what both sides call it.
+//! Source: `query-block` and `query-blockstats` of QEMU's QMP reference. A disk may be named by its
+//! block node, by the id of its `-drive`, by the id of the guest's device, or by that device's
+//! path. The first of these that there is, is what both sides call it.
 
 use godwit_block::{Disk, DiskChoice, Writes};
 use godwit_units::ByteCount;
@@ -60,7 +61,8 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// The command that makes an empty image for it. The file is that of the source, which QEMU tells only of plain files as a path.
+    /// The command that makes an empty image for it. The file is that of the source, which QEMU
+    /// tells only of plain files as a path.
     pub(crate) fn image_command(&self) -> String {
         let file = if self.file.starts_with('/') { quoted(&self.file) } else { "FILE".to_owned() };
         format!("qemu-img create -f {} {file} {}   # {}", self.format, self.size.0, self.name)
@@ -70,7 +72,11 @@ impl Found {
 /// As a shell reads it: in quotes where it has to be.
 fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+".contains(c);
-    if text.chars().all(plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', "'\\''")) }
+    if text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', "'\\''"))
+    }
 }
 
 /// All drives, in QEMU's order.
@@ -114,7 +120,8 @@ fn files(image: &Image) -> Vec<String> {
 
 /// The file in QEMU's name for a node: with options that are not in a path it is JSON.
 fn plain_file(name: &str) -> String {
-    let parsed = name.strip_prefix("json:").and_then(|json| serde_json::from_str::<Value>(json).ok());
+    let parsed =
+        name.strip_prefix("json:").and_then(|json| serde_json::from_str::<Value>(json).ok());
     let mut at = parsed.as_ref();
     while let Some(node) = at {
         if let Some(file) = node["filename"].as_str().filter(|file| file.starts_with('/')) {
@@ -125,7 +132,8 @@ fn plain_file(name: &str) -> String {
     name.to_owned()
 }
 
-/// The id in `/machine/peripheral/ID/virtio-backend`; an id by itself stays; empty where the device has none.
+/// The id in `/machine/peripheral/ID/virtio-backend`; an id by itself stays; empty where the device
+/// has none.
 fn device_id(path: &str) -> String {
     match path.strip_prefix("/machine/peripheral/") {
         Some(rest) => rest.split('/').next().unwrap_or_default().to_owned(),
@@ -135,13 +143,16 @@ fn device_id(path: &str) -> String {
 }
 
 impl Drive {
-    /// Whether a device of the guest has it, which keeps no other copy: flash memory travels with the device state.
+    /// Whether a device of the guest has it, which keeps no other copy: flash memory travels with
+    /// the device state.
     pub(crate) fn is_in_use(&self) -> bool {
-        let flash = |name: &String| name.starts_with("pflash") || name.starts_with("/machine/system.flash");
+        let flash =
+            |name: &String| name.starts_with("pflash") || name.starts_with("/machine/system.flash");
         self.attached && !self.names.iter().any(flash)
     }
 
-    /// What becomes of it, when `moving` are the disks that move along; a drive without a medium is left out.
+    /// What becomes of it, when `moving` are the disks that move along; a drive without a medium is
+    /// left out.
     pub(crate) fn listed(&self, moving: &[Found]) -> Option<ListedDisk> {
         let medium = self.medium.as_ref().filter(|_| self.is_in_use())?;
         Some(ListedDisk {
@@ -200,11 +211,13 @@ pub(crate) fn by_name<'a>(drives: &'a [Drive], name: &str) -> Result<&'a Drive, 
 
 /// What the drives are called, for a message.
 fn list(drives: &[Drive]) -> String {
-    let names: Vec<String> = drives.iter().filter_map(|drive| drive.names.first().cloned()).collect();
+    let names: Vec<String> =
+        drives.iter().filter_map(|drive| drive.names.first().cloned()).collect();
     if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
-/// The disks that `choice` means. For all, drives that the guest cannot write to or that no device uses are left out.
+/// The disks that `choice` means. For all, drives that the guest cannot write to or that no device
+/// uses are left out.
 pub(crate) fn choose(drives: &[Drive], choice: &DiskChoice) -> Result<Vec<Found>, QemuError> {
     let mut chosen: Vec<Found> = Vec::new();
     match choice {
@@ -273,7 +286,10 @@ pub(crate) fn receiving(
 }
 
 /// What the guest has written to each of `found` since QEMU opened it.
-pub(crate) fn writes_so_far(qmp: &mut dyn Monitor, found: &[Found]) -> Result<Vec<Writes>, QmpError> {
+pub(crate) fn writes_so_far(
+    qmp: &mut dyn Monitor,
+    found: &[Found],
+) -> Result<Vec<Writes>, QmpError> {
     let stats = qmp.run(&QueryBlockstats)?;
     Ok(found.iter().map(|found| writes(&stats, &found.node)).collect())
 }
@@ -320,7 +336,8 @@ mod tests {
     #[test]
     fn all_are_those_that_the_guest_writes_to() {
         let chosen = choose(&guest(), &DiskChoice::All).unwrap();
-        let names: Vec<_> = chosen.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
+        let names: Vec<_> =
+            chosen.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
         assert_eq!(names, [("d0", "#block226"), ("n1", "n1")]);
         assert!(matches!(choose(&guest()[2..], &DiskChoice::All), Err(QemuError::NoDisks)));
     }
@@ -350,17 +367,25 @@ mod tests {
             receiving(&guest(), wanted, &DiskChoice::All).map_err(|error| error.to_string())
         };
         let found = received(&[wanted("vd1", 64 << 20), wanted("d0", 64 << 20)]).unwrap();
-        let nodes: Vec<_> = found.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
+        let nodes: Vec<_> =
+            found.iter().map(|disk| (disk.name.as_str(), disk.node.as_str())).collect();
         assert_eq!(nodes, [("vd1", "n1"), ("d0", "#block226")]);
         let refused = received(&[wanted("other", 64 << 20)]).unwrap_err();
-        assert!(refused.starts_with("disk 'other' (64MiB) does not exist at the destination"), "{refused}");
+        assert!(
+            refused.starts_with("disk 'other' (64MiB) does not exist at the destination"),
+            "{refused}"
+        );
         let refused = received(&[wanted("n1", 32 << 20)]).unwrap_err();
         assert!(refused.contains("33554432 bytes at the source and 67108864 here"), "{refused}");
         assert!(
-            received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)]).unwrap_err().contains("are one")
+            received(&[wanted("n1", 64 << 20), wanted("vd1", 64 << 20)])
+                .unwrap_err()
+                .contains("are one")
         );
         assert!(received(&[wanted("rom", 512)]).unwrap_err().contains("read-only=off"));
-        assert!(received(&[wanted("cd", 512)]).unwrap_err().contains("no medium at the destination"));
+        assert!(
+            received(&[wanted("cd", 512)]).unwrap_err().contains("no medium at the destination")
+        );
     }
 
     #[test]
@@ -369,7 +394,10 @@ mod tests {
         let received = |allowed: &str| receiving(&guest(), &wanted, &allowed.parse().unwrap());
         assert_eq!(received("vd1").unwrap().len(), 1);
         let refused = received("d0").unwrap_err().to_string();
-        assert!(refused.contains("overwrite disk 'n1'") && refused.contains("--disks n1"), "{refused}");
+        assert!(
+            refused.contains("overwrite disk 'n1'") && refused.contains("--disks n1"),
+            "{refused}"
+        );
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! What a godwit that was killed has left in QEMU: its server, exports and bitmaps, known by its mark and removed.
+//! What a godwit that was killed has left in QEMU: its server, exports and bitmaps, known by its
+//! mark and removed.
 
 use crate::QemuError;
 use crate::disks::server;
@@ -51,7 +52,10 @@ fn remove_exports(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result
 }
 
 /// Removes the bitmaps of some processes; none of them may be exported any more.
-pub(crate) fn remove_bitmaps(qmp: &mut dyn Monitor, which: impl Fn(Mark) -> bool) -> Result<(), QmpError> {
+pub(crate) fn remove_bitmaps(
+    qmp: &mut dyn Monitor,
+    which: impl Fn(Mark) -> bool,
+) -> Result<(), QmpError> {
     let ours = bitmaps(qmp)?.into_iter().filter(|(_, name)| Mark::of(name).is_some_and(&which));
     let remove = |(node, name)| BitmapAction::Remove { node, name };
     let actions: Vec<BitmapAction> = ours.map(remove).collect();

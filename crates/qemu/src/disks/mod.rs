@@ -1,8 +1,9 @@
 //! Disks that move along with the guest.
 //!
-//! The source is read through an NBD export of QEMU's own, and the guest's writes are found by dirty bitmaps of QEMU's own
-//! (`docs/interop/bitmaps.rst`), so every image format and every node that QEMU can open can move. The destination is written through
-//! a writable export of the QEMU that waits there.
+//! The source is read through an NBD export of QEMU's own, and the guest's writes are found by
+//! dirty bitmaps of QEMU's own (`docs/interop/bitmaps.rst`), so every image format and every node
+//! that QEMU can open can move. The destination is written through a writable export of the QEMU
+//! that waits there.
 //!
 //! ```text
 //!   find       which disks, and by what names
@@ -12,11 +13,11 @@
 //!   sink       writing at the destination
 //! ```
 //!
-//! Invariant: all that is added to QEMU bears a mark, and all that bears the mark of a process that is gone is removed when a godwit
-//! looks at that QEMU next.
+//! Invariant: all that is added to QEMU bears a mark, and all that bears the mark of a process that
+//! is gone is removed when a godwit looks at that QEMU next.
 
 mod find;
-mod grain;
+mod granularity;
 mod leftovers;
 mod round;
 mod server;
@@ -25,7 +26,7 @@ mod tracking;
 
 pub use find::ListedDisk;
 pub(crate) use find::{Drive, Found, by_name, choose, drives};
-pub(crate) use grain::Grain;
+pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
 pub(crate) use server::FD_NAME;
 pub(crate) use sink::Receiving;

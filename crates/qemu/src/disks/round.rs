@@ -1,8 +1,8 @@
 //! One round of one disk: what is dirty, where it reads as zeros, and its bytes.
 //!
-//! What reads as zeros is asked for (`base:allocation`) a window ahead of the reads, over the same connection. In the first round whatever
-//! has been asked for is told to the tracking, before it is sent: a write behind that point may have been missed, one ahead of it
-//! has not.
+//! What reads as zeros is asked for (`base:allocation`) a window ahead of the reads, over the same
+//! connection. In the first round whatever has been asked for is told to the tracking, before it is
+//! sent: a write behind that point may have been missed, one ahead of it has not.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,11 +15,13 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::QemuError;
 
-/// Reads and status requests under way; together no more than a server works at ([`godwit_nbd::DEPTH`]).
+/// Reads and status requests under way; together no more than a server works at
+/// ([`godwit_nbd::DEPTH`]).
 const READS: usize = 12;
 const STATUSES: usize = 4;
-/// Bytes whose status is asked for at once. What the guest writes within the windows under way counts as behind the copy, so they begin small; they
-/// grow over parts that are nothing but zeros. A multiple of every granularity.
+/// Bytes whose status is asked for at once. What the guest writes within the windows under way
+/// counts as behind the copy, so they begin small; they grow over parts that are nothing but zeros.
+/// A multiple of every granularity.
 const WINDOW: u64 = 16 << 20;
 
 /// The connection of a disk while no round has it.
@@ -129,7 +131,8 @@ impl Round {
     }
 }
 
-/// Whole pages of `start..end`, those that are nothing but zeros apart. Both are at page borders, or the end is that of the disk.
+/// Whole pages of `start..end`, those that are nothing but zeros apart. Both are at page borders,
+/// or the end is that of the disk.
 fn extents(found: &[Stretch], start: u64, end: u64, size: u64) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut push = |from: u64, to: u64, content| {
@@ -176,7 +179,9 @@ impl DiskRound for Round {
     fn dirty(&self) -> Option<ByteCount> {
         match &self.dirty {
             Dirty::All { .. } => None,
-            Dirty::Blocks { blocks, granularity } => Some(ByteCount(blocks.count().0 * granularity.0)),
+            Dirty::Blocks { blocks, granularity } => {
+                Some(ByteCount(blocks.count().0 * granularity.0))
+            }
         }
     }
 
@@ -192,7 +197,7 @@ impl DiskRound for Round {
         }
     }
 
-    fn ask(&mut self, run: PageRun) -> Result<(), DiskError> {
+    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
         let length = self.byte_length(run);
         let asked = self.link()?.ask_read(run.start.offset(), length).map_err(QemuError::from)?;
         self.reads.push_back((run, asked));
@@ -203,8 +208,9 @@ impl DiskRound for Round {
         READS
     }
 
-    fn take(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
-        let (run, asked) = self.reads.pop_front().unwrap_or_else(|| panic!("nothing was asked for"));
+    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
+        let (run, asked) =
+            self.reads.pop_front().unwrap_or_else(|| panic!("nothing was asked for"));
         assert_eq!(bytes.len() as u64, run.count.bytes().0, "another length than was asked for");
         let (within, beyond) = bytes.split_at_mut(self.byte_length(run) as usize);
         beyond.fill(0);
@@ -240,7 +246,10 @@ mod tests {
         let found = stretches(of);
         let end = found.iter().map(|stretch| stretch.length).sum();
         let extents = extents(&found, 0, end, size);
-        extents.iter().map(|extent| (extent.run.start.0, extent.run.count.0, extent.content)).collect()
+        extents
+            .iter()
+            .map(|extent| (extent.run.start.0, extent.run.count.0, extent.content))
+            .collect()
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! QEMU's NBD server: one a QEMU, on a socket that godwit opened and handed over.
 //!
-//! QEMU gets the listening socket by `getfd`, so it needs no right to the directory, and neither a chroot nor a mount namespace of its own
-//! is in the way. The directory is godwit's alone (0700), for the server asks nobody who they are.
+//! QEMU gets the listening socket by `getfd`, so it needs no right to the directory, and neither a
+//! chroot nor a mount namespace of its own is in the way. The directory is godwit's alone (0700),
+//! for the server asks nobody who they are.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -92,14 +93,16 @@ pub(crate) fn exports(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
     Ok(nbd.map(|export| export.id).collect())
 }
 
-/// Whose server this QEMU runs, if it is a godwit's: told by the path of its socket, which the kernel keeps (`/proc/net/unix`).
+/// Whose server this QEMU runs, if it is a godwit's: told by the path of its socket, which the
+/// kernel keeps (`/proc/net/unix`).
 pub(crate) fn owner(pid: i32) -> Option<Mark> {
     let sockets = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).ok()?;
     let paths = sockets.lines().filter_map(|line| line.split_whitespace().nth(7));
     let end = format!("-nbd-{pid}/{SOCKET}");
     let ours = paths.filter_map(|path| path.strip_suffix(&end));
     let marks = ours.filter_map(|path| Mark::of(path.rsplit('/').next()?));
-    // The socket of one that has ended may linger for as long as somebody is connected to it; a living owner comes first.
+    // The socket of one that has ended may linger for as long as somebody is connected to it; a
+    // living owner comes first.
     let mut marks: Vec<Mark> = marks.collect();
     marks.sort_by_key(|mark| !mark.is_alive());
     marks.into_iter().next()

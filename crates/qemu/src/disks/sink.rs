@@ -1,7 +1,8 @@
 //! The destination's half: disks of the QEMU that waits, written through exports of its own.
 //!
-//! QEMU opens its images when it starts, and leaves them alone until its guest runs; a writable export is allowed meanwhile
-//! (`blk_root_activate` in block/block-backend.c puts the device's claim off until the guest runs). All exports are gone before it does.
+//! QEMU opens its images when it starts, and leaves them alone until its guest runs; a writable
+//! export is allowed meanwhile (`blk_root_activate` in block/block-backend.c puts the device's
+//! claim off until the guest runs). All exports are gone before it does.
 
 use std::collections::VecDeque;
 
@@ -36,7 +37,8 @@ impl Receiving {
         leftovers::check_alone(&mut machine.qmp)?;
         let server = Server::start(machine)?;
         let receiving = Self { server };
-        let opened = found.iter().enumerate().map(|(place, disk)| receiving.sink(machine, place, disk));
+        let opened =
+            found.iter().enumerate().map(|(place, disk)| receiving.sink(machine, place, disk));
         match opened.collect::<Result<Vec<_>, _>>() {
             Ok(sinks) => Ok((receiving, sinks)),
             Err(error) => {
@@ -103,7 +105,8 @@ impl Sink {
         (start, run.end().offset().min(self.size))
     }
 
-    /// Zeros that are there already are left as they are: writing them could fill a hole, where the image does not discard.
+    /// Zeros that are there already are left as they are: writing them could fill a hole, where the
+    /// image does not discard.
     fn zero_bytes(&mut self, start: u64, end: u64) -> Result<(), QemuError> {
         let mut at = start;
         while at < end {
@@ -126,7 +129,9 @@ impl DiskSink for Sink {
     fn write(&mut self, run: PageRun, bytes: &[u8]) -> Result<(), DiskError> {
         let (start, end) = self.bytes_of(run);
         let bytes = bytes.get(..(end - start) as usize).unwrap_or(bytes);
-        for (piece, at) in bytes.chunks(REQUEST_MAX as usize).zip((start..).step_by(REQUEST_MAX as usize)) {
+        for (piece, at) in
+            bytes.chunks(REQUEST_MAX as usize).zip((start..).step_by(REQUEST_MAX as usize))
+        {
             self.make_room()?;
             self.under_way.push_back(self.link.ask_write(at, piece).map_err(QemuError::from)?);
         }
@@ -138,7 +143,7 @@ impl DiskSink for Sink {
         Ok(self.zero_bytes(start, end)?)
     }
 
-    fn settle(&mut self, durable: bool) -> Result<(), DiskError> {
+    fn flush(&mut self, durable: bool) -> Result<(), DiskError> {
         while !self.under_way.is_empty() {
             self.take_oldest()?;
         }

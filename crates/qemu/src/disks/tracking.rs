@@ -1,4 +1,5 @@
-//! The source's half between rounds: a bitmap a disk that records the guest's writes, another one with each round.
+//! The source's half between rounds: a bitmap a disk that records the guest's writes, another one
+//! with each round.
 //!
 //! ```text
 //!   start      bitmap 0 of every disk; the server; an export a disk
@@ -9,8 +10,9 @@
 //!   end        the server, with it all exports; all bitmaps
 //! ```
 //!
-//! A transaction drains all disks first (`qmp_transaction` in blockdev.c), so a write is in one bitmap or in the other, whole, and those of the
-//! old one are seen by every read that is asked for afterwards.
+//! A transaction drains all disks first (`qmp_transaction` in blockdev.c), so a write is in one
+//! bitmap or in the other, whole, and those of the old one are seen by every read that is asked for
+//! afterwards.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,7 +25,7 @@ use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 
 use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
-use crate::disks::grain::Grain;
+use crate::disks::granularity::Granularity;
 use crate::disks::leftovers;
 use crate::disks::round::{Dirty, Pool, Round};
 use crate::disks::server::Server;
@@ -46,7 +48,8 @@ struct Tracked {
     pool: Pool,
     /// How far the first round has asked, in bytes.
     asked: Arc<AtomicU64>,
-    /// What was written behind the first round in those of its parts that have ended; one bit a block.
+    /// What was written behind the first round in those of its parts that have ended; one bit a
+    /// block.
     behind: Option<DirtyBitmap>,
 }
 
@@ -58,16 +61,21 @@ pub(crate) struct Tracking {
     /// The bitmap that records.
     number: u32,
     rounds: u32,
-    /// A bitmap that was read, and whose exports and itself are still to be removed: not while the guest stands still.
+    /// A bitmap that was read, and whose exports and itself are still to be removed: not while the
+    /// guest stands still.
     spent: Option<u32>,
 }
 
 impl Tracking {
     /// Starts it. After an error nothing stays behind.
-    pub(crate) fn start(machine: &mut Machine, found: &[Found], grain: &Grain) -> Result<Self, QemuError> {
+    pub(crate) fn start(
+        machine: &mut Machine,
+        found: &[Found],
+        granularity: &Granularity,
+    ) -> Result<Self, QemuError> {
         leftovers::check_alone(&mut machine.qmp)?;
         check_capability(&mut machine.qmp)?;
-        let sizes = grain.sizes(&mut machine.qmp, found)?;
+        let sizes = granularity.sizes(&mut machine.qmp, found)?;
         let disks = found.iter().zip(sizes).map(|(found, granularity)| Tracked {
             granularity,
             found: found.clone(),
@@ -105,7 +113,10 @@ impl Tracking {
     }
 
     /// Begins a round for all disks.
-    pub(crate) fn round(&mut self, qmp: &mut dyn Monitor) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
+    pub(crate) fn round(
+        &mut self,
+        qmp: &mut dyn Monitor,
+    ) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
         let first = self.rounds == 0;
         let dirty = if first {
             let actions = self.disks.iter().map(|disk| clear(disk, self.number)).collect();
@@ -125,7 +136,11 @@ impl Tracking {
         self.disks.iter().zip(dirty).map(|(disk, dirty)| self.round_of(disk, dirty)).collect()
     }
 
-    fn round_of(&self, disk: &Tracked, dirty: Option<DirtyBitmap>) -> Result<Box<dyn DiskRound>, QemuError> {
+    fn round_of(
+        &self,
+        disk: &Tracked,
+        dirty: Option<DirtyBitmap>,
+    ) -> Result<Box<dyn DiskRound>, QemuError> {
         let pooled = disk.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         let link = match pooled {
             Some(link) => link,
@@ -145,8 +160,10 @@ impl Tracking {
             return Ok(());
         }
         let ended = self.rotate(qmp)?;
-        // Only now: what is asked for from here on is read after all the writes that the old bitmap has.
-        let asked: Vec<u64> = self.disks.iter().map(|disk| disk.asked.load(Ordering::SeqCst)).collect();
+        // Only now: what is asked for from here on is read after all the writes that the old bitmap
+        // has.
+        let asked: Vec<u64> =
+            self.disks.iter().map(|disk| disk.asked.load(Ordering::SeqCst)).collect();
         let dirty = self.read_bitmaps(qmp, ended)?;
         for ((disk, mut dirty), asked) in self.disks.iter_mut().zip(dirty).zip(asked) {
             let kept = asked.div_ceil(disk.granularity.0).min(dirty.len().0);
@@ -172,7 +189,8 @@ impl Tracking {
             Some(bitmap.count)
         };
         let of = |disk: &Tracked| {
-            let behind = disk.behind.as_ref().map_or(0, |behind| behind.count().0 * disk.granularity.0);
+            let behind =
+                disk.behind.as_ref().map_or(0, |behind| behind.count().0 * disk.granularity.0);
             let lost = || QemuError::Changed("a disk lost its dirty bitmap");
             recorded(disk).map(|count| ByteCount(count + behind)).ok_or_else(lost)
         };
@@ -186,7 +204,8 @@ impl Tracking {
         stopped.and(removed)
     }
 
-    /// Lets another bitmap record, for all disks in one moment. Returns the number of the one that has ended.
+    /// Lets another bitmap record, for all disks in one moment. Returns the number of the one that
+    /// has ended.
     fn rotate(&mut self, qmp: &mut dyn Monitor) -> Result<u32, QmpError> {
         self.remove_spent(qmp)?;
         let (ended, next) = (self.number, self.number + 1);
@@ -202,7 +221,11 @@ impl Tracking {
     }
 
     /// The dirty blocks of each disk in a bitmap that has ended.
-    fn read_bitmaps(&mut self, qmp: &mut dyn Monitor, ended: u32) -> Result<Vec<DirtyBitmap>, QemuError> {
+    fn read_bitmaps(
+        &mut self,
+        qmp: &mut dyn Monitor,
+        ended: u32,
+    ) -> Result<Vec<DirtyBitmap>, QemuError> {
         self.spent = Some(ended);
         let mut read = Vec::new();
         for (place, disk) in self.disks.iter().enumerate() {
@@ -264,7 +287,8 @@ fn clear(disk: &Tracked, number: u32) -> BitmapAction {
     BitmapAction::Clear { node: disk.found.node.clone(), name: bitmap(number) }
 }
 
-/// With it on, QEMU's own migration would carry bitmaps, ours too, and fails over those that are exported.
+/// With it on, QEMU's own migration would carry bitmaps, ours too, and fails over those that are
+/// exported.
 fn check_capability(qmp: &mut dyn Monitor) -> Result<(), QemuError> {
     let found = qmp.run(&QueryCapabilities)?;
     let on = found.iter().any(|entry| entry.state && entry.capability == "dirty-bitmaps");
@@ -284,7 +308,8 @@ fn read_bitmap(client: &mut Client, disk: &Tracked) -> Result<DirtyBitmap, QemuE
     let (mut next, mut tickets) = (0, std::collections::VecDeque::new());
     loop {
         while next < size && tickets.len() < DEPTH {
-            tickets.push_back((next + u64::from(piece(next)), client.ask_status(next, piece(next))?));
+            tickets
+                .push_back((next + u64::from(piece(next)), client.ask_status(next, piece(next))?));
             next += u64::from(piece(next));
         }
         let Some((end, mut ticket)) = tickets.pop_front() else { return Ok(dirty) };

@@ -23,7 +23,8 @@ use crate::process::Process;
 use crate::source::{Limits, announce};
 use crate::way_back;
 
-/// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come back.
+/// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come
+/// back.
 const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(100);
 /// An export that ends lets go of its bitmap a moment later.
@@ -32,12 +33,14 @@ const BUSY_LIMIT: Duration = Duration::from_secs(5);
 const NOTICE: u8 = 3 << 3 | 5;
 const ALERT: u8 = 3 << 3 | 1;
 
-/// Stands guard for process `godwit`, which is the parent of this one: standard input is the line to it, standard output
-/// the monitor. Returns when it is not needed any more, and whether all is as it should be.
+/// Stands guard for process `godwit`, which is the parent of this one: standard input is the line
+/// to it, standard output the monitor. Returns when it is not needed any more, and whether all is
+/// as it should be.
 pub fn stand_guard(path: &Path, godwit: i32) -> bool {
     // Ctrl-C and the end of the terminal are godwit's to answer.
     let _ = setsid();
-    // The kernel looks for somebody to kill where godwit was killed for memory just now. Lowering it takes a right.
+    // The kernel looks for somebody to kill where godwit was killed for memory just now. Lowering
+    // it takes a right.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     // The lock ends with what was opened first.
     let Some((line, monitor, _locked, process)) = prepare(path, godwit) else { return false };
@@ -77,8 +80,8 @@ fn prepare(path: &Path, godwit: i32) -> Option<Prepared> {
     Some((line, monitor, record, process))
 }
 
-/// Waits until godwit says that it is done (`false`) or has ended (`true`). The end of the line alone says nothing: a
-/// godwit that panics closes it and may still use the monitor.
+/// Waits until godwit says that it is done (`false`) or has ended (`true`). The end of the line
+/// alone says nothing: a godwit that panics closes it and may still use the monitor.
 fn await_end(line: UnixStream, process: OwnedFd) -> bool {
     let mut line = Some(line);
     loop {
@@ -110,11 +113,13 @@ struct Words {
 }
 
 impl Words {
-    /// One line, to godwit's standard error and to the system's log: the terminal may have gone with godwit.
+    /// One line, to godwit's standard error and to the system's log: the terminal may have gone
+    /// with godwit.
     fn say(&self, severity: u8, text: &str) {
         let Self { godwit, qemu } = self;
-        let line =
-            format!("godwit: godwit (process {godwit}) did not end by itself; QEMU (process {qemu}): {text}");
+        let line = format!(
+            "godwit: godwit (process {godwit}) did not end by itself; QEMU (process {qemu}): {text}"
+        );
         let _ = writeln!(std::io::stderr(), "{line}");
         let log = UnixDatagram::unbound().and_then(|socket| {
             socket.set_nonblocking(true)?;
@@ -134,7 +139,8 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
             return Ok(());
         }
     };
-    let mut machine = Machine { qmp: Box::new(Qmp::take_over(monitor)?), pid: record.pid(), process };
+    let mut machine =
+        Machine { qmp: Box::new(Qmp::take_over(monitor)?), pid: record.pid(), process };
     let stage = record.left().stage;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
@@ -167,7 +173,9 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
     let (severity, text) = what_became(stage);
     match undone {
         Ok(()) => words.say(severity, text),
-        Err(error) => words.say(ALERT, &format!("{text}; what was changed is not all undone: {error}")),
+        Err(error) => {
+            words.say(ALERT, &format!("{text}; what was changed is not all undone: {error}"))
+        }
     }
     Ok(())
 }
@@ -187,7 +195,9 @@ fn what_became(stage: Stage) -> (u8, &'static str) {
             NOTICE,
             "it had begun to load the guest, never ran it, and was ended: start it anew for another migration",
         ),
-        Stage::Starting => (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU"),
+        Stage::Starting => {
+            (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU")
+        }
     }
 }
 
@@ -202,8 +212,10 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
             Err(error) if Instant::now() >= until => return Err(error),
             Err(error) => {
                 if !std::mem::replace(&mut told, true) {
-                    words
-                        .say(ALERT, &format!("the guest is not back yet: {error}; trying on for 10 minutes"));
+                    words.say(
+                        ALERT,
+                        &format!("the guest is not back yet: {error}; trying on for 10 minutes"),
+                    );
                 }
                 std::thread::sleep(PAUSE);
             }
@@ -211,7 +223,8 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
     }
 }
 
-/// Undoes what can be undone wherever the guest is. All of it is tried; the first error is returned.
+/// Undoes what can be undone wherever the guest is. All of it is tried; the first error is
+/// returned.
 fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     let (mut limits, settings) = (record.left().limits.clone(), record.left().settings.clone());
     let limits_undone = limits.restore(&mut machine.qmp).map_err(QemuError::from);

@@ -1,7 +1,8 @@
-//! When guardian and godwit were both killed: what the record names is undone by the next godwit that comes to this QEMU.
+//! When guardian and godwit were both killed: what the record names is undone by the next godwit
+//! that comes to this QEMU.
 //!
-//! Somebody may have been here in between, so only what is still as godwit made it is put back, and a guest that stands
-//! is left to the operator, who may have moved it by other means.
+//! Somebody may have been here in between, so only what is still as godwit made it is put back, and
+//! a guest that stands is left to the operator, who may have moved it by other means.
 
 use super::record::{Record, orphans};
 use super::{Left, Stage};
@@ -32,7 +33,8 @@ pub(super) fn close_descriptors(machine: &mut Machine) -> Result<(), QemuError> 
     Ok(())
 }
 
-/// What to do about a guest that a godwit that is gone left stopped in the QEMU `pid`, if there is one.
+/// What to do about a guest that a godwit that is gone left stopped in the QEMU `pid`, if there is
+/// one.
 pub(crate) fn cure(pid: i32) -> Option<&'static str> {
     orphans(pid).iter().map(Record::left).find_map(|left| match left.stage {
         Stage::Stopping => Some(

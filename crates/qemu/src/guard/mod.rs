@@ -1,9 +1,10 @@
 //! The guardian: what brings the guest back when godwit itself is gone.
 //!
-//! A godwit that is killed while the guest is stopped cannot run it again, and what it has set in QEMU stays set. So a
-//! second process stands beside it, which does nothing as long as godwit lives. It is the same program, started anew, and
-//! holds a handle of the monitor's connection (QEMU takes one client at a time), a line to godwit and the record:
-//! no memory of the guest, no userfaultfd, no tracee, no connection to the other side.
+//! A godwit that is killed while the guest is stopped cannot run it again, and what it has set in
+//! QEMU stays set. So a second process stands beside it, which does nothing as long as godwit
+//! lives. It is the same program, started anew, and holds a handle of the monitor's connection
+//! (QEMU takes one client at a time), a line to godwit and the record: no memory of the guest, no
+//! userfaultfd, no tracee, no connection to the other side.
 //!
 //! ```text
 //!   record      what has been changed in QEMU, written down before it is changed
@@ -11,8 +12,9 @@
 //!   late        both were killed: the next godwit that comes to this QEMU undoes what the record names
 //! ```
 //!
-//! Invariant: everything that godwit changes in QEMU is in the record, or bears its mark, before it is changed; that
-//! COMMIT may go out is in the record before its first byte is sent. After that the guardian never runs the guest.
+//! Invariant: everything that godwit changes in QEMU is in the record, or bears its mark, before it
+//! is changed; that COMMIT may go out is in the record before its first byte is sent. After that
+//! the guardian never runs the guest.
 
 mod guardian;
 mod late;
@@ -92,8 +94,8 @@ fn unwritable(source: io::Error) -> QemuError {
     QemuError::Record { path: run_directory::path(), source }
 }
 
-/// A read that ends by its time limit says EAGAIN (socket(7), SO_RCVTIMEO), as fork(2) does where there is no
-/// process to be had.
+/// A read that ends by its time limit says EAGAIN (socket(7), SO_RCVTIMEO), as fork(2) does where
+/// there is no process to be had.
 fn start_error(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::WouldBlock => io::ErrorKind::TimedOut.into(),
@@ -105,7 +107,8 @@ impl Guardian {
     fn start(program: &Path, record: &Record, machine: &Machine) -> io::Result<Self> {
         let (line, theirs) = UnixStream::pair()?;
         let monitor = machine.qmp.handle()?;
-        // Nothing but these three descriptors passes on: the others are closed when a program is loaded (O_CLOEXEC).
+        // Nothing but these three descriptors passes on: the others are closed when a program is
+        // loaded (O_CLOEXEC).
         let child = Command::new(program)
             .arg0("godwit")
             .arg(COMMAND)
@@ -138,7 +141,8 @@ impl Guardian {
 }
 
 impl Drop for Guard {
-    /// Ordinarily nothing is left by now, or the operator was told of it. A panic is what the guardian is for.
+    /// Ordinarily nothing is left by now, or the operator was told of it. A panic is what the
+    /// guardian is for.
     fn drop(&mut self) {
         if std::thread::panicking() {
             return;

@@ -1,8 +1,9 @@
-//! The record of what godwit has changed in a QEMU: a file in the run directory, a line of JSON for each change.
+//! The record of what godwit has changed in a QEMU: a file in the run directory, a line of JSON for
+//! each change.
 //!
-//! The name says whose it is, each line what would have to be undone from then on. A line is written before what it tells
-//! of is done, so one that was cut off tells of something that was not done: the last whole line counts. The guardian
-//! holds a lock of the file for as long as it lives.
+//! The name says whose it is, each line what would have to be undone from then on. A line is
+//! written before what it tells of is done, so one that was cut off tells of something that was not
+//! done: the last whole line counts. The guardian holds a lock of the file for as long as it lives.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -22,7 +23,8 @@ use crate::settings::Settings;
 pub(crate) enum Stage {
     /// Source: the guest is as it was found.
     Copying,
-    /// Source: `migrate` was or is about to be issued, which stops the guest. The guest is the source's.
+    /// Source: `migrate` was or is about to be issued, which stops the guest. The guest is the
+    /// source's.
     Stopping,
     /// Source: COMMIT was or is about to be sent.
     HandingOver,
@@ -192,7 +194,8 @@ impl Record {
     pub(super) fn note(&mut self, change: impl FnOnce(&mut Left)) -> io::Result<()> {
         let mut left = self.left.clone();
         change(&mut left);
-        // The first line feed ends what an earlier attempt left unfinished, on a file system that was full.
+        // The first line feed ends what an earlier attempt left unfinished, on a file system that
+        // was full.
         self.file.write_all(format!("\n{}\n", left.to_json(&self.qemu)).as_bytes())?;
         self.left = left;
         Ok(())
@@ -237,10 +240,13 @@ fn paths(wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     }
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let paths = entries.map(|entry| entry.path());
-    paths.filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(&wanted)).collect()
+    paths
+        .filter(|path| path.file_name().and_then(|name| name.to_str()).is_some_and(&wanted))
+        .collect()
 }
 
-/// Records of the QEMU `pid` whose godwit and guardian are both gone. Those of QEMUs that are gone are removed.
+/// Records of the QEMU `pid` whose godwit and guardian are both gone. Those of QEMUs that are gone
+/// are removed.
 pub(super) fn orphans(pid: i32) -> Vec<Record> {
     let mut orphans = Vec::new();
     for path in paths(|name| name.contains("-guard-")) {
@@ -274,8 +280,9 @@ mod tests {
             "capabilities": [{ "capability": "events", "state": false }],
             "parameters": { "downtime-limit": 300 },
         }));
-        let limits =
-            DiskLimits::from_json(&json!({ "before": [{ "node": "n", "call": { "id": "d" } }], "ours": [] }));
+        let limits = DiskLimits::from_json(
+            &json!({ "before": [{ "node": "n", "call": { "id": "d" } }], "ours": [] }),
+        );
         let limits = limits.unwrap();
         Left { settings, limits, disks: true, ..Left::at(Stage::HandingOver, true) }
     }

@@ -1,19 +1,19 @@
-//! What stands against a migration, asked of a stand-in that answers as a QEMU with such devices would: most of them the
-//! host of a test has not got.
+//! What stands against a migration, asked of a stand-in that answers as a QEMU with such devices
+//! would: most of them the host of a test has not got.
 
 use serde_json::{Value, json};
 
 use super::*;
 use crate::monitor::stand_in::StandIn;
 
-/// A machine whose monitor gives these answers, by command, command line or path, and empty ones else.
+/// A machine whose monitor gives these answers, by command, command line or path, and empty ones
+/// else.
 fn machine(answers: &[(&str, Value)]) -> Machine {
     Machine::behind(Box::new(StandIn::new(answers))).unwrap()
 }
 
 fn with_device(kind: &str) -> String {
-    let children =
-        json!([{ "name": "net1", "type": format!("child<{kind}>") }, { "name": "type", "type": "string" }]);
+    let children = json!([{ "name": "net1", "type": format!("child<{kind}>") }, { "name": "type", "type": "string" }]);
     let mut machine = machine(&[("/machine/peripheral", children)]);
     machine.check_source().map_or_else(|error| error.to_string(), |()| "fine".to_owned())
 }
@@ -48,7 +48,10 @@ fn back_ends_in_other_processes_are_refused() {
     ] {
         let mut machine = machine(&[("info network", json!(line))]);
         let told = machine.check_source().unwrap_err().to_string();
-        assert!(told.contains("the network back end") && told.contains("vhost-user device"), "{told}");
+        assert!(
+            told.contains("the network back end") && told.contains("vhost-user device"),
+            "{told}"
+        );
     }
     let plain = json!(" \\ net0: index=0,type=user,net=10.0.2.0,restrict=off");
     machine(&[("info network", plain)]).check_source().unwrap();
@@ -57,13 +60,17 @@ fn back_ends_in_other_processes_are_refused() {
 #[test]
 fn a_guest_that_runs_guests_under_kvm_is_refused() {
     let told = |kvm: bool, registers: &str| {
-        let answers = [("query-kvm", json!({ "enabled": kvm })), ("info registers -a", json!(registers))];
-        machine(&answers).check_nested().map_or_else(|error| error.to_string(), |()| "fine".to_owned())
+        let answers =
+            [("query-kvm", json!({ "enabled": kvm })), ("info registers -a", json!(registers))];
+        machine(&answers)
+            .check_nested()
+            .map_or_else(|error| error.to_string(), |()| "fine".to_owned())
     };
     let registers = |cr4: &str, efer: &str| {
         format!("CPU#0\r\nCR0=80050033 CR2=0 CR3=0000000002a0a000 CR4={cr4}\r\nEFER={efer}\r\n")
     };
-    let (off, vmx) = (registers("000006f0", "0000000000000d01"), registers("000026f0", "0000000000000d01"));
+    let (off, vmx) =
+        (registers("000006f0", "0000000000000d01"), registers("000026f0", "0000000000000d01"));
     let svm = registers("000006f0", "0000000000001d01");
     assert_eq!(told(true, &off), "fine");
     assert!(told(true, &format!("{off}{vmx}")).contains("may run guests of its own (VMX is on)"));
@@ -75,8 +82,9 @@ fn a_guest_that_runs_guests_under_kvm_is_refused() {
 #[test]
 fn work_on_the_images_is_refused() {
     let job = |status: &str| json!([{ "id": "backup0", "type": "backup", "status": status }]);
-    let told =
-        |status| machine(&[("query-jobs", job(status))]).check_source().map_err(|error| error.to_string());
+    let told = |status| {
+        machine(&[("query-jobs", job(status))]).check_source().map_err(|error| error.to_string())
+    };
     assert!(told("running").unwrap_err().contains("a block job ('backup0', backup) runs"));
     assert!(told("concluded").is_ok());
 }

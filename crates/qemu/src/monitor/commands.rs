@@ -1,8 +1,8 @@
 //! Every command that godwit gives a QEMU: its arguments, and what godwit reads of the answer.
 //!
 //! Source: QEMU's QMP reference (`docs/interop/qemu-qmp-ref`). What it marks as optional is an
-//! `Option` or has a default; what an answer has beside is passed over, for there is more of it with
-//! every version. What godwit needs and does not find is [`super::QmpError::Unclear`].
+//! `Option` or has a default; what an answer has beside is passed over, for there is more of it
+//! with every version. What godwit needs and does not find is [`super::QmpError::Unclear`].
 
 use std::collections::BTreeMap;
 use std::marker::PhantomData;

@@ -109,7 +109,9 @@ pub enum QmpError {
 /// What to do when the socket at `path` cannot be connected to.
 fn connect_cure(path: &Path, kind: io::ErrorKind) -> String {
     match kind {
-        io::ErrorKind::PermissionDenied => "run godwit as root or as the user that runs QEMU".to_owned(),
+        io::ErrorKind::PermissionDenied => {
+            "run godwit as root or as the user that runs QEMU".to_owned()
+        }
         io::ErrorKind::ConnectionRefused => {
             let path = path.display();
             format!("nobody listens there: that QEMU has ended, or {path} is no monitor of it")
@@ -183,8 +185,8 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
         fd: Option<BorrowedFd<'_>>,
     ) -> Result<Queued, QmpError>;
 
-    /// Waits up to `limit` for the answer to a command that was queued; passes over those to earlier
-    /// ones.
+    /// Waits up to `limit` for the answer to a command that was queued; passes over those to
+    /// earlier ones.
     fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError>;
 
     /// Takes the events that have come so far, and waits for nothing. Those that came before a
@@ -219,7 +221,10 @@ impl dyn Monitor + '_ {
     ///
     /// # Errors
     /// As [`Self::run`], but for a refusal.
-    pub(crate) fn run_if_known<C: Command>(&mut self, command: &C) -> Result<Option<C::Answer>, QmpError> {
+    pub(crate) fn run_if_known<C: Command>(
+        &mut self,
+        command: &C,
+    ) -> Result<Option<C::Answer>, QmpError> {
         match self.run(command) {
             Ok(answer) => Ok(Some(answer)),
             Err(QmpError::Refused { .. }) => Ok(None),

@@ -48,8 +48,8 @@ impl Qmp {
         Self::connect_patiently(path, |_| false)
     }
 
-    /// The same, but when no greeting comes, `wait` is asked, with the number of the process behind the monitor,
-    /// whether to wait once more as long.
+    /// The same, but when no greeting comes, `wait` is asked, with the number of the process behind
+    /// the monitor, whether to wait once more as long.
     pub(crate) fn connect_patiently(
         path: &Path,
         mut wait: impl FnMut(i32) -> bool,
@@ -61,7 +61,8 @@ impl Qmp {
         let greeting = loop {
             match qmp.read_message("the greeting", Instant::now() + GREETING_LIMIT) {
                 Ok(greeting) => break greeting,
-                // Not over a new connection: this one stays in QEMU's short queue until QEMU takes it (listen(2)).
+                // Not over a new connection: this one stays in QEMU's short queue until QEMU takes
+                // it (listen(2)).
                 Err(QmpError::Timeout { .. }) if wait(peer) => {}
                 Err(_) => return Err(QmpError::NoGreeting { path: path.to_owned() }),
             }
@@ -88,8 +89,8 @@ impl Qmp {
         }
     }
 
-    /// Goes on with the connection of a process that has ended, perhaps within a command or an answer. Its
-    /// [`Self::version`] is not known.
+    /// Goes on with the connection of a process that has ended, perhaps within a command or an
+    /// answer. Its [`Self::version`] is not known.
     ///
     /// # Errors
     /// When the connection is gone.
@@ -100,8 +101,9 @@ impl Qmp {
         qmp.taken_over = true;
         let lost = |_| QmpError::Closed { during: "the takeover".to_owned() };
         qmp.stream.set_write_timeout(Some(COMMAND_LIMIT)).map_err(lost)?;
-        // A byte that occurs in no UTF-8 is an error wherever QEMU's parser is, a string included, and resets it; the
-        // end of the line ends its search for the next token (qobject/json-lexer.c, IN_RECOVERY).
+        // A byte that occurs in no UTF-8 is an error wherever QEMU's parser is, a string included,
+        // and resets it; the end of the line ends its search for the next token
+        // (qobject/json-lexer.c, IN_RECOVERY).
         qmp.stream.write_all(b"\xff\n").map_err(lost)?;
         Ok(qmp)
     }
@@ -112,14 +114,18 @@ impl Qmp {
         self.version
     }
 
-    /// The process at the other end: the one that opened the socket for listening (`SO_PEERCRED`, unix(7)).
+    /// The process at the other end: the one that opened the socket for listening (`SO_PEERCRED`,
+    /// unix(7)).
     ///
     /// # Errors
     /// When the kernel does not tell.
     pub fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {
         rustix::net::sockopt::socket_peercred(&self.stream)
             .map(|credentials| credentials.pid)
-            .map_err(|errno| QmpError::Io { during: "SO_PEERCRED".to_owned(), source: errno.into() })
+            .map_err(|errno| QmpError::Io {
+                during: "SO_PEERCRED".to_owned(),
+                source: errno.into(),
+            })
     }
 
     /// Runs `command` with `arguments` (null for none) and returns its answer as it came.
@@ -182,7 +188,9 @@ impl Qmp {
                 {
                     continue;
                 }
-                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(QmpError::Timeout { during, .. }) => {
+                    return Err(QmpError::Timeout { during, limit });
+                }
                 Err(error) => return Err(error),
             };
             // The answer to what was cut off, and to the byte that ended it.
@@ -190,7 +198,9 @@ impl Qmp {
                 continue;
             }
             // A late answer to a command that was given up on.
-            if message.get("event").is_none() && message["id"].as_u64().is_some_and(|theirs| theirs != *id) {
+            if message.get("event").is_none()
+                && message["id"].as_u64().is_some_and(|theirs| theirs != *id)
+            {
                 continue;
             }
             self.taken_over &= message["id"] != *id;
@@ -209,7 +219,8 @@ impl Qmp {
         }
     }
 
-    /// Takes the events that have come so far. Reads what QEMU has sent by now, and waits for nothing.
+    /// Takes the events that have come so far. Reads what QEMU has sent by now, and waits for
+    /// nothing.
     ///
     /// # Errors
     /// A failure of the connection; events that came before it are told first.
@@ -224,7 +235,10 @@ impl Qmp {
                 Ok(0) | Err(Errno::INTR) => return Ok(self.events.drain(..).collect()),
                 Ok(_) => {}
                 Err(errno) => {
-                    return Err(QmpError::Io { during: "an event".to_owned(), source: errno.into() });
+                    return Err(QmpError::Io {
+                        during: "an event".to_owned(),
+                        source: errno.into(),
+                    });
                 }
             }
             match self.read_more("an event", COMMAND_LIMIT) {
@@ -290,7 +304,9 @@ impl Qmp {
                     let made_room = self.keep_event(&message);
                     next -= usize::from(made_room && next > 0);
                 }
-                Err(QmpError::Timeout { during, .. }) => return Err(QmpError::Timeout { during, limit }),
+                Err(QmpError::Timeout { during, .. }) => {
+                    return Err(QmpError::Timeout { during, limit });
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -311,7 +327,12 @@ impl Qmp {
         let lag = now.checked_sub(emitted).filter(|lag| *lag < COMMAND_LIMIT).unwrap_or_default();
         let at = Instant::now();
         let at = at.checked_sub(lag).unwrap_or(at);
-        self.events.push_back(Event { name: name.to_owned(), data: message["data"].clone(), emitted, at });
+        self.events.push_back(Event {
+            name: name.to_owned(),
+            data: message["data"].clone(),
+            emitted,
+            at,
+        });
         full
     }
 
@@ -393,9 +414,9 @@ impl Monitor for Qmp {
     }
 
     /// QEMU carries out commands in the order in which they were written, also those that reach it
-    /// while its main loop stands still, as long as this connection stands: it forgets them when the
-    /// connection ends before (`monitor_qmp_event` in `monitor/qmp.c`). The descriptor goes with the
-    /// bytes (SCM_RIGHTS, as libvirt does it).
+    /// while its main loop stands still, as long as this connection stands: it forgets them when
+    /// the connection ends before (`monitor_qmp_event` in `monitor/qmp.c`). The descriptor goes
+    /// with the bytes (SCM_RIGHTS, as libvirt does it).
     fn queue(
         &mut self,
         command: &str,
@@ -430,7 +451,8 @@ mod tests {
 
     use super::*;
 
-    /// A peer that plays `script`: sends each line, reading one command line before each but the first.
+    /// A peer that plays `script`: sends each line, reading one command line before each but the
+    /// first.
     fn peer(script: &'static [&'static str]) -> (PathBuf, std::thread::JoinHandle<()>) {
         static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
         let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);

@@ -3,7 +3,8 @@
 use std::io::Write;
 
 use super::commands::{
-    BitmapAction, ExportAdd, QomGet, QueryBlock, QueryCpus, QueryMigrate, QueryStatus, Stop, Transaction,
+    BitmapAction, ExportAdd, QomGet, QueryBlock, QueryCpus, QueryMigrate, QueryStatus, Stop,
+    Transaction,
 };
 use super::stand_in::StandIn;
 use super::*;
@@ -73,11 +74,13 @@ fn heard(lines: &str) -> (Qmp, UnixStream) {
 #[test]
 fn a_wait_for_one_event_loses_no_other() {
     // Mutation: a wait drops what it does not wait for.
-    let (mut qmp, _theirs) = heard("{\"event\": \"STOP\"}\n{\"event\": \"JOB\"}\n{\"event\": \"RESUME\"}\n");
+    let (mut qmp, _theirs) =
+        heard("{\"event\": \"STOP\"}\n{\"event\": \"JOB\"}\n{\"event\": \"RESUME\"}\n");
     let limit = Duration::from_secs(1);
     assert_eq!(qmp.wait_event("RESUME", limit).unwrap().name, "RESUME");
     assert_eq!(qmp.wait_event("STOP", limit).unwrap().name, "STOP");
-    let left: Vec<String> = qmp.take_events().unwrap().into_iter().map(|event| event.name).collect();
+    let left: Vec<String> =
+        qmp.take_events().unwrap().into_iter().map(|event| event.name).collect();
     assert_eq!(left, ["JOB"]);
 }
 

@@ -1,5 +1,5 @@
-//! What makes a thread go on as if nothing had happened, with nobody there to put it right: a frame of a signal on its
-//! own stack, and the kernel's own way back from it.
+//! What makes a thread go on as if nothing had happened, with nobody there to put it right: a frame
+//! of a signal on its own stack, and the kernel's own way back from it.
 //!
 //! ```text
 //!   addresses rise                          the thread, when its registers are those of a call
@@ -10,26 +10,30 @@
 //!   address of sigreturn      ◀── rsp                                 point state and the mask as they were
 //! ```
 //!
-//! The frame is below everything that the thread's code may use, so writing it changes nothing. One `PTRACE_SETREGS` then
-//! points the thread to the call, all at once. So whenever the tracer is killed, the thread is either where it was, or it runs
-//! the call and comes back by itself. Signals that are handled in between have their frames below this one.
+//! The frame is below everything that the thread's code may use, so writing it changes nothing. One
+//! `PTRACE_SETREGS` then points the thread to the call, all at once. So whenever the tracer is
+//! killed, the thread is either where it was, or it runs the call and comes back by itself. Signals
+//! that are handled in between have their frames below this one.
 //!
-//! Sources: arch/x86/kernel/signal_64.c (`rt_sigreturn`), arch/x86/kernel/fpu/signal.c (`__fpu_restore_sig`),
-//! arch/x86/include/uapi/asm/sigcontext.h and ucontext.h.
+//! Sources: arch/x86/kernel/signal_64.c (`rt_sigreturn`), arch/x86/kernel/fpu/signal.c
+//! (`__fpu_restore_sig`), arch/x86/include/uapi/asm/sigcontext.h and ucontext.h.
 
 use std::io;
 
 /// Below the stack pointer a leaf function keeps what it likes (System V ABI for x86-64, 3.2.2).
 const RED_ZONE: u64 = 128;
-/// `struct rt_sigframe`: the return address, `struct ucontext`, and a `siginfo_t` that rt_sigreturn does not read.
+/// `struct rt_sigframe`: the return address, `struct ucontext`, and a `siginfo_t` that rt_sigreturn
+/// does not read.
 const FRAME: u64 = 8 + 304 + 128;
 const UC_FP_XSTATE: u64 = 1;
 const UC_SIGCONTEXT_SS: u64 = 2;
 const UC_STRICT_RESTORE_SS: u64 = 4;
-/// No mode of an alternate signal stack: do_sigaltstack refuses it, and restore_altstack ignores the refusal
-/// (kernel/signal.c), so the thread keeps the one that it has, which nobody can ask for from outside.
+/// No mode of an alternate signal stack: do_sigaltstack refuses it, and restore_altstack ignores
+/// the refusal (kernel/signal.c), so the thread keeps the one that it has, which nobody can ask for
+/// from outside.
 const LEAVE_ALTSTACK: u32 = 0x1234_5678;
-/// Where the legacy area has its software bytes (`struct _fpx_sw_bytes`), and the header follows it.
+/// Where the legacy area has its software bytes (`struct _fpx_sw_bytes`), and the header follows
+/// it.
 const SOFTWARE_BYTES: usize = 464;
 const HEADER: usize = 512;
 const LEAST_STATE: usize = HEADER + 64;
@@ -37,8 +41,8 @@ const MAGIC1: u32 = 0x4650_5853;
 const MAGIC2: u32 = 0x4650_5845;
 /// x87 and SSE.
 const LEGACY: u64 = 3;
-/// ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND and ERESTART_RESTARTBLOCK (linux/errno.h): a call that was interrupted
-/// and is to be made again.
+/// ERESTARTSYS, ERESTARTNOINTR, ERESTARTNOHAND and ERESTART_RESTARTBLOCK (linux/errno.h): a call
+/// that was interrupted and is to be made again.
 const RESTART: [i64; 4] = [-512, -513, -514, -516];
 /// The length of the `syscall` instruction.
 const SYSCALL: u64 = 2;
@@ -51,13 +55,15 @@ pub(super) struct Frame {
     pub(super) bytes: Vec<u8>,
 }
 
-/// Whether a thread with these registers is within a system call, which is to be restarted or has just ended.
+/// Whether a thread with these registers is within a system call, which is to be restarted or has
+/// just ended.
 pub(super) fn is_in_call(registers: &libc::user_regs_struct) -> bool {
     registers.orig_rax.cast_signed() >= 0
 }
 
-/// The registers with which a thread in user mode goes on where it was interrupted. A call that was to be restarted is made anew,
-/// with what it left in its arguments; one with a timeout that only the kernel remembers waits for all of it again.
+/// The registers with which a thread in user mode goes on where it was interrupted. A call that was
+/// to be restarted is made anew, with what it left in its arguments; one with a timeout that only
+/// the kernel remembers waits for all of it again.
 pub(super) fn resumed(registers: &libc::user_regs_struct) -> libc::user_regs_struct {
     let mut resumed = *registers;
     if is_in_call(registers) && RESTART.contains(&registers.rax.cast_signed()) {
@@ -69,8 +75,8 @@ pub(super) fn resumed(registers: &libc::user_regs_struct) -> libc::user_regs_str
 }
 
 impl Frame {
-    /// The way back to `registers` and `mask` for a thread whose floating point state is `state`, as ptrace(2) has it
-    /// (NT_X86_XSTATE), by the code at `sigreturn`.
+    /// The way back to `registers` and `mask` for a thread whose floating point state is `state`,
+    /// as ptrace(2) has it (NT_X86_XSTATE), by the code at `sigreturn`.
     pub(super) fn new(
         registers: &libc::user_regs_struct,
         mask: u64,
@@ -92,8 +98,12 @@ impl Frame {
         push(UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS);
         // uc_link, and uc_stack: pointer, flags, size.
         [0, 0, LEAVE_ALTSTACK.into(), 0].into_iter().for_each(&mut push);
-        [to.r8, to.r9, to.r10, to.r11, to.r12, to.r13, to.r14, to.r15].into_iter().for_each(&mut push);
-        [to.rdi, to.rsi, to.rbp, to.rbx, to.rdx, to.rax, to.rcx, to.rsp].into_iter().for_each(&mut push);
+        [to.r8, to.r9, to.r10, to.r11, to.r12, to.r13, to.r14, to.r15]
+            .into_iter()
+            .for_each(&mut push);
+        [to.rdi, to.rsi, to.rbp, to.rbx, to.rdx, to.rax, to.rcx, to.rsp]
+            .into_iter()
+            .for_each(&mut push);
         [to.rip, to.eflags].into_iter().for_each(&mut push);
         // cs, gs, fs and ss, of 16 bits each; the kernel leaves gs and fs of 64-bit code alone.
         push(to.cs & 0xffff | (to.ss & 0xffff) << 48);
@@ -108,12 +118,13 @@ impl Frame {
     }
 }
 
-/// Floating point state as a frame has it, made from that of ptrace(2): the same areas, cut behind the last one in use, with
-/// marks that tell where it ends. What is not in use is cut off since its place may be beyond what the thread may use (AMX);
-/// the kernel sets it to what it is anyway.
+/// Floating point state as a frame has it, made from that of ptrace(2): the same areas, cut behind
+/// the last one in use, with marks that tell where it ends. What is not in use is cut off since its
+/// place may be beyond what the thread may use (AMX); the kernel sets it to what it is anyway.
 fn floating_point(state: &[u8]) -> io::Result<Vec<u8>> {
     let odd = || io::Error::other("the floating point state is not understood");
-    let header = state.get(HEADER..HEADER + 8).and_then(|bytes| bytes.try_into().ok()).ok_or_else(odd)?;
+    let header =
+        state.get(HEADER..HEADER + 8).and_then(|bytes| bytes.try_into().ok()).ok_or_else(odd)?;
     let in_use = u64::from_le_bytes(header);
     let extended = (2..63).filter(|feature| in_use & 1 << feature != 0);
     let end = extended.map(area_end).max().unwrap_or(0).max(LEAST_STATE);
@@ -132,7 +143,8 @@ fn floating_point(state: &[u8]) -> io::Result<Vec<u8>> {
 fn area_end(feature: u32) -> usize {
     // Newer compilers know that it is safe.
     #[allow(unsafe_code, unused_unsafe)]
-    // SAFETY: every x86-64 processor has the instruction, and one with extended state has this leaf.
+    // SAFETY: every x86-64 processor has the instruction, and one with extended state has this
+    // leaf.
     let leaf = unsafe { std::arch::x86_64::__cpuid_count(0xd, feature) };
     (leaf.eax + leaf.ebx) as usize
 }

@@ -1,4 +1,5 @@
-//! Code that is in the process already: the instructions that the chain of `frame` is made of. Nothing is written there.
+//! Code that is in the process already: the instructions that the chain of `frame` is made of.
+//! Nothing is written there.
 
 use std::fs::File;
 use std::io;
@@ -11,10 +12,14 @@ use crate::TrackError;
 
 /// `syscall; ret`.
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
-/// `mov rax, 15; syscall`, as every libc has it for the return from signal handlers (`__restore_rt`).
-const SIGRETURN: [&[u8]; 2] =
-    [&[0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05], &[0xb8, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05]];
-/// Read of one mapping at the most: no library is larger, and a program that is linked statically has its libc in it.
+/// `mov rax, 15; syscall`, as every libc has it for the return from signal handlers
+/// (`__restore_rt`).
+const SIGRETURN: [&[u8]; 2] = [
+    &[0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05],
+    &[0xb8, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05],
+];
+/// Read of one mapping at the most: no library is larger, and a program that is linked statically
+/// has its libc in it.
 const LOOK_AT: u64 = 64 << 20;
 
 /// Where code and stacks of a process are.
@@ -35,10 +40,11 @@ impl Memory {
             procfs::ProcError::PermissionDenied(_) => TrackError::NotPermitted { pid },
             source => TrackError::Proc { pid, what: "maps", source },
         })?;
-        let memory = File::open(format!("/proc/{pid}/mem")).map_err(|source| match source.kind() {
-            io::ErrorKind::PermissionDenied => TrackError::NotPermitted { pid },
-            _ => TrackError::Attach { pid, step: "opening its memory", source },
-        })?;
+        let memory =
+            File::open(format!("/proc/{pid}/mem")).map_err(|source| match source.kind() {
+                io::ErrorKind::PermissionDenied => TrackError::NotPermitted { pid },
+                _ => TrackError::Attach { pid, step: "opening its memory", source },
+            })?;
         let writable = maps.iter().filter(|map| map.perms.contains(MMPermissions::WRITE));
         let writable = writable.map(|map| map.address).collect();
         let code = maps.iter().filter(|map| map.perms.contains(MMPermissions::EXECUTE));

@@ -1,5 +1,5 @@
-//! Attaching to a process that knows nothing of us: one of its threads is made to open a userfaultfd, which is
-//! then taken over.
+//! Attaching to a process that knows nothing of us: one of its threads is made to open a
+//! userfaultfd, which is then taken over.
 //!
 //! ```text
 //! godwit                                   one thread of the VMM
@@ -11,13 +11,14 @@
 //!   restore, PTRACE_DETACH          ----->   runs on; the interrupted call restarts
 //! ```
 //!
-//! A userfaultfd belongs to the address space of the process that made it, hence the detour. When godwit ends,
-//! however it ends, the kernel drops the descriptor and all write protection with it.
+//! A userfaultfd belongs to the address space of the process that made it, hence the detour. When
+//! godwit ends, however it ends, the kernel drops the descriptor and all write protection with it.
 //!
-//! Invariant: whatever fails, the thread gets its registers and its signal mask back and is let go. Also when godwit is killed
-//! in the midst of it: the frame below the thread's stack takes it back (`frame`). Then the process may keep a userfaultfd that
-//! nothing was ever registered with. Two things it does not cover: a process with a shadow stack, and one with a filter that
-//! kills for userfaultfd(2), whose suspension ends with godwit.
+//! Invariant: whatever fails, the thread gets its registers and its signal mask back and is let go.
+//! Also when godwit is killed in the midst of it: the frame below the thread's stack takes it back
+//! (`frame`). Then the process may keep a userfaultfd that nothing was ever registered with. Two
+//! things it does not cover: a process with a shadow stack, and one with a filter that kills for
+//! userfaultfd(2), whose suspension ends with godwit.
 
 mod frame;
 mod gadgets;
@@ -69,11 +70,13 @@ pub(crate) enum Kind {
     Governing,
 }
 
-/// How a userfaultfd is made in a process. The governor's has to handle faults of the kernel on the process's behalf (KVM,
-/// read(2), vhost), which needs a right (Documentation/admin-guide/mm/userfaultfd.rst).
+/// How a userfaultfd is made in a process. The governor's has to handle faults of the kernel on the
+/// process's behalf (KVM, read(2), vhost), which needs a right
+/// (Documentation/admin-guide/mm/userfaultfd.rst).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// By userfaultfd(2). For the governor's the process needs CAP_SYS_PTRACE, or `vm.unprivileged_userfaultfd` is 1.
+    /// By userfaultfd(2). For the governor's the process needs CAP_SYS_PTRACE, or
+    /// `vm.unprivileged_userfaultfd` is 1.
     #[default]
     Call,
     /// By a descriptor of /dev/userfaultfd that the process was handed, under this number.
@@ -85,16 +88,17 @@ pub enum Way {
 pub struct Approach {
     /// How its userfaultfd is made.
     pub way: Way,
-    /// So many system-call filters are known to let userfaultfd(2) and ioctl(2) pass or fail, and to kill for neither. A
-    /// process with more of them, which the kernel does not suspend, is left alone.
+    /// So many system-call filters are known to let userfaultfd(2) and ioctl(2) pass or fail, and
+    /// to kill for neither. A process with more of them, which the kernel does not suspend, is left
+    /// alone.
     pub harmless_filters: u32,
 }
 
 /// Takes a userfaultfd with asynchronous write protection out of process `pid`.
 ///
 /// # Errors
-/// When the process may not be traced, is traced by someone else, does not stop within seconds, or the kernel lacks the
-/// feature. The process then runs on as it did.
+/// When the process may not be traced, is traced by someone else, does not stop within seconds, or
+/// the kernel lacks the feature. The process then runs on as it did.
 pub fn attach(pid: i32, approach: Approach) -> Result<Attachment, TrackError> {
     take(pid, Kind::Tracking, approach)
 }
@@ -113,10 +117,11 @@ pub(crate) fn attach_governing(pid: i32, approach: Approach) -> Result<Attachmen
 /// Has a thread of process `pid` make a userfaultfd, and takes it over.
 fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackError> {
     let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
-    let process = Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
+    let process =
+        Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
     let memory = Memory::of(pid, &process)?;
-    let raw_pid =
-        Pid::from_raw(pid).ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
+    let raw_pid = Pid::from_raw(pid)
+        .ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
     let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
         .map_err(|errno| failed("pidfd_open")(errno.into()))?;
     // A thread of its own: what it traces is let go when it ends, wherever that is.
@@ -125,7 +130,8 @@ fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackErr
             sched::become_urgent();
             take_from(pid, &process, &memory, &pidfd, kind, approach)
         };
-        let thread = std::thread::Builder::new().name("attach".to_owned()).spawn_scoped(scope, work);
+        let thread =
+            std::thread::Builder::new().name("attach".to_owned()).spawn_scoped(scope, work);
         thread.map_err(failed("starting a thread"))?.join().unwrap_or_else(|_| {
             Err(failed("the thread that does it")(io::Error::other("this is a bug in godwit")))
         })
@@ -176,7 +182,8 @@ fn take_from(
             _ => failed(IN_PROCESS)(source),
         });
     }
-    let (taken, closed) = taken.ok_or_else(|| failed(IN_PROCESS)(io::ErrorKind::InvalidData.into()))?;
+    let (taken, closed) =
+        taken.ok_or_else(|| failed(IN_PROCESS)(io::ErrorKind::InvalidData.into()))?;
     let userfaultfd = taken.map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
     closed.map_err(failed("close(2) in the process"))?;
     Ok((userfaultfd, stopped))
@@ -205,7 +212,9 @@ pub(crate) fn attach_own(kind: Kind) -> Result<Attachment, TrackError> {
 fn negotiate(userfaultfd: &OwnedFd, pid: i32, kind: Kind) -> Result<(), TrackError> {
     let common = UFFD_FEATURE_WP_UNPOPULATED | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
     let (features, missing) = match kind {
-        Kind::Tracking => (common | UFFD_FEATURE_WP_ASYNC, "asynchronous write protection by userfaultfd"),
+        Kind::Tracking => {
+            (common | UFFD_FEATURE_WP_ASYNC, "asynchronous write protection by userfaultfd")
+        }
         Kind::Governing => (
             common | UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_THREAD_ID,
             "write protection of shared memory by userfaultfd",

@@ -1,12 +1,13 @@
 //! A thread of another process, held by ptrace and made to execute system calls.
 //!
 //! Invariants:
-//! - Whenever the calling thread is killed, the traced one goes on as if nothing had happened (`frame`): from before its
-//!   registers are set it is where it was, and after that it returns by itself. No single steps: the flag for them
-//!   outlives the tracer. No stop is reported as a bare SIGTRAP: the kernel would deliver it when the tracer is gone
-//!   (include/linux/ptrace.h, `ptrace_report_syscall`); with PTRACE_O_TRACESYSGOOD it is no valid signal.
-//! - Every wait has a limit. A thread that does not come back is let go when the calling thread ends, which needs no
-//!   stop (kernel/ptrace.c, `exit_ptrace`).
+//! - Whenever the calling thread is killed, the traced one goes on as if nothing had happened
+//!   (`frame`): from before its registers are set it is where it was, and after that it returns by
+//!   itself. No single steps: the flag for them outlives the tracer. No stop is reported as a bare
+//!   SIGTRAP: the kernel would deliver it when the tracer is gone (include/linux/ptrace.h,
+//!   `ptrace_report_syscall`); with PTRACE_O_TRACESYSGOOD it is no valid signal.
+//! - Every wait has a limit. A thread that does not come back is let go when the calling thread
+//!   ends, which needs no stop (kernel/ptrace.c, `exit_ptrace`).
 //! - A stop is taken for what it is: the kernel has one signal number for several.
 #![allow(unsafe_code)]
 
@@ -32,8 +33,8 @@ const CODE_64: u64 = 0x33;
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
 /// For each step after that.
 const LIMIT: Duration = Duration::from_secs(2);
-/// A thread that is about to stop is looked at all the time for so long: more than it takes, and less than others
-/// notice who want this processor.
+/// A thread that is about to stop is looked at all the time for so long: more than it takes, and
+/// less than others notice who want this processor.
 const AT_ONCE: Duration = Duration::from_micros(40);
 /// Between two looks at it after that; then ever longer.
 const SOON: Duration = Duration::from_micros(20);
@@ -45,8 +46,8 @@ const PAUSE: Duration = Duration::from_micros(300);
 /// Where a tracee has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
-    /// As it was told to, or with its whole process, or since that stop has ended. In all of these the kernel looks for
-    /// signals and calls to be restarted once it goes on.
+    /// As it was told to, or with its whole process, or since that stop has ended. In all of these
+    /// the kernel looks for signals and calls to be restarted once it goes on.
     Event,
     /// At the beginning or the end of a system call.
     Call,
@@ -54,7 +55,8 @@ enum Stop {
     Signal(libc::c_int),
 }
 
-/// `struct user_regs_struct`, all of it in one page: setting registers either fails before the first or sets them all.
+/// `struct user_regs_struct`, all of it in one page: setting registers either fails before the
+/// first or sets them all.
 #[repr(C, align(256))]
 #[derive(Clone, Copy, Debug)]
 struct Registers(libc::user_regs_struct);
@@ -77,7 +79,8 @@ pub(super) struct StoppedThread {
 }
 
 impl StoppedThread {
-    /// Becomes the tracer of the main thread of `process`, and stops it where system calls can be made.
+    /// Becomes the tracer of the main thread of `process`, and stops it where system calls can be
+    /// made.
     pub(super) fn stop(
         pid: i32,
         process: &Process,
@@ -93,8 +96,10 @@ impl StoppedThread {
             mask: 0,
             syscall: memory.syscall,
             stack: 0,
-            // Returns are checked against a shadow stack, where there is one, which the frame has not written.
-            returns: !field(&status, "x86_Thread_features:").is_some_and(|with| with.contains("shstk")),
+            // Returns are checked against a shadow stack, where there is one, which the frame has
+            // not written.
+            returns: !field(&status, "x86_Thread_features:")
+                .is_some_and(|with| with.contains("shstk")),
             away: false,
             released: false,
         };
@@ -102,15 +107,21 @@ impl StoppedThread {
         Ok(thread)
     }
 
-    fn prepare(&mut self, memory: &Memory, status: &str, harmless_filters: u32) -> Result<(), TrackError> {
+    fn prepare(
+        &mut self,
+        memory: &Memory,
+        status: &str,
+        harmless_filters: u32,
+    ) -> Result<(), TrackError> {
         let pid = self.pid;
         let failed = |step| move |source| error(pid, step, source);
         self.interrupt(FIRST_LIMIT).map_err(failed("PTRACE_INTERRUPT"))?;
         self.suspend_filters(status, harmless_filters)?;
         for attempt in 0.. {
             self.registers.0 = self.registers().map_err(failed("PTRACE_GETREGS"))?;
-            // In user mode it may be in a restartable sequence (rseq(2)), which the kernel would not abort any more once
-            // it has been elsewhere. So it is let run on until it is found in a call, as a main loop nearly always is.
+            // In user mode it may be in a restartable sequence (rseq(2)), which the kernel would
+            // not abort any more once it has been elsewhere. So it is let run on until it is found
+            // in a call, as a main loop nearly always is.
             let stack_ok = memory.is_one_stack(self.registers.0.rsp - 4096, self.registers.0.rsp);
             if frame::is_in_call(&self.registers.0) && stack_ok || attempt == TRIES {
                 break;
@@ -124,7 +135,8 @@ impl StoppedThread {
             return Err(error(pid, "looking at its registers", source));
         }
         let mask = (&raw mut self.mask) as u64;
-        self.ptrace(PTRACE_GETSIGMASK, size_of::<u64>() as u64, mask).map_err(failed("PTRACE_GETSIGMASK"))?;
+        self.ptrace(PTRACE_GETSIGMASK, size_of::<u64>() as u64, mask)
+            .map_err(failed("PTRACE_GETSIGMASK"))?;
         let state = self.floating_point().map_err(failed("PTRACE_GETREGSET"))?;
         let frame = Frame::new(&self.registers.0, self.mask, &state, memory.sigreturn)
             .map_err(failed("looking at its registers"))?;
@@ -137,8 +149,8 @@ impl StoppedThread {
         Ok(())
     }
 
-    /// Has the kernel leave the thread's system-call filters aside while it is traced, or makes sure that they do no
-    /// harm: one that kills would kill the whole process.
+    /// Has the kernel leave the thread's system-call filters aside while it is traced, or makes
+    /// sure that they do no harm: one that kills would kill the whole process.
     fn suspend_filters(&self, status: &str, harmless: u32) -> Result<(), TrackError> {
         let number = |name| field(status, name).and_then(|words| words.parse::<u32>().ok());
         if number("Seccomp:").unwrap_or(0) == 0 {
@@ -154,9 +166,10 @@ impl StoppedThread {
         }
     }
 
-    /// Makes the thread execute one system call: it begins the one that takes it back, which is made another at the last
-    /// moment. So it is for microseconds only that the loss of this thread would have it meet a filter for system calls,
-    /// no longer suspended, with a call that the filter may kill for.
+    /// Makes the thread execute one system call: it begins the one that takes it back, which is
+    /// made another at the last moment. So it is for microseconds only that the loss of this thread
+    /// would have it meet a filter for system calls, no longer suspended, with a call that the
+    /// filter may kill for.
     pub(super) fn call(&mut self, number: libc::c_long, arguments: [u64; 3]) -> io::Result<u64> {
         let mut registers = self.registers;
         registers.0.rip = self.syscall;
@@ -168,8 +181,9 @@ impl StoppedThread {
         registers.0.orig_rax = u64::MAX;
         self.set_registers(&registers)?;
         if !std::mem::replace(&mut self.away, true) {
-            // No signal may come between our steps: it would find the interrupted call gone, and end it with nothing. They
-            // stay pending. After the registers, so that whenever the tracer is killed the frame puts the mask back.
+            // No signal may come between our steps: it would find the interrupted call gone, and
+            // end it with nothing. They stay pending. After the registers, so that whenever the
+            // tracer is killed the frame puts the mask back.
             self.set_mask(u64::MAX)?;
         }
         let mut begun = Registers(self.run_to_call(libc::SYS_rt_sigreturn)?);
@@ -209,8 +223,9 @@ impl StoppedThread {
 
     /// Puts everything back and lets go of the thread.
     pub(super) fn release(mut self) -> io::Result<()> {
-        // From the end of a call the thread would go to user mode at once. Only from a stop like this does the kernel see
-        // to a call that is to be restarted (arch/x86/kernel/signal.c, arch_do_signal_or_restart).
+        // From the end of a call the thread would go to user mode at once. Only from a stop like
+        // this does the kernel see to a call that is to be restarted (arch/x86/kernel/signal.c,
+        // arch_do_signal_or_restart).
         self.interrupt_here()?;
         self.set_mask(self.mask)?;
         self.set_registers(&self.registers)?;
@@ -230,7 +245,8 @@ impl StoppedThread {
         self.wait_for_event(until)
     }
 
-    /// Moves the stopped thread to a stop in which the kernel looks for signals, without an instruction in between.
+    /// Moves the stopped thread to a stop in which the kernel looks for signals, without an
+    /// instruction in between.
     fn interrupt_here(&self) -> io::Result<()> {
         self.ptrace(libc::PTRACE_INTERRUPT, 0, 0)?;
         self.go_on(libc::PTRACE_CONT, 0)?;
@@ -244,7 +260,8 @@ impl StoppedThread {
                 Stop::Call => self.go_on(libc::PTRACE_CONT, 0)?,
                 Stop::Signal(signal) => self.go_on(libc::PTRACE_CONT, signal)?,
             }
-            // Any other stop has used up the interrupt (ptrace_stop in kernel/signal.c: "any trap clears pending STOP trap").
+            // Any other stop has used up the interrupt (ptrace_stop in kernel/signal.c: "any trap
+            // clears pending STOP trap").
             self.ptrace(libc::PTRACE_INTERRUPT, 0, 0)?;
         }
     }
@@ -255,7 +272,8 @@ impl StoppedThread {
         loop {
             let mut status = 0;
             // SAFETY: waitpid writes one int to `status`.
-            let result = unsafe { libc::waitpid(self.pid, &raw mut status, libc::__WALL | libc::WNOHANG) };
+            let result =
+                unsafe { libc::waitpid(self.pid, &raw mut status, libc::__WALL | libc::WNOHANG) };
             if result == self.pid {
                 return stop_of(status)
                     .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the process ended"));
@@ -305,7 +323,8 @@ impl StoppedThread {
         Ok(state)
     }
 
-    /// ptrace(2). The requests used here transfer at most one `user_regs_struct`, signal mask or `iovec` at `data`.
+    /// ptrace(2). The requests used here transfer at most one `user_regs_struct`, signal mask or
+    /// `iovec` at `data`.
     fn ptrace(&self, request: libc::c_uint, address: u64, data: u64) -> io::Result<()> {
         ptrace(request, self.pid, address, data)
     }
@@ -345,8 +364,8 @@ fn stop_of(status: libc::c_int) -> Option<Stop> {
     if !libc::WIFSTOPPED(status) {
         return None;
     }
-    // `signal << 8 | event << 16` (ptrace(2), "Stopped states"). The signal of an event is SIGTRAP, or one that has
-    // stopped the whole process; that of a signal may be SIGTRAP too.
+    // `signal << 8 | event << 16` (ptrace(2), "Stopped states"). The signal of an event is SIGTRAP,
+    // or one that has stopped the whole process; that of a signal may be SIGTRAP too.
     Some(match (libc::WSTOPSIG(status), status >> 16) {
         (_, libc::PTRACE_EVENT_STOP) => Stop::Event,
         (signal, 0) if signal == libc::SIGTRAP | 0x80 => Stop::Call,
@@ -374,9 +393,10 @@ fn write(pid: i32, frame: &Frame) -> io::Result<()> {
     let len = frame.bytes.len();
     let ours = libc::iovec { iov_base: frame.bytes.as_ptr().cast_mut().cast(), iov_len: len };
     let theirs = libc::iovec { iov_base: frame.address as *mut libc::c_void, iov_len: len };
-    // SAFETY: process_vm_writev reads `len` bytes of `frame`, and writes to the other process only, to memory below its
-    // stack's red zone that nothing uses.
-    let written = unsafe { libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0) };
+    // SAFETY: process_vm_writev reads `len` bytes of `frame`, and writes to the other process only,
+    // to memory below its stack's red zone that nothing uses.
+    let written =
+        unsafe { libc::process_vm_writev(pid, &raw const ours, 1, &raw const theirs, 1, 0) };
     match usize::try_from(written) {
         Ok(written) if written == len => Ok(()),
         Ok(_) => Err(io::ErrorKind::WriteZero.into()),
@@ -384,11 +404,12 @@ fn write(pid: i32, frame: &Frame) -> io::Result<()> {
     }
 }
 
-/// ptrace(2). The requests used here transfer at most one `user_regs_struct`, signal mask or `iovec` at `data`.
+/// ptrace(2). The requests used here transfer at most one `user_regs_struct`, signal mask or
+/// `iovec` at `data`.
 fn ptrace(request: libc::c_uint, tid: i32, address: u64, data: u64) -> io::Result<()> {
-    // SAFETY: the callers in this file pass either no pointer or, as `data`, one to a live structure of the type
-    // that the request reads or writes (for the signal mask `address` holds its size, and an `iovec` names a buffer that is
-    // borrowed exclusively).
+    // SAFETY: the callers in this file pass either no pointer or, as `data`, one to a live
+    // structure of the type that the request reads or writes (for the signal mask `address` holds
+    // its size, and an `iovec` names a buffer that is borrowed exclusively).
     let result = unsafe { libc::ptrace(request, tid, address, data) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -399,7 +420,8 @@ mod tests {
 
     #[test]
     fn stops_of_one_signal_are_told_apart() {
-        let status = |signal: libc::c_int, event: libc::c_int| Some(0x7f | signal << 8 | event << 16);
+        let status =
+            |signal: libc::c_int, event: libc::c_int| Some(0x7f | signal << 8 | event << 16);
         let seen = |status: Option<libc::c_int>| status.and_then(stop_of);
         let event = libc::PTRACE_EVENT_STOP;
         assert_eq!(seen(status(libc::SIGTRAP, event)), Some(Stop::Event));

@@ -1,11 +1,12 @@
-//! A tiny bare-metal guest on /dev/kvm, for tests and benchmarks of the trackers: vCPUs in 64-bit mode that write
-//! pages, either those of a list or random ones until stopped.
+//! A tiny bare-metal guest on /dev/kvm, for tests and benchmarks of the trackers: vCPUs in 64-bit
+//! mode that write pages, either those of a list or random ones until stopped.
 //!
-//! Its RAM blocks may be cut into any memory slots at any guest frames; the guest's page tables show all pages of all
-//! blocks one after the other, so a page has one number for both sides: its index counted through all blocks. It runs
-//! without privilege, since only that runs at full speed under every KVM, those inside of virtual machines among them. Code, page
-//! tables and control blocks lie in a slot of their own, which is no tracker's business. No interrupts, no
-//! devices, no operating system: a real VMM is the microvm's business.
+//! Its RAM blocks may be cut into any memory slots at any guest frames; the guest's page tables
+//! show all pages of all blocks one after the other, so a page has one number for both sides: its
+//! index counted through all blocks. It runs without privilege, since only that runs at full speed
+//! under every KVM, those inside of virtual machines among them. Code, page tables and control
+//! blocks lie in a slot of their own, which is no tracker's business. No interrupts, no devices, no
+//! operating system: a real VMM is the microvm's business.
 #![allow(unsafe_code)]
 
 mod program;
@@ -26,7 +27,8 @@ use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 
 use crate::{DirtyRingSize, KvmDirtyRings, KvmLogTracker, KvmRingTracker, LogMode, TrackError};
 
-/// Where the blocks' pages begin in the guest's virtual address space: the second entry of the top table.
+/// Where the blocks' pages begin in the guest's virtual address space: the second entry of the top
+/// table.
 const VIRTUAL: u64 = 1 << 39;
 /// Guest frames below this one are code, tables and control blocks.
 const FIRST_FREE: Gfn = Gfn(0x1_0000);
@@ -35,8 +37,8 @@ const CODE: u64 = 0x8000;
 const CONTROL: u64 = 0x1_0000;
 /// The tables, and after them for each vCPU a list of pages to touch.
 const TABLES: u64 = 0x4_0000;
-/// Bits of an entry: present, writable, for user mode; accessed and dirty from the start, so that nothing ever writes to
-/// the tables.
+/// Bits of an entry: present, writable, for user mode; accessed and dirty from the start, so that
+/// nothing ever writes to the tables.
 const ENTRY: u64 = 0x1 | 0x2 | 0x4 | 0x20 | 0x40;
 const LARGE: u64 = 0x80;
 
@@ -104,14 +106,20 @@ impl BareMachine {
         let vm = kvm.create_vm().map_err(kvm_error)?;
         let ring = shape.ring.map(|entries| DirtyRingSize::enable(fd(&vm), entries));
         let ring = ring.transpose().map_err(io::Error::other)?;
-        let blocks: Vec<Ram> =
-            shape.blocks.iter().map(|&pages| Ram::new(PageCount(pages))).collect::<io::Result<_>>()?;
-        let slots: Vec<Slot> = (0..).zip(&shape.slots).map(|(id, cut)| slot(id, *cut, &blocks)).collect();
+        let blocks: Vec<Ram> = shape
+            .blocks
+            .iter()
+            .map(|&pages| Ram::new(PageCount(pages)))
+            .collect::<io::Result<_>>()?;
+        let slots: Vec<Slot> =
+            (0..).zip(&shape.slots).map(|(id, cut)| slot(id, *cut, &blocks)).collect();
         let total: u64 = shape.blocks.iter().sum();
         let lists = tables_end(total);
         let end = lists + shape.vcpus as u64 * list_bytes(total);
         if end > FIRST_FREE.0 * PAGE_SIZE {
-            return Err(io::Error::other("page tables and lists do not fit below the first free frame"));
+            return Err(io::Error::other(
+                "page tables and lists do not fit below the first free frame",
+            ));
         }
         let control = Ram::new(PageCount(end.div_ceil(PAGE_SIZE)))?;
         let own = Slot {
@@ -124,8 +132,8 @@ impl BareMachine {
             first: PageIndex(0),
         };
         for slot in slots.iter().chain([&own]) {
-            // SAFETY: the host address is that of a mapping of this size, which is owned by the machine and unmapped
-            // after the VM has gone.
+            // SAFETY: the host address is that of a mapping of this size, which is owned by the
+            // machine and unmapped after the VM has gone.
             unsafe { vm.set_user_memory_region(region(slot)) }.map_err(kvm_error)?;
         }
         control.write(CODE, program::bytes())?;
@@ -177,7 +185,8 @@ impl BareMachine {
     #[must_use]
     pub fn frame(&self, block: usize, page: u64) -> Option<Gfn> {
         let shows = |slot: &&Slot| {
-            slot.block as usize == block && page.checked_sub(slot.first.0).is_some_and(|at| at < slot.pages.0)
+            slot.block as usize == block
+                && page.checked_sub(slot.first.0).is_some_and(|at| at < slot.pages.0)
         };
         self.slots.iter().find(shows).map(|slot| Gfn(slot.gfn.0 + page - slot.first.0))
     }
@@ -187,8 +196,9 @@ impl BareMachine {
     /// # Errors
     /// As [`KvmLogTracker::start_in`].
     pub fn log_tracker(&self, mode: LogMode) -> Result<KvmLogTracker, TrackError> {
-        // SAFETY: these are the slots of the VM, and nobody can change them. Should the tracker outlive the machine, the
-        // VM lives on by the tracker's descriptor, with the same slots and no vCPU.
+        // SAFETY: these are the slots of the VM, and nobody can change them. Should the tracker
+        // outlive the machine, the VM lives on by the tracker's descriptor, with the same slots and
+        // no vCPU.
         unsafe { KvmLogTracker::start_in(mode, self.vm(), &self.block_sizes(), self.slots()) }
     }
 
@@ -213,7 +223,10 @@ fn fd<T: AsRawFd>(owner: &T) -> BorrowedFd<'_> {
 
 fn slot(id: u32, cut: Cut, blocks: &[Ram]) -> Slot {
     let block = &blocks[cut.block as usize];
-    assert!(cut.first + cut.pages <= block.pages().0 && cut.frame >= FIRST_FREE.0, "{cut:?} is impossible");
+    assert!(
+        cut.first + cut.pages <= block.pages().0 && cut.frame >= FIRST_FREE.0,
+        "{cut:?} is impossible"
+    );
     Slot {
         id: SlotId(id),
         flags: SlotFlags::NONE,
@@ -250,8 +263,8 @@ fn list_bytes(total: u64) -> u64 {
     (total * 4).next_multiple_of(PAGE_SIZE)
 }
 
-/// The guest's page tables: what lies below [`FIRST_FREE`] at its own address, in large pages; all pages of all blocks, in
-/// small pages, from [`VIRTUAL`] on.
+/// The guest's page tables: what lies below [`FIRST_FREE`] at its own address, in large pages; all
+/// pages of all blocks, in small pages, from [`VIRTUAL`] on.
 fn write_tables(control: &Ram, total: u64, blocks: &[u64], slots: &[Slot]) -> io::Result<()> {
     let table = |number: u64| TABLES + number * PAGE_SIZE;
     let entry = |at: u64, value: u64| control.store(at, value | ENTRY);

@@ -1,18 +1,19 @@
-//! What the bare-metal guest executes: two small loops, position-independent, without stack or interrupts.
+//! What the bare-metal guest executes: two small loops, position-independent, without stack or
+//! interrupts.
 //!
-//! They only ever write to the page that they were told to write to and to their vCPU's control block, so whatever else
-//! a tracker reports was invented.
+//! They only ever write to the page that they were told to write to and to their vCPU's control
+//! block, so whatever else a tracker reports was invented.
 #![allow(unsafe_code)]
 
 use std::arch::global_asm;
 
-// wander, at random pages of a window that moves on, for ever:
-//   rdi first page, rsi pages of a window, r14 pages in all, r12 writes until the window moves, r13 where it is (0 at first),
-//   r15 writes left in it (r12 at first), rbx random state, r8 turns of an empty loop between writes, r9 generation, r10 control block,
-//   r11 offset in the page
-// touch, the pages of a list:
-//   rdi first page, rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32)
-// Both stop at an `out`, which ends KVM_RUN also without privilege; wander when the second word of the control block is not zero.
+// wander, at random pages of a window that moves on, for ever: rdi first page, rsi pages of a
+// window, r14 pages in all, r12 writes until the window moves, r13 where it is (0 at first), r15
+// writes left in it (r12 at first), rbx random state, r8 turns of an empty loop between writes, r9
+// generation, r10 control block, r11 offset in the page touch, the pages of a list: rdi first page,
+// rsi entries, r9 generation, r11 offset in the page, r12 list of page numbers (u32) Both stop at
+// an `out`, which ends KVM_RUN also without privilege; wander when the second word of the control
+// block is not zero.
 global_asm!(
     ".pushsection .rodata.godwit_bare, \"a\"",
     // Global, since the code that asks for them may be another codegen unit.

@@ -1,4 +1,5 @@
-//! Memory of the bare-metal guest: a file, mapped shared, so that what the guest writes can be read with `pread`.
+//! Memory of the bare-metal guest: a file, mapped shared, so that what the guest writes can be read
+//! with `pread`.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -33,9 +34,11 @@ impl Ram {
         file.set_len(pages.bytes().0)?;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let bytes = pages.bytes().0 as usize;
-        // SAFETY: a new mapping at a place of the kernel's choice, of a file as long as the mapping.
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0)? };
+        // SAFETY: a new mapping at a place of the kernel's choice, of a file as long as the
+        // mapping.
+        let base = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0)?
+        };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::InvalidData)?;
         Ok(Self { file, base, pages })
     }
@@ -49,7 +52,10 @@ impl Ram {
     /// Where it is mapped.
     #[must_use]
     pub fn mapping(&self) -> BlockMapping {
-        BlockMapping { pages: PageRun::new(0, self.pages.0), address: Hva(self.base.as_ptr() as u64) }
+        BlockMapping {
+            pages: PageRun::new(0, self.pages.0),
+            address: Hva(self.base.as_ptr() as u64),
+        }
     }
 
     /// Reads `page` as it is now.
@@ -72,7 +78,10 @@ impl Ram {
     }
 
     fn at(&self, offset: u64) -> &AtomicU64 {
-        assert!(offset.is_multiple_of(8) && ByteCount(offset) < self.pages.bytes(), "no word at {offset:#x}");
+        assert!(
+            offset.is_multiple_of(8) && ByteCount(offset) < self.pages.bytes(),
+            "no word at {offset:#x}"
+        );
         // SAFETY: aligned and within the mapping, which lives as long as `self`.
         unsafe { self.base.add((offset / 8) as usize).as_ref() }
     }

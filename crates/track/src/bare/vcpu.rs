@@ -28,7 +28,8 @@ pub struct Wander {
     pub first: u64,
     /// How many pages.
     pub pages: u64,
-    /// Turns of an empty loop between two writes; 0 is full speed. (No `pause`: under a hypervisor that may be an exit.)
+    /// Turns of an empty loop between two writes; 0 is full speed. (No `pause`: under a hypervisor
+    /// that may be an exit.)
     pub idle: u64,
     /// Pages of the window that is written at a time; 0 is all of them.
     pub window: u64,
@@ -97,9 +98,10 @@ impl BareMachine {
         Ok(())
     }
 
-    /// Has vCPU `vcpu` write `pages` pages from `first` on (counted through all blocks), one instruction each and with
-    /// privilege, and waits for that. A KVM that emulates code with privilege does so for many instructions at a time:
-    /// this is how a ring is overrun there. Afterwards the vCPU is without privilege again.
+    /// Has vCPU `vcpu` write `pages` pages from `first` on (counted through all blocks), one
+    /// instruction each and with privilege, and waits for that. A KVM that emulates code with
+    /// privilege does so for many instructions at a time: this is how a ring is overrun there.
+    /// Afterwards the vCPU is without privilege again.
     ///
     /// # Errors
     /// When the guest leaves in any other way.
@@ -202,8 +204,8 @@ impl BareMachine {
                 Err(error) => return Err(kvm_error(error)),
             }
         }
-        // The instruction is finished by the next KVM_RUN (api.rst, KVM_RUN, KVM_EXIT_IO), and new registers must not be
-        // set before.
+        // The instruction is finished by the next KVM_RUN (api.rst, KVM_RUN, KVM_EXIT_IO), and new
+        // registers must not be set before.
         vcpu.set_kvm_immediate_exit(1);
         let finished = vcpu.run().map(drop);
         vcpu.set_kvm_immediate_exit(0);

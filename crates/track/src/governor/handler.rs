@@ -56,7 +56,8 @@ pub(super) fn run(shared: &Shared) {
     // Who still waits is woken when the descriptor is closed.
 }
 
-/// Takes all messages: what the machine itself wants it gets at once. False when the process has ended.
+/// Takes all messages: what the machine itself wants it gets at once. False when the process has
+/// ended.
 fn take(shared: &Shared, writers: &mut Writers, queue: &mut Queue) -> bool {
     let mut alive = true;
     loop {
@@ -78,15 +79,16 @@ fn take(shared: &Shared, writers: &mut Writers, queue: &mut Queue) -> bool {
     }
 }
 
-/// Lifts the protection of `pages` from `address` on and wakes who waits there. False when the process has ended.
+/// Lifts the protection of `pages` from `address` on and wakes who waits there. False when the
+/// process has ended.
 pub(super) fn answer(shared: &Shared, address: u64, pages: u64) -> bool {
     let lift = |pages| uapi::uffd_write_protect(shared.uffd(), address, pages * PAGE_SIZE, false);
     let lifted = lift(pages).or_else(|error| if pages > 1 { lift(1) } else { Err(error) });
     match lifted {
         Ok(()) => true,
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => false,
-        // The page is not the governor's any more: whoever took it back has woken all who waited. To wake nobody does no
-        // harm, and who is not helped by it comes back with a new message.
+        // The page is not the governor's any more: whoever took it back has woken all who waited.
+        // To wake nobody does no harm, and who is not helped by it comes back with a new message.
         Err(_) => uapi::uffd_wake(shared.uffd(), address, PAGE_SIZE).is_ok() || !gone(shared),
     }
 }

@@ -1,4 +1,5 @@
-//! The write governor: the first writes to protected pages wait for an answer, and answers come at a rate that is set.
+//! The write governor: the first writes to protected pages wait for an answer, and answers come at
+//! a rate that is set.
 //!
 //! ```text
 //!  vCPU writes a clean page      kernel                        godwit
@@ -7,14 +8,16 @@
 //!    goes on ◀──────────────────  protection lifted, woken ◀── a token for it: UFFDIO_WRITEPROTECT, mode 0
 //! ```
 //!
-//! Reads, computation and writes to pages that are dirty already never come here. So the guest's dirty rate is a number
-//! that is set, and what it loses is the time in which it waits to make clean pages dirty.
+//! Reads, computation and writes to pages that are dirty already never come here. So the guest's
+//! dirty rate is a number that is set, and what it loses is the time in which it waits to make
+//! clean pages dirty.
 //!
 //! Invariants:
-//! - Only threads that write for the guest ever wait, and none longer than [`queue::LONGEST_WAIT`] for a token.
+//! - Only threads that write for the guest ever wait, and none longer than [`queue::LONGEST_WAIT`]
+//!   for a token.
 //! - A handler that makes no progress for [`watchdog::PATIENCE`] is stood in for, without a limit.
-//! - When the descriptor is closed, also since this process was killed, the kernel lifts all protection and wakes all
-//!   who wait (fs/userfaultfd.c, `userfaultfd_release`).
+//! - When the descriptor is closed, also since this process was killed, the kernel lifts all
+//!   protection and wakes all who wait (fs/userfaultfd.c, `userfaultfd_release`).
 //!
 //! Which pages are protected, and that no write is lost, is the tracker's business (`pagemap`).
 
@@ -66,7 +69,8 @@ struct Counts {
     takeovers: AtomicU64,
 }
 
-/// A stretch of the other process's memory that belongs to RAM, and the page of the block that it begins with.
+/// A stretch of the other process's memory that belongs to RAM, and the page of the block that it
+/// begins with.
 #[derive(Clone, Copy, Debug)]
 struct Stretch {
     start: u64,
@@ -113,7 +117,9 @@ impl Shared {
     /// Pages from `address` to the end of its segment, which is protected as one.
     fn room(&self, address: u64) -> u64 {
         let at = self.memory.partition_point(|stretch| stretch.end <= address);
-        let Some(stretch) = self.memory.get(at).filter(|stretch| stretch.start <= address) else { return 1 };
+        let Some(stretch) = self.memory.get(at).filter(|stretch| stretch.start <= address) else {
+            return 1;
+        };
         let page = stretch.first + (address - stretch.start) / PAGE_SIZE;
         (SEGMENT_PAGES - page % SEGMENT_PAGES).min((stretch.end - address) / PAGE_SIZE)
     }
@@ -131,7 +137,8 @@ pub(crate) struct Governor {
 }
 
 impl Governor {
-    /// Starts answering faults on `attachment` of process `pid`, without a limit. `vcpus` are the threads that run the guest.
+    /// Starts answering faults on `attachment` of process `pid`, without a limit. `vcpus` are the
+    /// threads that run the guest.
     pub(crate) fn start(
         pid: i32,
         attachment: Attachment,
@@ -173,7 +180,8 @@ impl Governor {
 
     fn spawn(&mut self, name: &str, run: fn(&Shared)) -> std::io::Result<()> {
         let shared = Arc::clone(&self.shared);
-        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || run(&shared))?;
+        let thread =
+            std::thread::Builder::new().name(name.to_owned()).spawn(move || run(&shared))?;
         self.threads.push(thread);
         Ok(())
     }

@@ -1,19 +1,20 @@
 //! Who may write next: a token bucket, and one queue in which writers take turns.
 //!
-//! Pure: times come in as what has passed since some beginning. Tokens are pages. They come at the rate that is
-//! allowed; while nobody waits, little is saved up, and while somebody waits nothing is lost, so
-//! a handler that came late makes up for it and the rate stays what it was to be.
+//! Pure: times come in as what has passed since some beginning. Tokens are pages. They come at the
+//! rate that is allowed; while nobody waits, little is saved up, and while somebody waits nothing
+//! is lost, so a handler that came late makes up for it and the rate stays what it was to be.
 //!
-//! Turns go by pages (start-time fair queueing, Goyal et al., SIGCOMM 1996): the writer that was allowed least so far
-//! is next. One that writes little is never behind one that writes much, and what it leaves the other may have.
+//! Turns go by pages (start-time fair queueing, Goyal et al., SIGCOMM 1996): the writer that was
+//! allowed least so far is next. One that writes little is never behind one that writes much, and
+//! what it leaves the other may have.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 /// What may be saved up while nobody waits: what comes in this time,
 const BURST: Duration = Duration::from_millis(4);
-/// and no less than so many pages. A kernel that only keeps house writes about as many each time it looks at its clocks; it need not
-/// wait for them.
+/// and no less than so many pages. A kernel that only keeps house writes about as many each time it
+/// looks at its clocks; it need not wait for them.
 const LEAST_BURST: f64 = 32.0;
 /// Nobody waits longer than this: the writer may hold a lock that the VMM's main loop wants.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_millis(20);
@@ -96,19 +97,23 @@ impl Queue {
         self.waiting.insert((known.turn, self.number), Waiting { writer, address, since: now });
     }
 
-    /// Who may go on at `now`, if anybody may. `room` tells how many pages from an address on may be allowed at once.
+    /// Who may go on at `now`, if anybody may. `room` tells how many pages from an address on may
+    /// be allowed at once.
     pub(crate) fn next(&mut self, now: Duration, room: impl Fn(u64) -> u64) -> Option<Grant> {
         self.earn(now);
         let key = if self.tokens >= 1.0 || self.rate.is_infinite() {
             self.waiting.first_key_value().map(|(key, _)| *key)?
         } else {
-            let overdue = |(_, waiting): &(_, &Waiting)| now.saturating_sub(waiting.since) >= LONGEST_WAIT;
+            let overdue =
+                |(_, waiting): &(_, &Waiting)| now.saturating_sub(waiting.since) >= LONGEST_WAIT;
             self.waiting.iter().find(overdue).map(|(key, _)| *key)?
         };
         let waiting = self.waiting.remove(&key)?;
         let writer = self.writers.entry(waiting.writer).or_default();
-        // Who goes on where it was allowed last is given twice as much, at its own risk: pages count as written.
-        writer.window = if writer.behind == waiting.address { (writer.window * 2).min(WINDOW) } else { 1 };
+        // Who goes on where it was allowed last is given twice as much, at its own risk: pages
+        // count as written.
+        writer.window =
+            if writer.behind == waiting.address { (writer.window * 2).min(WINDOW) } else { 1 };
         let affordable = if self.rate.is_finite() { self.tokens.max(1.0) as u64 } else { WINDOW };
         let pages = writer.window.min(affordable).min(room(waiting.address)).max(1);
         writer.behind = waiting.address + pages * PAGE;
@@ -157,8 +162,8 @@ mod tests {
 
     const MICRO: Duration = Duration::from_micros(1);
 
-    /// Lets writers write: each comes back `pause` after it was allowed, to the page that `next` tells. Returns pages
-    /// allowed to each within `time`, and the longest wait.
+    /// Lets writers write: each comes back `pause` after it was allowed, to the page that `next`
+    /// tells. Returns pages allowed to each within `time`, and the longest wait.
     fn run(
         queue: &mut Queue,
         pauses: &[Duration],
@@ -205,7 +210,8 @@ mod tests {
             let mut queue = Queue::new();
             queue.set_rate(2000.0, Duration::ZERO);
             let writers = [MICRO * 10; 20];
-            let (pages, _) = run(&mut queue, &writers, Duration::from_secs(2), MICRO * step, scattered());
+            let (pages, _) =
+                run(&mut queue, &writers, Duration::from_secs(2), MICRO * step, scattered());
             let sum: u64 = pages.iter().sum();
             assert!((3900..=4100).contains(&sum), "{sum} at steps of {step} us");
         }
@@ -216,7 +222,8 @@ mod tests {
         let mut queue = Queue::new();
         queue.set_rate(1000.0, Duration::ZERO);
         let pauses = [MICRO * 10, MICRO * 10, Duration::from_millis(10)];
-        let (pages, longest) = run(&mut queue, &pauses, Duration::from_secs(1), MICRO * 50, scattered());
+        let (pages, longest) =
+            run(&mut queue, &pauses, Duration::from_secs(1), MICRO * 50, scattered());
         // The third asks less than a hundred times and gets it; the others share the rest.
         assert!((85..=100).contains(&pages[2]), "{pages:?}");
         assert!(pages[0].abs_diff(pages[1]) <= 2, "{pages:?}");
@@ -227,7 +234,8 @@ mod tests {
     fn nobody_waits_for_ever() {
         let mut queue = Queue::new();
         queue.set_rate(0.0, Duration::ZERO);
-        let (pages, longest) = run(&mut queue, &[MICRO], Duration::from_secs(1), MICRO * 100, scattered());
+        let (pages, longest) =
+            run(&mut queue, &[MICRO], Duration::from_secs(1), MICRO * 100, scattered());
         assert!((45..=52).contains(&pages[0]), "{pages:?}");
         assert!(longest <= LONGEST_WAIT + MICRO * 100, "{longest:?}");
     }
@@ -237,10 +245,11 @@ mod tests {
         let mut queue = Queue::new();
         queue.set_rate(10_000.0, Duration::ZERO);
         let mut answers = 0;
-        let (pages, _) = run(&mut queue, &[MICRO], Duration::from_secs(1), MICRO * 1000, |_, behind| {
-            answers += 1;
-            behind.max(PAGE)
-        });
+        let (pages, _) =
+            run(&mut queue, &[MICRO], Duration::from_secs(1), MICRO * 1000, |_, behind| {
+                answers += 1;
+                behind.max(PAGE)
+            });
         assert!((9_900..=10_100).contains(&pages[0]), "{pages:?}");
         assert!(answers < 3000, "{answers}");
     }

@@ -1,7 +1,9 @@
-//! The thread that stands in for a handler which makes no progress: no guest waits for a bug, or a processor, of ours.
+//! The thread that stands in for a handler which makes no progress: no guest waits for a bug, or a
+//! processor, of ours.
 //!
-//! It wakes everybody. Where the protection still stands they fault again, and are answered from here without a limit
-//! until the handler is back. No protection is lifted that nobody asked for, so no write is lost.
+//! It wakes everybody. Where the protection still stands they fault again, and are answered from
+//! here without a limit until the handler is back. No protection is lifted that nobody asked for,
+//! so no write is lost.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -41,7 +43,9 @@ fn stand_in(shared: &Shared, beat: u64) -> bool {
     }
     while !shared.is_over() && shared.beat.load(Ordering::Relaxed) == beat {
         let mut alive = true;
-        let read = uapi::uffd_read(shared.uffd(), |fault| alive &= answer(shared, fault.address & !4095, 1));
+        let read = uapi::uffd_read(shared.uffd(), |fault| {
+            alive &= answer(shared, fault.address & !4095, 1)
+        });
         if read.is_err() || !alive {
             return false;
         }

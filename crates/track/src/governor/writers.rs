@@ -13,8 +13,9 @@ pub(crate) enum Writer {
     Machine,
 }
 
-/// Kernel workers write for a guest whose page fault KVM handles asynchronously (virt/kvm/async_pf.c): then not the vCPU
-/// faults but a worker, while the vCPU does something else. They count as one writer.
+/// Kernel workers write for a guest whose page fault KVM handles asynchronously
+/// (virt/kvm/async_pf.c): then not the vCPU faults but a worker, while the vCPU does something
+/// else. They count as one writer.
 const WORKERS: i32 = -1;
 /// Threads remembered, at the most.
 const KNOWN: usize = 4096;
@@ -32,8 +33,9 @@ impl Writers {
     /// The threads of process `pid`, of which `vcpus` run the guest; all these are numbers here.
     pub(crate) fn new(pid: i32, vcpus: &[i32]) -> Self {
         let threads = threads_of(pid);
-        let inside =
-            |here: i32| threads.iter().find(|thread| thread.here == here).map(|thread| thread.inside);
+        let inside = |here: i32| {
+            threads.iter().find(|thread| thread.here == here).map(|thread| thread.inside)
+        };
         // One that has ended, and may be replaced under its number, keeps it.
         let vcpus = vcpus.iter().map(|&here| inside(here).unwrap_or(here)).collect();
         Self { pid, vcpus, known: HashMap::new() }
@@ -52,7 +54,8 @@ impl Writers {
     }
 }
 
-/// A thread that is no vCPU. A kernel worker has the number that it has here: it is in no namespace of a process.
+/// A thread that is no vCPU. A kernel worker has the number that it has here: it is in no namespace
+/// of a process.
 fn stranger(pid: i32, thread: i32) -> Writer {
     let own = threads_of(pid).iter().any(|own| own.inside == thread);
     let name = std::fs::read_to_string(format!("/proc/{thread}/comm")).unwrap_or_default();
@@ -73,7 +76,8 @@ mod tests {
         assert_eq!(writers.of(i32::MAX), Writer::Machine);
     }
 
-    /// The kernel tells who faults by the numbers of their own PID namespace, in which the first process is number 1.
+    /// The kernel tells who faults by the numbers of their own PID namespace, in which the first
+    /// process is number 1.
     #[test]
     fn vcpus_of_a_pid_namespace_are_known_by_the_numbers_in_it() {
         use std::process::{Command, Stdio};
@@ -98,7 +102,8 @@ mod tests {
     #[test]
     fn kernel_workers_write_for_the_guest() {
         let processes = std::fs::read_dir("/proc").unwrap().flatten();
-        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let mut numbers =
+            processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
         let worker = numbers.find(|pid| {
             let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             name.starts_with("kworker/")

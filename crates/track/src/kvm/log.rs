@@ -1,17 +1,19 @@
 //! The tracker on KVM's dirty log: one bitmap a slot, fetched whole and cleared in parts.
 //!
-//! How it works (Documentation/virt/kvm/api.rst, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2): with manual protection
-//! `KVM_GET_DIRTY_LOG` only reads; pages are cleared and write-protected again by `KVM_CLEAR_DIRTY_LOG`, as many or
-//! few as its mask says. So a slot is fetched once a round, and each segment is cleared just before it is sent: a page
-//! that is written between the two is sent once, and vCPUs never wait for the protection of all memory at once.
+//! How it works (Documentation/virt/kvm/api.rst, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2): with manual
+//! protection `KVM_GET_DIRTY_LOG` only reads; pages are cleared and write-protected again by
+//! `KVM_CLEAR_DIRTY_LOG`, as many or few as its mask says. So a slot is fetched once a round, and
+//! each segment is cleared just before it is sent: a page that is written between the two is sent
+//! once, and vCPUs never wait for the protection of all memory at once.
 //!
 //! Invariants:
-//! - A page is reported only after it has been protected again, and whoever reads its bytes does so later still.
-//! - Nothing is cleared that was not fetched *and* is not reported: the mask holds those pages and no others, however
-//!   the range is rounded to 64 pages.
-//! - The pages that a harvest takes from one slot cost one clear (one for each GiB, so that the lock of KVM's page
-//!   tables is not held for longer), wherever the slot lies in its block. The clear skips clean words at the price of
-//!   reading them, which is nothing beside a second call.
+//! - A page is reported only after it has been protected again, and whoever reads its bytes does so
+//!   later still.
+//! - Nothing is cleared that was not fetched *and* is not reported: the mask holds those pages and
+//!   no others, however the range is rounded to 64 pages.
+//! - The pages that a harvest takes from one slot cost one clear (one for each GiB, so that the
+//!   lock of KVM's page tables is not held for longer), wherever the slot lies in its block. The
+//!   clear skips clean words at the price of reading them, which is nothing beside a second call.
 //!
 //! Without manual protection fetching clears; what was fetched and not yet asked for is kept here.
 #![allow(unsafe_code)]
@@ -24,7 +26,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use godwit_memslots::Slot;
 use godwit_units::{PageCount, PageIndex, PageRun};
 use kvm_bindings::{
-    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
+    KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_DIRTY_LOG_INITIALLY_SET,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
 };
 
 use super::{Logging, uapi};
@@ -40,8 +43,8 @@ const CLEAR_WORDS: usize = 4096;
 /// What this KVM can do, and so how the log is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogMode {
-    /// Fetch and clear apart; at first all pages are dirty and none is protected, so that starting costs the guest
-    /// nothing.
+    /// Fetch and clear apart; at first all pages are dirty and none is protected, so that starting
+    /// costs the guest nothing.
     ManualInitiallySet,
     /// Fetch and clear apart; starting protects all pages at once.
     Manual,
@@ -79,7 +82,9 @@ impl LogMode {
 
     fn flags(self) -> u32 {
         match self {
-            Self::ManualInitiallySet => KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET,
+            Self::ManualInitiallySet => {
+                KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE | KVM_DIRTY_LOG_INITIALLY_SET
+            }
             Self::Manual => KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
             Self::ClearedByFetch => 0,
         }
@@ -124,7 +129,8 @@ impl KvmLogTracker {
     /// Begins to log `slots` of RAM blocks of the sizes `blocks`, in the best mode that there is.
     ///
     /// # Errors
-    /// When slots and blocks do not fit, or KVM refuses; no slot is logged then that was not before.
+    /// When slots and blocks do not fit, or KVM refuses; no slot is logged then that was not
+    /// before.
     ///
     /// # Safety
     /// As for [`KvmLogTracker::start_in`].
@@ -137,15 +143,16 @@ impl KvmLogTracker {
         unsafe { Self::start_in(LogMode::offered(vm), vm, blocks, slots) }
     }
 
-    /// [`KvmLogTracker::start`] in the mode `mode`, which must be offered. All trackers of one VM must use the same
-    /// mode, since it belongs to the VM.
+    /// [`KvmLogTracker::start`] in the mode `mode`, which must be offered. All trackers of one VM
+    /// must use the same mode, since it belongs to the VM.
     ///
     /// # Errors
     /// As [`KvmLogTracker::start`].
     ///
     /// # Safety
-    /// The VM must have all of `slots`, with these numbers, frames, sizes and host addresses, for as long as the tracker
-    /// lives: it changes their flags, and KVM writes a bit for each of their pages.
+    /// The VM must have all of `slots`, with these numbers, frames, sizes and host addresses, for
+    /// as long as the tracker lives: it changes their flags, and KVM writes a bit for each of their
+    /// pages.
     pub unsafe fn start_in(
         mode: LogMode,
         vm: BorrowedFd<'_>,
@@ -211,7 +218,8 @@ impl KvmLogTracker {
         if self.mode == LogMode::ClearedByFetch {
             // The kernel has forgotten what it told before.
             let mut now = vec![0; fetched.pages.len()];
-            // SAFETY: the slot has as many pages as was promised to `start_in`, and `now` a bit for each.
+            // SAFETY: the slot has as many pages as was promised to `start_in`, and `now` a bit for
+            // each.
             unsafe { uapi::fetch_dirty_log(self.logging.vm(), id, &mut now) }.map_err(failed)?;
             fetched.pages.iter_mut().zip(now).for_each(|(known, now)| *known |= now);
             return Ok(());
@@ -265,9 +273,12 @@ impl KvmLogTracker {
             // A multiple of 64, but for the last word of the slot (api.rst, KVM_CLEAR_DIRTY_LOG).
             let pages = ((last + 1 - first) as u64 * BITS).min(slot.pages.0 - start) as u32;
             self.clears.fetch_add(1, Ordering::Relaxed);
-            uapi::clear_dirty_log(self.logging.vm(), slot.id, start, pages, &chunk[first..=last]).map_err(
-                |source| TrackError::KvmSlot { call: "KVM_CLEAR_DIRTY_LOG", slot: slot.id.0, source },
-            )?;
+            uapi::clear_dirty_log(self.logging.vm(), slot.id, start, pages, &chunk[first..=last])
+                .map_err(|source| TrackError::KvmSlot {
+                call: "KVM_CLEAR_DIRTY_LOG",
+                slot: slot.id.0,
+                source,
+            })?;
         }
         Ok(())
     }
@@ -300,12 +311,18 @@ impl DirtyTracker for KvmLogTracker {
             let mut harvested = self.slots.parts(block, within).filter_map(|part| part.before(cut));
             cleared = harvested.try_for_each(|part| self.clear(part, &collected));
         }
-        // Also after a failure: some of these pages may have been cleared, and a page too many does no harm.
+        // Also after a failure: some of these pages may have been cleared, and a page too many does
+        // no harm.
         let next = collected.report(cut, found);
         cleared.map(|()| next)
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
             let fetched = self.known(part.slot)?;
@@ -316,7 +333,12 @@ impl DirtyTracker for KvmLogTracker {
     }
 
     /// Fetches the log of every slot that shows some of `within`, so ask for whole blocks.
-    fn look(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn look(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
             let mut fetched = self.fetched(part.slot);

@@ -1,10 +1,13 @@
-//! Trackers on KVM's own knowledge of which pages the guest wrote: the dirty log and the dirty ring.
+//! Trackers on KVM's own knowledge of which pages the guest wrote: the dirty log and the dirty
+//! ring.
 //!
-//! Common to both: a slot is logged only while its flag `KVM_MEM_LOG_DIRTY_PAGES` is set. Invariant: whatever
-//! happens, the flags of every slot are again what they were once the tracker is gone.
+//! Common to both: a slot is logged only while its flag `KVM_MEM_LOG_DIRTY_PAGES` is set.
+//! Invariant: whatever happens, the flags of every slot are again what they were once the tracker
+//! is gone.
 //!
-//! Neither sees what the VMM or a device back end writes through host addresses; those writes belong into a device
-//! log ([`crate::VhostLog`]), combined with this one by [`crate::UnionTracker`].
+//! Neither sees what the VMM or a device back end writes through host addresses; those writes
+//! belong into a device log ([`crate::VhostLog`]), combined with this one by
+//! [`crate::UnionTracker`].
 #![allow(unsafe_code)]
 
 mod log;
@@ -35,17 +38,21 @@ impl Logging {
     /// Begins to log `slots`.
     ///
     /// # Safety
-    /// The VM must have these slots, with these frames and host addresses, for as long as this value lives.
+    /// The VM must have these slots, with these frames and host addresses, for as long as this
+    /// value lives.
     unsafe fn start(vm: BorrowedFd<'_>, slots: &[Slot]) -> Result<Self, TrackError> {
-        let vm = vm.try_clone_to_owned().map_err(|source| TrackError::Kvm { call: "dup", source })?;
+        let vm =
+            vm.try_clone_to_owned().map_err(|source| TrackError::Kvm { call: "dup", source })?;
         let mut logging = Self { vm, slots: Vec::with_capacity(slots.len()) };
         for slot in slots {
             let flags = slot.flags | SlotFlags::LOG_DIRTY_PAGES;
             // SAFETY: the contract of this function is the contract of that one.
-            unsafe { uapi::set_flags(logging.vm(), slot, flags) }.map_err(|source| TrackError::KvmSlot {
-                call: "KVM_SET_USER_MEMORY_REGION with dirty logging",
-                slot: slot.id.0,
-                source,
+            unsafe { uapi::set_flags(logging.vm(), slot, flags) }.map_err(|source| {
+                TrackError::KvmSlot {
+                    call: "KVM_SET_USER_MEMORY_REGION with dirty logging",
+                    slot: slot.id.0,
+                    source,
+                }
             })?;
             logging.slots.push(*slot);
         }
@@ -60,8 +67,8 @@ impl Logging {
 impl Drop for Logging {
     fn drop(&mut self) {
         for slot in &self.slots {
-            // SAFETY: the slot is as promised to `start`. A failure leaves it logged, which costs the guest time and
-            // nothing else; there is nobody to tell.
+            // SAFETY: the slot is as promised to `start`. A failure leaves it logged, which costs
+            // the guest time and nothing else; there is nobody to tell.
             let _ = unsafe { uapi::set_flags(self.vm.as_fd(), slot, slot.flags) };
         }
     }

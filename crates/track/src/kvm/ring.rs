@@ -1,11 +1,13 @@
 //! The tracker on KVM's dirty rings: what the guest wrote comes as a list, not as a bitmap.
 //!
-//! Its cost goes with the pages written, not with the size of memory: an idle guest of any size costs nothing to
-//! harvest. What leaves the rings ([`super::KvmDirtyRings`]) is marked in one shared bitmap a RAM block, and harvests
-//! take from those. Every harvest empties the rings first, so what was written before it is in.
+//! Its cost goes with the pages written, not with the size of memory: an idle guest of any size
+//! costs nothing to harvest. What leaves the rings ([`super::KvmDirtyRings`]) is marked in one
+//! shared bitmap a RAM block, and harvests take from those. Every harvest empties the rings first,
+//! so what was written before it is in.
 //!
-//! On processors that log writes in hardware (Intel PML) some entries wait in the vCPU until it leaves guest mode: a
-//! harvest sees all writes of vCPUs that were stopped before it, and perhaps not the last ones of those that run.
+//! On processors that log writes in hardware (Intel PML) some entries wait in the vCPU until it
+//! leaves guest mode: a harvest sees all writes of vCPUs that were stopped before it, and perhaps
+//! not the last ones of those that run.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -60,19 +62,20 @@ impl KvmRingTracker {
     /// Begins to log `slots` of RAM blocks of the sizes `blocks` into `rings`.
     ///
     /// # Errors
-    /// When slots and blocks do not fit, another tracker uses the rings, or KVM refuses; no slot is logged then that was
-    /// not before.
+    /// When slots and blocks do not fit, another tracker uses the rings, or KVM refuses; no slot is
+    /// logged then that was not before.
     ///
     /// # Safety
-    /// The VM of `rings` must have all of `slots`, with these numbers, frames, sizes and host addresses, for as long as
-    /// the tracker lives: it changes their flags.
+    /// The VM of `rings` must have all of `slots`, with these numbers, frames, sizes and host
+    /// addresses, for as long as the tracker lives: it changes their flags.
     pub unsafe fn start(
         rings: &Arc<KvmDirtyRings>,
         blocks: &[PageCount],
         slots: &[Slot],
     ) -> Result<Self, TrackError> {
         let slots = BlockSlots::new(blocks, slots)?;
-        let words = |pages: PageCount| (0..pages.0.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        let words =
+            |pages: PageCount| (0..pages.0.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         let pages = Arc::new(WrittenPages {
             slots: slots.all().iter().map(|slot| (slot.id.0, *slot)).collect(),
             blocks: blocks.iter().map(|&pages| (pages, words(pages))).collect(),
@@ -94,7 +97,8 @@ impl KvmRingTracker {
 
 impl Drop for KvmRingTracker {
     fn drop(&mut self) {
-        // The logging ends after this; entries that still come are thrown away by whoever collects next.
+        // The logging ends after this; entries that still come are thrown away by whoever collects
+        // next.
         self.rings.disconnect();
     }
 }
@@ -119,7 +123,12 @@ impl DirtyTracker for KvmRingTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(&self, block: usize, within: PageRun, found: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn peek(
+        &self,
+        block: usize,
+        within: PageRun,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         self.rings.collect()?;
         let mut collected = self.collectors.start(within);
         let (words, pages) = self.pages(block, within);

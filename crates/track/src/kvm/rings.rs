@@ -1,20 +1,24 @@
 //! The dirty rings of a VM's vCPUs, mapped once, and how entries leave them.
 //!
-//! How it works (Documentation/virt/kvm/api.rst, KVM_CAP_DIRTY_LOG_RING_ACQ_REL): a vCPU's first write to a protected page
-//! of a logged slot puts one entry (slot, page in slot) into that vCPU's ring and lifts the protection. Collecting an entry
-//! marks it as handed back; `KVM_RESET_DIRTY_RINGS` then protects the pages of all such entries again.
+//! How it works (Documentation/virt/kvm/api.rst, KVM_CAP_DIRTY_LOG_RING_ACQ_REL): a vCPU's first
+//! write to a protected page of a logged slot puts one entry (slot, page in slot) into that vCPU's
+//! ring and lifts the protection. Collecting an entry marks it as handed back;
+//! `KVM_RESET_DIRTY_RINGS` then protects the pages of all such entries again.
 //!
 //! Invariants:
-//! - A page is published to the tracker only *after* the reset. Between collecting and reset the guest can write the
-//!   page without a new entry; whoever read its bytes then would send an old page and never hear of it again.
-//! - Rings are collected by one thread at a time, and the place where collecting goes on outlives every tracker: the
-//!   kernel does not tell it.
+//! - A page is published to the tracker only *after* the reset. Between collecting and reset the
+//!   guest can write the page without a new entry; whoever read its bytes then would send an old
+//!   page and never hear of it again.
+//! - Rings are collected by one thread at a time, and the place where collecting goes on outlives
+//!   every tracker: the kernel does not tell it.
 //!
-//! A full ring stops its vCPU (KVM_EXIT_DIRTY_RING_FULL) until somebody has collected; the vCPU's thread does, with
-//! [`KvmDirtyRings::make_room`]. KVM promises to stop it while some entries are left. A KVM that does not (seen with one
-//! that emulates many instructions between two looks at the ring) overwrites entries: that is noticed by a ring without
-//! any free entry, or one that stays full though nothing is in it, and from then on every call fails, since writes were
-//! lost. The rings are emptied all the same: a vCPU must not stand still because its migration has failed.
+//! A full ring stops its vCPU (KVM_EXIT_DIRTY_RING_FULL) until somebody has collected; the vCPU's
+//! thread does, with [`KvmDirtyRings::make_room`]. KVM promises to stop it while some entries are
+//! left. A KVM that does not (seen with one that emulates many instructions between two looks at
+//! the ring) overwrites entries: that is noticed by a ring without any free entry, or one that
+//! stays full though nothing is in it, and from then on every call fails, since writes were lost.
+//! The rings are emptied all the same: a vCPU must not stand still because its migration has
+//! failed.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -24,7 +28,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use godwit_units::{PAGE_SIZE, PageCount};
 use kvm_bindings::{
-    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_LOG_PAGE_OFFSET, kvm_dirty_gfn,
+    KVM_CAP_DIRTY_LOG_RING, KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_DIRTY_LOG_PAGE_OFFSET,
+    kvm_dirty_gfn,
 };
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -43,16 +48,17 @@ pub struct DirtyRingSize {
 }
 
 impl DirtyRingSize {
-    /// Gives every vCPU that the VM `vm` will have a ring of `entries` entries, or as many as this KVM allows. Must come
-    /// before the first vCPU is made. The VM has no dirty log any more then, and must not use
-    /// KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2: KVM would not protect what it calls initially dirty, and lose writes.
+    /// Gives every vCPU that the VM `vm` will have a ring of `entries` entries, or as many as this
+    /// KVM allows. Must come before the first vCPU is made. The VM has no dirty log any more then,
+    /// and must not use KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2: KVM would not protect what it calls
+    /// initially dirty, and lose writes.
     ///
     /// # Errors
-    /// When this KVM has no dirty ring (use [`super::KvmLogTracker`]), or refuses: not a power of two, or a vCPU was
-    /// made already.
+    /// When this KVM has no dirty ring (use [`super::KvmLogTracker`]), or refuses: not a power of
+    /// two, or a vCPU was made already.
     pub fn enable(vm: BorrowedFd<'_>, entries: u32) -> Result<Self, TrackError> {
-        // The variant that orders flags and content by acquire and release; the older one promises that only where
-        // the processor does, as x86 does.
+        // The variant that orders flags and content by acquire and release; the older one promises
+        // that only where the processor does, as x86 does.
         let caps = [KVM_CAP_DIRTY_LOG_RING_ACQ_REL, KVM_CAP_DIRTY_LOG_RING];
         let offered = caps.into_iter().map(|cap| (cap, uapi::check_extension(vm, cap)));
         let Some((cap, most)) = offered.into_iter().find(|(_, bytes)| *bytes > 0) else {
@@ -114,14 +120,20 @@ impl KvmDirtyRings {
         size: DirtyRingSize,
         vcpus: &[BorrowedFd<'_>],
     ) -> Result<Arc<Self>, TrackError> {
-        let vm = vm.try_clone_to_owned().map_err(|source| TrackError::Kvm { call: "dup", source })?;
-        let rings = vcpus.iter().map(|vcpu| Ring::map(*vcpu, size.entries)).collect::<Result<_, _>>()?;
+        let vm =
+            vm.try_clone_to_owned().map_err(|source| TrackError::Kvm { call: "dup", source })?;
+        let rings =
+            vcpus.iter().map(|vcpu| Ring::map(*vcpu, size.entries)).collect::<Result<_, _>>()?;
         let collected = Vec::new();
-        Ok(Arc::new(Self { vm, state: Mutex::new(State { rings, collected, sink: None, overrun: None }) }))
+        Ok(Arc::new(Self {
+            vm,
+            state: Mutex::new(State { rings, collected, sink: None, overrun: None }),
+        }))
     }
 
-    /// For the thread of vCPU `vcpu` (counted as in [`KvmDirtyRings::new`]), which left guest mode with
-    /// KVM_EXIT_DIRTY_RING_FULL: empties the rings, so that it can run on. It can after an error, too.
+    /// For the thread of vCPU `vcpu` (counted as in [`KvmDirtyRings::new`]), which left guest mode
+    /// with KVM_EXIT_DIRTY_RING_FULL: empties the rings, so that it can run on. It can after an
+    /// error, too.
     ///
     /// # Errors
     /// As [`KvmDirtyRings::collect`].
@@ -139,8 +151,8 @@ impl KvmDirtyRings {
         Err(TrackError::RingOverrun { vcpu })
     }
 
-    /// Empties all rings into the tracker that is at work, so that they can fill again; returns how many entries that
-    /// were. Harvesting does it too; in between it keeps rings from getting full.
+    /// Empties all rings into the tracker that is at work, so that they can fill again; returns how
+    /// many entries that were. Harvesting does it too; in between it keeps rings from getting full.
     ///
     /// # Errors
     /// When KVM refuses to protect the pages again, or a ring was overrun.
@@ -184,10 +196,13 @@ impl State {
         let pages = PageCount(collected.len() as u64);
         let reset = if collected.is_empty() { Ok(()) } else { reset(vm) };
         match (*overrun, sink) {
-            // Whoever harvests is told that pages are missing, and needs none of the others. The entries were handed
-            // back and reset all the same: else every KVM_RUN from here on would end with a full ring.
+            // Whoever harvests is told that pages are missing, and needs none of the others. The
+            // entries were handed back and reset all the same: else every KVM_RUN from here on
+            // would end with a full ring.
             (Some(_), _) | (None, None) => {}
-            (None, Some(sink)) => collected.iter().for_each(|&(slot, page)| sink.publish(slot, page)),
+            (None, Some(sink)) => {
+                collected.iter().for_each(|&(slot, page)| sink.publish(slot, page))
+            }
         }
         collected.clear();
         reset?;
@@ -212,7 +227,8 @@ struct Ring {
     next_when_full: Option<u32>,
 }
 
-// SAFETY: a ring is memory shared with the kernel, used by one thread at a time: all use is by `&mut`.
+// SAFETY: a ring is memory shared with the kernel, used by one thread at a time: all use is by
+// `&mut`.
 unsafe impl Send for Ring {}
 
 impl Ring {
@@ -222,13 +238,21 @@ impl Ring {
         // The flags of entries are written here, so it is not enough to map it for reading.
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let offset = u64::from(KVM_DIRTY_LOG_PAGE_OFFSET) * PAGE_SIZE;
-        // SAFETY: a new mapping at a place of the kernel's choice. KVM maps nothing but the ring there, and no more of
-        // it than it has.
+        // SAFETY: a new mapping at a place of the kernel's choice. KVM maps nothing but the ring
+        // there, and no more of it than it has.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, vcpu, offset)
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                protection,
+                MapFlags::SHARED,
+                vcpu,
+                offset,
+            )
         };
         let base = base.map_err(|errno| failed(errno.into()))?;
-        let base = NonNull::new(base.cast()).ok_or_else(|| failed(std::io::ErrorKind::InvalidData.into()))?;
+        let base = NonNull::new(base.cast())
+            .ok_or_else(|| failed(std::io::ErrorKind::InvalidData.into()))?;
         Ok(Self { base, entries, next: 0, next_when_full: None })
     }
 
@@ -240,7 +264,8 @@ impl Ring {
             if flags.load(Ordering::Acquire) & DIRTY == 0 {
                 return handed;
             }
-            // SAFETY: the entry lies in the mapping, and one that is marked dirty is ours until it is handed back.
+            // SAFETY: the entry lies in the mapping, and one that is marked dirty is ours until it
+            // is handed back.
             let (slot, page) =
                 unsafe { ((&raw const (*entry).slot).read(), (&raw const (*entry).offset).read()) };
             flags.store(RESET, Ordering::Release);
@@ -250,11 +275,12 @@ impl Ring {
         self.entries
     }
 
-    /// Hands back entries of a ring that is full though none is marked where the next one is due. They were overwritten
-    /// by later ones, which were handed back in their place, and KVM counts them as in use for ever. Half of the ring,
-    /// since a full one has more than that in use (virt/kvm/dirty_ring.c, `kvm_dirty_ring_init`: all but 64 entries and
-    /// those of the processor's own log), and one entry too many would make KVM's count negative, which is a ring that
-    /// is full for ever. A longer gap is left in several steps.
+    /// Hands back entries of a ring that is full though none is marked where the next one is due.
+    /// They were overwritten by later ones, which were handed back in their place, and KVM counts
+    /// them as in use for ever. Half of the ring, since a full one has more than that in use
+    /// (virt/kvm/dirty_ring.c, `kvm_dirty_ring_init`: all but 64 entries and those of the
+    /// processor's own log), and one entry too many would make KVM's count negative, which is a
+    /// ring that is full for ever. A longer gap is left in several steps.
     fn skip_lost_entries(&mut self) {
         for _ in 0..self.entries / 2 {
             self.flags(self.next).store(RESET, Ordering::Release);
@@ -268,9 +294,9 @@ impl Ring {
     }
 
     fn flags(&self, number: u32) -> &AtomicU32 {
-        // SAFETY: `entry` reduces the number below that of the entries, so the entry lies in the mapping, aligned to 8
-        // as all of them; the kernel too changes the flags by whole, atomic accesses only. The mapping lives as long
-        // as `self`.
+        // SAFETY: `entry` reduces the number below that of the entries, so the entry lies in the
+        // mapping, aligned to 8 as all of them; the kernel too changes the flags by whole, atomic
+        // accesses only. The mapping lives as long as `self`.
         unsafe { AtomicU32::from_ptr(&raw mut (*self.entry(number)).flags) }
     }
 }
@@ -298,7 +324,8 @@ mod tests {
         let mut expected = Vec::new();
         let mut pages = Vec::new();
         for number in 0..3 * u64::from(entries) {
-            let at = KVM_DIRTY_LOG_PAGE_OFFSET as u64 * PAGE_SIZE + number % u64::from(entries) * 16;
+            let at =
+                KVM_DIRTY_LOG_PAGE_OFFSET as u64 * PAGE_SIZE + number % u64::from(entries) * 16;
             let mut entry = [0; 16];
             entry[..4].copy_from_slice(&DIRTY.to_ne_bytes());
             entry[4..8].copy_from_slice(&7u32.to_ne_bytes());

@@ -1,7 +1,9 @@
-//! KVM's calls that dirty tracking needs, on raw descriptors; each is named as in Documentation/virt/kvm/api.rst.
+//! KVM's calls that dirty tracking needs, on raw descriptors; each is named as in
+//! Documentation/virt/kvm/api.rst.
 //!
-//! Everything unsafe about them is here, but for what a memory region makes the guest see. Structures come from
-//! kvm-bindings; kvm-ioctls has no KVM_CLEAR_DIRTY_LOG and no dirty ring, and its KVM_GET_DIRTY_LOG allocates.
+//! Everything unsafe about them is here, but for what a memory region makes the guest see.
+//! Structures come from kvm-bindings; kvm-ioctls has no KVM_CLEAR_DIRTY_LOG and no dirty ring, and
+//! its KVM_GET_DIRTY_LOG allocates.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -10,8 +12,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use godwit_memslots::{Slot, SlotFlags, SlotId};
 use godwit_units::PAGE_SIZE;
 use kvm_bindings::{
-    kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_dirty_log, kvm_dirty_log__bindgen_ty_1,
-    kvm_enable_cap, kvm_userspace_memory_region,
+    kvm_clear_dirty_log, kvm_clear_dirty_log__bindgen_ty_1, kvm_dirty_log,
+    kvm_dirty_log__bindgen_ty_1, kvm_enable_cap, kvm_userspace_memory_region,
 };
 
 use crate::uapi::{iow, iowr};
@@ -45,9 +47,14 @@ pub(crate) fn enable_cap(vm: BorrowedFd<'_>, cap: u32, argument: u64) -> io::Res
 /// Sets the flags of `slot` to `flags`.
 ///
 /// # Safety
-/// The VM must have this slot with these frames and this host address. (KVM refuses to change the address of an
-/// existing slot, but it would make a new one, and the guest would write to wherever it points.)
-pub(crate) unsafe fn set_flags(vm: BorrowedFd<'_>, slot: &Slot, flags: SlotFlags) -> io::Result<()> {
+/// The VM must have this slot with these frames and this host address. (KVM refuses to change the
+/// address of an existing slot, but it would make a new one, and the guest would write to wherever
+/// it points.)
+pub(crate) unsafe fn set_flags(
+    vm: BorrowedFd<'_>,
+    slot: &Slot,
+    flags: SlotFlags,
+) -> io::Result<()> {
     let region = kvm_userspace_memory_region {
         slot: slot.id.0,
         flags: flags.0,
@@ -55,9 +62,10 @@ pub(crate) unsafe fn set_flags(vm: BorrowedFd<'_>, slot: &Slot, flags: SlotFlags
         memory_size: slot.pages.bytes().0,
         userspace_addr: slot.hva.0,
     };
-    // SAFETY: KVM_SET_USER_MEMORY_REGION reads one `struct kvm_userspace_memory_region`, which `region` is; by the
-    // contract of this function it changes nothing but flags.
-    answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_SET_USER_MEMORY_REGION, &raw const region) }).map(drop)
+    // SAFETY: KVM_SET_USER_MEMORY_REGION reads one `struct kvm_userspace_memory_region`, which
+    // `region` is; by the contract of this function it changes nothing but flags.
+    answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_SET_USER_MEMORY_REGION, &raw const region) })
+        .map(drop)
 }
 
 /// `KVM_GET_DIRTY_LOG`: the dirty pages of slot `slot` into `words`. Clears them too, unless
@@ -65,22 +73,28 @@ pub(crate) unsafe fn set_flags(vm: BorrowedFd<'_>, slot: &Slot, flags: SlotFlags
 ///
 /// # Safety
 /// The slot must have no more pages than `words` has bits: the kernel asks for no length.
-pub(crate) unsafe fn fetch_dirty_log(vm: BorrowedFd<'_>, slot: SlotId, words: &mut [u64]) -> io::Result<()> {
+pub(crate) unsafe fn fetch_dirty_log(
+    vm: BorrowedFd<'_>,
+    slot: SlotId,
+    words: &mut [u64],
+) -> io::Result<()> {
     let arg = kvm_dirty_log {
         slot: slot.0,
         padding1: 0,
         __bindgen_anon_1: kvm_dirty_log__bindgen_ty_1 { dirty_bitmap: words.as_mut_ptr().cast() },
     };
-    // SAFETY: KVM_GET_DIRTY_LOG reads `arg` and writes one bit for each page of the slot, rounded up to whole
-    // words, to `words`, borrowed exclusively and long enough by the contract of this function.
+    // SAFETY: KVM_GET_DIRTY_LOG reads `arg` and writes one bit for each page of the slot, rounded
+    // up to whole words, to `words`, borrowed exclusively and long enough by the contract of this
+    // function.
     answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_GET_DIRTY_LOG, &raw const arg) }).map(drop)
 }
 
-/// `KVM_CLEAR_DIRTY_LOG`: clears and protects those of the `pages` pages from `first` on that are set in `mask`.
+/// `KVM_CLEAR_DIRTY_LOG`: clears and protects those of the `pages` pages from `first` on that are
+/// set in `mask`.
 ///
 /// # Errors
-/// When `mask` is too short, or the kernel refuses: `first` and `pages` must be multiples of 64, but for the
-/// end of the slot (api.rst, KVM_CLEAR_DIRTY_LOG).
+/// When `mask` is too short, or the kernel refuses: `first` and `pages` must be multiples of 64,
+/// but for the end of the slot (api.rst, KVM_CLEAR_DIRTY_LOG).
 pub fn clear_dirty_log(
     vm: BorrowedFd<'_>,
     slot: SlotId,
@@ -98,18 +112,21 @@ pub fn clear_dirty_log(
         first_page: first,
         __bindgen_anon_1: kvm_clear_dirty_log__bindgen_ty_1 { dirty_bitmap },
     };
-    // SAFETY: KVM_CLEAR_DIRTY_LOG reads `arg` and one bit for each of `pages` from `mask`, which is long enough; it
-    // writes to neither.
+    // SAFETY: KVM_CLEAR_DIRTY_LOG reads `arg` and one bit for each of `pages` from `mask`, which is
+    // long enough; it writes to neither.
     answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_CLEAR_DIRTY_LOG, &raw const arg) }).map(drop)
 }
 
-/// `KVM_RESET_DIRTY_RINGS`: protects the pages of all entries that were handed back; how many those were.
+/// `KVM_RESET_DIRTY_RINGS`: protects the pages of all entries that were handed back; how many those
+/// were.
 pub(crate) fn reset_dirty_rings(vm: BorrowedFd<'_>) -> io::Result<u32> {
     loop {
-        // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument and touches no memory but the rings, which are shared.
+        // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument and touches no memory but the rings,
+        // which are shared.
         let reset = answer(unsafe { libc::ioctl(vm.as_raw_fd(), KVM_RESET_DIRTY_RINGS, 0) });
         match reset {
-            // A signal came (virt/kvm/dirty_ring.c, kvm_dirty_ring_reset); what is left is done by the next call.
+            // A signal came (virt/kvm/dirty_ring.c, kvm_dirty_ring_reset); what is left is done by
+            // the next call.
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             done => return done,
         }

@@ -1,10 +1,11 @@
-//! A ppoll(2) that looks whether anything but its result has changed meanwhile: registers of all kinds, and the red zone.
+//! A ppoll(2) that looks whether anything but its result has changed meanwhile: registers of all
+//! kinds, and the red zone.
 #![allow(unsafe_code)]
 
 use std::arch::global_asm;
 
-// rdi, rsi, rdx, rcx: as ppoll(2); r9: a `Report`. The call is made with known words in all registers that it does not use,
-// and below the stack pointer.
+// rdi, rsi, rdx, rcx: as ppoll(2); r9: a `Report`. The call is made with known words in all
+// registers that it does not use, and below the stack pointer.
 global_asm!(
     ".global godwit_checked_ppoll",
     "godwit_checked_ppoll:",
@@ -86,17 +87,20 @@ unsafe extern "C" {
 /// ppoll(2) as the kernel answers it, and what else has changed.
 pub(crate) fn ppoll(fds: &mut [libc::pollfd], timeout: &mut libc::timespec) -> (i64, Vec<String>) {
     const WORD: u64 = 0x5a5a_5a5a_5a5a_5a5a;
-    let before = std::array::from_fn(|number| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let before =
+        std::array::from_fn(|number| (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let mut report = Report { before, after: [0; 64], registers: [0; 12], red_zone: [0; 16] };
     let (fds_at, count, timeout_at) = (fds.as_mut_ptr(), fds.len() as u64, &raw mut *timeout);
     // SAFETY: as ppoll(2), with pointers to what this function has borrowed or owns.
-    let result =
-        unsafe { godwit_checked_ppoll(fds_at, count, timeout_at, std::ptr::null(), 0, &raw mut report) };
+    let result = unsafe {
+        godwit_checked_ppoll(fds_at, count, timeout_at, std::ptr::null(), 0, &raw mut report)
+    };
     let mut changed = Vec::new();
     if report.before != report.after {
         changed.push("vector registers".to_owned());
     }
-    let expected = [WORD, WORD, WORD, WORD, WORD, WORD, WORD, fds_at as u64, count, timeout_at as u64, 0, 8];
+    let expected =
+        [WORD, WORD, WORD, WORD, WORD, WORD, WORD, fds_at as u64, count, timeout_at as u64, 0, 8];
     if report.registers != expected {
         changed.push(format!("registers {:x?}", report.registers));
     }

@@ -1,4 +1,5 @@
-//! A filter for system calls, as a sandbox has it: what the target needs is allowed, and nothing else.
+//! A filter for system calls, as a sandbox has it: what the target needs is allowed, and nothing
+//! else.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 const ALLOWED: &[libc::c_long] = &[
@@ -54,7 +55,10 @@ pub(crate) fn install(otherwise: Otherwise) {
     // SAFETY: reads the program, which is valid for its length.
     unsafe {
         assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
-        assert_eq!(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program), 0);
+        assert_eq!(
+            libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program),
+            0
+        );
     }
 }
 

@@ -1,5 +1,6 @@
-//! Attaching to a process that is like QEMU: a main thread that waits in ppoll(2), a timer whose signals interrupt it, and
-//! a channel on which it answers. It looks all the time whether anything of it has changed.
+//! Attaching to a process that is like QEMU: a main thread that waits in ppoll(2), a timer whose
+//! signals interrupt it, and a channel on which it answers. It looks all the time whether anything
+//! of it has changed.
 //!
 //! Needs Linux 6.7 and the right to trace; skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
@@ -31,8 +32,8 @@ extern "C" fn on_alarm(_: libc::c_int) {
     ALARMS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// This program again, as one of the processes below, on its main thread, which the test harness keeps to itself: so
-/// they begin before it does.
+/// This program again, as one of the processes below, on its main thread, which the test harness
+/// keeps to itself: so they begin before it does.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ROLES: extern "C" fn() = {
@@ -83,7 +84,8 @@ fn be_target(how: &str) {
         loops += 1;
         // Some time in user mode, with all kinds of registers in use.
         if how.contains("busy") {
-            let sum: f64 = (0..20_000).map(|number| f64::from(std::hint::black_box(number)).sqrt()).sum();
+            let sum: f64 =
+                (0..20_000).map(|number| f64::from(std::hint::black_box(number)).sqrt()).sum();
             if (sum - 1_885_546.969_690_999).abs() > 1.0 {
                 wrong.push(format!("a sum is {sum}"));
             }
@@ -106,7 +108,8 @@ fn be_attacher(pid: i32) -> ! {
     }
 }
 
-/// What comes of an attachment without CAP_SYS_ADMIN, which the kernel wants for the suspension of filters.
+/// What comes of an attachment without CAP_SYS_ADMIN, which the kernel wants for the suspension of
+/// filters.
 fn attach_without_right(pid: i32, approach: Approach) -> Result<(), TrackError> {
     let work = move || {
         filter::drop_sys_admin();
@@ -177,7 +180,8 @@ impl Target {
         status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
     }
 
-    /// How often it went around and how often its timer came, after looking that it is as it should be.
+    /// How often it went around and how often its timer came, after looking that it is as it should
+    /// be.
     fn ask(&mut self) -> (u64, u64) {
         self.stdin.write_all(b".").unwrap();
         let line = self.lines.recv_timeout(LIMIT).expect("the target does not answer");
@@ -192,7 +196,8 @@ impl Target {
     fn userfaultfds(&self) -> usize {
         let descriptors = fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
         let is_one = |entry: &fs::DirEntry| {
-            fs::read_link(entry.path()).is_ok_and(|to| to.to_string_lossy() == "anon_inode:[userfaultfd]")
+            fs::read_link(entry.path())
+                .is_ok_and(|to| to.to_string_lossy() == "anon_inode:[userfaultfd]")
         };
         descriptors.flatten().filter(is_one).count()
     }
@@ -276,7 +281,10 @@ fn survive(how: &str, times: u32) {
         target.ask();
     }
     let (before, after) = (target.ask(), target.ask());
-    println!("{how}: {times} kills, {} descriptors left, {before:?} {after:?}", target.userfaultfds());
+    println!(
+        "{how}: {times} kills, {} descriptors left, {before:?} {after:?}",
+        target.userfaultfds()
+    );
     assert!(target.attach().is_ok());
 }
 
@@ -298,15 +306,16 @@ fn a_thousand_kills_of_who_attaches_leave_a_process_as_it_was() {
     }
 }
 
-/// The suspension of a filter ends with who asked for it, so there are microseconds in which a kill meets one that kills.
-/// This tells how many kills that is; docs/qemu.md has the figure.
+/// The suspension of a filter ends with who asked for it, so there are microseconds in which a kill
+/// meets one that kills. This tells how many kills that is; docs/qemu.md has the figure.
 #[test]
 #[ignore = "takes a quarter of a minute: make test-long"]
 fn hardly_a_kill_of_who_attaches_meets_a_filter_that_kills() {
     if !possible("kills during attachment to a filtered process") {
         return;
     }
-    let deaths = (0..50).filter(|_| std::panic::catch_unwind(|| survive("filter kill", 20)).is_err());
+    let deaths =
+        (0..50).filter(|_| std::panic::catch_unwind(|| survive("filter kill", 20)).is_err());
     let deaths = deaths.count();
     println!("{deaths} of 1,000 kills");
     assert!(deaths <= 10, "{deaths} of 1,000");

@@ -1,9 +1,9 @@
 //! One conformance suite for all trackers, on real vCPUs: nothing lost, nothing invented.
 //!
-//! A bare-metal guest on /dev/kvm and a device thread write random pages while harvests run, as in a migration: a
-//! page that is reported is copied after it was reported. When all writers have stopped and a last harvest is done,
-//! the copy must be the memory. RAM blocks are cut into slots at pages that no word of a bitmap begins at. Skips aloud
-//! without /dev/kvm.
+//! A bare-metal guest on /dev/kvm and a device thread write random pages while harvests run, as in
+//! a migration: a page that is reported is copied after it was reported. When all writers have
+//! stopped and a last harvest is done, the copy must be the memory. RAM blocks are cut into slots
+//! at pages that no word of a bitmap begins at. Skips aloud without /dev/kvm.
 #![allow(clippy::unwrap_used)]
 
 mod setup;
@@ -29,7 +29,10 @@ fn skip(what: &str, why: &str) {
 /// The kinds that can be tried here.
 fn kinds(what: &str) -> Vec<Kind> {
     if !kvm_is_usable() {
-        skip(what, "no usable /dev/kvm (load the kvm module, or give this user the right to open it)");
+        skip(
+            what,
+            "no usable /dev/kvm (load the kvm module, or give this user the right to open it)",
+        );
         return Vec::new();
     }
     KINDS
@@ -62,8 +65,13 @@ fn harvest_all(tracker: &dyn DirtyTracker, machine: &BareMachine) -> BTreeSet<(u
     for (block, ram) in machine.blocks().iter().enumerate() {
         let (runs, next) = harvest(tracker, block, PageRun::new(0, ram.pages().0), 0);
         assert_eq!(next.0, ram.pages().0);
-        assert!(runs.windows(2).all(|pair| pair[0].end() < pair[1].start), "runs are maximal and in order");
-        pages.extend(runs.iter().flat_map(|run| (run.start.0..run.end().0).map(|page| (block, page))));
+        assert!(
+            runs.windows(2).all(|pair| pair[0].end() < pair[1].start),
+            "runs are maximal and in order"
+        );
+        pages.extend(
+            runs.iter().flat_map(|run| (run.start.0..run.end().0).map(|page| (block, page))),
+        );
     }
     pages
 }
@@ -164,8 +172,9 @@ fn place(machine: &BareMachine, mut page: u64) -> (usize, u64) {
     (block, page)
 }
 
-/// Migrates a machine whose vCPUs and device write all the time. They write some pages many times and then leave them
-/// alone for long, so that a write that was lost stays lost and is not made up for by the next. `rounds`: says when rounds begin.
+/// Migrates a machine whose vCPUs and device write all the time. They write some pages many times
+/// and then leave them alone for long, so that a write that was lost stays lost and is not made up
+/// for by the next. `rounds`: says when rounds begin.
 fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
     let Tracked { machine, tracker, log, .. } = tracked;
     let tracker = tracker.as_ref();
@@ -221,14 +230,20 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         device.join().unwrap();
         enough()
     });
-    assert!(got_on, "{:?}: a writer did not get on, or hardly anything was harvested", tracked.kind);
+    assert!(
+        got_on,
+        "{:?}: a writer did not get on, or hardly anything was harvested",
+        tracked.kind
+    );
     if rounds {
         tracker.begin_round();
     }
     if rounds {
         // Nobody writes any more: no need to clear.
         for (block, pages) in machine.block_sizes().into_iter().enumerate() {
-            tracker.peek(block, PageRun::new(0, pages.0), &mut |run| copy.take(block, run)).unwrap();
+            tracker
+                .peek(block, PageRun::new(0, pages.0), &mut |run| copy.take(block, run))
+                .unwrap();
         }
     } else {
         round(tracker, &copy, 0);
@@ -273,14 +288,25 @@ fn nothing_is_invented() {
         let tracked = kind.start(2);
         let Tracked { machine, tracker, log, .. } = &tracked;
         let tracker = tracker.as_ref();
-        let all: Vec<u32> = (0..machine.block_sizes().iter().map(|pages| pages.0 as u32).sum()).collect();
+        let all: Vec<u32> =
+            (0..machine.block_sizes().iter().map(|pages| pages.0 as u32).sum()).collect();
         machine.touch(0, &all).unwrap();
         harvest_all(tracker, machine);
         assert_eq!(harvest_all(tracker, machine), BTreeSet::new(), "{kind:?}: nobody wrote");
 
         // Around the ends of blocks, slots and words; neighbours and single pages.
-        let guest =
-            [(0, 0), (0, 63), (0, 64), (0, 332), (0, 333), (0, 1000), (0, 3000), (1, 0), (1, 1), (1, 2049)];
+        let guest = [
+            (0, 0),
+            (0, 63),
+            (0, 64),
+            (0, 332),
+            (0, 333),
+            (0, 1000),
+            (0, 3000),
+            (1, 0),
+            (1, 1),
+            (1, 2049),
+        ];
         let device = [(0, 1), (0, 999), (1, 2050), (1, 4098), (2, 0), (2, 69)];
         for (vcpu, half) in guest.chunks(5).enumerate() {
             let pages: Vec<u32> = half.iter().map(|page| number(machine, *page)).collect();
@@ -296,7 +322,8 @@ fn nothing_is_invented() {
         tracker.begin_round();
         let mut seen = BTreeSet::new();
         for (block, ram) in machine.blocks().iter().enumerate() {
-            let mut see = |run: PageRun| seen.extend((run.start.0..run.end().0).map(|page| (block, page)));
+            let mut see =
+                |run: PageRun| seen.extend((run.start.0..run.end().0).map(|page| (block, page)));
             tracker.peek(block, PageRun::new(0, ram.pages().0), &mut see).unwrap();
         }
         assert_eq!(seen, expected, "{kind:?} peeks");
@@ -314,7 +341,8 @@ fn only_what_was_asked_for_is_harvested() {
         machine.touch(0, &[0]).unwrap();
         harvest_all(tracker, machine);
 
-        // One word of one log, a slot's end within it, pages of both logs; asked for in three parts.
+        // One word of one log, a slot's end within it, pages of both logs; asked for in three
+        // parts.
         machine.touch(0, &[320, 321, 330, 332, 333, 334, 350]).unwrap();
         device_write(machine, log, (0, 331), 1);
         device_write(machine, log, (0, 360), 1);
@@ -350,13 +378,20 @@ fn a_harvest_stops_at_its_limit_and_goes_on_from_there() {
 
         let all = PageRun::new(0, 3001);
         tracker.begin_round();
-        assert_eq!(harvest(tracker, 0, all, 50), (vec![PageRun::new(300, 50)], PageIndex(350)), "{kind:?}");
+        assert_eq!(
+            harvest(tracker, 0, all, 50),
+            (vec![PageRun::new(300, 50)], PageIndex(350)),
+            "{kind:?}"
+        );
         let rest = PageRun::new(350, 3001 - 350);
         let (runs, next) = harvest(tracker, 0, rest, 31);
         assert_eq!(runs, [PageRun::new(350, 30), PageRun::new(2000, 1)], "{kind:?}");
         assert_eq!(next, PageIndex(2001));
         let rest = PageRun::new(2001, 1000);
-        assert_eq!(harvest(tracker, 0, rest, 1000), (vec![PageRun::new(2001, 99)], PageIndex(3001)));
+        assert_eq!(
+            harvest(tracker, 0, rest, 1000),
+            (vec![PageRun::new(2001, 99)], PageIndex(3001))
+        );
     }
 }
 
@@ -377,8 +412,8 @@ fn a_full_ring_stops_its_vcpu_only_until_it_is_emptied() {
     }
 }
 
-/// The cause that this is named for: a tracker that found an overrun returned before it had reset the rings, so that
-/// every KVM_RUN of the guest ended with a full ring from then on.
+/// The cause that this is named for: a tracker that found an overrun returned before it had reset
+/// the rings, so that every KVM_RUN of the guest ended with a full ring from then on.
 #[test]
 fn a_guest_whose_ring_was_overrun_runs_on() {
     if kinds("overrun rings").contains(&Kind::Ring) {

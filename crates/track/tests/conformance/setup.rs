@@ -45,10 +45,11 @@ pub(crate) struct Tracked {
     pub(crate) kind: Kind,
 }
 
-/// Three blocks in nine slots, none of which but the first of each block begins where a word begins, at frames that do
-/// not either, out of order and with gaps.
+/// Three blocks in nine slots, none of which but the first of each block begins where a word
+/// begins, at frames that do not either, out of order and with gaps.
 fn shape(vcpus: usize, ring: Option<u32>) -> Shape {
-    let cut = |block, first, pages, frame| Cut { block, first, pages, frame: Shape::FIRST_FRAME + frame };
+    let cut =
+        |block, first, pages, frame| Cut { block, first, pages, frame: Shape::FIRST_FRAME + frame };
     let slots = vec![
         cut(2, 0, 70, 20_000),
         cut(0, 0, 333, 5),
@@ -72,10 +73,12 @@ impl Kind {
     pub(crate) fn support(self) -> Result<(), String> {
         match self {
             Self::Log(mode) => {
-                let machine = BareMachine::new(&shape(1, None)).map_err(|error| error.to_string())?;
+                let machine =
+                    BareMachine::new(&shape(1, None)).map_err(|error| error.to_string())?;
                 let offered = LogMode::offered(machine.vm());
-                let rank =
-                    |mode| [LogMode::ClearedByFetch, LogMode::Manual, BEST].iter().position(|m| *m == mode);
+                let rank = |mode| {
+                    [LogMode::ClearedByFetch, LogMode::Manual, BEST].iter().position(|m| *m == mode)
+                };
                 if rank(mode) <= rank(offered) { Ok(()) } else { Err(format!("only {offered}")) }
             }
             Self::Ring => {
@@ -106,16 +109,19 @@ impl Tracked {
         drop(tracker);
         let (blocks, slots) = (machine.block_sizes(), machine.slots());
         let device = VhostLogTracker::start(&log, &blocks, slots).unwrap();
-        let with_device = |tracker| Box::new(UnionTracker::new(&blocks, vec![tracker, Box::new(device)]));
+        let with_device =
+            |tracker| Box::new(UnionTracker::new(&blocks, vec![tracker, Box::new(device)]));
         let tracker: Box<dyn DirtyTracker> = match kind {
             Kind::Log(mode) => with_device(Box::new(machine.log_tracker(mode).unwrap())),
             Kind::Ring => with_device(Box::new(machine.ring_tracker().unwrap())),
             Kind::OwnPagemap => {
-                let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
+                let mappings: Vec<_> =
+                    machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
                 Box::new(PagemapTracker::start_own(&mappings).unwrap())
             }
             Kind::Governed => {
-                let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
+                let mappings: Vec<_> =
+                    machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
                 let tracker = PagemapTracker::start_own(&mappings).unwrap();
                 // Nobody is known to be a vCPU: all are answered at once.
                 tracker.prepare_own_governor(&[]).unwrap();
@@ -133,7 +139,8 @@ pub(crate) fn one_clear_for_4_mib() {
         Cut { block: 0, first: 0, pages: 37, frame: Shape::FIRST_FRAME + 7 },
         Cut { block: 0, first: 37, pages: 1963, frame: Shape::FIRST_FRAME + 5001 },
     ];
-    let machine = BareMachine::new(&Shape { blocks: vec![2000], slots, vcpus: 1, ring: None }).unwrap();
+    let machine =
+        BareMachine::new(&Shape { blocks: vec![2000], slots, vcpus: 1, ring: None }).unwrap();
     let tracker = machine.log_tracker(BEST).unwrap();
     let all = PageRun::new(0, 2000);
     tracker.harvest(0, all, PageCount(0), &mut |_| ()).unwrap();
@@ -144,11 +151,14 @@ pub(crate) fn one_clear_for_4_mib() {
     tracker.harvest(0, all, PageCount(0), &mut |run| runs.push(run)).unwrap();
     assert_eq!(runs, [PageRun::new(500, 1024)]);
     assert_eq!(tracker.calls().clears - before.clears, 1);
-    tracker.harvest(0, all, PageCount(0), &mut |run| panic!("{run:?} was harvested before")).unwrap();
+    tracker
+        .harvest(0, all, PageCount(0), &mut |run| panic!("{run:?} was harvested before"))
+        .unwrap();
     assert_eq!(tracker.calls().clears - before.clears, 1, "a clean log needs no clear");
 }
 
-/// A list of pages several times as long as the ring: the vCPU stops, the ring is emptied, and it goes on.
+/// A list of pages several times as long as the ring: the vCPU stops, the ring is emptied, and it
+/// goes on.
 pub(crate) fn rings_that_fill_up() {
     let machine = Arc::new(BareMachine::new(&shape(1, Some(1024))).unwrap());
     let tracker = machine.ring_tracker().unwrap();
@@ -164,7 +174,8 @@ pub(crate) fn rings_that_fill_up() {
     }
 }
 
-/// A vCPU overruns its ring; the tracker says so, and the guest runs at full speed under it and after it.
+/// A vCPU overruns its ring; the tracker says so, and the guest runs at full speed under it and
+/// after it.
 pub(crate) fn a_ring_that_is_overrun() {
     const PAGES: u64 = 16_384;
     let slots = vec![Cut { block: 0, first: 0, pages: PAGES, frame: Shape::FIRST_FRAME }];
@@ -201,7 +212,8 @@ pub(crate) fn a_ring_that_is_overrun() {
         ended.unwrap();
         machine.writes(0) - before
     };
-    // Nobody harvests: the vCPU empties its ring by itself. Then harvests in between, each with the same error.
+    // Nobody harvests: the vCPU empties its ring by itself. Then harvests in between, each with the
+    // same error.
     assert!(write_on(&|| std::thread::yield_now()) >= 20_000);
     let fails = || assert!(matches!(harvest(), Err(TrackError::RingOverrun { vcpu: 0 })));
     assert!(write_on(&|| fails()) >= 20_000);
@@ -213,7 +225,8 @@ pub(crate) fn a_ring_that_is_overrun() {
 /// As many slots as KVM has, but for the machine's own.
 pub(crate) fn all_slots() {
     const SLOTS: u64 = 32_763;
-    // Two pages each, in two blocks; every other frame is left out, so that no two can be taken for one.
+    // Two pages each, in two blocks; every other frame is left out, so that no two can be taken for
+    // one.
     let slots = (0..SLOTS).map(|slot| Cut {
         block: (slot % 2) as u32,
         first: slot / 2 * 2,
@@ -221,7 +234,8 @@ pub(crate) fn all_slots() {
         frame: Shape::FIRST_FRAME + slot * 3,
     });
     let pages = |block: u64| (SLOTS - block).div_ceil(2) * 2;
-    let shape = Shape { blocks: vec![pages(0), pages(1)], slots: slots.collect(), vcpus: 1, ring: None };
+    let shape =
+        Shape { blocks: vec![pages(0), pages(1)], slots: slots.collect(), vcpus: 1, ring: None };
     let began = Instant::now();
     let machine = BareMachine::new(&shape).unwrap();
     let made = began.elapsed();
@@ -236,7 +250,8 @@ pub(crate) fn all_slots() {
     (0..2).for_each(|block| drop(harvest(block)));
     machine.touch(0, &[0, 3, 4, 5, 16_000, 32_763, 32_764, 40_000, 65_525]).unwrap();
     let before = began.elapsed();
-    let first = [(0, 1), (3, 3), (16_000, 1), (32_763, 1)].map(|(start, count)| PageRun::new(start, count));
+    let first =
+        [(0, 1), (3, 3), (16_000, 1), (32_763, 1)].map(|(start, count)| PageRun::new(start, count));
     let second = [(0, 1), (7236, 1), (32_761, 1)].map(|(start, count)| PageRun::new(start, count));
     assert_eq!(harvest(0), first);
     assert_eq!(harvest(1), second);

@@ -59,9 +59,18 @@ fn rates_are_bits_or_bytes() {
 fn what_can_mean_two_things_is_refused_with_both() {
     let refused = |text: &str| rate(text).unwrap_err().to_string();
     assert_eq!(refused("1G"), "'1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)");
-    assert_eq!(refused("100"), "'100' is ambiguous: write 100Mbit (11.9MiB/s) or 100MiB/s (839Mbit)");
-    assert_eq!(refused("40Mb/s"), "'40Mb/s' is ambiguous: write 40Mbit (4.77MiB/s) or 40MB/s (320Mbit)");
-    assert_eq!(refused("1.5g"), "'1.5g' is ambiguous: write 1.5Gbit (179MiB/s) or 1.5GiB/s (12.9Gbit)");
+    assert_eq!(
+        refused("100"),
+        "'100' is ambiguous: write 100Mbit (11.9MiB/s) or 100MiB/s (839Mbit)"
+    );
+    assert_eq!(
+        refused("40Mb/s"),
+        "'40Mb/s' is ambiguous: write 40Mbit (4.77MiB/s) or 40MB/s (320Mbit)"
+    );
+    assert_eq!(
+        refused("1.5g"),
+        "'1.5g' is ambiguous: write 1.5Gbit (179MiB/s) or 1.5GiB/s (12.9Gbit)"
+    );
     let refused = |text: &str| parse_duration(text).unwrap_err().to_string();
     assert_eq!(refused("5m"), "'5m' is ambiguous: write 5min or 5ms");
     assert_eq!(refused("300"), "'300' is ambiguous: write 300ms or 300s");

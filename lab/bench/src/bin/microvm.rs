@@ -1,7 +1,9 @@
-//! The downtime of microvms: one guest moved again and again between machines on this host, over loopback.
+//! The downtime of microvms: one guest moved again and again between machines on this host, over
+//! loopback.
 //!
-//! The machines are processes of the `godwit` command, moved as users move them. Keeps one promise: what the engine says
-//! of the downtime is set beside what an observer saw in the guest's own counter.
+//! The machines are processes of the `godwit` command, moved as users move them. Keeps one promise:
+//! what the engine says of the downtime is set beside what an observer saw in the guest's own
+//! counter.
 
 use std::time::{Duration, Instant};
 
@@ -42,7 +44,8 @@ fn main() -> anyhow::Result<()> {
     let place = BeaconPlace::find(source.ram_file())?;
     println!("{memory} {mode} guest, {tracker}: {moves} moves over loopback, times in ms\n");
     println!("move  downtime  (drain  last pages   save   load  handover)  guest's gap    total");
-    let (mut downtimes, mut gaps, mut totals, mut list) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    let (mut downtimes, mut gaps, mut totals, mut list) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for number in 1..=moves {
         source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
         let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
@@ -55,7 +58,8 @@ fn main() -> anyhow::Result<()> {
         destination.wait_for_heartbeats_after(Instant::now(), 1, LIMIT)?;
         let seen = observer.finish()?;
         ensure!(!seen.ran_on_both, "the guest counted on both sides");
-        let gap = seen.switchover.context("the guest was not seen to move")?.length.as_secs_f64() * 1e3;
+        let gap =
+            seen.switchover.context("the guest was not seen to move")?.length.as_secs_f64() * 1e3;
         let ms = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
         let parts = PARTS.map(ms);
         let (downtime, total) = (ms("downtime_ms"), ms("total_ms"));
@@ -67,7 +71,10 @@ fn main() -> anyhow::Result<()> {
         ensure!(bugs.is_empty(), "{bugs:?}");
         let named = PARTS.iter().zip(parts).map(|(name, value)| ((*name).to_owned(), json!(value)));
         let mut entry: serde_json::Map<String, Value> = named.collect();
-        entry.extend([("downtime_ms".to_owned(), json!(downtime)), ("guest_gap_ms".to_owned(), json!(gap))]);
+        entry.extend([
+            ("downtime_ms".to_owned(), json!(downtime)),
+            ("guest_gap_ms".to_owned(), json!(gap)),
+        ]);
         list.push(Value::Object(entry));
         downtimes.push(downtime);
         gaps.push(gap);
@@ -81,7 +88,11 @@ fn main() -> anyhow::Result<()> {
     report.figure("moves", Value::Array(list));
     report.figure("total_ms_median", median(&totals));
     report.figure("guest_gap_ms_median", median(&gaps));
-    println!("\nmedians: downtime {:.2} ms, guest's gap {:.2} ms", median(&downtimes), median(&gaps));
+    println!(
+        "\nmedians: downtime {:.2} ms, guest's gap {:.2} ms",
+        median(&downtimes),
+        median(&gaps)
+    );
     if mode == "idle" {
         let name = "microvm: median downtime of an idle guest, stop to resume, ms";
         report.target(name, median(&downtimes), 10.0, Better::Lower);

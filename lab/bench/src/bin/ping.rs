@@ -16,7 +16,8 @@ use anyhow::{Context, bail, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for, own_migration,
+    DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for,
+    own_migration,
 };
 use godwit_units::ByteCount;
 use serde_json::{Map, Value, json};
@@ -25,7 +26,8 @@ const USAGE: &str = "usage: ping [--moves N]
   --moves N    moves by each, in turns (5)";
 const LIMIT: Duration = Duration::from_secs(60);
 const ANSWERS: usize = 100;
-const PARTS: [&str; 6] = ["downtime_ms", "drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
+const PARTS: [&str; 6] =
+    ["downtime_ms", "drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
 /// What is measured here of the time behind the downtime.
 const BEHIND: [&str; 4] = ["silence_ms", "to_answer_ms", "vcpu_ran_ms", "vcpu_waited_ms"];
 
@@ -56,7 +58,8 @@ fn measure(
     image: &DiskImage,
     moves: usize,
 ) -> anyhow::Result<()> {
-    let file = format!("file.driver=file,file.filename={},file.cache.direct=on", image.path().display());
+    let file =
+        format!("file.driver=file,file.filename={},file.cache.direct=on", image.path().display());
     let node = format!("driver=raw,node-name=disk,cache.direct=on,{file}");
     let config = VmConfig::new(build, GuestConfig::small(Mode::Idle))
         .with_extra(&["-blockdev", &node, "-device", "virtio-blk-pci,drive=disk", "-cpu", "max"])
@@ -66,7 +69,9 @@ fn measure(
     println!(
         "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's consists of"
     );
-    println!("  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  waited)");
+    println!(
+        "  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  waited)"
+    );
     let (mut own, mut list) = (Vec::new(), Vec::new());
     for _ in 0..moves {
         let silence = by_qemu(lan, &config, &mut source)?;
@@ -80,9 +85,11 @@ fn measure(
         own.push(silence);
         list.push(row);
     }
-    let middle = |key: &str| median(&list.iter().filter_map(|row| row[key].as_f64()).collect::<Vec<_>>());
+    let middle =
+        |key: &str| median(&list.iter().filter_map(|row| row[key].as_f64()).collect::<Vec<_>>());
     let names = PARTS.iter().chain(&BEHIND);
-    let medians: Map<String, Value> = names.map(|name| ((*name).to_owned(), json!(middle(name)))).collect();
+    let medians: Map<String, Value> =
+        names.map(|name| ((*name).to_owned(), json!(middle(name)))).collect();
     let (godwit, qemu) = (middle("silence_ms"), median(&own));
     report.target(
         format!("{build}: a client's silence, times that of QEMU's own migration"),
@@ -105,13 +112,18 @@ fn by_qemu(lan: &Lan, config: &VmConfig, source: &mut TestVm) -> anyhow::Result<
     own_migration(source, &mut destination, Style::Plain, LIMIT)?;
     source.kill();
     pings.await_answers(ANSWERS, LIMIT)?;
-    let silence = pings.finish()?.longest_silence(began, Instant::now()).context("nothing was heard")?;
+    let silence =
+        pings.finish()?.longest_silence(began, Instant::now()).context("nothing was heard")?;
     *source = destination;
     Ok(ms(silence.length()))
 }
 
 /// The same by godwit, with all that is to be known of it.
-fn by_godwit(lan: &Lan, config: &VmConfig, source: &mut TestVm) -> anyhow::Result<Map<String, Value>> {
+fn by_godwit(
+    lan: &Lan,
+    config: &VmConfig,
+    source: &mut TestVm,
+) -> anyhow::Result<Map<String, Value>> {
     let godwit = Godwit::built()?;
     let mut destination = TestVm::destination(&lan.attach(config)?)?;
     let pings = lan.ping()?;
@@ -130,9 +142,11 @@ fn by_godwit(lan: &Lan, config: &VmConfig, source: &mut TestVm) -> anyhow::Resul
     let silence = heard.longest_silence(began, Instant::now()).context("nothing was heard")?;
     let answer = heard.answered.iter().find(|at| **at > resumed).context("no answer")?;
     // The last sample of before; what the processor did in the millisecond between is not known.
-    let before = |at: Instant| samples.iter().rfind(|sample| sample.0 <= at).map_or((0.0, 0.0), |it| it.1);
+    let before =
+        |at: Instant| samples.iter().rfind(|sample| sample.0 <= at).map_or((0.0, 0.0), |it| it.1);
     let ((ran, waited), (ran_before, waited_before)) = (before(*answer), before(resumed));
-    let values = [ms(silence.length()), ms(*answer - resumed), ran - ran_before, waited - waited_before];
+    let values =
+        [ms(silence.length()), ms(*answer - resumed), ran - ran_before, waited - waited_before];
     let mut row: Map<String, Value> =
         BEHIND.iter().zip(values).map(|(name, value)| ((*name).to_owned(), json!(value))).collect();
     row.extend(PARTS.iter().map(|name| ((*name).to_owned(), ended.last()[*name].clone())));
@@ -164,7 +178,8 @@ impl VcpuClock {
             let mut samples = Vec::new();
             while !ending.load(Ordering::Relaxed) {
                 let text = std::fs::read_to_string(&path).unwrap_or_default();
-                let mut numbers = text.split(' ').map(|number| number.parse::<f64>().unwrap_or(0.0) / 1e6);
+                let mut numbers =
+                    text.split(' ').map(|number| number.parse::<f64>().unwrap_or(0.0) / 1e6);
                 let mut next = || numbers.next().unwrap_or(0.0);
                 samples.push((Instant::now(), (next(), next())));
                 std::thread::sleep(Duration::from_millis(1));

@@ -1,6 +1,8 @@
-//! The candidates of `godwit-codecs`: each compresses the same blocks of the same pages, on one thread.
+//! The candidates of `godwit-codecs`: each compresses the same blocks of the same pages, on one
+//! thread.
 //!
-//! Processor time counts, not the clock on the wall: on a machine with other work both would measure that work, too.
+//! Processor time counts, not the clock on the wall: on a machine with other work both would
+//! measure that work, too.
 
 use std::time::Duration;
 
@@ -120,7 +122,9 @@ fn liblz4(pages: &[u8]) -> anyhow::Result<Pass> {
         pass.compress += now() - start;
         let back = &mut back[..batch.len()];
         let start = now();
-        for ((block, output), length) in back.chunks_mut(BLOCK_LEN).zip(output.chunks(room)).zip(&lengths) {
+        for ((block, output), length) in
+            back.chunks_mut(BLOCK_LEN).zip(output.chunks(room)).zip(&lengths)
+        {
             lzzzz::lz4::decompress(&output[..*length], block)?;
         }
         pass.decompress += now() - start;

@@ -29,13 +29,17 @@ const PIECE: u64 = 4 << 20;
 
 /// Compare codecs on a memory image: time, size and speed of each, one processor.
 ///
-/// Zero pages are counted and left out: no codec ever sees one in a migration. Times are processor seconds and
-/// medians; candidates take turns, so that a busy neighbour slows all of them.
+/// Zero pages are counted and left out: no codec ever sees one in a migration. Times are processor
+/// seconds and medians; candidates take turns, so that a busy neighbour slows all of them.
 #[derive(Debug, Parser)]
 #[command(name = "godwit-codecs", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
     /// The image: the RAM file of a guest, or any file
-    #[arg(value_name = "FILE", required_unless_present = "synthetic", conflicts_with = "synthetic")]
+    #[arg(
+        value_name = "FILE",
+        required_unless_present = "synthetic",
+        conflicts_with = "synthetic"
+    )]
     file: Option<PathBuf>,
 
     /// An image that anyone can make again: random, text, 2:1 or zero-heavy; of SIZE [256MiB]
@@ -112,7 +116,9 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
     let versus = |one: &str, other: &str| {
         let (one, other) = (find(one)?, find(other)?);
         let ratios = passes[one].iter().zip(&passes[other]);
-        Some(median(ratios.map(|(one, other)| other.compress.as_secs_f64() / one.compress.as_secs_f64())))
+        Some(median(
+            ratios.map(|(one, other)| other.compress.as_secs_f64() / one.compress.as_secs_f64()),
+        ))
     };
     let zlib = versus("lz4", "zlib fastest");
     let by_page = versus("lz4", "zlib fastest, by page");
@@ -193,15 +199,19 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.collect();
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;
-    if sorted.len() % 2 == 1 { sorted[middle] } else { f64::midpoint(sorted[middle - 1], sorted[middle]) }
+    if sorted.len() % 2 == 1 {
+        sorted[middle]
+    } else {
+        f64::midpoint(sorted[middle - 1], sorted[middle])
+    }
 }
 
 /// The image's name and its pages.
 fn image(arguments: &Arguments) -> anyhow::Result<(String, Vec<u8>)> {
     let Some(words) = &arguments.synthetic else {
         let path = arguments.file.as_deref().context("name a FILE, or --synthetic IMAGE")?;
-        let pages =
-            read(path, arguments.limit.0).with_context(|| format!("cannot read {}", path.display()))?;
+        let pages = read(path, arguments.limit.0)
+            .with_context(|| format!("cannot read {}", path.display()))?;
         return Ok((path.display().to_string(), pages));
     };
     let image: Image = words[0].parse().map_err(anyhow::Error::msg)?;
@@ -211,7 +221,10 @@ fn image(arguments: &Arguments) -> anyhow::Result<(String, Vec<u8>)> {
         bail!("an image of {size} cannot be made: use 4KiB to 64GiB");
     }
     let size = usize::try_from(size.0)?.next_multiple_of(PAGE);
-    Ok((format!("synthetic {}, seed {}", words[0], arguments.seed), image.bytes(arguments.seed, size)))
+    Ok((
+        format!("synthetic {}, seed {}", words[0], arguments.seed),
+        image.bytes(arguments.seed, size),
+    ))
 }
 
 /// Whole pages of a file, at most `limit` bytes of them, in pieces from all over it.
@@ -234,7 +247,8 @@ fn read(path: &Path, limit: u64) -> anyhow::Result<Vec<u8>> {
 
 /// Moves the pages that hold data together.
 fn drop_zero_pages(pages: &mut Vec<u8>) {
-    let runs: Vec<_> = content_runs(pages, PAGE).filter(|(_, zero)| !zero).map(|(run, _)| run).collect();
+    let runs: Vec<_> =
+        content_runs(pages, PAGE).filter(|(_, zero)| !zero).map(|(run, _)| run).collect();
     let mut to = 0;
     for run in runs {
         let bytes = run.start * PAGE..run.end * PAGE;

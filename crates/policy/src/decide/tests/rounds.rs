@@ -98,7 +98,11 @@ fn a_guest_is_not_throttled_while_memory_waits_for_disks() {
         };
         (plan.memory_share, plan.throttle > 0.0)
     };
-    let much = DiskRound { remaining: ByteCount(1 << 40), sent: ByteCount(1 << 20), ..DiskRound::default() };
+    let much = DiskRound {
+        remaining: ByteCount(1 << 40),
+        sent: ByteCount(1 << 20),
+        ..DiskRound::default()
+    };
     assert_eq!(plan(DiskRound { full_pass: true, ..much }), (0, false));
     assert_eq!(plan(much), (1, false));
     // When disks have as good as nothing left, memory is what is waited for.
@@ -117,7 +121,9 @@ fn disks_that_fill_half_of_what_fits_are_little() {
         // 100 MiB/s with memory: 24.5 MiB in 245 ms, which is 85 % of the limit less 10 ms.
         let seen = |disk| Round { disk: Some(disk), ..round(1000, 50, 1 << 20) };
         policy.round(&seen(disk(100 * MIB)));
-        let Decision::NextRound(plan) = policy.round(&seen(disk(remaining))).0 else { panic!("it goes on") };
+        let Decision::NextRound(plan) = policy.round(&seen(disk(remaining))).0 else {
+            panic!("it goes on")
+        };
         plan.memory_share
     };
     assert_eq!([share(12 * MIB), share(13 * MIB)], [1024, 890]);
@@ -222,7 +228,10 @@ fn pages_take_no_more_than_twice_their_size_and_no_less_than_16_bytes() {
         policy.round(&seen);
         policy.page_bytes
     };
-    assert_eq!([page_bytes(300 * 100_000), page_bytes(300), page_bytes(300 * 77)], [8192.0, 16.0, 77.0]);
+    assert_eq!(
+        [page_bytes(300 * 100_000), page_bytes(300), page_bytes(300 * 77)],
+        [8192.0, 16.0, 77.0]
+    );
 }
 
 #[test]
@@ -233,7 +242,11 @@ fn time_passes_within_a_round_too() {
         policy.round(&round(1000, 128, 65_536));
     });
     let mut throttle_at = |seconds: u32| {
-        policy.tick(&Tick { in_round: seconds * SECOND, remaining: PageCount(65_536), ..Tick::default() });
+        policy.tick(&Tick {
+            in_round: seconds * SECOND,
+            remaining: PageCount(65_536),
+            ..Tick::default()
+        });
         policy.plan().throttle
     };
     assert_eq!([throttle_at(1), throttle_at(2), throttle_at(3)], [0.9, 0.9, 0.99]);

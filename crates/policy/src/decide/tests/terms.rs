@@ -45,7 +45,12 @@ fn unseen_growth_goes_at_the_pace_since_the_harvests() {
     policy.plan.first_writes = Some(100.0);
     assert!(near(policy.growth_at_most(&dirty), 10.0));
     // A round of no length has none of any length before it.
-    let short = Round { time: Duration::ZERO, idle: Duration::ZERO, lead: Duration::from_micros(1), ..round };
+    let short = Round {
+        time: Duration::ZERO,
+        idle: Duration::ZERO,
+        lead: Duration::from_micros(1),
+        ..round
+    };
     assert!(near(policy.growth_at_most(&short), 1e-4));
 }
 
@@ -53,13 +58,18 @@ fn unseen_growth_goes_at_the_pace_since_the_harvests() {
 fn what_is_left_are_the_bytes_of_what_remains_and_grows() {
     let mut policy = Policy::new(Settings::default());
     policy.page_bytes = 2048.0;
-    let round = Round { time: 2 * SECOND, remaining: PageCount(1000), lead: SECOND, ..Round::default() };
+    let round =
+        Round { time: 2 * SECOND, remaining: PageCount(1000), lead: SECOND, ..Round::default() };
     let seen = 1000.0 + 600.0 * (1.0 - (-1.0_f64).exp());
     assert_eq!(policy.left(&CLASS, &round, true), ByteCount((seen * 2048.0) as u64));
     // Not looked at, at the pace since the harvests: 1,000 a second.
     assert_eq!(policy.left(&CLASS, &round, false), ByteCount(2000 * 2048));
     let slow = Round { time: 20 * SECOND, ..round };
-    assert_eq!(policy.left(&CLASS, &slow, false), ByteCount((seen * 2048.0) as u64), "whichever is more");
+    assert_eq!(
+        policy.left(&CLASS, &slow, false),
+        ByteCount((seen * 2048.0) as u64),
+        "whichever is more"
+    );
 }
 
 #[test]
@@ -73,7 +83,10 @@ fn the_limit_grows_in_eight_steps() {
     assert_eq!([limit(0), limit(1), limit(4), limit(8)], [300, 400, 700, 1100]);
     // A ceiling that is below is none.
     let ceiling = Some(Duration::from_millis(100));
-    let policy = Policy { step: 8, ..Policy::new(Settings { downtime_ceiling: ceiling, ..policy.settings }) };
+    let policy = Policy {
+        step: 8,
+        ..Policy::new(Settings { downtime_ceiling: ceiling, ..policy.settings })
+    };
     assert_eq!(policy.limit().as_millis(), 300);
 }
 
@@ -199,9 +212,13 @@ fn patience_is_a_minute_and_three_rounds() {
 #[test]
 fn what_may_still_help_is_waited_for_five_times_as_long() {
     let growing = Settings { downtime_ceiling: Some(SECOND), ..OFF() };
-    let at_step = |step, seconds, rounds| Policy { step, ..stuck(growing, seconds, rounds) }.is_hopeless();
+    let at_step =
+        |step, seconds, rounds| Policy { step, ..stuck(growing, seconds, rounds) }.is_hopeless();
     assert_eq!([at_step(7, 60, 3), at_step(8, 60, 3)], [false, true]);
-    assert_eq!([at_step(7, 300, 12), at_step(7, 299, 12), at_step(7, 300, 11)], [true, false, false]);
+    assert_eq!(
+        [at_step(7, 300, 12), at_step(7, 299, 12), at_step(7, 300, 11)],
+        [true, false, false]
+    );
     // A limit of disk writes that may fall further.
     let mut disks = stuck(OFF(), 60, 3);
     let disk = DiskRound { remaining: ByteCount(1 << 30), ..DiskRound::default() };
@@ -230,7 +247,8 @@ fn a_handover_above_the_limit_is_hopeless_after_eight_rounds() {
 fn before_the_strongest_throttle_is_in_force_it_is_not_hopeless() {
     let class = [Class { pages: 1000.0, rate: 600.0, dirty: 1000.0 }];
     let under = |most: f64, max_throttle: f64| {
-        let settings = Settings { throttle: ThrottleMode::Vcpus, max_throttle, ..Settings::default() };
+        let settings =
+            Settings { throttle: ThrottleMode::Vcpus, max_throttle, ..Settings::default() };
         let mut policy = Policy { at_once: true, ..stuck(settings, 60, 3) };
         policy.bandwidth.observe(PageCount(1000).bytes(), SECOND);
         let mut throttle = policy.throttle.clone();
@@ -240,7 +258,10 @@ fn before_the_strongest_throttle_is_in_force_it_is_not_hopeless() {
         policy.throttle = throttle;
         (policy.throttle.value(), policy.is_hopeless())
     };
-    assert_eq!([under(0.97, 0.99).1, under(0.98, 0.99).1, under(0.99, 0.99).1], [false, true, true]);
+    assert_eq!(
+        [under(0.97, 0.99).1, under(0.98, 0.99).1, under(0.99, 0.99).1],
+        [false, true, true]
+    );
     assert_eq!(under(0.5, 0.5), (0.5, true));
     assert!(!under(0.4, 0.5).1);
 }

@@ -1,7 +1,8 @@
 //! A file or block device under a disk of the guest: what it is on this host, and blocks of it.
 //!
-//! Read by path, beside QEMU and without a lock. Past the host's caches where that can be, so that what another host has
-//! written is seen, and what this one has not written back yet is (O_DIRECT, open(2)).
+//! Read by path, beside QEMU and without a lock. Past the host's caches where that can be, so that
+//! what another host has written is seen, and what this one has not written back yet is (O_DIRECT,
+//! open(2)).
 
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom};
@@ -52,7 +53,8 @@ impl Identity {
             }
         }
         let number = |identity: &Self| identity.file.map(|(_, number)| number);
-        let served = self.server.is_some() && other.server.is_some() && one(number(self), number(other));
+        let served =
+            self.server.is_some() && other.server.is_some() && one(number(self), number(other));
         if served || (self.lun.is_some() && self.lun == other.lun) {
             Sameness::Alike
         } else {
@@ -107,7 +109,8 @@ impl HostFile {
         Ok(Self { file, identity, length })
     }
 
-    /// Where data is, as far as the file system tells, in `limit` stretches at the most: the last one may have holes.
+    /// Where data is, as far as the file system tells, in `limit` stretches at the most: the last
+    /// one may have holes.
     pub(super) fn data(&self, limit: usize) -> Vec<(u64, u64)> {
         let mut found = Vec::new();
         let mut at = 0;
@@ -173,7 +176,8 @@ fn numbers(device: u64) -> String {
     format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device))
 }
 
-/// The name that the storage gives to a block device: World Wide Identifier, or that of device mapper.
+/// The name that the storage gives to a block device: World Wide Identifier, or that of device
+/// mapper.
 fn lun(device: u64) -> Option<String> {
     let dir = Path::new("/sys/dev/block").join(numbers(device));
     let read = |name: &str| {
@@ -183,7 +187,11 @@ fn lun(device: u64) -> Option<String> {
     // A partition begins somewhere on its disk.
     let whole = ["wwid", "device/wwid", "dm/uuid"].into_iter().find_map(read);
     let part = || {
-        Some(format!("{} from {}", ["../wwid", "../device/wwid"].into_iter().find_map(read)?, read("start")?))
+        Some(format!(
+            "{} from {}",
+            ["../wwid", "../device/wwid"].into_iter().find_map(read)?,
+            read("start")?
+        ))
     };
     whole.or_else(part)
 }
@@ -222,8 +230,13 @@ pub(super) mod tests {
     pub(in crate::compare::storage) struct Scratch(pub(in crate::compare::storage) PathBuf);
 
     impl Scratch {
-        pub(in crate::compare::storage) fn new(name: &str, length: u64, written: &[(u64, &[u8])]) -> Self {
-            let path = std::env::temp_dir().join(format!("godwit-storage-{name}-{}", std::process::id()));
+        pub(in crate::compare::storage) fn new(
+            name: &str,
+            length: u64,
+            written: &[(u64, &[u8])],
+        ) -> Self {
+            let path =
+                std::env::temp_dir().join(format!("godwit-storage-{name}-{}", std::process::id()));
             let file = File::create(&path).unwrap();
             file.set_len(length).unwrap();
             written.iter().for_each(|(at, bytes)| file.write_all_at(bytes, *at).unwrap());
@@ -244,11 +257,13 @@ pub(super) mod tests {
 
     #[test]
     fn blocks_are_digested_and_holes_are_zeros() {
-        let scratch = Scratch::new("blocks", 1_000_100, &[(8192, &[7; 4096]), (999_424, &[1; 676])]);
+        let scratch =
+            Scratch::new("blocks", 1_000_100, &[(8192, &[7; 4096]), (999_424, &[1; 676])]);
         let file = scratch.open();
         assert_eq!(file.length, 1_000_100);
         assert_eq!(
-            [0, 4096, 12_288, 2_000_000, u64::MAX / 2].map(|at| file.digest(at, BLOCK).unwrap_or(9)),
+            [0, 4096, 12_288, 2_000_000, u64::MAX / 2]
+                .map(|at| file.digest(at, BLOCK).unwrap_or(9)),
             [0; 5]
         );
         let digest = |at| file.digest(at, BLOCK).unwrap();
@@ -295,6 +310,8 @@ pub(super) mod tests {
     #[test]
     fn what_is_no_file_is_told() {
         assert!(HostFile::open_path(Path::new("/dev/null")).unwrap_err().contains("neither"));
-        assert!(HostFile::open_path(Path::new("/nonexistent")).unwrap_err().contains("cannot be read"));
+        assert!(
+            HostFile::open_path(Path::new("/nonexistent")).unwrap_err().contains("cannot be read")
+        );
     }
 }

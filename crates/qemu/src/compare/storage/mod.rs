@@ -1,4 +1,5 @@
-//! Whether the destination finds the source's disks: those that stay must be the same storage at both sides, those that move must not.
+//! Whether the destination finds the source's disks: those that stay must be the same storage at
+//! both sides, those that move must not.
 //!
 //! Images are read as files, beside the QEMUs: the destination's QEMU must not open one yet, which
 //! the source's writes (before 10.0 any export makes it do so). The same file is told by its
@@ -39,8 +40,12 @@ const AGAIN: usize = 64;
 /// How long the destination reads what the source has read.
 const BUDGET: Duration = Duration::from_secs(2);
 /// Before each time that blocks are read again: caches of network file systems lag behind.
-const PAUSES: [Duration; 4] =
-    [Duration::ZERO, Duration::from_millis(50), Duration::from_millis(150), Duration::from_millis(300)];
+const PAUSES: [Duration; 4] = [
+    Duration::ZERO,
+    Duration::from_millis(50),
+    Duration::from_millis(150),
+    Duration::from_millis(300),
+];
 /// So many samples say something.
 const ENOUGH: usize = 16;
 /// Disks that are compared.
@@ -124,7 +129,8 @@ impl Storage {
             (None, None) => {
                 // A server that both reach by one name, and none that each has for itself.
                 let own = ["localhost", "127.0.0.1", "::1", "unix"];
-                let far = self.name.contains(':') && !own.iter().any(|word| self.name.contains(word));
+                let far =
+                    self.name.contains(':') && !own.iter().any(|word| self.name.contains(word));
                 far && self.name == other.name
             }
             _ => false,
@@ -133,7 +139,11 @@ impl Storage {
 }
 
 /// What the source answers to [`Question::Disks`].
-pub(super) fn tell(machine: &mut Machine, moving: &[String], shared: bool) -> Result<Disks, QmpError> {
+pub(super) fn tell(
+    machine: &mut Machine,
+    moving: &[String],
+    shared: bool,
+) -> Result<Disks, QmpError> {
     Ok(Disks { disks: Disk::all(machine, moving)?, shared })
 }
 
@@ -161,7 +171,10 @@ pub(super) fn sample_again(
 }
 
 /// What the source answers to [`Question::Data`].
-pub(super) fn data(machine: &mut Machine, place: (usize, usize)) -> Result<Vec<(u64, u64)>, String> {
+pub(super) fn data(
+    machine: &mut Machine,
+    place: (usize, usize),
+) -> Result<Vec<(u64, u64)>, String> {
     Ok(open(machine, place)?.data(samples::STRETCHES))
 }
 
@@ -177,7 +190,8 @@ pub(super) fn read_pieces(
 /// Compares the source's disks with those of the machine here.
 ///
 /// # Errors
-/// When one that stays is another here or cannot be compared, or one that moves would be copied onto itself.
+/// When one that stays is another here or cannot be compared, or one that moves would be copied
+/// onto itself.
 pub(super) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), VmError> {
     let source: Disks = put(&Question::Disks, ask, "its disks")?;
     let here = Disk::all(machine, &[]).map_err(QemuError::from)?;
@@ -234,9 +248,14 @@ impl Asked<'_, '_> {
         let Some(identity) = &storage.identity else { return Ok(false) };
         for (disk, place) in source.iter().zip(0..) {
             for (file, layer) in disk.files.iter().zip(0..) {
-                match file.identity.as_ref().map_or(Sameness::Unknown, |theirs| identity.compare(theirs)) {
+                match file
+                    .identity
+                    .as_ref()
+                    .map_or(Sameness::Unknown, |theirs| identity.compare(theirs))
+                {
                     Sameness::Same => return Ok(true),
-                    // Two may have the same name; what they hold tells. If that cannot be read, the name does.
+                    // Two may have the same name; what they hold tells. If that cannot be read, the
+                    // name does.
                     Sameness::Alike => {
                         if !matches!(
                             self.content((place, layer), storage, Duration::ZERO)?,
@@ -253,7 +272,12 @@ impl Asked<'_, '_> {
     }
 
     /// Why the source's disk is not found here, if it is not.
-    fn stays(&mut self, number: usize, disk: &Disk, here: &[Disk]) -> Result<Option<String>, VmError> {
+    fn stays(
+        &mut self,
+        number: usize,
+        disk: &Disk,
+        here: &[Disk],
+    ) -> Result<Option<String>, VmError> {
         let name = disk.name();
         let Some(own) = Disk::counterpart(disk, here) else {
             return Ok(Some(format!("disk '{name}' is not among the drives here")));
@@ -419,12 +443,14 @@ fn suspects(file: &Arc<HostFile>, theirs: &[Sample]) -> Result<Vec<Suspect>, Str
     Ok(suspects)
 }
 
-/// Takes in what was read once more, at the source first; those that are the same now are none any more.
+/// Takes in what was read once more, at the source first; those that are the same now are none any
+/// more.
 fn look_again(suspects: &mut Vec<Suspect>, source: &[Sample], here: &[Sample]) {
     let (source, here): (HashMap<u64, u64>, HashMap<u64, u64>) =
         (source.iter().copied().collect(), here.iter().copied().collect());
     suspects.retain_mut(|suspect| {
-        let (Some(theirs), Some(own)) = (source.get(&suspect.place), here.get(&suspect.place)) else {
+        let (Some(theirs), Some(own)) = (source.get(&suspect.place), here.get(&suspect.place))
+        else {
             return true;
         };
         if theirs == own {
@@ -451,7 +477,8 @@ mod tests {
 
     fn after(first: (u64, u64), then: &[(u64, u64)]) -> Option<bool> {
         let mut suspects = vec![suspect(first.0, first.1)];
-        then.iter().for_each(|(source, here)| look_again(&mut suspects, &[(0, *source)], &[(0, *here)]));
+        then.iter()
+            .for_each(|(source, here)| look_again(&mut suspects, &[(0, *source)], &[(0, *here)]));
         suspects.first().map(Suspect::differs)
     }
 
@@ -483,7 +510,9 @@ mod tests {
     fn servers_are_the_same_by_one_name_unless_each_has_its_own() {
         let storage = |name: &str| Storage { name: name.to_owned(), identity: None };
         let same = |a: &str, b: &str| storage(a).is(&storage(b));
-        assert!(same("rbd:pool/vm", "rbd:pool/vm") && same("nbd://nas:10809/vm", "nbd://nas:10809/vm"));
+        assert!(
+            same("rbd:pool/vm", "rbd:pool/vm") && same("nbd://nas:10809/vm", "nbd://nas:10809/vm")
+        );
         assert!(!same("rbd:pool/vm", "rbd:pool/other") && !same("/dev/fdset/1", "/dev/fdset/1"));
         assert!(!same("nbd://localhost:10809/vm", "nbd://localhost:10809/vm"));
         assert!(!same("nbd+unix:///vm?socket=/run/s", "nbd+unix:///vm?socket=/run/s"));

@@ -53,7 +53,8 @@ fn pieces(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
     let piece = PIECE as u64;
     let within = stretches.iter().flat_map(|(start, end)| (start / piece)..end.div_ceil(piece));
     let numbers: BTreeSet<u64> = within.take(MOST).collect();
-    let mut places: Vec<u64> = numbers.into_iter().filter_map(|number| number.checked_mul(piece)).collect();
+    let mut places: Vec<u64> =
+        numbers.into_iter().filter_map(|number| number.checked_mul(piece)).collect();
     samples::shuffle(&mut places, &mut samples::random(seed));
     places
 }
@@ -81,7 +82,9 @@ impl Asked<'_, '_> {
             Err(why) => return Ok(Err(format!("it {why} at the source"))),
         };
         stretches.extend(file.data(samples::STRETCHES));
-        stretches.retain(|(start, end)| start < end && *end <= file.length.next_multiple_of(BLOCK as u64));
+        stretches.retain(|(start, end)| {
+            start < end && *end <= file.length.next_multiple_of(BLOCK as u64)
+        });
         let places = pieces(&stretches, RandomState::new().build_hasher().finish());
         for batch in places.chunks(BATCH) {
             if Instant::now() >= until {
@@ -93,7 +96,8 @@ impl Asked<'_, '_> {
                 let own = std::thread::Builder::new()
                     .name("pieces".to_owned())
                     .spawn_scoped(scope, || read(file, batch.to_vec()));
-                let theirs: Result<Result<Vec<Sample>, String>, VmError> = put(&question, self.ask, "a disk");
+                let theirs: Result<Result<Vec<Sample>, String>, VmError> =
+                    put(&question, self.ask, "a disk");
                 // A thread that cannot be had leaves its part to this one.
                 let own = own.map_or_else(
                     |_| read(file, batch.to_vec()),
@@ -124,7 +128,8 @@ impl Asked<'_, '_> {
     ) -> Result<Result<Content, String>, VmError> {
         let mut suspects = Vec::new();
         for piece in pieces.iter().take(LOOKED_INTO) {
-            let blocks = (0..PIECE as u64 / BLOCK as u64).map(|number| piece + number * BLOCK as u64);
+            let blocks =
+                (0..PIECE as u64 / BLOCK as u64).map(|number| piece + number * BLOCK as u64);
             let (theirs, own) = match self.read_again(place, file, blocks.collect())? {
                 Ok(both) => both,
                 Err(why) => return Ok(Err(why)),
@@ -132,7 +137,13 @@ impl Asked<'_, '_> {
             let own: HashMap<u64, u64> = own.into_iter().collect();
             let suspect = |(place, source): &Sample| {
                 let here = *own.get(place).filter(|own| *own != source)?;
-                Some(Suspect { place: *place, source: Some(*source), here, still: 0, left_behind: 0 })
+                Some(Suspect {
+                    place: *place,
+                    source: Some(*source),
+                    here,
+                    still: 0,
+                    left_behind: 0,
+                })
             };
             // A few of each: where the guest writes much, others must not be crowded out.
             suspects.extend(theirs.iter().filter_map(suspect).take(super::AGAIN / LOOKED_INTO));
@@ -149,7 +160,8 @@ mod tests {
     #[test]
     fn pieces_cover_all_data_once() {
         let piece = PIECE as u64;
-        let mut places = pieces(&[(0, 1), (piece - 1, piece + 1), (9 * piece, 9 * piece + 5), (7, 9)], 3);
+        let mut places =
+            pieces(&[(0, 1), (piece - 1, piece + 1), (9 * piece, 9 * piece + 5), (7, 9)], 3);
         places.sort_unstable();
         assert_eq!(places, [0, piece, 9 * piece]);
         let many = [(0, 64 * piece)];
@@ -161,7 +173,8 @@ mod tests {
 
     #[test]
     fn one_byte_of_a_file_is_enough() {
-        let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| at.wrapping_mul(2_654_435_761) as u8).collect();
+        let bytes: Vec<u8> =
+            (0..3_000_000_u32).map(|at| at.wrapping_mul(2_654_435_761) as u8).collect();
         let mut other = bytes.clone();
         other[1_234_567] ^= 1;
         let [a, b] = [("pieces-a", &bytes), ("pieces-b", &other)]

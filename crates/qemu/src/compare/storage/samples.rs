@@ -1,4 +1,5 @@
-//! Blocks of a file that stand for all of it: drawn at random from where data is, with more from its beginning and its end.
+//! Blocks of a file that stand for all of it: drawn at random from where data is, with more from
+//! its beginning and its end.
 //!
 //! They find at once what is another image altogether, and on storage that is too slow for more.
 //! Reading takes a fraction of a second at both sides; storage that is slower is sampled less. What
@@ -13,7 +14,8 @@ use super::host_file::{BLOCK, HostFile};
 
 /// Samples of one file.
 const SAMPLES: u64 = 1024;
-/// Of these, at either end of the data: what partition tables, superblocks and the newest clusters of a growing image are in.
+/// Of these, at either end of the data: what partition tables, superblocks and the newest clusters
+/// of a growing image are in.
 const AT_ENDS: u64 = 64;
 /// Reads under way at a time.
 const THREADS: usize = 8;
@@ -62,7 +64,12 @@ pub(super) fn read(
     }
 }
 
-fn read_all(file: &HostFile, places: &[u64], size: usize, until: Instant) -> std::io::Result<Vec<Sample>> {
+fn read_all(
+    file: &HostFile,
+    places: &[u64],
+    size: usize,
+    until: Instant,
+) -> std::io::Result<Vec<Sample>> {
     let next = AtomicUsize::new(0);
     let found = Mutex::new(Vec::with_capacity(places.len()));
     let work = || -> std::io::Result<()> {

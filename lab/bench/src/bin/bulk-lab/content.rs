@@ -1,4 +1,5 @@
-//! What looking at pages costs, against reading memory at all; and what a delta to the last version sent saves.
+//! What looking at pages costs, against reading memory at all; and what a delta to the last version
+//! sent saves.
 
 use std::hint::black_box;
 
@@ -35,7 +36,8 @@ fn sum(bytes: &[u8]) -> u64 {
 }
 
 fn looks(report: &mut Report) {
-    // Written, and not known to the compiler: it must be memory, not the kernel's one page of zeros in a cache.
+    // Written, and not known to the compiler: it must be memory, not the kernel's one page of zeros
+    // in a cache.
     let mut zeros = black_box(vec![1_u8; SIZE]);
     zeros.fill(0);
     let zeros = black_box(zeros);
@@ -68,10 +70,16 @@ fn looks(report: &mut Report) {
     report.figure("zero_gb_per_second", speed(&zero));
     report.figure("data_gb_per_second", speed(&busy));
     report.figure("fingerprint_gb_per_second", speed(&print));
-    report.target("zero check, of the speed of reading memory", median(&ratios), 0.9, Better::Higher);
+    report.target(
+        "zero check, of the speed of reading memory",
+        median(&ratios),
+        0.9,
+        Better::Higher,
+    );
 }
 
-/// Pages in which `words` words of 8 bytes changed, as counters, stamps and pointers do, sent as they are and as deltas.
+/// Pages in which `words` words of 8 bytes changed, as counters, stamps and pointers do, sent as
+/// they are and as deltas.
 fn deltas(report: &mut Report) -> anyhow::Result<()> {
     const BATCH: usize = 64 * PAGE;
     let lz4 = Codec::Lz4 { acceleration: 1 };
@@ -86,7 +94,9 @@ fn deltas(report: &mut Report) -> anyhow::Result<()> {
         let mut state = words;
         for page in new.chunks_mut(PAGE) {
             for _ in 0..words {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 let at = (state >> 33) as usize % (PAGE / 8) * 8;
                 // Half of the words are counted up, half replaced.
                 let was = u64::from_le_bytes(std::array::from_fn(|byte| page[at + byte]));

@@ -1,12 +1,14 @@
-//! Which way of sending and receiving uncompressed pages takes the least processor time, over loopback TCP between two
-//! RAM files.
+//! Which way of sending and receiving uncompressed pages takes the least processor time, over
+//! loopback TCP between two RAM files.
 //!
-//! `bulk-lab [--send A,B] [--receive A,B] [--streams 1,2] [--frames 256] [--buffers 0,4096] [--size 1024] [--runs 5]
-//! [--dir /dev/shm]`: sizes of frames and socket buffers in KiB (0: the system's default), of the file in MiB. All
-//! combinations are run, by turns; figures are medians. The source holds random bytes; the destination is a new
-//! file each time; both are compared after the first run of each combination.
+//! `bulk-lab [--send A,B] [--receive A,B] [--streams 1,2] [--frames 256] [--buffers 0,4096] [--size
+//! 1024] [--runs 5] [--dir /dev/shm]`: sizes of frames and socket buffers in KiB (0: the system's
+//! default), of the file in MiB. All combinations are run, by turns; figures are medians. The
+//! source holds random bytes; the destination is a new file each time; both are compared after the
+//! first run of each combination.
 //!
-//! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas save.
+//! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas
+//! save.
 
 mod content;
 mod ways;
@@ -59,8 +61,8 @@ fn main() -> anyhow::Result<()> {
     }
     let settings = settings(std::env::args().skip(1))?;
     println!("{}", machine());
-    let huge =
-        std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled").unwrap_or_default();
+    let huge = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+        .unwrap_or_default();
     println!("huge pages of shared memory: {}", huge.trim());
     let source = ram_file(&settings.dir, "source", settings.size)?;
     fill(&source, settings.size)?;
@@ -126,31 +128,35 @@ fn transfer(
     }
     let frames: Vec<Vec<usize>> = (0..streams)
         .map(|stream| {
-            (0..settings.size).step_by(frame).filter(|at| at / SEGMENT % streams == stream).collect()
+            (0..settings.size)
+                .step_by(frame)
+                .filter(|at| at / SEGMENT % streams == stream)
+                .collect()
         })
         .collect();
     let ahead: Vec<AtomicUsize> = (0..streams).map(|_| AtomicUsize::new(0)).collect();
     let start = Instant::now();
-    let (sender, receiver) = std::thread::scope(|scope| {
-        let mut senders = Vec::new();
-        let mut receivers = Vec::new();
-        for (((out, into), frames), ahead) in connections.iter().zip(&frames).zip(&ahead) {
-            let (send, receive) = (combination.send.1, combination.receive.1);
-            let (source_map, target_map, target) = (&source_map, &target_map, &target);
-            senders.push(
-                scope.spawn(move || timed(|| ways::send(send, out, source, source_map, frames, frame))),
-            );
-            receivers.push(scope.spawn(move || {
-                timed(|| ways::receive(receive, into, target, target_map, frames, frame, ahead))
-            }));
-            if receive == Receive::Ahead {
-                receivers.push(
-                    scope.spawn(move || timed(|| ways::populate_ahead(target_map, frames, frame, ahead))),
-                );
+    let (sender, receiver) =
+        std::thread::scope(|scope| {
+            let mut senders = Vec::new();
+            let mut receivers = Vec::new();
+            for (((out, into), frames), ahead) in connections.iter().zip(&frames).zip(&ahead) {
+                let (send, receive) = (combination.send.1, combination.receive.1);
+                let (source_map, target_map, target) = (&source_map, &target_map, &target);
+                senders.push(scope.spawn(move || {
+                    timed(|| ways::send(send, out, source, source_map, frames, frame))
+                }));
+                receivers.push(scope.spawn(move || {
+                    timed(|| ways::receive(receive, into, target, target_map, frames, frame, ahead))
+                }));
+                if receive == Receive::Ahead {
+                    receivers.push(scope.spawn(move || {
+                        timed(|| ways::populate_ahead(target_map, frames, frame, ahead))
+                    }));
+                }
             }
-        }
-        (sum(senders), sum(receivers))
-    });
+            (sum(senders), sum(receivers))
+        });
     let wall = start.elapsed().as_secs_f64();
     let run = Run { wall, sender: sender?.as_secs_f64(), receiver: receiver?.as_secs_f64() };
     if check {
@@ -168,7 +174,10 @@ fn timed(work: impl FnOnce() -> std::io::Result<()>) -> anyhow::Result<Duration>
 fn sum(
     threads: Vec<std::thread::ScopedJoinHandle<'_, anyhow::Result<Duration>>>,
 ) -> anyhow::Result<Duration> {
-    threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked"))).sum()
+    threads
+        .into_iter()
+        .map(|thread| thread.join().unwrap_or_else(|_| bail!("a thread panicked")))
+        .sum()
 }
 
 /// A pair of connected sockets: the sender's, the receiver's.
@@ -229,7 +238,8 @@ fn settings(words: impl Iterator<Item = String>) -> anyhow::Result<Settings> {
         let given = words.iter().position(|word| word == name).and_then(|at| words.get(at + 1));
         given.map_or(default, String::as_str).split(',').map(str::to_owned).collect()
     };
-    let known = ["--send", "--receive", "--streams", "--frames", "--buffers", "--size", "--runs", "--dir"];
+    let known =
+        ["--send", "--receive", "--streams", "--frames", "--buffers", "--size", "--runs", "--dir"];
     if let Some(unknown) = words.iter().step_by(2).find(|word| !known.contains(&word.as_str())) {
         bail!("there is no option {unknown}: use {}", known.join(" "));
     }
@@ -251,14 +261,18 @@ fn settings(words: impl Iterator<Item = String>) -> anyhow::Result<Settings> {
                             bail!("there is no such way to send or receive");
                         };
                         let (frame, buffer) = (frame << 10, buffer << 10);
-                        ensure!(frame > 0 && SEGMENT.is_multiple_of(frame), "frames must divide 16 MiB");
+                        ensure!(
+                            frame > 0 && SEGMENT.is_multiple_of(frame),
+                            "frames must divide 16 MiB"
+                        );
                         combinations.push(Combination { send, receive, streams, frame, buffer });
                     }
                 }
             }
         }
     }
-    let one = |name: &str, default: &str| -> anyhow::Result<usize> { Ok(numbers(name, default)?[0]) };
+    let one =
+        |name: &str, default: &str| -> anyhow::Result<usize> { Ok(numbers(name, default)?[0]) };
     let size = one("--size", "1024")? << 20;
     ensure!(size > 0 && size.is_multiple_of(SEGMENT), "the size must be a multiple of 16 MiB");
     let dir = PathBuf::from(&list("--dir", "/dev/shm")[0]);

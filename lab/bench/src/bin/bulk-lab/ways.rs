@@ -1,7 +1,7 @@
 //! The ways to send pages out of one RAM file, and to receive them into another.
 //!
-//! As in a migration, each frame is a header of 24 bytes and then whole pages, from the same place of one file to the same
-//! place of the other.
+//! As in a migration, each frame is a header of 24 bytes and then whole pages, from the same place
+//! of one file to the same place of the other.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -114,10 +114,17 @@ pub(crate) fn send(
                 rustix::net::send(socket, &header, rustix::net::SendFlags::MORE)?;
                 let mut done = 0;
                 while done < len {
-                    let mut piped =
-                        sys::splice(file, &pipe.1, None, Some((at + done) as u64), len - done, false)?;
+                    let mut piped = sys::splice(
+                        file,
+                        &pipe.1,
+                        None,
+                        Some((at + done) as u64),
+                        len - done,
+                        false,
+                    )?;
                     while piped > 0 {
-                        let moved = sys::splice(&pipe.0, socket, None, None, piped, done + piped < len)?;
+                        let moved =
+                            sys::splice(&pipe.0, socket, None, None, piped, done + piped < len)?;
                         done += moved;
                         piped -= moved;
                     }
@@ -173,7 +180,14 @@ pub(crate) fn receive(
                         return Err(io::ErrorKind::UnexpectedEof.into());
                     }
                     while piped > 0 {
-                        let moved = sys::splice(&pipe.0, file, Some((at + done) as u64), None, piped, false)?;
+                        let moved = sys::splice(
+                            &pipe.0,
+                            file,
+                            Some((at + done) as u64),
+                            None,
+                            piped,
+                            false,
+                        )?;
                         done += moved;
                         piped -= moved;
                     }
@@ -184,7 +198,8 @@ pub(crate) fn receive(
     Ok(())
 }
 
-/// Populates the places of frames, at most 32 MiB before the receiver, which notes in `received` how far it is.
+/// Populates the places of frames, at most 32 MiB before the receiver, which notes in `received`
+/// how far it is.
 pub(crate) fn populate_ahead(
     map: &Mapping,
     frames: &[usize],

@@ -10,9 +10,13 @@ use crate::machine::{Cost, Ram, Way, transfer};
 const CHOICES: [&str; 5] = ["auto", "none", "lz4", "lz4:8", "zstd"];
 const IMAGES: [(&str, Image); 3] =
     [("random", Image::Random), ("text", Image::Text), ("zero-heavy", Image::ZeroHeavy)];
-/// Name, limit, MiB of memory, rounds. Slow links have less to carry, so that it ends; their times hardly scatter.
-const LINKS: [(&str, Option<&str>, usize, usize); 3] =
-    [("loopback", None, 512, 5), ("1 Gbit/s", Some("1Gbit"), 256, 1), ("100 Mbit/s", Some("100Mbit"), 64, 1)];
+/// Name, limit, MiB of memory, rounds. Slow links have less to carry, so that it ends; their times
+/// hardly scatter.
+const LINKS: [(&str, Option<&str>, usize, usize); 3] = [
+    ("loopback", None, 512, 5),
+    ("1 Gbit/s", Some("1Gbit"), 256, 1),
+    ("100 Mbit/s", Some("100Mbit"), 64, 1),
+];
 
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     println!("\ncompression: seconds in all (MiB on the wire), 2 channels");
@@ -28,8 +32,13 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
             for round in 0..rounds {
                 for turn in 0..CHOICES.len() {
                     let who = (round + turn) % CHOICES.len();
-                    let compression: Compression = CHOICES[who].parse().map_err(anyhow::Error::msg)?;
-                    runs[who].push(transfer(&ram, Way { compression, limit, ..Way::PLAIN }, round == 0)?);
+                    let compression: Compression =
+                        CHOICES[who].parse().map_err(anyhow::Error::msg)?;
+                    runs[who].push(transfer(
+                        &ram,
+                        Way { compression, limit, ..Way::PLAIN },
+                        round == 0,
+                    )?);
                 }
             }
             let of = |who: usize, pick: fn(&Cost) -> f64| {
@@ -46,11 +55,20 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
                     json!({ "seconds": wall, "cpu_s": cpu, "sent_bytes": sent }),
                 );
             }
-            let best = (1..CHOICES.len()).map(|who| of(who, |cost| cost.wall)).fold(f64::INFINITY, f64::min);
+            let best = (1..CHOICES.len())
+                .map(|who| of(who, |cost| cost.wall))
+                .fold(f64::INFINITY, f64::min);
             let ratio = of(0, |cost| cost.wall) / best;
             println!("{ratio:>10.3}");
-            rows.push(json!({ "link": link, "memory": name, "mib": mib, "choices": row, "ratio": ratio }));
-            report.target(format!("auto: {name} over {link}, to the best fixed"), ratio, 1.1, Better::Lower);
+            rows.push(
+                json!({ "link": link, "memory": name, "mib": mib, "choices": row, "ratio": ratio }),
+            );
+            report.target(
+                format!("auto: {name} over {link}, to the best fixed"),
+                ratio,
+                1.1,
+                Better::Lower,
+            );
         }
     }
     report.figure("compression", rows);

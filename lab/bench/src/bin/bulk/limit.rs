@@ -1,4 +1,5 @@
-//! `max-bandwidth`: what passes the loopback interface, seen from outside, in any window of a second and more.
+//! `max-bandwidth`: what passes the loopback interface, seen from outside, in any window of a
+//! second and more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -91,7 +92,9 @@ fn watch(ram: &Ram, way: Way) -> anyhow::Result<Vec<(f64, u64)>> {
 /// Bytes that the loopback interface has received.
 fn passed() -> anyhow::Result<u64> {
     let table = std::fs::read_to_string("/proc/net/dev")?;
-    let line =
-        table.lines().find_map(|line| line.trim().strip_prefix("lo:")).context("no loopback interface")?;
+    let line = table
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("lo:"))
+        .context("no loopback interface")?;
     Ok(line.split_whitespace().next().context("no figures")?.parse()?)
 }

@@ -1,5 +1,5 @@
-//! A machine that stands still: RAM in a file, no guest, a tracker that never finds anything. What is left of a migration
-//! is the engine.
+//! A machine that stands still: RAM in a file, no guest, a tracker that never finds anything. What
+//! is left of a migration is the engine.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,8 +16,8 @@ use godwit_engine::Cancel;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, receive};
+use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::source::{Options, migrate};
-use godwit_engine::steering::{Own, Steering};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
@@ -128,7 +128,12 @@ pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost>
 }
 
 /// The same into `target`, which is new.
-pub(crate) fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
+pub(crate) fn transfer_into(
+    target: &Ram,
+    ram: &Ram,
+    way: Way,
+    check: bool,
+) -> anyhow::Result<Cost> {
     let listener = Listener::bind(&"127.0.0.1:0".parse().map_err(anyhow::Error::msg)?)?;
     let to: Address = listener.address()?;
     let options = Options {
@@ -140,7 +145,7 @@ pub(crate) fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> a
         fault: None,
     };
     let own = Own { max_bandwidth: way.limit.map(Into::into), compression: way.compression };
-    let steering = Steering::new(Settings::default(), own, Cancel::default());
+    let handle = MigrationHandle::new(Settings::default(), own, Cancel::default());
     let mut source = Still::new(&ram.blocks);
     let mut destination = Still::new(&target.blocks);
     let (began, before) = (Instant::now(), process_time());
@@ -152,7 +157,7 @@ pub(crate) fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> a
             };
             receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {})
         });
-        (migrate(&mut source, &options, &steering, &mut |_| {}), receiving.join())
+        (migrate(&mut source, &options, &handle, &mut |_| {}), receiving.join())
     });
     let (wall, cpu) = (began.elapsed().as_secs_f64(), (process_time() - before).as_secs_f64());
     let measures = sent.map_err(|failure| anyhow!("source: {failure:?}"))?;

@@ -1,7 +1,9 @@
-//! The bulk path: a machine that stands still, moved by the real engine within this process over loopback TCP.
+//! The bulk path: a machine that stands still, moved by the real engine within this process over
+//! loopback TCP.
 //!
-//! Three parts: uncompressed pages against a plain send and receive of the same bytes; `compression=auto` against each
-//! fixed choice, over links of three speeds; and how well `max-bandwidth` is kept.
+//! Three parts: uncompressed pages against a plain send and receive of the same bytes;
+//! `compression=auto` against each fixed choice, over links of three speeds; and how well
+//! `max-bandwidth` is kept.
 
 mod auto;
 mod limit;

@@ -1,4 +1,5 @@
-//! Uncompressed pages: the engine, with and without its ledger, against a plain send and receive of the same bytes.
+//! Uncompressed pages: the engine, with and without its ledger, against a plain send and receive of
+//! the same bytes.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -13,7 +14,8 @@ use serde_json::json;
 
 use crate::machine::{Cost, Ram, Way, process_time, transfer, transfer_into};
 
-/// Streams take turns in pieces of so many bytes, as channels do; one call sends as much as a frame.
+/// Streams take turns in pieces of so many bytes, as channels do; one call sends as much as a
+/// frame.
 const SEGMENT: usize = 16 << 20;
 const PIECE: usize = 1 << 20;
 const STREAMS: usize = 2;
@@ -35,7 +37,9 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
             });
         }
     }
-    let of = |who: usize, pick: fn(&Cost) -> f64| median(&runs[who].iter().map(pick).collect::<Vec<_>>());
+    let of = |who: usize, pick: fn(&Cost) -> f64| {
+        median(&runs[who].iter().map(pick).collect::<Vec<_>>())
+    };
     // Times of the rounds by pairs: what drifts between rounds is not in their ratios.
     let ratio = |who: usize, to: usize, pick: fn(&Cost) -> f64| {
         let pairs = runs[who].iter().zip(&runs[to]);
@@ -43,7 +47,9 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     };
     let mut rows = Vec::new();
     println!("{:<24}{:>8}{:>12}", "", "GiB/s", "CPU s/GiB");
-    for (who, name) in ["plain send and recv", "godwit", "godwit, ledger off"].into_iter().enumerate() {
+    for (who, name) in
+        ["plain send and recv", "godwit", "godwit, ledger off"].into_iter().enumerate()
+    {
         let (speed, cpu) = (gib / of(who, |cost| cost.wall), of(who, |cost| cost.cpu) / gib);
         println!("{name:<24}{speed:>8.2}{cpu:>12.3}");
         let walls: Vec<f64> = runs[who].iter().map(|cost| cost.wall).collect();
@@ -52,7 +58,12 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     report.figure("uncompressed", rows);
     let cpu = of(1, |cost| cost.cpu) / gib;
     let share = ratio(0, 1, |cost| cost.wall);
-    report.target("uncompressed: throughput, share of plain send and recv", share, 0.85, Better::Higher);
+    report.target(
+        "uncompressed: throughput, share of plain send and recv",
+        share,
+        0.85,
+        Better::Higher,
+    );
     report.target("uncompressed: CPU s/GiB, both sides", cpu, 0.9, Better::Lower);
     report.target("uncompressed: CPU s/GiB, both sides: the goal", cpu, 0.6, Better::Lower);
     let ledger = |pick| (ratio(1, 2, pick) - 1.0) * 100.0;
@@ -64,8 +75,9 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     Ok(())
 }
 
-/// The same into a tmpfs with huge pages. By itself, and with little memory: huge pages that were not used a moment ago may have
-/// been given back to the host of a virtual machine, and to get them again costs more than all else.
+/// The same into a tmpfs with huge pages. By itself, and with little memory: huge pages that were
+/// not used a moment ago may have been given back to the host of a virtual machine, and to get them
+/// again costs more than all else.
 fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     const SIZE: usize = 512 << 20;
     // In huge pages where a file is large enough for them.
@@ -80,7 +92,12 @@ fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     println!("{:<24}{speed:>8.2}{cpu:>12.3}", "godwit, huge=within_size");
     report.figure("huge_pages", json!({ "gib_per_second": speed, "cpu_s_per_gib": cpu }));
     report.target("huge=within_size at the destination: CPU s/GiB", cpu, 0.9, Better::Lower);
-    report.target("huge=within_size at the destination: CPU s/GiB: the goal", cpu, 0.6, Better::Lower);
+    report.target(
+        "huge=within_size at the destination: CPU s/GiB: the goal",
+        cpu,
+        0.6,
+        Better::Lower,
+    );
     Ok(())
 }
 
@@ -99,13 +116,18 @@ fn plain(ram: &Ram, check: bool) -> anyhow::Result<Cost> {
     let results: Vec<std::io::Result<()>> = std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for (stream, (out, back)) in pairs.iter().enumerate() {
-            let places =
-                move || (0..ram.size).step_by(PIECE).filter(move |at| at / SEGMENT % STREAMS == stream);
+            let places = move || {
+                (0..ram.size).step_by(PIECE).filter(move |at| at / SEGMENT % STREAMS == stream)
+            };
             let (from, into) = (&from, &into);
             threads.push(
-                scope.spawn(move || whole(places(), |at, len| from.send(out.as_fd(), &[], at, len, 0))),
+                scope.spawn(move || {
+                    whole(places(), |at, len| from.send(out.as_fd(), &[], at, len, 0))
+                }),
             );
-            threads.push(scope.spawn(move || whole(places(), |at, len| into.receive(back.as_fd(), at, len))));
+            threads.push(
+                scope.spawn(move || whole(places(), |at, len| into.receive(back.as_fd(), at, len))),
+            );
         }
         let join = |thread: std::thread::ScopedJoinHandle<'_, std::io::Result<()>>| {
             thread.join().unwrap_or_else(|_| Err(std::io::Error::other("a thread panicked")))
@@ -113,7 +135,10 @@ fn plain(ram: &Ram, check: bool) -> anyhow::Result<Cost> {
         threads.into_iter().map(join).collect()
     });
     let (wall, cpu) = (began.elapsed().as_secs_f64(), (process_time() - before).as_secs_f64());
-    results.into_iter().collect::<std::io::Result<()>>().map_err(|error| anyhow!("plain: {error}"))?;
+    results
+        .into_iter()
+        .collect::<std::io::Result<()>>()
+        .map_err(|error| anyhow!("plain: {error}"))?;
     if check {
         ensure!(ram.same(&target)?, "the memories differ after a plain transfer");
     }

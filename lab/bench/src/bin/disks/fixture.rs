@@ -50,8 +50,8 @@ pub(crate) struct Moved {
     pub(crate) total_s: f64,
     pub(crate) wire_mib: f64,
     pub(crate) downtime_ms: f64,
-    /// What the guest wrote each second meanwhile, in MiB; of the seconds' medians of a write's time the median, and of their 99th percentiles
-    /// the median and the greatest.
+    /// What the guest wrote each second meanwhile, in MiB; of the seconds' medians of a write's
+    /// time the median, and of their 99th percentiles the median and the greatest.
     pub(crate) written_mib_s: f64,
     pub(crate) median_ms: f64,
     pub(crate) p99_ms: f64,
@@ -92,8 +92,13 @@ impl Fixture<'_> {
         let (finished, total, own_words) = match mover {
             Mover::Qemu => {
                 let link = self.link.context("QEMU moves over a link")?;
-                let own =
-                    own_migration_with_disks(&mut source, &mut destination, link, &[DISK], self.patience)?;
+                let own = own_migration_with_disks(
+                    &mut source,
+                    &mut destination,
+                    link,
+                    &[DISK],
+                    self.patience,
+                )?;
                 let words = json!({ "mirrored_s": own.mirrored.as_secs_f64(), "memory_bytes": own.memory.0 });
                 (own.finished, own.wall, words)
             }
@@ -109,8 +114,11 @@ impl Fixture<'_> {
         bugs.iter().for_each(|bug| println!("{bug}"));
         let block = self.guest.disk.block.0 as f64 / MIB as f64;
         let seconds = [source.disk_seconds(), destination.disk_seconds()].concat();
-        let seconds: Vec<_> =
-            seconds.into_iter().filter(|(at, _)| (began..ended).contains(at)).map(|(_, told)| told).collect();
+        let seconds: Vec<_> = seconds
+            .into_iter()
+            .filter(|(at, _)| (began..ended).contains(at))
+            .map(|(_, told)| told)
+            .collect();
         let of = |figure: fn(&godwit_guest_workload::heartbeat::DiskSecond) -> u64| -> Vec<f64> {
             seconds.iter().map(|second| figure(second) as f64).collect()
         };
@@ -120,7 +128,9 @@ impl Fixture<'_> {
             total_s: total.as_secs_f64(),
             wire_mib: (after.0 - before.0) as f64 / MIB as f64,
             downtime_ms: seen.switchover.map_or(f64::NAN, |gap| gap.length.as_secs_f64() * 1e3),
-            written_mib_s: median(&of(|second| second.writes)) * block * f64::from(self.guest.disk.threads),
+            written_mib_s: median(&of(|second| second.writes))
+                * block
+                * f64::from(self.guest.disk.threads),
             median_ms: median(&of(|second| second.median_us)) / 1e3,
             p99_ms: median(&p99) / 1e3,
             worst_p99_ms: p99.iter().copied().fold(f64::NAN, f64::max) / 1e3,
@@ -146,13 +156,15 @@ impl Fixture<'_> {
         if !finished {
             println!("{} {}", last["error"], migrate.errors.lines().last().unwrap_or_default());
         }
-        let progress: Vec<_> = migrate.lines.iter().filter(|line| line["event"] == "progress").collect();
+        let progress: Vec<_> =
+            migrate.lines.iter().filter(|line| line["event"] == "progress").collect();
         let words = json!({ "migrate": last, "receive": receive, "progress": progress });
         Ok((finished, attempt.wall, words))
     }
 }
 
-/// Fills `image`, a raw one, from `offset` on with `length` bytes of what lies around on this machine: its programs and libraries.
+/// Fills `image`, a raw one, from `offset` on with `length` bytes of what lies around on this
+/// machine: its programs and libraries.
 pub(crate) fn fill(image: &DiskImage, offset: u64, length: u64) -> anyhow::Result<()> {
     let file = File::options().write(true).open(image.path())?;
     let mut at = offset;

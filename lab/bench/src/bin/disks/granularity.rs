@@ -1,8 +1,10 @@
 //! What a round of a second sends for each byte that the guest wrote, by the size of dirty blocks.
 //!
-//! All sizes are counted at the same time, by bitmaps of QEMU on the same node, so they saw the same writes. The guest writes whole blocks at
-//! multiples of their size, so nothing is added for writes that begin within one. The limits for 64 KiB are published figures of
-//! another product's round of a second at the same rate; what they were measured over is not told, so there are two spans here.
+//! All sizes are counted at the same time, by bitmaps of QEMU on the same node, so they saw the
+//! same writes. The guest writes whole blocks at multiples of their size, so nothing is added for
+//! writes that begin within one. The limits for 64 KiB are published figures of another product's
+//! round of a second at the same rate; what they were measured over is not told, so there are two
+//! spans here.
 
 use std::time::Duration;
 
@@ -20,7 +22,8 @@ use crate::fixture::{DISK, LIMIT, MIB, build, guest};
 /// Bytes that the guest writes each second.
 const RATE: u64 = 2_000_000;
 /// Sizes of writes in KiB, and what was published for dirty blocks of 64 KiB.
-const TABLE: [(u64, f64); 7] = [(4, 14.5), (8, 7.6), (16, 3.6), (32, 1.9), (64, 1.0), (128, 1.0), (256, 1.0)];
+const TABLE: [(u64, f64); 7] =
+    [(4, 14.5), (8, 7.6), (16, 3.6), (32, 1.9), (64, 1.0), (128, 1.0), (256, 1.0)];
 /// For what an interval of a second may mean.
 const ALLOWANCE: f64 = 1.05;
 const SPANS: [u64; 2] = [1024 * MIB, 64 * MIB];
@@ -30,12 +33,17 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
     let mut figures = Vec::new();
     for span in SPANS {
         println!("over {} MiB, dirty bytes in a second for each written:", span / MIB);
-        println!("{:>8} {:>8} {:>8} {:>8} {:>16}", "write", "1 MiB", "64 KiB", "4 KiB", "auto (size)");
+        println!(
+            "{:>8} {:>8} {:>8} {:>8} {:>16}",
+            "write", "1 MiB", "64 KiB", "4 KiB", "auto (size)"
+        );
         for (block, published) in TABLE {
             let row = row(block << 10, span, options.rounds + 5)?;
             let [large, medium, small, auto] = row.times;
             let chosen = row.chosen >> 10;
-            println!("{block:>6} K {large:>8.1} {medium:>8.2} {small:>8.2} {auto:>8.2} ({chosen} K)");
+            println!(
+                "{block:>6} K {large:>8.1} {medium:>8.2} {small:>8.2} {auto:>8.2} ({chosen} K)"
+            );
             figures.push(json!({ "span_mib": span / MIB, "write_kib": block, "1MiB": large, "64KiB": medium, "4KiB": small,
                 "auto": auto, "auto_kib": chosen }));
             let place = format!("{block} KiB over {} MiB", span / MIB);
@@ -56,8 +64,12 @@ struct Row {
 
 fn row(block: u64, span: u64, intervals: usize) -> anyhow::Result<Row> {
     let image = DiskImage::create("raw", ByteCount(1024 * MIB))?;
-    let work =
-        DiskWork { write: RATE, block: ByteCount(block), span: ByteCount(span), ..DiskWork::default() };
+    let work = DiskWork {
+        write: RATE,
+        block: ByteCount(block),
+        span: ByteCount(span),
+        ..DiskWork::default()
+    };
     let mut vm = TestVm::source(&VmConfig::new(&build()?, guest(work)).with_disk(DISK, &image))?;
     vm.wait_ready(LIMIT)?;
     std::thread::sleep(Duration::from_secs(2));
@@ -74,7 +86,8 @@ fn row(block: u64, span: u64, intervals: usize) -> anyhow::Result<Row> {
     let mut times: [Vec<f64>; 4] = Default::default();
     for _ in 0..intervals {
         let clear = |place: usize| json!({ "type": "block-dirty-bitmap-clear", "data": { "node": DISK, "name": name(place) } });
-        vm.qmp().execute("transaction", json!({ "actions": (0..4).map(clear).collect::<Vec<_>>() }))?;
+        vm.qmp()
+            .execute("transaction", json!({ "actions": (0..4).map(clear).collect::<Vec<_>>() }))?;
         let before = writes(&mut vm)?;
         std::thread::sleep(Duration::from_secs(1));
         let written = writes(&mut vm)?.bytes.saturating_sub(before.bytes).0 as f64;
@@ -102,7 +115,8 @@ fn writes(vm: &mut TestVm) -> anyhow::Result<Writes> {
 
 /// Bytes that the bitmap counts as dirty.
 fn dirty(nodes: &Value, place: usize) -> anyhow::Result<u64> {
-    let bitmaps = nodes.as_array().into_iter().flatten().filter_map(|node| node["dirty-bitmaps"].as_array());
+    let bitmaps =
+        nodes.as_array().into_iter().flatten().filter_map(|node| node["dirty-bitmaps"].as_array());
     let mut bitmaps = bitmaps.flatten();
     let found = bitmaps.find(|bitmap| bitmap["name"] == name(place).as_str());
     found.and_then(|bitmap| bitmap["count"].as_u64()).context("a bitmap is gone")

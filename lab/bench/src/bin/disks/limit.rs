@@ -1,4 +1,5 @@
-//! A guest whose writes to its disk are more than the link carries: with and without the limit of writes.
+//! A guest whose writes to its disk are more than the link carries: with and without the limit of
+//! writes.
 
 use std::time::Duration;
 
@@ -35,8 +36,12 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         for _ in 0..rounds {
             let size = ByteCount(512 * MIB);
             let images = [DiskImage::create("raw", size)?, DiskImage::create("raw", size)?];
-            let fixture =
-                Fixture { guest: guest(work), images: [&images[0], &images[1]], link: None, patience };
+            let fixture = Fixture {
+                guest: guest(work),
+                images: [&images[0], &images[1]],
+                link: None,
+                patience,
+            };
             let options = [
                 "--max-bandwidth",
                 "20MiB/s",
@@ -70,9 +75,19 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
             anyhow::ensure!(moved.bugs == 0, "the guest's memory or disk is damaged");
         }
         if name == "off" {
-            report.target("limit off: moves that finished", (rounds - unfinished) as f64, 0.0, Better::Lower);
+            report.target(
+                "limit off: moves that finished",
+                (rounds - unfinished) as f64,
+                0.0,
+                Better::Lower,
+            );
         } else {
-            report.target("limit auto: moves that did not finish", unfinished as f64, 0.0, Better::Lower);
+            report.target(
+                "limit auto: moves that did not finish",
+                unfinished as f64,
+                0.0,
+                Better::Lower,
+            );
             report.figure("limit_auto_s", median(&times));
         }
     }

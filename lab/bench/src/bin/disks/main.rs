@@ -1,9 +1,11 @@
 //! The benchmark of disks that move along.
 //!
-//! Parts: `granularity`, what a round sends for each byte that the guest wrote, by the size of dirty blocks; `search`, what it costs to find
-//! few dirty blocks on a large disk; `side`, Godwit beside QEMU's own way on the same machines over the same link; `limit`, a guest that
-//! writes to its disk faster than the link carries; `ready`, how long the end takes after a disk's last byte. Keeps one promise: what is compared with QEMU is
-//! seen from outside: bytes by the link, downtime by an observer, latency by the guest.
+//! Parts: `granularity`, what a round sends for each byte that the guest wrote, by the size of
+//! dirty blocks; `search`, what it costs to find few dirty blocks on a large disk; `side`, Godwit
+//! beside QEMU's own way on the same machines over the same link; `limit`, a guest that writes to
+//! its disk faster than the link carries; `ready`, how long the end takes after a disk's last byte.
+//! Keeps one promise: what is compared with QEMU is seen from outside: bytes by the link, downtime
+//! by an observer, latency by the guest.
 
 mod fixture;
 mod granularity;
@@ -43,8 +45,12 @@ pub(crate) struct Options {
 }
 
 fn options() -> anyhow::Result<Options> {
-    let mut options =
-        Options { only: Vec::new(), rounds: 3, patience: Duration::from_secs(60), rates: vec![0, 8, 48] };
+    let mut options = Options {
+        only: Vec::new(),
+        rounds: 3,
+        patience: Duration::from_secs(60),
+        rates: vec![0, 8, 48],
+    };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         let value = arguments.next().context(USAGE)?;
@@ -53,7 +59,8 @@ fn options() -> anyhow::Result<Options> {
             "--rounds" => options.rounds = value.parse().context(USAGE)?,
             "--patience" => options.patience = Duration::from_secs(value.parse().context(USAGE)?),
             "--rates" => {
-                options.rates = value.split(',').map(str::parse).collect::<Result<_, _>>().context(USAGE)?;
+                options.rates =
+                    value.split(',').map(str::parse).collect::<Result<_, _>>().context(USAGE)?;
             }
             _ => bail!(USAGE),
         }

@@ -1,7 +1,9 @@
-//! From a disk's last byte to READY: with the guest stopped, what is still in flight is written out, flushed, and the device state loaded.
+//! From a disk's last byte to READY: with the guest stopped, what is still in flight is written
+//! out, flushed, and the device state loaded.
 //!
-//! Measured by `godwit receive` itself (`disks_to_ready_ms`): from the moment in which the last round's last byte was handed to the disk.
-//! Once with the destination's image in memory, where a flush is free, and once on the disk of this machine, where it is fdatasync(2).
+//! Measured by `godwit receive` itself (`disks_to_ready_ms`): from the moment in which the last
+//! round's last byte was handed to the disk. Once with the destination's image in memory, where a
+//! flush is free, and once on the disk of this machine, where it is fdatasync(2).
 
 use std::path::Path;
 
@@ -29,13 +31,16 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
     );
     let mut figures = Vec::new();
     // Where cargo builds there is a real file system.
-    let places =
-        [("/dev/shm", Path::new("/dev/shm").to_owned()), ("disk", std::env::current_dir()?.join("target"))];
+    let places = [
+        ("/dev/shm", Path::new("/dev/shm").to_owned()),
+        ("disk", std::env::current_dir()?.join("target")),
+    ];
     for (name, dir) in places {
         let (mut ready, mut downtime) = (Vec::new(), Vec::new());
         for _ in 0..options.rounds {
             let size = ByteCount(512 * MIB);
-            let images = [DiskImage::create("raw", size)?, DiskImage::create_in(&dir, "raw", size)?];
+            let images =
+                [DiskImage::create("raw", size)?, DiskImage::create_in(&dir, "raw", size)?];
             let fixture = Fixture {
                 guest: guest(work),
                 images: [&images[0], &images[1]],
@@ -43,8 +48,13 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
                 patience: options.patience,
             };
             let moved = fixture.one_move(Mover::Godwit(&[]))?;
-            anyhow::ensure!(moved.finished && moved.bugs == 0, "the guest did not move: {}", moved.own_words);
-            ready.push(moved.own_words["receive"]["disks_to_ready_ms"].as_f64().unwrap_or(f64::NAN));
+            anyhow::ensure!(
+                moved.finished && moved.bugs == 0,
+                "the guest did not move: {}",
+                moved.own_words
+            );
+            ready
+                .push(moved.own_words["receive"]["disks_to_ready_ms"].as_f64().unwrap_or(f64::NAN));
             downtime.push(moved.downtime_ms);
             told(".");
         }

@@ -1,4 +1,5 @@
-//! Finding the few dirty blocks of a large disk: 1 TiB in blocks of 64 KiB, one of ten thousand dirty.
+//! Finding the few dirty blocks of a large disk: 1 TiB in blocks of 64 KiB, one of ten thousand
+//! dirty.
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -16,8 +17,8 @@ const BLOCKS: PageCount = PageCount(1 << 24);
 const SPARSE: u64 = 10_000;
 const ROUNDS: usize = 15;
 
-/// All runs, one after the other, as a round asks for them: each when the one before was read. Returns how many, and a sum that
-/// shows that they are the same.
+/// All runs, one after the other, as a round asks for them: each when the one before was read.
+/// Returns how many, and a sum that shows that they are the same.
 fn walk(mut next: impl FnMut(u64) -> Option<PageRun>) -> (u64, u64) {
     let (mut at, mut count, mut sum) = (0, 0, 0_u64);
     while let Some(run) = next(at) {
@@ -70,11 +71,18 @@ pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
             cool();
             let (cost, found) = cost(|| walk(way));
             costs.push(cost);
-            anyhow::ensure!(*agreed.get_or_insert(found) == found, "the searches do not find the same");
+            anyhow::ensure!(
+                *agreed.get_or_insert(found) == found,
+                "the searches do not find the same"
+            );
         }
     }
     let [each, next, layers] = costs.map(|costs| median(&costs));
-    println!("1 TiB in blocks of 64 KiB, {} dirty; medians of {ROUNDS}, {:?}", flat.count(), began.elapsed());
+    println!(
+        "1 TiB in blocks of 64 KiB, {} dirty; medians of {ROUNDS}, {:?}",
+        flat.count(),
+        began.elapsed()
+    );
     println!("{:<34} {:>10} {:>10}", "", "CPU ms", "saved %");
     let saved = |cost: f64| (1.0 - cost / each) * 100.0;
     for (name, cost) in [
@@ -89,7 +97,12 @@ pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
         json!({ "each_ms": each, "flat_ms": next, "layered_ms": layers, "dirty_blocks": flat.count().0 }),
     );
     for (name, cost) in [("flat", next), ("layered", layers)] {
-        report.target(format!("search, {name}: processor time saved, %"), saved(cost), 60.0, Better::Higher);
+        report.target(
+            format!("search, {name}: processor time saved, %"),
+            saved(cost),
+            60.0,
+            Better::Higher,
+        );
         let goal = format!("search, {name}: processor time saved, % (goal)");
         report.target(goal, saved(cost), 95.0, Better::Higher);
     }

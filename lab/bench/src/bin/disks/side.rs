@@ -1,7 +1,8 @@
 //! Godwit beside QEMU's own way, on the same machines over the same link.
 //!
-//! Source and destination are joined by a pair of virtual interfaces with a token bucket of 100 MiB/s each way, which all connections share:
-//! mirror and memory of QEMU's, all channels of Godwit's. Bytes are those that the interface counted, both ways, headers and all.
+//! Source and destination are joined by a pair of virtual interfaces with a token bucket of 100
+//! MiB/s each way, which all connections share: mirror and memory of QEMU's, all channels of
+//! Godwit's. Bytes are those that the interface counted, both ways, headers and all.
 
 use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
@@ -37,7 +38,15 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
     );
     println!(
         "{:<22} {:>7} {:>8} {:>9} {:>9} {:>11} {:>12} {:>8} {:>9}",
-        "", "write", "total s", "wire MiB", "down ms", "wrote MiB/s", "median, p99", "worst", "mirror s"
+        "",
+        "write",
+        "total s",
+        "wire MiB",
+        "down ms",
+        "wrote MiB/s",
+        "median, p99",
+        "worst",
+        "mirror s"
     );
     let mut figures = Vec::new();
     for rate in &options.rates {
@@ -48,8 +57,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
                 if moves.iter().any(|moved| !moved.finished) {
                     continue;
                 }
-                let moved =
-                    one_move(&link, &data, *rate, *mover, options).with_context(|| (*name).to_owned())?;
+                let moved = one_move(&link, &data, *rate, *mover, options)
+                    .with_context(|| (*name).to_owned())?;
                 print_row(name, *rate, std::slice::from_ref(&moved));
                 moves.push(moved);
             }
@@ -103,7 +112,8 @@ fn one_move(
     mover: Mover<'_>,
     options: &Options,
 ) -> anyhow::Result<Moved> {
-    let images = [DiskImage::create("raw", ByteCount(SIZE))?, DiskImage::create("raw", ByteCount(SIZE))?];
+    let images =
+        [DiskImage::create("raw", ByteCount(SIZE))?, DiskImage::create("raw", ByteCount(SIZE))?];
     copy(data, &images[0])?;
     let work = DiskWork {
         write: rate * MIB,

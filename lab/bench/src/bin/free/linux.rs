@@ -1,6 +1,7 @@
 //! A Linux guest under QEMU, idle or at work like that of a build.
 //!
-//! Each move has a guest of its own, freshly booted, that was left alone for the same time before it moves.
+//! Each move has a guest of its own, freshly booted, that was left alone for the same time before
+//! it moves.
 
 use std::time::{Duration, Instant};
 
@@ -72,7 +73,9 @@ impl Contestant {
         };
         let config = VmConfig::new(build, guest);
         match self {
-            Self::Skipping => config.with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"]),
+            Self::Skipping => {
+                config.with_extra(&["-device", "virtio-balloon-pci,free-page-reporting=on"])
+            }
             Self::Without => config,
             Self::Plain => config.with_backend(Backend::Anonymous),
             Self::Hints => config.with_backend(Backend::Anonymous).with_extra(&[
@@ -92,7 +95,8 @@ struct Row {
     contestant: &'static str,
     total_ms: f64,
     sent_mib: f64,
-    /// Guest memory that the host holds, before the move at the source and after it at the destination.
+    /// Guest memory that the host holds, before the move at the source and after it at the
+    /// destination.
     held_source_mib: f64,
     held_destination_mib: f64,
     /// The most memory of godwit's processes.
@@ -108,10 +112,15 @@ struct Row {
 }
 
 pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow::Result<()> {
-    let build =
-        QemuBuild::unpacked().or_else(QemuBuild::installed).context("there is no QEMU: run `make qemu`")?;
+    let build = QemuBuild::unpacked()
+        .or_else(QemuBuild::installed)
+        .context("there is no QEMU: run `make qemu`")?;
     let godwit = Godwit::built()?;
-    println!("\n{}: {} guest, {build}, TCP loopback, {rounds} rounds", case.name, ByteCount(case.memory));
+    println!(
+        "\n{}: {} guest, {build}, TCP loopback, {rounds} rounds",
+        case.name,
+        ByteCount(case.memory)
+    );
     print_head();
     let mut order = ALL.to_vec();
     let mut rows = Vec::new();
@@ -142,7 +151,12 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
     if case.build.jobs > 0 {
         let work = |contestant| of(contestant, |row| row.work);
         let slower = (1.0 - work(Contestant::Skipping) / work(Contestant::Without)) * 100.0;
-        report.target(format!("{}: work slower with reporting, %", case.name), slower, 1.0, Better::Lower);
+        report.target(
+            format!("{}: work slower with reporting, %", case.name),
+            slower,
+            1.0,
+            Better::Lower,
+        );
     }
     let bugs: usize = rows.iter().map(|row| row.bugs).sum();
     report.target(format!("{}: BUG lines of guests", case.name), bugs as f64, 0.0, Better::Lower);
@@ -150,7 +164,12 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
     Ok(())
 }
 
-fn one_move(contestant: Contestant, case: &Case, build: &QemuBuild, godwit: &Godwit) -> anyhow::Result<Row> {
+fn one_move(
+    contestant: Contestant,
+    case: &Case,
+    build: &QemuBuild,
+    godwit: &Godwit,
+) -> anyhow::Result<Row> {
     let config = contestant.config(build, case);
     let mut source = TestVm::source(&config)?;
     let mut destination = TestVm::destination(&config)?;
@@ -166,7 +185,8 @@ fn one_move(contestant: Contestant, case: &Case, build: &QemuBuild, godwit: &God
             let options = ["--downtime-limit", "300ms", "--keep-source"];
             let attempt = Attempt::within(LIMIT, godwit, &source, &mut destination, &options)?;
             let (migrate, receive) = attempt.moved()?;
-            let peak = |value: &serde_json::Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
+            let peak =
+                |value: &serde_json::Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
             let memory = peak(migrate.last()).max(peak(receive.last()));
             let last = migrate.last();
             (attempt.wall, last["sent_bytes"].as_f64().unwrap_or(f64::NAN), memory, last.clone())
@@ -207,7 +227,8 @@ fn done(vm: &TestVm) -> (f64, f64) {
     (number("pages").unwrap_or(0.0), number("t_ms").unwrap_or(0.0) / 1e3)
 }
 
-/// Guest memory that the host holds for `vm`, in MiB: what its RAM file takes, or QEMU's anonymous memory.
+/// Guest memory that the host holds for `vm`, in MiB: what its RAM file takes, or QEMU's anonymous
+/// memory.
 fn held(vm: &TestVm) -> anyhow::Result<f64> {
     match vm.config().backend {
         Backend::SharedFile => Ok(Movable::held(vm)?.0 as f64 / MIB),

@@ -1,5 +1,6 @@
-//! A microvm whose guest hints its free pages, beside the same whose free pages are holes already, so that only used ones are there to send; and
-//! beside one that has used no more than that, all of it in one piece.
+//! A microvm whose guest hints its free pages, beside the same whose free pages are holes already,
+//! so that only used ones are there to send; and beside one that has used no more than that, all of
+//! it in one piece.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,8 @@ const LIMIT: Duration = Duration::from_secs(120);
 const MOVES: usize = 5;
 
 /// 1 GiB of memory of which 128 MiB are in use at a time, while pages come and go.
-const BUSY: &[&str] = &["--memory", "1GiB", "--mode", "churn", "--working-set", "128MiB", "--rate", "1000"];
+const BUSY: &[&str] =
+    &["--memory", "1GiB", "--mode", "churn", "--working-set", "128MiB", "--rate", "1000"];
 const WAYS: [(&str, &[&str]); 4] = [
     ("896 MiB were used, hints", &["--fill", "896MiB", "--balloon", "hints"]),
     ("the same, free pages holes", &["--fill", "896MiB", "--balloon", "reporting"]),
@@ -41,10 +43,16 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
     }
     for ((name, _), totals) in WAYS.iter().zip(&totals) {
         let of = |key: &str| {
-            let own = list.iter().filter(|row| row["way"] == *name).filter_map(|row| row[key].as_f64());
+            let own =
+                list.iter().filter(|row| row["way"] == *name).filter_map(|row| row[key].as_f64());
             median(&own.collect::<Vec<_>>())
         };
-        println!("{name:<28} {:>9.1} {:>9.1} {:>12.1}", median(totals), of("sent_mib"), of("hinted_mib"));
+        println!(
+            "{name:<28} {:>9.1} {:>9.1} {:>12.1}",
+            median(totals),
+            of("sent_mib"),
+            of("hinted_mib")
+        );
     }
     report.figure("microvm_hints_to_one_piece", median(&totals[0]) / median(&totals[3]));
     let ratio = median(&totals[0]) / median(&totals[1]);

@@ -1,8 +1,8 @@
-//! A guest in QEMU under the governor: whether the rate is held, what it costs the monitor, and what a guest loses that does not
-//! write.
+//! A guest in QEMU under the governor: whether the rate is held, what it costs the monitor, and
+//! what a guest loses that does not write.
 //!
-//! All of memory is harvested four times a second, so that pages become clean again. A guest's speed is what its counter says,
-//! read from its memory from outside.
+//! All of memory is harvested four times a second, so that pages become clean again. A guest's
+//! speed is what its counter says, read from its memory from outside.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -45,9 +45,13 @@ impl Fixture {
         Ok(Self { vm, tracker, all })
     }
 
-    /// Runs for a while with all of memory harvested again and again; what the governor did, and how long a monitor takes to answer,
-    /// in milliseconds.
-    fn under(&mut self, rate: f64, time: Duration) -> anyhow::Result<(f64, GovernorMeasures, Vec<f64>)> {
+    /// Runs for a while with all of memory harvested again and again; what the governor did, and
+    /// how long a monitor takes to answer, in milliseconds.
+    fn under(
+        &mut self,
+        rate: f64,
+        time: Duration,
+    ) -> anyhow::Result<(f64, GovernorMeasures, Vec<f64>)> {
         let Self { vm, tracker, all } = self;
         tracker.govern(Some(rate))?;
         let over = AtomicBool::new(false);
@@ -172,7 +176,12 @@ fn rates(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     report.figure("unlimited_first_writes_per_second", free);
     report.figure("rates", rows);
     report.target("rate held: largest deviation", worst, 0.05, Better::Lower);
-    report.target("QMP under the governor: p99, ms", percentile(&mut all_answers, 0.99), 10.0, Better::Lower);
+    report.target(
+        "QMP under the governor: p99, ms",
+        percentile(&mut all_answers, 0.99),
+        10.0,
+        Better::Lower,
+    );
     Ok(())
 }
 
@@ -200,6 +209,11 @@ fn readers(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
         throttled / free * 100.0
     );
     report.figure("reader_speed_under_vcpu_throttle_90", throttled / free);
-    report.target("a guest that reads and computes, at 2,000: speed", governed / free, 0.97, Better::Higher);
+    report.target(
+        "a guest that reads and computes, at 2,000: speed",
+        governed / free,
+        0.97,
+        Better::Higher,
+    );
     Ok(())
 }

@@ -1,9 +1,10 @@
-//! A governor is killed while thousands of writers wait for it: how long until all of them have written, and until they are together as fast
-//! as they will be.
+//! A governor is killed while thousands of writers wait for it: how long until all of them have
+//! written, and until they are together as fast as they will be.
 //!
-//! Three processes: this one, one with the writers, and the governor; the last two are this program again. With few writers the first
-//! question is the harder one. Thousands share the processors, and the last of them would have its turn late if nobody had
-//! ever held it up; there the second one is asked.
+//! Three processes: this one, one with the writers, and the governor; the last two are this program
+//! again. With few writers the first question is the harder one. Thousands share the processors,
+//! and the last of them would have its turn late if nobody had ever held it up; there the second
+//! one is asked.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -57,7 +58,8 @@ struct Thread {
     writes: AtomicU64,
     /// It is about to write, or waits to.
     writing: AtomicBool,
-    /// From when to when its writes took that took longer than [`LONG`], in nanoseconds of the machine's clock.
+    /// From when to when its writes took that took longer than [`LONG`], in nanoseconds of the
+    /// machine's clock.
     long: Mutex<Vec<(u64, u64)>>,
 }
 
@@ -101,12 +103,13 @@ struct Writers {
 }
 
 /// `count` threads that write. Answers each line with one: to `waiting` how many are writing; to
-/// `hurry`, at once, with nothing, and from then on they write without pause for as long as they are
-/// watched; to `free` and a time how much later the last of those that waited then was through, once
-/// all have written again; to `speed` and a time how much later they were at full speed together.
-/// Times are in nanoseconds.
+/// `hurry`, at once, with nothing, and from then on they write without pause for as long as they
+/// are watched; to `free` and a time how much later the last of those that waited then was through,
+/// once all have written again; to `speed` and a time how much later they were at full speed
+/// together. Times are in nanoseconds.
 ///
-/// The threads never end, so nobody joins them: the process ends with the first error, and they with it.
+/// The threads never end, so nobody joins them: the process ends with the first error, and they
+/// with it.
 fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
     let file = File::options().read(true).write(true).open(path)?;
     let memory = Mapping::new(&file, MEMORY as usize)?;
@@ -133,12 +136,14 @@ fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
             }
             "hurry" => {
                 let writers = Arc::clone(&writers);
-                watch = Some(std::thread::spawn(move || watch_speed(&writers.threads, &writers.hurry)));
+                watch =
+                    Some(std::thread::spawn(move || watch_speed(&writers.threads, &writers.hurry)));
                 0
             }
             "speed" => {
                 let watch = watch.take().context("nobody has watched the writers")?;
-                let seen = watch.join().map_err(|_| anyhow!("the thread that watched has panicked"))?;
+                let seen =
+                    watch.join().map_err(|_| anyhow!("the thread that watched has panicked"))?;
                 full_speed_after(&seen, at).context("the writers have not regained their speed")?
             }
             _ => {
@@ -151,7 +156,8 @@ fn writers(path: &Path, count: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits until each of `threads` has written twice more: the first of the two may have begun before.
+/// Waits until each of `threads` has written twice more: the first of the two may have begun
+/// before.
 fn await_writes(threads: &[Thread]) -> anyhow::Result<()> {
     let before: Vec<u64> = threads.iter().map(Thread::count).collect();
     let until = Instant::now() + WRITTEN_LIMIT;
@@ -170,7 +176,8 @@ fn await_writes(threads: &[Thread]) -> anyhow::Result<()> {
     }
 }
 
-/// Has `threads` write without pause, and looks how many writes they have made in all: when, and how many.
+/// Has `threads` write without pause, and looks how many writes they have made in all: when, and
+/// how many.
 fn watch_speed(threads: &[Thread], hurry: &AtomicBool) -> Vec<(u64, u64)> {
     // Or it would have its turn among thousands.
     godwit_throttle::become_punctual();
@@ -185,9 +192,11 @@ fn watch_speed(threads: &[Thread], hurry: &AtomicBool) -> Vec<(u64, u64)> {
     seen
 }
 
-/// How long after `at` the writes that were `seen` are made at [`FULL`] speed, measured by what came last.
+/// How long after `at` the writes that were `seen` are made at [`FULL`] speed, measured by what
+/// came last.
 fn full_speed_after(seen: &[(u64, u64)], at: u64) -> Option<u64> {
-    let speed = |from: (u64, u64), to: (u64, u64)| (to.1 - from.1) as f64 / (to.0 - from.0).max(1) as f64;
+    let speed =
+        |from: (u64, u64), to: (u64, u64)| (to.1 - from.1) as f64 / (to.0 - from.0).max(1) as f64;
     let last = *seen.last()?;
     let late = *seen.iter().find(|seen| seen.0 + OWN_SPEED.as_nanos() as u64 >= last.0)?;
     let own = speed(late, last);
@@ -279,7 +288,8 @@ fn kill_all(kills: usize, count: usize, path: &Path, report: &mut Report) -> any
     for (watched, what) in [(false, "all free"), (true, "at full speed")] {
         let (mut times, mut waited) = (Vec::new(), Vec::new());
         for _ in 0..kills {
-            let mut governor = Role::start(&format!("govern {} {}", path.display(), writers.child.id()))?;
+            let mut governor =
+                Role::start(&format!("govern {} {}", path.display(), writers.child.id()))?;
             let until = Instant::now() + Duration::from_secs(5);
             let mut blocked = 0.0;
             while blocked < 0.75 * count as f64 && Instant::now() < until {
@@ -302,7 +312,8 @@ fn kill_all(kills: usize, count: usize, path: &Path, report: &mut Report) -> any
             median(&waited),
             median(&times)
         );
-        let name = |figure: &str| format!("killed_{count}_writers_{}_{figure}", what.replace(' ', "_"));
+        let name =
+            |figure: &str| format!("killed_{count}_writers_{}_{figure}", what.replace(' ', "_"));
         report.figure(&name("waiting"), median(&waited));
         report.figure(&name("after_ms"), median(&times));
         report.figure(&name("after_ms_worst"), worst);

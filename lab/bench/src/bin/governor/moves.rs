@@ -1,7 +1,9 @@
-//! Guests that outrun the link, moved by Godwit with its governor and with its vCPU throttle, and by QEMU.
+//! Guests that outrun the link, moved by Godwit with its governor and with its vCPU throttle, and
+//! by QEMU.
 //!
-//! One writes 256 MiB at random as fast as it can. The others read half of the time: *mixed* by the clock, 5 ms each, so that it
-//! reads on while its writes are held up; *paced* writes so many pages a second, which it makes up for before it reads on.
+//! One writes 256 MiB at random as fast as it can. The others read half of the time: *mixed* by the
+//! clock, 5 ms each, so that it reads on while its writes are held up; *paced* writes so many pages
+//! a second, which it makes up for before it reads on.
 
 use anyhow::Context;
 use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
@@ -26,7 +28,11 @@ const HALF: u64 = 375_000;
 pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = Godwit::built()?;
-    let full = GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
+    let full = GuestConfig {
+        mode: Mode::Full,
+        working_set: ByteCount(256 << 20),
+        ..GuestConfig::standard()
+    };
     let mixed = GuestConfig { mode: Mode::Mixed, ..full };
     let paced = GuestConfig { mode: Mode::Rate, rate: HALF, ..full };
     let plan = [
@@ -55,7 +61,11 @@ pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
                 None => by_qemu(source, destination, Style::AutoConverge, LIMIT),
             };
             let mut fixture = Fixture::new(VmConfig::new(&build, guest));
-            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            rows.push(
+                fixture
+                    .one_move(name, by)
+                    .with_context(|| format!("{name} did not move the guest"))?,
+            );
         }
     }
     println!("medians:");
@@ -67,8 +77,9 @@ pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Work lost, in seconds. Under a tenth of its speed a guest loses at least nine tenths of the time; a loss below that says that the guest
-/// was disturbed before the move, in the time that it is compared with.
+/// Work lost, in seconds. Under a tenth of its speed a guest loses at least nine tenths of the
+/// time; a loss below that says that the guest was disturbed before the move, in the time that it
+/// is compared with.
 fn lost(row: &Row) -> f64 {
     row.lost_s.max(0.9 * row.under_tenth_s)
 }
@@ -77,7 +88,8 @@ fn targets(rows: &[Row], report: &mut Report) {
     let ratio = |own: &str, other: &str, figure: fn(&Row) -> f64| {
         median_of(rows, own, figure) / median_of(rows, other, figure)
     };
-    let mut below = |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
+    let mut below =
+        |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
     below(
         "full speed: governor / QEMU post-copy: total time",
         ratio(GOVERNOR, POST_COPY, |row| row.total_s),
@@ -85,7 +97,11 @@ fn targets(rows: &[Row], report: &mut Report) {
     );
     let stall = of(rows, GOVERNOR).map(|row| row.stall_ms).fold(f64::NAN, f64::max);
     below("full speed: longest gap before the switchover, worst, ms", stall, 50.0);
-    below("full speed: governor / vCPU throttle: work lost", ratio(GOVERNOR, VCPUS, lost), 1.0 / 3.0);
+    below(
+        "full speed: governor / vCPU throttle: work lost",
+        ratio(GOVERNOR, VCPUS, lost),
+        1.0 / 3.0,
+    );
     below("mixed: governor / QEMU auto-converge: work lost", ratio(MIXED, MIXED_QEMU, lost), 0.1);
     below("paced: governor / QEMU auto-converge: work lost", ratio(PACED, PACED_QEMU, lost), 0.1);
     let bugs: usize = rows.iter().map(|row| row.bugs).sum();

@@ -1,5 +1,5 @@
-//! What an answer costs a writer, and what it costs 16 GiB to change hands: in this process itself, whose writer can look at the
-//! clock.
+//! What an answer costs a writer, and what it costs 16 GiB to change hands: in this process itself,
+//! whose writer can look at the clock.
 
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
@@ -24,7 +24,8 @@ struct Fixture {
 
 impl Fixture {
     fn new(size: u64) -> anyhow::Result<Self> {
-        let file = File::from(rustix::fs::memfd_create("governed", rustix::fs::MemfdFlags::CLOEXEC)?);
+        let file =
+            File::from(rustix::fs::memfd_create("governed", rustix::fs::MemfdFlags::CLOEXEC)?);
         file.set_len(size)?;
         let memory = Mapping::new(&file, size as usize)?;
         let all = PageRun::new(0, size / PAGE_SIZE);
@@ -83,7 +84,8 @@ fn answers(report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A writer looks at the clock all the time while 16 GiB change hands; every segment has been written.
+/// A writer looks at the clock all the time while 16 GiB change hands; every segment has been
+/// written.
 fn hands(report: &mut Report) -> anyhow::Result<()> {
     let fixture = Fixture::new(LARGE)?;
     let there = |number: u64| (number * SPACING % LARGE) as usize;

@@ -1,4 +1,5 @@
-//! A guest that no link of 128 MiB/s can follow, moved by QEMU in all of its ways and by Godwit with each throttle.
+//! A guest that no link of 128 MiB/s can follow, moved by QEMU in all of its ways and by Godwit
+//! with each throttle.
 //!
 //! What is measured, and how it is kept fair: `godwit_bench::moves`.
 
@@ -43,8 +44,11 @@ const ADAPTIVE: &str = "godwit adaptive";
 pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     let godwit = Godwit::built()?;
-    let guest =
-        GuestConfig { mode: Mode::Full, working_set: ByteCount(256 << 20), ..GuestConfig::standard() };
+    let guest = GuestConfig {
+        mode: Mode::Full,
+        working_set: ByteCount(256 << 20),
+        ..GuestConfig::standard()
+    };
     let mut fixture = Fixture::new(VmConfig::new(&build, guest));
     let patience = options.patience.as_secs();
     println!(
@@ -57,20 +61,30 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
         names.push(name);
         let patience = if ENDS.contains(&style) { LIMIT } else { options.patience };
         for _ in 0..options.qemu_rounds {
-            let by =
-                |source: &mut TestVm, destination: &mut TestVm| by_qemu(source, destination, style, patience);
-            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            let by = |source: &mut TestVm, destination: &mut TestVm| {
+                by_qemu(source, destination, style, patience)
+            };
+            rows.push(
+                fixture
+                    .one_move(name, by)
+                    .with_context(|| format!("{name} did not move the guest"))?,
+            );
         }
     }
     for round in 0..options.rounds {
-        for (name, throttle, compression) in THROTTLES.into_iter().filter(|(name, ..)| wanted(name)) {
+        for (name, throttle, compression) in THROTTLES.into_iter().filter(|(name, ..)| wanted(name))
+        {
             if round == 0 {
                 names.push(name);
             }
             let by = |source: &mut TestVm, destination: &mut TestVm| {
                 by_godwit(&godwit, source, destination, [throttle, compression])
             };
-            rows.push(fixture.one_move(name, by).with_context(|| format!("{name} did not move the guest"))?);
+            rows.push(
+                fixture
+                    .one_move(name, by)
+                    .with_context(|| format!("{name} did not move the guest"))?,
+            );
         }
     }
     println!("medians:");
@@ -86,14 +100,20 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
 
 fn targets(rows: &[Row], report: &mut Report) {
     let adaptive = |figure: fn(&Row) -> f64| median_of(rows, ADAPTIVE, figure);
-    let against = |rival: &str, figure: fn(&Row) -> f64| adaptive(figure) / median_of(rows, rival, figure);
-    let mut below = |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
+    let against =
+        |rival: &str, figure: fn(&Row) -> f64| adaptive(figure) / median_of(rows, rival, figure);
+    let mut below =
+        |name: &str, value: f64, limit: f64| report.target(name, value, limit, Better::Lower);
     let total = |row: &Row| row.total_s;
     let worst = |figure: fn(&Row) -> f64| of(rows, ADAPTIVE).map(figure).fold(f64::NAN, f64::max);
     let unfinished = of(rows, ADAPTIVE).filter(|row| !row.finished).count();
     below("adaptive: moves that did not finish", unfinished as f64, 0.0);
     below("adaptive / QEMU auto-converge: total time", against("QEMU auto-converge", total), 0.25);
-    below("adaptive / QEMU post-copy on that link: total time", against("QEMU post-copy", total), 1.5);
+    below(
+        "adaptive / QEMU post-copy on that link: total time",
+        against("QEMU post-copy", total),
+        1.5,
+    );
     let free = against("QEMU post-copy, free", total);
     below("adaptive / QEMU post-copy, its second half unlimited: total time", free, 1.5);
     let lost = against("QEMU auto-converge", |row| row.lost_s);

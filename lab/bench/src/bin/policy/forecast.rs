@@ -1,7 +1,7 @@
 //! Ten forecasts by `godwit plan`, each against the migration that then took place.
 //!
-//! The guest goes on with what it did when it was looked at; link and settings are those of the forecast. Total time and
-//! downtime are godwit's own words on both sides.
+//! The guest goes on with what it did when it was looked at; link and settings are those of the
+//! forecast. Total time and downtime are godwit's own words on both sides.
 
 use std::time::{Duration, Instant};
 
@@ -41,8 +41,16 @@ pub(crate) fn compare(report: &mut Report) -> anyhow::Result<()> {
     let mut figures = Vec::new();
     if kvm_for("forecasts for microvms") {
         for (mode, working_set, link) in MICROVMS {
-            let options =
-                ["--memory", "1GiB", "--fill", "512MiB", "--mode", mode, "--working-set", working_set];
+            let options = [
+                "--memory",
+                "1GiB",
+                "--fill",
+                "512MiB",
+                "--mode",
+                mode,
+                "--working-set",
+                working_set,
+            ];
             let source = MicroVm::start(&godwit, &options)?;
             let destination = MicroVm::start(&godwit, &[&options[..], &["--incoming"]].concat())?;
             source.wait_ready(LIMIT)?;
@@ -52,8 +60,11 @@ pub(crate) fn compare(report: &mut Report) -> anyhow::Result<()> {
     }
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
     for (mode, working_set, link) in QEMUS {
-        let guest =
-            GuestConfig { mode, working_set: ByteCount(working_set << 20), ..GuestConfig::standard() };
+        let guest = GuestConfig {
+            mode,
+            working_set: ByteCount(working_set << 20),
+            ..GuestConfig::standard()
+        };
         let config = VmConfig::new(&build, guest);
         let source = TestVm::source(&config)?;
         let destination = TestVm::destination(&config)?;
@@ -110,6 +121,8 @@ fn one(
     println!(
         "{name:<42} {total:>9.2} {was:>9.2} {ratio:>6.2} {downtime:>9.1} {was_down:>9.1} {down_ratio:>6.2}"
     );
-    Ok(json!({ "name": name, "total_ratio": ratio, "downtime_ratio": down_ratio, "forecast": forecast,
-               "measured": plan["measured"], "migration": last }))
+    Ok(
+        json!({ "name": name, "total_ratio": ratio, "downtime_ratio": down_ratio, "forecast": forecast,
+               "measured": plan["measured"], "migration": last }),
+    )
 }

@@ -1,7 +1,9 @@
-//! A guest that gives nine writes of ten to a tenth of its memory, moved with and without delaying its hot segments.
+//! A guest that gives nine writes of ten to a tenth of its memory, moved with and without delaying
+//! its hot segments.
 //!
-//! Nothing is throttled. The link is such that both ways end: what is hot fits into the downtime, and what is not is
-//! written at a part of what the link carries. A microvm, since its guest runs at full speed here.
+//! Nothing is throttled. The link is such that both ways end: what is hot fits into the downtime,
+//! and what is not is written at a part of what the link carries. A microvm, since its guest runs
+//! at full speed here.
 
 use std::time::{Duration, Instant};
 
@@ -75,9 +77,20 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
         let [total, sent, gap, rounds] = figures.map(|figure| median(way, figure));
         print(way, total, sent, gap, rounds);
     }
-    let ratio = |figure: fn(&Move) -> f64| median("default", figure) / median("nothing delayed", figure);
-    report.target("hot/cold guest, delayed / not: bytes sent", ratio(|one| one.sent), 0.7, Better::Lower);
-    report.target("hot/cold guest, delayed / not: total time", ratio(|one| one.total_ms), 1.0, Better::Lower);
+    let ratio =
+        |figure: fn(&Move) -> f64| median("default", figure) / median("nothing delayed", figure);
+    report.target(
+        "hot/cold guest, delayed / not: bytes sent",
+        ratio(|one| one.sent),
+        0.7,
+        Better::Lower,
+    );
+    report.target(
+        "hot/cold guest, delayed / not: total time",
+        ratio(|one| one.total_ms),
+        1.0,
+        Better::Lower,
+    );
     let entry = |one: &Move| {
         json!({ "way": one.way, "total_ms": one.total_ms, "sent_bytes": one.sent, "gap_ms": one.gap_ms,
                 "own_words": one.own_words })
@@ -113,7 +126,8 @@ fn one_move(godwit: &Godwit, way: &'static str, setting: &str) -> anyhow::Result
         way,
         total_ms: figure("total_ms"),
         sent: figure("sent_bytes"),
-        gap_ms: seen.switchover.context("the guest was not seen to move")?.length.as_secs_f64() * 1e3,
+        gap_ms: seen.switchover.context("the guest was not seen to move")?.length.as_secs_f64()
+            * 1e3,
         rounds: figure("rounds"),
         own_words: last.clone(),
     })

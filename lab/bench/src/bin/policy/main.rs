@@ -1,9 +1,10 @@
 //! The benchmark of the policy: guests that dirty memory faster than the link carries it.
 //!
-//! Part `busy`, side by side on one QEMU: a guest that writes 256 MiB as fast as it can, over a link of 128 MiB/s, moved by
-//! QEMU in all of its ways and by Godwit with each of its throttles. Part `hot`: a microvm that writes a tenth of its
-//! memory most of the time, moved with and without delaying hot segments. Part `forecast`: ten plans, and what came of them. Keeps one promise: what the guest felt is
-//! measured from outside, the same way for everybody.
+//! Part `busy`, side by side on one QEMU: a guest that writes 256 MiB as fast as it can, over a
+//! link of 128 MiB/s, moved by QEMU in all of its ways and by Godwit with each of its throttles.
+//! Part `hot`: a microvm that writes a tenth of its memory most of the time, moved with and without
+//! delaying hot segments. Part `forecast`: ten plans, and what came of them. Keeps one promise:
+//! what the guest felt is measured from outside, the same way for everybody.
 
 mod busy;
 mod forecast;

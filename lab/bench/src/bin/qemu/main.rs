@@ -1,10 +1,11 @@
-//! The benchmark of the main job: a Linux guest moved between two QEMUs, by QEMU itself and by Godwit.
+//! The benchmark of the main job: a Linux guest moved between two QEMUs, by QEMU itself and by
+//! Godwit.
 //!
-//! Part one, side by side on one QEMU: the same guest is moved by QEMU plainly, by QEMU with two multifd channels and
-//! by Godwit, in turn and in a changing order. Part two, `--moves N`: a guest that writes at full speed is moved again
-//! and again under the oldest QEMU here, where only godwit moves it. Keeps one promise: what the
-//! guest felt is measured from outside, the same way for everybody. Absolute times belong to the machine; the targets
-//! are ratios.
+//! Part one, side by side on one QEMU: the same guest is moved by QEMU plainly, by QEMU with two
+//! multifd channels and by Godwit, in turn and in a changing order. Part two, `--moves N`: a guest
+//! that writes at full speed is moved again and again under the oldest QEMU here, where only godwit
+//! moves it. Keeps one promise: what the guest felt is measured from outside, the same way for
+//! everybody. Absolute times belong to the machine; the targets are ratios.
 
 mod moves;
 mod side;

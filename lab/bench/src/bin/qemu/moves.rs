@@ -1,10 +1,11 @@
 //! One guest moved again and again: does all of its memory arrive every time?
 //!
-//! The guest writes as fast as it can and checks itself all the while; before each handover the digests of both sides'
-//! memory are compared as well. The machine that just arrived is the source of the next move, so a page that was lost
-//! anywhere on the way stays in the guest for its checks to find. A move that fails leaves the guest where it was, and
-//! the next destination is tried; a guest that runs nowhere any more, such as QEMU 7.2's own migration leaves now and
-//! then, counts as lost and ends the run.
+//! The guest writes as fast as it can and checks itself all the while; before each handover the
+//! digests of both sides' memory are compared as well. The machine that just arrived is the source
+//! of the next move, so a page that was lost anywhere on the way stays in the guest for its checks
+//! to find. A move that fails leaves the guest where it was, and the next destination is tried; a
+//! guest that runs nowhere any more, such as QEMU 7.2's own migration leaves now and then, counts
+//! as lost and ends the run.
 
 use std::time::{Duration, Instant};
 
@@ -12,14 +13,16 @@ use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Ended, Godwit, GuestConfig, Observation, Observer, QemuBuild, TestVm, VmConfig, builds,
+    BeaconPlace, Ended, Godwit, GuestConfig, Observation, Observer, QemuBuild, TestVm, VmConfig,
+    builds,
 };
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
 /// A receiver whose migration failed ends too, soon if at all.
 const AFTER_FAILURE: Duration = Duration::from_secs(10);
-/// Between moves and at the end; a second is several looks at every page, ten are one at every word.
+/// Between moves and at the end; a second is several looks at every page, ten are one at every
+/// word.
 const BEATS_BETWEEN: usize = 10;
 const BEATS_AT_THE_END: usize = 100;
 
@@ -72,7 +75,10 @@ pub(crate) fn repeat(count: usize, report: &mut Report) -> anyhow::Result<()> {
 }
 
 fn oldest() -> anyhow::Result<QemuBuild> {
-    builds().into_iter().min_by_key(|build| build.version).context("there is no QEMU: run `make qemu`")
+    builds()
+        .into_iter()
+        .min_by_key(|build| build.version)
+        .context("there is no QEMU: run `make qemu`")
 }
 
 #[derive(Default)]
@@ -120,7 +126,8 @@ impl Tally {
         report.figure("median_total_ms", median(&self.totals));
         report.figure("moves", self.moves);
         let none = |count: usize| count as f64;
-        let name = |what: &str| format!("{} moves in a row: {what}", self.totals.len() + self.failed);
+        let name =
+            |what: &str| format!("{} moves in a row: {what}", self.totals.len() + self.failed);
         report.target(name("guests lost"), none(self.lost), 0.0, Better::Lower);
         report.target(name("that failed"), none(self.failed), 0.0, Better::Lower);
         report.target(name("without equal digests"), none(self.unverified), 0.0, Better::Lower);

@@ -1,14 +1,15 @@
-//! The comparison: each contestant moves a guest of its own, freshly booted, under the same conditions.
+//! The comparison: each contestant moves a guest of its own, freshly booted, under the same
+//! conditions.
 //!
-//! Keeps it fair: same QEMU, same machines, same guest, TCP loopback, no bandwidth limit, a downtime limit of 300 ms;
-//! each round starts with another contestant; a move is over when the guest runs on the destination, by QEMU's
-//! own time stamp of that event. The work counted is that of all threads but the guest's processors, in both QEMUs and
-//! in both godwit processes.
+//! Keeps it fair: same QEMU, same machines, same guest, TCP loopback, no bandwidth limit, a
+//! downtime limit of 300 ms; each round starts with another contestant; a move is over when the
+//! guest runs on the destination, by QEMU's own time stamp of that event. The work counted is that
+//! of all threads but the guest's processors, in both QEMUs and in both godwit processes.
 //!
-//! The targets compare equal machines, whose RAM is a shared file. QEMU by itself does not need one, and spends less
-//! with anonymous memory (large pages, and no page allocated by reading a hole), so it is measured like that as well:
-//! whoever reads the table should know the rival at its best. An observer finds no file there to map, so the gap of
-//! those moves is not known.
+//! The targets compare equal machines, whose RAM is a shared file. QEMU by itself does not need
+//! one, and spends less with anonymous memory (large pages, and no page allocated by reading a
+//! hole), so it is measured like that as well: whoever reads the table should know the rival at its
+//! best. An observer finds no file there to map, so the gap of those moves is not known.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +17,8 @@ use anyhow::{Context, ensure};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{
-    Backend, BeaconPlace, Gap, Godwit, GuestConfig, Observation, Observer, QemuBuild, Style, TestVm,
-    VmConfig, own_migration,
+    Backend, BeaconPlace, Gap, Godwit, GuestConfig, Observation, Observer, QemuBuild, Style,
+    TestVm, VmConfig, own_migration,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -143,7 +144,8 @@ fn targets(rows: &[Row], report: &mut Report) {
     ];
     for rival in [Contestant::Plain, Contestant::Multifd] {
         for (what, figure) in figures {
-            let ratio = median_of(rows, Contestant::Godwit, figure) / median_of(rows, rival, figure);
+            let ratio =
+                median_of(rows, Contestant::Godwit, figure) / median_of(rows, rival, figure);
             report.target(format!("godwit / {}: {what}", rival.name()), ratio, 1.0, Better::Lower);
         }
     }
@@ -176,7 +178,11 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-fn one_move(contestant: Contestant, build: &QemuBuild, godwit: Option<&Godwit>) -> anyhow::Result<Row> {
+fn one_move(
+    contestant: Contestant,
+    build: &QemuBuild,
+    godwit: Option<&Godwit>,
+) -> anyhow::Result<Row> {
     let config = VmConfig::new(build, GuestConfig::standard()).with_backend(contestant.backend());
     let mut source = TestVm::source(&config)?;
     let mut destination = TestVm::destination(&config)?;
@@ -219,7 +225,9 @@ fn row(
     [source, destination]: [Duration; 2],
     bugs: usize,
 ) -> Row {
-    let gap = |gap: Option<Gap>, figure: fn(Gap) -> Duration| gap.map_or(f64::NAN, |gap| millis(figure(gap)));
+    let gap = |gap: Option<Gap>, figure: fn(Gap) -> Duration| {
+        gap.map_or(f64::NAN, |gap| millis(figure(gap)))
+    };
     Row {
         contestant: contestant.name(),
         total_ms: millis(moved.wall),
@@ -295,16 +303,26 @@ fn medians(rows: &[Row], contestant: Contestant) -> Row {
 fn print_head() {
     println!(
         "{:<18} {:>8} {:>13} {:>8} {:>8} {:>6} {:>20} {:>6}",
-        "", "total ms", "downtime ms", "stall ms", "sent MiB", "passes", "CPU s src+dst+godwit", "= CPU"
+        "",
+        "total ms",
+        "downtime ms",
+        "stall ms",
+        "sent MiB",
+        "passes",
+        "CPU s src+dst+godwit",
+        "= CPU"
     );
 }
 
 fn print_row(row: &Row) {
     let known = |figure: f64, text: String| if figure.is_nan() { "-".to_owned() } else { text };
-    let downtime =
-        known(row.downtime_ms, format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms));
+    let downtime = known(
+        row.downtime_ms,
+        format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms),
+    );
     let stall = known(row.stall_ms, format!("{:.1}", row.stall_ms));
-    let parts = format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s);
+    let parts =
+        format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s);
     println!(
         "{:<18} {:>8.0} {downtime:>13} {stall:>8} {:>8.1} {:>6} {parts:>20} {:>6.2}",
         row.contestant, row.total_ms, row.sent_mib, row.passes, row.cpu_s

@@ -29,12 +29,17 @@ impl Chart {
         let dir = Path::new("docs/charts");
         std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let path = dir.join(format!("{name}.svg"));
-        std::fs::write(&path, self.svg()).with_context(|| format!("cannot write {}", path.display()))
+        std::fs::write(&path, self.svg())
+            .with_context(|| format!("cannot write {}", path.display()))
     }
 
     fn svg(&self) -> String {
         let values = || {
-            self.groups.iter().flat_map(|(_, values)| values).copied().filter(|v| v.is_finite() && *v > 0.0)
+            self.groups
+                .iter()
+                .flat_map(|(_, values)| values)
+                .copied()
+                .filter(|v| v.is_finite() && *v > 0.0)
         };
         // Whole decades; bars start a little below the smallest value, so that it is visible.
         let low = (values().fold(f64::INFINITY, f64::min) / 1.5).log10().floor();

@@ -1,9 +1,11 @@
-//! Benchmark of the two structures that a synchronisation is made of: dirty bitmaps and memory slots.
+//! Benchmark of the two structures that a synchronisation is made of: dirty bitmaps and memory
+//! slots.
 //!
-//! `structures [scan|slots|merge|sparse]...` runs the parts named, or all. Each part prints one table, draws
-//! it into docs/charts, and adds its targets to the report target/bench/structures.json. Everything runs on
-//! one thread. Contenders take turns in every round, so that a busy neighbour slows all of them; a time is
-//! the median over rounds, a ratio the median of the ratios within each round.
+//! `structures [scan|slots|merge|sparse]...` runs the parts named, or all. Each part prints one
+//! table, draws it into docs/charts, and adds its targets to the report
+//! target/bench/structures.json. Everything runs on one thread. Contenders take turns in every
+//! round, so that a busy neighbour slows all of them; a time is the median over rounds, a ratio the
+//! median of the ratios within each round.
 
 mod chart;
 mod merge;

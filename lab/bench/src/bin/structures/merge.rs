@@ -13,7 +13,8 @@ use crate::rounds::{Rounds, table_with_ratios, timed};
 const PAGES: PageCount = PageCount(256 << 18);
 const ROUNDS: usize = 15;
 
-/// What QEMU does for RAM that does not begin on a word of the log: test a bit, test and set another.
+/// What QEMU does for RAM that does not begin on a word of the log: test a bit, test and set
+/// another.
 fn page_by_page(target: &mut [u64], at: u64, source: &[u64], pages: u64) -> u64 {
     let mut newly = 0;
     for page in 0..pages {
@@ -27,11 +28,16 @@ fn page_by_page(target: &mut [u64], at: u64, source: &[u64], pages: u64) -> u64 
 }
 
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
-    let title = "Merge of 8 MiB of dirty log (256 GiB of guest) into a bitmap, ms (× aligned, AVX-512)";
+    let title =
+        "Merge of 8 MiB of dirty log (256 GiB of guest) into a bitmap, ms (× aligned, AVX-512)";
     let mut columns = Vec::new();
     let mut names = Vec::new();
-    let patterns =
-        [Pattern::Random(0.0), Pattern::Random(0.01), Pattern::Random(0.1), Pattern::Clustered(0.05)];
+    let patterns = [
+        Pattern::Random(0.0),
+        Pattern::Random(0.01),
+        Pattern::Random(0.1),
+        Pattern::Clustered(0.05),
+    ];
     for pattern in patterns {
         let source = &pattern.bitmap(PAGES);
         // Some pages of the target are dirty already, so that counting has something to count.
@@ -68,7 +74,10 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         rounds.run(ROUNDS, 1);
 
         let mut cells = vec![(rounds.seconds(0), 1.0)];
-        cells.push((median(&(1..64).map(|at| offsets.seconds(at)).collect::<Vec<_>>()), median(&ratios)));
+        cells.push((
+            median(&(1..64).map(|at| offsets.seconds(at)).collect::<Vec<_>>()),
+            median(&ratios),
+        ));
         cells.push((offsets.seconds(worst), ratios[worst - 1]));
         cells.extend((1..=by_page).map(|number| (rounds.seconds(number), rounds.ratio(number, 0))));
         names = ["aligned", "misaligned, median of 63 offsets", "misaligned, the worst offset"]
@@ -96,7 +105,9 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         let figures: serde_json::Map<String, serde_json::Value> = names
             .iter()
             .zip(cells)
-            .map(|(name, (seconds, ratio))| (name.clone(), json!({ "ms": seconds * 1e3, "ratio": ratio })))
+            .map(|(name, (seconds, ratio))| {
+                (name.clone(), json!({ "ms": seconds * 1e3, "ratio": ratio }))
+            })
             .collect();
         report.figure(&format!("merge: {pattern}"), figures);
     }
@@ -106,7 +117,9 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         series: names,
         groups: columns
             .into_iter()
-            .map(|(name, cells)| (name, cells.into_iter().map(|(seconds, _)| seconds * 1e3).collect()))
+            .map(|(name, cells)| {
+                (name, cells.into_iter().map(|(seconds, _)| seconds * 1e3).collect())
+            })
             .collect(),
     }
     .write("structures-merge")?;

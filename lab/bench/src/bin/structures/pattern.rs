@@ -56,7 +56,9 @@ impl Pattern {
         }
         loop {
             let run = match self {
-                Self::Random(_) => PageRun::new(at + (random.fraction().ln() / (1.0 - share).ln()) as u64, 1),
+                Self::Random(_) => {
+                    PageRun::new(at + (random.fraction().ln() / (1.0 - share).ln()) as u64, 1)
+                }
                 Self::Clustered(_) => {
                     let gap = -random.fraction().ln() * MEAN as f64 * (1.0 - share) / share;
                     PageRun::new(at + gap as u64, 1 + random.next() % (2 * MEAN - 1))
@@ -70,8 +72,8 @@ impl Pattern {
         }
     }
 
-    /// A bitmap of `pages` pages; all of its memory has been written, since reading memory that never was
-    /// reads one and the same page of zeros.
+    /// A bitmap of `pages` pages; all of its memory has been written, since reading memory that
+    /// never was reads one and the same page of zeros.
     pub(crate) fn bitmap(self, pages: PageCount) -> DirtyBitmap {
         let mut bitmap = DirtyBitmap::new(pages);
         bitmap.set_all();

@@ -11,7 +11,8 @@ pub(crate) struct Rounds<'a> {
     times: Vec<Vec<f64>>,
 }
 
-/// What a contender does, timing the part that counts; returns seconds, and a checksum all must agree on.
+/// What a contender does, timing the part that counts; returns seconds, and a checksum all must
+/// agree on.
 type Contender<'a> = Box<dyn FnMut() -> (f64, u64) + 'a>;
 
 /// Seconds that `f` takes, and what it returns.
@@ -21,7 +22,8 @@ pub(crate) fn timed<T>(f: impl FnOnce() -> T) -> (f64, T) {
     (start.elapsed().as_secs_f64(), result)
 }
 
-/// Prints a table with a row for each of `names`, a column for each of `columns`; in the cells value × `unit` (ratio).
+/// Prints a table with a row for each of `names`, a column for each of `columns`; in the cells
+/// value × `unit` (ratio).
 pub(crate) fn table_with_ratios(
     title: &str,
     names: &[String],
@@ -47,17 +49,24 @@ impl<'a> Rounds<'a> {
     }
 
     /// Adds a contender and returns its number.
-    pub(crate) fn add(&mut self, name: impl Into<String>, f: impl FnMut() -> (f64, u64) + 'a) -> usize {
+    pub(crate) fn add(
+        &mut self,
+        name: impl Into<String>,
+        f: impl FnMut() -> (f64, u64) + 'a,
+    ) -> usize {
         self.contenders.push((name.into(), Box::new(f)));
         self.times.push(Vec::new());
         self.contenders.len() - 1
     }
 
-    /// Runs all contenders but the first `excepted` ones in `rounds` rounds, and checks that they agree.
+    /// Runs all contenders but the first `excepted` ones in `rounds` rounds, and checks that they
+    /// agree.
     pub(crate) fn run(&mut self, rounds: usize, excepted: usize) {
         for _ in 0..rounds {
             let mut agreed = None;
-            for (number, ((name, f), times)) in self.contenders.iter_mut().zip(&mut self.times).enumerate() {
+            for (number, ((name, f), times)) in
+                self.contenders.iter_mut().zip(&mut self.times).enumerate()
+            {
                 let (seconds, sum) = f();
                 times.push(seconds);
                 if number >= excepted {
@@ -87,8 +96,11 @@ impl<'a> Rounds<'a> {
 
     /// How many times as long as `other` contender `number` takes.
     pub(crate) fn ratio(&self, number: usize, other: usize) -> f64 {
-        let ratios: Vec<f64> =
-            self.times[number].iter().zip(&self.times[other]).map(|(time, other)| time / other).collect();
+        let ratios: Vec<f64> = self.times[number]
+            .iter()
+            .zip(&self.times[other])
+            .map(|(time, other)| time / other)
+            .collect();
         median(&ratios)
     }
 }
@@ -107,8 +119,9 @@ pub(crate) fn short(value: f64) -> String {
 /// Prints a table in Markdown, columns aligned.
 pub(crate) fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
     println!("\n### {title}\n");
-    let width =
-        |column: usize| rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max();
+    let width = |column: usize| {
+        rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max()
+    };
     let widths: Vec<usize> = (0..head.len()).map(|column| width(column).unwrap_or(0)).collect();
     let line = |cells: &[String]| {
         let cells: Vec<String> = cells
@@ -129,7 +142,11 @@ pub(crate) fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
         widths
             .iter()
             .enumerate()
-            .map(|(i, width)| if i == 0 { "-".repeat(width + 2) } else { "-".repeat(width + 1) + ":" })
+            .map(|(i, width)| if i == 0 {
+                "-".repeat(width + 2)
+            } else {
+                "-".repeat(width + 1) + ":"
+            })
             .collect::<Vec<_>>()
             .join("|")
     );

@@ -1,4 +1,5 @@
-//! The scan: 384 MiB of dirty bitmap (12 TiB of guest) into maximal runs; and the harvest of a shared bitmap.
+//! The scan: 384 MiB of dirty bitmap (12 TiB of guest) into maximal runs; and the harvest of a
+//! shared bitmap.
 
 use std::convert::Infallible;
 use std::hint::black_box;
@@ -105,7 +106,8 @@ impl<I: Iterator<Item = u64>> Iterator for Coalesced<I> {
 }
 
 fn iterator_form(words: &[u64]) -> impl Iterator<Item = PageRun> + '_ {
-    let positions = Positions { words: words.iter().copied(), word: 0, base: 0u64.wrapping_sub(64) };
+    let positions =
+        Positions { words: words.iter().copied(), word: 0, base: 0u64.wrapping_sub(64) };
     Coalesced { positions, next: None }
 }
 
@@ -183,7 +185,9 @@ impl Figures {
                 .contenders
                 .iter()
                 .zip(column)
-                .map(|(contender, (ms, ratio))| (contender.clone(), json!({ "ms": ms, "ratio": ratio })))
+                .map(|(contender, (ms, ratio))| {
+                    (contender.clone(), json!({ "ms": ms, "ratio": ratio }))
+                })
                 .collect();
             report.figure(&format!("{name}: {}", pattern.name()), figures);
         }
@@ -194,7 +198,9 @@ impl Figures {
             groups: self
                 .columns
                 .iter()
-                .map(|(pattern, column)| (pattern.name(), column.iter().map(|(ms, _)| *ms).collect()))
+                .map(|(pattern, column)| {
+                    (pattern.name(), column.iter().map(|(ms, _)| *ms).collect())
+                })
                 .collect(),
         }
         .write(&format!("structures-{name}"))
@@ -249,8 +255,18 @@ fn scan(pattern: Pattern, figures: &mut Figures, report: &mut Report) {
     report.target(format!("scan, {name}: × plain read"), rounds.ratio(1, 0), limit, Better::Lower);
     if matches!(pattern, Pattern::Random(share) if share >= 0.01) {
         let (streamed, collected) = (rounds.ratio(streamed, 1), rounds.ratio(collected, 1));
-        report.target(format!("scan, {name}: times as fast as with a Vec"), collected, 6.0, Better::Higher);
-        report.target(format!("scan, {name}: times as fast as streamed"), streamed, 3.0, Better::Higher);
+        report.target(
+            format!("scan, {name}: times as fast as with a Vec"),
+            collected,
+            6.0,
+            Better::Higher,
+        );
+        report.target(
+            format!("scan, {name}: times as fast as streamed"),
+            streamed,
+            3.0,
+            Better::Higher,
+        );
     }
 }
 
@@ -289,6 +305,11 @@ fn harvest(pattern: Pattern, figures: &mut Figures, report: &mut Report) {
     rounds.run(ROUNDS, 1);
     figures.add(pattern, &[&rounds]);
     if pattern == Pattern::Random(0.0) {
-        report.target("harvest and scan, clean: × plain read", rounds.ratio(1, 0), 2.2, Better::Lower);
+        report.target(
+            "harvest and scan, clean: × plain read",
+            rounds.ratio(1, 0),
+            2.2,
+            Better::Lower,
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Memory slots: look-ups and updates at 509 slots (KVM's old limit) and 32,764 (today's), against vm-memory
-//! and against sorted arrays; and the operations that KVM's own memslot benchmark times.
+//! Memory slots: look-ups and updates at 509 slots (KVM's old limit) and 32,764 (today's), against
+//! vm-memory and against sorted arrays; and the operations that KVM's own memslot benchmark times.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -33,7 +33,8 @@ fn shuffled(n: u64) -> Vec<u64> {
     order
 }
 
-/// Slot number `place` in the order of frames; host addresses are in another order, as they come from mmap.
+/// Slot number `place` in the order of frames; host addresses are in another order, as they come
+/// from mmap.
 fn slot(id: u64, place: u64, hva_place: u64) -> Slot {
     Slot {
         id: SlotId(id as u32),
@@ -46,7 +47,8 @@ fn slot(id: u64, place: u64, hva_place: u64) -> Slot {
     }
 }
 
-/// The plain design: two sorted arrays, searched with the standard library, copied for every update.
+/// The plain design: two sorted arrays, searched with the standard library, copied for every
+/// update.
 #[derive(Clone)]
 struct SortedArrays {
     gfns: Vec<Slot>,
@@ -94,8 +96,8 @@ struct Row {
     arrays: f64,
 }
 
-/// Adds the target `name`, for the median and for the best round: neighbours on this machine share the cache
-/// that the slots lie in, and can double the median.
+/// Adds the target `name`, for the median and for the best round: neighbours on this machine share
+/// the cache that the slots lie in, and can double the median.
 fn target(report: &mut Report, name: &str, median: f64, best: f64, limit: f64) {
     report.target(name, median, limit, Better::Lower);
     report.target(format!("{name} (best round)"), best, limit, Better::Lower);
@@ -111,8 +113,8 @@ fn each(rounds: &Rounds<'_>, number: usize, n: usize) -> f64 {
     rounds.seconds(number) * 1e9 / n as f64
 }
 
-/// Look-ups of which each waits for the one before: the page depends on the slot found, though its highest
-/// bit is never set.
+/// Look-ups of which each waits for the one before: the page depends on the slot found, though its
+/// highest bit is never set.
 fn chained(lookups: &[u64], mut find: impl FnMut(u64) -> u64) -> (f64, u64) {
     timed(|| lookups.iter().fold(0, |last: u64, &page| find(page ^ (last >> 63))))
 }
@@ -121,8 +123,12 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     let mut charts = Vec::new();
     for n in [509u64, 32_764] {
         let rows = measure(n, report)?;
-        let head =
-            [format!("{n} slots, ns"), "Godwit".into(), "vm-memory 0.18".into(), "sorted arrays".into()];
+        let head = [
+            format!("{n} slots, ns"),
+            "Godwit".into(),
+            "vm-memory 0.18".into(),
+            "sorted arrays".into(),
+        ];
         let cells: Vec<Vec<String>> = rows
             .iter()
             .map(|row| {
@@ -144,7 +150,8 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
             .collect();
         report.figure(&format!("slots: {n}, ns"), figures);
         for row in rows {
-            charts.push((format!("{n}: {}", row.what), vec![row.godwit, row.vm_memory, row.arrays]));
+            charts
+                .push((format!("{n}: {}", row.what), vec![row.godwit, row.vm_memory, row.arrays]));
         }
     }
     Chart {
@@ -198,7 +205,9 @@ fn lookup_rows(
     let mut rounds = Rounds::new();
     let mut reader = slots.reader();
     rounds.add("reader", move || {
-        timed(|| lookups.iter().map(|&page| sum(reader.by_gfn(Gfn(page)))).fold(0, u64::wrapping_add))
+        timed(|| {
+            lookups.iter().map(|&page| sum(reader.by_gfn(Gfn(page)))).fold(0, u64::wrapping_add)
+        })
     });
     rounds.add("vm-memory", || {
         timed(|| {
@@ -210,7 +219,9 @@ fn lookup_rows(
         })
     });
     rounds.add("arrays", || {
-        timed(|| lookups.iter().map(|&page| sum(arrays.by_gfn(page).copied())).fold(0, u64::wrapping_add))
+        timed(|| {
+            lookups.iter().map(|&page| sum(arrays.by_gfn(page).copied())).fold(0, u64::wrapping_add)
+        })
     });
     rounds.run(ROUNDS, 0);
     let ns = each(&rounds, 0, count);
@@ -248,7 +259,9 @@ fn lookup_rows(
     let mut rounds = Rounds::new();
     let mut reader = slots.reader();
     rounds.add("reader", move || {
-        timed(|| lookups.iter().map(|&page| sum(reader.by_hva(hva(page)))).fold(0, u64::wrapping_add))
+        timed(|| {
+            lookups.iter().map(|&page| sum(reader.by_hva(hva(page)))).fold(0, u64::wrapping_add)
+        })
     });
     rounds.add("arrays", || {
         timed(|| {
@@ -269,7 +282,8 @@ fn lookup_rows(
                 .collect();
             let find = |address: u64| {
                 memory.iter().find(|region| {
-                    let start = region.get_host_address(MemoryRegionAddress(0)).map_or(0, |at| at as u64);
+                    let start =
+                        region.get_host_address(MemoryRegionAddress(0)).map_or(0, |at| at as u64);
                     (start..start + region.len()).contains(&address)
                 })
             };
@@ -299,9 +313,13 @@ fn lookup_rows(
     };
     let mut reader = slots.reader();
     alone("look-up by id", count, &mut || {
-        lookups.iter().map(|&page| sum(reader.by_id(SlotId((page % n) as u32)))).fold(0, u64::wrapping_add)
+        lookups
+            .iter()
+            .map(|&page| sum(reader.by_id(SlotId((page % n) as u32))))
+            .fold(0, u64::wrapping_add)
     });
-    // As KVM's benchmark does it: "map" looks up every page in turn by frame, "unmap" by host address.
+    // As KVM's benchmark does it: "map" looks up every page in turn by frame, "unmap" by host
+    // address.
     let pages = (n * PAGES) as usize;
     alone("map: every page in turn by guest frame", pages, &mut || {
         (0..n * PAGES).map(|page| sum(reader.by_gfn(Gfn(page)))).fold(0, u64::wrapping_add)
@@ -309,7 +327,9 @@ fn lookup_rows(
     alone("unmap: every page in turn, as a host range", pages, &mut || {
         let mut all = 0u64;
         for page in 0..n * PAGES {
-            reader.for_each_in_hvas(hva(page)..hva(page + 1), |_, run| all = all.wrapping_add(run.start.0));
+            reader.for_each_in_hvas(hva(page)..hva(page + 1), |_, run| {
+                all = all.wrapping_add(run.start.0)
+            });
         }
         all
     });
@@ -358,7 +378,9 @@ fn update_rows(
                 let size = PAGES * PAGE_SIZE;
                 let removed = memory.remove_region(GuestAddress(place * size), size);
                 // Each state goes to the readers in an `Arc`, as `GuestMemoryAtomic` has it.
-                let Ok((without, region)) = removed.map(|(memory, region)| (Arc::new(memory), region)) else {
+                let Ok((without, region)) =
+                    removed.map(|(memory, region)| (Arc::new(memory), region))
+                else {
                     continue;
                 };
                 if let Ok(with) = without.insert_region(region).map(Arc::new) {
@@ -380,12 +402,20 @@ fn update_rows(
     });
     rounds.run(ROUNDS, 0);
     // Removal and insertion are two updates.
-    let (godwit, vm_memory, array) =
-        (each(&rounds, 0, 2 * count), each(&rounds, 1, 2 * few.len()), each(&rounds, 2, 2 * few.len()));
+    let (godwit, vm_memory, array) = (
+        each(&rounds, 0, 2 * count),
+        each(&rounds, 1, 2 * few.len()),
+        each(&rounds, 2, 2 * few.len()),
+    );
     let best_update = best(&rounds, 0, 2 * count);
     let times = rounds.ratio(1, 0) * count as f64 / few.len() as f64;
     drop(rounds);
-    rows.push(Row { what: "create or delete, with a snapshot".into(), godwit, vm_memory, arrays: array });
+    rows.push(Row {
+        what: "create or delete, with a snapshot".into(),
+        godwit,
+        vm_memory,
+        arrays: array,
+    });
     if n > 509 {
         let name = format!("slots, {n}: one update with a snapshot, ns");
         target(report, &name, godwit, best_update, 3000.0);
@@ -406,7 +436,12 @@ fn update_rows(
     let moved = alone("move, with a snapshot", 2 * count, &mut || {
         for &place in &updates {
             let Some(slot) = reader.by_gfn(Gfn(place * PAGES)) else { continue };
-            black_box(slots.move_to(slot.id, away).and_then(|()| slots.move_to(slot.id, slot.gfn)).is_ok());
+            black_box(
+                slots
+                    .move_to(slot.id, away)
+                    .and_then(|()| slots.move_to(slot.id, slot.gfn))
+                    .is_ok(),
+            );
         }
     });
     let flagged = alone("change of flags, with a snapshot", count, &mut || {

@@ -1,7 +1,8 @@
 //! A look at a large memory: by one thread, and by as many as there are processors.
 //!
-//! The memory is a sparse file, of which one page in each 2 MiB holds data: the page tables are all there, and they are
-//! what a look goes through. They take 2 MiB for each GiB, and the data as much.
+//! The memory is a sparse file, of which one page in each 2 MiB holds data: the page tables are all
+//! there, and they are what a look goes through. They take 2 MiB for each GiB, and the data as
+//! much.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -31,7 +32,8 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
         return Ok(());
     }
     let size = options.large << 30;
-    let sparse = Sparse(PathBuf::from(format!("/dev/shm/godwit-bench-large-{}", std::process::id())));
+    let sparse =
+        Sparse(PathBuf::from(format!("/dev/shm/godwit-bench-large-{}", std::process::id())));
     let file = File::options().read(true).write(true).create_new(true).open(&sparse.0)?;
     file.set_len(size)?;
     let memory = Mapping::new(&file, size as usize)?;
@@ -65,7 +67,10 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
             times.push(began.elapsed().as_secs_f64() * 1e3);
         }
         let time = median(&times);
-        println!("{threads:>3} threads: {time:>8.1} ms, {:.3} ms for each GiB", time / options.large as f64);
+        println!(
+            "{threads:>3} threads: {time:>8.1} ms, {:.3} ms for each GiB",
+            time / options.large as f64
+        );
         report.figure(
             &format!("look_at_large_{threads}"),
             json!({ "gib": options.large, "ms": time, "ms_per_gib": time / options.large as f64 }),

@@ -26,7 +26,11 @@ impl Alignment {
 }
 
 /// A machine of `mib` MiB with one vCPU.
-pub(crate) fn machine(mib: u64, alignment: Alignment, ring: Option<u32>) -> anyhow::Result<BareMachine> {
+pub(crate) fn machine(
+    mib: u64,
+    alignment: Alignment,
+    ring: Option<u32>,
+) -> anyhow::Result<BareMachine> {
     let pages = mib * 256 / BLOCKS;
     let cut = |block: u64, first, pages, frame| Cut { block: block as u32, first, pages, frame };
     let slots = (0..BLOCKS).flat_map(|block| {

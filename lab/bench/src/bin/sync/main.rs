@@ -1,10 +1,12 @@
-//! The benchmark of dirty synchronisation on real KVM: what one pass over the logs costs, and what tracking costs the guest.
+//! The benchmark of dirty synchronisation on real KVM: what one pass over the logs costs, and what
+//! tracking costs the guest.
 //!
-//! Part one (requirement A3): the same guest memory in aligned and in misaligned blocks, its parts timed, with one clear
-//! for each contiguous chunk against one clear a page. Part two: the trackers against each other. Part three: as many
-//! memory slots as KVM has. Part four: a look at a large, sparse memory, by one thread and by several. The guest is a bare-metal program on /dev/kvm. Keeps one promise: everything that is compared
-//! is measured on the same memory with the same pages dirty, in turn. Absolute times belong to the machine; the
-//! targets are ratios and counts.
+//! Part one (requirement A3): the same guest memory in aligned and in misaligned blocks, its parts
+//! timed, with one clear for each contiguous chunk against one clear a page. Part two: the trackers
+//! against each other. Part three: as many memory slots as KVM has. Part four: a look at a large,
+//! sparse memory, by one thread and by several. The guest is a bare-metal program on /dev/kvm.
+//! Keeps one promise: everything that is compared is measured on the same memory with the same
+//! pages dirty, in turn. Absolute times belong to the machine; the targets are ratios and counts.
 
 mod large;
 mod machine;

@@ -1,9 +1,9 @@
-//! The parts of one synchronisation: fetch from KVM, device log, merge into blocks and clear; merged clears against one
-//! clear a page.
+//! The parts of one synchronisation: fetch from KVM, device log, merge into blocks and clear;
+//! merged clears against one clear a page.
 //!
-//! "One clear a page" is what QEMU did for misaligned blocks: for each page of the range, dirty or not, one
-//! `KVM_CLEAR_DIRTY_LOG` with one bit (here by one listener; QEMU's two made two). The merging of bits beside it is left
-//! out, in its favour.
+//! "One clear a page" is what QEMU did for misaligned blocks: for each page of the range, dirty or
+//! not, one `KVM_CLEAR_DIRTY_LOG` with one bit (here by one listener; QEMU's two made two). The
+//! merging of bits beside it is left out, in its favour.
 
 use std::time::Instant;
 
@@ -124,8 +124,8 @@ fn clears_for_4_mib() -> anyhow::Result<u64> {
     Ok(tracker.calls().clears - before)
 }
 
-/// Clears of one round of a migration with so much dirty, for each GiB: harvested as the engine's channels do it. With
-/// `first` as in the first round, in which all is sent.
+/// Clears of one round of a migration with so much dirty, for each GiB: harvested as the engine's
+/// channels do it. With `first` as in the first round, in which all is sent.
 fn clears_of_a_round(options: Options, percent: u64, first: bool) -> anyhow::Result<f64> {
     let machine = machine(options.mib, Alignment::Misaligned, None)?;
     let tracker = machine.log_tracker(LogMode::ManualInitiallySet)?;
@@ -143,21 +143,24 @@ fn clears_of_a_round(options: Options, percent: u64, first: bool) -> anyhow::Res
             if first {
                 rest.count = rest.count.min(FIRST_HARVEST);
             }
-            at = tracker.harvest(segment.block, rest, NEXT_HARVEST, &mut |run| pages += run.count.0)?;
+            at = tracker
+                .harvest(segment.block, rest, NEXT_HARVEST, &mut |run| pages += run.count.0)?;
         }
     }
     ensure!(pages == dirty.len() as u64, "{pages} pages harvested of {}", dirty.len());
     Ok((tracker.calls().clears - before) as f64 / (options.mib as f64 / 1024.0))
 }
 
-/// What a migration makes of it: its channels share memory segment by segment, and each clears its own.
+/// What a migration makes of it: its channels share memory segment by segment, and each clears its
+/// own.
 fn clears_of_a_migration(options: Options, report: &mut Report) -> anyhow::Result<()> {
     println!(
         "\nclears of one round of a migration, for each GiB\n{:<24} {:>8} {:>8} {:>8}",
         "", "1 %", "10 %", "100 %"
     );
     for (first, name) in [(true, "the first round"), (false, "each further round")] {
-        let [one, ten, all] = [1, 10, 100].map(|percent| clears_of_a_round(options, percent, first));
+        let [one, ten, all] =
+            [1, 10, 100].map(|percent| clears_of_a_round(options, percent, first));
         let (one, ten, all) = (one?, ten?, all?);
         println!("{name:<24} {one:>8.0} {ten:>8.0} {all:>8.0}");
         let key = format!("clears_a_gib_{}", if first { "first" } else { "next" });
@@ -195,7 +198,8 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
         for alignment in [Alignment::Aligned, Alignment::Misaligned] {
             let parts = one_setting(options, alignment, percent)?;
             let (merged, per_page) = (median(&parts.merged), median(&parts.per_page));
-            let (whole, whole_per_page) = (parts.whole(&parts.merged), parts.whole(&parts.per_page));
+            let (whole, whole_per_page) =
+                (parts.whole(&parts.merged), parts.whole(&parts.per_page));
             println!(
                 "{:<12} {percent:>4} % {:>8.2} {:>8.2} {merged:>14.2} {:>8} {per_page:>16.1} {:>8} {whole:>8.2} {whole_per_page:>8.1}",
                 alignment.name(),
@@ -215,7 +219,9 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
             );
             settings.push((merged, per_page, whole, whole_per_page));
         }
-        let [(aligned, ..), (merged, per_page, whole, whole_per_page)] = settings[..] else { continue };
+        let [(aligned, ..), (merged, per_page, whole, whole_per_page)] = settings[..] else {
+            continue;
+        };
         let at = format!("misaligned, {percent} % dirty");
         report.target(
             format!("{at}: part faster than one clear a page, x"),
@@ -223,7 +229,12 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
             40.0,
             Better::Higher,
         );
-        report.target(format!("{at}: part against aligned, x"), merged / aligned, 1.5, Better::Lower);
+        report.target(
+            format!("{at}: part against aligned, x"),
+            merged / aligned,
+            1.5,
+            Better::Lower,
+        );
         report.target(
             format!("{at}: whole synchronisation faster, x"),
             whole_per_page / whole,

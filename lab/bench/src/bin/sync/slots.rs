@@ -14,7 +14,8 @@ const SLOTS: u64 = 32_764;
 pub(crate) fn measure(report: &mut Report) -> anyhow::Result<()> {
     let pages = SLOTS - 1;
     let cut = |slot| Cut { block: 0, first: slot, pages: 1, frame: Shape::FIRST_FRAME + slot * 2 };
-    let shape = Shape { blocks: vec![pages], slots: (0..pages).map(cut).collect(), vcpus: 1, ring: None };
+    let shape =
+        Shape { blocks: vec![pages], slots: (0..pages).map(cut).collect(), vcpus: 1, ring: None };
     let began = Instant::now();
     let machine = BareMachine::new(&shape)?;
     let made = began.elapsed();

@@ -55,7 +55,8 @@ impl Kind {
             Self::Log(mode) => Box::new(machine.log_tracker(mode)?),
             Self::Ring => Box::new(machine.ring_tracker()?),
             Self::OwnPagemap => {
-                let mappings: Vec<_> = machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
+                let mappings: Vec<_> =
+                    machine.blocks().iter().map(|ram| vec![ram.mapping()]).collect();
                 Box::new(PagemapTracker::start_own(&mappings)?)
             }
         }))
@@ -67,7 +68,9 @@ fn round(tracker: &dyn DirtyTracker, machine: &BareMachine) -> anyhow::Result<u6
     let mut pages = 0;
     tracker.begin_round();
     for segment in segments(&machine.block_sizes()) {
-        tracker.harvest(segment.block, segment.run, PageCount::ZERO, &mut |run| pages += run.count.0)?;
+        tracker.harvest(segment.block, segment.run, PageCount::ZERO, &mut |run| {
+            pages += run.count.0
+        })?;
     }
     Ok(pages)
 }
@@ -100,11 +103,16 @@ pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<
                 ensure!(pages == dirty.len() as u64, "{}: {pages} of {}", kind.name(), dirty.len());
             }
             let (harvest, write) = (median(&harvests), median(&writes));
-            let text =
-                if percent == 0 { format!("{harvest:.3}") } else { format!("{harvest:.2} ({write:.2})") };
+            let text = if percent == 0 {
+                format!("{harvest:.3}")
+            } else {
+                format!("{harvest:.2} ({write:.2})")
+            };
             line += &format!(" {text:>16}");
-            figures
-                .insert(percent.to_string(), json!({ "harvest_ms": harvest, "us_per_first_write": write }));
+            figures.insert(
+                percent.to_string(),
+                json!({ "harvest_ms": harvest, "us_per_first_write": write }),
+            );
         }
         println!("{line}");
         report.figure(&format!("harvest, {}", kind.name()), figures);

@@ -1,8 +1,9 @@
-//! Work like that of a build: processes that come, fill memory of their own, check it, and go. What they leave is free memory
-//! with old content.
+//! Work like that of a build: processes that come, fill memory of their own, check it, and go. What
+//! they leave is free memory with old content.
 //!
-//! Keeps one promise: a job that finds its memory changed says BUG and is counted. Each job is a process, so its memory goes back to the kernel
-//! page by page when it ends, as that of a compiler does.
+//! Keeps one promise: a job that finds its memory changed says BUG and is counted. Each job is a
+//! process, so its memory goes back to the kernel page by page when it ends, as that of a compiler
+//! does.
 
 use std::error::Error;
 use std::process::{Command, ExitCode};

@@ -1,7 +1,8 @@
 //! The work on disks: a few threads for each, which read and write past the page cache.
 //!
-//! Keeps one promise: a thread has a part of its disk and its buffers to itself, so nothing is looked at while it
-//! changes. What is wrong is told and counted; a disk that fails ends the work on it with a word.
+//! Keeps one promise: a thread has a part of its disk and its buffers to itself, so nothing is
+//! looked at while it changes. What is wrong is told and counted; a disk that fails ends the work
+//! on it with a word.
 
 use std::error::Error;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -47,7 +48,9 @@ pub(crate) fn start(work: &DiskWork) -> Result<Arc<AtomicU64>, Box<dyn Error>> {
         let part = size.min(work.span.0) / PAGE_SIZE / u64::from(work.threads);
         let block = work.block.0 / PAGE_SIZE;
         if part < block {
-            return Err(format!("{name} has {size} bytes: too few for {} threads", work.threads).into());
+            return Err(
+                format!("{name} has {size} bytes: too few for {} threads", work.threads).into()
+            );
         }
         for thread in 0..u64::from(work.threads) {
             let buffers = (BUFFERS / work.block.0).max(1);
@@ -87,7 +90,8 @@ impl Device {
 /// A vector of pages keeps each where the device wants it: on a multiple of 4 KiB.
 impl Blocks for Device {
     fn read(&mut self, start: PageIndex, pages: &mut [Page]) -> io::Result<()> {
-        let mut parts: Vec<_> = pages.iter_mut().map(|page| IoSliceMut::new(page.0.as_mut_bytes())).collect();
+        let mut parts: Vec<_> =
+            pages.iter_mut().map(|page| IoSliceMut::new(page.0.as_mut_bytes())).collect();
         let count = preadv(&self.0, &mut parts, start.0 * PAGE_SIZE)?;
         if count as u64 == pages.len() as u64 * PAGE_SIZE {
             Ok(())
@@ -182,7 +186,8 @@ impl Latency {
         self.next = now + 1_000_000;
         self.micros.sort_unstable();
         let (reads, writes) = (self.reads, self.micros.len());
-        let at = |share: usize| self.micros.get(writes.saturating_sub(1) * share / 100).unwrap_or(&0);
+        let at =
+            |share: usize| self.micros.get(writes.saturating_sub(1) * share / 100).unwrap_or(&0);
         let [median, p99, max] = [50, 99, 100].map(|share| *at(share));
         let writes = writes as u64;
         let second = DiskSecond { reads, writes, median_us: median, p99_us: p99, max_us: max };

@@ -1,6 +1,7 @@
 //! Drivers: those modules that the image brings, loaded where there is a device for them.
 //!
-//! Under emulation a module costs milliseconds of boot, so a machine without virtio devices loads none.
+//! Under emulation a module costs milliseconds of boot, so a machine without virtio devices loads
+//! none.
 
 use std::error::Error;
 use std::fs::{self, File};
@@ -47,7 +48,9 @@ pub(crate) fn disks() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     let began = Instant::now();
     loop {
         let mut found = names_in("/sys/class/block")?;
-        found.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vd")));
+        found.retain(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vd"))
+        });
         if found.len() >= wanted {
             found.sort();
             let device = |path: &PathBuf| Some(Path::new("/dev").join(path.file_name()?));

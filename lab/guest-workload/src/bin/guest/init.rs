@@ -1,6 +1,8 @@
-//! What process 1 owes the kernel: /proc mounted, Ctrl-Alt-Del taken, the machine switched off at the end.
+//! What process 1 owes the kernel: /proc mounted, Ctrl-Alt-Del taken, the machine switched off at
+//! the end.
 //!
-//! Keeps one promise: process 1 never just ends, which would be a kernel panic. The work itself is `work`'s.
+//! Keeps one promise: process 1 never just ends, which would be a kernel panic. The work itself is
+//! `work`'s.
 
 use std::error::Error;
 use std::ffi::CStr;
@@ -32,7 +34,8 @@ pub(crate) fn ending_signals() -> Result<Arc<AtomicBool>, Box<dyn Error>> {
     Ok(ending)
 }
 
-/// Switches the machine off; where that fails there is nothing left but to wait for whoever started it.
+/// Switches the machine off; where that fails there is nothing left but to wait for whoever started
+/// it.
 pub(crate) fn power_off() {
     if let Err(problem) = reboot(RebootCommand::PowerOff) {
         println!("cannot switch off: {problem}");

@@ -1,9 +1,11 @@
 //! The init of the self-checking guest: it does nothing but write, check and count.
 //!
-//! Keeps one promise: nothing it finds stops it. A damaged page is reported and the work goes on, so that a test sees
-//! how many there are; only a setting that makes no sense or a signal (Ctrl-Alt-Del, a stop by hand) ends it. One
-//! thread does all the work on memory and each thread on a disk has its own part, so no page is ever read while it is written. Run by hand, not as process 1, it takes
-//! the settings as arguments and is an ordinary program. What the lines mean is defined in the library.
+//! Keeps one promise: nothing it finds stops it. A damaged page is reported and the work goes on,
+//! so that a test sees how many there are; only a setting that makes no sense or a signal
+//! (Ctrl-Alt-Del, a stop by hand) ends it. One thread does all the work on memory and each thread
+//! on a disk has its own part, so no page is ever read while it is written. Run by hand, not as
+//! process 1, it takes the settings as arguments and is an ordinary program. What the lines mean is
+//! defined in the library.
 
 #![forbid(unsafe_code)]
 

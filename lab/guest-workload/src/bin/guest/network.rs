@@ -39,7 +39,8 @@ pub(crate) fn start(address: Option<CardAddress>) -> Result<(), Box<dyn Error>> 
     bind(&socket, &SocketAddrNetlink::new(0, 0))?;
     // struct ifinfomsg: family and type, the card, its flags and which of them are meant.
     let up = [[0; 4], card.to_ne_bytes(), IFF_UP.to_ne_bytes(), IFF_UP.to_ne_bytes()].concat();
-    ask(&socket, RTM_NEWLINK, REQUEST, &up).map_err(|error| format!("the card stays off: {error}"))?;
+    ask(&socket, RTM_NEWLINK, REQUEST, &up)
+        .map_err(|error| format!("the card stays off: {error}"))?;
     // struct ifaddrmsg, and the address twice, as of a network that has more than two ends.
     let mut named = [[AF_INET, prefix, 0, 0], card.to_ne_bytes()].concat();
     for kind in [IFA_LOCAL, IFA_ADDRESS] {

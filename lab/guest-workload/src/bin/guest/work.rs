@@ -1,7 +1,8 @@
 //! The main loop, one for each mode.
 //!
-//! Keeps two promises: the beacon counts without pause (in idle mode every 100 µs or so), and a heartbeat is due every
-//! 100 ms of guest time. Reading the clock is not free under emulation, so the loops look at it every few steps.
+//! Keeps two promises: the beacon counts without pause (in idle mode every 100 µs or so), and a
+//! heartbeat is due every 100 ms of guest time. Reading the clock is not free under emulation, so
+//! the loops look at it every few steps.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -15,7 +16,8 @@ use godwit_guest_workload::workload::Bug;
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
 const HEARTBEAT_MICROS: u64 = 100_000;
-/// Bugs that are printed with their evidence; of later ones each thousandth, lest the console holds up the work.
+/// Bugs that are printed with their evidence; of later ones each thousandth, lest the console holds
+/// up the work.
 const BUGS_IN_FULL: u64 = 100;
 /// Steps of about a microsecond between two looks at the clock.
 const STEPS_FULL: u32 = 32;
@@ -23,7 +25,8 @@ const STEPS_RATE: u32 = 8;
 const IDLE_SLEEP: Duration = Duration::from_micros(100);
 /// In mixed mode, how long it reads and how long it writes.
 const PHASE_MICROS: u64 = 5_000;
-/// In idle mode, so many looks each millisecond: 512 MiB take 16 s at a few percent of the processor.
+/// In idle mode, so many looks each millisecond: 512 MiB take 16 s at a few percent of the
+/// processor.
 const IDLE_LOOKS: u32 = 8;
 
 /// Works until `ending` is raised. What others have found, `disk_bugs`, goes into the heartbeat.
@@ -65,7 +68,8 @@ impl<'a> Guest<'a> {
         let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
         if settings.mode == Mode::Idle {
             // Without this a sleep takes 50 µs longer than asked for.
-            if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1)) {
+            if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1))
+            {
                 println!("cannot set the timer slack: {problem}");
             }
         }

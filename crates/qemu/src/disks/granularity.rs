@@ -1,7 +1,8 @@
 //! The size of each disk's dirty blocks, as the guest writes now.
 //!
-//! QEMU counts writes from its start on. A guest that once filled its disk in large pieces and writes small ones ever since would get blocks many
-//! times as large as its writes, and each would be sent for a small part of it. So the counts are looked at twice.
+//! QEMU counts writes from its start on. A guest that once filled its disk in large pieces and
+//! writes small ones ever since would get blocks many times as large as its writes, and each would
+//! be sent for a small part of it. So the counts are looked at twice.
 
 use std::time::{Duration, Instant};
 
@@ -16,14 +17,14 @@ const BETWEEN: Duration = Duration::from_millis(500);
 
 /// Which size is wanted.
 #[derive(Debug)]
-pub(crate) enum Grain {
+pub(crate) enum Granularity {
     /// This one, for all.
     Given(ByteCount),
     /// Such as suits the writes; so many there were, and when.
     AsWritten { before: Vec<Writes>, at: Instant },
 }
 
-impl Grain {
+impl Granularity {
     /// As given, or else to be found out from now on.
     pub(crate) fn of(
         given: Option<ByteCount>,
@@ -37,13 +38,21 @@ impl Grain {
     }
 
     /// The size for each of `found`. Waits until there was time to see writes.
-    pub(crate) fn sizes(&self, qmp: &mut dyn Monitor, found: &[Found]) -> Result<Vec<ByteCount>, QmpError> {
+    pub(crate) fn sizes(
+        &self,
+        qmp: &mut dyn Monitor,
+        found: &[Found],
+    ) -> Result<Vec<ByteCount>, QmpError> {
         match self {
             Self::Given(size) => Ok(vec![*size; found.len()]),
             Self::AsWritten { before, at } => {
                 std::thread::sleep(BETWEEN.saturating_sub(at.elapsed()));
                 let now = writes_so_far(qmp, found)?;
-                Ok(now.iter().zip(before).map(|(now, before)| granularity_for(now.recent(*before))).collect())
+                Ok(now
+                    .iter()
+                    .zip(before)
+                    .map(|(now, before)| granularity_for(now.recent(*before)))
+                    .collect())
             }
         }
     }

@@ -1,8 +1,9 @@
 //! Where memory waits while disks have the link.
 //!
-//! Memory gets so many parts of the link for each [`ALL`] of the disks: what disks send is credit for memory, what memory sends is
-//! taken off it, and a segment begins while there is credit. At [`ALL`] nobody waits. Below it, the pass over memory ends with the
-//! passes over disks, wherever it is.
+//! Memory gets so many parts of the link for each [`ALL`] of the disks: what disks send is credit
+//! for memory, what memory sends is taken off it, and a segment begins while there is credit. At
+//! [`ALL`] nobody waits. Below it, the pass over memory ends with the passes over disks, wherever
+//! it is.
 //!
 //! Invariant: nobody waits here when the round is to end, or when no disk is under way.
 
@@ -25,17 +26,17 @@ struct State {
     closed: bool,
 }
 
-/// The gate.
+/// The link share.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(super) struct LinkShare {
     state: Mutex<State>,
     changed: Condvar,
     /// Whether there are disks at all.
     disks: bool,
 }
 
-impl Gate {
-    /// An open gate; without `disks` it stays open.
+impl LinkShare {
+    /// An open link share; without `disks` it stays open.
     pub(super) fn new(disks: bool) -> Self {
         let state = State { share: ALL, under_way: 0, credit: 0, closed: false };
         Self { state: Mutex::new(state), changed: Condvar::new(), disks }
@@ -86,12 +87,14 @@ impl Gate {
         if self.disks {
             let mut state = self.state();
             if state.share < ALL {
-                state.credit = state.credit.saturating_sub_unsigned(bytes.0.saturating_mul(ALL.into()));
+                state.credit =
+                    state.credit.saturating_sub_unsigned(bytes.0.saturating_mul(ALL.into()));
             }
         }
     }
 
-    /// Waits until memory may be sent; false when no more of it is to be sent in this round, also when `hurries` says so.
+    /// Waits until memory may be sent; false when no more of it is to be sent in this round, also
+    /// when `hurries` says so.
     pub(super) fn opens(&self, hurries: impl Fn() -> bool) -> bool {
         if !self.disks {
             return true;
@@ -107,7 +110,11 @@ impl Gate {
             if state.share > 0 && state.credit > 0 {
                 return true;
             }
-            state = self.changed.wait_timeout(state, limits::TICK).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .changed
+                .wait_timeout(state, limits::TICK)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -129,42 +136,45 @@ mod tests {
 
     #[test]
     fn memory_gets_its_share_of_what_disks_send() {
-        let gate = Gate::new(true);
-        assert!(gate.opens(NEVER), "before anything is said");
-        gate.set_share(256);
-        gate.begin(1);
-        gate.disk_sent(ByteCount(4000));
-        assert!(gate.opens(NEVER));
-        gate.memory_sent(ByteCount(1000));
-        // A quarter of what the disk has sent: no credit is left, and the hurry is all that ends the wait.
-        assert!(!gate.opens(|| true));
-        gate.disk_sent(ByteCount(1));
-        assert!(gate.opens(NEVER));
-        gate.disk_done();
-        assert!(!gate.opens(NEVER), "the round ends with the disks");
-        gate.set_share(1024);
-        assert!(gate.opens(NEVER), "but not where both are passed over");
-        assert_eq!(gate.share(), 1024);
+        let link_share = LinkShare::new(true);
+        assert!(link_share.opens(NEVER), "before anything is said");
+        link_share.set_share(256);
+        link_share.begin(1);
+        link_share.disk_sent(ByteCount(4000));
+        assert!(link_share.opens(NEVER));
+        link_share.memory_sent(ByteCount(1000));
+        // A quarter of what the disk has sent: no credit is left, and the hurry is all that ends
+        // the wait.
+        assert!(!link_share.opens(|| true));
+        link_share.disk_sent(ByteCount(1));
+        assert!(link_share.opens(NEVER));
+        link_share.disk_done();
+        assert!(!link_share.opens(NEVER), "the round ends with the disks");
+        link_share.set_share(1024);
+        assert!(link_share.opens(NEVER), "but not where both are passed over");
+        assert_eq!(link_share.share(), 1024);
     }
 
     #[test]
     fn without_disks_nothing_waits() {
-        let gate = Gate::new(false);
-        gate.set_share(0);
-        assert!(gate.opens(NEVER));
-        assert_eq!(gate.share(), 1024);
+        let link_share = LinkShare::new(false);
+        link_share.set_share(0);
+        assert!(link_share.opens(NEVER));
+        assert_eq!(link_share.share(), 1024);
     }
 
     #[test]
     fn whoever_waits_is_woken() {
-        for wake in [Gate::disk_done, Gate::close, |gate: &Gate| gate.set_share(1024)] {
-            let gate = Arc::new(Gate::new(true));
-            gate.set_share(0);
-            gate.begin(1);
+        for wake in [LinkShare::disk_done, LinkShare::close, |link_share: &LinkShare| {
+            link_share.set_share(1024)
+        }] {
+            let link_share = Arc::new(LinkShare::new(true));
+            link_share.set_share(0);
+            link_share.begin(1);
             let waits = Arc::new(AtomicBool::new(false));
-            let (own, told) = (Arc::clone(&gate), Arc::clone(&waits));
+            let (own, told) = (Arc::clone(&link_share), Arc::clone(&waits));
             // With no share there is no credit, however much disks send.
-            gate.disk_sent(ByteCount(1 << 40));
+            link_share.disk_sent(ByteCount(1 << 40));
             let waiting = std::thread::spawn(move || {
                 own.opens(|| {
                     told.store(true, Ordering::SeqCst);
@@ -175,8 +185,8 @@ mod tests {
                 std::thread::yield_now();
             }
             assert!(!waiting.is_finished());
-            wake(&gate);
-            assert_eq!(waiting.join().unwrap(), gate.share() == 1024);
+            wake(&link_share);
+            assert_eq!(waiting.join().unwrap(), link_share.share() == 1024);
         }
     }
 }

@@ -24,7 +24,7 @@ enum Message {
     ToSource(Si),
 }
 
-struct World<'a> {
+struct Simulation<'a> {
     scenario: &'a Scenario,
     engine: Source<'a>,
     source: Ss,
@@ -46,7 +46,7 @@ struct World<'a> {
 /// Takes `scenario` to its end.
 #[must_use]
 pub fn run(scenario: &Scenario) -> Outcome {
-    let mut world = World {
+    let mut simulation = Simulation {
         scenario,
         engine: Source::new(scenario),
         source: Ss::Idle,
@@ -63,18 +63,19 @@ pub fn run(scenario: &Scenario) -> Outcome {
         destination_knows: false,
     };
     for _ in 0..STEPS {
-        let goes_on = world.turn();
-        world.count_owners();
-        if !goes_on || world.engine.now > scenario.longest.as_secs_f64() {
+        let goes_on = simulation.turn();
+        simulation.count_owners();
+        if !goes_on || simulation.engine.now > scenario.longest.as_secs_f64() {
             break;
         }
     }
-    world.end()
+    simulation.end()
 }
 
-impl World<'_> {
+impl Simulation<'_> {
     fn count_owners(&mut self) {
-        let owners = u8::from(self.source.may_run_guest()) + u8::from(self.destination.may_run_guest());
+        let owners =
+            u8::from(self.source.may_run_guest()) + u8::from(self.destination.may_run_guest());
         let seen = &mut self.engine.outcome.owners;
         *seen = (*seen).max(owners);
     }
@@ -93,7 +94,8 @@ impl World<'_> {
             }
             match message {
                 Message::ToDestination(input) => self.destination_takes(input),
-                // Nobody waits for the last round to be in place, unless digests are to be compared.
+                // Nobody waits for the last round to be in place, unless digests are to be
+                // compared.
                 Message::ToSource(Si::RoundPlaced)
                     if !self.scenario.verify
                         && !matches!(self.source, Ss::PreCopy { .. } | Ss::Closing { .. }) => {}
@@ -193,7 +195,8 @@ impl World<'_> {
                 self.send(Message::ToDestination(Di::DigestRequest));
             }
             S::FinishState => {
-                let flush = if self.scenario.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
+                let flush =
+                    if self.scenario.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
                 self.engine.wait((self.scenario.handover + flush).as_secs_f64());
                 self.send(Message::ToDestination(Di::State));
                 self.send(Message::ToDestination(Di::StateEnd));
@@ -203,7 +206,11 @@ impl World<'_> {
             S::SendFarewell => self.send(Message::ToDestination(Di::Farewell)),
             S::SendAbort => self.send(Message::ToDestination(Di::Aborted)),
             S::ResumeGuest => self.engine.runs_again(),
-            S::StartTracking | S::StartLastRound(_) | S::ReleaseState | S::Resolve | S::RetireGuest => {}
+            S::StartTracking
+            | S::StartLastRound(_)
+            | S::ReleaseState
+            | S::Resolve
+            | S::RetireGuest => {}
         }
     }
 

@@ -1,14 +1,17 @@
-//! A handle on a migration in progress: for whoever looks at it, changes it or ends it while it runs.
+//! A handle on a migration in progress: for whoever looks at it, changes it or ends it while it
+//! runs.
 //!
-//! Invariant: a change is either taken whole or refused with the reason, and after the switchover has
-//! begun none is taken. The settings are kept here and nowhere else: the engine reads the handle at
-//! every tick and puts in force what it finds, and where it cannot, it changes them here too, so
-//! that whoever looks sees what is in force.
+//! Invariant: a change is either taken whole or refused with the reason, and after the switchover
+//! has begun none is taken. The settings are kept here and nowhere else: the engine reads the
+//! handle at every tick and puts in force what it finds, and where it cannot, it changes them here
+//! too, so that whoever looks sees what is in force.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use godwit_policy::{About, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value};
+use godwit_policy::{
+    About, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value,
+};
 use godwit_units::{TypedRate, format_duration};
 
 use crate::Cancel;
@@ -18,7 +21,7 @@ use crate::report::Progress;
 
 /// The handle. Cloning shares it.
 #[derive(Clone, Debug)]
-pub struct Steering {
+pub struct MigrationHandle {
     cancel: Cancel,
     live: Arc<Mutex<Live>>,
 }
@@ -117,14 +120,14 @@ pub enum SteeringError {
     },
 }
 
-impl Default for Steering {
+impl Default for MigrationHandle {
     /// One with the usual settings.
     fn default() -> Self {
         Self::new(Settings::default(), Own::default(), Cancel::default())
     }
 }
 
-impl Steering {
+impl MigrationHandle {
     /// A handle on a migration that begins with these settings.
     #[must_use]
     pub fn new(settings: Settings, own: Own, cancel: Cancel) -> Self {
@@ -142,18 +145,19 @@ impl Steering {
         Self { cancel, live: Arc::new(Mutex::new(live)) }
     }
 
-    /// A handle on a migration that begins with the defaults and what is set in `typed` (names and values).
+    /// A handle on a migration that begins with the defaults and what is set in `typed` (names and
+    /// values).
     ///
     /// # Errors
     /// The first that cannot be taken.
     pub fn typed(typed: Vec<(String, String)>, cancel: Cancel) -> Result<Self, SteeringError> {
-        let steering = Self::new(Settings::default(), Own::default(), cancel);
-        steering.set(&typed)?;
-        let mut live = steering.live();
+        let handle = Self::new(Settings::default(), Own::default(), cancel);
+        handle.set(&typed)?;
+        let mut live = handle.live();
         live.changed = false;
         live.typed = typed;
         drop(live);
-        Ok(steering)
+        Ok(handle)
     }
 
     /// What it was begun with, as it was typed.
@@ -171,7 +175,8 @@ impl Steering {
     /// Sets all of `typed`, names ([`all_settings`]) and values. In force at the next tick.
     ///
     /// # Errors
-    /// When there is no such setting, a value is not possible, or the switchover has begun. Then none is set.
+    /// When there is no such setting, a value is not possible, or the switchover has begun. Then
+    /// none is set.
     pub fn set(&self, typed: &[(String, String)]) -> Result<(), SteeringError> {
         let mut live = self.live();
         if live.closed {
@@ -192,7 +197,8 @@ impl Steering {
         Ok(())
     }
 
-    /// Asks for the switchover now. Without `force` only if the expected downtime is within the limit.
+    /// Asks for the switchover now. Without `force` only if the expected downtime is within the
+    /// limit.
     ///
     /// # Errors
     /// When it has begun already, or the downtime would be too long.
@@ -266,8 +272,8 @@ impl Steering {
         std::mem::take(&mut live.changed).then_some((live.settings, live.own))
     }
 
-    /// The guest cannot be slowed down as it is set: `throttle` is in force from now on. Returns all
-    /// settings that then hold.
+    /// The guest cannot be slowed down as it is set: `throttle` is in force from now on. Returns
+    /// all settings that then hold.
     pub(crate) fn fall_back(&self, throttle: ThrottleMode) -> Settings {
         let mut live = self.live();
         live.settings.throttle = throttle;
@@ -302,8 +308,8 @@ impl Steering {
 mod tests {
     use super::*;
 
-    fn steering() -> Steering {
-        Steering::new(Settings::default(), Own::default(), Cancel::default())
+    fn handle() -> MigrationHandle {
+        MigrationHandle::new(Settings::default(), Own::default(), Cancel::default())
     }
 
     fn typed(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
@@ -312,38 +318,46 @@ mod tests {
 
     #[test]
     fn a_change_is_taken_whole_or_refused_with_the_reason() {
-        let steering = steering();
-        steering.set(&typed(&[("downtime-limit", "50ms"), ("max-bandwidth", "128MiB/s")])).unwrap();
+        let handle = handle();
+        handle.set(&typed(&[("downtime-limit", "50ms"), ("max-bandwidth", "128MiB/s")])).unwrap();
         for (key, value, words) in [
-            ("max-bandwidth", "1G", "'1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)"),
+            (
+                "max-bandwidth",
+                "1G",
+                "'1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
+            ),
             ("downtime-limit", "soon", "downtime-limit=soon is not possible: use a time"),
             ("max-bandwidth", "0", "max-bandwidth=0 is not possible: use a rate"),
             ("speed", "9", "there is no setting 'speed': use one of"),
         ] {
-            let error = steering.set(&typed(&[("patience", "5s"), (key, value)])).unwrap_err().to_string();
+            let error =
+                handle.set(&typed(&[("patience", "5s"), (key, value)])).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
             assert!(!words.contains("use one of") || error.contains("max-bandwidth"), "{error}");
         }
-        let (taken, own) = steering.take_changes().unwrap();
+        let (taken, own) = handle.take_changes().unwrap();
         assert_eq!(taken.downtime_limit, Duration::from_millis(50));
         assert_eq!(taken.patience, Settings::default().patience);
         assert_eq!(own.max_bandwidth, Some("128MiB/s".parse().unwrap()));
-        assert_eq!(steering.take_changes(), None);
-        let settings = steering.settings();
+        assert_eq!(handle.take_changes(), None);
+        let settings = handle.settings();
         assert!(settings.contains(&("downtime-limit", "50ms".to_owned())));
         assert!(settings.contains(&("patience", "60s".to_owned())), "{settings:?}");
         assert!(settings.contains(&("max-bandwidth", "128MiB/s".to_owned())), "{settings:?}");
-        steering.set(&typed(&[("max-bandwidth", "40Mbit")])).unwrap();
-        assert!(steering.settings().contains(&("max-bandwidth", "40Mbit".to_owned())), "as it was typed");
+        handle.set(&typed(&[("max-bandwidth", "40Mbit")])).unwrap();
+        assert!(
+            handle.settings().contains(&("max-bandwidth", "40Mbit".to_owned())),
+            "as it was typed"
+        );
     }
 
     #[test]
     fn nothing_is_taken_once_the_switchover_has_begun() {
-        let steering = steering();
-        steering.close();
-        assert_eq!(steering.set(&typed(&[("downtime-limit", "50ms")])), Err(SteeringError::TooLate));
-        assert_eq!(steering.switch_over(true), Err(SteeringError::TooLate));
-        assert_eq!(steering.take_changes(), None);
+        let handle = handle();
+        handle.close();
+        assert_eq!(handle.set(&typed(&[("downtime-limit", "50ms")])), Err(SteeringError::TooLate));
+        assert_eq!(handle.switch_over(true), Err(SteeringError::TooLate));
+        assert_eq!(handle.take_changes(), None);
     }
 
     fn progress(expected: Duration) -> Progress {
@@ -360,37 +374,37 @@ mod tests {
     #[test]
     fn a_switchover_goes_by_the_limit_that_the_policy_has_let_grow() {
         // Regression: it was refused by the limit as it had been set.
-        let steering = steering();
-        steering.set(&typed(&[("downtime-ceiling", "1100ms")])).unwrap();
-        steering.report(&progress(Duration::from_millis(600)));
+        let handle = handle();
+        handle.set(&typed(&[("downtime-ceiling", "1100ms")])).unwrap();
+        handle.report(&progress(Duration::from_millis(600)));
         let above = |limit| SteeringError::AboveLimit {
             expected: Duration::from_millis(600),
             limit: Duration::from_millis(limit),
         };
-        assert_eq!(steering.switch_over(false), Err(above(300)));
-        steering.limit_has_grown(2);
-        assert_eq!(steering.switch_over(false), Err(above(500)));
-        steering.limit_has_grown(3);
-        assert_eq!(steering.limit(), Duration::from_millis(600));
-        assert_eq!(steering.switch_over(false), Ok(()));
+        assert_eq!(handle.switch_over(false), Err(above(300)));
+        handle.limit_has_grown(2);
+        assert_eq!(handle.switch_over(false), Err(above(500)));
+        handle.limit_has_grown(3);
+        assert_eq!(handle.limit(), Duration::from_millis(600));
+        assert_eq!(handle.switch_over(false), Ok(()));
     }
 
     #[test]
     fn what_is_shown_after_a_fall_back_is_in_force_and_keeps_what_was_set_meanwhile() {
-        let steering = steering();
-        steering.set(&typed(&[("throttle", "governor"), ("patience", "5s")])).unwrap();
-        let settings = steering.fall_back(ThrottleMode::Adaptive);
+        let handle = handle();
+        handle.set(&typed(&[("throttle", "governor"), ("patience", "5s")])).unwrap();
+        let settings = handle.fall_back(ThrottleMode::Adaptive);
         assert_eq!(settings.patience, Some(Duration::from_secs(5)));
-        assert_eq!(steering.take_changes().map(|(settings, _)| settings), Some(settings));
-        assert!(steering.settings().contains(&("throttle", "adaptive".to_owned())));
+        assert_eq!(handle.take_changes().map(|(settings, _)| settings), Some(settings));
+        assert!(handle.settings().contains(&("throttle", "adaptive".to_owned())));
     }
 
     #[test]
     fn a_switchover_above_the_limit_needs_force() {
-        let steering = steering();
-        assert_eq!(steering.switch_over(false), Err(SteeringError::NotYet));
-        assert!(!steering.wants_switch_over());
-        steering.switch_over(true).unwrap();
-        assert!(steering.wants_switch_over());
+        let handle = handle();
+        assert_eq!(handle.switch_over(false), Err(SteeringError::NotYet));
+        assert!(!handle.wants_switch_over());
+        handle.switch_over(true).unwrap();
+        assert!(handle.wants_switch_over());
     }
 }

@@ -2,9 +2,9 @@
 
 /// A sequence of numbers that looks like chance.
 #[derive(Clone, Debug)]
-pub struct Dice(u64);
+pub struct Rng(u64);
 
-impl Dice {
+impl Rng {
     /// The sequence of `seed`.
     #[must_use]
     pub fn new(seed: u64) -> Self {

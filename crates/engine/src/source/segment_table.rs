@@ -1,8 +1,9 @@
 //! The segments, and what the main thread and the channels tell each other about them.
 //!
-//! Invariant: a segment that was never sent is sent whole (data and holes) whenever it is dealt with for the first
-//! time, in whichever round that is; a delay only moves that. A segment that was never touched stays unsent, and the tracker is not
-//! asked about it: the file tells when that changes.
+//! Invariant: a segment that was never sent is sent whole (data and holes) whenever it is dealt
+//! with for the first time, in whichever round that is; a delay only moves that. A segment that was
+//! never touched stays unsent, and the tracker is not asked about it: the file tells when that
+//! changes.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,14 +21,14 @@ use crate::EngineError;
 /// Extents of data that are remembered of a block, at the most: 1 MiB of them.
 const MOST_EXTENTS: usize = 65_536;
 
-/// Pages with data that one thread looks at by itself: 8 GiB, which takes it some milliseconds. With more, several
-/// threads share the work.
+/// Pages with data that one thread looks at by itself: 8 GiB, which takes it some milliseconds.
+/// With more, several threads share the work.
 const PART: u64 = 1 << 21;
 /// More threads than this do not look.
 const THREADS_LIMIT: u64 = 16;
 
 /// All segments of a VM, in the order of blocks and pages, by which the policy knows them.
-pub(super) struct Board {
+pub(super) struct SegmentTable {
     blocks: Arc<Vec<RamBlock>>,
     segments: Vec<Segment>,
     /// Whether all of a segment is still to be sent.
@@ -39,8 +40,8 @@ pub(super) struct Board {
     delayed: Mutex<Delayed>,
     /// Pass by whatever is left of this round: the operator does not want to wait for it.
     hurry: AtomicBool,
-    /// What the tracker reported before anything was harvested: one that starts with everything dirty cannot tell what
-    /// the guest has written to a segment before its first harvest.
+    /// What the tracker reported before anything was harvested: one that starts with everything
+    /// dirty cannot tell what the guest has written to a segment before its first harvest.
     baseline: Vec<u32>,
     /// How many threads share a look, where the tracker lets them.
     threads: usize,
@@ -59,8 +60,8 @@ pub(super) struct Look {
     pub(super) spent: Duration,
 }
 
-impl Board {
-    /// The board for `blocks`, none of which was sent.
+impl SegmentTable {
+    /// The segment table for `blocks`, none of which was sent.
     pub(super) fn new(blocks: Arc<Vec<RamBlock>>) -> Result<Self, MemoryError> {
         let sizes: Vec<PageCount> = blocks.iter().map(RamBlock::pages).collect();
         let segments: Vec<Segment> = segments(&sizes).collect();
@@ -101,9 +102,10 @@ impl Board {
         })
     }
 
-    /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so that later looks show what
-    /// was written since: which of them are hot is then known before their turn comes. Nothing is lost, as all are unsent.
-    /// With much memory only what can be done in that time.
+    /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so
+    /// that later looks show what was written since: which of them are hot is then known before
+    /// their turn comes. Nothing is lost, as all are unsent. With much memory only what can be done
+    /// in that time.
     pub(super) fn begin(
         &mut self,
         tracker: &dyn DirtyTracker,
@@ -121,7 +123,11 @@ impl Board {
     }
 
     /// Makes segments clean, from the first on; returns how many. Only while all are unsent.
-    pub(super) fn arm(&self, tracker: &dyn DirtyTracker, time: Duration) -> Result<usize, TrackError> {
+    pub(super) fn arm(
+        &self,
+        tracker: &dyn DirtyTracker,
+        time: Duration,
+    ) -> Result<usize, TrackError> {
         let until = Instant::now() + time;
         tracker.begin_round();
         for (number, segment) in self.segments().filter(|(number, _)| !self.was_hole(*number)) {
@@ -160,7 +166,8 @@ impl Board {
 
     /// Whether segment `number` is to be left for later.
     pub(super) fn passes_by(&self, number: usize) -> bool {
-        self.hurries() || self.delayed.lock().unwrap_or_else(PoisonError::into_inner).contains(number)
+        self.hurries()
+            || self.delayed.lock().unwrap_or_else(PoisonError::into_inner).contains(number)
     }
 
     /// Whether all of segment `number` is still to be sent.
@@ -168,7 +175,8 @@ impl Board {
         self.unsent[number].load(Ordering::Relaxed)
     }
 
-    /// Where block `block` had data when the migration began, as far as that is known. It may have got more since.
+    /// Where block `block` had data when the migration began, as far as that is known. It may have
+    /// got more since.
     pub(super) fn extents(&self, block: usize) -> &[PageRun] {
         &self.extents[block]
     }
@@ -184,8 +192,8 @@ impl Board {
         self.judge(dirty, spent)
     }
 
-    /// With the guest stopped: looks with many threads, where more of them may look than there are `channels`, each
-    /// of which would else look at its own segments.
+    /// With the guest stopped: looks with many threads, where more of them may look than there are
+    /// `channels`, each of which would else look at its own segments.
     pub(super) fn look_for_the_last_time(
         &self,
         tracker: &dyn DirtyTracker,
@@ -203,7 +211,8 @@ impl Board {
         self.last.get().map(|runs| runs[number].as_slice())
     }
 
-    /// How long the last look takes, of which the threads together take `spent`, with so many `channels`.
+    /// How long the last look takes, of which the threads together take `spent`, with so many
+    /// `channels`.
     pub(super) fn last_look(&self, spent: Duration, channels: usize) -> Duration {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         spent / self.threads.max(channels.min(processors)).max(1) as u32
@@ -214,8 +223,8 @@ impl Board {
         self.each(tracker, |count: &mut u32, run| *count += run.count.0 as u32)
     }
 
-    /// Has `note` take in the runs that `tracker` reports of each segment, cut at its ends; by several threads where that
-    /// is possible. Returns also how long they were at it together.
+    /// Has `note` take in the runs that `tracker` reports of each segment, cut at its ends; by
+    /// several threads where that is possible. Returns also how long they were at it together.
     fn each<T: Clone + Default + Send>(
         &self,
         tracker: &dyn DirtyTracker,
@@ -260,7 +269,8 @@ impl Board {
         let mut first = 0;
         while first < segments.len() {
             let block = segments[first].block;
-            let count = segments[first..].iter().take_while(|segment| segment.block == block).count();
+            let count =
+                segments[first..].iter().take_while(|segment| segment.block == block).count();
             let own = &segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
             let (found, mut at) = (&mut found[first..first + count], 0);
@@ -283,8 +293,8 @@ impl Board {
         Ok(Look { dirty, remaining: PageCount(remaining), spent })
     }
 
-    /// Corrects what is reported of unsent segments: nothing of what was there before; and of those that were holes what their file has
-    /// now, as their pages were never made clean.
+    /// Corrects what is reported of unsent segments: nothing of what was there before; and of those
+    /// that were holes what their file has now, as their pages were never made clean.
     fn correct(&self, dirty: &mut [u32]) -> Result<(), MemoryError> {
         let untouched = |number: usize| self.is_unsent(number) && self.was_hole(number);
         let mut at = 0;
@@ -305,7 +315,9 @@ impl Board {
             let own = &self.segments[first..at];
             let (start, end) = (own[0].run.start.0, own[own.len() - 1].run.end().0);
             let mut next = 0;
-            for data in self.blocks[block].data(PageRun::new(start, end - start), &mut DataHint::default()) {
+            for data in
+                self.blocks[block].data(PageRun::new(start, end - start), &mut DataHint::default())
+            {
                 next = spread(data?, own, next, &mut dirty[first..at]);
             }
         }
@@ -313,14 +325,19 @@ impl Board {
     }
 }
 
-/// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at `at` on; returns the
-/// one it ends in. Runs come in order and may go over the ends of segments.
+/// Adds the pages of `run` to the `counts` of the segments `own` that they are in, from the one at
+/// `at` on; returns the one it ends in. Runs come in order and may go over the ends of segments.
 fn spread(run: PageRun, own: &[Segment], at: usize, counts: &mut [u32]) -> usize {
     cut(run, own, at, |number, run| counts[number] += run.count.0 as u32)
 }
 
 /// Cuts `run` at the ends of the segments `own`, as [`spread`] does.
-fn cut(run: PageRun, own: &[Segment], mut at: usize, mut found: impl FnMut(usize, PageRun)) -> usize {
+fn cut(
+    run: PageRun,
+    own: &[Segment],
+    mut at: usize,
+    mut found: impl FnMut(usize, PageRun),
+) -> usize {
     let mut start = run.start.0;
     while start < run.end().0 && at < own.len() {
         let end = own[at].run.end().0.min(run.end().0);
@@ -377,31 +394,32 @@ mod tests {
     }
 
     /// Four segments, all of them holes.
-    fn holes() -> Board {
+    fn holes() -> SegmentTable {
         let block = |name, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
-        Board::new(Arc::new(vec![block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)])).unwrap()
+        SegmentTable::new(Arc::new(vec![block("a", 2 * SEGMENT_PAGES + 10), block("b", 5)]))
+            .unwrap()
     }
 
-    fn touch(board: &Board, block: usize, page: u64) {
-        board.blocks[block].write(PageIndex(page), &[1; 4096]).unwrap();
+    fn touch(table: &SegmentTable, block: usize, page: u64) {
+        table.blocks[block].write(PageIndex(page), &[1; 4096]).unwrap();
     }
 
     /// The same with a page of data in each.
-    fn board() -> Board {
-        let board = holes();
-        board.segments().for_each(|(_, segment)| touch(&board, segment.block, segment.run.start.0));
-        Board::new(board.blocks).unwrap()
+    fn table() -> SegmentTable {
+        let table = holes();
+        table.segments().for_each(|(_, segment)| touch(&table, segment.block, segment.run.start.0));
+        SegmentTable::new(table.blocks).unwrap()
     }
 
     #[test]
     fn runs_are_counted_by_segment() {
-        let board = board();
+        let table = table();
         let tracker = Told(Mutex::new(vec![
             (0, PageRun::new(3, 2)),
             (0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3)),
             (1, PageRun::new(4, 1)),
         ]));
-        let look = board.look(&tracker).unwrap();
+        let look = table.look(&tracker).unwrap();
         assert_eq!(look.dirty, [3, SEGMENT_PAGES as u32, 2, 1]);
         // Little data: unsent segments remain as far as they were written.
         assert_eq!(look.remaining, PageCount(SEGMENT_PAGES + 6));
@@ -409,88 +427,92 @@ mod tests {
 
     #[test]
     fn a_tracker_that_starts_with_everything_dirty_says_nothing_of_unsent_segments() {
-        let mut board = board();
+        let mut table = table();
         let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
-        assert_eq!(board.begin(&tracker, None).unwrap().dirty, [0, 0, 0, 0]);
-        assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
-        board.mark_sent(1);
-        let look = board.look(&tracker).unwrap();
+        assert_eq!(table.begin(&tracker, None).unwrap().dirty, [0, 0, 0, 0]);
+        assert_eq!(table.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
+        table.mark_sent(1);
+        let look = table.look(&tracker).unwrap();
         assert_eq!(look.dirty, [0, SEGMENT_PAGES as u32, 0, 0]);
         assert_eq!(look.remaining, PageCount(SEGMENT_PAGES + 3));
     }
 
     #[test]
     fn what_was_never_touched_is_known_by_its_file_and_left_alone() {
-        let mut board = holes();
-        touch(&board, 0, SEGMENT_PAGES + 7);
+        let mut table = holes();
+        touch(&table, 0, SEGMENT_PAGES + 7);
         let whole = [(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10)), (1, PageRun::new(0, 5))];
         let tracker = Told(Mutex::new(whole.to_vec()));
-        let began = board.begin(&tracker, Some(Duration::from_secs(60))).unwrap();
+        let began = table.begin(&tracker, Some(Duration::from_secs(60))).unwrap();
         assert_eq!(*tracker.0.lock().unwrap(), whole, "it was harvested");
-        // What was touched before this look and after the board was made counts as well.
+        // What was touched before this look and after the segment table was made counts as well.
         assert_eq!((began.dirty, began.remaining), (vec![0, 1, 0, 0], PageCount(1)));
         for (block, page) in [(0, SEGMENT_PAGES - 1), (0, SEGMENT_PAGES), (1, 4)] {
-            touch(&board, block, page);
+            touch(&table, block, page);
         }
-        let look = board.look(&tracker).unwrap();
+        let look = table.look(&tracker).unwrap();
         assert_eq!((look.dirty, look.remaining), (vec![1, 2, 0, 1], PageCount(4)));
-        board.mark_sent(1);
-        let look = board.look(&tracker).unwrap();
+        table.mark_sent(1);
+        let look = table.look(&tracker).unwrap();
         assert_eq!(look.dirty, [1, SEGMENT_PAGES as u32, 0, 1]);
     }
 
     #[test]
     fn of_armed_segments_it_says_what_was_written_since() {
-        let mut board = board();
+        let mut table = table();
         let tracker = Told(Mutex::new(vec![(0, PageRun::new(0, 2 * SEGMENT_PAGES + 10))]));
-        assert_eq!(board.begin(&tracker, Some(Duration::from_secs(60))).unwrap().dirty, [0, 0, 0, 0]);
+        assert_eq!(
+            table.begin(&tracker, Some(Duration::from_secs(60))).unwrap().dirty,
+            [0, 0, 0, 0]
+        );
         *tracker.0.lock().unwrap() = vec![(0, PageRun::new(7, 3))];
-        assert_eq!(board.look(&tracker).unwrap().dirty, [3, 0, 0, 0]);
+        assert_eq!(table.look(&tracker).unwrap().dirty, [3, 0, 0, 0]);
         // Out of time at once: all is as it was.
-        assert_eq!(board.begin(&tracker, Some(Duration::ZERO)).unwrap().dirty, [0, 0, 0, 0]);
-        assert_eq!(board.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
+        assert_eq!(table.begin(&tracker, Some(Duration::ZERO)).unwrap().dirty, [0, 0, 0, 0]);
+        assert_eq!(table.look(&tracker).unwrap().dirty, [0, 0, 0, 0]);
     }
 
     #[test]
     fn many_threads_see_what_one_sees() {
-        let mut board = board();
+        let mut table = table();
         let told = vec![
             (0, PageRun::new(3, 2)),
             (0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3)),
             (1, PageRun::new(4, 1)),
         ];
         let tracker = Told(Mutex::new(told));
-        let alone = board.look(&tracker).unwrap().dirty;
+        let alone = table.look(&tracker).unwrap().dirty;
         for threads in 2..6 {
-            board.threads = threads;
-            assert_eq!(board.look(&tracker).unwrap().dirty, alone, "{threads} threads");
+            table.threads = threads;
+            assert_eq!(table.look(&tracker).unwrap().dirty, alone, "{threads} threads");
         }
     }
 
     #[test]
     fn the_last_look_is_shared_where_channels_are_few() {
-        let mut board = board();
-        let tracker = Told(Mutex::new(vec![(0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3))]));
-        board.threads = 4;
-        board.look_for_the_last_time(&tracker, 4).unwrap();
-        assert_eq!(board.last(0), None, "each channel looks for itself");
-        board.look_for_the_last_time(&tracker, 3).unwrap();
-        assert_eq!(board.last(0), Some(&[PageRun::new(SEGMENT_PAGES - 1, 1)][..]));
-        assert_eq!(board.last(1), Some(&[PageRun::new(SEGMENT_PAGES, SEGMENT_PAGES)][..]));
-        assert_eq!(board.last(2), Some(&[PageRun::new(2 * SEGMENT_PAGES, 2)][..]));
-        assert_eq!(board.last(3), Some(&[][..]));
+        let mut table = table();
+        let tracker =
+            Told(Mutex::new(vec![(0, PageRun::new(SEGMENT_PAGES - 1, SEGMENT_PAGES + 3))]));
+        table.threads = 4;
+        table.look_for_the_last_time(&tracker, 4).unwrap();
+        assert_eq!(table.last(0), None, "each channel looks for itself");
+        table.look_for_the_last_time(&tracker, 3).unwrap();
+        assert_eq!(table.last(0), Some(&[PageRun::new(SEGMENT_PAGES - 1, 1)][..]));
+        assert_eq!(table.last(1), Some(&[PageRun::new(SEGMENT_PAGES, SEGMENT_PAGES)][..]));
+        assert_eq!(table.last(2), Some(&[PageRun::new(2 * SEGMENT_PAGES, 2)][..]));
+        assert_eq!(table.last(3), Some(&[][..]));
     }
 
     #[test]
     fn delays_and_hurry() {
-        let board = board();
-        assert!(!board.passes_by(1));
-        board.delay(Delayed::new([1]));
-        assert!(board.passes_by(1) && !board.passes_by(2));
-        board.hurry(true);
-        assert!(board.passes_by(2));
-        board.hurry(false);
-        board.delay(Delayed::default());
-        assert!(!board.passes_by(1));
+        let table = table();
+        assert!(!table.passes_by(1));
+        table.delay(Delayed::new([1]));
+        assert!(table.passes_by(1) && !table.passes_by(2));
+        table.hurry(true);
+        assert!(table.passes_by(2));
+        table.hurry(false);
+        table.delay(Delayed::default());
+        assert!(!table.passes_by(1));
     }
 }

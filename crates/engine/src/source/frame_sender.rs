@@ -9,7 +9,7 @@ use godwit_codec::{Batch, Chooser, Codec, Compressor, Plan, SAMPLE_LEN, Sampled,
 use godwit_units::ByteCount;
 use godwit_wire::{FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
-use super::channel::{Carried, Counters};
+use super::channel::{Counters, RoundStatistics};
 use super::live::Live;
 use super::thread_clock::ThreadClock;
 use crate::EngineError;
@@ -19,7 +19,7 @@ use crate::limiter::Limiter;
 use crate::link::link_error;
 
 /// The sending end of a channel.
-pub(super) struct Packer {
+pub(super) struct FrameSender {
     stream: Stream,
     limiter: Arc<Limiter>,
     counters: Arc<Counters>,
@@ -33,8 +33,9 @@ pub(super) struct Packer {
     clock: ThreadClock,
 }
 
-impl Packer {
-    /// A packer for `stream`, of a VM with `segments` segments, to a destination that takes `codecs`.
+impl FrameSender {
+    /// A frame sender for `stream`, of a VM with `segments` segments, to a destination that takes
+    /// `codecs`.
     pub(super) fn new(
         stream: Stream,
         limiter: Arc<Limiter>,
@@ -61,13 +62,14 @@ impl Packer {
         self.clock.begin();
     }
 
-    /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to `segment`.
+    /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to
+    /// `segment`.
     pub(super) fn send(
         &mut self,
         builder: &mut PageFrameBuilder,
         block: u32,
         segment: usize,
-        carried: &mut Carried,
+        statistics: &mut RoundStatistics,
     ) -> Result<(), EngineError> {
         let raw = builder.data().len();
         self.chooser.limit(self.limiter.share());
@@ -97,10 +99,10 @@ impl Packer {
         while !rest.is_empty() {
             let (piece, after) = rest.split_at(self.limiter.piece().min(rest.len()));
             self.limiter.take(piece.len());
-            put(&mut self.stream, piece, carried, &self.counters)?;
+            put(&mut self.stream, piece, statistics, &self.counters)?;
             rest = after;
         }
-        carried.raw += ByteCount(raw as u64);
+        statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
         self.chooser.batch(&Batch {
             segment,
@@ -115,8 +117,12 @@ impl Packer {
     }
 
     /// Sends what is no page frame.
-    pub(super) fn put(&mut self, bytes: &[u8], carried: &mut Carried) -> Result<(), EngineError> {
-        put(&mut self.stream, bytes, carried, &self.counters)
+    pub(super) fn put(
+        &mut self,
+        bytes: &[u8],
+        statistics: &mut RoundStatistics,
+    ) -> Result<(), EngineError> {
+        put(&mut self.stream, bytes, statistics, &self.counters)
     }
 
     /// The codec for the pages in `builder`, after what samples are asked for.
@@ -142,11 +148,11 @@ impl Packer {
 fn put(
     stream: &mut Stream,
     bytes: &[u8],
-    carried: &mut Carried,
+    statistics: &mut RoundStatistics,
     counters: &Counters,
 ) -> Result<(), EngineError> {
     stream.write_all(bytes).map_err(link_error("destination"))?;
-    carried.sent += ByteCount(bytes.len() as u64);
+    statistics.sent += ByteCount(bytes.len() as u64);
     counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
     Ok(())
 }

@@ -1,7 +1,9 @@
-//! Passing the device state on: from the machine's stream to the control connection, piece by piece.
+//! Passing the device state on: from the machine's stream to the control connection, piece by
+//! piece.
 //!
-//! Invariant: while the gate is held nothing is sent, so that no device state that was saved from the stopped guest
-//! comes before the end of the last round. The destination takes both in the order in which they come.
+//! Invariant: while the link share is held nothing is sent, so that no device state that was saved
+//! from the stopped guest comes before the end of the last round. The destination takes both in the
+//! order in which they come.
 
 use std::io::{self, Read};
 use std::sync::mpsc::Sender;
@@ -16,54 +18,54 @@ use crate::link::ControlWriter;
 use crate::{EngineError, threads};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Gate {
+enum LinkShare {
     Open,
     Held,
     Ended,
 }
 
 /// The thread that passes the device state on. It ends with the stream.
-pub(super) struct StatePump {
+pub(super) struct StateRelay {
     thread: JoinHandle<()>,
-    gate: Arc<(Mutex<Gate>, Condvar)>,
+    link_share: Arc<(Mutex<LinkShare>, Condvar)>,
 }
 
-impl StatePump {
+impl StateRelay {
     pub(super) fn start(
         mut stream: Box<dyn Read + Send>,
         control: Arc<ControlWriter>,
         events: Sender<Event>,
     ) -> Result<Self, EngineError> {
-        let gate = Arc::new((Mutex::new(Gate::Open), Condvar::new()));
-        let own_gate = Arc::clone(&gate);
+        let link_share = Arc::new((Mutex::new(LinkShare::Open), Condvar::new()));
+        let own_gate = Arc::clone(&link_share);
         let thread = threads::start("state", move || {
             let result = pass_on(&mut stream, &control, &own_gate);
             let _ = events.send(Event::StatePassed(result));
         })?;
-        Ok(Self { thread, gate })
+        Ok(Self { thread, link_share })
     }
 
     /// Sends nothing from now on.
     pub(super) fn hold(&self) {
-        self.set(Gate::Held);
+        self.set(LinkShare::Held);
     }
 
     /// Sends what was held back, and all that follows.
     pub(super) fn open(&self) {
-        self.set(Gate::Open);
+        self.set(LinkShare::Open);
     }
 
     /// Drops what was held back.
     pub(super) fn end(&self) {
-        self.set(Gate::Ended);
+        self.set(LinkShare::Ended);
     }
 
-    fn set(&self, state: Gate) {
-        let mut gate = self.gate.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if *gate != Gate::Ended {
-            *gate = state;
+    fn set(&self, state: LinkShare) {
+        let mut link_share = self.link_share.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if *link_share != LinkShare::Ended {
+            *link_share = state;
         }
-        self.gate.1.notify_all();
+        self.link_share.1.notify_all();
     }
 
     pub(super) fn join(self) {
@@ -74,7 +76,7 @@ impl StatePump {
 fn pass_on(
     stream: &mut dyn Read,
     control: &ControlWriter,
-    (gate, changed): &(Mutex<Gate>, Condvar),
+    (link_share, changed): &(Mutex<LinkShare>, Condvar),
 ) -> Result<ByteCount, EngineError> {
     let mut buffer = vec![0; DEVICE_STATE_CHUNK];
     let mut total = ByteCount::ZERO;
@@ -85,11 +87,12 @@ fn pass_on(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) => return Err(EngineError::State(error)),
         };
-        let state = gate.lock().unwrap_or_else(PoisonError::into_inner);
-        // Limited by the last round, which either opens the gate or ends the migration.
-        let state =
-            changed.wait_while(state, |gate| *gate == Gate::Held).unwrap_or_else(PoisonError::into_inner);
-        if *state == Gate::Ended {
+        let state = link_share.lock().unwrap_or_else(PoisonError::into_inner);
+        // Limited by the last round, which either opens the link share or ends the migration.
+        let state = changed
+            .wait_while(state, |link_share| *link_share == LinkShare::Held)
+            .unwrap_or_else(PoisonError::into_inner);
+        if *state == LinkShare::Ended {
             return Err(EngineError::State(io::ErrorKind::Interrupted.into()));
         }
         drop(state);
