@@ -1,4 +1,7 @@
-//! Ending what this process has started, when its operator loses patience.
+//! What this process starts: that it hears Ctrl-C, and its end when the operator loses patience.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Once};
 
 use procfs::process::{Process, all_processes};
 use rustix::process::{Pid, Signal, kill_process};
@@ -14,4 +17,19 @@ pub fn end_children() {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
+}
+
+/// Has what is started from now on hear Ctrl-C. In the background of a script it is ignored, and who
+/// is started there would inherit that; what is handled here is as usual there (execve(2)).
+pub(crate) fn hear_interrupts() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+        let mask = mask.and_then(|text| u64::from_str_radix(text.trim(), 16).ok()).unwrap_or(0);
+        let interrupt = signal_hook::consts::SIGINT;
+        if mask >> (interrupt - 1) & 1 == 1 {
+            let _ = signal_hook::flag::register(interrupt, Arc::new(AtomicBool::new(false)));
+        }
+    });
 }

@@ -32,6 +32,7 @@ impl Godwit {
     /// # Errors
     /// When it was not built.
     pub fn built() -> anyhow::Result<Self> {
+        crate::children::hear_interrupts();
         let this = std::env::current_exe().context("cannot tell where this program is")?;
         let places = this.ancestors().skip(1).take(2).map(|dir| dir.join("godwit"));
         let found = places.into_iter().find(|path| path.is_file());
