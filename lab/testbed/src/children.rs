@@ -19,8 +19,8 @@ pub fn end_children() {
     }
 }
 
-/// Has what is started from now on hear Ctrl-C. In the background of a script it is ignored, and who
-/// is started there would inherit that; what is handled here is as usual there (execve(2)).
+/// Has what is started from now on hear Ctrl-C. In the background of a script it is ignored, and
+/// who is started there would inherit that; what is handled here is as usual there (execve(2)).
 pub(crate) fn hear_interrupts() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
