@@ -206,7 +206,8 @@ const LATE: Duration = Duration::from_millis(60);
 /// A link on which rounds take a while, and a switchover after some of them.
 fn some_rounds() -> MigrationHandle {
     let settings = Settings {
-        downtime_limit: Duration::from_millis(50),
+        // A guest that a busy host keeps from writing must not end it before its time.
+        downtime_limit: Duration::from_millis(1),
         patience: None,
         ..Settings::default()
     };
