@@ -28,7 +28,7 @@ demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof th
 	  else exit 1; fi; \
 	fi; \
 	echo "building godwit"; \
-	$(CARGO) build --quiet --release --bin godwit --bin godwit-demo && \
+	$(CARGO) build --quiet --release --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo && \
 	target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS)
 
 .PHONY: test
