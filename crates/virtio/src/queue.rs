@@ -4,6 +4,9 @@
 //! memory, is an [`InvalidRing`] and not a shorter request. Chains are bounded by the queue, and of
 //! one look no more are taken than it has places.
 
+use std::sync::atomic::Ordering;
+
+use godwit_units::Gpa;
 use virtio_queue::{Error, QueueOwnedT, QueueState, QueueT};
 use vm_memory::GuestMemory;
 
@@ -18,7 +21,7 @@ pub const DEVICE_WRITES: u16 = virtio_bindings::virtio_ring::VRING_DESC_F_WRITE 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Where it begins; whether it is memory has not been looked at.
-    pub address: godwit_units::Gpa,
+    pub address: Gpa,
     /// Its length in bytes.
     pub len: u32,
     /// Whether the device may write it (and not read it).
@@ -74,24 +77,23 @@ impl Queue {
         if !self.0.ready() {
             return Ok(None);
         }
+        // Looked at before the queue is, which looks again: another vCPU may add a request in between,
+        // and notifies of it.
+        let index = self.0.avail_idx(memory, Ordering::Acquire).map_err(|_| InvalidRing)?;
         let next = self.0.next_avail();
         let mut waiting = self.0.iter(memory).map_err(|_| InvalidRing)?;
-        let Some(chain) = waiting.next() else {
-            // Nothing waits, or the entry that should say what does is not in memory.
-            let index = self.0.avail_idx(memory, std::sync::atomic::Ordering::Acquire);
-            return if index.is_ok_and(|index| index.0 == next) {
-                Ok(None)
-            } else {
-                Err(InvalidRing)
-            };
-        };
+        if index.0 == next {
+            return Ok(None);
+        }
+        // One waits: where there is none, its entry is not in memory.
+        let chain = waiting.next().ok_or(InvalidRing)?;
         let head = chain.head_index();
         pieces.clear();
         let mut goes_on = true;
         for descriptor in chain {
             goes_on = descriptor.has_next();
             pieces.push(Piece {
-                address: godwit_units::Gpa(descriptor.addr().0),
+                address: Gpa(descriptor.addr().0),
                 len: descriptor.len(),
                 device_writes: descriptor.is_write_only(),
             });
