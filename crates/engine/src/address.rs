@@ -107,7 +107,12 @@ impl Stream {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in address.resolve()? {
             let socket = Socket::new(address.domain(), Type::STREAM, None)?;
-            match socket.connect_timeout(&address, limits::CONNECT) {
+            // Locally the kernel answers at once, or waits for a place in the listener's queue.
+            let connected = match address.as_socket() {
+                Some(_) => socket.connect_timeout(&address, limits::CONNECT),
+                None => socket.connect(&address),
+            };
+            match connected {
                 Ok(()) => return Self(socket).with_limits(),
                 Err(error) => last = error,
             }
