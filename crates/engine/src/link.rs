@@ -71,8 +71,6 @@ pub(crate) fn receive_greeting(
         }
         // Text protocols talk first and then wait: do not wait for 40 bytes of them.
         if filled >= 8 {
-            let mut start = [0; 8];
-            start.copy_from_slice(&bytes[..8]);
             if let Err(error @ WireError::NotGodwit { .. }) = Greeting::decode(&bytes) {
                 return Err(wire_error(peer)(error));
             }

@@ -24,11 +24,9 @@ pub fn end_children() {
 pub(crate) fn hear_interrupts() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-        let mask = mask.and_then(|text| u64::from_str_radix(text.trim(), 16).ok()).unwrap_or(0);
         let interrupt = signal_hook::consts::SIGINT;
-        if mask >> (interrupt - 1) & 1 == 1 {
+        let status = Process::myself().and_then(|own| own.status());
+        if status.is_ok_and(|status| status.sigign >> (interrupt - 1) & 1 == 1) {
             let _ = signal_hook::flag::register(interrupt, Arc::new(AtomicBool::new(false)));
         }
     });

@@ -52,7 +52,8 @@ impl RemoteDisk {
             .context("cannot run qemu-nbd")?;
         let disk = Self { server, place, _image: image };
         let until = Instant::now() + START_LIMIT;
-        while !disk.socket().exists() {
+        // It writes its number when it has the image and its lock.
+        while !disk.place.pid_file().exists() {
             if Instant::now() >= until {
                 bail!("qemu-nbd does not come up");
             }

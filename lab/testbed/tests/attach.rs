@@ -2,7 +2,7 @@
 //! obstacle.
 //!
 //! The process that is killed is this test program run again.
-#![allow(unsafe_code, clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -14,6 +14,7 @@ use godwit_qemu::QemuSource;
 use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_for};
 use godwit_track::{Approach, attach};
 use godwit_units::PageCount;
+use rustix::thread::CapabilitySet;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const PROCESS: &str = "GODWIT_ATTACH_TO";
@@ -113,15 +114,9 @@ fn a_sandboxed_qemu_is_tracked_with_the_right_to_suspend_filters_and_without() {
 
 /// Takes CAP_SYS_ADMIN from this thread: it may still trace, and no longer suspend filters.
 fn drop_sys_admin() {
-    const VERSION_3: u32 = 0x2008_0522;
-    const SYS_ADMIN: u32 = 1 << 21;
-    let mut header = [VERSION_3, 0];
-    // Effective, permitted and inheritable, of the first 32 and the others.
-    let mut sets = [0_u32; 6];
-    // SAFETY: both calls take a header of two words and sets of six.
-    unsafe {
-        assert_eq!(libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()), 0);
-        sets[..3].iter_mut().for_each(|set| *set &= !SYS_ADMIN);
-        assert_eq!(libc::syscall(libc::SYS_capset, header.as_mut_ptr(), sets.as_mut_ptr()), 0);
+    let mut sets = rustix::thread::capabilities(None).unwrap();
+    for set in [&mut sets.effective, &mut sets.permitted, &mut sets.inheritable] {
+        set.remove(CapabilitySet::SYS_ADMIN);
     }
+    rustix::thread::set_capabilities(None, sets).unwrap();
 }

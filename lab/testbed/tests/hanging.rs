@@ -158,9 +158,11 @@ fn qemus_refusal_to_run_the_guest_is_told_in_its_words() {
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
         let mut state = source.open_state().unwrap();
         source.stop().unwrap();
+        // While nobody reads it, QEMU may answer nothing.
+        let reader = std::thread::spawn(move || state.read_to_end(&mut Vec::new()).unwrap());
         source.release_state().unwrap();
-        state.read_to_end(&mut Vec::new()).unwrap();
         source.state_saved().unwrap();
+        assert!(reader.join().unwrap() > 0);
 
         // It has let go of its image, which somebody else takes.
         let thief = RemoteDisk::serve(image).unwrap();

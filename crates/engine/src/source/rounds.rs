@@ -1,6 +1,7 @@
 //! Rounds of pre-copy and the last one: what channels are told, and what the policy makes of it.
 
 use super::*;
+use crate::vm::Brake;
 
 /// Turns of the conversation while the guest is stopped: the device state and READY, COMMIT and
 /// Running.
@@ -15,7 +16,7 @@ const EARLY_TICK: Duration = Duration::from_millis(20);
 /// often.
 const LOOK_SHARE: u32 = 20;
 
-/// Why a guest is not slowed down whose VMM has no [`Brake`](crate::vm::Brake).
+/// Why a guest is not slowed down whose VMM has no [`Brake`].
 const NO_BRAKE: &str = "this kind of machine cannot slow its guest down";
 
 /// What one channel has done.
@@ -520,11 +521,7 @@ impl Source<'_> {
         }
         // What was consumed until now was consumed under the old one.
         self.sample_speed();
-        let throttled = self
-            .vm
-            .brake()
-            .map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.throttle(plan.throttle));
-        match throttled {
+        match self.brake().and_then(|brake| brake.throttle(plan.throttle)) {
             Ok(()) => self.throttle = plan.throttle,
             Err(error) => {
                 // The guest runs free; without a throttle the policy may still find a way, or gives
@@ -534,6 +531,10 @@ impl Source<'_> {
                 self.policy.change(self.handle.fall_back(ThrottleMode::Off));
             }
         }
+    }
+
+    fn brake(&mut self) -> Result<&mut dyn Brake, VmError> {
+        self.vm.brake().ok_or_else(|| NO_BRAKE.into())
     }
 
     /// Limits the guest's writes to the disks that move: by what it wrote to each of them lately,
@@ -552,11 +553,7 @@ impl Source<'_> {
             return;
         }
         self.sample_speed();
-        let governed = self
-            .vm
-            .brake()
-            .map_or_else(|| Err(NO_BRAKE.into()), |brake| brake.govern(first_writes));
-        match governed {
+        match self.brake().and_then(|brake| brake.govern(first_writes)) {
             Ok(()) => self.first_writes = first_writes,
             Err(error) => {
                 self.first_writes = None;

@@ -2,6 +2,8 @@
 //! else.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
+use rustix::thread::CapabilitySet;
+
 const ALLOWED: &[libc::c_long] = &[
     libc::SYS_ppoll,
     libc::SYS_poll,
@@ -64,15 +66,9 @@ pub(crate) fn install(otherwise: Otherwise) {
 
 /// Takes CAP_SYS_ADMIN from this thread: it may still trace, and no longer suspend filters.
 pub(crate) fn drop_sys_admin() {
-    const VERSION_3: u32 = 0x2008_0522;
-    const SYS_ADMIN: u32 = 1 << 21;
-    let mut header = [VERSION_3, 0];
-    // Effective, permitted and inheritable, of the first 32 and the others.
-    let mut sets = [0_u32; 6];
-    // SAFETY: both calls take a header of two words and sets of six.
-    unsafe {
-        assert_eq!(libc::syscall(libc::SYS_capget, header.as_mut_ptr(), sets.as_mut_ptr()), 0);
-        sets[..3].iter_mut().for_each(|set| *set &= !SYS_ADMIN);
-        assert_eq!(libc::syscall(libc::SYS_capset, header.as_mut_ptr(), sets.as_mut_ptr()), 0);
+    let mut sets = rustix::thread::capabilities(None).unwrap();
+    for set in [&mut sets.effective, &mut sets.permitted, &mut sets.inheritable] {
+        set.remove(CapabilitySet::SYS_ADMIN);
     }
+    rustix::thread::set_capabilities(None, sets).unwrap();
 }
