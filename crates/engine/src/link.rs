@@ -70,10 +70,10 @@ pub(crate) fn receive_greeting(
             n => filled += n,
         }
         // Text protocols talk first and then wait: do not wait for 40 bytes of them.
-        if filled >= 8 {
-            if let Err(error @ WireError::NotGodwit { .. }) = Greeting::decode(&bytes) {
-                return Err(wire_error(peer)(error));
-            }
+        if filled >= 8
+            && let Err(error @ WireError::NotGodwit { .. }) = Greeting::decode(&bytes)
+        {
+            return Err(wire_error(peer)(error));
         }
     }
     stream.set_read_limit(None).map_err(&io)?;
