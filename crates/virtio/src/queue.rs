@@ -77,8 +77,8 @@ impl Queue {
         if !self.0.ready() {
             return Ok(None);
         }
-        // Looked at before the queue is, which looks again: another vCPU may add a request in between,
-        // and notifies of it.
+        // Looked at before the queue is, which looks again: another vCPU may add a request in
+        // between, and notifies of it.
         let index = self.0.avail_idx(memory, Ordering::Acquire).map_err(|_| InvalidRing)?;
         let next = self.0.next_avail();
         let mut waiting = self.0.iter(memory).map_err(|_| InvalidRing)?;
