@@ -42,7 +42,7 @@ test-long: guest qemu ## the tests that make test leaves out: the same at many m
 	@scripts/run-tests.sh --ignored --test-threads=1
 
 # `make mutants MUTANTS='--package godwit-qemu --shard 0/40'` for another slice; see docs/testing.md.
-MUTANTS ?= --package godwit-protocol --package godwit-wire --package godwit-ledger --package godwit-policy
+MUTANTS ?= --package godwit-protocol --package godwit-wire --package godwit-fingerprints --package godwit-policy
 
 .PHONY: mutants
 mutants: ## break the code in many small ways, one after the other, and list what no test notices (cargo-mutants)

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
-use godwit_block::{DiskChoice, parse_granularity};
 use godwit_control::client;
 use godwit_control::messages::{Cost, DiskWish};
+use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
@@ -55,8 +55,8 @@ pub(crate) struct Arguments {
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
     /// again that were written and did not change
-    #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
-    ledger: bool,
+    #[arg(long, alias = "ledger", value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
+    fingerprints: bool,
 
     /// Disks that move along: all, none, or names with commas between. Those that do not must be on
     /// storage that both sides share; those that do need an image of the same size at the
@@ -195,7 +195,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         to: arguments.to.clone(),
         verify: arguments.verify,
         channels: arguments.channels,
-        ledger: arguments.ledger,
+        fingerprints: arguments.fingerprints,
         keep_source: arguments.keep_source,
         fault: arguments.fault.map(Into::into),
     };

@@ -4,9 +4,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use godwit_block::DiskChoice;
 use godwit_codec::Codec;
 use godwit_control::client;
+use godwit_disk::DiskChoice;
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::{Measured, measure};

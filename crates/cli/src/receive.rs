@@ -5,9 +5,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use godwit_block::DiskChoice;
 use godwit_control::client;
 use godwit_control::messages::{Cost, ReceiveRequest};
+use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Fault, Faults, Notice, Options, Received, receive};

@@ -377,7 +377,7 @@ mod tests {
             to: "127.0.0.1:1".parse().unwrap(),
             verify: false,
             channels: 1,
-            ledger: true,
+            fingerprints: true,
             keep_source: false,
             fault: None,
         };

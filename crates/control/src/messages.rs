@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use godwit_block::{Disk, DiskChoice, check_granularity};
+use godwit_disk::{Disk, DiskChoice, check_granularity};
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
@@ -86,7 +86,7 @@ pub struct MigrateRequest {
     pub channels: u8,
     /// Remember what was sent.
     #[serde(default = "yes")]
-    pub ledger: bool,
+    pub fingerprints: bool,
     /// Leave the machine stopped instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, by its number.
@@ -125,7 +125,7 @@ impl MigrateRequest {
             settings,
             verify: options.verify,
             channels: options.channels,
-            ledger: options.ledger,
+            fingerprints: options.fingerprints,
             keep_source: options.keep_source,
             fault: options.fault.map(|fault| fault as u8),
             disks: disks.choice.to_string(),
@@ -161,7 +161,7 @@ impl MigrateRequest {
             to,
             verify: self.verify,
             channels: self.channels,
-            ledger: self.ledger,
+            fingerprints: self.fingerprints,
             keep_source: self.keep_source,
             fault: self.fault.and_then(fault),
         })
@@ -432,7 +432,7 @@ mod tests {
             to: "127.0.0.1:7000".parse().unwrap(),
             verify: true,
             channels: 3,
-            ledger: false,
+            fingerprints: false,
             keep_source: true,
             fault: Some(Fault::LoseCommit),
         };

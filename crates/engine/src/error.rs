@@ -4,8 +4,8 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use godwit_block::DiskError;
 use godwit_codec::CodecError;
+use godwit_disk::DiskError;
 use godwit_memory::{MemoryError, NoRoom};
 use godwit_policy::Advice;
 use godwit_protocol::Unexpected;
@@ -165,7 +165,7 @@ pub enum EngineError {
     },
     /// Disks use direct I/O.
     #[error(
-        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the ledger finds; migrate without --ledger off, or use cache=writeback for the migration"
+        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the page fingerprints find; migrate without --fingerprints off, or use cache=writeback for the migration"
     )]
     DirectIo,
     /// Tracking failed.

@@ -265,9 +265,9 @@ pub struct Measures {
     /// Pages that were not sent since the guest had said that they are free.
     #[serde(rename = "hinted_pages", with = "pages", default)]
     pub hinted: PageCount,
-    /// Memory that the ledger took.
-    #[serde(rename = "ledger_bytes", with = "bytes")]
-    pub ledger: ByteCount,
+    /// Memory that the fingerprints took.
+    #[serde(rename = "fingerprint_bytes", with = "bytes")]
+    pub fingerprints: ByteCount,
     /// Codecs that both sides know.
     pub codecs: String,
     /// Guest memory, of which holes and zero pages were not sent.

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use godwit_block::DiskChoice;
+use godwit_disk::DiskChoice;
 use godwit_engine::address::Listener;
 use godwit_engine::destination::{self, Faults};
 use godwit_engine::handle::{MigrationHandle, Own};

@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use godwit_block::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 

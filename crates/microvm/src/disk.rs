@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use godwit_block::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
+use godwit_disk::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
 use godwit_units::{ByteCount, Rate};
 use godwit_virtio::{Effect, InvalidRing, Piece, Transport};
 use rustix::fs::FlockOperation;

@@ -97,7 +97,7 @@ pub enum MicrovmError {
     Track(#[from] godwit_track::TrackError),
     /// The guest cannot be throttled.
     #[error(transparent)]
-    Throttle(#[from] godwit_throttle::ThrottleError),
+    Throttle(#[from] godwit_vcpu_throttle::ThrottleError),
     /// The state that came is not one to load.
     #[error(transparent)]
     State(#[from] StateError),

@@ -224,7 +224,7 @@ impl Machine {
     /// The CPU time that all vCPUs have consumed since they were started, together.
     #[must_use]
     pub fn vcpu_time(&self) -> Option<Duration> {
-        godwit_throttle::vcpu_time(std::process::id().cast_signed(), self.vcpus.tids())
+        godwit_vcpu_throttle::vcpu_time(std::process::id().cast_signed(), self.vcpus.tids())
     }
 
     /// Whether the vCPUs run.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
-use godwit_block::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
+use godwit_disk::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
 use godwit_engine::vm::{Brake, DiskVm, FreePages, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_throttle::{Slices, become_punctual};
+use godwit_vcpu_throttle::{Slices, become_punctual};
 
 use crate::vcpu::Gate;
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_block::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
-use godwit_throttle::ThrottleError;
 use godwit_track::{TrackError, Writer};
 use godwit_units::ByteCount;
+use godwit_vcpu_throttle::ThrottleError;
 
 use crate::monitor::QmpError;
 
@@ -198,7 +198,7 @@ pub enum QemuError {
     },
     /// A disk must stay as it is.
     #[error(transparent)]
-    NotAllowed(#[from] godwit_block::NotAllowed),
+    NotAllowed(#[from] godwit_disk::NotAllowed),
     /// A disk could not be read or written.
     #[error(transparent)]
     Nbd(#[from] NbdError),

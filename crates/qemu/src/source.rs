@@ -21,12 +21,12 @@ use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskChoice, DiskRound};
+use godwit_disk::{Disk, DiskChoice, DiskRound};
 use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
-use godwit_throttle::{Measures, VcpuThrottle, vcpu_time};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
 use godwit_units::{ByteCount, Rate, format_duration};
+use godwit_vcpu_throttle::{Measures, VcpuThrottle, vcpu_time};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
@@ -211,7 +211,7 @@ impl QemuSource {
 
     /// The same with disks that move along: in dirty blocks of `granularity`, or, without, of a
     /// size that suits the guest's writes to each disk from here on, or so far where there are none
-    /// ([`godwit_block::granularity_for`]). Changes nothing.
+    /// ([`godwit_disk::granularity_for`]). Changes nothing.
     ///
     /// # Errors
     /// When there is no such disk, or it cannot move.

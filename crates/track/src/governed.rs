@@ -9,10 +9,10 @@
 //! ```
 //!
 //! Invariant: *no write is lost*. A write in the gap comes before the segment is reported, and so
-//! before its bytes are read. Whoever remembers what was sent (the ledger) sends what is different,
-//! and no more. Outside the gap, a page that is not protected is dirty, whichever descriptor
-//! protects it: the page tables are the log of both, and the governor's answers show there like any
-//! other write.
+//! before its bytes are read. Whoever remembers what was sent (page fingerprints) sends what is
+//! different, and no more. Outside the gap, a page that is not protected is dirty, whichever
+//! descriptor protects it: the page tables are the log of both, and the governor's answers show
+//! there like any other write.
 //!
 //! What was rejected: to keep a log of the answers. It would not see pages that lose their
 //! protection otherwise.

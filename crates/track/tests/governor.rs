@@ -283,7 +283,7 @@ fn no_write_is_lost_while_segments_change_hands() {
         let bytes = (run.start.0 * PAGE_SIZE) as usize..(run.end().0 * PAGE_SIZE) as usize;
         block.read(run.start, &mut copy[bytes]).unwrap();
     };
-    // What the ledger does for the first round.
+    // What the page fingerprints do for the first round.
     harvest(&tracker, ALL);
     take(ALL);
     let mut changes = 0;

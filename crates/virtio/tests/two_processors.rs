@@ -18,7 +18,8 @@ fn word(memory: &GuestMemoryMmap, at: u64) -> u16 {
 
 #[test]
 fn a_request_that_comes_while_the_device_looks_breaks_nothing() {
-    // Mutation: the driver's index is read again when the queue was found empty, and must be the same.
+    // Mutation: the driver's index is read again when the queue was found empty, and must be the
+    // same.
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)]).unwrap();
     let mut transport = Transport::new(2, 0, 1);
     for (register, value) in [(0x70, 3), (0x24, 1), (0x20, 1), (0x70, 11), (0x38, PLACES.into())] {

@@ -180,9 +180,9 @@ fn where_a_guest_cannot_be_governed_it_is_throttled() -> anyhow::Result<()> {
     let builds = builds_for("where_a_guest_cannot_be_governed_it_is_throttled");
     let Some(build) = builds.last() else { return Ok(()) };
     let mut pair = Pair::start(&busy(build))?;
-    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--ledger", "off"]].concat())?;
+    let (migrate, _) = pair.migrate(&[GOVERNED, ARRIVES, &["--fingerprints", "off"]].concat())?;
     check_moved(&mut pair, &migrate)?;
-    check_fell_back(&migrate, "it needs the ledger")
+    check_fell_back(&migrate, "it needs the page fingerprints")
 }
 
 #[test]

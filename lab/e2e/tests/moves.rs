@@ -183,7 +183,7 @@ fn a_guest_in_huge_pages() -> anyhow::Result<()> {
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify", "--max-bandwidth", "200MiB/s"])?;
         check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
-        // One written page makes 512 dirty; the ledger finds the one.
+        // One written page makes 512 dirty; the fingerprints find the one.
         let unchanged = migrate.last()["unchanged_pages"].as_u64();
         ensure!(unchanged > Some(0), "{}", migrate.last());
     }

@@ -62,9 +62,9 @@ fn a_disk_with_direct_io_and_a_stranger_in_memory() -> anyhow::Result<()> {
         let drive = format!("file={},if=virtio,format=raw,cache=none", image.display());
         let mut vm = TestVm::source(&config.clone().with_extra(&["-drive", &drive]))?;
         vm.wait_ready(LIMIT)?;
-        let without = ["--ledger", "off"];
+        let without = ["--fingerprints", "off"];
         let refused = Godwit::built()?.migrate(&vm, "127.0.0.1:1", &without)?.wait(LIMIT)?;
-        check_refused(&refused, 1, &["cache.direct=on", "without --ledger off"])?;
+        check_refused(&refused, 1, &["cache.direct=on", "without --fingerprints off"])?;
         check_untouched(&mut vm)?;
         std::fs::remove_file(image)?;
 

@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use godwit_block::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
+use godwit_disk::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_qemu::{QemuDestination, QemuSource};

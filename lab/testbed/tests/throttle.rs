@@ -9,13 +9,13 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use godwit_block::DiskChoice;
+use godwit_disk::DiskChoice;
 use godwit_engine::vm::{Brake, DiskVm, SourceVm};
 use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
 use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
-use godwit_throttle::{VcpuThrottle, vcpu_time};
 use godwit_units::Rate;
+use godwit_vcpu_throttle::{VcpuThrottle, vcpu_time};
 
 const LIMIT: Duration = Duration::from_secs(120);
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskError, DiskSink};
+use godwit_disk::{Disk, DiskError, DiskSink};
 use godwit_units::{ByteCount, PageRun};
 use godwit_wire::Content;
 

@@ -1,6 +1,6 @@
 //! Does the offered VM fit the one that waits here?
 
-use godwit_block::Disk;
+use godwit_disk::Disk;
 use godwit_memory::RamBlock;
 use godwit_wire::Offer;
 

@@ -21,8 +21,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_codec::Decompressor;
+use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;

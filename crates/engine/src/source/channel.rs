@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
-use godwit_ledger::{Key, Ledger, SegmentLedger};
+use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
@@ -71,7 +71,7 @@ pub(super) struct Shared {
     /// Where memory waits while disks have the link.
     pub(super) link_share: Arc<LinkShare>,
     /// Where what was sent is remembered, and the key of its fingerprints.
-    pub(super) ledger: Option<(Ledger, Key)>,
+    pub(super) fingerprints: Option<(PageFingerprints, Key)>,
 }
 
 /// A segment, and which of its pages the destination holds with other bytes than zero.
@@ -82,7 +82,7 @@ struct Owned {
     held: DirtyBitmap,
     /// It is unsent, and was named as zero: the destination may have held something else.
     named: bool,
-    ledger: Option<SegmentLedger>,
+    fingerprints: Option<SegmentFingerprints>,
     /// With direct I/O: pages that were harvested in the last round, into which data may have
     /// landed since.
     recent: Option<DirtyBitmap>,
@@ -116,7 +116,10 @@ impl Channel {
             number,
             held: DirtyBitmap::new(segment.run.count),
             named: false,
-            ledger: shared.ledger.as_ref().map(|(ledger, _)| ledger.segment(segment.run)),
+            fingerprints: shared
+                .fingerprints
+                .as_ref()
+                .map(|(fingerprints, _)| fingerprints.segment(segment.run)),
             recent: direct_io.then(|| DirtyBitmap::new(segment.run.count)),
             segment,
         };
@@ -287,7 +290,7 @@ impl Channel {
     /// its segment; when the guest is stopped, nothing is touched any more.
     fn name_hole(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         if !std::mem::replace(&mut owned.named, true) {
-            // The ledger is not told: it would take memory for each page.
+            // The fingerprints are not kept: they would take memory for each page.
             self.frame_for(owned)?;
             self.builder.zero(owned.segment.run);
             self.statistics.zero += owned.segment.run.count;
@@ -362,15 +365,17 @@ impl Channel {
             let run = PageRun::new(start.0, end.0 - start.0);
             self.builder.zero(run);
             self.statistics.zero += run.count;
-            if let (Some(ledger), Some((_, key))) = (&mut owned.ledger, &self.shared.ledger) {
-                ledger.record_run(run, key.zero());
+            if let (Some(fingerprints), Some((_, key))) =
+                (&mut owned.fingerprints, &self.shared.fingerprints)
+            {
+                fingerprints.record_run(run, key.zero());
             }
         }
         Ok(())
     }
 
-    /// Reads and sends the pages of `run`; but not those that the ledger knows to be at the
-    /// destination as they are.
+    /// Reads and sends the pages of `run`; but not those whose fingerprints say that they are at
+    /// the destination as they are.
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
@@ -382,11 +387,12 @@ impl Channel {
             self.frame_for(owned)?;
             let count = (run.end().0 - at).min(self.builder.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
-            let mut ledger = owned.ledger.as_mut().zip(self.shared.ledger.as_ref());
+            let mut fingerprints =
+                owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
             let judge = |page, bytes: &[u8]| {
                 let zero = is_zero(bytes);
-                let sent_before = ledger.as_mut().is_some_and(|(ledger, (_, key))| {
-                    !ledger.update(page, if zero { key.zero() } else { key.page(bytes) })
+                let sent_before = fingerprints.as_mut().is_some_and(|(fingerprints, (_, key))| {
+                    !fingerprints.update(page, if zero { key.zero() } else { key.page(bytes) })
                 });
                 (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
             };

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use godwit_block::{Content as Held, DiskRound, Extent};
 use godwit_codec::is_zero;
+use godwit_disk::{Content as Held, DiskRound, Extent};
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES, PageFrameBuilder};

@@ -7,7 +7,7 @@ use std::sync::mpsc::{self, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskRound};
+use godwit_disk::{Disk, DiskRound};
 use godwit_units::{ByteCount, Rate};
 use godwit_wire::DiskOffer;
 

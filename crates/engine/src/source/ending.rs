@@ -263,8 +263,10 @@ impl Source<'_> {
         self.measures.unchanged =
             self.measures.round_list.iter().map(|round| round.unchanged).sum();
         self.measures.hinted = self.measures.round_list.iter().map(|round| round.hinted).sum();
-        self.measures.ledger =
-            self.ledger.as_ref().map_or(ByteCount::ZERO, |(ledger, _)| ledger.memory());
+        self.measures.fingerprints = self
+            .fingerprints
+            .as_ref()
+            .map_or(ByteCount::ZERO, |(fingerprints, _)| fingerprints.memory());
         self.measures.disks = self.disks.measures();
         let losses = self.speed.losses();
         self.measures.throttled = losses.throttled;

@@ -32,7 +32,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
-use godwit_ledger::{Key, Ledger};
+use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_memory::RamBlock;
 use godwit_policy::{Decision, Estimate, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_protocol::source::{Action, Input, State, step};
@@ -85,7 +85,7 @@ pub struct Options {
     pub channels: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
     /// change.
-    pub ledger: bool,
+    pub fingerprints: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, for tests.
@@ -96,7 +96,7 @@ impl Options {
     /// What suits most: two channels, fingerprints, no comparison, and a source that ends.
     #[must_use]
     pub fn new(to: Address) -> Self {
-        Self { to, verify: false, channels: 2, ledger: true, keep_source: false, fault: None }
+        Self { to, verify: false, channels: 2, fingerprints: true, keep_source: false, fault: None }
     }
 }
 
@@ -137,7 +137,7 @@ pub fn migrate(
         cause: EngineError::Random(source),
     };
     let session = new_session().map_err(unarmed)?;
-    let ledger = options.ledger.then(new_ledger).transpose().map_err(unarmed)?;
+    let fingerprints = options.fingerprints.then(new_fingerprints).transpose().map_err(unarmed)?;
     let (settings, Own { max_bandwidth, compression }) = handle.begin(&options.to);
     let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
     let all_channels = usize::from(options.channels) + disks.len();
@@ -166,7 +166,7 @@ pub fn migrate(
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
         codecs: Codecs::NONE,
-        ledger,
+        fingerprints,
         direct_io: false,
         tracker: None,
         free: None,
@@ -209,10 +209,10 @@ pub fn migrate(
     source.run()
 }
 
-/// A ledger, and the key of its fingerprints, which the guest must not know.
-fn new_ledger() -> io::Result<(Ledger, Key)> {
+/// Fingerprints of all pages, and their key, which the guest must not know.
+fn new_fingerprints() -> io::Result<(PageFingerprints, Key)> {
     let [seed, _] = random()?;
-    Ok((Ledger::new(), Key::new(seed)))
+    Ok((PageFingerprints::new(), Key::new(seed)))
 }
 
 fn new_session() -> io::Result<SessionId> {
@@ -277,7 +277,7 @@ struct Source<'a> {
     idle: IdleWatch,
     /// What the destination takes.
     codecs: Codecs,
-    ledger: Option<(Ledger, Key)>,
+    fingerprints: Option<(PageFingerprints, Key)>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     tracker: Option<Arc<dyn DirtyTracker>>,
@@ -493,7 +493,7 @@ impl Source<'_> {
 
     fn connect_and_offer(&mut self) -> Result<Option<Input>, EngineError> {
         self.direct_io = self.vm.direct_io().is_some();
-        if self.direct_io && self.ledger.is_none() {
+        if self.direct_io && self.fingerprints.is_none() {
             return Err(EngineError::DirectIo);
         }
         self.direct_io &= self.options.fault != Some(Fault::TrustTracker);
@@ -832,7 +832,7 @@ mod tests {
     #[test]
     fn each_session_has_a_key_of_its_own() {
         let prints = [0; 8].map(|_: u8| {
-            let (_, key) = new_ledger().unwrap();
+            let (_, key) = new_fingerprints().unwrap();
             key.page(&[7; 4096])
         });
         let different: std::collections::HashSet<_> = prints.into_iter().collect();

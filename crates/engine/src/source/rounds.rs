@@ -56,7 +56,7 @@ impl Source<'_> {
                 table: Arc::clone(&table),
                 free: self.free.clone(),
                 link_share: Arc::clone(&self.link_share),
-                ledger: self.ledger.clone(),
+                fingerprints: self.fingerprints.clone(),
             };
             let sender = self.sender(stream, table.segments().count());
             let own = table.segments().filter(|(_, segment)| segment.channel(count) == number);
@@ -77,15 +77,15 @@ impl Source<'_> {
         Ok(None)
     }
 
-    /// Whether the policy may govern the guest's writes. Without the ledger a segment that changes
-    /// hands would be sent again.
+    /// Whether the policy may govern the guest's writes. Without fingerprints a segment that
+    /// changes hands would be sent again.
     fn offer_governor(&mut self) {
-        let refusal = match &self.ledger {
+        let refusal = match &self.fingerprints {
             Some(_) => match self.vm.brake() {
                 Some(brake) => brake.cannot_govern(),
                 None => Some(NO_BRAKE.to_owned()),
             },
-            None => Some("it needs the ledger".to_owned()),
+            None => Some("it needs the page fingerprints".to_owned()),
         };
         self.can_govern = refusal.is_none() && self.vm.was_running();
         if let (Some(why), ThrottleMode::Governor) = (refusal, self.policy.settings().throttle) {

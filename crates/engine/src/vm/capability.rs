@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_balloon::FreeHints;
-use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_track::GovernorMeasures;
 use godwit_units::{ByteCount, Rate};
 
@@ -35,7 +35,7 @@ pub trait Brake {
     /// [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire)
     /// and the end of the adapter let it write freely, too, and so does the end of this process,
     /// however it comes. A segment is reported as dirty as a whole when it changes hands, which the
-    /// ledger makes good.
+    /// page fingerprints make good.
     ///
     /// # Errors
     /// When it cannot be governed, or has not been in full since some moment after the last call:

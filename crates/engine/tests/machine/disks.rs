@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use godwit_block::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
+use godwit_disk::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::VmError;
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_block::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::handle::MigrationHandle;
@@ -377,7 +377,7 @@ impl DiskDestination for Destination {
 /// Options for a migration over loopback.
 pub fn options(channels: u8, verify: bool) -> Options {
     let to = Address::Tcp(String::new());
-    Options { to, verify, channels, ledger: true, keep_source: false, fault: None }
+    Options { to, verify, channels, fingerprints: true, keep_source: false, fault: None }
 }
 
 /// Runs one migration of `source` into `destination`; the outcome at the source.

@@ -6,7 +6,7 @@ use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use godwit_block::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
+use godwit_disk::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;

@@ -4,7 +4,7 @@
 //! block node, by the id of its `-drive`, by the id of the guest's device, or by that device's
 //! path. The first of these that there is, is what both sides call it.
 
-use godwit_block::{Disk, DiskChoice, Writes};
+use godwit_disk::{Disk, DiskChoice, Writes};
 use godwit_units::ByteCount;
 use serde_json::Value;
 

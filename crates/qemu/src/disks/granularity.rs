@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use godwit_block::{Writes, granularity_for};
+use godwit_disk::{Writes, granularity_for};
 use godwit_units::ByteCount;
 
 use crate::disks::find::{Found, writes_so_far};

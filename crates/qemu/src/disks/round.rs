@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_block::{Content, Disk, DiskError, DiskRound, Extent};
+use godwit_disk::{Content, Disk, DiskError, DiskRound, Extent};
 use godwit_nbd::{Asked, Link, STRETCH_MAX, Stretch, ZERO};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 

@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use godwit_block::{Disk, DiskChoice, DiskError, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskError, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
 use godwit_units::PageRun;
 

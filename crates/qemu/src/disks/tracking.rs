@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_block::{Disk, DiskRound};
+use godwit_disk::{Disk, DiskRound};
 use godwit_nbd::{ALLOCATION, Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 

@@ -7,7 +7,7 @@ use godwit_bench::report::{Better, Report, machine, median};
 use godwit_bench::sys::thread_time;
 use godwit_codec::synthetic::Image;
 use godwit_codec::{Codec, Compressor, delta, is_zero, worth};
-use godwit_ledger::Key;
+use godwit_fingerprints::Key;
 use serde_json::json;
 
 const PAGE: usize = 4096;

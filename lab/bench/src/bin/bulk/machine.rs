@@ -98,7 +98,7 @@ impl Ram {
 pub(crate) struct Way {
     pub(crate) compression: Compression,
     pub(crate) limit: Option<Rate>,
-    pub(crate) ledger: bool,
+    pub(crate) fingerprints: bool,
     pub(crate) channels: u8,
 }
 
@@ -106,7 +106,7 @@ impl Way {
     pub(crate) const PLAIN: Self = Self {
         compression: Compression::Fixed(godwit_codec::Codec::None),
         limit: None,
-        ledger: true,
+        fingerprints: true,
         channels: 2,
     };
 }
@@ -140,7 +140,7 @@ pub(crate) fn transfer_into(
         to,
         verify: false,
         channels: way.channels,
-        ledger: way.ledger,
+        fingerprints: way.fingerprints,
         keep_source: false,
         fault: None,
     };

@@ -1,5 +1,5 @@
-//! Uncompressed pages: the engine, with and without its ledger, against a plain send and receive of
-//! the same bytes.
+//! Uncompressed pages: the engine, with and without fingerprints, against a plain send and receive
+//! of the same bytes.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -33,7 +33,7 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
             runs[who].push(match who {
                 0 => plain(&ram, check)?,
                 1 => transfer(&ram, Way::PLAIN, check)?,
-                _ => transfer(&ram, Way { ledger: false, ..Way::PLAIN }, check)?,
+                _ => transfer(&ram, Way { fingerprints: false, ..Way::PLAIN }, check)?,
             });
         }
     }
@@ -48,7 +48,7 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     let mut rows = Vec::new();
     println!("{:<24}{:>8}{:>12}", "", "GiB/s", "CPU s/GiB");
     for (who, name) in
-        ["plain send and recv", "godwit", "godwit, ledger off"].into_iter().enumerate()
+        ["plain send and recv", "godwit", "godwit, fingerprints off"].into_iter().enumerate()
     {
         let (speed, cpu) = (gib / of(who, |cost| cost.wall), of(who, |cost| cost.cpu) / gib);
         println!("{name:<24}{speed:>8.2}{cpu:>12.3}");
@@ -66,9 +66,14 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
     );
     report.target("uncompressed: CPU s/GiB, both sides", cpu, 0.9, Better::Lower);
     report.target("uncompressed: CPU s/GiB, both sides: the goal", cpu, 0.6, Better::Lower);
-    let ledger = |pick| (ratio(1, 2, pick) - 1.0) * 100.0;
-    report.target("ledger: % of time", ledger(|cost| cost.wall), 8.0, Better::Lower);
-    report.target("ledger: % of processor time", ledger(|cost| cost.cpu), 8.0, Better::Lower);
+    let fingerprints = |pick| (ratio(1, 2, pick) - 1.0) * 100.0;
+    report.target("fingerprints: % of time", fingerprints(|cost| cost.wall), 8.0, Better::Lower);
+    report.target(
+        "fingerprints: % of processor time",
+        fingerprints(|cost| cost.cpu),
+        8.0,
+        Better::Lower,
+    );
     if let Err(problem) = in_huge_pages(report, rounds) {
         println!("huge pages at the destination: not measured: {problem:#}");
     }

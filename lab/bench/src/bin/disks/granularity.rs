@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report, median};
-use godwit_block::{Writes, granularity_for};
+use godwit_disk::{Writes, granularity_for};
 use godwit_guest_workload::settings::DiskWork;
 use godwit_testbed::{DiskImage, TestVm, VmConfig};
 use godwit_units::ByteCount;

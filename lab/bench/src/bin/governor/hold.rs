@@ -12,9 +12,9 @@ use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_memory::RamBlock;
 use godwit_testbed::{BeaconPlace, GuestConfig, Observer, QemuBuild, TestVm, VmConfig};
-use godwit_throttle::VcpuThrottle;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, Way};
 use godwit_units::{ByteCount, PageCount, PageRun};
+use godwit_vcpu_throttle::VcpuThrottle;
 use serde_json::json;
 
 use crate::Options;

@@ -180,7 +180,7 @@ fn await_writes(threads: &[Thread]) -> anyhow::Result<()> {
 /// how many.
 fn watch_speed(threads: &[Thread], hurry: &AtomicBool) -> Vec<(u64, u64)> {
     // Or it would have its turn among thousands.
-    godwit_throttle::become_punctual();
+    godwit_vcpu_throttle::become_punctual();
     hurry.store(true, Ordering::Relaxed);
     let began = Instant::now();
     let mut seen = Vec::new();

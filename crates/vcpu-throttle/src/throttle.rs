@@ -9,8 +9,8 @@ use crate::{Slices, ThrottleError, vcpu_time};
 /// threads run free.
 ///
 /// ```no_run
-/// # fn main() -> Result<(), godwit_throttle::ThrottleError> {
-/// let mut throttle = godwit_throttle::VcpuThrottle::new(4711, &[4715, 4716]);
+/// # fn main() -> Result<(), godwit_vcpu_throttle::ThrottleError> {
+/// let mut throttle = godwit_vcpu_throttle::VcpuThrottle::new(4711, &[4715, 4716]);
 /// throttle.set(0.5)?; // half of the time they stand still
 /// throttle.set(0.0)?; // nobody traces them any more
 /// # Ok(())

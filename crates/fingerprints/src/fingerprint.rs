@@ -73,7 +73,8 @@ fn print(seed: u64, bytes: &[u8]) -> Fingerprint {
 const BUFFER: usize = 4096;
 
 /// A digest over the fingerprints of a range of pages, in order: XXH3-128. The destination makes it
-/// from what it reads back, the source from its ledger, and they agree exactly when all pages do.
+/// from what it reads back, the source from its fingerprints, and they agree exactly when all pages
+/// do.
 #[derive(Clone)]
 pub struct RangeDigest {
     hasher: Box<XxHash3_128>,

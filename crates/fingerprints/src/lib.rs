@@ -1,28 +1,28 @@
-//! The ledger: a fingerprint of each page as last sent.
+//! Page fingerprints: one of each page as last sent.
 //!
 //! With it the source skips pages that were written but did not change, finds the changed 4 KiB
 //! within huge pages, finds what direct I/O changed behind the tracker, knows after a broken
 //! connection what was acknowledged, and the destination proves that it wrote what was sent.
 //!
 //! - [`Key`]: the session's secret seed; makes a [`Fingerprint`] of a page.
-//! - [`Ledger`]: makes the parts and counts the memory of all of them.
-//! - [`SegmentLedger`]: the part of one segment. **The channel thread that owns the segment owns
-//!   it**: no lock, no atomic operation but one when it first takes memory. It is `Send`: give it
-//!   back and hand it out again when channels change.
+//! - [`PageFingerprints`]: makes the parts and counts the memory of all of them.
+//! - [`SegmentFingerprints`]: the part of one segment. **The channel thread that owns the segment
+//!   owns it**: no lock, no atomic operation but one when it first takes memory. It is `Send`: give
+//!   it back and hand it out again when channels change.
 //!
 //! ```
-//! use godwit_ledger::{Key, Ledger};
+//! use godwit_fingerprints::{Key, PageFingerprints};
 //! use godwit_units::{PageIndex, PageRun};
 //!
 //! let key = Key::new(0x5eed);
-//! let ledger = Ledger::new();
-//! let mut part = ledger.segment(PageRun::new(4096, 4096));
+//! let fingerprints = PageFingerprints::new();
+//! let mut part = fingerprints.segment(PageRun::new(4096, 4096));
 //! let page = vec![7; 4096];
 //! let print = key.page(&page);
 //! // True the first time: send it. False as long as it stays what was sent: skip it.
 //! assert!(part.update(PageIndex(4100), print));
 //! assert!(!part.update(PageIndex(4100), print));
-//! assert_eq!(ledger.memory().0, 32 << 10);
+//! assert_eq!(fingerprints.memory().0, 32 << 10);
 //! ```
 //!
 //! # Why 8 bytes are enough
@@ -49,18 +49,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use fingerprint::{Fingerprint, Key, RangeDigest};
-pub use segment::{SegmentLedger, Unknown};
+pub use segment::{SegmentFingerprints, Unknown};
 
 use godwit_units::{ByteCount, PageRun};
 
-/// Makes the parts of a ledger and counts what they take.
+/// Makes the parts, one for each segment, and counts what they take.
 #[derive(Clone, Debug, Default)]
-pub struct Ledger {
+pub struct PageFingerprints {
     account: Account,
 }
 
-impl Ledger {
-    /// A ledger without parts.
+impl PageFingerprints {
+    /// Fingerprints of no page yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -72,8 +72,8 @@ impl Ledger {
     /// # Panics
     /// When `run` is empty: a mistake of the caller.
     #[must_use]
-    pub fn segment(&self, run: PageRun) -> SegmentLedger {
-        SegmentLedger::new(run, self.account.clone())
+    pub fn segment(&self, run: PageRun) -> SegmentFingerprints {
+        SegmentFingerprints::new(run, self.account.clone())
     }
 
     /// Bytes that the fingerprints of all parts take now.

@@ -10,7 +10,7 @@ use std::process::{Child, ChildStderr, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use godwit_throttle::{ThrottleError, VcpuThrottle, vcpu_time};
+use godwit_vcpu_throttle::{ThrottleError, VcpuThrottle, vcpu_time};
 
 /// A bound for what hangs, not a measure of speed.
 const LIMIT: Duration = Duration::from_secs(30);

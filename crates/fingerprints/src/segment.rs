@@ -1,4 +1,4 @@
-//! The part of a ledger for one segment, owned by the thread that owns the segment.
+//! The fingerprints of one segment, owned by the thread that owns the segment.
 //!
 //! Three forms: nothing sent; all pages of one fingerprint (holes, zero pages), which takes no
 //! memory however large the guest; one fingerprint a page.
@@ -25,13 +25,13 @@ enum Prints {
 
 /// Fingerprints of the pages of one segment.
 #[derive(Debug)]
-pub struct SegmentLedger {
+pub struct SegmentFingerprints {
     run: PageRun,
     prints: Prints,
     account: Account,
 }
 
-impl SegmentLedger {
+impl SegmentFingerprints {
     pub(crate) fn new(run: PageRun, account: Account) -> Self {
         assert!(run.count.0 > 0, "a segment has pages");
         Self { run, prints: Prints::Uniform(None), account }
@@ -150,7 +150,7 @@ impl SegmentLedger {
     }
 }
 
-impl Drop for SegmentLedger {
+impl Drop for SegmentFingerprints {
     fn drop(&mut self) {
         self.release();
     }

@@ -1,4 +1,4 @@
-//! The ledger against a plain map, and its memory against what was put in.
+//! Fingerprints against a plain map, and its memory against what was put in.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use godwit_units::ByteCount;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Key, Ledger};
+use crate::{Key, PageFingerprints};
 
 const START: u64 = 4096;
 const PAGES: u64 = 64;
@@ -18,7 +18,7 @@ fn page(byte: u8) -> Vec<u8> {
 #[test]
 fn what_did_not_change_need_not_be_sent() {
     let key = Key::new(1);
-    let mut part = Ledger::new().segment(PageRun::new(START, PAGES));
+    let mut part = PageFingerprints::new().segment(PageRun::new(START, PAGES));
     let (old, new) = (key.page(&page(1)), key.page(&page(2)));
     let at = PageIndex(START + 5);
     assert!(!part.unchanged(at, old));
@@ -35,30 +35,30 @@ fn what_did_not_change_need_not_be_sent() {
 #[test]
 fn holes_take_no_memory() {
     let key = Key::new(1);
-    let ledger = Ledger::new();
-    let mut part = ledger.segment(PageRun::new(0, PAGES));
+    let fingerprints = PageFingerprints::new();
+    let mut part = fingerprints.segment(PageRun::new(0, PAGES));
     part.record_run(PageRun::new(0, PAGES), key.zero());
     assert!(part.unchanged(PageIndex(63), key.page(&page(0))));
-    assert_eq!(ledger.memory(), ByteCount::ZERO);
+    assert_eq!(fingerprints.memory(), ByteCount::ZERO);
     // A hole that is looked at again is nothing new.
     part.record_run(PageRun::new(3, 9), key.zero());
-    assert_eq!(ledger.memory(), ByteCount::ZERO);
+    assert_eq!(fingerprints.memory(), ByteCount::ZERO);
     part.record(PageIndex(7), key.page(&page(9)));
     assert!(part.unchanged(PageIndex(6), key.zero()));
-    assert_eq!(ledger.memory(), ByteCount(PAGES * 8));
-    let other = ledger.segment(PageRun::new(PAGES, PAGES));
+    assert_eq!(fingerprints.memory(), ByteCount(PAGES * 8));
+    let other = fingerprints.segment(PageRun::new(PAGES, PAGES));
     part.forget(PageRun::new(0, PAGES));
-    assert_eq!(ledger.memory(), ByteCount::ZERO);
+    assert_eq!(fingerprints.memory(), ByteCount::ZERO);
     part.record(PageIndex(0), key.zero());
     drop((part, other));
-    assert_eq!(ledger.memory(), ByteCount::ZERO);
+    assert_eq!(fingerprints.memory(), ByteCount::ZERO);
 }
 
 #[test]
 fn the_digest_is_that_of_the_pages_in_order() {
     let key = Key::new(3);
-    let ledger = Ledger::new();
-    let mut part = ledger.segment(PageRun::new(START, PAGES));
+    let fingerprints = PageFingerprints::new();
+    let mut part = fingerprints.segment(PageRun::new(START, PAGES));
     let mut read_back = key.digest();
     for number in 0..10_u8 {
         part.record(PageIndex(START + u64::from(number)), key.page(&page(number)));
@@ -82,7 +82,7 @@ fn the_digest_is_that_of_the_pages_in_order() {
 #[test]
 fn a_part_goes_to_another_thread() {
     let key = Key::new(3);
-    let mut part = Ledger::new().segment(PageRun::new(0, 1));
+    let mut part = PageFingerprints::new().segment(PageRun::new(0, 1));
     let part = std::thread::scope(|scope| {
         let hand = scope.spawn(move || {
             part.record(PageIndex(0), key.zero());
@@ -96,7 +96,7 @@ fn a_part_goes_to_another_thread() {
 #[test]
 #[should_panic(expected = "is not in the segment")]
 fn a_page_outside_is_our_own_bug() {
-    let part = Ledger::new().segment(PageRun::new(START, PAGES));
+    let part = PageFingerprints::new().segment(PageRun::new(START, PAGES));
     let _ = part.print(PageIndex(START + PAGES));
 }
 
@@ -138,8 +138,8 @@ proptest! {
     #[test]
     fn it_is_a_map_of_pages(steps in proptest::collection::vec(step(), 0..20)) {
         let key = Key::new(9);
-        let ledger = Ledger::new();
-        let mut part = ledger.segment(PageRun::new(START, PAGES));
+        let fingerprints = PageFingerprints::new();
+        let mut part = fingerprints.segment(PageRun::new(START, PAGES));
         let mut model = BTreeMap::new();
         for step in steps {
             match step {
@@ -156,7 +156,7 @@ proptest! {
             for at in 0..PAGES {
                 prop_assert_eq!(part.print(PageIndex(START + at)), model.get(&at).copied());
             }
-            prop_assert_eq!(ledger.memory(), part.memory());
+            prop_assert_eq!(fingerprints.memory(), part.memory());
         }
     }
 }
