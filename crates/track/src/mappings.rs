@@ -1,7 +1,7 @@
-//! Which processes map a RAM file, and where: the bridge from RAM-block pages to host virtual
+//! Which processes map a RAM block, and where: the bridge from RAM-block pages to host virtual
 //! addresses.
 
-use godwit_memory::RamBlock;
+use godwit_memory::{Place, RamBlock};
 use godwit_units::{Hva, PAGE_SIZE, PageCount, PageRun};
 use procfs::process::{MMPermissions, MemoryMap, Process};
 
@@ -37,8 +37,7 @@ fn proc_error(pid: i32, what: &'static str) -> impl FnOnce(procfs::ProcError) ->
 /// Device (major, minor) and inode as `/proc/PID/maps` shows them.
 type FileKey = ((i32, i32), u64);
 
-fn file_key(block: &RamBlock) -> Option<FileKey> {
-    let (device, inode) = block.identity().ok()?;
+fn file_key(device: u64, inode: u64) -> Option<FileKey> {
     let number = |n: u32| i32::try_from(n).ok();
     Some(((number(rustix::fs::major(device))?, number(rustix::fs::minor(device))?), inode))
 }
@@ -49,28 +48,27 @@ fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
         && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
 }
 
-/// Where the process `pid` maps `block` shared and writable, in the order of the block's pages.
+/// Where the process `pid` maps `block` writable, in the order of the block's pages: a file shared,
+/// memory of its own as a whole.
 ///
 /// # Errors
 /// When `/proc/PID/maps` cannot be read, or not every page of the block is mapped exactly once.
 pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
     let not_mapped = || TrackError::NotMapped { pid, block: block.name().to_owned() };
-    let key = file_key(block).ok_or_else(not_mapped)?;
     let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
-    let file_pages = PageRun::new(block.file_offset() / PAGE_SIZE, block.pages().0);
-    let mut found: Vec<BlockMapping> = maps
-        .iter()
-        .filter(|map| is_shared_write(map, key))
-        .filter_map(|map| {
-            let (start, end) = map.address;
-            let mapped = PageRun::new(map.offset / PAGE_SIZE, (end - start) / PAGE_SIZE);
-            let pages = mapped.intersect(file_pages)?;
-            Some(BlockMapping {
-                pages: PageRun::new(pages.start.0 - file_pages.start.0, pages.count.0),
-                address: Hva(start + (pages.start.0 - mapped.start.0) * PAGE_SIZE),
-            })
-        })
-        .collect();
+    let mut found: Vec<BlockMapping> = match block.place() {
+        Ok(Place::File { device, inode, offset }) => {
+            let key = file_key(device, inode).ok_or_else(not_mapped)?;
+            let file_pages = PageRun::new(offset / PAGE_SIZE, block.pages().0);
+            let shared = maps.iter().filter(|map| is_shared_write(map, key));
+            shared.filter_map(|map| part_of_file(map, file_pages)).collect()
+        }
+        Ok(Place::Process { pid: owner, address }) if owner == pid => {
+            let end = address.saturating_add(block.pages().bytes().0);
+            maps.iter().filter_map(|map| part_of_process(map, address, end)).collect()
+        }
+        _ => return Err(not_mapped()),
+    };
     found.sort_by_key(|mapping| mapping.pages.start);
     let mut next = 0;
     for mapping in &found {
@@ -85,12 +83,42 @@ pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, Trac
     Ok(found)
 }
 
+/// What `map` maps of the block that is these pages of the file.
+fn part_of_file(map: &MemoryMap, file_pages: PageRun) -> Option<BlockMapping> {
+    let (start, end) = map.address;
+    let mapped = PageRun::new(map.offset / PAGE_SIZE, (end - start) / PAGE_SIZE);
+    let pages = mapped.intersect(file_pages)?;
+    Some(BlockMapping {
+        pages: PageRun::new(pages.start.0 - file_pages.start.0, pages.count.0),
+        address: Hva(start + (pages.start.0 - mapped.start.0) * PAGE_SIZE),
+    })
+}
+
+/// What `map` maps of the block from `first` to `end`: private memory that is no file's, whose
+/// untouched pages are zeros.
+fn part_of_process(map: &MemoryMap, first: u64, end: u64) -> Option<BlockMapping> {
+    let private = map.perms.contains(MMPermissions::WRITE | MMPermissions::PRIVATE);
+    let (from, to) = (map.address.0.max(first), map.address.1.min(end));
+    (private && map.inode == 0 && from < to).then(|| BlockMapping {
+        pages: PageRun::new((from - first) / PAGE_SIZE, (to - from) / PAGE_SIZE),
+        address: Hva(from),
+    })
+}
+
+/// The file that holds `block`: memory of a process is nobody else's.
+fn file_of(block: &RamBlock) -> Option<FileKey> {
+    match block.place() {
+        Ok(Place::File { device, inode, .. }) => file_key(device, inode),
+        _ => None,
+    }
+}
+
 /// All processes but `vmm` and this one that map one of `blocks` shared and writable. Processes
 /// whose maps may not be read are passed over: they belong to other users.
 #[must_use]
 pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
     let keys: Vec<(FileKey, &str)> =
-        blocks.iter().filter_map(|block| Some((file_key(block)?, block.name()))).collect();
+        blocks.iter().filter_map(|block| Some((file_of(block)?, block.name()))).collect();
     let own = std::process::id();
     let Ok(processes) = procfs::process::all_processes() else { return Vec::new() };
     let mut writers = Vec::new();
