@@ -1,9 +1,11 @@
 //! Which processes map a RAM block, and where: the bridge from RAM-block pages to host virtual
 //! addresses.
 
+use std::path::PathBuf;
+
 use godwit_memory::{Place, RamBlock};
-use godwit_units::{Hva, PAGE_SIZE, PageCount, PageRun};
-use procfs::process::{MMPermissions, MemoryMap, Process};
+use godwit_units::{ByteCount, Hva, PAGE_SIZE, PageCount, PageRun};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
 use crate::TrackError;
 
@@ -14,6 +16,27 @@ pub struct BlockMapping {
     pub pages: PageRun,
     /// The address of the first of them.
     pub address: Hva,
+}
+
+/// What is at an address of a process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mapped {
+    /// Private memory that no file holds.
+    Private,
+    /// A file, shared with whoever else maps it; it need not have a name any more.
+    Shared {
+        /// By which it can be opened.
+        file: PathBuf,
+        /// Where in it, in bytes.
+        offset: u64,
+    },
+    /// A private copy of a file, of which the process may have changed parts.
+    PrivateFile {
+        /// Its name.
+        path: String,
+    },
+    /// Not memory that may be written, or not all of it.
+    Nowhere,
 }
 
 /// A process other than the VMM that could write guest memory.
@@ -102,6 +125,54 @@ fn part_of_process(map: &MemoryMap, first: u64, end: u64) -> Option<BlockMapping
     (private && map.inode == 0 && from < to).then(|| BlockMapping {
         pages: PageRun::new((from - first) / PAGE_SIZE, (to - from) / PAGE_SIZE),
         address: Hva(from),
+    })
+}
+
+/// What process `pid` has mapped at `address`, for all of `size`.
+///
+/// # Errors
+/// When `/proc/PID/maps` cannot be read.
+///
+/// ```
+/// use godwit_track::{Mapped, mapped_at};
+/// use godwit_units::ByteCount;
+///
+/// let memory = vec![7_u8; 1 << 20];
+/// let own = std::process::id().cast_signed();
+/// let mapped = mapped_at(own, memory.as_ptr() as u64, ByteCount(1 << 19))?;
+/// assert_eq!(mapped, Mapped::Private);
+/// # Ok::<(), godwit_track::TrackError>(())
+/// ```
+pub fn mapped_at(pid: i32, address: u64, size: ByteCount) -> Result<Mapped, TrackError> {
+    let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
+    let Some(end) = address.checked_add(size.0) else { return Ok(Mapped::Nowhere) };
+    let mut parts = maps.iter().filter(|map| map.address.0 < end && map.address.1 > address);
+    let Some(first) = parts.next() else { return Ok(Mapped::Nowhere) };
+    let writable = |map: &MemoryMap| map.perms.contains(MMPermissions::WRITE);
+    // The kernel divides what is advised differently.
+    let mut reached = first.address.1;
+    let alike = parts.all(|map| {
+        let follows = map.address.0 == std::mem::replace(&mut reached, map.address.1);
+        let same = (map.dev, map.inode, map.perms) == (first.dev, first.inode, first.perms);
+        let goes_on =
+            map.inode == 0 || map.offset == first.offset + (map.address.0 - first.address.0);
+        follows && same && goes_on
+    });
+    if !alike || !writable(first) || first.address.0 > address || reached < end {
+        return Ok(Mapped::Nowhere);
+    }
+    let shared = first.perms.contains(MMPermissions::SHARED);
+    Ok(match (shared, first.inode) {
+        (false, 0) => Mapped::Private,
+        (false, _) => match &first.pathname {
+            MMapPath::Path(path) => Mapped::PrivateFile { path: path.display().to_string() },
+            _ => Mapped::PrivateFile { path: "a file".to_owned() },
+        },
+        (true, _) => {
+            let (start, end) = first.address;
+            let file = format!("/proc/{pid}/map_files/{start:x}-{end:x}").into();
+            Mapped::Shared { file, offset: first.offset + (address - start) }
+        }
     })
 }
 
