@@ -277,7 +277,7 @@ impl Source<'_> {
         self.measures.first_writes_delayed = governor.delayed;
         self.measures.vcpus_waited = governor.waited;
         self.measures.longest_wait = governor.longest_wait;
-        let pages = ByteCount(self.counters.sent.load(Ordering::Relaxed));
+        let pages = ByteCount(self.sent.load(Ordering::Relaxed));
         self.measures.sent = pages + self.measures.device_state;
     }
 

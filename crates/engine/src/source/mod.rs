@@ -26,7 +26,7 @@ mod thread_clock;
 use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -56,11 +56,11 @@ use crate::vm::{SourceVm, VmError};
 use crate::{EngineError, Failure, Phase, Survivor, limits, threads};
 
 use abort::Aborter;
-use channel::{Channel, Counters, Order, RoundStatistics, Shared};
+use channel::{Channel, Order, Shared};
 use disk::DiskStatistics;
 use disks::{Disks, begin_passes};
 pub use fault::Fault;
-use frame_sender::FrameSender;
+use frame_sender::{FrameSender, Link, RoundStatistics};
 use link_share::LinkShare;
 use live::{IdleWatch, Live};
 use segment_table::{Look, SegmentTable};
@@ -161,7 +161,7 @@ pub fn migrate(
         connection: 0,
         control_ended: Cell::new(false),
         channels: Vec::new(),
-        counters: Arc::default(),
+        sent: Arc::default(),
         limiter: Arc::new(Limiter::new(max_bandwidth.map(TypedRate::rate), all_channels)),
         live: Arc::new(Live::new(compression)),
         idle: IdleWatch::new(),
@@ -271,7 +271,7 @@ struct Source<'a> {
     unfinished: usize,
     /// The device state is released when disks are read.
     release_waits: bool,
-    counters: Arc<Counters>,
+    sent: Arc<AtomicU64>,
     limiter: Arc<Limiter>,
     live: Arc<Live>,
     idle: IdleWatch,
@@ -789,7 +789,7 @@ impl Source<'_> {
             stage,
             round,
             round_ended,
-            sent: ByteCount(self.counters.sent.load(Ordering::Relaxed)),
+            sent: ByteCount(self.sent.load(Ordering::Relaxed)),
             remaining: self.remaining.bytes(),
             dirty_rate: estimate.map(|estimate| estimate.dirty_rate),
             bandwidth: estimate.map(|estimate| estimate.bandwidth),

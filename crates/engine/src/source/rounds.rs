@@ -106,14 +106,13 @@ impl Source<'_> {
 
     /// The sending end of a channel for `segments` segments.
     fn sender(&self, stream: Stream, segments: usize) -> FrameSender {
-        FrameSender::new(
-            stream,
-            Arc::clone(&self.limiter),
-            Arc::clone(&self.counters),
-            Arc::clone(&self.live),
-            segments,
-            self.codecs,
-        )
+        let link = Link {
+            limiter: Arc::clone(&self.limiter),
+            live: Arc::clone(&self.live),
+            sent: Arc::clone(&self.sent),
+            codecs: self.codecs,
+        };
+        FrameSender::new(stream, link, segments)
     }
 
     /// Starts tracking the disks that move along, and their channels.
@@ -179,7 +178,7 @@ impl Source<'_> {
         self.round_began = Instant::now();
         // What lies between the rounds belongs to the one that comes.
         self.gap = self.round_ended.map_or(Duration::ZERO, |ended| ended.elapsed());
-        self.sent_before = self.counters.sent.load(Ordering::Relaxed);
+        self.sent_before = self.sent.load(Ordering::Relaxed);
         let last = stage == Stage::StopAndCopy;
         // What a balloon gave back is a hole and was not written. The destination need not keep it,
         // and where digests are compared it must not; but when the guest is stopped otherwise,
@@ -360,7 +359,7 @@ impl Source<'_> {
         let tick = if early { EARLY_TICK } else { limits::TICK };
         self.next_look = now + (now.elapsed() * LOOK_SHARE).max(tick);
         self.remaining = look.remaining;
-        let sent = self.counters.sent.load(Ordering::Relaxed) - self.sent_before;
+        let sent = self.sent.load(Ordering::Relaxed) - self.sent_before;
         let plan = self.policy.tick(&Tick {
             in_round: self.gap + self.round_began.elapsed(),
             sent: ByteCount(sent),
