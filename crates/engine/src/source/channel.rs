@@ -17,10 +17,10 @@ use godwit_track::DirtyTracker;
 use godwit_units::{PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::Event;
 use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
+use super::session::Event;
 use crate::EngineError;
 
 /// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are

@@ -18,10 +18,10 @@ use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES};
 
-use super::Event;
 use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
+use super::session::Event;
 use crate::EngineError;
 
 /// Pages of zeros named at once, at the most: 1 TiB, which the run table holds.

@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use godwit_units::ByteCount;
 use godwit_wire::{DEVICE_STATE_CHUNK, Message};
 
-use super::Event;
+use super::session::Event;
 use crate::link::ControlWriter;
 use crate::{EngineError, threads};
 
