@@ -153,7 +153,7 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
         Stage::Starting => {
             way_back::run(&mut machine, Limits::default().resume)?;
             // The guest runs; that the network learns of it a little later is no reason to stop.
-            let _ = announce(&mut machine.qmp);
+            let _ = announce(&mut *machine.qmp);
             false
         }
     };
@@ -227,11 +227,11 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
 /// returned.
 fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     let (mut limits, settings) = (record.left().limits.clone(), record.left().settings.clone());
-    let limits_undone = limits.restore(&mut machine.qmp).map_err(QemuError::from);
+    let limits_undone = limits.restore(&mut *machine.qmp).map_err(QemuError::from);
     if limits_undone.is_ok() {
         let _ = record.note(|left| left.limits = limits);
     }
-    let settings_undone = settings.map_or(Ok(()), |settings| settings.restore(&mut machine.qmp));
+    let settings_undone = settings.map_or(Ok(()), |settings| settings.restore(&mut *machine.qmp));
     if settings_undone.is_ok() {
         let _ = record.note(|left| left.settings = None);
     }

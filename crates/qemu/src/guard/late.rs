@@ -14,9 +14,9 @@ use crate::{FD_NAMES, QemuError};
 pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
     for record in orphans(machine.pid) {
         let Left { settings, mut limits, .. } = record.left().clone();
-        limits.restore_ours(&mut machine.qmp)?;
+        limits.restore_ours(&mut *machine.qmp)?;
         if let Some(settings) = settings {
-            settings.restore_ours(&mut machine.qmp)?;
+            settings.restore_ours(&mut *machine.qmp)?;
         }
         close_descriptors(machine)?;
         record.remove();

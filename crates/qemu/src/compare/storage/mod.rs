@@ -98,7 +98,7 @@ impl Disk {
     }
 
     fn all(machine: &mut Machine, moving: &[String]) -> Result<Vec<Self>, QmpError> {
-        let drives = drives(&mut machine.qmp)?;
+        let drives = drives(&mut *machine.qmp)?;
         Ok(drives.iter().filter_map(|drive| Self::of(machine, drive, moving)).take(DISKS).collect())
     }
 
