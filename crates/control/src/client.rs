@@ -143,8 +143,8 @@ impl Connection {
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
                 let limit = format_duration(limit);
                 return Err(self.problem(&format!(
-                    "takes connections and does not answer within {limit}: is it a microvm's --control (a QMP monitor is \
-                     --vm qemu:PATH), and does its process run?"
+                    "takes connections and does not answer within {limit}: is it a microvm's \
+                     --control (a QMP monitor is --vm qemu:PATH), and does its process run?"
                 )));
             }
         }
@@ -362,7 +362,6 @@ pub fn receive(
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixListener;
-
 
     use super::*;
 

@@ -8,8 +8,8 @@ mod machine;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
-use std::sync::atomic::Ordering;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use godwit_codec::Codec;
@@ -268,7 +268,8 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
     let Some(tmpfs) = Tmpfs::mount("room", "20M") else {
         let _ = std::io::Write::write_all(
             &mut std::io::stderr(),
-            b"\nSKIPPED a_guest_is_refused_where_its_memory_would_not_fit: cannot mount (needs root)\n",
+            b"\nSKIPPED a_guest_is_refused_where_its_memory_would_not_fit: cannot mount (needs \
+              root)\n",
         );
         return;
     };

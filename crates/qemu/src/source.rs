@@ -369,7 +369,8 @@ impl QemuSource {
             Err(QmpError::Timeout { .. }) if first < limits.stop => {
                 let limit = format_duration(limits.stop);
                 told(&format!(
-                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}"
+                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to \
+                     {limit}"
                 ));
                 qmp.watch(what, limits.stop - first, &mut look)?
             }

@@ -187,13 +187,14 @@ fn what_became(stage: Stage) -> (u8, &'static str) {
         Stage::Stopping => (NOTICE, "the guest was stopped, and was brought back as it was before"),
         Stage::HandingOver => (
             ALERT,
-            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination QEMU does not run \
-             it and has ended, `cont` this one; else `quit` this one",
+            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination \
+             QEMU does not run it and has ended, `cont` this one; else `quit` this one",
         ),
         Stage::Waiting => (NOTICE, "it waits for another migration"),
         Stage::Loading | Stage::Discarding => (
             NOTICE,
-            "it had begun to load the guest, never ran it, and was ended: start it anew for another migration",
+            "it had begun to load the guest, never ran it, and was ended: start it anew for \
+             another migration",
         ),
         Stage::Starting => {
             (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU")

@@ -293,7 +293,8 @@ impl Asked<'_, '_> {
         let names = |disk: &Disk| disk.files.first().map_or_else(|| "nothing".to_owned(), shown);
         if disk.files.is_empty() || disk.files.len() != own.files.len() {
             return Ok(Some(format!(
-                "disk '{name}' is made of {} files at the source and {} here, which cannot be compared",
+                "disk '{name}' is made of {} files at the source and {} here, which cannot be \
+                 compared",
                 disk.files.len(),
                 own.files.len()
             )));
