@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use godwit_engine::Cancel;
-use godwit_engine::handle::{MigrationHandle, HandleError, all_settings};
+use godwit_engine::handle::{HandleError, MigrationHandle, all_settings};
 use godwit_policy::{About, SettingError};
 use godwit_units::GRAMMAR;
 
