@@ -1,5 +1,5 @@
-//! The disks that move along, as the main thread has them: the rounds' passes, what the guest writes
-//! and may write to them, and the counts. Their channels are lanes.
+//! The disks that move along, as the main thread has them: the rounds' passes, what the guest
+//! writes and may write to them, and the counts. Their channels are lanes.
 //!
 //! Invariant: a pass that was cut short is finished before another one begins.
 
