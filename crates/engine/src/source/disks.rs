@@ -348,7 +348,7 @@ impl Disks {
         self.list.iter().map(|moving| moving.measures.clone()).collect()
     }
 
-    /// Whether the channel of disk `index` has a pass; else it waits for orders, and ends with them.
+    /// Whether the channel of disk `index` has a pass; else it waits for orders and ends with them.
     pub(super) fn is_busy(&self, index: usize) -> bool {
         self.list.get(index).is_some_and(|moving| moving.pass.is_some())
     }
