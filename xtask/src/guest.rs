@@ -159,7 +159,8 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     let magic = godwit_guest_workload::beacon::magic();
     ensure!(
         !image.windows(magic.len()).any(|window| window == magic),
-        "the guest program holds the beacon's magic number: the compiler put it together ahead of time"
+        "the guest program holds the beacon's magic number: the compiler put it together ahead of \
+         time"
     );
     if std::fs::read(path).is_ok_and(|there| there == image) {
         println!("{} is up to date", path.display());

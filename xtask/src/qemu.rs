@@ -201,7 +201,8 @@ fn write_wrapper(path: &Path) -> anyhow::Result<()> {
          root=$(dirname \"$(readlink -f \"$0\")\")/root\n\
          export LD_LIBRARY_PATH=\"$root/{LIBRARIES}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\"\n\
          export QEMU_MODULE_DIR=\"$root/{LIBRARIES}/qemu\"\n\
-         exec \"$root/usr/bin/{BINARY}\" -L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\" \\\n\
+         exec \"$root/usr/bin/{BINARY}\" -L \"$root/usr/share/qemu\" \
+         -L \"$root/usr/share/seabios\" \\\n\
          \x20   -L /usr/share/qemu -L /usr/share/seabios -L /usr/lib/ipxe/qemu \"$@\"\n"
     );
     std::fs::write(path, script).with_context(|| format!("cannot write {}", path.display()))?;

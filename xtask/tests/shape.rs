@@ -169,24 +169,30 @@ fn the_command_carries_nothing_of_the_lab() {
     }
 }
 
-/// rustfmt keeps code within 100 columns, but neither comments nor what stands in a macro of its
-/// own syntax. Pictures are as wide as they must be.
+/// What another program wrote or reads line by line, with lines as wide as it has them.
+const AS_IT_CAME: [&str; 2] = ["xtask/src/database.rs", "crates/qemu/src/compare/picture.rs"];
+/// Where a text that is printed still stands in one line.
+const IN_ONE_LINE: [&str; 2] = ["crates/engine/src", "crates/memory/src"];
+
+/// rustfmt keeps code within 100 columns, but neither comments nor texts, nor what stands in a
+/// macro of its own syntax. Pictures are as wide as they must be.
 #[test]
 fn lines_are_a_hundred_columns_at_most() {
     for part in ["crates", "lab", "xtask"] {
         for file in sources(&root().join(part)) {
             let text = fs::read_to_string(&file).unwrap();
-            let own_syntax = text.contains("proptest! {");
+            let one_line = IN_ONE_LINE.iter().any(|dir| file.starts_with(root().join(dir)));
             for (number, line) in
                 (1..).zip(text.lines()).filter(|(_, line)| line.chars().count() > 100)
             {
                 let line = line.trim_start();
                 let marks = ["//! ", "/// ", "// "];
-                // A text that is printed, JSON or SQL may be one line.
-                let words = line.contains('"') || line.ends_with('\\') || own_syntax;
                 let may = match marks.iter().find_map(|mark| line.strip_prefix(mark)) {
                     Some(comment) => comment.starts_with(' '),
-                    None => words || file.ends_with("xtask/src/database.rs"),
+                    None => {
+                        AS_IT_CAME.iter().any(|name| file.ends_with(name))
+                            || (one_line && line.contains('"'))
+                    }
                 };
                 assert!(may, "{}:{number} is too long", file.display());
             }

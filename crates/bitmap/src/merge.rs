@@ -80,9 +80,8 @@ fn words_avx2(target: &mut [u64], source: &[u64], shift: u32) -> u64 {
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(
-    enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,bmi1,bmi2,lzcnt,popcnt"
-)]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,\
+                  bmi1,bmi2,lzcnt,popcnt")]
 fn words_avx512(target: &mut [u64], source: &[u64], shift: u32) -> u64 {
     // What the compiler makes of the portable code reads each word of the source twice when it is
     // shifted; here a line is read once and joined with the next in registers.
@@ -237,7 +236,10 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 500 }))]
         #[test]
         fn long_merges_match_page_by_page(
-            source in prop::collection::vec(prop_oneof![Just(0u64), Just(u64::MAX), any::<u64>()], 1..60),
+            source in prop::collection::vec(
+                prop_oneof![Just(0u64), Just(u64::MAX), any::<u64>()],
+                1..60,
+            ),
             target in prop::collection::vec(prop_oneof![Just(0u64), any::<u64>()], 1..60),
             from in 0u64..4000, to in 0u64..4000, count in 0u64..4000,
         ) {

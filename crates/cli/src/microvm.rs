@@ -191,7 +191,8 @@ pub(crate) fn run(command: &Command) -> ExitCode {
             let (path, request) =
                 (&balloon.socket.path, Request::Balloon { bytes: balloon.size.0 });
             let asked = format!(
-                "the guest is asked to give back {} in all; `godwit microvm status` tells how far it is",
+                "the guest is asked to give back {} in all; `godwit microvm status` tells how far \
+                 it is",
                 balloon.size
             );
             told(path, &request, &asked)

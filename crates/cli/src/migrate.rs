@@ -55,7 +55,8 @@ pub(crate) struct Arguments {
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
     /// again that were written and did not change
-    #[arg(long, alias = "ledger", value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = on_off)]
+    #[arg(long, alias = "ledger", value_name = "on|off", default_value = "on")]
+    #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
     fingerprints: bool,
 
     /// Disks that move along: all, none, or names with commas between. Those that do not must be on

@@ -333,9 +333,10 @@ fn as_text(
         }
     }
     if tables {
-        let legend = "total: from the start until the guest runs at the destination; range: the same over a link \
-             a fifth faster or slower; slowed: the most that is taken from the guest's processors, or governed: its first \
-             writes are rationed; lost: how much of the guest's work that and the downtime cost";
+        let legend = "total: from the start until the guest runs at the destination; range: the \
+                      same over a link a fifth faster or slower; slowed: the most that is taken \
+                      from the guest's processors, or governed: its first writes are rationed; \
+                      lost: how much of the guest's work that and the downtime cost";
         text += &format!("\n{}\n", layout::wrap("", legend, 2, width));
     }
     text

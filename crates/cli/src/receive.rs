@@ -192,7 +192,8 @@ fn advice(ram: &[RamBlock]) -> Option<String> {
     let mount = ram.iter().find_map(RamBlock::in_small_pages).filter(|_| total >= WORTH_ADVICE)?;
     let mount = mount.display();
     Some(format!(
-        "RAM files on {mount} take half the processor time to fill with huge pages: mount -o remount,huge=within_size {mount}"
+        "RAM files on {mount} take half the processor time to fill with huge pages: mount -o \
+         remount,huge=within_size {mount}"
     ))
 }
 
@@ -243,7 +244,8 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::AwaitingSource { limit } => {
             let limit = format_duration(*limit);
             eprintln!(
-                "godwit: the source was lost at the handover; waiting up to {limit} for it to say who runs the guest"
+                "godwit: the source was lost at the handover; waiting up to {limit} for it to say \
+                 who runs the guest"
             );
         }
     }
@@ -293,10 +295,12 @@ impl Again {
         match self {
             Self::Waits => "the VM goes on waiting: run godwit receive again for another attempt",
             Self::QemuEnded => {
-                "its QEMU has ended, since it can load only once: start it again with -incoming defer, then godwit receive"
+                "its QEMU has ended, since it can load only once: start it again with -incoming \
+                 defer, then godwit receive"
             }
             Self::MicrovmUsedUp => {
-                "its machine cannot be used again: start another with --incoming, then godwit receive"
+                "its machine cannot be used again: start another with --incoming, then godwit \
+                 receive"
             }
         }
     }
@@ -305,8 +309,9 @@ impl Again {
 fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
-            "IN DOUBT: look whether it runs here (godwit status --vm VM), and end one of the two VMs"
-                .to_owned()
+            "IN DOUBT: look whether it runs here (godwit status --vm VM), and end one of the two \
+             VMs"
+            .to_owned()
         }
         _ => match again {
             Some(again) => format!("the guest does not run here; {}", again.cure()),

@@ -115,9 +115,9 @@ fn perform(arguments: &Arguments) -> anyhow::Result<()> {
     let outcomes = outcomes(&scenario, arguments.sweep.as_deref())?;
     for (name, outcome) in &outcomes {
         if arguments.json {
-            json_line(
-                &json!({ "scenario": arguments.scenario, "case": name, "simulated": true, "outcome": outcome }),
-            );
+            json_line(&json!({
+                "scenario": arguments.scenario, "case": name, "simulated": true, "outcome": outcome,
+            }));
         }
     }
     if !arguments.json {

@@ -170,7 +170,8 @@ fn nothing_runs(closed: &[PathBuf]) -> String {
 fn not_visible(closed: &[PathBuf]) -> String {
     let closed: Vec<String> = closed.iter().map(|path| path.display().to_string()).collect();
     format!(
-        "those of other users are not visible to you ({}): ask as root or as the user who runs them",
+        "those of other users are not visible to you ({}): ask as root or as the user who runs \
+         them",
         closed.join(", ")
     )
 }
@@ -225,7 +226,8 @@ pub(crate) fn switchover(arguments: &SwitchoverArguments) -> ExitCode {
 
 pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
     ask(&arguments.which, &Request::Cancel, |_| {
-        "it is being cancelled; the guest stays at the source, and godwit migrate says when all is undone"
+        "it is being cancelled; the guest stays at the source, and godwit migrate says when all is \
+         undone"
             .to_owned()
     })
 }
@@ -458,8 +460,8 @@ mod tests {
         let hidden = nothing_runs(&["/run/godwit".into()]);
         assert_eq!(
             hidden,
-            "no migration runs that you can see; those of other users are not visible to you (/run/godwit): \
-             ask as root or as the user who runs them"
+            "no migration runs that you can see; those of other users are not visible to you \
+             (/run/godwit): ask as root or as the user who runs them"
         );
     }
 

@@ -35,7 +35,12 @@ impl FromStr for VmName {
         match text.split_once(':') {
             Some(("qemu", path)) if !path.is_empty() => Ok(Self::Qemu(path.into())),
             Some(("microvm", path)) if !path.is_empty() => Ok(Self::Microvm(path.into())),
-            _ => Err("write qemu:PATH, where PATH is the unix socket of a QMP monitor (QEMU option -qmp unix:PATH,server=on,wait=off), or microvm:PATH, where PATH is the control socket (godwit microvm run --control PATH)".to_owned()),
+            _ => {
+                let cure = "write qemu:PATH, where PATH is the unix socket of a QMP monitor (QEMU \
+                            option -qmp unix:PATH,server=on,wait=off), or microvm:PATH, where PATH \
+                            is the control socket (godwit microvm run --control PATH)";
+                Err(cure.to_owned())
+            }
         }
     }
 }

@@ -20,7 +20,8 @@ pub enum CodecError {
     },
     /// A parameter is out of range.
     #[error(
-        "{codec} is out of range: lz4 takes an acceleration of 1 to 1000, zstd a level of -50 to 19 and not 0"
+        "{codec} is out of range: lz4 takes an acceleration of 1 to 1000, zstd a level of -50 to \
+         19 and not 0"
     )]
     Parameter {
         /// The codec with it.

@@ -143,8 +143,8 @@ impl Connection {
             if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
                 let limit = format_duration(limit);
                 return Err(self.problem(&format!(
-                    "takes connections and does not answer within {limit}: is it a microvm's --control (a QMP monitor is \
-                     --vm qemu:PATH), and does its process run?"
+                    "takes connections and does not answer within {limit}: is it a microvm's \
+                     --control (a QMP monitor is --vm qemu:PATH), and does its process run?"
                 )));
             }
         }
@@ -363,9 +363,6 @@ pub fn receive(
 mod tests {
     use std::os::unix::net::UnixListener;
 
-    use godwit_engine::handle::Own;
-    use godwit_policy::Settings;
-
     use super::*;
 
     #[test]
@@ -373,15 +370,8 @@ mod tests {
         // Regression: a QMP monitor that serves somebody else was waited for without a limit.
         let path = std::env::temp_dir().join(format!("godwit-silent-{}", std::process::id()));
         let silent = UnixListener::bind(&path).unwrap();
-        let options = Options {
-            to: "127.0.0.1:1".parse().unwrap(),
-            verify: false,
-            channels: 1,
-            fingerprints: true,
-            keep_source: false,
-            fault: None,
-        };
-        let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
+        let options = Options::new("127.0.0.1:1".parse().unwrap());
+        let handle = MigrationHandle::default();
         let began = Instant::now();
         let refused = migrate(&path, &options, &DiskWish::default(), &handle, &mut |_| {});
         let waited = began.elapsed();

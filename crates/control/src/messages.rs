@@ -448,7 +448,8 @@ mod tests {
         assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
         assert!(wrong.disks().unwrap_err().contains("power of two"));
         // Of a command that knows no disks.
-        let line = r#"{"command":"migrate","to":"[::1]:1","verify":false,"channels":1,"keep_source":false}"#;
+        let line = r#"{"command":"migrate","to":"[::1]:1","verify":false,"channels":1,
+                       "keep_source":false}"#;
         let Request::Migrate(request) = serde_json::from_str(line).unwrap() else {
             panic!("{line}")
         };

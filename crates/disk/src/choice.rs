@@ -21,7 +21,8 @@ pub enum DiskChoice {
 pub enum ChoiceError {
     /// Nothing between two commas, or nothing at all.
     #[error(
-        "'{0}' has an empty name in it: write 'all', 'none' or names with commas between, for example disk0,disk1"
+        "'{0}' has an empty name in it: write 'all', 'none' or names with commas between, for \
+         example disk0,disk1"
     )]
     Empty(String),
     /// A name twice.
@@ -35,7 +36,8 @@ pub enum ChoiceError {
 /// The source wants to fill a disk that the operator of the destination did not name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the source wants to overwrite disk '{0}' of this VM, which was not allowed: start godwit receive with --disks {0} or --disks all"
+    "the source wants to overwrite disk '{0}' of this VM, which was not allowed: start godwit \
+     receive with --disks {0} or --disks all"
 )]
 pub struct NotAllowed(pub String);
 

@@ -33,7 +33,8 @@ impl Writes {
 /// A size that is no granularity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0} is no size for dirty blocks: it must be a power of two from {GRANULARITY_MIN} to {GRANULARITY_MAX}"
+    "{0} is no size for dirty blocks: it must be a power of two from {GRANULARITY_MIN} to \
+     {GRANULARITY_MAX}"
 )]
 pub struct GranularityError(pub ByteCount);
 

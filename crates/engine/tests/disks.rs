@@ -49,19 +49,13 @@ impl Pair {
     }
 
     fn migrate(&mut self, channels: u8, handle: &MigrationHandle) -> Result<Measures, Failure> {
-        let destination = Destination {
-            ram: blocks(),
-            source_ram: self.source.ram(),
-            source_disks: self.source.disks.clone(),
-            images: self.images.clone(),
-            found: Arc::clone(&self.found),
-            refuse_to_load: false,
-            differs: false,
-            while_preparing: Box::new(|| {}),
-            while_loading: Box::new(|| {}),
-            while_starting: Box::new(|| {}),
-        };
+        let destination = self.destination();
         run(&mut self.source, destination, &options(channels, false), self.faults, handle)
+    }
+
+    fn destination(&self) -> Destination {
+        let (images, found) = (self.images.clone(), Arc::clone(&self.found));
+        Destination { images, found, ..Destination::of(&self.source) }
     }
 
     fn check_moved(&self, result: &Result<Measures, Failure>) {
@@ -220,18 +214,7 @@ fn a_slow_disk_holds_up_nobody_else() {
         told.store(Instant::now() > until, Ordering::SeqCst);
         Instant::now() > until || bytes(&watched) == bytes(&source_ram) && other.holds(&disk)
     }));
-    let destination = Destination {
-        ram,
-        source_ram: pair.source.ram(),
-        source_disks: pair.source.disks.clone(),
-        images: pair.images.clone(),
-        found: Arc::clone(&pair.found),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination = Destination { ram, ..pair.destination() };
     let handle = handle(|settings| settings.memory_share = Some(1024));
     let result = run(&mut pair.source, destination, &options(1, false), Faults::default(), &handle);
     pair.check_moved(&result);
@@ -242,23 +225,8 @@ fn a_slow_disk_holds_up_nobody_else() {
 fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
     // Mutation: the round behind Prepare is taken for the last one, and the disks are closed in it.
     let mut pair = Pair::new(Duration::from_secs(60), |_| {});
-    let rests = Arc::clone(&pair.source.rests);
-    let destination = Destination {
-        ram: blocks(),
-        source_ram: pair.source.ram(),
-        source_disks: pair.source.disks.clone(),
-        images: pair.images.clone(),
-        found: Arc::clone(&pair.found),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(move || {
-            std::thread::sleep(Duration::from_millis(200));
-            rests.store(true, Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(100));
-        }),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination =
+        Destination { while_preparing: pair.source.rests_while_preparing(), ..pair.destination() };
     let result =
         run(&mut pair.source, destination, &options(2, false), Faults::default(), &handle(|_| {}));
     pair.check_moved(&result);
@@ -288,16 +256,9 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     let source_ram = blocks();
     let images: Vec<_> = DISKS.map(|(name, size)| Arc::new(Image::new(name, size))).into();
     let mut destination = Destination {
-        ram: blocks(),
-        source_ram: Arc::clone(&source_ram),
-        source_disks: Vec::new(),
         images,
-        found: Arc::default(),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(|| {}),
         while_loading: Box::new(|| panic!("it is loaded")),
-        while_starting: Box::new(|| {}),
+        ..Destination::beside(Arc::clone(&source_ram))
     };
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap().to_string();

@@ -8,8 +8,8 @@ mod machine;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_codec::Codec;
@@ -24,7 +24,7 @@ use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
 
-use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, blocks, options, run};
+use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, options, run};
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(
@@ -63,19 +63,8 @@ fn move_from(
     refuse_to_load: bool,
     handle: &MigrationHandle,
 ) -> (Result<(), Failure>, Source, Found) {
-    let found: Arc<Mutex<Found>> = Arc::default();
-    let destination = Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::clone(&found),
-        refuse_to_load,
-        differs: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination = Destination { refuse_to_load, ..Destination::of(&source) };
+    let found = Arc::clone(&destination.found);
     let result = run(&mut source, destination, options, *faults, handle);
     let found = std::mem::take(&mut *found.lock().unwrap());
     (result.map(drop), source, found)
@@ -95,7 +84,7 @@ fn device_state_never_overtakes_the_last_pages() {
 #[test]
 fn what_was_never_sent_goes_with_the_last_round() {
     for verify in [false, true] {
-        let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
+        let handle = MigrationHandle::default();
         // Asked for before it begins: the first round passes by every segment.
         handle.switch_over(true).unwrap();
         let (result, source, found) =
@@ -110,24 +99,9 @@ fn what_was_never_sent_goes_with_the_last_round() {
 fn what_is_written_while_both_get_ready_is_not_left_for_the_last_round() {
     // Mutation: the guest is stopped as soon as the destination is prepared.
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let rests = Arc::clone(&source.rests);
-    let found: Arc<Mutex<Found>> = Arc::default();
-    let destination = Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::clone(&found),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(move || {
-            std::thread::sleep(Duration::from_millis(200));
-            rests.store(true, Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(100));
-        }),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination =
+        Destination { while_preparing: source.rests_while_preparing(), ..Destination::of(&source) };
+    let found = Arc::clone(&destination.found);
     let settings =
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
     let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
@@ -174,21 +148,10 @@ fn a_state_that_does_not_load_leaves_the_guest_at_the_source() {
 
 #[test]
 fn another_machine_is_refused_when_its_questions_were_answered_and_nothing_was_begun() {
-    let found: Arc<Mutex<Found>> = Arc::default();
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let destination = Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::clone(&found),
-        refuse_to_load: false,
-        differs: true,
-        while_starting: Box::new(|| {}),
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-    };
-    let handle = MigrationHandle::new(Settings::default(), Own::default(), Cancel::default());
+    let destination = Destination { differs: true, ..Destination::of(&source) };
+    let found = Arc::clone(&destination.found);
+    let handle = MigrationHandle::default();
     let result =
         run(&mut source, destination, &options(2, false), destination::Faults::default(), &handle);
     let failure = result.map(drop).unwrap_err();
@@ -305,7 +268,8 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
     let Some(tmpfs) = Tmpfs::mount("room", "20M") else {
         let _ = std::io::Write::write_all(
             &mut std::io::stderr(),
-            b"\nSKIPPED a_guest_is_refused_where_its_memory_would_not_fit: cannot mount (needs root)\n",
+            b"\nSKIPPED a_guest_is_refused_where_its_memory_would_not_fit: cannot mount (needs \
+              root)\n",
         );
         return;
     };
@@ -318,19 +282,7 @@ fn a_guest_is_refused_where_its_memory_would_not_fit() {
     let [first, second] = SIZES;
     let ram = Arc::new(vec![block("ram0", first), block("ram1", second)]);
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let found: Arc<Mutex<Found>> = Arc::default();
-    let destination = Destination {
-        ram: Arc::clone(&ram),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::clone(&found),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination = Destination { ram: Arc::clone(&ram), ..Destination::of(&source) };
     let result = run(
         &mut source,
         destination,
@@ -359,21 +311,13 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
     let (here, there) = (Cancel::default(), Cancel::default());
     let (wish_here, wish_there) = (here.clone(), there.clone());
     let mut destination = Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::default(),
-        differs: false,
-        refuse_to_load: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
         while_starting: Box::new(move || {
             wish_here.cancel();
             wish_there.cancel();
             // Long enough for both to look.
             std::thread::sleep(Duration::from_millis(500));
         }),
+        ..Destination::of(&source)
     };
     let receiving = std::thread::spawn(move || {
         let options = destination::Options::default();
@@ -404,18 +348,7 @@ fn a_second_source_is_told_of_the_first_at_once() {
     let mut first = Source::start(Duration::from_secs(60), Vec::new());
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let to = listener.address().unwrap();
-    let mut destination = Destination {
-        ram: blocks(),
-        source_ram: first.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::default(),
-        differs: false,
-        refuse_to_load: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let mut destination = Destination::of(&first);
     let (found_in, found) = std::sync::mpsc::channel();
     let receiving = std::thread::spawn(move || {
         let mut told = Vec::new();

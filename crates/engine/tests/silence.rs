@@ -17,12 +17,11 @@ use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, Faults, Notice, Received, receive};
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::Measures;
-use godwit_engine::source::migrate;
-use godwit_engine::vm::SourceVm;
+use godwit_engine::source::{Options, migrate};
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_policy::Settings;
 
-use machine::{Destination, Found, Source, blocks, options, run};
+use machine::{Destination, Source, options, run};
 
 /// Longer than a silent peer is waited for.
 const BUSY: Duration = Duration::from_secs(12);
@@ -87,18 +86,7 @@ fn quick() -> MigrationHandle {
 }
 
 fn destination(source: &Source, while_loading: Box<dyn FnMut() + Send>) -> Destination {
-    Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::<Mutex<Found>>::default(),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(|| {}),
-        while_loading,
-        while_starting: Box::new(|| {}),
-    }
+    Destination { while_loading, ..Destination::of(source) }
 }
 
 /// What became of both sides, and how long after `frozen_at` each knew.
@@ -131,8 +119,7 @@ fn move_through(
         let noticed = awaited.unwrap_or_else(|| since.lock().unwrap().elapsed());
         ((result, noticed), awaited.is_some())
     });
-    let options =
-        godwit_engine::source::Options { to: Tunnel::address(&tunnel.near), ..options(1, false) };
+    let options = Options { to: Tunnel::address(&tunnel.near), ..options(1, false) };
     let result = migrate(source, &options, handle, &mut |_| {});
     let noticed = frozen_at.lock().unwrap().elapsed();
     let (destination, awaited) = receiving.join().unwrap();

@@ -101,7 +101,9 @@ fn edit() -> impl Strategy<Value = Edit> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 256 }))]
     #[test]
-    fn behaves_like_a_vector(edits in prop::collection::vec(edit(), 1..if cfg!(miri) { 30 } else { 250 })) {
+    fn behaves_like_a_vector(
+        edits in prop::collection::vec(edit(), 1..if cfg!(miri) { 30 } else { 250 }),
+    ) {
         let mut slots = MemSlots::new();
         let mut model = Model::default();
         let mut reader = slots.reader();
@@ -117,10 +119,12 @@ proptest! {
                     let expected = model.find(id).map(|position| model.0.remove(position));
                     prop_assert_eq!(slots.remove(SlotId(id)), expected);
                 }
-                Edit::Move(id, gfn) => match (slots.move_to(SlotId(id), Gfn(gfn)), model.move_to(id, gfn)) {
-                    (Err(SlotError::Overlap { .. }), Err(SlotError::Overlap { .. })) => {}
-                    (result, expected) => prop_assert_eq!(result, expected),
-                },
+                Edit::Move(id, gfn) => {
+                    match (slots.move_to(SlotId(id), Gfn(gfn)), model.move_to(id, gfn)) {
+                        (Err(SlotError::Overlap { .. }), Err(SlotError::Overlap { .. })) => {}
+                        (result, expected) => prop_assert_eq!(result, expected),
+                    }
+                }
                 Edit::Flags(id, flags) => {
                     let expected = model.find(id).map(|position| {
                         std::mem::replace(&mut model.0[position].flags, SlotFlags(flags))
@@ -137,7 +141,8 @@ proptest! {
                 prop_assert_eq!(reader.by_gfn(Gfn(page)), expected);
                 let hva = page * PAGE_SIZE + 5;
                 let holding = model.0.iter().copied().filter(|slot| slot.hvas().contains(&hva));
-                prop_assert_eq!(reader.by_hva(Hva(hva)), holding.max_by_key(|slot| (slot.hva, slot.id)));
+                let expected = holding.max_by_key(|slot| (slot.hva, slot.id));
+                prop_assert_eq!(reader.by_hva(Hva(hva)), expected);
                 let mut found = Vec::new();
                 let hvas = Hva(hva)..Hva(hva + 2 * PAGE_SIZE);
                 reader.for_each_in_hvas(hvas, |slot, pages| found.push((slot.id, pages)));
@@ -151,15 +156,20 @@ proptest! {
             prop_assert_eq!(&all, &model.0);
             prop_assert_eq!(map.len(), model.0.len());
             for id in 0..60 {
-                prop_assert_eq!(map.by_id(SlotId(id)).copied(), model.find(id).ok().map(|position| model.0[position]));
+                let expected = model.find(id).ok().map(|position| model.0[position]);
+                prop_assert_eq!(map.by_id(SlotId(id)).copied(), expected);
             }
             for start in 0..420 {
                 let expected = model.0.iter().copied().find(|slot| slot.gfns().contains(&start));
                 prop_assert_eq!(map.by_gfn(Gfn(start)).copied(), expected);
                 let mut found = Vec::new();
-                map.for_each_in_gfns(Gfn(start)..Gfn(start + 20), |slot, pages| found.push((slot.id, pages)));
+                let window = start..start + 20;
+                map.for_each_in_gfns(Gfn(window.start)..Gfn(window.end), |slot, pages| {
+                    found.push((slot.id, pages));
+                });
                 let expected: Vec<_> = model.0.iter()
-                    .filter_map(|slot| Some((slot.id, slot.pages_of_gfns(&(start..start + 20))?))).collect();
+                    .filter_map(|slot| Some((slot.id, slot.pages_of_gfns(&window)?)))
+                    .collect();
                 prop_assert_eq!(found, expected);
             }
         }
@@ -180,27 +190,33 @@ fn errors_name_the_slot_and_the_range() {
         ),
         (
             slot(508, 5, 1, 0),
-            "slot 508 with frames 0x5..0x6 cannot be added: slot 508 exists with frames 0x100..0x110",
+            "slot 508 with frames 0x5..0x6 cannot be added: slot 508 exists with frames \
+             0x100..0x110",
         ),
         (
             slot(1, top - 1, 2, 0),
-            "slot 1 with frames 0xfffffffffffff..0x10000000000001 reaches past the guest's last frame",
+            "slot 1 with frames 0xfffffffffffff..0x10000000000001 reaches past the guest's last \
+             frame",
         ),
         (
             slot(1, 5, 2, top - 2),
-            "slot 1 at host addresses 0xffffffffffffe000..0x10000000000000000 reaches past the last host address",
+            "slot 1 at host addresses 0xffffffffffffe000..0x10000000000000000 reaches past the \
+             last host address",
         ),
         (
             Slot { hva: Hva(0x1800), ..slot(1, 5, 1, 0) },
-            "slot 1 at host addresses 0x1800..0x2800: the first address is not a multiple of the page size",
+            "slot 1 at host addresses 0x1800..0x2800: the first address is not a multiple of the \
+             page size",
         ),
         (
             Slot { first: PageIndex(u64::MAX), ..slot(1, 5, 1, 0) },
-            "slot 1 of 1 pages from page 18446744073709551615 of its RAM block reaches past the last page number",
+            "slot 1 of 1 pages from page 18446744073709551615 of its RAM block reaches past the \
+             last page number",
         ),
         (
             Slot { pages: PageCount(u64::MAX), ..slot(1, 5, 1, 1) },
-            "slot 1 at host addresses 0x1000..0x10000000000000000000 reaches past the last host address",
+            "slot 1 at host addresses 0x1000..0x10000000000000000000 reaches past the last host \
+             address",
         ),
     ];
     for (slot, message) in cases {

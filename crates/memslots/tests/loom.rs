@@ -12,26 +12,30 @@ mod sync {
 #[path = "../src/publish.rs"]
 mod publish;
 
-use publish::Publisher;
+use publish::{Publisher, Reader};
 
 /// What a half-made state would break: both halves are the same.
 #[derive(Debug, Default, Clone, Copy)]
 struct Halves(u64, u64);
 
+/// A thread that looks twice: what it sees is whole, and never older than what it saw before.
+fn watch(mut reader: Reader<Halves>) -> thread::JoinHandle<()> {
+    thread::spawn(move || {
+        let mut before = 0;
+        for _ in 0..2 {
+            reader.refresh();
+            let Halves(a, b) = **reader.state();
+            assert!(a == b && a >= before, "{a}, {b} after {before}");
+            before = a;
+        }
+    })
+}
+
 #[test]
 fn readers_see_whole_states_in_order() {
     loom::model(|| {
         let mut publisher = Publisher::new(Halves(0, 0));
-        let mut reader = publisher.reader();
-        let watching = thread::spawn(move || {
-            let mut before = 0;
-            for _ in 0..2 {
-                reader.refresh();
-                let Halves(a, b) = **reader.state();
-                assert!(a == b && a >= before);
-                before = a;
-            }
-        });
+        let watching = watch(publisher.reader());
         publisher.publish(Halves(1, 1));
         publisher.publish(Halves(2, 2));
         watching.join().unwrap();
@@ -47,16 +51,7 @@ fn a_reader_never_goes_back() {
     model.preemption_bound = Some(3);
     model.check(|| {
         let mut publisher = Publisher::new(Halves(0, 0));
-        let mut reader = publisher.reader();
-        let watching = thread::spawn(move || {
-            let mut before = 0;
-            for _ in 0..2 {
-                reader.refresh();
-                let Halves(a, b) = **reader.state();
-                assert!(a == b && a >= before, "{a} after {before}");
-                before = a;
-            }
-        });
+        let watching = watch(publisher.reader());
         (1..=3).for_each(|number| publisher.publish(Halves(number, number)));
         watching.join().unwrap();
     });

@@ -80,7 +80,8 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, count: usize) -> *mut
     // source.
     unsafe {
         asm!("std", "rep movsb", "cld", inout("rdi") to.wrapping_add(count).wrapping_sub(1) => _,
-            inout("rsi") from.wrapping_add(count).wrapping_sub(1) => _, inout("rcx") count => _, options(nostack));
+            inout("rsi") from.wrapping_add(count).wrapping_sub(1) => _, inout("rcx") count => _,
+            options(nostack));
     }
     to
 }

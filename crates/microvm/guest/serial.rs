@@ -35,8 +35,8 @@ pub fn print(text: fmt::Arguments) {
     // SAFETY: reads `len` bytes of `bytes`, which are there; the port is the serial line's and
     // takes any byte.
     unsafe {
-        asm!("rep outsb", in("dx") SERIAL_PORT, inout("rsi") line.bytes.as_ptr() => _, inout("rcx") line.len => _,
-            options(nostack, readonly));
+        asm!("rep outsb", in("dx") SERIAL_PORT, inout("rsi") line.bytes.as_ptr() => _,
+            inout("rcx") line.len => _, options(nostack, readonly));
     }
     BUSY.store(false, Ordering::Release);
 }

@@ -150,9 +150,9 @@ impl Disk {
         }
         let sink = moving::ImageSink::new(Arc::clone(&self.image), size);
         sink.ok_or_else(|| {
-            problem(
-                "is open in another machine, perhaps the source itself: give this machine an image of its own, or leave out --disks where both sides share storage".to_owned(),
-            )
+            let words = "is open in another machine, perhaps the source itself: give this machine \
+                         an image of its own, or leave out --disks where both sides share storage";
+            problem(words.to_owned())
         })
         .map(|sink| Box::new(sink) as Box<dyn DiskSink>)
     }
@@ -265,7 +265,8 @@ impl Disk {
         };
         if *sectors != self.sectors {
             return Err(StateError::Misfit(format!(
-                "the disk has {sectors} sectors at the source and {} here: both sides must open the same image",
+                "the disk has {sectors} sectors at the source and {} here: both sides must open \
+                 the same image",
                 self.sectors
             )));
         }

@@ -11,7 +11,8 @@ use godwit_units::ByteCount;
 pub enum MicrovmError {
     /// No KVM.
     #[error(
-        "cannot open /dev/kvm: {0}; on bare metal load kvm_intel or kvm_amd, in a VM have nested virtualisation switched on, and run as root or as a member of the group kvm"
+        "cannot open /dev/kvm: {0}; on bare metal load kvm_intel or kvm_amd, in a VM have nested \
+         virtualisation switched on, and run as root or as a member of the group kvm"
     )]
     NoKvm(#[source] io::Error),
     /// KVM lacks something that has no substitute.
@@ -82,7 +83,11 @@ pub enum MicrovmError {
     #[error("the machine has no disk that could move: leave out --disks")]
     NoDisks,
     /// A disk is to move along that the machine has not.
-    #[error("the machine has no disk '{name}' ({}): name the disks it has, and start both machines with --disk", own.map_or("it has none".to_owned(), |own| format!("it has '{own}'")))]
+    #[error(
+        "the machine has no disk '{name}' ({}): name the disks it has, and start both machines \
+         with --disk",
+        own.map_or("it has none".to_owned(), |own| format!("it has '{own}'"))
+    )]
     NoDisk {
         /// What was asked for.
         name: String,
@@ -133,7 +138,8 @@ pub enum StateError {
     },
     /// Of another version.
     #[error(
-        "the microvm state is of version {found}, this godwit has version {own}: run the same godwit on both sides"
+        "the microvm state is of version {found}, this godwit has version {own}: run the same \
+         godwit on both sides"
     )]
     Version {
         /// Its version.
@@ -143,7 +149,8 @@ pub enum StateError {
     },
     /// Cut short, or too long.
     #[error(
-        "the microvm state is {found} bytes long but says that it has {expected}: it was cut short or mixed up on the way"
+        "the microvm state is {found} bytes long but says that it has {expected}: it was cut short \
+         or mixed up on the way"
     )]
     Length {
         /// How long it is.

@@ -50,7 +50,8 @@ impl FromStr for BlockPlan {
         for word in text.split(',') {
             let wrong = || {
                 MicrovmError::Layout(format!(
-                    "'{word}' in --block {text} is not understood: write name=NAME,size=SIZE,gpa=0xADDRESS[,host-offset=0xBYTES][,path=FILE]"
+                    "'{word}' in --block {text} is not understood: write \
+                     name=NAME,size=SIZE,gpa=0xADDRESS[,host-offset=0xBYTES][,path=FILE]"
                 ))
             };
             let (key, value) = word.split_once('=').ok_or_else(wrong)?;
@@ -124,7 +125,8 @@ pub(crate) fn check(mut blocks: Vec<BlockPlan>) -> Result<Vec<BlockPlan>, Microv
         };
         if *gpa < HOLE.end && HOLE.start < end {
             return refuse(format!(
-                "block '{name}' at {gpa:#x} reaches into {:#x} to {:#x}, where devices are: put it below or above",
+                "block '{name}' at {gpa:#x} reaches into {:#x} to {:#x}, where devices are: put it \
+                 below or above",
                 HOLE.start, HOLE.end
             ));
         }

@@ -351,7 +351,8 @@ impl Machine {
             if lines.is_empty() { "nothing more".to_owned() } else { lines.join(", ") }
         };
         Err(StateError::Misfit(format!(
-            "the source has {}, this machine has {}: start both with the same --cpus, --memory, --block, --disk and --balloon",
+            "the source has {}, this machine has {}: start both with the same --cpus, --memory, \
+             --block, --disk and --balloon",
             differ(&theirs, &own),
             differ(&own, &theirs)
         )))

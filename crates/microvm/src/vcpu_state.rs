@@ -169,7 +169,8 @@ fn load_cpuid(vcpu: &VcpuFd, number: u32, blob: &Blob<'_>) -> Result<(), Microvm
         let missing = theirs & !find(own.as_slice(), leaf, subleaf, register) & !ignored;
         if missing != 0 {
             return Err(StateError::Misfit(format!(
-                "this host's processor lacks features that the guest has seen (CPUID leaf {leaf:#x}, bits {missing:#x}): migrate to a host of the same kind or newer"
+                "this host's processor lacks features that the guest has seen (CPUID leaf \
+                 {leaf:#x}, bits {missing:#x}): migrate to a host of the same kind or newer"
             ))
             .into());
         }
@@ -187,7 +188,8 @@ fn load_tsc_rate(vcpu: &VcpuFd, number: u32, blob: &Blob<'_>) -> Result<(), Micr
         return Ok(());
     }
     Err(StateError::Misfit(format!(
-        "the guest's time-stamp counter runs at {theirs} kHz, this host's at {own} kHz and it cannot scale it"
+        "the guest's time-stamp counter runs at {theirs} kHz, this host's at {own} kHz and it \
+         cannot scale it"
     ))
     .into())
 }

@@ -82,7 +82,10 @@ pub enum NbdError {
         source: io::Error,
     },
     /// The server could not do what was asked.
-    #[error("export '{export}': cannot {command} {length} bytes at offset {offset:#x}: {errno}{}", Words(.words))]
+    #[error(
+        "export '{export}': cannot {command} {length} bytes at offset {offset:#x}: {errno}{}",
+        Words(.words)
+    )]
     Failed {
         /// The export.
         export: String,

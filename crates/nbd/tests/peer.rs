@@ -157,7 +157,8 @@ fn an_error_names_export_offset_and_number() {
     let error = read(&chunk(true, (1 << 15) + 2, 0, &payload.concat())).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "export 'disk': cannot read 16 bytes at offset 0x1004: EIO, an input/output error (bad sector)"
+        "export 'disk': cannot read 16 bytes at offset 0x1004: EIO, an input/output error (bad \
+         sector)"
     );
     assert!(!error.is_of_connection());
     let simple = [&0x6744_6698u32.to_be_bytes()[..], &108u32.to_be_bytes(), &[0; 8]].concat();
@@ -297,12 +298,14 @@ proptest! {
     fn an_answer_with_wrong_bytes_never_panics(
         which in 0usize..6,
         wrong in proptest::collection::vec(
-            (any::<prop::sample::Index>(), prop_oneof![any::<u8>(), Just(0), Just(0x7f), Just(0xff)]),
+            (any::<prop::sample::Index>(),
+                prop_oneof![any::<u8>(), Just(0), Just(0x7f), Just(0xff)]),
             1..4,
         ),
         keep in proptest::option::weighted(0.2, any::<prop::sample::Index>()),
     ) {
-        let message = [&5u32.to_be_bytes()[..], &3u16.to_be_bytes(), b"bad", &4100u64.to_be_bytes()];
+        let (code, length) = (5u32.to_be_bytes(), 3u16.to_be_bytes());
+        let message = [&code[..], &length, b"bad", &4100u64.to_be_bytes()];
         let mut reply = match which {
             0 => data(true, 0, 4096, &[1; 16]),
             1 => [data(false, 0, 4096, &[1; 8]), chunk(true, 2, 0, &hole(4104, 8))].concat(),
@@ -322,7 +325,8 @@ proptest! {
             prop_assert_eq!(bytes.len(), 16);
         }
         for found in status(&reply).into_iter().flatten().flatten() {
-            prop_assert!(found.offset >= 4096 && found.offset + found.length <= 12288, "{:?}", found);
+            let end = found.offset + found.length;
+            prop_assert!(found.offset >= 4096 && end <= 12288, "{:?}", found);
         }
     }
 }

@@ -228,7 +228,8 @@ impl fmt::Display for Advice {
         let needed = format_duration(self.best.mul_f64(1.2));
         write!(
             f,
-            ": the downtime would be {} at best, above the limit of {}; allow --downtime-limit {needed}, raise --max-bandwidth, {}",
+            ": the downtime would be {} at best, above the limit of {}; allow --downtime-limit \
+             {needed}, raise --max-bandwidth, {}",
             format_duration(self.best),
             format_duration(self.limit),
             if self.throttle > 0.0 {

@@ -105,11 +105,11 @@ fn the_page_shows_what_the_code_does() {
     let verifying = rows(&SOURCE_STATES, &SOURCE_INPUTS, |s, i| src::step(s, i, true));
     let destination = rows(&DESTINATION_STATES, &DESTINATION_INPUTS, dst::step);
     let page = format!(
-        "# The state machines\n\nGenerated from `crates/protocol` by its test `table`, which fails when this page and the code differ;\n\
-         do not edit. What is not listed is an error, which the engine treats as `Failed`. The conversation\n\
-         as a picture is in `crates/protocol/src/lib.rs`.\n\n\
-         ## Source\n\n{source}\n## Source, with digests compared (`--verify`)\n\n{verifying}\n\
-         ## Destination\n\n{destination}"
+        "# The state machines\n\nGenerated from `crates/protocol` by its test `table`, which fails \
+         when this page and the code differ;\ndo not edit. What is not listed is an error, which \
+         the engine treats as `Failed`. The conversation\nas a picture is in \
+         `crates/protocol/src/lib.rs`.\n\n## Source\n\n{source}\n## Source, with digests compared \
+         (`--verify`)\n\n{verifying}\n## Destination\n\n{destination}"
     );
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/state-machines.md");
     if std::env::var_os("UPDATE_TABLES").is_some() {

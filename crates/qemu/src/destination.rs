@@ -108,7 +108,7 @@ impl QemuDestination {
     /// Names the one, and those that there are.
     pub fn check_disks(&mut self, allowed: &DiskChoice) -> Result<(), QemuError> {
         let DiskChoice::Named(names) = allowed else { return Ok(()) };
-        let drives = disks::drives(&mut self.machine.qmp)?;
+        let drives = disks::drives(&mut *self.machine.qmp)?;
         names.iter().try_for_each(|name| disks::by_name(&drives, name).map(|_| ()))
     }
 
@@ -150,10 +150,10 @@ impl DestinationVm for QemuDestination {
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
-        let settings = Settings::look(&mut self.machine.qmp)?;
+        let settings = Settings::look(&mut *self.machine.qmp)?;
         self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
-        let qmp = &mut self.machine.qmp;
+        let qmp = &mut *self.machine.qmp;
         self.settings.insert(settings).apply(qmp).map_err(QemuError::from)?;
         // While it waits this only clears the wish to start by itself after loading.
         qmp.run(&Stop)?;
@@ -165,7 +165,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn finish_load(&mut self) -> Result<(), VmError> {
-        let qmp = &mut self.machine.qmp;
+        let qmp = &mut *self.machine.qmp;
         let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
         let mut ran = false;
         let reached = qmp.watch("the end of its incoming migration", LOAD_LIMIT, &mut |event| {
@@ -197,7 +197,7 @@ impl DestinationVm for QemuDestination {
     }
 
     fn run(&mut self) -> Result<(), RunError> {
-        let qmp = &mut self.machine.qmp;
+        let qmp = &mut *self.machine.qmp;
         let never = |error: QmpError| RunError::NeverRan(error.into());
         let cont = qmp.start(&Cont).map_err(|error| match error {
             // QEMU had closed its end before the command was written.
@@ -214,9 +214,9 @@ impl DestinationVm for QemuDestination {
     }
 
     fn announce(&mut self) -> Result<(), VmError> {
-        let announced = announce(&mut self.machine.qmp);
+        let announced = announce(&mut *self.machine.qmp);
         if let Some(settings) = self.settings.take() {
-            settings.restore(&mut self.machine.qmp)?;
+            settings.restore(&mut *self.machine.qmp)?;
         }
         // The guest runs and nothing is left to undo.
         let _ = self.note(|left| (left.stage, left.settings) = (Stage::Waiting, None));
@@ -271,7 +271,7 @@ impl DiskDestination for QemuDestination {
 impl QemuDestination {
     fn stop_receiving(&mut self) -> Result<(), QmpError> {
         let Some(receiving) = self.receiving.take() else { return Ok(()) };
-        receiving.close(&mut self.machine.qmp)?;
+        receiving.close(&mut *self.machine.qmp)?;
         let _ = self.note(|left| left.disks = false);
         Ok(())
     }

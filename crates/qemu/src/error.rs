@@ -48,7 +48,9 @@ pub enum QemuError {
     },
     /// Guest RAM is not in a shared named file.
     #[error(
-        "{what}, and QEMU before 8.0 does not tell where it is: start QEMU with -object memory-backend-file,id=mem,size=SIZE,share=on,mem-path=/dev/shm/NAME -machine memory-backend=mem"
+        "{what}, and QEMU before 8.0 does not tell where it is: start QEMU with -object \
+         memory-backend-file,id=mem,size=SIZE,share=on,mem-path=/dev/shm/NAME -machine \
+         memory-backend=mem"
     )]
     RamNotShared {
         /// Which RAM, and what it is instead.
@@ -64,7 +66,8 @@ pub enum QemuError {
     },
     /// The destination does not wait for a migration.
     #[error(
-        "the destination QEMU is not waiting for a migration ({state}): start it with the source's options and -incoming defer"
+        "the destination QEMU is not waiting for a migration ({state}): start it with the source's \
+         options and -incoming defer"
     )]
     NotIncoming {
         /// What it does instead.
@@ -75,7 +78,8 @@ pub enum QemuError {
     Blocked(String),
     /// A device whose writes cannot be tracked.
     #[error(
-        "{device} writes guest memory behind the page tables, which cannot be tracked: unplug it before the migration"
+        "{device} writes guest memory behind the page tables, which cannot be tracked: unplug it \
+         before the migration"
     )]
     Untrackable {
         /// The device.
@@ -83,23 +87,31 @@ pub enum QemuError {
     },
     /// A vhost-user back end.
     #[error(
-        "{what} is a vhost-user device: its back end is another process that writes guest memory, which is not tracked yet; unplug it before the migration"
+        "{what} is a vhost-user device: its back end is another process that writes guest memory, \
+         which is not tracked yet; unplug it before the migration"
     )]
     VhostUser {
         /// The device.
         what: String,
     },
     /// Another process could write guest memory.
-    #[error("process {} ({}) maps RAM block '{}' writable; its writes are not tracked yet: end it, or let it map the file read-only", .0.pid, .0.command, .0.block)]
+    #[error(
+        "process {} ({}) maps RAM block '{}' writable; its writes are not tracked yet: end it, \
+         or let it map the file read-only",
+        .0.pid, .0.command, .0.block
+    )]
     OtherWriter(Writer),
     /// Two QEMUs have the same RAM file.
     #[error(
-        "process {} ({}), another QEMU, has the file of RAM block '{}' mapped too, and a guest may be running in it: leave that process alone, and start the QEMU that waits on a file of its own (mem-path)", .0.pid, .0.command, .0.block
+        "process {} ({}), another QEMU, has the file of RAM block '{}' mapped too, and a guest may \
+         be running in it: leave that process alone, and start the QEMU that waits on a file of \
+         its own (mem-path)", .0.pid, .0.command, .0.block
     )]
     SharedRam(Writer),
     /// Somebody began to work on the disks.
     #[error(
-        "a block job ('{id}', {kind}) runs: a QEMU whose images are being worked on cannot hand them over: wait for its end, or cancel it"
+        "a block job ('{id}', {kind}) runs: a QEMU whose images are being worked on cannot hand \
+         them over: wait for its end, or cancel it"
     )]
     BlockJob {
         /// Its name.
@@ -109,12 +121,15 @@ pub enum QemuError {
     },
     /// What the machine consists of changed during the migration.
     #[error(
-        "{0} during the migration, which the destination has not got: start it again with a destination that has the same"
+        "{0} during the migration, which the destination has not got: start it again with a \
+         destination that has the same"
     )]
     NotTheSame(String),
     /// A guest that runs guests.
     #[error(
-        "the guest may run guests of its own ({what}): the processor writes some of their pages behind the page tables, which cannot be tracked: end them and unload kvm in the guest, or, where none runs and none will, say so with godwit migrate --allow-nested"
+        "the guest may run guests of its own ({what}): the processor writes some of their pages \
+         behind the page tables, which cannot be tracked: end them and unload kvm in the guest, \
+         or, where none runs and none will, say so with godwit migrate --allow-nested"
     )]
     Nested {
         /// How that is known.
@@ -158,7 +173,8 @@ pub enum QemuError {
     },
     /// The guest does not run although told to.
     #[error(
-        "the guest does not run: QEMU's state is '{state}' and it refuses `cont` ({words}): remove the cause, then `cont` it by hand"
+        "the guest does not run: QEMU's state is '{state}' and it refuses `cont` ({words}): remove \
+         the cause, then `cont` it by hand"
     )]
     NotRunning {
         /// QEMU's word.
@@ -168,7 +184,8 @@ pub enum QemuError {
     },
     /// QEMU does not take back its migration: its main loop stands still, as long as a disk does.
     #[error(
-        "QEMU did not carry out `migrate_cancel` within {limit:?}, as when its storage hangs: once that answers again, give it `migrate_cancel`, and the guest runs on"
+        "QEMU did not carry out `migrate_cancel` within {limit:?}, as when its storage hangs: once \
+         that answers again, give it `migrate_cancel`, and the guest runs on"
     )]
     Hangs {
         /// How long it was waited for.
@@ -176,17 +193,21 @@ pub enum QemuError {
     },
     /// The guest would find another machine.
     #[error(
-        "the two VMs differ: {0}; mend it and start the destination QEMU again, or let it pass with godwit migrate --allow-differences KEY,... (the words in brackets)"
+        "the two VMs differ: {0}; mend it and start the destination QEMU again, or let it pass \
+         with godwit migrate --allow-differences KEY,... (the words in brackets)"
     )]
     Different(String),
     /// The other side says what is not understood.
     #[error(
-        "the source tells of {0} in words that are not understood: use the same godwit on both sides"
+        "the source tells of {0} in words that are not understood: use the same godwit on both \
+         sides"
     )]
     Unclear(&'static str),
     /// A disk that stays is not the same at the destination.
     #[error(
-        "the guest would not find its disks: {words}; start the destination QEMU on the source's storage, move them along with --disks {names} on both sides, or, if they are the same, say so with godwit migrate --disks-are-shared"
+        "the guest would not find its disks: {words}; start the destination QEMU on the source's \
+         storage, move them along with --disks {names} on both sides, or, if they are the same, \
+         say so with godwit migrate --disks-are-shared"
     )]
     OtherStorage {
         /// Which, and how they differ.
@@ -196,7 +217,9 @@ pub enum QemuError {
     },
     /// A disk that moves is the same at both sides.
     #[error(
-        "disk '{disk}' would be copied onto itself: {file} here is an image that the source has open; leave out --disks where storage is shared, or give the destination an image of its own"
+        "disk '{disk}' would be copied onto itself: {file} here is an image that the source has \
+         open; leave out --disks where storage is shared, or give the destination an image of its \
+         own"
     )]
     OntoItself {
         /// The disk.
@@ -231,7 +254,8 @@ pub enum QemuError {
     },
     /// QEMU's NBD server is taken.
     #[error(
-        "QEMU's NBD server cannot be started: {words} (exports: {exports}); a QEMU has one only: end it with nbd-server-stop"
+        "QEMU's NBD server cannot be started: {words} (exports: {exports}); a QEMU has one only: \
+         end it with nbd-server-stop"
     )]
     NbdServer {
         /// QEMU's words.
@@ -255,7 +279,8 @@ pub enum QemuError {
     },
     /// Somebody still clears up.
     #[error(
-        "the guardian of godwit (process {pid}), which was killed, is still bringing the guest of this QEMU back: wait for it"
+        "the guardian of godwit (process {pid}), which was killed, is still bringing the guest of \
+         this QEMU back: wait for it"
     )]
     OtherGuardian {
         /// The godwit that is gone.
@@ -263,7 +288,8 @@ pub enum QemuError {
     },
     /// There is nowhere to write down what is changed in QEMU.
     #[error(
-        "cannot write in {}, where godwit records what has to be undone if it is killed: {source}; make it this user's own and writable", path.display()
+        "cannot write in {}, where godwit records what has to be undone if it is killed: {source}; \
+         make it this user's own and writable", path.display()
     )]
     Record {
         /// Where.
@@ -273,7 +299,8 @@ pub enum QemuError {
     },
     /// The process that stands in for a godwit that is killed does not start.
     #[error(
-        "cannot start the guardian, which runs the guest again if godwit is killed: {source}; {}", guardian_cure(source.kind())
+        "cannot start the guardian, which runs the guest again if godwit is killed: {source}; \
+         {}", guardian_cure(source.kind())
     )]
     Guardian {
         /// Why.
@@ -281,12 +308,14 @@ pub enum QemuError {
     },
     /// A capability that cannot be on.
     #[error(
-        "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn it off with migrate-set-capabilities"
+        "QEMU's migration capability dirty-bitmaps is on, which cannot be while disks move: turn \
+         it off with migrate-set-capabilities"
     )]
     BitmapsOn,
     /// The destination lacks a disk.
     #[error(
-        "disk '{disk}' ({size}) does not exist at the destination, whose drives are {there}: start the destination QEMU with the source's drives, under the same names"
+        "disk '{disk}' ({size}) does not exist at the destination, whose drives are {there}: start \
+         the destination QEMU with the source's drives, under the same names"
     )]
     DiskMissing {
         /// What the source calls it.
@@ -298,7 +327,9 @@ pub enum QemuError {
     },
     /// The guest would see another size.
     #[error(
-        "disk '{disk}' has {} bytes at the source and {} here: make the image anew before the destination QEMU is started, with qemu-img create -f {format} {file} {}", .source_size.0, .here.0, .source_size.0
+        "disk '{disk}' has {} bytes at the source and {} here: make the image anew before the \
+         destination QEMU is started, with qemu-img create -f {format} {file} \
+         {}", .source_size.0, .here.0, .source_size.0
     )]
     DiskSize {
         /// What the source calls it.

@@ -78,7 +78,8 @@ impl Fate {
     ) -> Option<String> {
         let Some(ended) = self.ended else {
             return self.reset.then(|| {
-                "the guest was reset while it stood still for the handover: start the migration again"
+                "the guest was reset while it stood still for the handover: start the migration \
+                 again"
                     .to_owned()
             });
         };

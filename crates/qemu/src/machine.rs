@@ -48,10 +48,12 @@ impl Reporting {
         match self {
             Self::On => None,
             Self::Off => Some(
-                "free memory of the guest is sent if it was ever used: its balloon reports none; start it with free-page-reporting=on",
+                "free memory of the guest is sent if it was ever used: its balloon reports none; \
+                 start it with free-page-reporting=on",
             ),
             Self::NoBalloon => Some(
-                "free memory of the guest is sent if it was ever used: start it with -device virtio-balloon-pci,free-page-reporting=on",
+                "free memory of the guest is sent if it was ever used: start it with -device \
+                 virtio-balloon-pci,free-page-reporting=on",
             ),
         }
     }

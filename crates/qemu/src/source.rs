@@ -232,9 +232,9 @@ impl QemuSource {
         choice: &DiskChoice,
         granularity: Option<ByteCount>,
     ) -> Result<Self, QemuError> {
-        let drives = disks::drives(&mut self.machine.qmp)?;
+        let drives = disks::drives(&mut *self.machine.qmp)?;
         self.moving = disks::choose(&drives, choice)?;
-        self.granularity = Granularity::of(granularity, &mut self.machine.qmp, &self.moving)?;
+        self.granularity = Granularity::of(granularity, &mut *self.machine.qmp, &self.moving)?;
         Ok(self)
     }
 
@@ -315,7 +315,7 @@ impl QemuSource {
     /// # Errors
     /// When the monitor fails.
     pub fn disk_list(&mut self) -> Result<Vec<ListedDisk>, QemuError> {
-        let drives = disks::drives(&mut self.machine.qmp)?;
+        let drives = disks::drives(&mut *self.machine.qmp)?;
         Ok(drives.iter().filter_map(|drive| drive.listed(&self.moving)).collect())
     }
 
@@ -406,7 +406,7 @@ impl QemuSource {
     fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
         self.prepare_stop()?;
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
-        let qmp = &mut machine.qmp;
+        let qmp = &mut *machine.qmp;
         qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
         let mut stopped = None;
         let mut look = |event: &Event| {
@@ -486,7 +486,7 @@ impl QemuSource {
             // The guest was to run elsewhere, and whoever has prepared for that (a switch, a
             // program that binds its ports) should know better. The guest runs, whatever becomes of
             // this.
-            let _ = announce(&mut self.machine.qmp);
+            let _ = announce(&mut *self.machine.qmp);
         }
         // The guest first: an error here must not hide one there.
         let limits = self.lift_disk_limits();
@@ -503,7 +503,7 @@ impl QemuSource {
 
     fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
         let Some(tracking) = self.tracking.take() else { return Ok(()) };
-        tracking.end(&mut self.machine.qmp)?;
+        tracking.end(&mut *self.machine.qmp)?;
         self.note_if_possible(|left| left.disks = false);
         Ok(())
     }
@@ -512,21 +512,21 @@ impl QemuSource {
         if self.disk_limits.is_empty() {
             return Ok(());
         }
-        self.disk_limits.restore(&mut self.machine.qmp)?;
+        self.disk_limits.restore(&mut *self.machine.qmp)?;
         self.note_if_possible(|left| left.limits = DiskLimits::default());
         Ok(())
     }
 
     fn restore_settings(&mut self) -> Result<(), QmpError> {
         let Some(settings) = self.settings.take() else { return Ok(()) };
-        settings.restore(&mut self.machine.qmp)?;
+        settings.restore(&mut *self.machine.qmp)?;
         self.note_if_possible(|left| left.settings = None);
         Ok(())
     }
 
     fn tracking(&mut self) -> Result<(&mut Tracking, &mut dyn Monitor), QemuError> {
         match &mut self.tracking {
-            Some(tracking) => Ok((tracking, &mut self.machine.qmp)),
+            Some(tracking) => Ok((tracking, &mut *self.machine.qmp)),
             None => Err(QemuError::Changed("the disks were not tracked")),
         }
     }
@@ -679,10 +679,10 @@ impl SourceVm for QemuSource {
             (self.state, self.saved_to) = (Some(handle), Some(theirs));
             return Ok(Box::new(ours));
         }
-        let settings = Settings::look(&mut self.machine.qmp)?;
+        let settings = Settings::look(&mut *self.machine.qmp)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
         let settings = self.settings.insert(settings);
-        settings.apply(&mut self.machine.qmp).map_err(QemuError::from)?;
+        settings.apply(&mut *self.machine.qmp).map_err(QemuError::from)?;
         self.machine.qmp.pass_fd(FD_NAME, theirs.as_fd())?;
         self.state = Some(handle);
         Ok(Box::new(ours))
@@ -717,7 +717,7 @@ impl SourceVm for QemuSource {
             return Ok(());
         }
         let Self { machine, fate, .. } = self;
-        let qmp = &mut machine.qmp;
+        let qmp = &mut *machine.qmp;
         let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
             fate.take(event);
             let ended = migration_event(event);
@@ -840,10 +840,10 @@ impl DiskVm for QemuSource {
         }
         let nodes = self.moving.iter().map(|found| found.node.as_str());
         let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
-        self.disk_limits.plan(&mut self.machine.qmp, &limits)?;
+        self.disk_limits.plan(&mut *self.machine.qmp, &limits)?;
         let planned = self.disk_limits.clone();
         self.note(|left| left.limits = planned)?;
-        Ok(self.disk_limits.apply(&mut self.machine.qmp)?)
+        Ok(self.disk_limits.apply(&mut *self.machine.qmp)?)
     }
 
     fn disks(&self) -> Vec<Disk> {
@@ -876,7 +876,7 @@ impl DiskVm for QemuSource {
 
     fn disk_progress(&mut self) -> Result<(), VmError> {
         match &mut self.tracking {
-            Some(tracking) => Ok(tracking.progress(&mut self.machine.qmp)?),
+            Some(tracking) => Ok(tracking.progress(&mut *self.machine.qmp)?),
             None => Ok(()),
         }
     }
@@ -893,7 +893,7 @@ impl DiskVm for QemuSource {
         if self.moving.is_empty() {
             return None;
         }
-        disks::written(&mut self.machine.qmp, &self.moving).ok()
+        disks::written(&mut *self.machine.qmp, &self.moving).ok()
     }
 }
 

@@ -53,7 +53,8 @@ fn cancel(
         Err(QmpError::Timeout { .. }) if first < hang => {
             let limit = format_duration(hang);
             told(&format!(
-                "QEMU does not answer, its storage seems to hang: the guest runs on when that does; waiting up to {limit}"
+                "QEMU does not answer, its storage seems to hang: the guest runs on when that \
+                 does; waiting up to {limit}"
             ));
             machine.qmp.answer(&cancel, hang - first)
         }

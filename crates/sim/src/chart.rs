@@ -20,8 +20,9 @@ pub fn chart(title: &str, outcomes: &[(String, Outcome)]) -> String {
     let each = 2.0 * (HEIGHT + GAP);
     let height = 40.0 + each * outcomes.len() as f64;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" font-family=\"sans-serif\" \
-         font-size=\"11\">\n<rect width=\"{WIDTH}\" height=\"{height:.0}\" fill=\"white\"/>\n\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height:.0}\" \
+         font-family=\"sans-serif\" font-size=\"11\">\n\
+         <rect width=\"{WIDTH}\" height=\"{height:.0}\" fill=\"white\"/>\n\
          <text x=\"10\" y=\"20\" font-size=\"14\" font-weight=\"bold\">{} (simulated)</text>\n",
         escape(title)
     );
@@ -40,8 +41,10 @@ fn frame(svg: &mut String, label: &str, top: f64, most: &str, longest: f64) {
     let bottom = top + HEIGHT;
     let _ = writeln!(
         svg,
-        "<text x=\"{LEFT}\" y=\"{:.0}\">{}</text><rect x=\"{LEFT}\" y=\"{top:.0}\" width=\"{PLOT}\" height=\"{HEIGHT}\" \
-         fill=\"none\" stroke=\"#ccc\"/><text x=\"{:.0}\" y=\"{:.0}\" text-anchor=\"end\">{most}</text>\
+        "<text x=\"{LEFT}\" y=\"{:.0}\">{}</text>\
+         <rect x=\"{LEFT}\" y=\"{top:.0}\" width=\"{PLOT}\" height=\"{HEIGHT}\" \
+         fill=\"none\" stroke=\"#ccc\"/>\
+         <text x=\"{:.0}\" y=\"{:.0}\" text-anchor=\"end\">{most}</text>\
          <text x=\"{:.0}\" y=\"{bottom:.0}\" text-anchor=\"end\">0</text>\
          <text x=\"{:.0}\" y=\"{:.0}\" text-anchor=\"end\">{longest:.1} s</text>",
         top - 6.0,
@@ -57,7 +60,8 @@ fn frame(svg: &mut String, label: &str, top: f64, most: &str, longest: f64) {
 fn data(svg: &mut String, name: &str, outcome: &Outcome, longest: f64, top: f64) {
     let most = outcome.rounds.iter().map(|row| row.sent.max(row.remaining)).fold(1.0, f64::max);
     let label = format!(
-        "{name}: {:.1} s, downtime {:.0} ms, work lost {:.1} s. Each round: sent (blue), left at its end (orange)",
+        "{name}: {:.1} s, downtime {:.0} ms, work lost {:.1} s. Each round: sent (blue), \
+         left at its end (orange)",
         outcome.total,
         outcome.downtime * 1e3,
         outcome.lost_work
@@ -72,7 +76,8 @@ fn data(svg: &mut String, name: &str, outcome: &Outcome, longest: f64, top: f64)
             let height = HEIGHT * value / most;
             let _ = writeln!(
                 svg,
-                "<rect x=\"{at:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{height:.1}\" fill=\"{colour}\"/>",
+                "<rect x=\"{at:.1}\" y=\"{:.1}\" width=\"{:.1}\" \
+                 height=\"{height:.1}\" fill=\"{colour}\"/>",
                 top + HEIGHT - height,
                 (width * share - 0.3).max(0.4),
             );
@@ -95,7 +100,8 @@ fn speeds(svg: &mut String, outcome: &Outcome, longest: f64, top: f64) {
     if outcome.downtime > 0.0 {
         let _ = writeln!(
             svg,
-            "<rect x=\"{:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{HEIGHT}\" fill=\"#888\" fill-opacity=\"0.5\"/>",
+            "<rect x=\"{:.1}\" y=\"{top:.1}\" width=\"{:.1}\" height=\"{HEIGHT}\" \
+             fill=\"#888\" fill-opacity=\"0.5\"/>",
             x(outcome.total - outcome.downtime),
             (PLOT * outcome.downtime / longest).max(0.5)
         );

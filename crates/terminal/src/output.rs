@@ -44,7 +44,11 @@ pub fn disk_list(disks: &[ListedDisk]) -> String {
 
 /// The same for programs.
 pub fn disks_json(disks: &[ListedDisk]) -> Vec<Value> {
-    let one = |disk: &ListedDisk| json!({ "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "moves": disk.moves });
+    let one = |disk: &ListedDisk| {
+        json!({
+            "name": disk.name, "size_bytes": disk.size.0, "file": disk.file, "moves": disk.moves,
+        })
+    };
     disks.iter().map(one).collect()
 }
 
@@ -306,10 +310,13 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
     match survivor {
         Survivor::Source => "the guest is at the source, as it was before",
         Survivor::SourceStopped => {
-            "the guest is at the source but could not be made to run again: look at the VM's log, then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
+            "the guest is at the source but could not be made to run again: look at the VM's log, \
+             then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there (godwit status --vm VM): if it runs there, quit this VM, if it does not and never will, run this one on (QEMU: `cont`)"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there \
+             (godwit status --vm VM): if it runs there, quit this VM, if it does not and never \
+             will, run this one on (QEMU: `cont`)"
         }
         Survivor::Destination => {
             "the guest runs at the destination; end the stopped VM at the source"

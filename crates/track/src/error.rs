@@ -8,7 +8,8 @@ use std::io;
 pub enum TrackError {
     /// `PAGEMAP_SCAN` or asynchronous write protection is missing.
     #[error(
-        "this kernel cannot track writes: it lacks {missing} (Linux 6.7 or newer has it); run a newer kernel on the source host"
+        "this kernel cannot track writes: it lacks {missing} (Linux 6.7 or newer has it); run a \
+         newer kernel on the source host"
     )]
     Kernel {
         /// The missing feature.
@@ -16,7 +17,8 @@ pub enum TrackError {
     },
     /// The process may not be traced.
     #[error(
-        "no right to trace process {pid}: run godwit as root or as the user that runs QEMU, with CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
+        "no right to trace process {pid}: run godwit as root or as the user that runs QEMU, with \
+         CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
     )]
     NotPermitted {
         /// The process.
@@ -24,7 +26,8 @@ pub enum TrackError {
     },
     /// Its thread does not stop.
     #[error(
-        "the main thread of process {pid} does not stop (state {state}): is its cgroup frozen, or does it wait for storage that does not answer? try again when it runs"
+        "the main thread of process {pid} does not stop (state {state}): is its cgroup frozen, or \
+         does it wait for storage that does not answer? try again when it runs"
     )]
     Stuck {
         /// The process.
@@ -34,7 +37,9 @@ pub enum TrackError {
     },
     /// Filters for system calls that may kill.
     #[error(
-        "process {pid} has {filters} seccomp filters, which may kill it for a system call that it does not make by itself: run godwit as root (CAP_SYS_ADMIN), which suspends them for a moment ({source})"
+        "process {pid} has {filters} seccomp filters, which may kill it for a system call that it \
+         does not make by itself: run godwit as root (CAP_SYS_ADMIN), which suspends them for a \
+         moment ({source})"
     )]
     Filtered {
         /// The process.
@@ -46,7 +51,9 @@ pub enum TrackError {
     },
     /// A filter or a security module is against it.
     #[error(
-        "process {pid} may not make a userfaultfd ({source}): let its seccomp filter and its security module (SELinux, AppArmor) allow userfaultfd(2), or run godwit where it may open /dev/userfaultfd"
+        "process {pid} may not make a userfaultfd ({source}): let its seccomp filter and its \
+         security module (SELinux, AppArmor) allow userfaultfd(2), or run godwit where it may open \
+         /dev/userfaultfd"
     )]
     Refused {
         /// The process.
@@ -56,7 +63,8 @@ pub enum TrackError {
     },
     /// The process may not handle faults of the kernel.
     #[error(
-        "process {pid} may not handle faults of the kernel by userfaultfd: run it as root, set vm.unprivileged_userfaultfd=1, or run godwit where it may open /dev/userfaultfd"
+        "process {pid} may not handle faults of the kernel by userfaultfd: run it as root, set \
+         vm.unprivileged_userfaultfd=1, or run godwit where it may open /dev/userfaultfd"
     )]
     NoKernelFaults {
         /// The process.
@@ -64,7 +72,8 @@ pub enum TrackError {
     },
     /// Huge pages are protected as a whole.
     #[error(
-        "RAM on hugetlbfs cannot be governed: the first write to any 4 KiB of a huge page would count for all of it; use a tmpfs"
+        "RAM on hugetlbfs cannot be governed: the first write to any 4 KiB of a huge page would \
+         count for all of it; use a tmpfs"
     )]
     GovernedHugePages,
     /// The write governor's own threads cannot be started.
@@ -98,7 +107,8 @@ pub enum TrackError {
     },
     /// Another userfaultfd is on the memory.
     #[error(
-        "RAM block '{block}' is already registered with a userfaultfd: QEMU's post-copy or background snapshot, or another godwit, is at work on it"
+        "RAM block '{block}' is already registered with a userfaultfd: QEMU's post-copy or \
+         background snapshot, or another godwit, is at work on it"
     )]
     Registered {
         /// The block.
@@ -106,7 +116,8 @@ pub enum TrackError {
     },
     /// The process does not map a RAM file as expected.
     #[error(
-        "process {pid} does not map all of RAM block '{block}' shared and writable: use a memory-backend-file with share=on"
+        "process {pid} does not map all of RAM block '{block}' shared and writable: use a \
+         memory-backend-file with share=on"
     )]
     NotMapped {
         /// The process.
@@ -181,7 +192,8 @@ pub enum TrackError {
     RingsInUse,
     /// KVM overwrote entries of a ring.
     #[error(
-        "the dirty ring of vCPU {vcpu} was overrun and writes are lost: this KVM does not stop a vCPU in time; use larger rings or the dirty log"
+        "the dirty ring of vCPU {vcpu} was overrun and writes are lost: this KVM does not stop a \
+         vCPU in time; use larger rings or the dirty log"
     )]
     RingOverrun {
         /// The vCPU.
@@ -197,7 +209,8 @@ pub enum TrackError {
     },
     /// A device wrote where there is no log.
     #[error(
-        "a device wrote {length} bytes at guest address {address:#x}, past the end of the device log: make the log as long as guest memory"
+        "a device wrote {length} bytes at guest address {address:#x}, past the end of the device \
+         log: make the log as long as guest memory"
     )]
     OutsideLog {
         /// The guest address.

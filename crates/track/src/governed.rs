@@ -269,7 +269,8 @@ fn is_written(
     Ok(written)
 }
 
-const TOO_MANY: &str = "the process would have more mappings than it may (vm.max_map_count): raise that, or let vCPUs be throttled";
+const TOO_MANY: &str = "the process would have more mappings than it may (vm.max_map_count): raise \
+                        that, or let vCPUs be throttled";
 
 /// Where mappings are cut in two, since a segment and its neighbour belong to different
 /// descriptors. The kernel makes neighbours of one descriptor one mapping again (mm/vma.c,

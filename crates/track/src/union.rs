@@ -201,9 +201,8 @@ mod tests {
             while at < 300 {
                 let before = found.len();
                 let rest = PageRun::new(at, 300 - at);
-                let next = union
-                    .harvest(0, rest, PageCount(limit), &mut |run| found.extend(run.start.0..run.end().0))
-                    .unwrap();
+                let mut add = |run: PageRun| found.extend(run.start.0..run.end().0);
+                let next = union.harvest(0, rest, PageCount(limit), &mut add).unwrap();
                 prop_assert!(limit == 0 || (found.len() - before) as u64 <= limit);
                 prop_assert!(found.iter().all(|page| *page < next.0));
                 at = next.0;

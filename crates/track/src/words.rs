@@ -100,7 +100,8 @@ mod tests {
             let expected: Vec<u64> =
                 model.range(take.clone()).map(|page| page - take.start + at).collect();
             let bitmap = || DirtyBitmap::new(PageCount(41_000));
-            let pages = |bitmap: &DirtyBitmap| bitmap.pages().map(|page| page.0).collect::<Vec<_>>();
+            let pages =
+                |bitmap: &DirtyBitmap| bitmap.pages().map(|page| page.0).collect::<Vec<_>>();
 
             let mut seen = bitmap();
             peek_into(&words, take.clone(), &mut seen, at);

@@ -12,7 +12,8 @@ pub enum ThrottleError {
     Share(f64),
     /// The process may not be traced.
     #[error(
-        "no right to trace process {pid}: run godwit as root or as the user that runs the VM, with CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
+        "no right to trace process {pid}: run godwit as root or as the user that runs the VM, with \
+         CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
     )]
     NotPermitted {
         /// The process.
@@ -20,7 +21,8 @@ pub enum ThrottleError {
     },
     /// Someone else traces it.
     #[error(
-        "vCPU thread {tid} of process {pid} is already traced by process {tracer} (a debugger?): detach that first"
+        "vCPU thread {tid} of process {pid} is already traced by process {tracer} (a debugger?): \
+         detach that first"
     )]
     Traced {
         /// The process.
@@ -32,7 +34,8 @@ pub enum ThrottleError {
     },
     /// There is nothing to throttle.
     #[error(
-        "process {pid} has none of the vCPU threads that were to be throttled: has it ended? start again with a running VM"
+        "process {pid} has none of the vCPU threads that were to be throttled: has it ended? start \
+         again with a running VM"
     )]
     Gone {
         /// The process.
@@ -50,7 +53,8 @@ pub enum ThrottleError {
     },
     /// Our own thread does not answer.
     #[error(
-        "the thread that throttles process {pid} does not answer: this is a bug in godwit; end godwit, and the kernel releases the VM"
+        "the thread that throttles process {pid} does not answer: this is a bug in godwit; end \
+         godwit, and the kernel releases the VM"
     )]
     NoAnswer {
         /// The process.

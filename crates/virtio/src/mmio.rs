@@ -37,7 +37,8 @@ pub enum VirtioError {
     },
     /// The driver has negotiated what this device does not offer.
     #[error(
-        "the driver uses features {used:#x} of the virtio device {device}, and {offered:#x} are offered here: start both sides with the same device options"
+        "the driver uses features {used:#x} of the virtio device {device}, and {offered:#x} are \
+         offered here: start both sides with the same device options"
     )]
     Features {
         /// The device's number (virtio 1.2, section 5).

@@ -6,7 +6,8 @@
 pub enum WireError {
     /// The connection does not start with the greeting.
     #[error(
-        "the peer does not speak godwit's protocol (it began with \"{}\"): is this the address of a godwit receive?",
+        "the peer does not speak godwit's protocol (it began with \"{}\"): is this the address of \
+         a godwit receive?",
         start.escape_ascii()
     )]
     NotGodwit {
@@ -15,7 +16,8 @@ pub enum WireError {
     },
     /// The peer speaks another version.
     #[error(
-        "the peer speaks version {theirs} of the protocol and this godwit version {ours}: install the same release on both hosts"
+        "the peer speaks version {theirs} of the protocol and this godwit version {ours}: install \
+         the same release on both hosts"
     )]
     Version {
         /// The peer's version.
@@ -25,7 +27,8 @@ pub enum WireError {
     },
     /// The checksum of the greeting or of a frame does not match.
     #[error(
-        "a checksum does not match in {what}: the connection corrupts data, or the peer is not what it claims to be"
+        "a checksum does not match in {what}: the connection corrupts data, or the peer is not \
+         what it claims to be"
     )]
     Checksum {
         /// What was being read.

@@ -456,7 +456,9 @@ proptest! {
     }
 
     #[test]
-    fn a_flipped_bit_is_always_found(message in any_message(), at in any::<prop::sample::Index>(), bit in 0u8..8) {
+    fn a_flipped_bit_is_always_found(
+        message in any_message(), at in any::<prop::sample::Index>(), bit in 0u8..8,
+    ) {
         let mut frame = message.encode();
         let at = at.index(frame.len());
         frame[at] ^= 1 << bit;
@@ -464,7 +466,10 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_never_panic(kind in 0usize..FrameKind::ALL.len(), runs in any::<u16>(), aux in any::<u64>(), payload in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_never_panic(
+        kind in 0usize..FrameKind::ALL.len(), runs in any::<u16>(), aux in any::<u64>(),
+        payload in prop::collection::vec(any::<u8>(), 0..200),
+    ) {
         let mut frame = vec![0; HEADER_LEN];
         frame.extend(payload);
         seal(&mut frame, FrameKind::ALL[kind], runs, aux);
@@ -503,7 +508,9 @@ proptest! {
     }
 
     #[test]
-    fn a_page_frame_with_wrong_bytes_never_panics(damage in any_damage(), in_table in any::<bool>()) {
+    fn a_page_frame_with_wrong_bytes_never_panics(
+        damage in any_damage(), in_table in any::<bool>(),
+    ) {
         let mut frame = pages_frame();
         let table = frame.len() - 3 * RUN_LEN;
         damage.apply_from(&mut frame, if in_table { table } else { HEADER_LEN });
@@ -524,7 +531,10 @@ proptest! {
     /// Whatever goes into a frame comes out of it, in the same order.
     #[test]
     fn a_frame_holds_what_was_put_in(
-        pieces in prop::collection::vec((0u64..40, prop::collection::vec(any_look(), 1..30)), 0..12),
+        pieces in prop::collection::vec(
+            (0u64..40, prop::collection::vec(any_look(), 1..30)),
+            0..12,
+        ),
     ) {
         let mut builder = PageFrameBuilder::new();
         let mut model = Vec::new();
@@ -552,7 +562,8 @@ proptest! {
             model.extend((start..).zip(looks).filter_map(|(page, look)| Some((page, (*look)?))));
             start += count as u64;
         }
-        prop_assert_eq!(builder.data().len(), model.iter().filter(|(_, look)| *look != 0).count() * 4096);
+        let data = model.iter().filter(|(_, look)| *look != 0).count();
+        prop_assert_eq!(builder.data().len(), data * 4096);
 
         let frame = builder.finish(3).to_vec();
 

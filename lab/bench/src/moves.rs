@@ -130,7 +130,9 @@ pub fn by_qemu(
         sent: own.sent.0 as f64,
         rounds: own.passes,
         godwit_cpu: Duration::ZERO,
-        own_words: json!({ "total_ms": seconds(own.total) * 1e3, "downtime_ms": seconds(own.downtime) * 1e3 }),
+        own_words: json!({
+            "total_ms": seconds(own.total) * 1e3, "downtime_ms": seconds(own.downtime) * 1e3,
+        }),
     })
 }
 

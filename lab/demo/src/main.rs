@@ -251,6 +251,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
     show_beats(&around(&beats, ended), 4, &say);
 
     let speed = Speed::of(&beats, began, ended);
+    let peak_rss = last["peak_rss_bytes"].as_u64().max(received.last()["peak_rss_bytes"].as_u64());
     let cpu_ms = number(&last, "cpu_ms") + number(received.last(), "cpu_ms");
     let result = json!({
         "outcome": "migrated",
@@ -268,7 +269,7 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
         "sent_bytes": last["sent_bytes"],
         "rounds": last["rounds"],
         "cpu_ms": cpu_ms,
-        "peak_rss_bytes": last["peak_rss_bytes"].as_u64().max(received.last()["peak_rss_bytes"].as_u64()),
+        "peak_rss_bytes": peak_rss,
         "tracking_stop_us": last["tracking_stop_us"],
         "verified": last["verified"],
         "bug": bugs.len(),
@@ -371,7 +372,8 @@ fn summary(result: &Value) {
         (
             "seen outside",
             format!(
-                "the guest stood still for {} (to {}); longest pause between heartbeats, 100 ms apart: {}",
+                "the guest stood still for {} (to {}); longest pause between heartbeats, 100 ms \
+                 apart: {}",
                 ms("guest_gap_ms"),
                 ms("guest_gap_resolution_ms"),
                 ms("longest_heartbeat_gap_ms"),

@@ -218,8 +218,8 @@ fn a_qemu_whose_load_failed_is_started_again_as_told() -> anyhow::Result<()> {
 
         ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
         ensure!(receive.last()["vm_waits"] == false, "{}", receive.last());
-        let words = "its QEMU has ended, since it can load only once: start it again with -incoming defer, then \
-                     godwit receive";
+        let words = "its QEMU has ended, since it can load only once: start it again with \
+                     -incoming defer, then godwit receive";
         ensure!(receive.errors.contains(words), "{}", receive.errors);
         ensure!(!pair.destination.is_alive(), "it was said to have ended");
         check_untouched(&mut pair.source)?;

@@ -57,9 +57,8 @@ fn vms_that_differ_are_refused_before_the_first_byte() -> anyhow::Result<()> {
         (&["-cpu", "qemu64,+avx"], &["[cpu.features] CPU features: avx only here"]),
         (
             &["-device", "virtio-balloon-pci,id=balloon0,addr=08.0"],
-            &[
-                "[device.q35-pcihost/08.0] device 'balloon0' (virtio-balloon-pci) only here (leave it out)",
-            ],
+            &["[device.q35-pcihost/08.0] device 'balloon0' (virtio-balloon-pci) only here \
+               (leave it out)"],
         ),
         (&["-device", "isa-serial,index=1"], &["isa-serial#2] isa-serial at", "only here"]),
     ];
@@ -69,7 +68,8 @@ fn vms_that_differ_are_refused_before_the_first_byte() -> anyhow::Result<()> {
     }
     // Without the device, and with one of its properties changed.
     pair.destination = TestVm::destination(&config)?;
-    let words = "device 'rng0' (virtio-rng-pci) only at the source (add -device virtio-rng-pci,id=rng0,addr=07.0)";
+    let words = "device 'rng0' (virtio-rng-pci) only at the source (add -device \
+                 virtio-rng-pci,id=rng0,addr=07.0)";
     check_different(&mut pair, &[words])?;
     let other =
         ["-device", "virtio-rng-pci,id=rng0,addr=07.0,max-bytes=1024,period=1000", "-smp", "2"];

@@ -498,12 +498,18 @@ fn a_limit_that_an_operator_has_set_since_stays() -> anyhow::Result<()> {
     let godwit = Godwit::built()?;
     let disks = vm.qmp().execute("query-block", Value::Null)?;
     let id = disks[0]["qdev"].clone();
-    let call = |bps_wr: u64| json!({ "id": id, "bps": 0, "bps_rd": 0, "bps_wr": bps_wr, "iops": 0, "iops_rd": 0, "iops_wr": 0 });
+    let call = |bps_wr: u64| {
+        json!({
+            "id": id, "bps": 0, "bps_rd": 0, "bps_wr": bps_wr,
+            "iops": 0, "iops_rd": 0, "iops_wr": 0,
+        })
+    };
     for (now, after) in [(5 << 20, 0), (7 << 20, 7 << 20)] {
         // The record of a process that is gone: init has this number, and did not start then.
         let path = format!("/run/godwit/godwit-1-999999999-guard-{}", vm.pid());
-        let record = json!({ "qemu": vm.pid(), "qemu_started": start_time(vm.pid())?, "boot": boot()?,
-            "stage": "copying", "was_running": true, "settings": null, "disks": false,
+        let record = json!({ "qemu": vm.pid(), "qemu_started": start_time(vm.pid())?,
+            "boot": boot()?, "stage": "copying", "was_running": true, "settings": null,
+            "disks": false,
             "limits": { "before": [{ "node": "d", "call": call(0) }], "ours": [call(5 << 20)] } });
         std::fs::create_dir_all("/run/godwit")?;
         std::fs::write(&path, format!("{record}\n"))?;

@@ -273,14 +273,18 @@ fn what_others_do_to_the_vm_meanwhile_ends_the_migration() -> anyhow::Result<()>
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&port);
         let config = config.with_extra(&["-blockdev", &target]).with_disk("disk", &image);
         let mut pair = Pair::start(&config)?;
-        let job = |kind: &str| json!({ "job-id": kind, "device": "disk", "target": "target", "sync": "full", "speed": 1 });
+        let job = |kind: &str| {
+            json!({
+                "job-id": kind, "device": "disk", "target": "target", "sync": "full", "speed": 1,
+            })
+        };
         let told_job = |kind: &str| vec![format!("a block job ('{kind}', {kind}) runs")];
         let cancel = |id: &str| Some(("block-job-cancel", json!({ "device": id, "force": true })));
         let plugged = json!({ "driver": "virtio-rng-pci", "id": "plugged", "bus": "hot" });
         let rng = json!({ "qom-type": "rng-random", "id": "rng0", "filename": "/dev/urandom" });
         let plugged = [("object-add", rng), ("device_add", plugged)];
-        let snapshot = json!({ "node-name": "disk", "snapshot-file": overlay.path(), "format": "qcow2",
-            "mode": "existing", "snapshot-node-name": "over" });
+        let snapshot = json!({ "node-name": "disk", "snapshot-file": overlay.path(),
+            "format": "qcow2", "mode": "existing", "snapshot-node-name": "over" });
         // QEMU 7.2 names an image with its backing file by a whole line of JSON.
         let overlaid = overlay.path().display().to_string();
         for (index, Intrusion { does, words, undone }) in [

@@ -144,7 +144,8 @@ fn an_operator_who_knows_better_is_believed() -> anyhow::Result<()> {
             let disk = ["-blockdev", node, "-device", "virtio-blk-pci,id=disk0-device,drive=disk0"];
             VmConfig::new(&build, GuestConfig::small(Mode::Rate)).with_extra(&disk)
         };
-        let hidden = "driver=blkdebug,node-name=disk0,image.driver=null-co,image.size=67108864,image.read-zeroes=on";
+        let hidden = "driver=blkdebug,node-name=disk0,image.driver=null-co,\
+                      image.size=67108864,image.read-zeroes=on";
         let mut pair = Pair::start_apart(&config(hidden), &config(other))?;
         check_other(&mut pair, &["cannot be compared"])?;
         let (migrate, _) = pair.migrate(&["--disks-are-shared"])?;

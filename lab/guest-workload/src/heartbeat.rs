@@ -88,7 +88,8 @@ impl fmt::Display for Heartbeat {
         let Self { n, count, writes, rate, checked, bugs, t_ms } = self;
         write!(
             f,
-            "HB n={n} count={count} writes={writes} rate={rate} checked={checked} bugs={bugs} t_ms={t_ms} ."
+            "HB n={n} count={count} writes={writes} rate={rate} checked={checked} bugs={bugs} \
+             t_ms={t_ms} ."
         )
     }
 }

@@ -147,8 +147,8 @@ pub enum SettingsError {
     Address(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, disk_block, \
-         disk_span, disk_threads, jobs, past and address"
+        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, \
+         disk_block, disk_span, disk_threads, jobs, past and address"
     )]
     Unknown(String),
 }
@@ -229,7 +229,8 @@ impl fmt::Display for Settings {
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
-            "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set}B godwit.fill={fill}B"
+            "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set}B \
+             godwit.fill={fill}B"
         )?;
         if *build != BuildWork::default() {
             write!(f, " godwit.jobs={} godwit.past={}B", build.jobs, build.past.0)?;
@@ -256,7 +257,8 @@ mod tests {
 
     #[test]
     fn parses_a_kernel_command_line() {
-        let line = "console=ttyS0 godwit.mode=rate godwit.rate=5000 godwit.working_set=64M godwit.fill=1GiB quiet";
+        let line = "console=ttyS0 godwit.mode=rate godwit.rate=5000 godwit.working_set=64M \
+                    godwit.fill=1GiB quiet";
         let settings: Settings = line.parse().unwrap();
         assert_eq!(
             settings,

@@ -201,7 +201,8 @@ impl fmt::Display for Fault {
             Self::Torn { generations: [a, b, c] } => write!(f, "torn: generations {a}, {b}, {c}"),
             Self::Words { word, found, expected, count } => write!(
                 f,
-                "{count} words differ, first word {word}: {found:#018x} for {expected:#018x} (bits {:#x})",
+                "{count} words differ, first word {word}: {found:#018x} for {expected:#018x} (bits \
+                 {:#x})",
                 found ^ expected
             ),
         }

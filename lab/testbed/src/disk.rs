@@ -80,29 +80,13 @@ impl DiskImage {
     /// When it does not, with the place of the first difference, or `qemu-img` fails.
     pub fn compare(&self, other: &Self) -> anyhow::Result<()> {
         let path = |image: &Self| image.path().display().to_string();
-        tool(&[
-            "compare",
-            "-q",
-            "-U",
-            "-f",
-            self.format,
-            "-F",
-            other.format,
-            &path(self),
-            &path(other),
-        ])
-        .or_else(|_| {
-            tool(&[
-                "compare",
-                "-U",
-                "-f",
-                self.format,
-                "-F",
-                other.format,
-                &path(self),
-                &path(other),
-            ])
-        })
+        let (ours, theirs) = (path(self), path(other));
+        let run = |quiet: &[&str]| {
+            let images = ["-U", "-f", self.format, "-F", other.format, &ours, &theirs];
+            tool(&[&["compare"], quiet, &images].concat())
+        };
+        // The second time for what differs, and where.
+        run(&["-q"]).or_else(|_| run(&[]))
     }
 }
 

@@ -38,7 +38,8 @@ impl Godwit {
         let found = places.into_iter().find(|path| path.is_file());
         let program = found.with_context(|| {
             format!(
-                "there is no godwit beside {}: run `cargo build --bin godwit` (with --release for a release)",
+                "there is no godwit beside {}: run `cargo build --bin godwit` (with --release for \
+                 a release)",
                 this.display()
             )
         })?;

@@ -94,12 +94,9 @@ impl GuestConfig {
         Self {
             memory: ByteCount(256 * MIB),
             mode,
-            rate: 2000,
             working_set: ByteCount(16 * MIB),
             fill: ByteCount(64 * MIB),
-            disk: DiskWork::default(),
-            build: BuildWork::default(),
-            address: None,
+            ..Self::standard()
         }
     }
 

@@ -124,7 +124,8 @@ fn prepare(
     let address = json!({ "type": "inet", "data": { "host": host, "port": NBD_PORT.to_string() } });
     qmp.execute("nbd-server-start", json!({ "addr": address }))?;
     for disk in disks {
-        let export = json!({ "type": "nbd", "id": job(disk), "node-name": disk, "name": disk, "writable": true });
+        let export = json!({ "type": "nbd", "id": job(disk), "node-name": disk, "name": disk,
+            "writable": true });
         qmp.execute("block-export-add", export)?;
     }
     qmp.execute("migrate-incoming", json!({ "uri": format!("tcp:{host}:{PORT}") }))?;
@@ -134,7 +135,8 @@ fn prepare(
 fn mirror(source: &mut TestVm, link: &SlowLink, disk: &str) -> anyhow::Result<()> {
     let server = json!({ "type": "inet", "host": link.address(), "port": NBD_PORT.to_string() });
     let target = format!("target-{disk}");
-    let node = json!({ "driver": "nbd", "node-name": target, "server": server, "export": disk, "discard": "unmap" });
+    let node = json!({ "driver": "nbd", "node-name": target, "server": server, "export": disk,
+        "discard": "unmap" });
     source.qmp().execute("blockdev-add", node)?;
     let mirror = json!({ "job-id": job(disk), "device": disk, "target": target, "sync": "full",
         "on-target-error": "report" });

@@ -453,7 +453,8 @@ fn a_read_error_names_disk_and_offset_and_leaves_the_guest_alone() {
         let image = DiskImage::create("raw", ByteCount(8 * MIB)).unwrap();
         let file = format!("file.image.driver=file,file.image.filename={}", image.path().display());
         // Every read of the sector at 5 MiB fails.
-        let error = "file.inject-error.0.event=none,file.inject-error.0.iotype=read,file.inject-error.0.sector=10240";
+        let error = "file.inject-error.0.event=none,file.inject-error.0.iotype=read,\
+                     file.inject-error.0.sector=10240";
         let node = format!("driver=raw,node-name=bad,file.driver=blkdebug,{file},{error}");
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
         let config =

@@ -117,7 +117,8 @@ fn qemu_answers_under_a_throttle() {
             let (ran, (median, most)) = (speed(&vm), latency(&mut vm));
             let longest = source.throttle_measures().longest_stop;
             println!(
-                "{build} at {share}: runs {ran:.3}, answers in {median:.2} ms, at most {most:.2} ms; longest stop {longest:?}"
+                "{build} at {share}: runs {ran:.3}, answers in {median:.2} ms, at most {most:.2} \
+                 ms; longest stop {longest:?}"
             );
             assert_eq!(is_traced(&vm), share > 0.0);
         }
@@ -154,7 +155,8 @@ fn a_throttle_ends_when_the_guest_stops_and_on_every_way_back() {
             }
             stops.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
             println!(
-                "{build} at {share}: migrate to pre-switchover (of which until STOP), ms: {stops:.2?}"
+                "{build} at {share}: migrate to pre-switchover (of which until STOP), ms: \
+                 {stops:.2?}"
             );
         }
         // Nothing was opened, so QEMU refuses to migrate.

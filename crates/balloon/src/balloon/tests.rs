@@ -362,7 +362,8 @@ fn deed() -> impl Strategy<Value = Deed> {
     let words = prop::collection::vec(word, 1..8);
     let bytes = words.prop_map(|words| words.iter().flat_map(|word| word.to_le_bytes()).collect());
     prop_oneof![
-        2 => (register, prop_oneof![0..16_u32, any::<u32>()]).prop_map(|(at, value)| Deed::Register(at, value)),
+        2 => (register, prop_oneof![0..16_u32, any::<u32>()])
+            .prop_map(|(at, value)| Deed::Register(at, value)),
         8 => ((TABLE..DATA + 64), bytes).prop_map(|(at, bytes)| Deed::Memory(at & !1, bytes)),
         8 => (0..6_u32).prop_map(Deed::Notify),
         1 => Just(Deed::Start),
@@ -378,7 +379,10 @@ fn cases() -> u32 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases()) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(cases())
+    })]
 
     /// Whatever is in the rings and the registers: no panic, no end that does not come, and nothing
     /// outside of RAM.
@@ -447,7 +451,8 @@ proptest! {
                     let all = !std::mem::replace(&mut sent_once, true) || step == 6;
                     for page in 0..24 {
                         let was_dirty = std::mem::take(&mut dirty[page]);
-                        let is_free = free.as_ref().is_some_and(|free| free.is_set(PageIndex(page as u64)));
+                        let page_index = PageIndex(page as u64);
+                        let is_free = free.as_ref().is_some_and(|free| free.is_set(page_index));
                         if was_dirty || (all && !is_free) {
                             copy[page] = content[page];
                         } else if all {

@@ -28,7 +28,10 @@ proptest! {
     #[test]
     fn harvests_what_was_set(
         len in 1u64..LONGEST,
-        runs in prop::collection::vec((0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST]), 0..30),
+        runs in prop::collection::vec(
+            (0u64..LONGEST, prop_oneof![1u64..4, 1u64..300, 1u64..LONGEST]),
+            0..30,
+        ),
         fails_at in 0usize..40,
         offset in 0u64..1000,
     ) {

@@ -61,14 +61,18 @@ proptest! {
         }
         prop_assert_eq!(bitmap.count().0, model.len() as u64);
         prop_assert_eq!(bitmap.runs().collect::<Vec<_>>(), model_runs(&model));
-        prop_assert_eq!(bitmap.pages().map(|page| page.0).collect::<Vec<_>>(), model.iter().copied().collect::<Vec<_>>());
+        let pages: Vec<_> = bitmap.pages().map(|page| page.0).collect();
+        prop_assert_eq!(pages, model.iter().copied().collect::<Vec<_>>());
         for page in 0..len + 2 {
             prop_assert_eq!(bitmap.is_set(PageIndex(page)), model.contains(&page));
         }
     }
 
     #[test]
-    fn all_walks_agree(len in 1u64..LONGEST, runs in some_runs(), from in 0u64..LONGEST + 500, count in 0u64..LONGEST + 500, taken in 0usize..5) {
+    fn all_walks_agree(
+        len in 1u64..LONGEST, runs in some_runs(),
+        from in 0u64..LONGEST + 500, count in 0u64..LONGEST + 500, taken in 0usize..5,
+    ) {
         let (mut bitmap, model) = build(len, &runs);
         let expected = model_runs(&model);
         for path in CodePath::available() {
@@ -84,7 +88,9 @@ proptest! {
         runs.for_each(|run| found.push(run));
         prop_assert_eq!(&found, &expected);
 
-        let within: BTreeSet<u64> = model.iter().copied().filter(|page| (from..from + count).contains(page)).collect();
+        let window = from..from + count;
+        let within: BTreeSet<u64> =
+            model.iter().copied().filter(|page| window.contains(page)).collect();
         let mut found = Vec::new();
         bitmap.for_each_run_in(PageRun::new(from, count), |run| found.push(run));
         prop_assert_eq!(&found, &model_runs(&within));
@@ -114,7 +120,8 @@ proptest! {
             }
         }
         let mut merged = bitmap.clone();
-        prop_assert_eq!(merged.merge(PageIndex(at), &source, PageRun::new(from, count)).0, (model.len() - before) as u64);
+        let more = merged.merge(PageIndex(at), &source, PageRun::new(from, count));
+        prop_assert_eq!(more.0, (model.len() - before) as u64);
         prop_assert_eq!(merged.runs().collect::<Vec<_>>(), model_runs(&model));
         for path in CodePath::available() {
             let mut other = bitmap.clone();
@@ -124,8 +131,11 @@ proptest! {
     }
 
     #[test]
-    fn unions_stream_and_merge(bitmaps in prop::collection::vec((1u64..2 * LONGEST, some_runs()), 0..4)) {
-        let (bitmaps, models): (Vec<_>, Vec<_>) = bitmaps.iter().map(|(len, runs)| build(*len, runs)).unzip();
+    fn unions_stream_and_merge(
+        bitmaps in prop::collection::vec((1u64..2 * LONGEST, some_runs()), 0..4),
+    ) {
+        let (bitmaps, models): (Vec<_>, Vec<_>) =
+            bitmaps.iter().map(|(len, runs)| build(*len, runs)).unzip();
         let expected = model_runs(&models.iter().flatten().copied().collect());
         let mut found = Vec::new();
         for_each_run_of_union(&bitmaps.iter().collect::<Vec<_>>(), |run| found.push(run));

@@ -38,7 +38,8 @@ proptest! {
             } else {
                 prop_assert_eq!(bitmap.set(run), model.set(run));
             }
-            prop_assert_eq!(bitmap.next_run(PageIndex(start), PageCount(u64::MAX)), model.next_run(PageIndex(start)));
+            let next = bitmap.next_run(PageIndex(start), PageCount(u64::MAX));
+            prop_assert_eq!(next, model.next_run(PageIndex(start)));
         }
         prop_assert!(levels_are_right(&bitmap));
         prop_assert_eq!(bitmap.count(), model.count());
@@ -73,13 +74,17 @@ proptest! {
     }
 
     #[test]
-    fn next_set_is_the_next_of_the_set(pages in prop::collection::btree_set(0u64..5 * LONGEST, 0..20), from in 0u64..=5 * LONGEST) {
+    fn next_set_is_the_next_of_the_set(
+        pages in prop::collection::btree_set(0u64..5 * LONGEST, 0..20),
+        from in 0u64..=5 * LONGEST,
+    ) {
         let mut bitmap = LayeredBitmap::new(PageCount(5 * LONGEST));
         for &page in &pages {
             bitmap.set(PageRun::new(page, 1));
         }
         let pages: BTreeSet<u64> = pages;
-        prop_assert_eq!(bitmap.next_set(PageIndex(from)), pages.range(from..).next().copied().map(PageIndex));
+        let next = pages.range(from..).next().copied();
+        prop_assert_eq!(bitmap.next_set(PageIndex(from)), next.map(PageIndex));
     }
 }
 

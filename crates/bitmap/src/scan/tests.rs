@@ -56,7 +56,10 @@ fn stretch() -> impl Strategy<Value = Vec<u64>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 4 } else { 300 }))]
     #[test]
-    fn every_path_finds_every_run(stretches in prop::collection::vec(stretch(), 0..6), piece in 1usize..1500) {
+    fn every_path_finds_every_run(
+        stretches in prop::collection::vec(stretch(), 0..6),
+        piece in 1usize..1500,
+    ) {
         let words = stretches.concat();
         let expected = runs_bit_by_bit(&words);
         for path in CodePath::available() {

@@ -89,7 +89,8 @@ pub(super) fn rounds(outcome: &Outcome, width: usize) -> String {
     let of_disks =
         if disks { format!(", {} of disks", bytes(outcome.disk_sent)) } else { String::new() };
     let text = format!(
-        "{} after {}, downtime {}, {} of memory in {} passes{of_disks}; work lost {}, under 10 % for {}, under 50 % for {}",
+        "{} after {}, downtime {}, {} of memory in {} passes{of_disks}; work lost {}, under 10 % \
+         for {}, under 50 % for {}",
         end(outcome),
         time(outcome.total),
         time(outcome.downtime),
@@ -136,7 +137,8 @@ pub(super) fn comparison(what: &str, outcomes: &[(String, Outcome)], width: usiz
             percent(outcome.throttle),
         ]
     };
-    let legend = "sent: memory on the wire; lost: work of the guest; <10 %: time in which it ran under 10 % of its speed";
+    let legend = "sent: memory on the wire; lost: work of the guest; <10 %: time in which it ran \
+                  under 10 % of its speed";
     table(&columns, &outcomes.iter().map(row).collect::<Vec<_>>(), 0, width)
         + &wrap("", legend, 2, width)
         + "\n"

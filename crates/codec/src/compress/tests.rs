@@ -160,7 +160,8 @@ proptest! {
         at in 0_usize..300,
     ) {
         if from_real {
-            let mut real = compressed(Codec::Lz4 { acceleration: 1 }, &[&Image::Text.bytes(0, length)]);
+            let text = Image::Text.bytes(0, length);
+            let mut real = compressed(Codec::Lz4 { acceleration: 1 }, &[&text]);
             let at = at.min(real.len());
             let count = input.len().min(real.len() - at).min(4);
             real[at..at + count].copy_from_slice(&input[..count]);

@@ -113,6 +113,17 @@ impl Source {
         Self::start_late(busy, disks, Duration::ZERO)
     }
 
+    /// What happens while the destination gets ready to load: the guest writes on for a while, and
+    /// then rests for long enough that all it wrote can be sent.
+    pub fn rests_while_preparing(&self) -> Box<dyn FnMut() + Send> {
+        let rests = Arc::clone(&self.rests);
+        Box::new(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            rests.store(true, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(100));
+        })
+    }
+
     /// One whose guest touches most of its memory only after `late`.
     pub fn start_late(busy: Duration, disks: Vec<Arc<SourceDisk>>, late: Duration) -> Self {
         let ram = blocks();
@@ -282,6 +293,30 @@ pub struct Destination {
     pub while_starting: Box<dyn FnMut() + Send>,
 }
 
+impl Destination {
+    /// One that does as it is told, for the guest of `source`; its disks are put in by who moves
+    /// some.
+    pub fn of(source: &Source) -> Self {
+        Self { source_disks: source.disks.clone(), ..Self::beside(source.ram()) }
+    }
+
+    /// The same for a source that only has memory, `source_ram`.
+    pub fn beside(source_ram: Arc<Vec<RamBlock>>) -> Self {
+        Self {
+            ram: blocks(),
+            source_ram,
+            source_disks: Vec::new(),
+            images: Vec::new(),
+            found: Arc::default(),
+            refuse_to_load: false,
+            differs: false,
+            while_preparing: Box::new(|| {}),
+            while_loading: Box::new(|| {}),
+            while_starting: Box::new(|| {}),
+        }
+    }
+}
+
 struct Sink {
     ram: Arc<Vec<RamBlock>>,
     source_ram: Arc<Vec<RamBlock>>,
@@ -377,7 +412,7 @@ impl DiskDestination for Destination {
 /// Options for a migration over loopback.
 pub fn options(channels: u8, verify: bool) -> Options {
     let to = Address::Tcp(String::new());
-    Options { to, verify, channels, fingerprints: true, keep_source: false, fault: None }
+    Options { verify, channels, ..Options::new(to) }
 }
 
 /// Runs one migration of `source` into `destination`; the outcome at the source.

@@ -57,7 +57,10 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(if cfg!(miri) { 2 } else { 200 }))]
     #[test]
     fn behaves_like_a_sorted_vector(
-        edits in prop::collection::vec((0u8..4, 0u64..120, 0u32..6, 1u64..60), 0..if cfg!(miri) { 60 } else { 900 }),
+        edits in prop::collection::vec(
+            (0u8..4, 0u64..120, 0u32..6, 1u64..60),
+            0..if cfg!(miri) { 60 } else { 900 },
+        ),
         removes in 1u8..4,
         at in 0u64..200, len in 0u64..50,
     ) {
@@ -80,7 +83,8 @@ proptest! {
                     model.insert(position, span);
                 }
             }
-            prop_assert_eq!(tree.exact(key, tie).copied(), model.iter().copied().find(|s| (s.key, s.tie) == (key, tie)));
+            let expected = model.iter().copied().find(|s| (s.key, s.tie) == (key, tie));
+            prop_assert_eq!(tree.exact(key, tie).copied(), expected);
             if i % 100 == 50 {
                 old.push((tree.clone(), model.clone()));
             }
@@ -97,7 +101,9 @@ proptest! {
                 found.push(*span);
                 ControlFlow::<()>::Continue(())
             });
-            let expected: Vec<_> = model.iter().copied().filter(|span| span.key < at + len && at < span.end && len > 0).collect();
+            let expected: Vec<_> = model.iter().copied()
+                .filter(|span| span.key < at + len && at < span.end && len > 0)
+                .collect();
             prop_assert_eq!(found, expected);
         }
     }

@@ -11,18 +11,10 @@ fn view(guest: &Guest, remaining: f64, time_left: f64) -> View<'_> {
         dirty_rate: 65_536.0,
         dirtied: 65_536.0,
         sent: 32_768.0,
-        guest,
-        classes: &[],
-        unsent: 0.0,
-        idle: 0.0,
-        at_once: false,
-        lead: 0.0,
         enough: 8192.0,
         free_time: 20.0,
         time_left,
-        downtime: 0.3,
-        most: 0.99,
-        delaying: false,
+        ..View::example(guest)
     }
 }
 

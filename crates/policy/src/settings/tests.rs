@@ -76,7 +76,8 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ),
         (
             "disk-limit=1G",
-            "disk-limit=1G is not possible: '1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s (8.59Gbit)",
+            "disk-limit=1G is not possible: '1G' is ambiguous: write 1Gbit (119MiB/s) or 1GiB/s \
+             (8.59Gbit)",
         ),
         ("patience=5m", "patience=5m is not possible: '5m' is ambiguous: write 5min or 5ms"),
         (
@@ -89,11 +90,13 @@ fn what_cannot_be_taken_is_named_and_changes_nothing() {
         ),
         (
             "switchover-bandwidth=fast",
-            "switchover-bandwidth=fast is not possible: use a rate such as 10Gbit or 100MiB/s, or auto",
+            "switchover-bandwidth=fast is not possible: use a rate such as 10Gbit or 100MiB/s, or \
+             auto",
         ),
         (
             "throttle=hard",
-            "throttle=hard is not possible: use off, direct, staged, auto-converge, adaptive, governor or vcpus",
+            "throttle=hard is not possible: use off, direct, staged, auto-converge, adaptive, \
+             governor or vcpus",
         ),
         (
             "throttle",

@@ -4,27 +4,35 @@ use super::*;
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn view(guest: &Guest, clock: u64, remaining: f64, dirty_rate: f64) -> View<'_> {
-    View {
-        clock: SECOND * clock as u32,
-        remaining,
-        bandwidth: 1000.0,
-        dirty_rate,
-        dirtied: dirty_rate,
-        sent: 1000.0,
-        guest,
-        classes: &[],
-        unsent: 0.0,
-        idle: 0.0,
-        at_once: false,
-        lead: 0.0,
-        enough: 10.0,
-        free_time: 0.0,
-        time_left: 0.0,
-        downtime: 0.3,
-        most: 0.99,
-        delaying: false,
+impl<'a> View<'a> {
+    /// The first moment of a guest that writes nothing, over a link of 1,000 pages a second.
+    pub(crate) fn example(guest: &'a Guest) -> Self {
+        Self {
+            clock: Duration::ZERO,
+            remaining: 0.0,
+            bandwidth: 1000.0,
+            dirty_rate: 0.0,
+            dirtied: 0.0,
+            sent: 1000.0,
+            guest,
+            classes: &[],
+            unsent: 0.0,
+            idle: 0.0,
+            at_once: false,
+            lead: 0.0,
+            enough: 10.0,
+            free_time: 0.0,
+            time_left: 0.0,
+            downtime: 0.3,
+            most: 0.99,
+            delaying: false,
+        }
     }
+}
+
+fn view(guest: &Guest, clock: u64, remaining: f64, dirty_rate: f64) -> View<'_> {
+    let clock = SECOND * clock as u32;
+    View { clock, remaining, dirty_rate, dirtied: dirty_rate, ..View::example(guest) }
 }
 
 #[test]

@@ -90,7 +90,8 @@ fn machine(
         let alike = a.zip(b).is_some_and(|((a, _), (b, _))| a == b);
         let both = if alike { own } else { "a type that both have" };
         format!(
-            "QEMU {major}.{minor}.{micro} does not have that: use one that does, or start the source with -machine {both}"
+            "QEMU {major}.{minor}.{micro} does not have that: use one that does, or start the \
+             source with -machine {both}"
         )
     };
     difference("machine", format!("machine: {} at the source, {own} here ({cure})", shown(theirs)))
@@ -366,7 +367,8 @@ mod tests {
         assert_eq!(
             told,
             [
-                "[machine] machine: pc-q35-7.2 at the source, pc-i440fx-7.2 here (use -machine pc-q35-7.2)",
+                "[machine] machine: pc-q35-7.2 at the source, pc-i440fx-7.2 here (use -machine \
+                 pc-q35-7.2)",
                 "[smp] processors: 2 at the source, 1 here (use -smp 2)",
             ]
         );
@@ -404,11 +406,15 @@ mod tests {
             told,
             [
                 "[cpu] CPU model: qemu64 at the source, max here (use -cpu qemu64)",
-                "[memory.block pc.bios] bytes of memory block pc.bios: 4096 at the source, none here (use the same devices, and the same firmware and ROM files)",
-                "[device.host/05.0] device 'rng0' (virtio-rng-pci) only at the source (add -device virtio-rng-pci,id=rng0,addr=05.0)",
+                "[memory.block pc.bios] bytes of memory block pc.bios: 4096 at the source, none \
+                 here (use the same devices, and the same firmware and ROM files)",
+                "[device.host/05.0] device 'rng0' (virtio-rng-pci) only at the source (add -device \
+                 virtio-rng-pci,id=rng0,addr=05.0)",
                 "[device.host/06.0] device 'disk' (nvme) only here (leave it out)",
-                "[device.host/04.0] device 'net0' (virtio-net-pci): vectors=3 at the source, 5 here (use the source's)",
-                "[device.host/04.0/virtio-net-device] at host/04.0/virtio-net-device: virtio-net-device at the source, x here (use the source's -device)",
+                "[device.host/04.0] device 'net0' (virtio-net-pci): vectors=3 at the source, 5 \
+                 here (use the source's)",
+                "[device.host/04.0/virtio-net-device] at host/04.0/virtio-net-device: \
+                 virtio-net-device at the source, x here (use the source's -device)",
             ]
         );
     }
@@ -419,7 +425,8 @@ mod tests {
             let moved = here.devices.remove("host/05.0").unwrap();
             here.devices.insert("host/07.0".to_owned(), moved);
         });
-        let text = "[device.host/05.0] device 'rng0' (virtio-rng-pci) is at host/05.0 at the source and at host/07.0 here (give it the same addr)";
+        let text = "[device.host/05.0] device 'rng0' (virtio-rng-pci) is at host/05.0 at the \
+                    source and at host/07.0 here (give it the same addr)";
         assert_eq!(told, [text]);
     }
 

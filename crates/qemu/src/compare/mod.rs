@@ -76,12 +76,12 @@ pub(crate) fn answer(
     let answer = match serde_json::from_slice(question)? {
         Question::Picture => {
             let allowed = terms.allowed.clone();
-            let picture = Picture::of(&mut machine.qmp).map_err(QemuError::from)?;
+            let picture = Picture::of(&mut *machine.qmp).map_err(QemuError::from)?;
             serde_json::to_vec(&Picture { allowed, ..picture })?
         }
-        Question::Features => {
-            serde_json::to_vec(&picture::feature_names(&mut machine.qmp).map_err(QemuError::from)?)?
-        }
+        Question::Features => serde_json::to_vec(
+            &picture::feature_names(&mut *machine.qmp).map_err(QemuError::from)?,
+        )?,
         Question::Disks => {
             let shared = terms.disks_are_shared;
             serde_json::to_vec(&storage::tell(machine, moving, shared).map_err(QemuError::from)?)?
@@ -115,7 +115,7 @@ fn put<T: DeserializeOwned>(
 /// # Errors
 /// All differences, unless the source's operator lets them pass.
 pub(crate) fn compare(machine: &mut Machine, ask: &mut Ask<'_>) -> Result<(), VmError> {
-    compare_machines(&mut machine.qmp, ask)?;
+    compare_machines(&mut *machine.qmp, ask)?;
     storage::compare(machine, ask)
 }
 

@@ -232,7 +232,8 @@ mod tests {
 0000:00:01.0/virtio-net-pci.rom    4 KiB  0x0000000010080000 0x0000000000040000 0x0000000000040000\n";
         let rom = ("0000:00:01.0/virtio-net-pci.rom".to_owned(), 0x40000);
         assert_eq!(blocks(old), [("mem".to_owned(), 0x1000_0000), rom]);
-        let new = "  pc.bios    4 KiB  0x0000000010000000 0x0000000000040000 0x0000000000040000 0x00007f4fb5a00000  ro\n";
+        let new = "  pc.bios    4 KiB  0x0000000010000000 0x0000000000040000 0x0000000000040000 \
+                   0x00007f4fb5a00000  ro\n";
         assert_eq!(blocks(new), [("pc.bios".to_owned(), 0x40000)]);
         assert!(blocks("what 0x\n 0x1 0x2\nname 0x1 0x2 0xzz").is_empty());
     }

@@ -167,10 +167,12 @@ impl Drive {
     fn as_a_destination(&self, error: QemuError) -> QemuError {
         let why = match &self.medium {
             None => {
-                "it has no medium at the destination: start the QEMU there with an image of the source's size"
+                "it has no medium at the destination: start the QEMU there with an image of the \
+                 source's size"
             }
             Some(medium) if medium.read_only => {
-                "it is read-only at the destination: start the QEMU there with read-only=off and the right to write to the image"
+                "it is read-only at the destination: start the QEMU there with read-only=off and \
+                 the right to write to the image"
             }
             Some(_) => return error,
         };

@@ -25,8 +25,8 @@ pub(crate) fn remove(machine: &mut Machine, which: impl Fn(Mark) -> bool) -> Res
         // Refused where it was stopped before, and the socket lingers.
         machine.qmp.run_if_known(&NbdServerStop)?;
     }
-    remove_exports(&mut machine.qmp, &which)?;
-    remove_bitmaps(&mut machine.qmp, &which)?;
+    remove_exports(&mut *machine.qmp, &which)?;
+    remove_bitmaps(&mut *machine.qmp, &which)?;
     let _ = server::remove_directories();
     Ok(())
 }

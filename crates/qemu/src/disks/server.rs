@@ -51,7 +51,7 @@ impl Server {
         let path = dir.join(SOCKET);
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).map_err(failed)?;
-        let qmp = &mut machine.qmp;
+        let qmp = &mut *machine.qmp;
         qmp.pass_fd(FD_NAME, listener.as_fd())?;
         let addr = json!({ "type": "fd", "data": { "str": FD_NAME } });
         match qmp.run(&NbdServerStart { addr }) {

@@ -32,9 +32,9 @@ impl Receiving {
         wanted: &[Disk],
         allowed: &DiskChoice,
     ) -> Result<(Self, Vec<Box<dyn DiskSink>>), QemuError> {
-        let there: Vec<Drive> = drives(&mut machine.qmp)?;
+        let there: Vec<Drive> = drives(&mut *machine.qmp)?;
         let found = receiving(&there, wanted, allowed)?;
-        leftovers::check_alone(&mut machine.qmp)?;
+        leftovers::check_alone(&mut *machine.qmp)?;
         let server = Server::start(machine)?;
         let receiving = Self { server };
         let opened =
@@ -43,7 +43,7 @@ impl Receiving {
             Ok(sinks) => Ok((receiving, sinks)),
             Err(error) => {
                 // The error is the news; whatever else fails now follows from it.
-                let _ = receiving.close(&mut machine.qmp);
+                let _ = receiving.close(&mut *machine.qmp);
                 Err(error)
             }
         }

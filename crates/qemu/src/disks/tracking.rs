@@ -73,9 +73,9 @@ impl Tracking {
         found: &[Found],
         granularity: &Granularity,
     ) -> Result<Self, QemuError> {
-        leftovers::check_alone(&mut machine.qmp)?;
-        check_capability(&mut machine.qmp)?;
-        let sizes = granularity.sizes(&mut machine.qmp, found)?;
+        leftovers::check_alone(&mut *machine.qmp)?;
+        check_capability(&mut *machine.qmp)?;
+        let sizes = granularity.sizes(&mut *machine.qmp, found)?;
         let disks = found.iter().zip(sizes).map(|(found, granularity)| Tracked {
             granularity,
             found: found.clone(),
@@ -86,11 +86,11 @@ impl Tracking {
         let disks = disks.collect();
         let server = Server::start(machine)?;
         let tracking = Self { disks, server, number: 0, rounds: 0, spent: None };
-        match tracking.begin(&mut machine.qmp) {
+        match tracking.begin(&mut *machine.qmp) {
             Ok(()) => Ok(tracking),
             Err(error) => {
                 // The error is the news; whatever else fails now follows from it.
-                let _ = tracking.end(&mut machine.qmp);
+                let _ = tracking.end(&mut *machine.qmp);
                 Err(error)
             }
         }

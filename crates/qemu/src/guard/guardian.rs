@@ -153,7 +153,7 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
         Stage::Starting => {
             way_back::run(&mut machine, Limits::default().resume)?;
             // The guest runs; that the network learns of it a little later is no reason to stop.
-            let _ = announce(&mut machine.qmp);
+            let _ = announce(&mut *machine.qmp);
             false
         }
     };
@@ -187,13 +187,14 @@ fn what_became(stage: Stage) -> (u8, &'static str) {
         Stage::Stopping => (NOTICE, "the guest was stopped, and was brought back as it was before"),
         Stage::HandingOver => (
             ALERT,
-            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination QEMU does not run \
-             it and has ended, `cont` this one; else `quit` this one",
+            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination \
+             QEMU does not run it and has ended, `cont` this one; else `quit` this one",
         ),
         Stage::Waiting => (NOTICE, "it waits for another migration"),
         Stage::Loading | Stage::Discarding => (
             NOTICE,
-            "it had begun to load the guest, never ran it, and was ended: start it anew for another migration",
+            "it had begun to load the guest, never ran it, and was ended: start it anew for \
+             another migration",
         ),
         Stage::Starting => {
             (NOTICE, "the guest was handed over to it and runs here: `quit` the source QEMU")
@@ -227,11 +228,11 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
 /// returned.
 fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     let (mut limits, settings) = (record.left().limits.clone(), record.left().settings.clone());
-    let limits_undone = limits.restore(&mut machine.qmp).map_err(QemuError::from);
+    let limits_undone = limits.restore(&mut *machine.qmp).map_err(QemuError::from);
     if limits_undone.is_ok() {
         let _ = record.note(|left| left.limits = limits);
     }
-    let settings_undone = settings.map_or(Ok(()), |settings| settings.restore(&mut machine.qmp));
+    let settings_undone = settings.map_or(Ok(()), |settings| settings.restore(&mut *machine.qmp));
     if settings_undone.is_ok() {
         let _ = record.note(|left| left.settings = None);
     }

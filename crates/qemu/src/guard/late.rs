@@ -14,9 +14,9 @@ use crate::{FD_NAMES, QemuError};
 pub(crate) fn clear(machine: &mut Machine) -> Result<(), QemuError> {
     for record in orphans(machine.pid) {
         let Left { settings, mut limits, .. } = record.left().clone();
-        limits.restore_ours(&mut machine.qmp)?;
+        limits.restore_ours(&mut *machine.qmp)?;
         if let Some(settings) = settings {
-            settings.restore_ours(&mut machine.qmp)?;
+            settings.restore_ours(&mut *machine.qmp)?;
         }
         close_descriptors(machine)?;
         record.remove();
@@ -38,10 +38,12 @@ pub(super) fn close_descriptors(machine: &mut Machine) -> Result<(), QemuError> 
 pub(crate) fn cure(pid: i32) -> Option<&'static str> {
     orphans(pid).iter().map(Record::left).find_map(|left| match left.stage {
         Stage::Stopping => Some(
-            "a godwit that was killed stopped it and did not hand it over: `migrate_cancel`, then `cont`",
+            "a godwit that was killed stopped it and did not hand it over: `migrate_cancel`, then \
+             `cont`",
         ),
         Stage::HandingOver => Some(
-            "a godwit that was killed was handing its guest over: `cont` here only if it runs nowhere else",
+            "a godwit that was killed was handing its guest over: `cont` here only if it runs \
+             nowhere else",
         ),
         _ => None,
     })

@@ -13,7 +13,8 @@ fn machine(answers: &[(&str, Value)]) -> Machine {
 }
 
 fn with_device(kind: &str) -> String {
-    let children = json!([{ "name": "net1", "type": format!("child<{kind}>") }, { "name": "type", "type": "string" }]);
+    let children = json!([{ "name": "net1", "type": format!("child<{kind}>") },
+        { "name": "type", "type": "string" }]);
     let mut machine = machine(&[("/machine/peripheral", children)]);
     machine.check_source().map_or_else(|error| error.to_string(), |()| "fine".to_owned())
 }

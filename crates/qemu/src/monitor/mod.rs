@@ -266,54 +266,6 @@ impl dyn Monitor + '_ {
     }
 }
 
-impl<M: Monitor + ?Sized> Monitor for Box<M> {
-    fn version(&self) -> Version {
-        (**self).version()
-    }
-
-    fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError> {
-        (**self).peer_pid()
-    }
-
-    fn handle(&self) -> io::Result<UnixStream> {
-        (**self).handle()
-    }
-
-    fn limit(&self) -> Duration {
-        (**self).limit()
-    }
-
-    fn set_limit(&mut self, limit: Duration) {
-        (**self).set_limit(limit);
-    }
-
-    fn queue(
-        &mut self,
-        command: &str,
-        arguments: Value,
-        fd: Option<BorrowedFd<'_>>,
-    ) -> Result<Queued, QmpError> {
-        (**self).queue(command, arguments, fd)
-    }
-
-    fn answer(&mut self, queued: &Queued, limit: Duration) -> Result<Value, QmpError> {
-        (**self).answer(queued, limit)
-    }
-
-    fn take_events(&mut self) -> Result<Vec<Event>, QmpError> {
-        (**self).take_events()
-    }
-
-    fn watch(
-        &mut self,
-        what: &str,
-        limit: Duration,
-        look: &mut dyn FnMut(&Event) -> Seen,
-    ) -> Result<Event, QmpError> {
-        (**self).watch(what, limit, look)
-    }
-}
-
 #[cfg(test)]
 pub(crate) mod stand_in;
 #[cfg(test)]

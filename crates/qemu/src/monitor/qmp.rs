@@ -477,7 +477,8 @@ mod tests {
         let (path, thread) = peer(&[
             GREETING,
             "{\"return\": {}, \"id\": 1}\n",
-            "{\"event\": \"STOP\", \"timestamp\": {\"seconds\": 5, \"microseconds\": 7}}\n{\"return\": {\"status\": \"paused\"}, \"id\": 2}\n",
+            "{\"event\": \"STOP\", \"timestamp\": {\"seconds\": 5, \"microseconds\": 7}}\n\
+             {\"return\": {\"status\": \"paused\"}, \"id\": 2}\n",
         ]);
         let mut qmp = Qmp::connect(&path).unwrap();
         assert_eq!(qmp.version(), (7, 2, 22));

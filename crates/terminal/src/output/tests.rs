@@ -55,7 +55,8 @@ fn what_was_sent_is_counted_once() {
     let one = Measures { disks: vec![disk("disk0")], ..measures };
     assert_eq!(
         sent_text(&one),
-        "5TiB in all: 4TiB for 1023TiB of RAM, 1TiB for disk 'disk0' of 1023TiB (1TiB of data, blocks of 1MiB)"
+        "5TiB in all: 4TiB for 1023TiB of RAM, 1TiB for disk 'disk0' of 1023TiB (1TiB of data, \
+         blocks of 1MiB)"
     );
     assert_eq!(sent_text(&Measures { disks: Vec::new(), ..one }), "5TiB for 1023TiB of RAM");
 }

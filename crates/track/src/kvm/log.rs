@@ -57,10 +57,12 @@ impl fmt::Display for LogMode {
         f.write_str(match self {
             Self::ManualInitiallySet => "KVM dirty log with manual protection, initially all set",
             Self::Manual => {
-                "KVM dirty log with manual protection (fallback: this KVM has no initially-all-set log, so starting protects all memory at once)"
+                "KVM dirty log with manual protection (fallback: this KVM has no initially-all-set \
+                 log, so starting protects all memory at once)"
             }
             Self::ClearedByFetch => {
-                "KVM dirty log cleared by fetching it (fallback: this KVM has no manual protection, so each round protects whole slots at once)"
+                "KVM dirty log cleared by fetching it (fallback: this KVM has no manual \
+                 protection, so each round protects whole slots at once)"
             }
         })
     }

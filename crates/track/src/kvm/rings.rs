@@ -70,7 +70,8 @@ impl DirtyRingSize {
         let entries = entries.min(most / size_of::<kvm_dirty_gfn>() as u32);
         let bytes = u64::from(entries) * size_of::<kvm_dirty_gfn>() as u64;
         uapi::enable_cap(vm, cap, bytes).map_err(|source| TrackError::Kvm {
-            call: "KVM_ENABLE_CAP for the dirty ring (before any vCPU is made, a power of two of entries)",
+            call: "KVM_ENABLE_CAP for the dirty ring (before any vCPU is made, a power of two of \
+                   entries)",
             source,
         })?;
         Ok(Self { entries })

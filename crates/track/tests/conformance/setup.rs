@@ -258,7 +258,8 @@ pub(crate) fn all_slots() {
     let took = began.elapsed() - before;
     drop(tracker);
     println!(
-        "32,764 slots: made in {made:?}, tracked after {:?}, harvested in {took:?}, all over after {:?}",
+        "32,764 slots: made in {made:?}, tracked after {:?}, harvested in {took:?}, all over after \
+         {:?}",
         started - made,
         began.elapsed()
     );

@@ -65,7 +65,8 @@ fn main() -> anyhow::Result<()> {
         let (downtime, total) = (ms("downtime_ms"), ms("total_ms"));
         let [drain, copy, save, load, handover] = parts;
         println!(
-            "{number:>4}  {downtime:>8.2}  ({drain:>5.2}  {copy:>10.2}  {save:>5.2}  {load:>5.2}  {handover:>8.2})  {gap:>11.2}  {total:>7.1}"
+            "{number:>4}  {downtime:>8.2}  ({drain:>5.2}  {copy:>10.2}  {save:>5.2}  {load:>5.2}  \
+             {handover:>8.2})  {gap:>11.2}  {total:>7.1}"
         );
         let bugs = [source.bugs(), destination.bugs()].concat();
         ensure!(bugs.is_empty(), "{bugs:?}");

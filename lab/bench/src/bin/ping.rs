@@ -67,10 +67,12 @@ fn measure(
     let mut source = TestVm::source(&lan.attach(&config)?)?;
     source.wait_ready(LIMIT)?;
     println!(
-        "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's consists of"
+        "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's \
+         consists of"
     );
     println!(
-        "  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  waited)"
+        "  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  \
+         waited)"
     );
     let (mut own, mut list) = (Vec::new(), Vec::new());
     for _ in 0..moves {
@@ -80,7 +82,8 @@ fn measure(
         let ([down, drain, copy, save, load, hand], [heard, answer, ran, waited]) =
             (PARTS.map(of), BEHIND.map(of));
         println!(
-            "{silence:>6.1}  {heard:>6.1} | {down:>8.1} ({drain:>5.1} {copy:>5.1} {save:>5.1} {load:>5.1} {hand:>9.1})  {answer:>9.1} ({ran:>8.1} {waited:>7.1})"
+            "{silence:>6.1}  {heard:>6.1} | {down:>8.1} ({drain:>5.1} {copy:>5.1} {save:>5.1} \
+             {load:>5.1} {hand:>9.1})  {answer:>9.1} ({ran:>8.1} {waited:>7.1})"
         );
         own.push(silence);
         list.push(row);

@@ -55,7 +55,8 @@ struct Arguments {
     limit: ByteCount,
 
     /// Passes of each candidate
-    #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u8).range(1..=99))]
+    #[arg(long, value_name = "N", default_value = "3")]
+    #[arg(value_parser = clap::value_parser!(u8).range(1..=99))]
     runs: u8,
 
     /// Leave out zlib's slow levels

@@ -98,7 +98,7 @@ impl Disk {
     }
 
     fn all(machine: &mut Machine, moving: &[String]) -> Result<Vec<Self>, QmpError> {
-        let drives = drives(&mut machine.qmp)?;
+        let drives = drives(&mut *machine.qmp)?;
         Ok(drives.iter().filter_map(|drive| Self::of(machine, drive, moving)).take(DISKS).collect())
     }
 
@@ -293,7 +293,8 @@ impl Asked<'_, '_> {
         let names = |disk: &Disk| disk.files.first().map_or_else(|| "nothing".to_owned(), shown);
         if disk.files.is_empty() || disk.files.len() != own.files.len() {
             return Ok(Some(format!(
-                "disk '{name}' is made of {} files at the source and {} here, which cannot be compared",
+                "disk '{name}' is made of {} files at the source and {} here, which cannot be \
+                 compared",
                 disk.files.len(),
                 own.files.len()
             )));

@@ -92,15 +92,17 @@ fn print(settings: &Settings, runs: &[Vec<Run>]) -> anyhow::Result<()> {
         let both = of(|run| run.sender + run.receiver) / gib;
         let Combination { send, receive, streams, frame, buffer } = *combination;
         println!(
-            "{:<10}{:<10}{streams:>8}{:>8}{:>9}{speed:>9.2}{sender:>10.3}{receiver:>10.3}{both:>10.3}",
+            "{:<10}{:<10}{streams:>8}{:>8}{:>9}{speed:>9.2}\
+             {sender:>10.3}{receiver:>10.3}{both:>10.3}",
             send.0,
             receive.0,
             frame >> 10,
             if buffer == 0 { "default".to_owned() } else { (buffer >> 10).to_string() },
         );
         rows.push(json!({
-            "send": send.0, "receive": receive.0, "streams": streams, "frame_bytes": frame, "buffer_bytes": buffer,
-            "gb_per_second": speed, "sender_cpu_s_per_gib": sender, "receiver_cpu_s_per_gib": receiver,
+            "send": send.0, "receive": receive.0, "streams": streams,
+            "frame_bytes": frame, "buffer_bytes": buffer, "gb_per_second": speed,
+            "sender_cpu_s_per_gib": sender, "receiver_cpu_s_per_gib": receiver,
             "cpu_s_per_gib": both,
         }));
     }

@@ -43,9 +43,9 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         }
         let mean = share(&seen[0], &seen[seen.len() - 1]);
         println!("{name:<12}{compression:>12}{least:>10.3}{mean:>10.3}{most:>10.3}");
-        rows.push(
-            json!({ "limit": name, "compression": compression, "least": least, "mean": mean, "most": most }),
-        );
+        rows.push(json!({
+            "limit": name, "compression": compression, "least": least, "mean": mean, "most": most,
+        }));
         let off = (most - 1.0).max(1.0 - least) * 100.0;
         report.target(
             format!("max-bandwidth {name}, {compression}: worst window, % off"),

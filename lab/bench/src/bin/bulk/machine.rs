@@ -136,14 +136,8 @@ pub(crate) fn transfer_into(
 ) -> anyhow::Result<Cost> {
     let listener = Listener::bind(&"127.0.0.1:0".parse().map_err(anyhow::Error::msg)?)?;
     let to: Address = listener.address()?;
-    let options = Options {
-        to,
-        verify: false,
-        channels: way.channels,
-        fingerprints: way.fingerprints,
-        keep_source: false,
-        fault: None,
-    };
+    let Way { channels, fingerprints, .. } = way;
+    let options = Options { channels, fingerprints, ..Options::new(to) };
     let own = Own { max_bandwidth: way.limit.map(Into::into), compression: way.compression };
     let handle = MigrationHandle::new(Settings::default(), own, Cancel::default());
     let mut source = Still::new(&ram.blocks);

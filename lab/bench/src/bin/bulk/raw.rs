@@ -53,7 +53,8 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
         let (speed, cpu) = (gib / of(who, |cost| cost.wall), of(who, |cost| cost.cpu) / gib);
         println!("{name:<24}{speed:>8.2}{cpu:>12.3}");
         let walls: Vec<f64> = runs[who].iter().map(|cost| cost.wall).collect();
-        rows.push(json!({ "name": name, "gib_per_second": speed, "cpu_s_per_gib": cpu, "seconds": walls }));
+        rows.push(json!({ "name": name, "gib_per_second": speed, "cpu_s_per_gib": cpu,
+            "seconds": walls }));
     }
     report.figure("uncompressed", rows);
     let cpu = of(1, |cost| cost.cpu) / gib;

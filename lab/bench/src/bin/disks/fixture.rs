@@ -99,7 +99,8 @@ impl Fixture<'_> {
                     &[DISK],
                     self.patience,
                 )?;
-                let words = json!({ "mirrored_s": own.mirrored.as_secs_f64(), "memory_bytes": own.memory.0 });
+                let words = json!({ "mirrored_s": own.mirrored.as_secs_f64(),
+                    "memory_bytes": own.memory.0 });
                 (own.finished, own.wall, words)
             }
             Mover::Godwit(options) => self.by_godwit(&source, &mut destination, options)?,

@@ -44,8 +44,10 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
             println!(
                 "{block:>6} K {large:>8.1} {medium:>8.2} {small:>8.2} {auto:>8.2} ({chosen} K)"
             );
-            figures.push(json!({ "span_mib": span / MIB, "write_kib": block, "1MiB": large, "64KiB": medium, "4KiB": small,
-                "auto": auto, "auto_kib": chosen }));
+            figures.push(json!({
+                "span_mib": span / MIB, "write_kib": block, "1MiB": large, "64KiB": medium,
+                "4KiB": small, "auto": auto, "auto_kib": chosen,
+            }));
             let place = format!("{block} KiB over {} MiB", span / MIB);
             let name = format!("granularity 64 KiB, {place}: dirty for each written");
             report.target(name, medium, published * ALLOWANCE, Better::Lower);
@@ -85,7 +87,10 @@ fn row(block: u64, span: u64, intervals: usize) -> anyhow::Result<Row> {
     }
     let mut times: [Vec<f64>; 4] = Default::default();
     for _ in 0..intervals {
-        let clear = |place: usize| json!({ "type": "block-dirty-bitmap-clear", "data": { "node": DISK, "name": name(place) } });
+        let clear = |place: usize| {
+            let data = json!({ "node": DISK, "name": name(place) });
+            json!({ "type": "block-dirty-bitmap-clear", "data": data })
+        };
         vm.qmp()
             .execute("transaction", json!({ "actions": (0..4).map(clear).collect::<Vec<_>>() }))?;
         let before = writes(&mut vm)?;

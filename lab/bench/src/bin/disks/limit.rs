@@ -23,7 +23,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         ..DiskWork::default()
     };
     println!(
-        "QEMU, 512 MiB of RAM, 512 MiB of disk; 64 KiB written at random at 30 MiB/s; --max-bandwidth 20MiB/s, no compression"
+        "QEMU, 512 MiB of RAM, 512 MiB of disk; 64 KiB written at random at 30 MiB/s; \
+         --max-bandwidth 20MiB/s, no compression"
     );
     let mut figures = Vec::new();
     let ways = [
@@ -58,7 +59,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
                 .last()
                 .map_or("none".to_owned(), |(_, limit)| format!("{:.1} MiB/s", limit / MIB as f64));
             println!(
-                "disk-limit={name}: {} after {:.1} s, written {:.1} MiB/s, p99 {:.1} ms (worst {:.1}), downtime {:.0} ms, limits {}, the last {last}",
+                "disk-limit={name}: {} after {:.1} s, written {:.1} MiB/s, p99 {:.1} ms (worst \
+                 {:.1}), downtime {:.0} ms, limits {}, the last {last}",
                 if moved.finished { "finished" } else { "not finished" },
                 moved.total_s,
                 moved.written_mib_s,
@@ -70,8 +72,11 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
             unfinished += usize::from(!moved.finished);
             times.push(moved.total_s);
             let rounds = &moved.own_words["migrate"]["round_list"];
-            figures.push(json!({ "disk_limit": name, "finished": moved.finished, "total_s": moved.total_s, "limits": limits,
-                "written_mib_s": moved.written_mib_s, "p99_ms": moved.p99_ms, "downtime_ms": moved.downtime_ms, "rounds": rounds }));
+            figures.push(json!({
+                "disk_limit": name, "finished": moved.finished, "total_s": moved.total_s,
+                "limits": limits, "written_mib_s": moved.written_mib_s, "p99_ms": moved.p99_ms,
+                "downtime_ms": moved.downtime_ms, "rounds": rounds,
+            }));
             anyhow::ensure!(moved.bugs == 0, "the guest's memory or disk is damaged");
         }
         if name == "off" {

@@ -26,7 +26,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         ..DiskWork::default()
     };
     println!(
-        "QEMU, 512 MiB of RAM, 512 MiB of disk, 8 KiB written at random at 8 MiB/s; loopback, {} moves",
+        "QEMU, 512 MiB of RAM, 512 MiB of disk, 8 KiB written at random at 8 MiB/s; loopback, {} \
+         moves",
         options.rounds
     );
     let mut figures = Vec::new();

@@ -94,7 +94,8 @@ pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
     }
     report.figure(
         "search",
-        json!({ "each_ms": each, "flat_ms": next, "layered_ms": layers, "dirty_blocks": flat.count().0 }),
+        json!({ "each_ms": each, "flat_ms": next, "layered_ms": layers,
+            "dirty_blocks": flat.count().0 }),
     );
     for (name, cost) in [("flat", next), ("layered", layers)] {
         report.target(

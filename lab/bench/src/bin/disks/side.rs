@@ -34,7 +34,8 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
     let data = DiskImage::create("raw", ByteCount(SIZE))?;
     fill(&data, SIZE / 2, SIZE / 2)?;
     println!(
-        "a link of {LINK_MIB} MiB/s; 512 MiB of RAM, 256 MiB of it filled; 2 GiB of disk, 1 GiB of it data"
+        "a link of {LINK_MIB} MiB/s; 512 MiB of RAM, 256 MiB of it filled; 2 GiB of disk, 1 GiB of \
+         it data"
     );
     println!(
         "{:<22} {:>7} {:>8} {:>9} {:>9} {:>11} {:>12} {:>8} {:>9}",

@@ -38,7 +38,8 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
         for ((name, options), totals) in WAYS.iter().zip(&mut totals) {
             let row = one_move(&godwit, options)?;
             totals.push(row[0]);
-            list.push(json!({ "way": name, "total_ms": row[0], "sent_mib": row[1], "hinted_mib": row[2] }));
+            list.push(json!({ "way": name, "total_ms": row[0], "sent_mib": row[1],
+                "hinted_mib": row[2] }));
         }
     }
     for ((name, _), totals) in WAYS.iter().zip(&totals) {

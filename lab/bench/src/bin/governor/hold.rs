@@ -204,7 +204,8 @@ fn readers(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
     let throttled = fixture.speed()?;
     throttle.set(0.0)?;
     println!(
-        "a guest that reads and computes: {:.1} % under the governor, {:.1} % under a vCPU throttle of 90 %",
+        "a guest that reads and computes: {:.1} % under the governor, {:.1} % under a vCPU \
+         throttle of 90 %",
         governed / free * 100.0,
         throttled / free * 100.0
     );

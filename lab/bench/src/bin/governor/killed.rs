@@ -308,7 +308,8 @@ fn kill_all(kills: usize, count: usize, path: &Path, report: &mut Report) -> any
         }
         let worst = times.iter().copied().fold(0.0, f64::max);
         println!(
-            "{kills} governors killed with {:.0} writers waiting: {what} after {:.2} ms, at most {worst:.2} ms",
+            "{kills} governors killed with {:.0} writers waiting: {what} after {:.2} ms, at most \
+             {worst:.2} ms",
             median(&waited),
             median(&times)
         );

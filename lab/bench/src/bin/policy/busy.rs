@@ -52,7 +52,8 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
     let mut fixture = Fixture::new(VmConfig::new(&build, guest));
     let patience = options.patience.as_secs();
     println!(
-        "{build}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; never: not within {patience} s"
+        "{build}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; \
+         never: not within {patience} s"
     );
     print_head();
     let (mut rows, mut names) = (Vec::new(), Vec::new());

@@ -119,10 +119,11 @@ fn one(
     let (was, was_down) = (number(&last["total_ms"]) / 1e3, number(&last["downtime_ms"]));
     let (ratio, down_ratio) = (total / was, downtime / was_down);
     println!(
-        "{name:<42} {total:>9.2} {was:>9.2} {ratio:>6.2} {downtime:>9.1} {was_down:>9.1} {down_ratio:>6.2}"
+        "{name:<42} {total:>9.2} {was:>9.2} {ratio:>6.2} {downtime:>9.1} {was_down:>9.1} \
+         {down_ratio:>6.2}"
     );
-    Ok(
-        json!({ "name": name, "total_ratio": ratio, "downtime_ratio": down_ratio, "forecast": forecast,
-               "measured": plan["measured"], "migration": last }),
-    )
+    Ok(json!({
+        "name": name, "total_ratio": ratio, "downtime_ratio": down_ratio, "forecast": forecast,
+        "measured": plan["measured"], "migration": last,
+    }))
 }

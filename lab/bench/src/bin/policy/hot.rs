@@ -92,8 +92,10 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
         Better::Lower,
     );
     let entry = |one: &Move| {
-        json!({ "way": one.way, "total_ms": one.total_ms, "sent_bytes": one.sent, "gap_ms": one.gap_ms,
-                "own_words": one.own_words })
+        json!({
+            "way": one.way, "total_ms": one.total_ms, "sent_bytes": one.sent,
+            "gap_ms": one.gap_ms, "own_words": one.own_words,
+        })
     };
     report.figure("hot_moves", Value::Array(moves.iter().map(entry).collect()));
     Ok(())

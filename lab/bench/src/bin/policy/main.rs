@@ -16,7 +16,8 @@ use anyhow::{Context, bail};
 use godwit_bench::report::Report;
 
 const USAGE: &str =
-    "usage: policy [--rounds N] [--qemu-rounds N] [--hot-rounds N] [--forecasts N] [--patience SECONDS] [--only NAME]
+    "usage: policy [--rounds N] [--qemu-rounds N] [--hot-rounds N] [--forecasts N] \
+     [--patience SECONDS] [--only NAME]
   --rounds N          moves by godwit for each throttle (3; 0 leaves them out)
   --qemu-rounds N     moves by QEMU in each of its ways (1; 0 leaves them out)
   --hot-rounds N      moves of the hot/cold guest, each way (3; 0 leaves them out)

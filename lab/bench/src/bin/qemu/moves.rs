@@ -31,7 +31,8 @@ pub(crate) fn repeat(count: usize, report: &mut Report) -> anyhow::Result<()> {
     let godwit = Godwit::built()?;
     let build = oldest()?;
     println!(
-        "\n{build}, a guest writing at full speed over 128 MiB, {count} moves in a row, each with --verify"
+        "\n{build}, a guest writing at full speed over 128 MiB, {count} moves in a row, each with \
+         --verify"
     );
     let config = VmConfig::new(&build, GuestConfig { mode: Mode::Full, ..GuestConfig::standard() });
     let mut here = TestVm::source(&config)?;

@@ -102,7 +102,8 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
     ];
     order.retain(|&contestant| with_godwit || contestant != Contestant::Godwit);
     println!(
-        "{build}, 1 GiB guest, 512 MiB filled, 2,000 pages/s over 128 MiB, TCP loopback, {rounds} rounds"
+        "{build}, 1 GiB guest, 512 MiB filled, 2,000 pages/s over 128 MiB, TCP loopback, {rounds} \
+         rounds"
     );
     print_head();
     let mut rows = Vec::new();

@@ -51,15 +51,17 @@ impl Chart {
         let (width, height) = (LEFT + PLOT + 70.0, bottom + 44.0);
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" \
-             font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"{width}\" height=\"{height}\" \
-             fill=\"white\"/>\n<text x=\"10\" y=\"20\" font-size=\"14\" font-weight=\"bold\">{}</text>\n",
+             font-family=\"sans-serif\" font-size=\"11\">\n\
+             <rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n\
+             <text x=\"10\" y=\"20\" font-size=\"14\" font-weight=\"bold\">{}</text>\n",
             escape(&self.title)
         );
         for (i, series) in self.series.iter().enumerate() {
             let (at, y) = (10.0 + (i % 3) as f64 * 330.0, 42.0 + (i / 3) as f64 * 16.0);
             let _ = writeln!(
                 svg,
-                "<rect x=\"{at}\" y=\"{}\" width=\"10\" height=\"10\" fill=\"{}\"/><text x=\"{}\" y=\"{y}\">{}</text>",
+                "<rect x=\"{at}\" y=\"{}\" width=\"10\" height=\"10\" fill=\"{}\"/>\
+                 <text x=\"{}\" y=\"{y}\">{}</text>",
                 y - 9.0,
                 COLOURS[i % COLOURS.len()],
                 at + 15.0,

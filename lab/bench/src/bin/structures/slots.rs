@@ -143,8 +143,9 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
         let figures: serde_json::Map<String, serde_json::Value> = rows
             .iter()
             .map(|row| {
-                let figures =
-                    json!({ "godwit": row.godwit, "vm-memory": row.vm_memory, "arrays": row.arrays });
+                let figures = json!({
+                    "godwit": row.godwit, "vm-memory": row.vm_memory, "arrays": row.arrays,
+                });
                 (row.what.clone(), figures)
             })
             .collect();

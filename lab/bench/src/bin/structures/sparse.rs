@@ -45,7 +45,8 @@ fn test_every_block(words: &[u64]) -> u64 {
 }
 
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
-    let title = "Search for dirty blocks of a 4 TiB disk (64 KiB each), ms (times as fast as testing every block)";
+    let title = "Search for dirty blocks of a 4 TiB disk (64 KiB each), ms (times as fast as \
+                 testing every block)";
     let other: Vec<u64> = (0..8 << 20).collect();
     let mut columns = Vec::new();
     let mut names = Vec::new();

@@ -180,7 +180,8 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
     report.target("clears for 4 MiB of misaligned dirty memory", clears as f64, 1.0, Better::Lower);
     clears_of_a_migration(options, report)?;
     println!(
-        "\nparts of one synchronisation of {} MiB, ms\n{:<12} {:>6} {:>8} {:>8} {:>14} {:>8} {:>16} {:>8} {:>8} {:>8}",
+        "\nparts of one synchronisation of {} MiB, ms\n{:<12} {:>6} {:>8} {:>8} {:>14} {:>8} \
+         {:>16} {:>8} {:>8} {:>8}",
         options.mib,
         "blocks",
         "dirty",
@@ -201,7 +202,8 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
             let (whole, whole_per_page) =
                 (parts.whole(&parts.merged), parts.whole(&parts.per_page));
             println!(
-                "{:<12} {percent:>4} % {:>8.2} {:>8.2} {merged:>14.2} {:>8} {per_page:>16.1} {:>8} {whole:>8.2} {whole_per_page:>8.1}",
+                "{:<12} {percent:>4} % {:>8.2} {:>8.2} {merged:>14.2} {:>8} {per_page:>16.1} {:>8} \
+                 {whole:>8.2} {whole_per_page:>8.1}",
                 alignment.name(),
                 median(&parts.fetch),
                 median(&parts.device),

@@ -34,7 +34,8 @@ pub(crate) fn measure(report: &mut Report) -> anyhow::Result<()> {
     drop(tracker);
     let ended = began.elapsed();
     println!(
-        "\n{SLOTS} slots: made in {:.0} ms, tracking started in {:.0} ms, half of them dirty and harvested in {:.1} ms, tracking ended in {:.0} ms",
+        "\n{SLOTS} slots: made in {:.0} ms, tracking started in {:.0} ms, half of them dirty and \
+         harvested in {:.1} ms, tracking ended in {:.0} ms",
         made.as_secs_f64() * 1e3,
         tracked.as_secs_f64() * 1e3,
         harvested.as_secs_f64() * 1e3,

@@ -79,7 +79,8 @@ fn round(tracker: &dyn DirtyTracker, machine: &BareMachine) -> anyhow::Result<u6
 pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<()> {
     const PERCENT: [u64; 4] = [0, 1, 10, 50];
     println!(
-        "\nharvest of {} MiB in segments of {} pages, ms (and guest time to dirty a page, microseconds)",
+        "\nharvest of {} MiB in segments of {} pages, ms (and guest time to dirty a page, \
+         microseconds)",
         options.mib, SEGMENT_PAGES
     );
     println!("{:<28} {:>16} {:>16} {:>16} {:>16}", "tracker", "0 %", "1 %", "10 %", "50 %");
