@@ -179,7 +179,8 @@ fn device_state(by: StateBy) -> &'static str {
     match by {
         StateBy::Migration => "by QEMU's own migration, which leaves out RAM in shared files",
         StateBy::Saving => {
-            "saved by itself (xen-save-devices-state), as RAM is QEMU's own: it is read and tracked in QEMU's process"
+            "saved by themselves (xen-save-devices-state), as RAM is QEMU's own: it is read and \
+             tracked in QEMU's process"
         }
     }
 }

@@ -149,12 +149,13 @@ mod tests {
     #[test]
     fn blocks_are_read_from_what_qemu_lists() {
         // As QEMU 10.0.2 prints it.
-        let text = "              Block Name    PSize              Offset               Used              \
-                    Total                HVA  RO\n                   \
-                    mem    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 \
-                    0x00007f0a3fe00000  rw\n    0000:00:02.0/vga.vram    4 KiB  0x0000000008080000 \
-                    0x0000000001000000 0x0000000001000000 0x00007f0a3e800000  rw\n";
-        let blocks = parse(text).unwrap();
+        let header = "  Block Name    PSize  Offset  Used  Total  HVA  RO";
+        let mem = "         mem    4 KiB  0x0000000000000000 0x0000000008000000 0x0000000008000000 \
+                   0x00007f0a3fe00000  rw";
+        let vga = "   0000:00:02.0/vga.vram    4 KiB  0x0000000008080000 0x0000000001000000 \
+                   0x0000000001000000 0x00007f0a3e800000  rw";
+        let text = format!("{header}\n{mem}\n{vga}\n");
+        let blocks = parse(&text).unwrap();
         let first = Listed {
             name: "mem".to_owned(),
             size: ByteCount(128 << 20),
