@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, ArgAction, ArgMatches, Command, FromArgMatches};
 use godwit_engine::Cancel;
-use godwit_engine::handle::{MigrationHandle, SteeringError, all_settings};
+use godwit_engine::handle::{HandleError, MigrationHandle, all_settings};
 use godwit_policy::{About, SettingError};
 use godwit_units::GRAMMAR;
 
@@ -84,7 +84,7 @@ impl TypedValueParser for Checked {
             match MigrationHandle::typed(typed, Cancel::default()) {
                 Ok(_) => Ok(value.to_owned()),
                 // The option and the value are named already.
-                Err(SteeringError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
+                Err(HandleError::Setting(SettingError::Value { allowed, .. })) => Err(allowed),
                 Err(error) => Err(error.to_string()),
             }
         };

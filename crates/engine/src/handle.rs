@@ -100,7 +100,7 @@ pub fn all_settings() -> impl Iterator<Item = &'static About> {
 /// Why a change was refused. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum SteeringError {
+pub enum HandleError {
     /// The name or the value is wrong.
     #[error(transparent)]
     Setting(#[from] SettingError),
@@ -150,7 +150,7 @@ impl MigrationHandle {
     ///
     /// # Errors
     /// The first that cannot be taken.
-    pub fn typed(typed: Vec<(String, String)>, cancel: Cancel) -> Result<Self, SteeringError> {
+    pub fn typed(typed: Vec<(String, String)>, cancel: Cancel) -> Result<Self, HandleError> {
         let handle = Self::new(Settings::default(), Own::default(), cancel);
         handle.set(&typed)?;
         let mut live = handle.live();
@@ -177,10 +177,10 @@ impl MigrationHandle {
     /// # Errors
     /// When there is no such setting, a value is not possible, or the switchover has begun. Then
     /// none is set.
-    pub fn set(&self, typed: &[(String, String)]) -> Result<(), SteeringError> {
+    pub fn set(&self, typed: &[(String, String)]) -> Result<(), HandleError> {
         let mut live = self.live();
         if live.closed {
-            return Err(SteeringError::TooLate);
+            return Err(HandleError::TooLate);
         }
         let (mut settings, mut own) = (live.settings, live.own);
         for (key, value) in typed {
@@ -202,17 +202,17 @@ impl MigrationHandle {
     ///
     /// # Errors
     /// When it has begun already, or the downtime would be too long.
-    pub fn switch_over(&self, force: bool) -> Result<(), SteeringError> {
+    pub fn switch_over(&self, force: bool) -> Result<(), HandleError> {
         let mut live = self.live();
         if live.closed {
-            return Err(SteeringError::TooLate);
+            return Err(HandleError::TooLate);
         }
         if !force {
             let expected = live.progress.as_ref().and_then(|progress| progress.expected_downtime);
-            let expected = expected.ok_or(SteeringError::NotYet)?;
+            let expected = expected.ok_or(HandleError::NotYet)?;
             let limit = live.settings.limit_after(live.limit_steps);
             if expected > limit {
-                return Err(SteeringError::AboveLimit { expected, limit });
+                return Err(HandleError::AboveLimit { expected, limit });
             }
         }
         live.switch_over = true;
@@ -355,8 +355,8 @@ mod tests {
     fn nothing_is_taken_once_the_switchover_has_begun() {
         let handle = handle();
         handle.close();
-        assert_eq!(handle.set(&typed(&[("downtime-limit", "50ms")])), Err(SteeringError::TooLate));
-        assert_eq!(handle.switch_over(true), Err(SteeringError::TooLate));
+        assert_eq!(handle.set(&typed(&[("downtime-limit", "50ms")])), Err(HandleError::TooLate));
+        assert_eq!(handle.switch_over(true), Err(HandleError::TooLate));
         assert_eq!(handle.take_changes(), None);
     }
 
@@ -377,7 +377,7 @@ mod tests {
         let handle = handle();
         handle.set(&typed(&[("downtime-ceiling", "1100ms")])).unwrap();
         handle.report(&progress(Duration::from_millis(600)));
-        let above = |limit| SteeringError::AboveLimit {
+        let above = |limit| HandleError::AboveLimit {
             expected: Duration::from_millis(600),
             limit: Duration::from_millis(limit),
         };
@@ -402,7 +402,7 @@ mod tests {
     #[test]
     fn a_switchover_above_the_limit_needs_force() {
         let handle = handle();
-        assert_eq!(handle.switch_over(false), Err(SteeringError::NotYet));
+        assert_eq!(handle.switch_over(false), Err(HandleError::NotYet));
         assert!(!handle.wants_switch_over());
         handle.switch_over(true).unwrap();
         assert!(handle.wants_switch_over());

@@ -13,6 +13,7 @@
 
 mod compare;
 mod destination;
+mod device_state;
 mod disk_limits;
 mod disks;
 mod error;
@@ -23,6 +24,7 @@ mod machine;
 mod mark;
 pub mod monitor;
 mod process;
+mod ram;
 pub mod run_directory;
 mod settings;
 mod source;
@@ -34,6 +36,7 @@ pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
 pub use machine::Reporting;
+pub use ram::StateBy;
 pub use source::{Limits, QemuSource};
 
 /// The names under which QEMU may hold descriptors of godwit's.

@@ -1,11 +1,16 @@
-//! A stock QEMU as the source: stopped by its own migration, which carries the device state and
-//! nothing else.
+//! A stock QEMU as the source. Where all RAM is in shared files it is stopped by its own migration,
+//! which then carries the device state and nothing else; where RAM is its own it is stopped by a
+//! command, and saves its devices by another.
 //!
 //! ```text
-//!   open_state      capabilities, getfd (one end of a socket pair)
-//!   stop            migrate fd:… -> the guest stops, devices drain -> pre-switchover
-//!   release_state   migrate-continue -> the device state flows, end of file -> completed
-//!   resume          migrate_cancel or cont, from wherever it was; settings put back
+//!                   RAM in shared files                    RAM of its own
+//!   open_state      capabilities, getfd (a socket pair)    a socket pair
+//!   stop            migrate fd:… -> the guest stops,       stop -> the guest stops, devices drain
+//!                   devices drain -> pre-switchover
+//!   release_state   migrate-continue -> the state flows,   add-fd, xen-save-devices-state -> a memfd,
+//!                   end of file -> completed               which is passed on
+//!   resume          migrate_cancel or cont, from           cont
+//!                   wherever it was; settings put back
 //! ```
 //!
 //! A throttle or the write governor may be in force from the start to the moment the guest has
@@ -13,7 +18,7 @@
 //! dropped.
 
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -30,6 +35,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle, vcpu_time};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
+use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
@@ -37,9 +43,10 @@ use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{
-    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Transaction,
+    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Stop, Transaction,
 };
 use crate::monitor::{COMMAND_LIMIT, Event, Monitor, QmpError, Seen};
+use crate::ram::{Ram, StateBy};
 use crate::settings::Settings;
 use crate::userfaultfd;
 use crate::way_back::{self, TOLD_AFTER};
@@ -89,6 +96,7 @@ pub struct QemuSource {
     machine: Machine,
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
+    state_by: StateBy,
     was_running: bool,
     /// What it took to look at this QEMU, which is looked at again before the guest is stopped.
     looked: Duration,
@@ -106,8 +114,10 @@ pub struct QemuSource {
     settings: Option<Settings>,
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
-    /// Whether `migrate` was issued.
-    migrating: bool,
+    /// The other end, where it is not QEMU that writes to it.
+    saved_to: Option<UnixStream>,
+    /// Whether the guest was told to stop, by `migrate` or by `stop`.
+    stopping: bool,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -167,7 +177,7 @@ impl QemuSource {
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let looking = Instant::now();
-        let ram = machine.ram()?;
+        let Ram { blocks: ram, state_by } = Ram::open(&mut machine)?;
         machine.check_mappings(&ram)?;
         machine.check_source()?;
         let vcpus = machine.vcpu_threads()?;
@@ -197,6 +207,7 @@ impl QemuSource {
             machine,
             limits: Limits::default(),
             ram: Arc::new(ram),
+            state_by,
             was_running: state == "running",
             parts,
             nested_refused: false,
@@ -204,7 +215,8 @@ impl QemuSource {
             tracking_stop: Duration::ZERO,
             settings: None,
             state: None,
-            migrating: false,
+            saved_to: None,
+            stopping: false,
             released: false,
         })
     }
@@ -333,9 +345,14 @@ impl QemuSource {
         self.throttle.measures()
     }
 
-    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the
-    /// guest has stopped.
-    fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+    /// How QEMU hands out the state of its devices.
+    #[must_use]
+    pub fn state_by(&self) -> StateBy {
+        self.state_by
+    }
+
+    /// What comes before the guest is told to stop, either way.
+    fn prepare_stop(&mut self) -> Result<(), QemuError> {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
         // throttle have failed, the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
@@ -343,9 +360,53 @@ impl QemuSource {
         self.check_unchanged()?;
         self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
+        self.stopping = true;
+        Ok(())
+    }
+
+    /// Stops the guest by a command, which QEMU answers when its disks are flushed.
+    fn stop_by_command(&mut self) -> Result<Instant, QemuError> {
+        self.prepare_stop()?;
+        let Self { machine, limits, told, .. } = self;
+        let stop = machine.qmp.start(&Stop)?;
+        let first = TOLD_AFTER.min(limits.stop);
+        match machine.qmp.answer(&stop, first) {
+            Err(QmpError::Timeout { .. }) if first < limits.stop => {
+                told(&stops_late(limits.stop));
+                machine.qmp.answer(&stop, limits.stop - first)?
+            }
+            answer => answer?,
+        };
+        let answered = Instant::now();
+        // Its event comes before the answer.
+        let mut stopped = None;
+        for event in machine.qmp.take_events()? {
+            self.fate.take(&event);
+            if event.name == "STOP" {
+                stopped.get_or_insert(event.at);
+                self.fate.stands_still();
+            }
+        }
+        match stopped {
+            Some(at) => Ok(at),
+            None if !self.was_running => Ok(answered),
+            None => Err(self.stopped_by_another()),
+        }
+    }
+
+    /// Something else has stopped the guest since it was looked at last, so it is not ours to run.
+    fn stopped_by_another(&mut self) -> QemuError {
+        self.was_running = false;
+        self.fate.stands_still();
+        QemuError::Changed("the guest stopped")
+    }
+
+    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the
+    /// guest has stopped.
+    fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+        self.prepare_stop()?;
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut *machine.qmp;
-        self.migrating = true;
         qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
         let mut stopped = None;
         let mut look = |event: &Event| {
@@ -367,11 +428,7 @@ impl QemuSource {
         let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
         let reached = match qmp.watch(what, first, &mut look) {
             Err(QmpError::Timeout { .. }) if first < limits.stop => {
-                let limit = format_duration(limits.stop);
-                told(&format!(
-                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to \
-                     {limit}"
-                ));
+                told(&stops_late(limits.stop));
                 qmp.watch(what, limits.stop - first, &mut look)?
             }
             reached => reached?,
@@ -379,13 +436,7 @@ impl QemuSource {
         match (migration_event(&reached).as_str(), stopped) {
             ("pre-switchover", Some(at)) => Ok(at),
             ("pre-switchover", None) if !self.was_running => Ok(reached.at),
-            ("pre-switchover", None) => {
-                // Something else has stopped it since it was looked at last, so it is not ours to
-                // run.
-                self.was_running = false;
-                self.fate.stands_still();
-                Err(QemuError::Changed("the guest stopped"))
-            }
+            ("pre-switchover", None) => Err(self.stopped_by_another()),
             _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
         }
     }
@@ -410,6 +461,7 @@ impl QemuSource {
     }
 
     fn bring_back(&mut self) -> Result<(), QemuError> {
+        self.saved_to = None;
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
@@ -417,7 +469,7 @@ impl QemuSource {
         // a reason.
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
-        let running = match std::mem::take(&mut self.migrating) {
+        let running = match std::mem::take(&mut self.stopping) {
             true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(
                 |()| match self.fate.ended() {
                     Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
@@ -513,12 +565,9 @@ impl QemuSource {
         if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
-        let now = self.machine.ram()?;
+        let now = Ram::open(&mut self.machine)?.blocks;
         let same = now.len() == self.ram.len()
-            && now
-                .iter()
-                .zip(self.ram.iter())
-                .all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
+            && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
             return Err(QemuError::Changed("RAM was plugged or unplugged"));
         }
@@ -529,6 +578,12 @@ impl QemuSource {
         self.looked = looking.elapsed();
         Ok(())
     }
+}
+
+/// Whether `a` and `b` are the same memory, and not only of the same name and size.
+fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
+    let place = |block: &RamBlock| block.place().ok();
+    a.name() == b.name() && a.pages() == b.pages() && place(a) == place(b)
 }
 
 /// The state a MIGRATION event reports; empty for other events.
@@ -549,6 +604,12 @@ pub(crate) fn failure_words(qmp: &mut dyn Monitor, otherwise: &str) -> String {
         words if words.is_empty() => otherwise.to_owned(),
         words => words,
     }
+}
+
+/// What is told of a wait for the guest to stop.
+fn stops_late(limit: Duration) -> String {
+    let limit = format_duration(limit);
+    format!("QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}")
 }
 
 const SILENT: &str = "it gives no reason; see its standard error";
@@ -598,7 +659,11 @@ impl SourceVm for QemuSource {
         // What is looked at again is looked at by the same commands.
         let processes =
             if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
-        SwitchoverCosts { lead: self.looked + processes + OWN_BLOCKS, ..SwitchoverCosts::default() }
+        let own_blocks = match self.state_by {
+            StateBy::Migration => OWN_BLOCKS,
+            StateBy::Saving => Duration::ZERO,
+        };
+        SwitchoverCosts { lead: self.looked + processes + own_blocks, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
@@ -610,6 +675,10 @@ impl SourceVm for QemuSource {
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
+        if self.state_by == StateBy::Saving {
+            (self.state, self.saved_to) = (Some(handle), Some(theirs));
+            return Ok(Box::new(ours));
+        }
         let settings = Settings::look(&mut *self.machine.qmp)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
         let settings = self.settings.insert(settings);
@@ -620,18 +689,33 @@ impl SourceVm for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
-        let stopped = self.stop_by_migration();
+        let stopped = match self.state_by {
+            StateBy::Migration => self.stop_by_migration(),
+            StateBy::Saving => self.stop_by_command(),
+        };
         self.remove_throttle();
         Ok(stopped?)
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
+        if self.state_by == StateBy::Saving {
+            let devices = device_state::save(&mut self.machine, SAVE_LIMIT)?;
+            // It is read all the while, and ends with this end.
+            let passed = self.saved_to.take().map_or(Ok(()), |mut to| to.write_all(&devices));
+            passed.map_err(|source| QemuError::System { step: "passing the state on", source })?;
+            return Ok(());
+        }
         self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
         Ok(())
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
+        if self.state_by == StateBy::Saving {
+            // It was saved before it was passed on.
+            self.take_events();
+            return Ok(());
+        }
         let Self { machine, fate, .. } = self;
         let qmp = &mut *machine.qmp;
         let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
@@ -654,7 +738,7 @@ impl SourceVm for QemuSource {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
-        if self.migrating {
+        if self.stopping {
             // It may have been handed over, and was discarded there.
             self.note_if_possible(|left| left.stage = Stage::Stopping);
         }

@@ -28,6 +28,9 @@ use std::os::fd::AsFd;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use godwit_memory::RamBlock;
+use godwit_memory::pagemap::{
+    Looked, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion, scan,
+};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
@@ -35,7 +38,7 @@ use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
 use crate::partial::loses_nothing;
-use crate::uapi::{self, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion};
+use crate::uapi;
 use crate::{DirtyTracker, TrackError};
 
 /// Regions asked for in one scan: 24 bytes each, on the stack.
@@ -98,7 +101,7 @@ pub fn kernel_support() -> Result<(), TrackError> {
         missing: "/proc/PID/pagemap (CONFIG_PROC_PAGE_MONITOR)",
     })?;
     // An empty range does nothing where the ioctl exists.
-    match uapi::pagemap_scan(own.as_fd(), 0, 0, 0, 0, &mut [PageRegion::default()]) {
+    match scan(own.as_fd(), Looked::Written, 0..0, 0, 0, &mut [PageRegion::default()]) {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
             Err(TrackError::Kernel { missing: "the PAGEMAP_SCAN ioctl" })
         }
@@ -134,7 +137,8 @@ impl PagemapTracker {
         tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
         // Memory of hugetlbfs comes in huge pages for ever, whose entries nobody splits.
         let ordinary = blocks.iter().filter(|block| !block.has_huge_pages());
-        let mut directories: Vec<_> = ordinary.filter_map(|block| block.path().parent()).collect();
+        // Without a file, no page is reached but by the entry that is split.
+        let mut directories: Vec<_> = ordinary.filter_map(|block| block.path()?.parent()).collect();
         directories.dedup();
         if directories.into_iter().any(|directory| loses_nothing(Some(directory)) == Some(false)) {
             tracker.protect_once()?;
@@ -356,8 +360,9 @@ impl PagemapTracker {
             let mut at = to_address(part.start.0);
             let end = to_address(part.end().0);
             while at < end {
+                let pagemap = self.pagemap.as_fd();
                 let (filled, walked) =
-                    uapi::pagemap_scan(self.pagemap.as_fd(), at, end, flags, left, &mut regions)
+                    scan(pagemap, Looked::Written, at..end, flags, left, &mut regions)
                         .map_err(failed)?;
                 for region in &regions[..filled] {
                     let (start, end) = (to_page(region.start), to_page(region.end));

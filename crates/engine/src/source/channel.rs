@@ -6,7 +6,6 @@
 //! by the next one. In the last round nobody writes any more, and the bits are only read.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender};
 
 use godwit_balloon::FreeHints;
@@ -15,15 +14,14 @@ use godwit_codec::is_zero;
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::DirtyTracker;
-use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use godwit_wire::{Content, PageFrameBuilder};
+use godwit_units::{PageIndex, PageRun};
+use godwit_wire::Content;
 
-use super::Event;
-use super::frame_sender::FrameSender;
+use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
+use super::session::Event;
 use crate::EngineError;
-use crate::link::barrier;
 
 /// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are
 /// looked at.
@@ -40,28 +38,7 @@ pub(super) struct Order {
     pub(super) find_holes: bool,
 }
 
-/// What a channel did in a round.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct RoundStatistics {
-    pub(super) data: PageCount,
-    pub(super) zero: PageCount,
-    /// Of these, pages that the guest said are free.
-    pub(super) hinted: PageCount,
-    /// Pages that were written and hold what was sent before.
-    pub(super) unchanged: PageCount,
-    /// Bytes of the data pages.
-    pub(super) raw: ByteCount,
-    pub(super) sent: ByteCount,
-}
-
-/// Counts that are looked at while a round runs.
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    /// Bytes on the wire, by all channels.
-    pub(super) sent: AtomicU64,
-}
-
-/// What all channels share.
+/// What all channels of memory share.
 pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
@@ -94,15 +71,10 @@ pub(super) struct Channel {
     segments: Vec<Owned>,
     /// The segment to begin with: where the last pass was cut short.
     first: usize,
-    builder: PageFrameBuilder,
-    /// The block that the frame being built is for, and the segment of its first page.
-    frame_block: usize,
-    frame_segment: usize,
     dirty: Vec<PageRun>,
     /// Where data was seen to be in this round, and in which block.
     hint: DataHint,
     hint_block: usize,
-    statistics: RoundStatistics,
 }
 
 impl Channel {
@@ -128,13 +100,9 @@ impl Channel {
             segments: segments.map(owned).collect(),
             first: 0,
             shared,
-            builder: PageFrameBuilder::new(),
-            frame_block: 0,
-            frame_segment: 0,
             dirty: Vec::new(),
             hint: DataHint::default(),
             hint_block: 0,
-            statistics: RoundStatistics::default(),
         }
     }
 
@@ -152,16 +120,15 @@ impl Channel {
     }
 
     fn round(&mut self, order: Order) -> Result<RoundStatistics, EngineError> {
-        self.statistics = RoundStatistics::default();
         self.hint = DataHint::default();
         self.sender.begin();
         let mut segments = std::mem::take(&mut self.segments);
         let result = self.segments(&mut segments, order);
         self.segments = segments;
         result?;
-        self.flush()?;
-        self.sender.put(&barrier(order.round, order.last), &mut self.statistics)?;
-        Ok(self.statistics)
+        self.sender.flush()?;
+        self.sender.barrier(order.round, order.last)?;
+        Ok(self.sender.statistics())
     }
 
     /// Deals with all segments but those that are to be left for later; at the end of the round
@@ -194,9 +161,9 @@ impl Channel {
     }
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
-        let before = self.statistics.sent;
+        let before = self.sender.statistics().sent;
         self.copy_segment(owned, order)?;
-        self.shared.link_share.memory_sent(self.statistics.sent - before);
+        self.shared.link_share.memory_sent(self.sender.statistics().sent - before);
         Ok(())
     }
 
@@ -292,8 +259,7 @@ impl Channel {
         if !std::mem::replace(&mut owned.named, true) {
             // The fingerprints are not kept: they would take memory for each page.
             self.frame_for(owned)?;
-            self.builder.zero(owned.segment.run);
-            self.statistics.zero += owned.segment.run.count;
+            self.sender.zero(owned.segment.run);
         }
         Ok(())
     }
@@ -350,7 +316,7 @@ impl Channel {
         if let Some(hints) = &self.shared.free {
             hints.skip(owned.segment.block, run);
         }
-        self.statistics.hinted += run.count;
+        self.sender.count_hinted(run.count);
         self.send_zero(owned, run.start, run.end())
     }
 
@@ -363,8 +329,7 @@ impl Channel {
         if start < end {
             self.frame_for(owned)?;
             let run = PageRun::new(start.0, end.0 - start.0);
-            self.builder.zero(run);
-            self.statistics.zero += run.count;
+            self.sender.zero(run);
             if let (Some(fingerprints), Some((_, key))) =
                 (&mut owned.fingerprints, &self.shared.fingerprints)
             {
@@ -385,7 +350,7 @@ impl Channel {
         let mut at = run.start.0;
         while at < run.end().0 {
             self.frame_for(owned)?;
-            let count = (run.end().0 - at).min(self.builder.room() as u64).min(READ_LIMIT);
+            let count = (run.end().0 - at).min(self.sender.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
             let mut fingerprints =
                 owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
@@ -396,13 +361,9 @@ impl Channel {
                 });
                 (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
             };
-            let added =
-                self.builder.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
+            self.sender.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
             // Zero pages among them do no harm: to zero a page twice is to zero it.
             owned.held.set(PageRun::new(at - owned.segment.run.start.0, count));
-            self.statistics.zero += added.zero;
-            self.statistics.data += added.data;
-            self.statistics.unchanged += part.count - added.zero - added.data;
             at += count;
         }
         Ok(())
@@ -431,24 +392,6 @@ impl Channel {
 
     /// Makes sure that the frame being built is for the block of `owned` and has room.
     fn frame_for(&mut self, owned: &Owned) -> Result<(), EngineError> {
-        if self.frame_block != owned.segment.block || self.builder.room() == 0 {
-            self.flush()?;
-        }
-        if self.builder.is_empty() {
-            (self.frame_block, self.frame_segment) = (owned.segment.block, owned.number);
-        }
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<(), EngineError> {
-        if self.builder.is_empty() {
-            return Ok(());
-        }
-        self.sender.send(
-            &mut self.builder,
-            self.frame_block as u32,
-            self.frame_segment,
-            &mut self.statistics,
-        )
+        self.sender.frame_for(owned.segment.block as u32, owned.number, 1).map(drop)
     }
 }

@@ -16,15 +16,13 @@ use godwit_codec::is_zero;
 use godwit_disk::{Content as Held, DiskRound, Extent};
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
-use godwit_wire::{Content, FRAME_PAGES, PageFrameBuilder};
+use godwit_wire::{Content, FRAME_PAGES};
 
-use super::Event;
-use super::channel::RoundStatistics;
-use super::frame_sender::FrameSender;
+use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
+use super::session::Event;
 use crate::EngineError;
-use crate::link::barrier;
 
 /// Pages of zeros named at once, at the most: 1 TiB, which the run table holds.
 const ZERO_LIMIT: u64 = 1 << 28;
@@ -79,16 +77,12 @@ pub(super) struct DiskChannel {
     table: Arc<SegmentTable>,
     link_share: Arc<LinkShare>,
     counters: Arc<DiskCounters>,
-    builder: PageFrameBuilder,
-    /// The segment of the first page in the frame being built, by which the codec is chosen.
-    segment: usize,
     /// What was asked for and not taken yet.
     asked: VecDeque<PageRun>,
     /// The pass that was cut short.
     unfinished: Option<Box<dyn DiskRound>>,
     /// The rest of an extent of data that is being asked for.
     rest: Option<PageRun>,
-    statistics: RoundStatistics,
     /// Time spent in this round waiting for storage.
     storage: Duration,
 }
@@ -109,12 +103,9 @@ impl DiskChannel {
             table,
             link_share,
             counters,
-            builder: PageFrameBuilder::new(),
-            segment: 0,
             asked: VecDeque::new(),
             unfinished: None,
             rest: None,
-            statistics: RoundStatistics::default(),
             storage: Duration::ZERO,
         }
     }
@@ -122,7 +113,6 @@ impl DiskChannel {
     /// Carries out orders until there are no more.
     pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) {
         for order in orders {
-            self.statistics = RoundStatistics::default();
             self.storage = Duration::ZERO;
             self.sender.begin();
             let (round, result) = match order {
@@ -150,12 +140,13 @@ impl DiskChannel {
         mut pass: Box<dyn DiskRound>,
     ) -> Result<DiskStatistics, EngineError> {
         let whole = self.copy(pass.as_mut(), last)?;
-        self.flush()?;
+        let sent = self.sender.flush()?;
+        self.count(sent);
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!whole).then_some(pass);
-        self.sender.put(&barrier(round, last), &mut self.statistics)?;
+        self.sender.barrier(round, last)?;
         Ok(DiskStatistics {
-            statistics: self.statistics,
+            statistics: self.sender.statistics(),
             storage: self.storage,
             cut: !whole,
             goes_on: false,
@@ -167,7 +158,7 @@ impl DiskChannel {
             self.copy(pass.as_mut(), true)?;
         }
         Ok(DiskStatistics {
-            statistics: self.statistics,
+            statistics: self.sender.statistics(),
             storage: self.storage,
             cut: false,
             goes_on: true,
@@ -226,8 +217,7 @@ impl DiskChannel {
         while start < run.end().0 {
             self.frame_for(start, 1)?;
             let piece = PageRun::new(start, ZERO_LIMIT.min(run.end().0 - start));
-            self.builder.zero(piece);
-            self.statistics.zero += piece.count;
+            self.sender.zero(piece);
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
             start += piece.count.0;
         }
@@ -247,10 +237,9 @@ impl DiskChannel {
             waited += began.elapsed();
             taken
         };
-        let added = self.builder.add(run, read, judge).map_err(EngineError::Disk)?;
+        let added = self.sender.add(run, read, judge);
         self.storage += waited;
-        self.statistics.data += added.data;
-        self.statistics.zero += added.zero;
+        added.map_err(EngineError::Disk)?;
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
         Ok(())
     }
@@ -258,25 +247,18 @@ impl DiskChannel {
     /// Makes sure that the frame being built has room for `pages` more, the first of which is
     /// `start`.
     fn frame_for(&mut self, start: u64, pages: usize) -> Result<(), EngineError> {
-        if self.builder.room() < pages {
-            self.flush()?;
-        }
-        if self.builder.is_empty() {
-            self.segment = (start / SEGMENT_PAGES) as usize;
-        }
+        let segment = (start / SEGMENT_PAGES) as usize;
+        let sent = self.sender.frame_for(self.number, segment, pages)?;
+        self.count(sent);
         Ok(())
     }
 
-    fn flush(&mut self) -> Result<(), EngineError> {
-        if self.builder.is_empty() {
-            return Ok(());
+    /// So much of the disk went onto the link.
+    fn count(&self, sent: ByteCount) {
+        if sent > ByteCount::ZERO {
+            self.counters.sent.fetch_add(sent.0, Ordering::Relaxed);
+            self.link_share.disk_sent(sent);
         }
-        let before = self.statistics.sent;
-        self.sender.send(&mut self.builder, self.number, self.segment, &mut self.statistics)?;
-        let sent = self.statistics.sent - before;
-        self.counters.sent.fetch_add(sent.0, Ordering::Relaxed);
-        self.link_share.disk_sent(sent);
-        Ok(())
     }
 }
 

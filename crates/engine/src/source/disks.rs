@@ -1,25 +1,24 @@
-//! The disks that move along, as the main thread has them: a channel each, the rounds' passes, and
-//! the counts.
+//! The disks that move along, as the main thread has them: the rounds' passes, what the guest
+//! writes and may write to them, and the counts. Their channels are lanes.
+//!
+//! Invariant: a pass that was cut short is finished before another one begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{self, Sender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskRound};
+use godwit_disk::Disk;
 use godwit_units::{ByteCount, Rate};
 use godwit_wire::DiskOffer;
 
-use super::Event;
 use super::disk::{DiskChannel, DiskCounters, DiskOrder, DiskStatistics, left_of_pass, segments};
-use super::frame_sender::FrameSender;
-use super::link_share::LinkShare;
+use super::lanes::Lanes;
 use super::segment_table::SegmentTable;
+use super::session::Session;
+use crate::EngineError;
 use crate::address::Stream;
-use crate::report::{DiskMeasures, DiskProgress};
+use crate::report::{DiskMeasures, DiskProgress, RoundMeasures};
 use crate::vm::{DiskVm, SourceVm, VmError};
-use crate::{EngineError, limits, threads};
 
 /// How often the machine looks after its disks within rounds, and is asked how much is dirty. QEMU
 /// lets all disk I/O end for a moment each time that a bitmap is made or taken away, so the guest
@@ -38,7 +37,6 @@ struct Moving {
     disk: Disk,
     measures: DiskMeasures,
     counters: Arc<DiskCounters>,
-    channel: Option<ChannelHandle>,
     /// What the pass has to do, where that is known beforehand; `None` when no pass is under way.
     pass: Option<Option<ByteCount>>,
     /// The last pass was cut short of so much.
@@ -55,12 +53,6 @@ struct Moving {
     storage: Duration,
 }
 
-struct ChannelHandle {
-    orders: Sender<DiskOrder>,
-    stream: Stream,
-    thread: JoinHandle<()>,
-}
-
 /// All of them.
 #[derive(Default)]
 pub(super) struct Disks {
@@ -68,6 +60,16 @@ pub(super) struct Disks {
     /// Whether all of it was passed over once.
     full_pass_over: bool,
     next_look: Option<Instant>,
+    /// Disks whose pass was cut short and is being finished.
+    unfinished: usize,
+    /// Disks whose pass of this round is not over.
+    under_way: usize,
+    /// The device state is released when all disks are read.
+    release_waits: bool,
+    /// The limit in force of the guest's writes to all of them.
+    limit: Option<Rate>,
+    /// How long the round was in which it was last seen what the guest writes to them.
+    round_time: Duration,
 }
 
 impl Disks {
@@ -81,7 +83,6 @@ impl Disks {
             dirty: ByteCount::ZERO,
             disk,
             counters: Arc::default(),
-            channel: None,
             pass: None,
             left: None,
             written_before: None,
@@ -111,72 +112,118 @@ impl Disks {
         self.list.iter().zip(granularity).map(offer).collect()
     }
 
-    /// The granularity is known.
-    pub(super) fn tracked(&mut self, granularity: &[ByteCount]) {
-        for (moving, granularity) in self.list.iter_mut().zip(granularity) {
-            moving.measures.granularity = *granularity;
-        }
-    }
-
-    /// How many segments disk `index` has.
-    pub(super) fn segments(&self, index: usize) -> usize {
-        segments(self.list[index].disk.pages())
-    }
-
-    /// Starts the channel of disk `index`, which is number `number` in frames. It sends by `frame
-    /// sender` over `stream`.
-    pub(super) fn start_channel(
+    /// Starts tracking them, and their channels over `streams`.
+    pub(super) fn start(
         &mut self,
-        index: usize,
-        number: usize,
-        (stream, sender): (Stream, FrameSender),
-        (table, link_share): (Arc<SegmentTable>, Arc<LinkShare>),
-        events: Sender<Event>,
+        vm: &mut dyn SourceVm,
+        lanes: &mut Lanes,
+        streams: Vec<(Stream, Stream)>,
+        (table, session): (&Arc<SegmentTable>, &Session),
     ) -> Result<(), EngineError> {
-        let moving = &mut self.list[index];
-        let counters = Arc::clone(&moving.counters);
-        let channel = DiskChannel::new((index, number), sender, table, link_share, counters);
-        let (orders, orders_out) = mpsc::channel();
-        let thread = threads::start("disk", move || channel.run(&orders_out, &events))?;
-        moving.channel = Some(ChannelHandle { orders, stream, thread });
+        if self.is_empty() {
+            return Ok(());
+        }
+        let blocks = vm.ram().len();
+        if let Some(vm) = vm.moving_disks() {
+            vm.start_disk_tracking().map_err(EngineError::Vm)?;
+            for (moving, granularity) in self.list.iter_mut().zip(vm.disk_granularity()) {
+                moving.measures.granularity = granularity;
+            }
+            self.note_writes(vm);
+        }
+        for (index, (moving, stream)) in self.list.iter().zip(streams).enumerate() {
+            let link_share = Arc::clone(lanes.link_share());
+            let segments = segments(moving.disk.pages());
+            lanes.add_disk(stream, segments, session.reports(), |sender| {
+                let (table, counters) = (Arc::clone(table), Arc::clone(&moving.counters));
+                // Frames number disks behind the RAM blocks.
+                DiskChannel::new((index, blocks + index), sender, table, link_share, counters)
+            })?;
+        }
         Ok(())
     }
 
-    /// Has the channels make their passes of a round; the last one is not cut short.
-    pub(super) fn begin(&mut self, round: u32, last: bool, passes: Vec<Box<dyn DiskRound>>) {
-        for (moving, pass) in self.list.iter_mut().zip(passes) {
+    /// Has the channels make their passes of a round, behind the rest of those that were cut short;
+    /// the last round's are not cut short.
+    pub(super) fn begin_round(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        lanes: &Lanes,
+        round: u32,
+        last: bool,
+    ) -> Result<(), EngineError> {
+        (self.under_way, self.unfinished) = (self.list.len(), 0);
+        for (index, moving) in self.list.iter_mut().enumerate() {
+            if moving.left.take().is_some() {
+                lanes.order_disk(index, DiskOrder::Finish { round });
+                self.unfinished += 1;
+            }
+        }
+        if self.unfinished == 0 { self.begin_passes(vm, lanes, round, last) } else { Ok(()) }
+    }
+
+    fn begin_passes(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        lanes: &Lanes,
+        round: u32,
+        last: bool,
+    ) -> Result<(), EngineError> {
+        let Some(vm) = vm.moving_disks() else { return Ok(()) };
+        let passes = vm.begin_disk_round().map_err(EngineError::Vm)?;
+        // As many passes as disks, or the adapter is mistaken.
+        if passes.len() != self.list.len() {
+            return Err(EngineError::Panicked("main"));
+        }
+        for (index, (moving, pass)) in self.list.iter_mut().zip(passes).enumerate() {
             moving.pass = Some(pass.dirty());
             moving.dirty = ByteCount::ZERO;
-            if let Some(channel) = &moving.channel {
-                // A channel that is gone has said why.
-                let _ = channel.orders.send(DiskOrder::Pass { round, last, pass });
-            }
+            lanes.order_disk(index, DiskOrder::Pass { round, last, pass });
         }
+        Ok(())
     }
 
-    /// Has the passes finished that were cut short; returns how many.
-    pub(super) fn finish(&mut self, round: u32) -> usize {
-        let mut count = 0;
-        for moving in self.list.iter_mut().filter(|moving| moving.left.is_some()) {
-            moving.left = None;
-            if let Some(channel) = &moving.channel {
-                let _ = channel.orders.send(DiskOrder::Finish { round });
-                count += 1;
-            }
-        }
-        count
+    /// Disks whose pass of this round is not over.
+    pub(super) fn under_way(&self) -> usize {
+        self.under_way
     }
 
-    /// The channel of disk `index` has made its pass.
-    pub(super) fn passed(&mut self, index: usize, statistics: &DiskStatistics) {
-        let Some(moving) = self.list.get_mut(index) else { return };
-        let dirty = moving.pass.take().flatten();
-        moving.left =
-            statistics.cut.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
-        moving.storage += statistics.storage;
-        moving.measures.sent += statistics.statistics.sent;
-        moving.measures.data += statistics.statistics.data;
-        moving.measures.zero += statistics.statistics.zero;
+    /// The device state is released when all disks are read, if any is not.
+    pub(super) fn release_when_read(&mut self) -> bool {
+        self.release_waits = self.under_way > 0;
+        self.release_waits
+    }
+
+    /// The channel of disk `index` has made its pass, or finished one that was cut short.
+    pub(super) fn passed(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        lanes: &Lanes,
+        (index, round, last): (usize, u32, bool),
+        statistics: &DiskStatistics,
+    ) -> Result<(), EngineError> {
+        if let Some(moving) = self.list.get_mut(index) {
+            let dirty = moving.pass.take().flatten();
+            moving.left =
+                statistics.cut.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
+            moving.storage += statistics.storage;
+            moving.measures.sent += statistics.statistics.sent;
+            moving.measures.data += statistics.statistics.data;
+            moving.measures.zero += statistics.statistics.zero;
+        }
+        if statistics.goes_on {
+            self.unfinished -= 1;
+            return if self.unfinished == 0 {
+                self.begin_passes(vm, lanes, round, last)
+            } else {
+                Ok(())
+            };
+        }
+        self.under_way -= 1;
+        if self.under_way == 0 && std::mem::take(&mut self.release_waits) {
+            vm.release_state().map_err(EngineError::Vm)?;
+        }
+        Ok(())
     }
 
     /// The round is over: what remains, whether a first pass was cut short, and what the guest
@@ -184,9 +231,10 @@ impl Disks {
     pub(super) fn end_round(
         &mut self,
         vm: &mut dyn DiskVm,
-        sent: ByteCount,
+        round: &mut RoundMeasures,
     ) -> Result<godwit_policy::DiskRound, VmError> {
         self.look(vm)?;
+        self.round_time = round.time;
         let full_pass =
             !self.full_pass_over && self.list.iter().any(|moving| moving.left.is_some());
         self.full_pass_over = !full_pass;
@@ -196,11 +244,18 @@ impl Disks {
         let storage = storage.max().unwrap_or_default();
         let remaining =
             self.list.iter().map(|moving| moving.dirty + moving.left.unwrap_or_default()).sum();
-        Ok(godwit_policy::DiskRound { full_pass, sent, remaining, written, storage })
+        (round.disk_remaining, round.disk_written) = (remaining, written);
+        Ok(godwit_policy::DiskRound {
+            full_pass,
+            sent: round.disk_sent,
+            remaining,
+            written,
+            storage,
+        })
     }
 
     /// A round begins: what the guest wrote in the one before, to each disk.
-    pub(super) fn note_writes(&mut self, vm: &mut dyn DiskVm) {
+    fn note_writes(&mut self, vm: &mut dyn DiskVm) {
         let now = vm.disk_writes().unwrap_or_default();
         for (index, moving) in self.list.iter_mut().enumerate() {
             let now = now.get(index).copied();
@@ -211,9 +266,28 @@ impl Disks {
         }
     }
 
+    /// Limits the guest's writes to all of them together: by what it wrote to each of them lately,
+    /// so also anew when the limit of all stays what it was.
+    pub(super) fn limit_writes(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        limit: Option<Rate>,
+    ) -> Result<(), VmError> {
+        if let Some(limits) = self.divide(limit, self.round_time) {
+            vm.moving_disks().map_or(Ok(()), |vm| vm.limit_disks(&limits))?;
+            self.limit = limit;
+        }
+        Ok(())
+    }
+
+    /// The limit in force of the guest's writes to all of them.
+    pub(super) fn limit(&self) -> Option<Rate> {
+        self.limit
+    }
+
     /// Divides `limit`, which is for the writes to all disks together, among them by what was
     /// written to each in the last round of `time`. Returns the limits where any of them changes.
-    pub(super) fn divide(&mut self, limit: Option<Rate>, time: Duration) -> Option<Vec<Rate>> {
+    fn divide(&mut self, limit: Option<Rate>, time: Duration) -> Option<Vec<Rate>> {
         let limits = match limit {
             None => vec![None; self.list.len()],
             Some(limit) => {
@@ -274,37 +348,9 @@ impl Disks {
         self.list.iter().map(|moving| moving.measures.clone()).collect()
     }
 
-    /// Whether a channel has ended, which none does by itself.
-    pub(super) fn any_ended(&self) -> bool {
-        self.channels().any(|channel| channel.thread.is_finished())
-    }
-
-    fn channels(&self) -> impl Iterator<Item = &ChannelHandle> {
-        self.list.iter().filter_map(|moving| moving.channel.as_ref())
-    }
-
-    /// Has all channels end and waits for that, but not for one that hangs at its disk: the guest
-    /// comes first.
-    pub(super) fn stop(&self) {
-        self.channels().for_each(|channel| channel.stream.shut_down());
-        let until = Instant::now() + limits::ABORT;
-        // A channel that waits for orders has no pass, and ends with the orders.
-        let busy = |moving: &Moving| {
-            moving.pass.is_some()
-                && moving.channel.as_ref().is_some_and(|channel| !channel.thread.is_finished())
-        };
-        while self.list.iter().any(busy) && Instant::now() < until {
-            std::thread::sleep(limits::TICK / 20);
-        }
-    }
-
-    /// Ends all channels.
-    pub(super) fn join(&mut self) {
-        for channel in self.list.iter_mut().filter_map(|moving| moving.channel.take()) {
-            drop(channel.orders);
-            channel.stream.shut_down();
-            let _ = channel.thread.join();
-        }
+    /// Whether the channel of disk `index` has a pass; else it waits for orders and ends with them.
+    pub(super) fn is_busy(&self, index: usize) -> bool {
+        self.list.get(index).is_some_and(|moving| moving.pass.is_some())
     }
 }
 
@@ -324,16 +370,6 @@ fn divided(limit: Rate, written: &[(Rate, Option<Rate>)]) -> Vec<Rate> {
     let least = LEAST_LIMIT.min(equal);
     let part = |wanted: &f64| if all > 0.0 { (limit * wanted / all).max(least) } else { equal };
     wanted.iter().map(part).map(Rate::from_bytes_per_second).collect()
-}
-
-/// As many passes as disks, or the adapter is mistaken.
-pub(super) fn begin_passes(
-    vm: &mut dyn SourceVm,
-    disks: usize,
-) -> Result<Vec<Box<dyn DiskRound>>, EngineError> {
-    let Some(vm) = vm.moving_disks() else { return Ok(Vec::new()) };
-    let passes = vm.begin_disk_round().map_err(EngineError::Vm)?;
-    if passes.len() == disks { Ok(passes) } else { Err(EngineError::Panicked("main")) }
 }
 
 #[cfg(test)]

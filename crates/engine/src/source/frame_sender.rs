@@ -1,85 +1,163 @@
-//! Frames on their way from the builder to the link: compressed or not, limited, counted.
+//! The sending end of a channel: builds frames of pages, compresses them or not, and puts them on
+//! the link, limited and counted.
+//!
+//! Invariants: a frame holds pages of one RAM block or disk, in the order in which they were put
+//! in; and a barrier comes behind all of them.
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_codec::{Batch, Chooser, Codec, Compressor, Plan, SAMPLE_LEN, Sampled, worth};
-use godwit_units::ByteCount;
-use godwit_wire::{FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
+use godwit_wire::{Added, Content, FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
-use super::channel::{Counters, RoundStatistics};
 use super::live::Live;
 use super::thread_clock::ThreadClock;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::compression::{Codecs, Compression};
 use crate::limiter::Limiter;
-use crate::link::link_error;
+use crate::link::{barrier, link_error};
+
+/// What a channel did in a round.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RoundStatistics {
+    pub(super) data: PageCount,
+    pub(super) zero: PageCount,
+    /// Of these, pages that the guest said are free.
+    pub(super) hinted: PageCount,
+    /// Pages that were written and hold what was sent before.
+    pub(super) unchanged: PageCount,
+    /// Bytes of the data pages.
+    pub(super) raw: ByteCount,
+    pub(super) sent: ByteCount,
+}
+
+/// What all channels of a migration share on their way to the link.
+#[derive(Clone, Debug)]
+pub(super) struct Link {
+    pub(super) limiter: Arc<Limiter>,
+    pub(super) live: Arc<Live>,
+    /// Bytes on the wire, by all channels.
+    pub(super) sent: Arc<AtomicU64>,
+    /// What the destination takes.
+    pub(super) codecs: Codecs,
+}
 
 /// The sending end of a channel.
 pub(super) struct FrameSender {
     stream: Stream,
-    limiter: Arc<Limiter>,
-    counters: Arc<Counters>,
-    live: Arc<Live>,
-    codecs: Codecs,
+    link: Link,
+    builder: PageFrameBuilder,
+    /// The RAM block or disk that the frame being built is for, and the segment of its first page,
+    /// by which the codec is chosen.
+    block: u32,
+    segment: usize,
     compressor: Compressor,
     chooser: Chooser,
     /// A frame with compressed pages.
     other: Vec<u8>,
     /// Runs from frame to frame.
     clock: ThreadClock,
+    statistics: RoundStatistics,
 }
 
 impl FrameSender {
-    /// A frame sender for `stream`, of a VM with `segments` segments, to a destination that takes
-    /// `codecs`.
-    pub(super) fn new(
-        stream: Stream,
-        limiter: Arc<Limiter>,
-        counters: Arc<Counters>,
-        live: Arc<Live>,
-        segments: usize,
-        codecs: Codecs,
-    ) -> Self {
+    /// A frame sender for `stream`, of a RAM or disk with `segments` segments.
+    pub(super) fn new(stream: Stream, link: Link, segments: usize) -> Self {
+        let chooser = Chooser::new(segments, &link.codecs.list());
         Self {
             stream,
-            limiter,
-            counters,
-            live,
-            codecs,
+            link,
+            builder: PageFrameBuilder::new(),
+            block: 0,
+            segment: 0,
             compressor: Compressor::new(),
-            chooser: Chooser::new(segments, &codecs.list()),
+            chooser,
             other: vec![0; HEADER_LEN + worth(FRAME_PAGES << 12) + RUNS_LIMIT * RUN_LEN],
             clock: ThreadClock::default(),
+            statistics: RoundStatistics::default(),
         }
     }
 
-    /// A round begins: what was before it is no measure of the link.
+    /// A round begins: what was before it is no measure of the link. A frame that is being built
+    /// stays as it is.
     pub(super) fn begin(&mut self) {
+        self.statistics = RoundStatistics::default();
         self.clock.begin();
     }
 
-    /// Sends what `builder` holds, pages of RAM block `block` of which the first belongs to
-    /// `segment`.
-    pub(super) fn send(
+    /// What was done since the round began.
+    pub(super) fn statistics(&self) -> RoundStatistics {
+        self.statistics
+    }
+
+    /// Makes sure that the frame being built is for `block` and has room for `pages` more, the
+    /// first of which belongs to `segment`. Returns what had to be sent for that.
+    pub(super) fn frame_for(
         &mut self,
-        builder: &mut PageFrameBuilder,
         block: u32,
         segment: usize,
-        statistics: &mut RoundStatistics,
-    ) -> Result<(), EngineError> {
-        let raw = builder.data().len();
-        self.chooser.limit(self.limiter.share());
-        self.chooser.idle(self.live.idle());
-        let mut codec = match self.live.compression() {
-            Compression::Auto if raw > 0 => self.choose(builder, segment),
+        pages: usize,
+    ) -> Result<ByteCount, EngineError> {
+        let mut sent = ByteCount::ZERO;
+        if self.block != block || self.builder.room() < pages {
+            sent = self.flush()?;
+        }
+        if self.builder.is_empty() {
+            (self.block, self.segment) = (block, segment);
+        }
+        Ok(sent)
+    }
+
+    /// How many more pages the frame being built has room for.
+    pub(super) fn room(&self) -> usize {
+        self.builder.room()
+    }
+
+    /// Names the pages of `run` as zero.
+    pub(super) fn zero(&mut self, run: PageRun) {
+        self.builder.zero(run);
+        self.statistics.zero += run.count;
+    }
+
+    /// Of the pages named as zero, so many were named because the guest said that they are free.
+    pub(super) fn count_hinted(&mut self, pages: PageCount) {
+        self.statistics.hinted += pages;
+    }
+
+    /// Takes in the pages of `run` ([`PageFrameBuilder::add`]); those that `judge` leaves out hold
+    /// what was sent before.
+    pub(super) fn add<E>(
+        &mut self,
+        run: PageRun,
+        read: impl FnOnce(&mut [u8]) -> Result<(), E>,
+        judge: impl FnMut(PageIndex, &[u8]) -> Option<Content>,
+    ) -> Result<(), E> {
+        let Added { data, zero } = self.builder.add(run, read, judge)?;
+        self.statistics.data += data;
+        self.statistics.zero += zero;
+        self.statistics.unchanged += run.count - data - zero;
+        Ok(())
+    }
+
+    /// Sends the frame being built, if there is anything in it; returns how many bytes that took.
+    pub(super) fn flush(&mut self) -> Result<ByteCount, EngineError> {
+        if self.builder.is_empty() {
+            return Ok(ByteCount::ZERO);
+        }
+        let segment = self.segment;
+        let raw = self.builder.data().len();
+        self.chooser.limit(self.link.limiter.share());
+        self.chooser.idle(self.link.live.idle());
+        let mut codec = match self.link.live.compression() {
+            Compression::Auto if raw > 0 => self.choose(segment),
             Compression::Auto => Codec::None,
             Compression::Fixed(codec) => codec,
         };
-        if !self.codecs.contains(codec.id()) {
+        if !self.link.codecs.contains(codec.id()) {
             codec = Codec::None;
         }
         let began = Instant::now();
@@ -87,22 +165,24 @@ impl FrameSender {
             None
         } else {
             let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(raw)];
-            self.compressor.compress(codec, &[builder.data()], room)?
+            self.compressor.compress(codec, &[self.builder.data()], room)?
         };
         let compress = if codec == Codec::None { Duration::ZERO } else { began.elapsed() };
         let frame = match made {
-            Some(length) => builder.finish_in(&mut self.other, length, block, codec.id() as u8),
-            None => builder.finish(block),
+            Some(length) => {
+                self.builder.finish_in(&mut self.other, length, self.block, codec.id() as u8)
+            }
+            None => self.builder.finish(self.block),
         };
         let length = frame.len();
         let mut rest = frame;
         while !rest.is_empty() {
-            let (piece, after) = rest.split_at(self.limiter.piece().min(rest.len()));
-            self.limiter.take(piece.len());
-            put(&mut self.stream, piece, statistics, &self.counters)?;
+            let (piece, after) = rest.split_at(self.link.limiter.piece().min(rest.len()));
+            self.link.limiter.take(piece.len());
+            put(&mut self.stream, piece, &mut self.statistics, &self.link.sent)?;
             rest = after;
         }
-        statistics.raw += ByteCount(raw as u64);
+        self.statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
         self.chooser.batch(&Batch {
             segment,
@@ -113,26 +193,22 @@ impl FrameSender {
             elapsed: spent.elapsed,
             cpu: spent.cpu,
         });
-        Ok(())
+        Ok(ByteCount(length as u64))
     }
 
-    /// Sends what is no page frame.
-    pub(super) fn put(
-        &mut self,
-        bytes: &[u8],
-        statistics: &mut RoundStatistics,
-    ) -> Result<(), EngineError> {
-        put(&mut self.stream, bytes, statistics, &self.counters)
+    /// Sends the barrier that ends `round`, and all rounds if it is the `last` one.
+    pub(super) fn barrier(&mut self, round: u32, last: bool) -> Result<(), EngineError> {
+        put(&mut self.stream, &barrier(round, last), &mut self.statistics, &self.link.sent)
     }
 
-    /// The codec for the pages in `builder`, after what samples are asked for.
-    fn choose(&mut self, builder: &PageFrameBuilder, segment: usize) -> Codec {
+    /// The codec for the pages in the frame being built, after what samples are asked for.
+    fn choose(&mut self, segment: usize) -> Codec {
         loop {
             let codec = match self.chooser.plan(segment) {
                 Plan::Sample(codec) => codec,
                 Plan::Send(codec) => return codec,
             };
-            let data = builder.data();
+            let data = self.builder.data();
             let data = &data[..data.len().min(SAMPLE_LEN)];
             let room = &mut self.other[HEADER_LEN..HEADER_LEN + worth(data.len())];
             let began = Instant::now();
@@ -149,10 +225,10 @@ fn put(
     stream: &mut Stream,
     bytes: &[u8],
     statistics: &mut RoundStatistics,
-    counters: &Counters,
+    all: &AtomicU64,
 ) -> Result<(), EngineError> {
     stream.write_all(bytes).map_err(link_error("destination"))?;
     statistics.sent += ByteCount(bytes.len() as u64);
-    counters.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+    all.fetch_add(bytes.len() as u64, Ordering::Relaxed);
     Ok(())
 }

@@ -1,12 +1,24 @@
-//! Pages that the guest says are free: asked for before the first round in which memory is sent,
-//! left out when their segment is first dealt with.
+//! Pages that the guest says are free, or that its balloon has given back. It is asked before the
+//! first round in which memory is sent; what it says is left out when its segment is first dealt
+//! with.
 //!
 //! Invariant: hints are asked for after tracking has begun, and only while pages are first dealt
 //! with. Why a page that is left out this way is no loss is said at the head of `godwit-balloon`.
 //! At the destination it is zero, because it is named so; `--verify` therefore takes it for zero
 //! here as well. Pages that a balloon has given back are looked for when there are enough of them.
 
-use super::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use godwit_balloon::FreeHints;
+use godwit_memory::RamBlock;
+use godwit_track::DirtyTracker;
+use godwit_units::PageCount;
+
+use super::segment_table::{ARMING, SegmentTable};
+use super::session::Session;
+use crate::EngineError;
+use crate::vm::SourceVm;
 
 /// How long the guest may take to begin, and to go on, before the first round starts without more
 /// hints. What comes later counts as far as it comes in time.
@@ -19,38 +31,60 @@ const ALL_HINTS: Duration = Duration::from_secs(1);
 const GIVEN_BACK: PageCount = PageCount(1024);
 const LOOK: Duration = Duration::from_millis(1);
 
-impl Source<'_> {
-    /// Where hints will go, if this guest gives any.
-    pub(super) fn make_free_hints(&mut self) -> Option<Arc<FreeHints>> {
-        // Data of direct I/O lands unseen, so a page may be written though no harvest says so.
-        let wanted = self.vm.was_running() && !self.direct_io && self.vm.free_pages().is_some();
-        let sizes: Vec<PageCount> = self.ram.iter().map(RamBlock::pages).collect();
-        wanted.then(|| Arc::new(FreeHints::new(&sizes)))
+pub(super) struct FreeMemory {
+    ram: Arc<Vec<RamBlock>>,
+    /// Where hints go, if this guest gives any.
+    hints: Option<Arc<FreeHints>>,
+    /// The round before which the guest was asked for them.
+    asked: Option<u32>,
+    /// The most that the RAM files took since holes were last looked for.
+    allocated: PageCount,
+}
+
+impl FreeMemory {
+    /// Of a guest whose writes are tracked. With `direct_io` data lands unseen, so a page may be
+    /// written though no harvest says so, and hints are of no use.
+    pub(super) fn new(vm: &mut dyn SourceVm, direct_io: bool) -> Self {
+        let ram = vm.ram();
+        let wanted = vm.was_running() && !direct_io && vm.free_pages().is_some();
+        let sizes: Vec<PageCount> = ram.iter().map(RamBlock::pages).collect();
+        let hints = wanted.then(|| Arc::new(FreeHints::new(&sizes)));
+        let mut free = Self { ram, hints, asked: None, allocated: PageCount::ZERO };
+        free.was_given_back();
+        free
     }
 
-    /// Asks for hints when memory is about to be sent for the first time, in `round`, and waits
-    /// while they come.
-    pub(super) fn ask_for_free_pages(&mut self, round: u32) -> Result<(), EngineError> {
-        let Some(hints) = &self.free else { return Ok(()) };
-        if self.hinted_round.is_some() || self.link_share.share() == 0 {
+    /// What the guest says is free, if it says anything.
+    pub(super) fn hints(&self) -> Option<&Arc<FreeHints>> {
+        self.hints.as_ref()
+    }
+
+    /// Asks for hints before `round`, if memory is about to be sent in it for the first time, and
+    /// waits while they come.
+    pub(super) fn ask(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        session: &mut Session,
+        (segments, tracker): (&SegmentTable, &dyn DirtyTracker),
+        round: u32,
+    ) -> Result<(), EngineError> {
+        let Some(hints) = &self.hints else { return Ok(()) };
+        if self.asked.is_some() {
             return Ok(());
         }
-        self.hinted_round = Some(round);
-        let hints = Arc::clone(hints);
-        if let (true, Some(table), Some(tracker)) = (round > 0, &self.table, &self.tracker) {
+        self.asked = Some(round);
+        if round > 0 {
             // Disks came first. What was written meanwhile may be free by now, and none of it was
             // sent.
-            table.arm(tracker.as_ref(), rounds::ARMING)?;
+            segments.arm(tracker, ARMING)?;
         }
-        if !self.vm.free_pages().is_some_and(|guest| guest.start_free_page_hints(&hints)) {
+        if !vm.free_pages().is_some_and(|guest| guest.start_free_page_hints(hints)) {
             return Ok(());
         }
         let began = Instant::now();
         let (mut seen, mut until) = (PageCount::ZERO, began + FIRST_HINT);
         while !hints.is_complete() && Instant::now() < until && began.elapsed() < ALL_HINTS {
-            if let Some(event) = self.next_event(LOOK)? {
-                return Err(Self::out_of_place(event));
-            }
+            session.pause(vm, LOOK)?;
             if hints.hinted() != seen {
                 (seen, until) = (hints.hinted(), Instant::now() + NEXT_HINT);
             }
@@ -69,11 +103,13 @@ impl Source<'_> {
         given_back
     }
 
-    /// The round is over for which hints were asked: what is hinted from now on would be looked at
-    /// by nobody.
-    pub(super) fn have_free_pages(&mut self, round: u32) {
-        if self.hinted_round == Some(round) {
-            self.vm.free_pages().into_iter().for_each(|guest| guest.stop_free_page_hints());
+    /// `round` is over. If hints were asked for before it: what is hinted from now on would be
+    /// looked at by nobody.
+    pub(super) fn end_round(&self, vm: &mut dyn SourceVm, round: u32) {
+        if self.asked == Some(round)
+            && let Some(guest) = vm.free_pages()
+        {
+            guest.stop_free_page_hints();
         }
     }
 }

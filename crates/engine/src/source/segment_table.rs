@@ -18,6 +18,8 @@ use godwit_units::{PageCount, PageRun};
 
 use crate::EngineError;
 
+/// How long memory is made clean before it is sent for the first time, at the most.
+pub(super) const ARMING: Duration = Duration::from_millis(500);
 /// Extents of data that are remembered of a block, at the most: 1 MiB of them.
 const MOST_EXTENTS: usize = 65_536;
 

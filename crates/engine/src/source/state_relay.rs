@@ -1,7 +1,7 @@
 //! Passing the device state on: from the machine's stream to the control connection, piece by
 //! piece.
 //!
-//! Invariants: while the link share is held nothing is sent, so that no device state that was saved
+//! Invariants: while the relay is held nothing is sent, so that no device state that was saved
 //! from the stopped guest comes before the end of the last round. The destination takes both in the
 //! order in which they come. And the machine's stream is read all the while: QEMU saves its devices
 //! with its own lock held, and until that is done its monitor may answer nothing, not even the
@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use godwit_units::ByteCount;
 use godwit_wire::{DEVICE_STATE_CHUNK, Message};
 
-use super::Event;
+use super::session::Event;
 use crate::link::ControlWriter;
 use crate::{EngineError, threads};
 
@@ -24,7 +24,7 @@ use crate::{EngineError, threads};
 const READ_AHEAD: usize = 64 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum LinkShare {
+enum Flow {
     Open,
     Held,
     Ended,
@@ -32,14 +32,14 @@ enum LinkShare {
 
 /// What is between the reader and the sender.
 struct Passage {
-    link_share: LinkShare,
+    flow: Flow,
     /// Read and not yet sent.
     read: Vec<u8>,
     /// How the stream ended, when it did.
     end: Option<io::Result<()>>,
 }
 
-/// What the two threads share with who steers them.
+/// What the two threads share with their owner.
 struct Shared {
     passage: Mutex<Passage>,
     changed: Condvar,
@@ -68,14 +68,14 @@ impl StateRelay {
         control: Arc<ControlWriter>,
         events: Sender<Event>,
     ) -> Result<Self, EngineError> {
-        let passage = Passage { link_share: LinkShare::Open, read: Vec::new(), end: None };
+        let passage = Passage { flow: Flow::Open, read: Vec::new(), end: None };
         let shared = Arc::new(Shared { passage: Mutex::new(passage), changed: Condvar::new() });
         let (of_reader, of_sender) = (Arc::clone(&shared), Arc::clone(&shared));
         let reader = threads::start("state-read", move || read_all(&mut stream, &of_reader))?;
         let sender = threads::start("state", move || {
             let result = pass_on(&of_sender, &control);
             if result.is_err() {
-                of_sender.lock().link_share = LinkShare::Ended;
+                of_sender.lock().flow = Flow::Ended;
                 of_sender.changed.notify_all();
             }
             let _ = events.send(Event::StatePassed(result));
@@ -83,7 +83,7 @@ impl StateRelay {
         match sender {
             Ok(sender) => Ok(Self { threads: [reader, sender], shared }),
             Err(error) => {
-                shared.lock().link_share = LinkShare::Ended;
+                shared.lock().flow = Flow::Ended;
                 shared.changed.notify_all();
                 Err(error)
             }
@@ -92,23 +92,23 @@ impl StateRelay {
 
     /// Sends nothing from now on.
     pub(super) fn hold(&self) {
-        self.set(LinkShare::Held);
+        self.set(Flow::Held);
     }
 
     /// Sends what was held back, and all that follows.
     pub(super) fn open(&self) {
-        self.set(LinkShare::Open);
+        self.set(Flow::Open);
     }
 
     /// Drops what was held back.
     pub(super) fn end(&self) {
-        self.set(LinkShare::Ended);
+        self.set(Flow::Ended);
     }
 
-    fn set(&self, state: LinkShare) {
+    fn set(&self, state: Flow) {
         let mut passage = self.shared.lock();
-        if passage.link_share != LinkShare::Ended {
-            passage.link_share = state;
+        if passage.flow != Flow::Ended {
+            passage.flow = state;
         }
         self.shared.changed.notify_all();
     }
@@ -125,11 +125,10 @@ fn read_all(stream: &mut dyn Read, shared: &Shared) {
     let mut buffer = vec![0; DEVICE_STATE_CHUNK];
     loop {
         let read = stream.read(&mut buffer);
-        // Limited by the last round, which either opens the link share or ends the migration.
-        let mut passage = shared.wait_while(|passage| {
-            passage.read.len() >= READ_AHEAD && passage.link_share != LinkShare::Ended
-        });
-        if passage.link_share == LinkShare::Ended {
+        // Limited by the last round, which either opens the relay or ends the migration.
+        let mut passage = shared
+            .wait_while(|passage| passage.read.len() >= READ_AHEAD && passage.flow != Flow::Ended);
+        if passage.flow == Flow::Ended {
             return;
         }
         match read {
@@ -148,12 +147,12 @@ fn read_all(stream: &mut dyn Read, shared: &Shared) {
 fn pass_on(shared: &Shared, control: &ControlWriter) -> Result<ByteCount, EngineError> {
     let mut total = ByteCount::ZERO;
     loop {
-        let mut passage = shared.wait_while(|passage| match passage.link_share {
-            LinkShare::Open => passage.read.is_empty() && passage.end.is_none(),
-            LinkShare::Held => true,
-            LinkShare::Ended => false,
+        let mut passage = shared.wait_while(|passage| match passage.flow {
+            Flow::Open => passage.read.is_empty() && passage.end.is_none(),
+            Flow::Held => true,
+            Flow::Ended => false,
         });
-        if passage.link_share == LinkShare::Ended {
+        if passage.flow == Flow::Ended {
             return Err(EngineError::State(io::ErrorKind::Interrupted.into()));
         }
         let read = std::mem::take(&mut passage.read);

@@ -1,0 +1,389 @@
+//! The rounds: what is held from the beginning of the tracking to the end, and a pass over all that
+//! is dirty, with the guest running or stopped.
+//!
+//! Invariant: the tracker lives as long as the channels that harvest it, and no longer than this.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use godwit_fingerprints::{Key, PageFingerprints};
+use godwit_policy::Decision;
+use godwit_protocol::source::Input;
+use godwit_track::DirtyTracker;
+use godwit_units::ByteCount;
+use godwit_wire::Message;
+
+use super::Source;
+use super::channel::{Channel, Order, Shared};
+use super::convergence::Convergence;
+use super::disk::DiskStatistics;
+use super::disks::Disks;
+use super::frame_sender::RoundStatistics;
+use super::free::FreeMemory;
+use super::lanes::Lanes;
+use super::meter::{Part, Totals};
+use super::segment_table::{ARMING, SegmentTable};
+use super::session::Event;
+use super::setup::Setup;
+use super::state_relay::StateRelay;
+use super::verification::{self, Cost};
+use crate::report::{RoundMeasures, Stage};
+use crate::vm::SourceVm;
+use crate::{EngineError, limits};
+
+/// What one channel has done.
+enum Done {
+    Memory(RoundStatistics),
+    /// Of the disk of this index.
+    Disk(usize, DiskStatistics),
+}
+
+pub(super) struct Copying {
+    lanes: Lanes,
+    disks: Disks,
+    convergence: Convergence,
+    free: FreeMemory,
+    segments: Arc<SegmentTable>,
+    tracker: Arc<dyn DirtyTracker>,
+    fingerprints: Option<(PageFingerprints, Key)>,
+    /// Whether data may land in guest memory without the tracker's knowledge.
+    direct_io: bool,
+    /// The round that was made last.
+    round: RoundMeasures,
+}
+
+impl Copying {
+    /// Starts tracking, and all channels.
+    pub(super) fn start(source: &mut Source<'_>, setup: Setup) -> Result<Self, EngineError> {
+        let Setup { settings, own, mut disks, fingerprints, direct_io, codecs } = setup;
+        let (options, session) = (source.options, &source.session);
+        let channels = options.channels.saturating_add(disks.len() as u8);
+        let streams = (0..channels).map(|number| session.connect_channel(number));
+        let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
+        let disk_streams = streams.split_off(options.channels.into());
+        let tracker = source.vm.start_tracking().map_err(EngineError::Vm)?;
+        // From here on direct I/O that begins is seen to begin; what began before must be over.
+        drain(source.vm, direct_io)?;
+        let tracking_stop = source.vm.tracking_stop();
+        let free = FreeMemory::new(source.vm, direct_io);
+        let mut segments = SegmentTable::new(Arc::clone(&source.ram))?;
+        // Direct I/O that is in flight now must be found by the harvest before its page is sent, so
+        // as to be looked at again. A page that counts as dirty from the start cannot be left out.
+        let arms = source.vm.was_running()
+            && !direct_io
+            && (settings.delay_hot_percent > 0 || free.hints().is_some());
+        let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
+        let segments = Arc::new(segments);
+        let mut lanes = Lanes::new(&own, channels.into(), codecs, !disks.is_empty());
+        disks.start(source.vm, &mut lanes, disk_streams, (&segments, &source.session))?;
+        for (number, stream) in streams.into_iter().enumerate() {
+            let shared = Shared {
+                tracker: Arc::clone(&tracker),
+                blocks: Arc::clone(&source.ram),
+                table: Arc::clone(&segments),
+                free: free.hints().cloned(),
+                link_share: Arc::clone(lanes.link_share()),
+                fingerprints: fingerprints.clone(),
+            };
+            let count = usize::from(options.channels);
+            let own = segments.segments().filter(|(_, segment)| segment.channel(count) == number);
+            let all = segments.segments().count();
+            lanes.add_memory(stream, all, source.session.reports(), |sender| {
+                Channel::new(sender, shared, own, direct_io)
+            })?;
+        }
+        source.meter.tracked(&source.ram, tracking_stop);
+        let cost = Cost::new(options.verify);
+        let parts = (&segments, &tracker);
+        let mut convergence =
+            Convergence::new(source.handle, settings, parts, &lanes, cost, look.remaining);
+        lanes.begin_idle_watch();
+        convergence.begin(source.vm, &mut disks, fingerprints.is_some());
+        let round = RoundMeasures::default();
+        Ok(Self {
+            lanes,
+            disks,
+            convergence,
+            free,
+            segments,
+            tracker,
+            fingerprints,
+            direct_io,
+            round,
+        })
+    }
+
+    /// A round with the guest running: what is dirty is copied, and in place at the destination.
+    pub(super) fn copy(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<Input, EngineError> {
+        source.meter.begin_round(self.lanes.sent());
+        // What a balloon gave back is a hole and was not written. The destination need not keep it.
+        let find_holes = self.free.was_given_back() && round > 0;
+        self.segments.hurry(self.convergence.is_hurried());
+        if self.lanes.link_share().share() > 0 {
+            let (segments, tracker) = (self.segments.as_ref(), self.tracker.as_ref());
+            self.free.ask(source.vm, &mut source.session, (segments, tracker), round)?;
+        }
+        self.begin(source, Order { round, last: false, find_holes })?;
+        self.carry(source, round, Stage::PreCopy)?;
+        self.await_acknowledgement(source, round)?;
+        self.end(source);
+        Ok(Input::RoundPlaced)
+    }
+
+    /// Begins the last round, with the guest stopped.
+    pub(super) fn begin_last(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<(), EngineError> {
+        source.meter.begin_round(self.lanes.sent());
+        self.segments.hurry(false);
+        // Where digests are compared the destination must not keep what is a hole here; otherwise
+        // there is no time for that.
+        let find_holes = source.options.verify;
+        self.begin(source, Order { round, last: true, find_holes })
+    }
+
+    /// Waits until the last round is on its way; where digests are compared, until it is in place.
+    /// Otherwise `relay` may send what it held back: it is taken when the round is in place.
+    pub(super) fn finish_last(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+        relay: &StateRelay,
+    ) -> Result<Input, EngineError> {
+        self.carry(source, round, Stage::StopAndCopy)?;
+        let verify = source.options.verify;
+        if verify {
+            self.await_acknowledgement(source, round)?;
+        } else {
+            source.session.ignore_acknowledgement(round);
+            relay.open();
+        }
+        self.end(source);
+        source.meter.keep(self.round);
+        source.meter.part_ended(Part::Copy);
+        Ok(if verify { Input::RoundPlaced } else { Input::RoundSent })
+    }
+
+    /// Has the channels copy what is dirty.
+    fn begin(&mut self, source: &mut Source<'_>, order: Order) -> Result<(), EngineError> {
+        self.lanes.link_share().begin(self.disks.len());
+        self.disks.begin_round(source.vm, &self.lanes, order.round, order.last)?;
+        self.tracker.begin_round();
+        if order.last {
+            let channels = self.lanes.memory();
+            self.segments.look_for_the_last_time(self.tracker.as_ref(), channels)?;
+        }
+        source.meter.begin_sending();
+        // A channel that is gone has said why, which is found below.
+        self.lanes.order_memory(order);
+        Ok(())
+    }
+
+    /// Waits until what is dirty is on its way, and tells the destination.
+    fn carry(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+        stage: Stage,
+    ) -> Result<(), EngineError> {
+        let last = stage == Stage::StopAndCopy;
+        let mut total = RoundMeasures { round, ..RoundMeasures::default() };
+        let mut memory = self.lanes.memory();
+        while memory + self.disks.under_way() > 0 {
+            match self.await_channel(source, round, stage)? {
+                Done::Memory(statistics) => {
+                    memory -= 1;
+                    total.data += statistics.data;
+                    total.zero += statistics.zero;
+                    total.sent += statistics.sent;
+                    total.unchanged += statistics.unchanged;
+                    total.raw += statistics.raw;
+                    total.hinted += statistics.hinted;
+                }
+                Done::Disk(disk, statistics) => {
+                    total.disk_sent += statistics.statistics.sent;
+                    let lanes = &self.lanes;
+                    self.disks.passed(source.vm, lanes, (disk, round, last), &statistics)?;
+                }
+            }
+        }
+        self.free.end_round(source.vm, round);
+        self.round = total;
+        source.session.say(&Message::RoundEnd { round })
+    }
+
+    /// Waits until `round` is in place at the destination.
+    fn await_acknowledgement(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<(), EngineError> {
+        let said = Instant::now();
+        let what = "the acknowledgement of a round";
+        let flush =
+            source.session.await_message(
+                source.vm,
+                what,
+                limits::ANSWER,
+                |message| match message {
+                    Message::RoundAck { round: placed, flush } if *placed == round => Some(*flush),
+                    _ => None,
+                },
+            )?;
+        source.meter.acknowledged(said.elapsed(), flush);
+        Ok(())
+    }
+
+    /// The round is over, as far as it is waited for.
+    fn end(&mut self, source: &mut Source<'_>) {
+        self.round.time = source.meter.end_round();
+        self.convergence.end_round(&mut self.round);
+    }
+
+    /// Waits for one channel to have carried its part of `round`; meanwhile the policy looks on,
+    /// and progress is reported.
+    fn await_channel(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+        stage: Stage,
+    ) -> Result<Done, EngineError> {
+        loop {
+            match source.session.next_event(source.vm, source.meter.tick())? {
+                // A thread that ended without a word will never send one.
+                None if self.lanes.any_ended() => {
+                    let said = source.session.pending().map(Event::out_of_place);
+                    return Err(said.unwrap_or(EngineError::Panicked("channel")));
+                }
+                None => {
+                    if stage == Stage::PreCopy {
+                        source.check_fate()?;
+                        let (vm, meter) = (&mut *source.vm, &source.meter);
+                        self.convergence.tick(vm, &mut self.disks, &mut self.lanes, meter)?;
+                    }
+                    self.report(source, stage, round, false);
+                }
+                Some(Event::RoundStatistics { round: of, result }) if of == round => {
+                    return result.map(Done::Memory);
+                }
+                Some(Event::DiskStatistics { disk, round: of, result }) if of == round => {
+                    return result.map(|statistics| Done::Disk(disk, statistics));
+                }
+                Some(other) => return Err(other.out_of_place()),
+            }
+        }
+    }
+
+    /// The policy's decision at the end of a round. `prepared`: both machines are ready for the
+    /// switchover.
+    pub(super) fn decide(
+        &mut self,
+        source: &mut Source<'_>,
+        prepared: bool,
+    ) -> Result<Input, EngineError> {
+        let Self { convergence, disks, lanes, round, .. } = self;
+        let decision =
+            convergence.judge(source.vm, (disks, lanes), &source.meter, round, prepared)?;
+        source.meter.keep(*round);
+        let number = round.round;
+        self.report(source, Stage::PreCopy, number, true);
+        match decision {
+            _ if self.convergence.is_hurried() => {}
+            Decision::SwitchOver => {}
+            Decision::NextRound(plan) => {
+                self.convergence.enforce(&plan, source.vm, &mut self.disks);
+                self.drain(source)?;
+                return Ok(Input::NextRound);
+            }
+            Decision::GiveUp(advice) => return Err(EngineError::NotConverging(advice)),
+        }
+        // Where both are prepared the guest is stopped next. The throttle stays until it stands
+        // still.
+        if prepared {
+            self.close(source);
+        }
+        Ok(Input::SwitchOver)
+    }
+
+    /// Waits until direct I/O that is in flight has landed.
+    pub(super) fn drain(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        drain(source.vm, self.direct_io)
+    }
+
+    /// Whether the guest is to be stopped soon: it is held back, or the operator wants it.
+    pub(super) fn is_urgent(&self) -> bool {
+        self.convergence.holds_back() || self.convergence.is_hurried()
+    }
+
+    /// The guest is about to be stopped: nothing can be changed any more.
+    pub(super) fn close(&mut self, source: &mut Source<'_>) {
+        self.convergence.close(source.vm, &mut self.disks, &self.lanes);
+    }
+
+    /// The guest stands still.
+    pub(super) fn guest_stopped(&mut self, source: &mut Source<'_>) {
+        self.convergence.guest_stopped(source.vm);
+    }
+
+    /// Lets the machine save its devices, once the last of its disks is read: by then it may have
+    /// let go of them.
+    pub(super) fn release_state(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if self.disks.release_when_read() {
+            return Ok(());
+        }
+        source.vm.release_state().map_err(EngineError::Vm)
+    }
+
+    /// Compares the digests of all memory.
+    pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let free = self.free.hints().map(Arc::as_ref);
+        let fault = source.options.fault;
+        verification::compare(&mut source.session, source.vm, &source.ram, free, fault)
+    }
+
+    /// Tells whoever looks how the migration stands.
+    pub(super) fn report(
+        &self,
+        source: &mut Source<'_>,
+        stage: Stage,
+        round: u32,
+        round_ended: bool,
+    ) {
+        let now = (stage, round, round_ended);
+        let progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
+        source.handle.report(&progress);
+        (source.progress)(&progress);
+    }
+
+    /// Sends no more, and lets go of the disks.
+    pub(super) fn stop(&self) {
+        self.lanes.stop(|disk| self.disks.is_busy(disk));
+    }
+
+    /// What was counted, when the migration is over.
+    pub(super) fn totals(&self, source: &mut Source<'_>) -> Totals {
+        let governor = source.vm.brake().map(|brake| brake.governor_measures());
+        let fingerprints = self.fingerprints.as_ref();
+        Totals {
+            sent: self.lanes.sent(),
+            fingerprints: fingerprints.map_or(ByteCount::ZERO, |(all, _)| all.memory()),
+            disks: self.disks.measures(),
+            losses: self.convergence.losses(),
+            governor: governor.unwrap_or_default(),
+        }
+    }
+}
+
+/// Waits until direct I/O that is in flight has landed.
+fn drain(vm: &mut dyn SourceVm, direct_io: bool) -> Result<(), EngineError> {
+    match vm.direct_io() {
+        Some(devices) if direct_io => devices.drain().map_err(EngineError::Vm),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,214 @@
+//! The data channels, of memory and of disks, behind one handle: orders go out to their threads
+//! here, and their reports come in through the session's queue.
+//!
+//! Invariant: no thread of a channel outlives the handle, which ends and joins them all.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use godwit_units::{ByteCount, TypedRate};
+
+use super::channel::{Channel, Order};
+use super::disk::{DiskChannel, DiskOrder};
+use super::frame_sender::{FrameSender, Link};
+use super::link_share::LinkShare;
+use super::live::{IdleWatch, Live};
+use super::session::Event;
+use crate::address::Stream;
+use crate::compression::{Codecs, Compression};
+use crate::handle::Own;
+use crate::limiter::Limiter;
+use crate::{EngineError, limits, threads};
+
+/// A channel: its thread carries out orders until there are no more.
+struct Lane<O> {
+    orders: Sender<O>,
+    stream: Stream,
+    thread: JoinHandle<()>,
+}
+
+impl<O: Send + 'static> Lane<O> {
+    fn start(
+        name: &'static str,
+        stream: Stream,
+        run: impl FnOnce(&Receiver<O>) + Send + 'static,
+    ) -> Result<Self, EngineError> {
+        let (orders, orders_out) = mpsc::channel();
+        let thread = threads::start(name, move || run(&orders_out))?;
+        Ok(Self { orders, stream, thread })
+    }
+
+    /// A channel that is gone has said why, or is found to have ended.
+    fn order(&self, order: O) {
+        let _ = self.orders.send(order);
+    }
+
+    fn has_ended(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    fn join(self) {
+        drop(self.orders);
+        self.stream.shut_down();
+        let _ = self.thread.join();
+    }
+}
+
+pub(super) struct Lanes {
+    memory: Vec<Lane<Order>>,
+    disks: Vec<Lane<DiskOrder>>,
+    link: Link,
+    link_share: Arc<LinkShare>,
+    idle: IdleWatch,
+}
+
+impl Lanes {
+    /// Room for `channels` in all, to a destination that takes `codecs`.
+    pub(super) fn new(own: &Own, channels: usize, codecs: Codecs, disks: bool) -> Self {
+        let limiter = Limiter::new(own.max_bandwidth.map(TypedRate::rate), channels);
+        let link = Link {
+            limiter: Arc::new(limiter),
+            live: Arc::new(Live::new(own.compression)),
+            sent: Arc::new(AtomicU64::new(0)),
+            codecs,
+        };
+        Self {
+            memory: Vec::new(),
+            disks: Vec::new(),
+            link,
+            link_share: Arc::new(LinkShare::new(disks)),
+            idle: IdleWatch::new(),
+        }
+    }
+
+    /// Adds a channel of memory over `stream`; `channel` makes it of its sending end.
+    pub(super) fn add_memory(
+        &mut self,
+        stream: (Stream, Stream),
+        segments: usize,
+        events: Sender<Event>,
+        channel: impl FnOnce(FrameSender) -> Channel,
+    ) -> Result<(), EngineError> {
+        let (stream, handle) = stream;
+        let channel = channel(FrameSender::new(stream, self.link.clone(), segments));
+        let run = move |orders: &Receiver<Order>| channel.run(orders, &events);
+        self.memory.push(Lane::start("channel", handle, run)?);
+        Ok(())
+    }
+
+    /// Adds the channel of a disk.
+    pub(super) fn add_disk(
+        &mut self,
+        stream: (Stream, Stream),
+        segments: usize,
+        events: Sender<Event>,
+        channel: impl FnOnce(FrameSender) -> DiskChannel,
+    ) -> Result<(), EngineError> {
+        let (stream, handle) = stream;
+        let channel = channel(FrameSender::new(stream, self.link.clone(), segments));
+        let run = move |orders: &Receiver<DiskOrder>| channel.run(orders, &events);
+        self.disks.push(Lane::start("disk", handle, run)?);
+        Ok(())
+    }
+
+    /// Where memory waits while disks have the link.
+    pub(super) fn link_share(&self) -> &Arc<LinkShare> {
+        &self.link_share
+    }
+
+    /// How many channels of memory there are.
+    pub(super) fn memory(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Has all of memory's channels carry out `order`.
+    pub(super) fn order_memory(&self, order: Order) {
+        self.memory.iter().for_each(|lane| lane.order(order));
+    }
+
+    /// Has the channel of disk `index` carry out `order`.
+    pub(super) fn order_disk(&self, index: usize, order: DiskOrder) {
+        if let Some(lane) = self.disks.get(index) {
+            lane.order(order);
+        }
+    }
+
+    /// Whether a channel has ended, which none does by itself without a word.
+    pub(super) fn any_ended(&self) -> bool {
+        self.memory.iter().any(Lane::has_ended) || self.disks.iter().any(Lane::has_ended)
+    }
+
+    /// Bytes on the wire so far.
+    pub(super) fn sent(&self) -> ByteCount {
+        ByteCount(self.link.sent.load(Ordering::Relaxed))
+    }
+
+    /// Puts what can be set of the channels in force; whether compression is another now.
+    pub(super) fn set(&self, own: &Own) -> bool {
+        self.link.limiter.set(own.max_bandwidth.map(TypedRate::rate));
+        let changes = own.compression != self.link.live.compression();
+        if changes {
+            self.link.live.set_compression(own.compression);
+        }
+        changes
+    }
+
+    /// Says so when the destination does not take the compression that is set.
+    pub(super) fn lacks_codec(&self) -> Option<String> {
+        let wanted = self.link.live.compression();
+        let lacking = match wanted {
+            Compression::Auto => self.link.codecs == Codecs::NONE,
+            Compression::Fixed(codec) => !self.link.codecs.contains(codec.id()),
+        };
+        lacking.then(|| {
+            format!(
+                "compression={wanted}: the destination does not take it; pages are sent as they are"
+            )
+        })
+    }
+
+    /// Looks how many processors idle from now on: while a migration is set up, they do.
+    pub(super) fn begin_idle_watch(&mut self) {
+        self.idle.begin();
+    }
+
+    /// Tells the channels now and then how many processors idle.
+    pub(super) fn look_at_idle(&mut self) {
+        if let Some(idle) = self.idle.look() {
+            let channels = self.memory.len().max(1) + self.disks.len();
+            self.link.live.set_idle(idle / channels as f64);
+        }
+    }
+
+    /// Sends no more, and has the channels of disks end; waits for those that are `busy`, but not
+    /// for one that hangs at its disk: the guest comes first.
+    pub(super) fn stop(&self, busy: impl Fn(usize) -> bool) {
+        self.release();
+        self.disks.iter().for_each(|lane| lane.stream.shut_down());
+        let until = Instant::now() + limits::ABORT;
+        let under_way = || {
+            let mut lanes = self.disks.iter().enumerate();
+            lanes.any(|(index, lane)| busy(index) && !lane.has_ended())
+        };
+        while under_way() && Instant::now() < until {
+            std::thread::sleep(limits::TICK / 20);
+        }
+    }
+
+    /// No channel waits for the link any more.
+    fn release(&self) {
+        self.link.limiter.stop();
+        self.link_share.close();
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.release();
+        self.memory.drain(..).for_each(Lane::join);
+        self.disks.drain(..).for_each(Lane::join);
+    }
+}

@@ -1,0 +1,234 @@
+//! All that is measured of a migration, advanced from phase to phase: rounds, the link, the parts
+//! of the downtime.
+//!
+//! Invariant: each part of the downtime begins where the part before it ended, so that they add up.
+
+use std::time::{Duration, Instant};
+
+use godwit_memory::RamBlock;
+use godwit_track::GovernorMeasures;
+use godwit_units::ByteCount;
+
+use super::speed::Losses;
+use crate::limits;
+use crate::report::{DiskMeasures, Measures, RoundMeasures};
+
+/// In the first moments of the first round looks come more often: what is hot is best left before
+/// it is sent.
+const EARLY: Duration = Duration::from_millis(300);
+const EARLY_TICK: Duration = Duration::from_millis(20);
+
+/// A part of the downtime.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Part {
+    Drain,
+    Copy,
+    Verify,
+    Save,
+    Load,
+    Handover,
+}
+
+/// What the others have counted when the migration is over.
+pub(super) struct Totals {
+    /// Bytes on the wire for pages.
+    pub(super) sent: ByteCount,
+    /// Memory that the fingerprints take.
+    pub(super) fingerprints: ByteCount,
+    pub(super) disks: Vec<DiskMeasures>,
+    pub(super) losses: Losses,
+    pub(super) governor: GovernorMeasures,
+}
+
+pub(super) struct Meter {
+    started: Instant,
+    measures: Measures,
+    round_began: Instant,
+    /// When the round before was acknowledged.
+    round_ended: Option<Instant>,
+    /// Time between that and the beginning of this one.
+    gap: Duration,
+    /// Time at the beginning of the round in which nothing was sent.
+    waited: Duration,
+    /// Bytes on the wire when the round began.
+    sent_before: ByteCount,
+    /// The last flush of disks at the destination.
+    flush: Duration,
+    /// To the destination and back, once it was seen.
+    round_trip: Option<Duration>,
+    stopped: Option<Instant>,
+    /// When the current part of the downtime began.
+    mark: Instant,
+}
+
+impl Meter {
+    /// A migration over so many channels of memory begins.
+    pub(super) fn begin(channels: u8) -> Self {
+        let now = Instant::now();
+        Self {
+            started: now,
+            measures: Measures { channels: channels.into(), ..Measures::default() },
+            round_began: now,
+            round_ended: None,
+            gap: Duration::ZERO,
+            waited: Duration::ZERO,
+            sent_before: ByteCount::ZERO,
+            flush: Duration::ZERO,
+            round_trip: None,
+            stopped: None,
+            mark: now,
+        }
+    }
+
+    /// Since the migration began.
+    pub(super) fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// The destination has accepted.
+    pub(super) fn accepted(&mut self, codecs: String) {
+        self.measures.codecs = codecs;
+    }
+
+    /// Writes are tracked, for which a part of the machine was stopped for `stop`.
+    pub(super) fn tracked(&mut self, ram: &[RamBlock], stop: Duration) {
+        self.measures.tracking_stop = stop;
+        self.measures.ram = ram.iter().map(|block| block.pages().bytes()).sum();
+        self.measures.setup = self.started.elapsed();
+    }
+
+    /// A round begins, with so many bytes on the wire. What lies between the rounds belongs to it.
+    pub(super) fn begin_round(&mut self, sent: ByteCount) {
+        self.round_began = Instant::now();
+        self.gap = self.round_ended.map_or(Duration::ZERO, |ended| ended.elapsed());
+        self.sent_before = sent;
+    }
+
+    /// Channels of memory are about to be told to send.
+    pub(super) fn begin_sending(&mut self) {
+        self.waited = self.round_began.elapsed();
+    }
+
+    /// The destination has acknowledged a round after so long, and has flushed disks for `flush`.
+    pub(super) fn acknowledged(&mut self, round_trip: Duration, flush: Duration) {
+        // The least that was seen: the destination may have had pages to place first.
+        self.round_trip = Some(self.round_trip.map_or(round_trip, |least| least.min(round_trip)));
+        if !flush.is_zero() {
+            self.flush = flush;
+        }
+    }
+
+    /// The round is over; how long it took.
+    pub(super) fn end_round(&mut self) -> Duration {
+        self.round_ended = Some(Instant::now());
+        self.round_began.elapsed()
+    }
+
+    /// Keeps what was measured of a round.
+    pub(super) fn keep(&mut self, round: RoundMeasures) {
+        self.measures.round_list.push(round);
+    }
+
+    /// The number of the last round that was kept.
+    pub(super) fn last_round(&self) -> u32 {
+        self.measures.round_list.last().map_or(0, |round| round.round)
+    }
+
+    /// How long the round has taken so far, with what lay before it.
+    pub(super) fn in_round(&self) -> Duration {
+        self.gap + self.round_began.elapsed()
+    }
+
+    /// What was sent in it, with so many bytes on the wire by now.
+    pub(super) fn sent_in_round(&self, sent: ByteCount) -> ByteCount {
+        sent - self.sent_before
+    }
+
+    /// Time between the round before and this one.
+    pub(super) fn gap(&self) -> Duration {
+        self.gap
+    }
+
+    /// Time in this round, and between it and the one before, in which nothing was sent.
+    pub(super) fn idle(&self) -> Duration {
+        self.waited + self.gap
+    }
+
+    /// How often to look while the round runs.
+    pub(super) fn tick(&self) -> Duration {
+        let early = self.measures.round_list.is_empty() && self.round_began.elapsed() < EARLY;
+        if early { EARLY_TICK } else { limits::TICK }
+    }
+
+    /// The last flush of disks at the destination.
+    pub(super) fn flush(&self) -> Duration {
+        self.flush
+    }
+
+    /// To the destination and back, as far as known.
+    pub(super) fn round_trip(&self) -> Duration {
+        self.round_trip.unwrap_or_default()
+    }
+
+    /// The guest stopped at `at`, and its devices are drained.
+    pub(super) fn guest_stopped(&mut self, at: Instant) {
+        (self.stopped, self.mark) = (Some(at), at);
+        self.measures.tracked = at.saturating_duration_since(self.started + self.measures.setup);
+        self.part_ended(Part::Drain);
+    }
+
+    /// A part of the downtime has ended, and the next begins.
+    pub(super) fn part_ended(&mut self, part: Part) {
+        let now = Instant::now();
+        let time = now.saturating_duration_since(std::mem::replace(&mut self.mark, now));
+        let parts = &mut self.measures.parts;
+        *match part {
+            Part::Drain => &mut parts.drain,
+            Part::Copy => &mut parts.copy,
+            Part::Verify => &mut parts.verify,
+            Part::Save => &mut parts.save,
+            Part::Load => &mut parts.load,
+            Part::Handover => &mut parts.handover,
+        } = time;
+    }
+
+    /// The digests of both sides were equal.
+    pub(super) fn verified(&mut self) {
+        self.measures.verified = true;
+    }
+
+    /// The device state had so many bytes.
+    pub(super) fn state_passed(&mut self, bytes: ByteCount) {
+        self.measures.device_state = bytes;
+    }
+
+    /// The guest runs at the destination.
+    pub(super) fn finish(&mut self, totals: Totals) {
+        let Totals { sent, fingerprints, disks, losses, governor } = totals;
+        let now = Instant::now();
+        let measures = &mut self.measures;
+        let rounds = &measures.round_list;
+        measures.total = now - self.started;
+        measures.downtime =
+            self.stopped.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        measures.rounds = rounds.len();
+        measures.raw = rounds.iter().map(|round| round.raw).sum();
+        measures.unchanged = rounds.iter().map(|round| round.unchanged).sum();
+        measures.hinted = rounds.iter().map(|round| round.hinted).sum();
+        measures.fingerprints = fingerprints;
+        measures.disks = disks;
+        measures.throttled = losses.throttled;
+        measures.lost = losses.lost;
+        measures.under_half = losses.under_half;
+        measures.under_tenth = losses.under_tenth;
+        measures.first_writes_delayed = governor.delayed;
+        measures.vcpus_waited = governor.waited;
+        measures.longest_wait = governor.longest_wait;
+        measures.sent = sent + measures.device_state;
+    }
+
+    /// All that was measured.
+    pub(super) fn into_measures(self) -> Measures {
+        self.measures
+    }
+}

@@ -1,0 +1,454 @@
+//! The control connection to the destination, and whatever is waited for: what the destination
+//! says, what our own threads report, the operator's wish to cancel, and the end of the machine.
+//!
+//! Invariants: control connections are numbered, and what an earlier one ended with is no event.
+//! Messages of the destination take a place each in a queue of limited length; all that our threads
+//! report is one event for each order. From COMMIT on a wish to cancel is not heard, and from the
+//! last piece of device state on the machine may end.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::time::{Duration, Instant};
+
+use godwit_units::ByteCount;
+use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
+
+use super::PEER;
+use super::abort::Aborter;
+use super::disk::DiskStatistics;
+use super::fault::Fault;
+use super::frame_sender::RoundStatistics;
+use super::random::new_session;
+use crate::address::{Address, Stream};
+use crate::link::{
+    ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
+};
+use crate::vm::SourceVm;
+use crate::{Cancel, EngineError, limits};
+
+/// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests
+/// of 1 TiB are 256.
+const PEERS_LIMIT: usize = 256;
+/// Time for a test to do something in between.
+const HOLD: Duration = Duration::from_secs(4);
+/// Between two attempts to connect again.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// What the threads report.
+pub(super) enum Event {
+    /// The destination said something, or can no longer. It took one of [`PEERS_LIMIT`] places.
+    Peer { connection: u32, message: Result<Message, EngineError> },
+    /// A channel has carried its part of a round, barrier included.
+    RoundStatistics { round: u32, result: Result<RoundStatistics, EngineError> },
+    /// The channel of a disk has carried its part of a round, barrier included.
+    DiskStatistics { disk: usize, round: u32, result: Result<DiskStatistics, EngineError> },
+    /// The device state has been passed on to its end.
+    StatePassed(Result<ByteCount, EngineError>),
+}
+
+impl Event {
+    /// What an event that nobody waits for means.
+    pub(super) fn out_of_place(self) -> EngineError {
+        match self {
+            Self::Peer { message: Ok(Message::Abort { code, text }), .. } => {
+                EngineError::Aborted { peer: PEER, code, text }
+            }
+            Self::Peer { message: Err(error), .. } => error,
+            Self::Peer { message: Ok(message), .. } => EngineError::Protocol {
+                peer: PEER,
+                what: format!("it said {:?} out of place", message.kind()),
+            },
+            Self::RoundStatistics { result: Err(error), .. }
+            | Self::DiskStatistics { result: Err(error), .. }
+            | Self::StatePassed(Err(error)) => error,
+            Self::StatePassed(Ok(_)) => EngineError::State(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "it ended too early",
+            )),
+            Self::RoundStatistics { .. } | Self::DiskStatistics { .. } => {
+                EngineError::Panicked("channel")
+            }
+        }
+    }
+}
+
+/// Why the destination has discarded the guest, if it told.
+pub(super) type Reason = Option<(AbortCode, String)>;
+
+/// What a source in doubt found.
+pub(super) enum Resolved {
+    /// The answer was here already.
+    Running,
+    Discarded(Reason),
+    /// A new connection stands, over which to ask.
+    Reconnected,
+}
+
+/// The control connection, once it was made.
+struct Control {
+    writer: Arc<ControlWriter>,
+    aborter: Aborter,
+}
+
+pub(super) struct Session {
+    to: Address,
+    id: SessionId,
+    cancel: Cancel,
+    fault: Option<Fault>,
+    /// What the threads report. All but the destination report once for each order, so only its
+    /// messages are limited.
+    events: Receiver<Event>,
+    events_in: Sender<Event>,
+    /// Who reads the destination takes a place here for each message, and waits for one; who looks
+    /// at it gives it back.
+    places: Receiver<()>,
+    places_in: SyncSender<()>,
+    control: Option<Control>,
+    /// Numbers the control connections.
+    connection: u32,
+    /// The control connection of this number was seen to end.
+    ended: bool,
+    /// The round whose acknowledgement nobody waits for.
+    unawaited: Option<u32>,
+    /// The machine has saved all its state, which is on its way.
+    state_saved: bool,
+    /// COMMIT was sent, or part of it.
+    committed: bool,
+    /// How long a source in doubt tries to ask.
+    resolve_until: Option<Instant>,
+}
+
+impl Session {
+    /// A session with the destination at `to`, which is not connected to yet.
+    pub(super) fn new(to: &Address, cancel: &Cancel, fault: Option<Fault>) -> io::Result<Self> {
+        let (events_in, events) = mpsc::channel();
+        let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
+        Ok(Self {
+            to: to.clone(),
+            id: new_session()?,
+            cancel: cancel.clone(),
+            fault,
+            events,
+            events_in,
+            places,
+            places_in,
+            control: None,
+            connection: 0,
+            ended: false,
+            unawaited: None,
+            state_saved: false,
+            committed: false,
+            resolve_until: None,
+        })
+    }
+
+    /// Makes the control connection.
+    pub(super) fn connect(&mut self) -> Result<(), EngineError> {
+        let stream = self.dial(Role::Control)?;
+        self.use_control(stream)
+    }
+
+    /// Makes the connection of data channel `number`; twice, as one is to end it by.
+    pub(super) fn connect_channel(&self, number: u8) -> Result<(Stream, Stream), EngineError> {
+        let stream = self.dial(Role::Channel(number))?;
+        let handle = stream.try_clone().map_err(link_error(PEER))?;
+        Ok((stream, handle))
+    }
+
+    /// A new connection to the destination, which has answered the greeting as one; a data channel
+    /// is not answered.
+    fn dial(&self, role: Role) -> Result<Stream, EngineError> {
+        let address = &self.to;
+        let mut stream = Stream::connect(address)
+            .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
+        send_greeting(&mut stream, Greeting { session: self.id, role }, PEER)?;
+        if matches!(role, Role::Channel(_)) {
+            return Ok(stream);
+        }
+        let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
+        let greeting = receive_greeting(&mut stream, PEER, limit).map_err(|error| match error {
+            EngineError::Link { source, .. }
+                if role == Role::Control && source.kind() == io::ErrorKind::TimedOut =>
+            {
+                EngineError::NoGreeting { address: address.to_string(), limit }
+            }
+            error => error,
+        })?;
+        if greeting.session != self.id {
+            let what =
+                "it answered for another session: it is busy with another migration".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+        Ok(stream)
+    }
+
+    /// Makes `stream` the control connection, with a thread that reads it.
+    fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
+        let read = stream.try_clone().map_err(link_error(PEER))?;
+        let writer = match &self.control {
+            Some(control) => {
+                control.writer.replace(stream)?;
+                Arc::clone(&control.writer)
+            }
+            None => {
+                let writer = Arc::new(ControlWriter::new(stream, PEER)?);
+                let aborter = Aborter::start(Arc::clone(&writer))?;
+                self.control = Some(Control { writer: Arc::clone(&writer), aborter });
+                writer
+            }
+        };
+        say_alive(&writer)?;
+        self.connection += 1;
+        self.ended = false;
+        let (events, places, connection) =
+            (self.events_in.clone(), self.places_in.clone(), self.connection);
+        read_messages(read, PEER, move |message| {
+            places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok()
+        })
+    }
+    /// The writing end of the control connection.
+    pub(super) fn control(&self) -> Result<&Arc<ControlWriter>, EngineError> {
+        let control = self.control.as_ref().map(|control| &control.writer);
+        control.ok_or_else(|| EngineError::Protocol {
+            peer: PEER,
+            what: "it was never connected".to_owned(),
+        })
+    }
+
+    /// Where our threads report.
+    pub(super) fn reports(&self) -> Sender<Event> {
+        self.events_in.clone()
+    }
+
+    pub(super) fn say(&self, message: &Message) -> Result<(), EngineError> {
+        self.control()?.send(message)
+    }
+
+    /// The next event of any kind, within `limit`.
+    fn event(&self, limit: Duration) -> Result<Event, RecvTimeoutError> {
+        let event = self.events.recv_timeout(limit);
+        if matches!(event, Ok(Event::Peer { .. })) {
+            let _ = self.places.try_recv();
+        }
+        event
+    }
+
+    /// An event that is there already.
+    pub(super) fn pending(&self) -> Option<Event> {
+        self.event(Duration::ZERO).ok()
+    }
+
+    /// The next event, within `limit`. Notices a cancellation, which an event may wait behind,
+    /// before COMMIT, and the end of the machine `vm`.
+    pub(super) fn next_event(
+        &mut self,
+        vm: &dyn SourceVm,
+        limit: Duration,
+    ) -> Result<Option<Event>, EngineError> {
+        if self.cancel.is_cancelled() && !self.committed {
+            return Err(EngineError::Cancelled);
+        }
+        // Once all of it is on its way, the guest can live on without its machine here.
+        if !self.state_saved && vm.has_ended() {
+            return Err(EngineError::Ended("source"));
+        }
+        match self.event(limit) {
+            // What an earlier control connection ended with is of no interest.
+            Ok(Event::Peer { connection, .. }) if connection != self.connection => Ok(None),
+            Ok(Event::Peer { message: Ok(Message::RoundAck { round, .. }), .. })
+                if self.unawaited == Some(round) =>
+            {
+                Ok(None)
+            }
+            Ok(event) => {
+                self.ended |= matches!(event, Event::Peer { message: Err(_), .. });
+                Ok(Some(event))
+            }
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
+        }
+    }
+
+    /// Waits up to `limit` for the event that `wanted` takes; it gives any other back.
+    fn await_event<T>(
+        &mut self,
+        vm: &dyn SourceVm,
+        (what, limit): (&'static str, Duration),
+        mut wanted: impl FnMut(Event) -> Result<T, Event>,
+    ) -> Result<T, EngineError> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.next_event(vm, limits::TICK.min(limit))? {
+                Some(event) => return wanted(event).map_err(Event::out_of_place),
+                None if Instant::now() >= until => {
+                    return Err(EngineError::Timeout { what, limit });
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Waits up to `limit` for the message that `wanted` takes.
+    pub(super) fn await_message<T>(
+        &mut self,
+        vm: &dyn SourceVm,
+        what: &'static str,
+        limit: Duration,
+        mut wanted: impl FnMut(&Message) -> Option<T>,
+    ) -> Result<T, EngineError> {
+        self.await_event(vm, (what, limit), |event| match &event {
+            Event::Peer { message: Ok(message), .. } => wanted(message).ok_or(event),
+            _ => Err(event),
+        })
+    }
+
+    /// Waits until the device state has been passed on; returns how much it was.
+    pub(super) fn await_state(&mut self, vm: &dyn SourceVm) -> Result<ByteCount, EngineError> {
+        let limit = ("the device state", limits::ANSWER);
+        self.await_event(vm, limit, |event| match event {
+            Event::StatePassed(Ok(bytes)) => Ok(bytes),
+            other => Err(other),
+        })
+    }
+
+    /// Waits for `time` and expects nothing.
+    pub(super) fn pause(&mut self, vm: &dyn SourceVm, time: Duration) -> Result<(), EngineError> {
+        self.next_event(vm, time)?.map_or(Ok(()), |event| Err(event.out_of_place()))
+    }
+
+    /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
+    pub(super) fn hold(&mut self, vm: &dyn SourceVm, fault: Fault) -> Result<(), EngineError> {
+        let until = Instant::now() + HOLD;
+        while self.fault == Some(fault) && Instant::now() < until {
+            self.pause(vm, limits::TICK)?;
+        }
+        Ok(())
+    }
+
+    /// Nobody waits for the acknowledgement of this round.
+    pub(super) fn ignore_acknowledgement(&mut self, round: u32) {
+        self.unawaited = Some(round);
+    }
+
+    /// All that the machine has saved is on its way.
+    pub(super) fn state_is_saved(&mut self) {
+        self.state_saved = true;
+    }
+
+    /// Whether COMMIT was sent, or part of it.
+    pub(super) fn is_committed(&self) -> bool {
+        self.committed
+    }
+
+    /// Sends COMMIT.
+    pub(super) fn commit(&mut self) -> Result<(), EngineError> {
+        // From here on, whatever happens, the guest is not ours: not even when sending fails, for
+        // part of it may have arrived.
+        self.committed = true;
+        let fault = self.fault.filter(|_| self.resolve_until.is_none());
+        if fault == Some(Fault::LoseCommit) {
+            self.cut();
+        }
+        self.say(&Message::Commit)?;
+        if fault == Some(Fault::CutAfterCommit) {
+            self.cut();
+        }
+        Ok(())
+    }
+
+    /// Connects to the destination again, to ask who runs the guest.
+    pub(super) fn resolve(&mut self) -> Result<Resolved, EngineError> {
+        let until = *self.resolve_until.get_or_insert_with(|| Instant::now() + limits::RESOLVE);
+        // The answer may be here already, behind what went wrong. Then the old connection must end:
+        // as long as it stands, the destination waits there and takes no other.
+        while let Some(event) = self.pending() {
+            match event {
+                Event::Peer { message: Ok(Message::Running), .. } => {
+                    return Ok(Resolved::Running);
+                }
+                Event::Peer { message: Ok(Message::Discarded), .. } => {
+                    return Ok(Resolved::Discarded(None));
+                }
+                Event::Peer { message: Ok(Message::Abort { code, text }), .. } => {
+                    return Ok(Resolved::Discarded(Some((code, text))));
+                }
+                _ => {}
+            }
+        }
+        self.cut();
+        loop {
+            match self.dial(Role::Resolve) {
+                Ok(stream) => {
+                    self.use_control(stream)?;
+                    return Ok(Resolved::Reconnected);
+                }
+                Err(error) if Instant::now() >= until => return Err(error),
+                Err(_) => std::thread::sleep(RETRY),
+            }
+        }
+    }
+
+    /// Whether a source in doubt has tried for long enough.
+    pub(super) fn has_tried_enough(&self) -> bool {
+        self.resolve_until.is_some_and(|until| Instant::now() >= until)
+    }
+
+    /// Tells the destination that it need not wait for questions. Without this word it stays for
+    /// [`limits::LINGER`], so where the link broke just now, a new connection is tried.
+    pub(super) fn say_farewell(&mut self) {
+        if self.fault == Some(Fault::LoseFarewell) {
+            self.cut();
+        }
+        if self.say(&Message::Farewell).is_err()
+            && self.dial(Role::Resolve).and_then(|stream| self.use_control(stream)).is_ok()
+        {
+            let _ = self.say(&Message::Farewell);
+        }
+    }
+
+    /// Tells the destination that it is over and why. Does not wait.
+    pub(super) fn abort(&self, cause: &EngineError) {
+        if let Some(control) = &self.control {
+            let text = cause.to_string();
+            control.aborter.say(Message::Abort { code: cause.abort_code(), text });
+        }
+    }
+
+    /// A channel has broken, perhaps since the destination gave up: its reason is on the way or
+    /// already here. The guest runs again by now, so there is time to wait for it, as long as the
+    /// destination can still speak.
+    pub(super) fn last_words(&mut self) -> Option<EngineError> {
+        let until = Instant::now() + limits::WORDS;
+        while !self.committed && !self.ended && Instant::now() < until {
+            match self.event(limits::TICK) {
+                Ok(Event::Peer { message: Ok(Message::Abort { code, text }), .. }) => {
+                    return Some(EngineError::Aborted { peer: PEER, code, text });
+                }
+                Ok(Event::Peer { message: Err(_), connection })
+                    if connection == self.connection =>
+                {
+                    return None;
+                }
+                Ok(_) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+        None
+    }
+
+    /// Breaks the control connection.
+    fn cut(&self) {
+        if let Some(control) = &self.control {
+            control.writer.shut_down();
+        }
+    }
+
+    /// Ends the connection, when what was said last is on its way.
+    pub(super) fn end(&mut self) {
+        if let Some(control) = self.control.take() {
+            control.aborter.end();
+            control.writer.shut_down();
+        }
+    }
+}

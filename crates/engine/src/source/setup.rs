@@ -1,0 +1,112 @@
+//! Before any write is tracked: the machine is offered to the destination, whose questions about it
+//! are answered until it accepts.
+
+use std::io;
+
+use godwit_fingerprints::{Key, PageFingerprints};
+use godwit_policy::Settings;
+use godwit_protocol::source::Input;
+use godwit_wire::{
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Message, Offer, QUESTIONS_LIMIT,
+};
+
+use super::disks::Disks;
+use super::fault::Fault;
+use super::random::new_fingerprints;
+use super::{Options, PEER, Source};
+use crate::compression::Codecs;
+use crate::handle::{MigrationHandle, Own};
+use crate::vm::SourceVm;
+use crate::{EngineError, limits};
+
+/// What a migration begins with.
+pub(super) struct Setup {
+    pub(super) settings: Settings,
+    pub(super) own: Own,
+    pub(super) disks: Disks,
+    pub(super) fingerprints: Option<(PageFingerprints, Key)>,
+    /// Whether data may land in guest memory without the tracker's knowledge.
+    pub(super) direct_io: bool,
+    /// What the destination takes, as soon as it has accepted.
+    pub(super) codecs: Codecs,
+}
+
+impl Setup {
+    pub(super) fn new(
+        vm: &mut dyn SourceVm,
+        options: &Options,
+        handle: &MigrationHandle,
+    ) -> io::Result<Self> {
+        let fingerprints = options.fingerprints.then(new_fingerprints).transpose()?;
+        let (settings, own) = handle.begin(&options.to);
+        let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
+        let codecs = Codecs::NONE;
+        Ok(Self { settings, own, disks, fingerprints, direct_io: false, codecs })
+    }
+
+    /// Connects and offers the machine, until the destination accepts it.
+    pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        let direct_io = source.vm.direct_io().is_some();
+        if direct_io && self.fingerprints.is_none() {
+            return Err(EngineError::DirectIo);
+        }
+        self.direct_io = direct_io && source.options.fault != Some(Fault::TrustTracker);
+        let most = [
+            ("RAM blocks", source.ram.len(), BLOCKS_LIMIT),
+            ("disks to move", self.disks.len(), DISKS_LIMIT),
+        ];
+        if let Some((what, count, limit)) = most.into_iter().find(|(_, count, limit)| count > limit)
+        {
+            return Err(EngineError::TooMany { what, count, limit });
+        }
+        source.session.connect()?;
+        let disks = source.vm.moving_disks();
+        let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
+        let blocks = source.ram.iter();
+        let blocks = blocks
+            .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
+            .collect();
+        source.session.say(&Message::Offer(Offer {
+            channels: source.options.channels,
+            codecs: Codecs::ALL.0,
+            verify: source.options.verify,
+            running: source.vm.was_running(),
+            machine: source.vm.machine().to_owned(),
+            blocks,
+            disks: self.disks.offers(&granularity),
+        }))?;
+        self.codecs = answer_questions(source)?;
+        source.meter.accepted(self.codecs.to_string());
+        Ok(Input::Accepted)
+    }
+}
+
+/// Answers what the destination asks about the machine, until it accepts; the codecs that both
+/// sides have.
+fn answer_questions(source: &mut Source<'_>) -> Result<Codecs, EngineError> {
+    for _ in 0..=QUESTIONS_LIMIT {
+        let what = "the destination to accept";
+        let said =
+            source.session.await_message(
+                source.vm,
+                what,
+                limits::ANSWER,
+                |message| match message {
+                    Message::Accept { codecs } => Some(Err(*codecs)),
+                    Message::Question(question) => Some(Ok(question.clone())),
+                    _ => None,
+                },
+            )?;
+        let question = match said {
+            Err(codecs) => return Ok(Codecs::ALL.common(Codecs(codecs))),
+            Ok(question) => question,
+        };
+        let answer = source.vm.answer(&question).map_err(EngineError::Vm)?;
+        if answer.len() > ANSWER_LIMIT {
+            return Err(EngineError::Panicked("main"));
+        }
+        source.session.say(&Message::Answer(answer))?;
+    }
+    let what = format!("it asked more than {QUESTIONS_LIMIT} questions");
+    Err(EngineError::Protocol { peer: PEER, what })
+}

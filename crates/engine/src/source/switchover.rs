@@ -1,0 +1,119 @@
+//! From the moment that both machines are ready to the handover: the guest is stopped, its last
+//! pages and its state follow, and it is given away.
+//!
+//! Invariant: unless digests are compared, no device state is sent before the end of the last
+//! round.
+
+use std::sync::Arc;
+
+use godwit_protocol::source::Input;
+use godwit_wire::Message;
+
+use super::Source;
+use super::copying::Copying;
+use super::fault::Fault;
+use super::meter::Part;
+use super::state_relay::StateRelay;
+use crate::report::Stage;
+use crate::{EngineError, limits};
+
+pub(super) struct Switchover {
+    copying: Copying,
+    relay: StateRelay,
+}
+
+impl Switchover {
+    pub(super) fn new(copying: Copying, relay: StateRelay) -> Self {
+        Self { copying, relay }
+    }
+
+    /// The rounds, which go on until the guest is stopped.
+    pub(super) fn copying(&mut self) -> &mut Copying {
+        &mut self.copying
+    }
+
+    pub(super) fn stop_guest(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        let stopped = source.vm.stop().map_err(EngineError::Vm)?;
+        source.meter.guest_stopped(stopped);
+        self.copying.guest_stopped(source);
+        source.session.hold(source.vm, Fault::HoldStopped)?;
+        Ok(Input::GuestStopped)
+    }
+
+    /// Lets the machine save its devices. Unless digests were compared and all pages are in place
+    /// by now, what it saves is held back until the last round has ended.
+    pub(super) fn release_state(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if !source.options.verify {
+            self.relay.hold();
+        }
+        self.copying.release_state(source)
+    }
+
+    pub(super) fn finish_last_round(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<Input, EngineError> {
+        self.copying.finish_last(source, round, &self.relay)
+    }
+
+    pub(super) fn compare_digests(
+        &mut self,
+        source: &mut Source<'_>,
+    ) -> Result<Input, EngineError> {
+        let compared = self.copying.compare_digests(source);
+        source.meter.part_ended(Part::Verify);
+        compared?;
+        source.meter.verified();
+        Ok(Input::DigestsEqual)
+    }
+
+    /// Waits until the device state was sent to its end.
+    pub(super) fn finish_state(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        let round = source.meter.last_round();
+        self.copying.report(source, Stage::Handover, round, false);
+        let bytes = source.session.await_state(source.vm)?;
+        source.meter.state_passed(bytes);
+        source.vm.state_saved().map_err(EngineError::Vm)?;
+        source.session.state_is_saved();
+        // Guest memory is not looked at again: QEMU's own migration, too, sends the last of RAM
+        // before it saves devices, so saving them must not write it
+        // (qemu_savevm_state_complete_precopy).
+        source.session.say(&Message::DeviceStateEnd)?;
+        source.meter.part_ended(Part::Save);
+        Ok(Input::StateSent)
+    }
+
+    /// Ends all channels, and then the control connection and with it the relay.
+    pub(super) fn end(self, source: &mut Source<'_>) {
+        self.relay.end();
+        drop(self.copying);
+        source.session.end();
+        self.relay.join();
+    }
+}
+
+/// Gets both machines ready while the guest runs, so that as little as possible is left to do when
+/// it is stopped. Returns also what the device state will come through.
+pub(super) fn prepare(
+    source: &mut Source<'_>,
+    copying: &mut Copying,
+) -> Result<(StateRelay, Input), EngineError> {
+    source.session.say(&Message::Prepare)?;
+    let stream = source.vm.open_state().map_err(EngineError::Vm)?;
+    let what = "the destination to get ready";
+    source.session.await_message(source.vm, what, limits::ANSWER, |message| {
+        (*message == Message::Prepared).then_some(())
+    })?;
+    // A guest that stands still has written nothing meanwhile, one that is held back need not be so
+    // for longer, and who wants it stopped now need not wait for disks.
+    let in_haste = copying.is_urgent() || !source.vm.was_running();
+    if in_haste {
+        copying.close(source);
+    } else {
+        copying.drain(source)?;
+    }
+    let control = Arc::clone(source.session.control()?);
+    let relay = StateRelay::start(stream, control, source.session.reports())?;
+    Ok((relay, if in_haste { Input::PreparedInHaste } else { Input::Prepared }))
+}

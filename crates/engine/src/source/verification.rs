@@ -1,0 +1,110 @@
+//! The comparison of digests of all memory, with the guest stopped on both sides, and what it will
+//! probably take.
+
+use std::time::Duration;
+
+use godwit_balloon::FreeHints;
+use godwit_memory::RamBlock;
+use godwit_units::{PageCount, PageIndex};
+use godwit_wire::Message;
+
+use super::PEER;
+use super::fault::Fault;
+use super::session::Session;
+use crate::digests::{self, CHUNK_PAGES};
+use crate::vm::SourceVm;
+use crate::{EngineError, limits};
+
+/// What the comparison takes.
+pub(super) struct Cost {
+    wanted: bool,
+    /// The digest of a page, once it was measured.
+    page: Option<Duration>,
+}
+
+impl Cost {
+    /// Of a comparison, if one is `wanted`.
+    pub(super) fn new(wanted: bool) -> Self {
+        Self { wanted, page: None }
+    }
+
+    /// How long it will take: both sides compute their digests at once.
+    pub(super) fn expected(&mut self, ram: &[RamBlock]) -> Result<Duration, EngineError> {
+        if !self.wanted {
+            return Ok(Duration::ZERO);
+        }
+        let page = match self.page {
+            Some(page) => page,
+            None => *self.page.insert(digests::cost_of_page(ram)?),
+        };
+        let present: PageCount = ram.iter().map(RamBlock::allocated).sum::<Result<_, _>>()?;
+        Ok(page.mul_f64(present.0 as f64))
+    }
+}
+
+/// Compares the digests of `ram` with the destination's; of pages that were left out (`free`) the
+/// destination has zeros.
+pub(super) fn compare(
+    session: &mut Session,
+    vm: &dyn SourceVm,
+    ram: &[RamBlock],
+    free: Option<&FreeHints>,
+    fault: Option<Fault>,
+) -> Result<(), EngineError> {
+    session.say(&Message::DigestRequest)?;
+    let mut own = Vec::new();
+    for (number, block) in ram.iter().enumerate() {
+        // What was left out is zero at the destination, so it has to count as zero here.
+        let zeroed = |run, zero: &mut dyn FnMut(PageIndex)| {
+            if let Some(hints) = free {
+                hints.skipped(number, run, zero);
+            }
+        };
+        own.push(digests::digests(block, 0..digests::chunks(block.pages()), zeroed)?);
+    }
+    if fault == Some(Fault::WrongDigest) {
+        own[0][0] ^= 1;
+    }
+    let expected: u64 = own.iter().map(|digests| digests.len() as u64).sum();
+    let mut first_difference = None;
+    let (mut seen, mut differing) = (0, 0);
+    // The destination sends them in order, so that each is seen once.
+    let mut next = (0usize, 0usize);
+    while seen < expected {
+        let what = "the destination's digests";
+        let (block, first, theirs) =
+            session.await_message(vm, what, limits::ANSWER, |message| match message {
+                Message::Digests { block, first, digests } => {
+                    Some((*block, *first, digests.clone()))
+                }
+                _ => None,
+            })?;
+        let fits = (block as usize, first as usize) == next
+            && !theirs.is_empty()
+            && next.1 + theirs.len() <= own[next.0].len();
+        if !fits {
+            let what = "it sent digests that nobody asked for".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+        for (chunk, digest) in theirs.iter().enumerate().map(|(i, digest)| (next.1 + i, digest)) {
+            if own[next.0][chunk] != *digest {
+                differing += 1;
+                first_difference.get_or_insert((next.0, chunk));
+            }
+        }
+        seen += theirs.len() as u64;
+        next.1 += theirs.len();
+        while next.0 < own.len() && next.1 == own[next.0].len() {
+            next = (next.0 + 1, 0);
+        }
+    }
+    match first_difference {
+        None => Ok(()),
+        Some((block, chunk)) => Err(EngineError::Digest {
+            differing,
+            chunks: expected,
+            block: ram[block].name().to_owned(),
+            offset: PageCount(chunk as u64 * CHUNK_PAGES).bytes().0,
+        }),
+    }
+}
