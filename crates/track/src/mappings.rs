@@ -27,6 +27,15 @@ pub struct BlockMapping {
 }
 
 /// What is at an address of a process.
+///
+/// ```
+/// use godwit_track::{Mapped, TrackError, mapped_at};
+/// use godwit_units::ByteCount;
+///
+/// let process = std::process::id() as i32;
+/// assert_eq!(mapped_at(process, 0, ByteCount(4096))?, Mapped::Nowhere);
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mapped {
     /// Private memory that no file holds.
