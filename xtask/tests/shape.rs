@@ -132,7 +132,9 @@ fn nothing_prints_that_could_panic() {
     for name in &crates() {
         for file in sources(&root().join("crates").join(name).join("src")) {
             let text = fs::read_to_string(&file).unwrap();
-            let product = text.split("#[cfg(test)]").next().unwrap();
+            let product = text.split("#[cfg(test)]").next().unwrap().lines();
+            // An example in a comment may.
+            let product: String = product.filter(|line| !line.trim().starts_with("//")).collect();
             let is_test = file.file_name().is_some_and(|name| name == "tests.rs");
             let standard = if ["cli", "terminal"].contains(&name.as_str()) {
                 ["std::print", "std::eprint"]
@@ -167,6 +169,44 @@ fn the_command_carries_nothing_of_the_lab() {
     for name in ["godwit-testbed", "godwit-guest-workload", "lzzzz", "libz-sys", "flate2"] {
         assert!(!manifest.contains(name), "crates/cli/Cargo.toml names {name}");
     }
+}
+
+/// Crates that others build on: whoever meets an item of theirs finds how it is used.
+const EXPLAINED: [&str; 5] = ["bitmap", "memslots", "track", "policy", "wire"];
+
+/// Items of `text` that are public and have no example in their documentation.
+fn without_example(text: &str) -> Vec<String> {
+    let product = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+    let (mut found, mut example) = (Vec::new(), false);
+    for line in product.lines() {
+        let item = line.strip_prefix("pub ").map(|rest| rest.trim_start_matches("unsafe "));
+        let kinds = ["struct ", "enum ", "trait ", "fn "];
+        if item.is_some_and(|item| kinds.iter().any(|kind| item.starts_with(kind))) && !example {
+            found.push(line.to_owned());
+        }
+        if line.starts_with("///") {
+            example |= line.contains("```");
+        } else if line.is_empty() || item.is_some() {
+            example = false;
+        }
+    }
+    found
+}
+
+#[test]
+fn public_items_have_an_example() {
+    for name in EXPLAINED {
+        let src = root().join("crates").join(name).join("src");
+        // The bare-metal guest is there for tests.
+        let files = sources(&src).into_iter().filter(|file| !file.starts_with(src.join("bare")));
+        for file in files.filter(|file| !file.ends_with("tests.rs")) {
+            let lacking = without_example(&fs::read_to_string(&file).unwrap());
+            assert!(lacking.is_empty(), "{}: no example for {lacking:?}", file.display());
+        }
+    }
+    let text =
+        "/// ```\n/// ```\n#[derive(Debug)]\npub struct With;\n\n/// A\npub enum Without {}\n";
+    assert_eq!(without_example(text), ["pub enum Without {}"]);
 }
 
 /// What another program wrote or reads line by line, with lines as wide as it has them.

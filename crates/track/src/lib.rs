@@ -66,6 +66,22 @@ pub enum AsOf {
 ///
 /// What was written before the tracker was started may be reported or not: the first round sends
 /// everything.
+///
+/// ```
+/// use godwit_track::{DirtyTracker, TrackError};
+/// use godwit_units::{PageCount, PageRun};
+///
+/// /// One round over a block of `pages` pages: what was written is read only after its harvest.
+/// fn round(
+///     tracker: &dyn DirtyTracker,
+///     pages: PageCount,
+///     mut send: impl FnMut(PageRun),
+/// ) -> Result<(), TrackError> {
+///     tracker.begin_round();
+///     let all = PageRun::new(0, pages.0);
+///     tracker.harvest(0, all, PageCount::ZERO, &mut |run| send(run)).map(drop)
+/// }
+/// ```
 pub trait DirtyTracker: Send + Sync {
     /// Says that a round begins: from now on, each page is harvested once until the next call.
     ///

@@ -10,6 +10,14 @@ use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 use crate::TrackError;
 
 /// A stretch of a RAM block and where a process maps it.
+///
+/// ```
+/// use godwit_track::BlockMapping;
+/// use godwit_units::{Hva, PageRun};
+///
+/// let mapping = BlockMapping { pages: PageRun::new(0, 256), address: Hva(0x7f00_0000_0000) };
+/// assert_eq!(mapping.pages.end().0, 256);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMapping {
     /// The pages of the block.
@@ -19,6 +27,15 @@ pub struct BlockMapping {
 }
 
 /// What is at an address of a process.
+///
+/// ```
+/// use godwit_track::{Mapped, TrackError, mapped_at};
+/// use godwit_units::ByteCount;
+///
+/// let process = std::process::id() as i32;
+/// assert_eq!(mapped_at(process, 0, ByteCount(4096))?, Mapped::Nowhere);
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Mapped {
     /// Private memory that no file holds.
@@ -40,6 +57,17 @@ pub enum Mapped {
 }
 
 /// A process other than the VMM that could write guest memory.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::other_writers;
+///
+/// /// What must end before the guest of process `vmm` can move.
+/// fn in_the_way(vmm: i32, blocks: &[RamBlock]) -> Vec<String> {
+///     let writers = other_writers(vmm, blocks).into_iter();
+///     writers.map(|writer| format!("{} ({})", writer.command, writer.pid)).collect()
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writer {
     /// The process.
@@ -76,6 +104,18 @@ fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
 ///
 /// # Errors
 /// When `/proc/PID/maps` cannot be read, or not every page of the block is mapped exactly once.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{TrackError, mappings_of};
+/// use godwit_units::PageCount;
+///
+/// let block = RamBlock::anonymous("ram", PageCount(16))?;
+/// // Nothing of this process maps it.
+/// let found = mappings_of(std::process::id() as i32, &block);
+/// assert!(matches!(found, Err(TrackError::NotMapped { .. })));
+/// # Ok::<(), godwit_memory::MemoryError>(())
+/// ```
 pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
     let not_mapped = || TrackError::NotMapped { pid, block: block.name().to_owned() };
     let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
@@ -186,6 +226,17 @@ fn file_of(block: &RamBlock) -> Option<FileKey> {
 
 /// All processes but `vmm` and this one that map one of `blocks` shared and writable. Processes
 /// whose maps may not be read are passed over: they belong to other users.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::other_writers;
+/// use godwit_units::PageCount;
+///
+/// let block = RamBlock::anonymous("ram", PageCount(16))?;
+/// let process = std::process::id() as i32;
+/// assert_eq!(other_writers(process, &[block]), [], "the file is this process's own");
+/// # Ok::<(), godwit_memory::MemoryError>(())
+/// ```
 #[must_use]
 pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
     let keys: Vec<(FileKey, &str)> =

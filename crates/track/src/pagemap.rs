@@ -41,6 +41,21 @@ use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Tracks the memory of one process. Dropping it ends the tracking: the kernel lifts all protection
 /// when the only descriptor is closed, also when this process is killed.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{DirtyTracker, PagemapTracker, TrackError};
+///
+/// /// What process `pid` writes to `block` within a second; needs the right to trace it.
+/// fn written(pid: i32, block: RamBlock) -> Result<(), TrackError> {
+///     let pages = block.all();
+///     let tracker = PagemapTracker::start(pid, &[block])?;
+///     tracker.harvest(0, pages, pages.count, &mut |_| {})?;
+///     std::thread::sleep(std::time::Duration::from_secs(1));
+///     println!("{} within a second", tracker.count(0, pages)?);
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct PagemapTracker {
     pid: i32,
@@ -59,6 +74,12 @@ pub struct PagemapTracker {
 ///
 /// # Errors
 /// [`TrackError::Kernel`] naming what is missing.
+///
+/// ```
+/// if let Err(error) = godwit_track::kernel_support() {
+///     println!("page tables cannot be tracked here: {error}");
+/// }
+/// ```
 pub fn kernel_support() -> Result<(), TrackError> {
     let own = File::open("/proc/self/pagemap").map_err(|_| TrackError::Kernel {
         missing: "/proc/PID/pagemap (CONFIG_PROC_PAGE_MONITOR)",

@@ -13,6 +13,16 @@ use crate::collected::Collectors;
 use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Combines trackers of the same RAM blocks.
+///
+/// ```
+/// use godwit_track::{DirtyTracker, KvmLogTracker, UnionTracker, VhostLogTracker};
+/// use godwit_units::PageCount;
+///
+/// /// What vCPUs and devices write to one block of `pages` pages.
+/// fn both(pages: PageCount, vcpus: KvmLogTracker, devices: VhostLogTracker) -> impl DirtyTracker {
+///     UnionTracker::new(&[pages], vec![Box::new(vcpus), Box::new(devices)])
+/// }
+/// ```
 pub struct UnionTracker {
     trackers: Vec<Box<dyn DirtyTracker>>,
     /// For each block, pages that a tracker has given away and that were not reported: they were

@@ -40,11 +40,10 @@ fn governed_process() {
                 threads.push(std::thread::spawn(move || {
                     // SAFETY: takes nothing.
                     tell.send(unsafe { libc::gettid() }).unwrap();
-                    let mut random = 0x9e37_79b9_7f4a_7c15_u64 ^ u64::from(std::process::id());
+                    let mut rng = fastrand::Rng::new();
                     while !stop.load(Ordering::Relaxed) {
-                        random = random.wrapping_mul(0xd120_8bd3_27ab_3a35).rotate_left(23) ^ 0x55;
                         let count = writes.fetch_add(1, Ordering::Relaxed);
-                        memory.store(random % PAGES, count);
+                        memory.store(rng.u64(..PAGES), count);
                     }
                 }));
                 println!("{}", told.recv().unwrap());

@@ -41,13 +41,10 @@ impl Image {
     fn filled(name: &str) -> anyhow::Result<Self> {
         let image = Self::new(name, SIZE)?;
         let file = File::options().write(true).open(&image.0)?;
-        let mut word = 1u64;
+        let mut rng = fastrand::Rng::with_seed(1);
         let mut bytes = vec![0; 8 << 20];
         for at in [USED, USED + (32 << 20), SIZE - (8 << 20)] {
-            for eight in bytes.chunks_mut(8) {
-                word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                eight.copy_from_slice(&(word ^ word >> 31).to_le_bytes());
-            }
+            rng.fill(&mut bytes);
             file.write_all_at(&bytes, at)?;
         }
         Ok(image)

@@ -26,6 +26,24 @@ use crate::words::{mark, peek_into, take_into};
 use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Tracks what vCPUs write, by KVM's dirty rings. Dropping it ends the logging.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use godwit_memslots::Slot;
+/// use godwit_track::{DirtyTracker, KvmDirtyRings, KvmRingTracker, TrackError};
+/// use godwit_units::PageCount;
+///
+/// /// `slots` are the slots of the VM of `rings`, which all show RAM block 0 of `pages` pages.
+/// fn track(
+///     rings: &Arc<KvmDirtyRings>,
+///     pages: PageCount,
+///     slots: &[Slot],
+/// ) -> Result<Box<dyn DirtyTracker>, TrackError> {
+///     // SAFETY: the VM keeps these slots for as long as it is tracked.
+///     Ok(Box::new(unsafe { KvmRingTracker::start(rings, &[pages], slots) }?))
+/// }
+/// ```
 pub struct KvmRingTracker {
     logging: Logging,
     rings: Arc<KvmDirtyRings>,

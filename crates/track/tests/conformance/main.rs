@@ -190,13 +190,10 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
             scope.spawn(move || machine.wander(vcpu, how).unwrap());
         }
         let device = scope.spawn(|| {
-            let mut random = 88_172_645_463_325_252u64;
+            let mut rng = fastrand::Rng::with_seed(1);
             while !stop.load(Ordering::Relaxed) {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
                 let stamp = stamps.fetch_add(1, Ordering::Relaxed);
-                let page = stamp / 200 * 40 + (random >> 32) % 40;
+                let page = stamp / 200 * 40 + rng.u64(..40);
                 device_write(machine, log, place(machine, page % total), stamp);
                 (0..500).for_each(|_| std::hint::spin_loop());
             }
