@@ -52,6 +52,18 @@ use std::sync::Arc;
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 /// What a look at dirty pages goes by.
+///
+/// ```
+/// use godwit_track::{AsOf, DirtyTracker, TrackError};
+/// use godwit_units::PageRun;
+///
+/// /// The runs of block 0 that are dirty now.
+/// fn dirty(tracker: &dyn DirtyTracker, block: PageRun) -> Result<Vec<PageRun>, TrackError> {
+///     let mut runs = Vec::new();
+///     tracker.look(0, block, AsOf::Now, &mut |run| runs.push(run))?;
+///     Ok(runs)
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AsOf {
     /// As it was when the round began: for the last round, when nobody writes any more. To clear
