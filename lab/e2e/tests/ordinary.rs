@@ -176,3 +176,18 @@ fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
+    for build in builds("every_step_is_told_to_who_asks") {
+        let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        let (migrate, _) = pair.migrate(&["--log", "debug"])?;
+        check_moved(&mut pair, &migrate)?;
+        for step in ["action=StopGuest", "action=SendCommit", "carried round=1 data_pages="] {
+            ensure!(migrate.errors.contains(step), "'{step}' is not in: {}", migrate.errors);
+        }
+        let refused = Godwit::built()?.run(&["migrate", "--log", "loud"])?;
+        ensure!(refused.status.code() == Some(2), "{}", refused.status);
+    }
+    Ok(())
+}

@@ -253,8 +253,10 @@ impl Destination<'_> {
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
+            let _state = tracing::info_span!("destination", ?state).entered();
             let mut follow = None;
             for action in actions {
+                let _action = tracing::debug_span!("action", ?action).entered();
                 match self.perform(action) {
                     Ok(input) => {
                         self.faults.kill.inspect(|fault| fault.strike_after(action));
