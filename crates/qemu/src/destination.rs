@@ -57,7 +57,7 @@ impl QemuDestination {
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
-        let mut machine = Machine::connect(path)?;
+        let mut machine = guard::connect(path)?;
         let state = machine.run_state()?;
         if state != "inmigrate" {
             return Err(QemuError::NotIncoming { state: format!("its state is '{state}'") });

@@ -5,22 +5,17 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::{Writer, mappings_of, other_writers, threads_of};
 
 use crate::QemuError;
-use crate::guard;
 use crate::monitor::commands::{
     Human, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm, QueryMigrate,
     QueryNodes, QueryStatus,
 };
-use crate::monitor::{Monitor, Qmp, QmpError};
+use crate::monitor::{Monitor, QmpError};
 use crate::process::Process;
-
-/// A guardian is done within a second, unless QEMU hangs.
-const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
 
 /// A QEMU process and its monitor.
 #[derive(Debug)]
@@ -60,24 +55,8 @@ impl Reporting {
 }
 
 impl Machine {
-    /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it
-    /// has it.
-    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
-        let until = Instant::now() + GUARDIAN_LIMIT;
-        let mut gone = None;
-        let qmp = Qmp::connect_patiently(path, |pid| {
-            gone = guard::at_work(pid);
-            gone.is_some() && Instant::now() < until
-        });
-        let qmp = qmp.map_err(|error| match (error, gone) {
-            (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
-            (error, _) => error.into(),
-        })?;
-        Self::behind(Box::new(qmp))
-    }
-
     /// The process behind a monitor.
-    fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
+    pub(crate) fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
         let process = Process::open(pid)
             .map_err(|source| QemuError::System { step: "pidfd_open", source })?;

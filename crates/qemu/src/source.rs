@@ -41,11 +41,12 @@ use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
+use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{
     AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Stop, Transaction,
 };
-use crate::monitor::{COMMAND_LIMIT, Event, Monitor, QmpError, Seen};
+use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::ram::{Ram, StateBy};
 use crate::settings::Settings;
 use crate::userfaultfd;
@@ -57,30 +58,6 @@ const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much
 /// memory to give back.
 const END_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long a QEMU is waited for; tests have less patience.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// For the answer to a command.
-    pub answer: Duration,
-    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent
-    /// and all disks are flushed; a flush may take long on a slow disk.
-    pub stop: Duration,
-    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that
-    /// hangs holds it up, and nothing but that disk can let it go on. The guest cannot run
-    /// meanwhile, and QEMU forgets the command when godwit ends: so there is nothing better to do
-    /// than to wait.
-    pub hang: Duration,
-    /// For the end of its migration from then on, and for the guest to run again.
-    pub resume: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        let [stop, hang, resume] = [30, 600, 20].map(Duration::from_secs);
-        Self { answer: COMMAND_LIMIT, stop, hang, resume }
-    }
-}
 
 /// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and
 /// firmware. It does so once, in that very moment, so there is nothing to measure before.
@@ -150,7 +127,7 @@ impl QemuSource {
     /// What stands against it, with the cure.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
         kernel_support()?;
-        let mut machine = Machine::connect(path)?;
+        let mut machine = guard::connect(path)?;
         let state = machine.run_state()?;
         let cure = match state.as_str() {
             "running" | "paused" => "",

@@ -22,6 +22,7 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod partial;
+mod protected;
 #[cfg(feature = "vm-memory")]
 mod rust_vmm;
 mod slots;
@@ -49,6 +50,29 @@ pub use vhost::{VhostLog, VhostLogTracker};
 use std::sync::Arc;
 
 use godwit_units::{PageCount, PageIndex, PageRun};
+
+/// What a look at dirty pages goes by.
+///
+/// ```
+/// use godwit_track::{AsOf, DirtyTracker, TrackError};
+/// use godwit_units::PageRun;
+///
+/// /// The runs of block 0 that are dirty now.
+/// fn dirty(tracker: &dyn DirtyTracker, block: PageRun) -> Result<Vec<PageRun>, TrackError> {
+///     let mut runs = Vec::new();
+///     tracker.look(0, block, AsOf::Now, &mut |run| runs.push(run))?;
+///     Ok(runs)
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsOf {
+    /// As it was when the round began: for the last round, when nobody writes any more. To clear
+    /// what is sent then, or to fetch it again, would be work for nobody.
+    Round,
+    /// As it is now, whenever the round began: for counts, while the guest runs. Trackers of whole
+    /// memory slots fetch those anew, so ask for whole blocks.
+    Now,
+}
 
 /// Tells which pages of the RAM blocks were written.
 ///
@@ -97,21 +121,7 @@ pub trait DirtyTracker: Send + Sync {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError>;
 
-    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the
-    /// last round, when nobody writes any more: to clear them would be work for nobody.
-    ///
-    /// # Errors
-    /// As [`Self::harvest`].
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError>;
-
-    /// Reports the dirty pages of `within` as they are now, whenever the round began, and leaves
-    /// them dirty: for counts, while the guest runs. Trackers of whole memory slots fetch those
-    /// anew, so ask for whole blocks.
+    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty.
     ///
     /// # Errors
     /// As [`Self::harvest`].
@@ -119,10 +129,9 @@ pub trait DirtyTracker: Send + Sync {
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        self.peek(block, within, found)
-    }
+    ) -> Result<(), TrackError>;
 
     /// Whether several threads may look at parts of a block at once, at no more cost in all than
     /// one that looks at the whole.
@@ -136,7 +145,7 @@ pub trait DirtyTracker: Send + Sync {
     /// As [`Self::harvest`].
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
         let mut pages = PageCount::ZERO;
-        self.look(block, within, &mut |run| pages += run.count)?;
+        self.look(block, within, AsOf::Now, &mut |run| pages += run.count)?;
         Ok(pages)
     }
 }
@@ -156,22 +165,14 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
         (**self).harvest(block, within, limit, found)
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        (**self).peek(block, within, found)
-    }
-
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
-        (**self).look(block, within, found)
+        (**self).look(block, within, asof, found)
     }
 
     fn looks_in_parts(&self) -> bool {

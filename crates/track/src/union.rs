@@ -10,7 +10,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 use crate::collected::Collectors;
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Combines trackers of the same RAM blocks.
 ///
@@ -119,22 +119,14 @@ impl DirtyTracker for UnionTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        self.unite(block, within, found, |tracker, note| tracker.peek(block, within, note))
-    }
-
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
-        self.unite(block, within, found, |tracker, note| tracker.look(block, within, note))
+        self.unite(block, within, found, |tracker, note| tracker.look(block, within, asof, note))
     }
 }
 
@@ -183,10 +175,11 @@ mod tests {
             Ok(within.end())
         }
 
-        fn peek(
+        fn look(
             &self,
             _: usize,
             _: PageRun,
+            _: AsOf,
             found: &mut dyn FnMut(PageRun),
         ) -> Result<(), TrackError> {
             self.dirty.lock().unwrap().iter().for_each(|page| found(PageRun::new(*page, 1)));

@@ -26,7 +26,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::collected::{Collected, Collectors};
 use crate::slots::{BlockSlots, Part};
 use crate::words::{mark, peek_into, take_into};
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 // Bytes of the log are taken eight at a time: bit P % 8 of byte P / 8 must be bit P % 64 of word P
 // / 64.
@@ -253,10 +253,11 @@ impl DirtyTracker for VhostLogTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, PagemapTracker, TrackError, Way};
+use godwit_track::{AsOf, DirtyTracker, PagemapTracker, TrackError, Way};
 use godwit_units::{PAGE_SIZE, PageCount, PageRun};
 
 /// Four segments and a bit.
@@ -306,7 +306,7 @@ fn no_write_is_lost_while_segments_change_hands() {
     tracker.govern(Some(f64::INFINITY)).unwrap();
     governed.ask("stop");
     let mut last = Vec::new();
-    tracker.peek(0, ALL, &mut |run| last.push(run)).unwrap();
+    tracker.look(0, ALL, AsOf::Round, &mut |run| last.push(run)).unwrap();
     last.into_iter().for_each(&mut take);
 
     assert!(changes > 100, "{changes}");
@@ -332,7 +332,7 @@ fn what_a_harvest_did_not_come_to_is_seen_by_the_last_one() {
     // The others are taken over and reported.
     harvest(&tracker, PageRun::new(4096, PAGES - 4096));
     let mut seen = Vec::new();
-    tracker.peek(0, ALL, &mut |run| seen.push(run)).unwrap();
+    tracker.look(0, ALL, AsOf::Round, &mut |run| seen.push(run)).unwrap();
     assert_eq!(seen, [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), []);

@@ -21,7 +21,7 @@ use godwit_engine::source::{Options, migrate};
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, TrackError};
+use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
 pub use disks::{Image, SourceDisk};
@@ -69,10 +69,11 @@ impl DirtyTracker for Marks {
         Ok(if stopped { PageIndex(pages[most - 1] + 1) } else { within.end() })
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let range = (block, within.start.0)..(block, within.end().0);

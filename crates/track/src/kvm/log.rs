@@ -34,7 +34,7 @@ use super::{Logging, uapi};
 use crate::collected::{Collected, Collectors};
 use crate::slots::{BlockSlots, Part};
 use crate::words::for_each_mask;
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 const BITS: u64 = 64;
 /// Words of the log that one clear covers at the most: 1 GiB, as in QEMU (`clear-bitmap-shift`).
@@ -357,32 +357,24 @@ impl DirtyTracker for KvmLogTracker {
         cleared.map(|()| next)
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        let mut collected = self.collectors.start(within);
-        for part in self.slots.parts(block, within) {
-            let fetched = self.known(part.slot)?;
-            collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
-        }
-        collected.report(within.count.0, found);
-        Ok(())
-    }
-
-    /// Fetches the log of every slot that shows some of `within`, so ask for whole blocks.
+    /// Now: fetches the log of every slot that shows some of `within`, so ask for whole blocks.
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
-            let mut fetched = self.fetched(part.slot);
-            self.fetch(part.slot, &mut fetched)?;
+            let fetched = match asof {
+                AsOf::Round => self.known(part.slot)?,
+                AsOf::Now => {
+                    let mut fetched = self.fetched(part.slot);
+                    self.fetch(part.slot, &mut fetched)?;
+                    fetched
+                }
+            };
             collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
         }
         collected.report(within.count.0, found);

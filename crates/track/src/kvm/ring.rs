@@ -23,7 +23,7 @@ use super::rings::{KvmDirtyRings, Sink};
 use crate::collected::Collectors;
 use crate::slots::BlockSlots;
 use crate::words::{mark, peek_into, take_into};
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Tracks what vCPUs write, by KVM's dirty rings. Dropping it ends the logging.
 ///
@@ -141,10 +141,11 @@ impl DirtyTracker for KvmRingTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         self.rings.collect()?;
