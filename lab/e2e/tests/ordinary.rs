@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::Mode;
+use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
 };
@@ -188,6 +188,30 @@ fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
         }
         let refused = Godwit::built()?.run(&["migrate", "--log", "loud"])?;
         ensure!(refused.status.code() == Some(2), "{}", refused.status);
+    }
+    Ok(())
+}
+
+#[test]
+fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
+    let test = "disks_move_along_with_anonymous_ram";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in builds(test) {
+        let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
+        let (from, to) = (image()?, image()?);
+        let mut config = config(&build, Mode::Rate, Backend::Anonymous);
+        // The guest checks what it reads of what it wrote.
+        let span = ByteCount(16 << 20);
+        config.guest.disk = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
+        let config = |image| config.clone().with_disk("disk0", image);
+        let mut pair = Pair::start_apart(&config(&from), &config(&to))?;
+
+        let (migrate, _) = pair.migrate(&["--disks", "all", "--verify"])?;
+
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     }
     Ok(())
 }
