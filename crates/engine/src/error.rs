@@ -31,7 +31,8 @@ pub enum EngineError {
     },
     /// Somebody listens there, and says nothing.
     #[error(
-        "{address} takes connections and does not greet as godwit does within {}: is it the address of a godwit receive, and is that not busy with another migration?",
+        "{address} takes connections and does not greet as godwit does within {}: is it the \
+         address of a godwit receive, and is that not busy with another migration?",
         format_duration(*limit)
     )]
     NoGreeting {
@@ -107,7 +108,8 @@ pub enum EngineError {
     },
     /// The kernel has no random numbers for this process.
     #[error(
-        "no random numbers from the kernel ({0}): let whatever filters system calls allow getrandom(2)"
+        "no random numbers from the kernel ({0}): let whatever filters system calls allow \
+         getrandom(2)"
     )]
     Random(#[source] io::Error),
     /// The VMs do not fit together.
@@ -165,7 +167,9 @@ pub enum EngineError {
     },
     /// Disks use direct I/O.
     #[error(
-        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which only the page fingerprints find; migrate without --fingerprints off, or use cache=writeback for the migration"
+        "a disk of the VM has cache.direct=on: its data can land in guest memory unseen, which \
+         only the page fingerprints find; migrate without --fingerprints off, or use \
+         cache=writeback for the migration"
     )]
     DirectIo,
     /// Tracking failed.
@@ -176,7 +180,8 @@ pub enum EngineError {
     State(#[source] io::Error),
     /// The copy is not exact.
     #[error(
-        "the copy is NOT exact: {differing} of {chunks} chunks of 1 MiB differ, the first in RAM block '{block}' at offset {offset:#x}; please report this"
+        "the copy is NOT exact: {differing} of {chunks} chunks of 1 MiB differ, the first in RAM \
+         block '{block}' at offset {offset:#x}; please report this"
     )]
     Digest {
         /// Chunks that differ.
@@ -199,7 +204,8 @@ pub enum EngineError {
     Cancelled,
     /// A thread cannot be had.
     #[error(
-        "cannot start the {name} thread: {source}; raise the limit (pids.max, ulimit -u) or free memory"
+        "cannot start the {name} thread: {source}; raise the limit (pids.max, ulimit -u) or free \
+         memory"
     )]
     Thread {
         /// What it would do.

@@ -78,8 +78,8 @@ impl Own {
                 words: &[("auto", ""), ("none", ""), ("lz4", ""), ("zstd", "")],
                 default: "auto",
                 felt: Felt::AtOnce,
-                meaning: "how pages are compressed; auto: by link, processor and pages, anew all the \
-                          time",
+                meaning: "how pages are compressed; auto: by link, processor and pages, anew all \
+                          the time",
                 option: true,
             },
             put: |own, value| {
@@ -111,7 +111,10 @@ pub enum HandleError {
     #[error("the first round is under way and the downtime not known yet: wait, or use --force")]
     NotYet,
     /// It would be above the limit.
-    #[error("the downtime would be {}, above the limit of {}: raise downtime-limit, or use --force", format_duration(*expected), format_duration(*limit))]
+    #[error(
+        "the downtime would be {}, above the limit of {}: raise downtime-limit, or use --force",
+        format_duration(*expected), format_duration(*limit)
+    )]
     AboveLimit {
         /// The expected downtime.
         expected: Duration,

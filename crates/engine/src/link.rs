@@ -26,7 +26,8 @@ pub(crate) fn link_error(peer: Peer) -> impl Fn(io::Error) -> EngineError {
             peer,
             source: io::Error::new(
                 io::ErrorKind::TimedOut,
-                "no data has passed for longer than the limit; the peer, its host or the link is stuck",
+                "no data has passed for longer than the limit; the peer, its host or the link is \
+                 stuck",
             ),
         },
         io::ErrorKind::UnexpectedEof => {

@@ -34,7 +34,10 @@ fn open_cure(kind: io::ErrorKind) -> &'static str {
 #[non_exhaustive]
 pub enum MemoryError {
     /// The file cannot be opened.
-    #[error("RAM block '{block}': cannot open its file {}: {source}{}", path.display(), open_cure(source.kind()))]
+    #[error(
+        "RAM block '{block}': cannot open its file {}: {source}{}",
+        path.display(), open_cure(source.kind())
+    )]
     Open {
         /// The block.
         block: String,
@@ -55,7 +58,8 @@ pub enum MemoryError {
     },
     /// The huge pages that the file may come to use cannot be reserved.
     #[error(
-        "RAM block '{block}': its {size} cannot be reserved in huge pages, of which {free} are free: raise /proc/sys/vm/nr_hugepages"
+        "RAM block '{block}': its {size} cannot be reserved in huge pages, of which {free} are \
+         free: raise /proc/sys/vm/nr_hugepages"
     )]
     NoHugePages {
         /// The block.
@@ -195,7 +199,8 @@ impl RamBlock {
         let page = status.f_bsize.cast_unsigned();
         if status.f_type == HUGETLBFS_MAGIC && page > SEGMENT_PAGES * PAGE_SIZE {
             return Err(unsuitable(
-                "has pages of 1 GiB, in which writes cannot be tracked: use a hugetlbfs mounted with pagesize=2M",
+                "has pages of 1 GiB, in which writes cannot be tracked: use a hugetlbfs mounted \
+                 with pagesize=2M",
             ));
         }
         let pages = size

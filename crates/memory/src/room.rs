@@ -27,7 +27,8 @@ const MIB: u64 = 1 << 20;
 pub enum NoRoom {
     /// A tmpfs has a limit.
     #[error(
-        "the tmpfs at {} has room for {room} of guest memory, and the guest may come to use {needed}: mount -o remount,size={enough} {0}",
+        "the tmpfs at {} has room for {room} of guest memory, and the guest may come to use \
+         {needed}: mount -o remount,size={enough} {0}",
         mount.display()
     )]
     Mount {
@@ -43,7 +44,8 @@ pub enum NoRoom {
     /// The control group of the VM has a limit, or that of godwit, to which the pages count that it
     /// fills.
     #[error(
-        "{who} may take {room} more of memory ({}), and the guest may come to use {needed} more: raise that limit, or receive with --overcommit",
+        "{who} may take {room} more of memory ({}), and the guest may come to use {needed} more: \
+         raise that limit, or receive with --overcommit",
         limit.display()
     )]
     Group {
@@ -58,7 +60,8 @@ pub enum NoRoom {
     },
     /// The host has too little memory.
     #[error(
-        "this host has {room} of memory to spare, and the guest may come to use {needed} more: make room, or receive with --overcommit"
+        "this host has {room} of memory to spare, and the guest may come to use {needed} more: \
+         make room, or receive with --overcommit"
     )]
     Host {
         /// Available memory and free swap.
@@ -377,7 +380,7 @@ mod tests {
 
     #[test]
     fn a_line_of_meminfo_is_in_bytes() {
-        let text = "MemTotal:       24684084 kB\nMemAvailable:   23299080 kB\nSwapFree:              0 kB\n";
+        let text = "MemTotal:       24684084 kB\nMemAvailable:   23299080 kB\nSwapFree:  0 kB\n";
         assert_eq!(in_meminfo(text, "MemAvailable:"), Some(23_299_080 << 10));
         assert_eq!(in_meminfo(text, "SwapFree:"), Some(0));
         assert_eq!(in_meminfo(text, "Nothing:"), None);

@@ -58,7 +58,8 @@ impl RamBlock {
                 None => Err(MemoryError::Unsuitable {
                     block: name,
                     path: "its region".into(),
-                    problem: "has no file: make it with GuestMemoryMmap::from_ranges_with_files, from a memfd",
+                    problem: "has no file: make it with GuestMemoryMmap::from_ranges_with_files, \
+                              from a memfd",
                 }),
             }
         };

@@ -180,8 +180,8 @@ impl Keeper {
         let peer = stream.peer();
         let (source, since) = (&self.source, whole_seconds(self.since.elapsed()));
         let text = format!(
-            "it has been taking in the guest of {source} for {since}; wait for its end, or start another VM and \
-             another godwit receive for this guest"
+            "it has been taking in the guest of {source} for {since}; wait for its end, or start \
+             another VM and another godwit receive for this guest"
         );
         let said = send_greeting(&mut stream, greeting, PEER)
             .and_then(|()| ControlWriter::new(stream, PEER))

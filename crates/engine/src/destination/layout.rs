@@ -14,7 +14,8 @@ pub(super) const CHANNELS_LIMIT: u8 = 16;
 pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<Vec<usize>, String> {
     if offer.machine != machine {
         return Err(format!(
-            "the source is a {} machine and the destination a {machine}: both sides must be the same kind",
+            "the source is a {} machine and the destination a {machine}: both sides must be the \
+             same kind",
             offer.machine
         ));
     }
@@ -29,7 +30,8 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         let found = blocks.iter().position(|block| block.name() == theirs.name);
         let Some(own) = found else {
             return Err(format!(
-                "RAM block '{}' of the source does not exist at the destination: start the destination's VM with the same memory backends (it has {})",
+                "RAM block '{}' of the source does not exist at the destination: start the \
+                 destination's VM with the same memory backends (it has {})",
                 theirs.name,
                 names(blocks.iter().map(RamBlock::name)),
             ));
@@ -39,7 +41,8 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         }
         if blocks[own].pages() != theirs.pages {
             return Err(format!(
-                "RAM block '{}' has {} at the source and {} at the destination: start the destination's VM with the same memory size",
+                "RAM block '{}' has {} at the source and {} at the destination: start the \
+                 destination's VM with the same memory size",
                 theirs.name,
                 // A hostile size must not overflow.
                 godwit_units::ByteCount(theirs.pages.0.saturating_mul(godwit_units::PAGE_SIZE)),
@@ -52,7 +55,8 @@ pub(super) fn fit(offer: &Offer, machine: &str, blocks: &[RamBlock]) -> Result<V
         let extra =
             blocks.iter().enumerate().filter(|(i, _)| !order.contains(i)).map(|(_, b)| b.name());
         return Err(format!(
-            "the destination has RAM blocks that the source has not ({}): start its VM with the same memory backends",
+            "the destination has RAM blocks that the source has not ({}): start its VM with the \
+             same memory backends",
             names(extra)
         ));
     }
