@@ -19,6 +19,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice, DiskRound};
@@ -46,6 +47,8 @@ use crate::way_back::{self, TOLD_AFTER};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
+/// What one step of a long wait may take, so that others are heard in between.
+pub(crate) const STEP: Duration = Duration::from_millis(50);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much
 /// memory to give back.
@@ -108,6 +111,8 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// Whether `migrate` was issued.
     migrating: bool,
+    /// The guest is being stopped.
+    stopping: Option<Stopping>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -130,6 +135,16 @@ pub struct QemuSource {
     fate: Fate,
     /// Hears of waits that are long.
     told: fn(&str),
+}
+
+/// A stop under way, from `migrate` to pre-switchover.
+#[derive(Debug)]
+struct Stopping {
+    since: Instant,
+    /// When the vCPUs stopped.
+    stopped: Option<Instant>,
+    /// Whether it was told that it takes long.
+    told: bool,
 }
 
 impl QemuSource {
@@ -205,6 +220,7 @@ impl QemuSource {
             settings: None,
             state: None,
             migrating: false,
+            stopping: None,
             released: false,
         })
     }
@@ -333,9 +349,8 @@ impl QemuSource {
         self.throttle.measures()
     }
 
-    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the
-    /// guest has stopped.
-    fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
+    /// Begins to stop the guest by QEMU's migration.
+    fn begin_stop(&mut self) -> Result<Stopping, QemuError> {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
         // throttle have failed, the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
@@ -343,15 +358,24 @@ impl QemuSource {
         self.check_unchanged()?;
         self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
+        self.migrating = true;
+        self.machine.qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
+        Ok(Stopping { since: Instant::now(), stopped: None, told: false })
+    }
+
+    /// Stops the guest by QEMU's migration; `None` if that takes longer than [`STEP`], and is to be
+    /// called again then. The throttle ends with the event that says that the guest has stopped.
+    fn stop_by_migration(&mut self) -> Result<Option<Instant>, QemuError> {
+        let mut stopping = match self.stopping.take() {
+            Some(stopping) => stopping,
+            None => self.begin_stop()?,
+        };
         let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
         let qmp = &mut *machine.qmp;
-        self.migrating = true;
-        qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
-        let mut stopped = None;
         let mut look = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
-                stopped.get_or_insert(event.at);
+                stopping.stopped.get_or_insert(event.at);
                 fate.stands_still();
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
@@ -364,21 +388,29 @@ impl QemuSource {
                 _ => Seen::TakenIn,
             }
         };
-        let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
-        let reached = match qmp.watch(what, first, &mut look) {
-            Err(QmpError::Timeout { .. }) if first < limits.stop => {
-                let limit = format_duration(limits.stop);
-                told(&format!(
-                    "QEMU is to stop the guest and still flushes its disks; waiting for it, up to \
-                     {limit}"
-                ));
-                qmp.watch(what, limits.stop - first, &mut look)?
+        let left = limits.stop.saturating_sub(stopping.since.elapsed());
+        let reached = match qmp.watch("pre-switchover", STEP.min(left), &mut look) {
+            Err(QmpError::Timeout { during, .. }) => {
+                let taken = stopping.since.elapsed();
+                if taken >= limits.stop {
+                    return Err(QmpError::Timeout { during, limit: limits.stop }.into());
+                }
+                if taken >= TOLD_AFTER && !std::mem::replace(&mut stopping.told, true) {
+                    let limit = format_duration(limits.stop);
+                    told(&format!(
+                        "QEMU is to stop the guest and still flushes its disks; waiting for it, up \
+                         to {limit}"
+                    ));
+                }
+                self.stopping = Some(stopping);
+                return Ok(None);
             }
             reached => reached?,
         };
+        let stopped = stopping.stopped;
         match (migration_event(&reached).as_str(), stopped) {
-            ("pre-switchover", Some(at)) => Ok(at),
-            ("pre-switchover", None) if !self.was_running => Ok(reached.at),
+            ("pre-switchover", Some(at)) => Ok(Some(at)),
+            ("pre-switchover", None) if !self.was_running => Ok(Some(reached.at)),
             ("pre-switchover", None) => {
                 // Something else has stopped it since it was looked at last, so it is not ours to
                 // run.
@@ -413,6 +445,7 @@ impl QemuSource {
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
+        self.stopping = None;
         // Only what was stopped from here is run again; whatever else stopped it since, did so for
         // a reason.
         self.take_events();
@@ -620,9 +653,20 @@ impl SourceVm for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
+        loop {
+            if let Poll::Ready(stopped) = self.poll_stop()? {
+                return Ok(stopped);
+            }
+        }
+    }
+
+    fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
         let stopped = self.stop_by_migration();
+        if let Ok(None) = stopped {
+            return Ok(Poll::Pending);
+        }
         self.remove_throttle();
-        Ok(stopped?)
+        Ok(stopped?.map_or(Poll::Pending, Poll::Ready))
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {

@@ -1,6 +1,7 @@
 //! The data channels, of memory and of disks, behind one handle, and what they have placed.
 //!
-//! Invariants: no thread of a channel outlives the handle, and no sink of a disk outlives its
+//! Invariants: no thread of a channel outlives the handle (only in a panic they are not waited for,
+//! since whoever stands in for this process waits for its end), and no sink of a disk outlives its
 //! channel. The machine is given its disks when the last round of all of them is in place.
 
 use std::sync::Arc;
@@ -145,7 +146,9 @@ impl Lanes {
             stream.shut_down();
         }
         for (_, thread) in self.channels.drain(..) {
-            let _ = thread.join();
+            if !std::thread::panicking() {
+                let _ = thread.join();
+            }
         }
     }
 }

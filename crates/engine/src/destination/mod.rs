@@ -41,7 +41,7 @@ pub use fault::Fault;
 use lanes::Lanes;
 use loading::Loading;
 use offer::{Accepted, await_offer, check_room};
-use session::Session;
+use session::{Session, out_of_place};
 
 /// What is told while receiving.
 #[derive(Clone, Debug)]
@@ -317,10 +317,7 @@ impl Destination<'_> {
             }
             Message::Farewell => Input::Farewell,
             Message::Commit => Input::Commit,
-            other => {
-                let what = format!("it said {:?} out of place", other.kind());
-                return Err(EngineError::Protocol { peer: PEER, what });
-            }
+            other => return Err(out_of_place(&other)),
         })
     }
 
@@ -425,7 +422,9 @@ impl Destination<'_> {
         }
         let began = Instant::now();
         self.loading.end();
-        self.vm.finish_load().map_err(EngineError::Vm)?;
+        while self.vm.poll_load().map_err(EngineError::Vm)?.is_pending() {
+            self.session.heed()?;
+        }
         self.measures.load = began.elapsed();
         Ok(Input::Loaded)
     }

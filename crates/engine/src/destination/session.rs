@@ -176,6 +176,18 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Within a long call before COMMIT: hears a wish to cancel, and a source that gives up or is
+    /// lost. Waits for nothing.
+    pub(super) fn heed(&self) -> Result<(), EngineError> {
+        if self.cancel.is_cancelled() {
+            return Err(EngineError::Cancelled);
+        }
+        match self.event(Duration::ZERO)?.map(not_aborted).transpose()? {
+            Some(other) => Err(out_of_place(&other)),
+            None => Ok(()),
+        }
+    }
+
     /// What the source says within `limit`. What an earlier connection ended with is of no
     /// interest.
     fn event(&self, limit: Duration) -> Result<Option<Message>, EngineError> {
@@ -254,6 +266,12 @@ impl<'a> Session<'a> {
         }
         None
     }
+}
+
+/// What a message that nobody waits for means.
+pub(super) fn out_of_place(message: &Message) -> EngineError {
+    let what = format!("it said {:?} out of place", message.kind());
+    EngineError::Protocol { peer: PEER, what }
 }
 
 fn not_aborted(message: Message) -> Result<Message, EngineError> {
