@@ -200,7 +200,9 @@ fn fail(ends: &Ends, stop: Option<Hang>, load: Option<Hang>) -> (Failure, Failur
         Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
     let handle = MigrationHandle::new(settings, Own::default(), ends.source.clone());
     let options = Options { to, ..options(2, false) };
+    let began = Instant::now();
     let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
+    assert!(began.elapsed() < LIMIT, "it was not heard: {failure}");
     assert!(source.source.running.load(Ordering::Relaxed) && !source.source.retired);
     (failure, receiving.join().unwrap())
 }
