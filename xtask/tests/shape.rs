@@ -132,7 +132,9 @@ fn nothing_prints_that_could_panic() {
     for name in &crates() {
         for file in sources(&root().join("crates").join(name).join("src")) {
             let text = fs::read_to_string(&file).unwrap();
-            let product = text.split("#[cfg(test)]").next().unwrap();
+            let product = text.split("#[cfg(test)]").next().unwrap().lines();
+            // An example in a comment may.
+            let product: String = product.filter(|line| !line.trim().starts_with("//")).collect();
             let is_test = file.file_name().is_some_and(|name| name == "tests.rs");
             let standard = if ["cli", "terminal"].contains(&name.as_str()) {
                 ["std::print", "std::eprint"]
@@ -169,6 +171,44 @@ fn the_command_carries_nothing_of_the_lab() {
     }
 }
 
+/// Crates that others build on: whoever meets an item of theirs finds how it is used.
+const EXPLAINED: [&str; 5] = ["bitmap", "memslots", "track", "policy", "wire"];
+
+/// Items of `text` that are public and have no example in their documentation.
+fn without_example(text: &str) -> Vec<String> {
+    let product = text.split("#[cfg(test)]\nmod tests").next().unwrap();
+    let (mut found, mut example) = (Vec::new(), false);
+    for line in product.lines() {
+        let item = line.strip_prefix("pub ").map(|rest| rest.trim_start_matches("unsafe "));
+        let kinds = ["struct ", "enum ", "trait ", "fn "];
+        if item.is_some_and(|item| kinds.iter().any(|kind| item.starts_with(kind))) && !example {
+            found.push(line.to_owned());
+        }
+        if line.starts_with("///") {
+            example |= line.contains("```");
+        } else if line.is_empty() || item.is_some() {
+            example = false;
+        }
+    }
+    found
+}
+
+#[test]
+fn public_items_have_an_example() {
+    for name in EXPLAINED {
+        let src = root().join("crates").join(name).join("src");
+        // The bare-metal guest is there for tests.
+        let files = sources(&src).into_iter().filter(|file| !file.starts_with(src.join("bare")));
+        for file in files.filter(|file| !file.ends_with("tests.rs")) {
+            let lacking = without_example(&fs::read_to_string(&file).unwrap());
+            assert!(lacking.is_empty(), "{}: no example for {lacking:?}", file.display());
+        }
+    }
+    let text =
+        "/// ```\n/// ```\n#[derive(Debug)]\npub struct With;\n\n/// A\npub enum Without {}\n";
+    assert_eq!(without_example(text), ["pub enum Without {}"]);
+}
+
 /// What another program wrote or reads line by line, with lines as wide as it has them.
 const AS_IT_CAME: [&str; 2] = ["xtask/src/database.rs", "crates/qemu/src/compare/picture.rs"];
 /// Where a text that is printed still stands in one line.
@@ -195,6 +235,76 @@ fn lines_are_a_hundred_columns_at_most() {
                     }
                 };
                 assert!(may, "{}:{number} is too long", file.display());
+            }
+        }
+    }
+}
+
+/// The module that a file of a crate's `src` is: `a/b.rs` and `a/b/mod.rs` are `["a", "b"]`.
+fn module_of(relative: &Path) -> Vec<String> {
+    let mut parts: Vec<String> =
+        relative.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    let last = parts.pop().unwrap();
+    let name = last.trim_end_matches(".rs");
+    if !matches!(name, "lib" | "main" | "mod") {
+        parts.push(name.to_owned());
+    }
+    parts
+}
+
+/// The paths that `text` uses, as far as their first brace, each from the crate's root.
+fn used_by(text: &str, module: &[String]) -> Vec<Vec<String>> {
+    let code = text.split("#[cfg(test)]").next().unwrap();
+    let used = code.lines().filter_map(|line| {
+        let line = line.trim_start_matches("pub ").trim_start_matches("pub(crate) ");
+        let path = line.strip_prefix("use ")?;
+        let mut words = path.split(['{', ';', ' ']).next()?.split("::");
+        let mut from = match words.next()? {
+            "crate" => Vec::new(),
+            "super" => module[..module.len().saturating_sub(1)].to_vec(),
+            _ => return None,
+        };
+        from.extend(words.map(str::to_owned).filter(|word| !word.is_empty()));
+        Some(from)
+    });
+    used.collect()
+}
+
+/// Two files that import from each other are one that was cut in the wrong place. A module and what
+/// is within it may.
+#[test]
+fn no_two_files_import_from_each_other() {
+    let parts = ["crates", "lab"].map(|part| root().join(part));
+    for part in parts.iter().flat_map(|part| fs::read_dir(part).unwrap()) {
+        let src = part.unwrap().path().join("src");
+        let files: Vec<PathBuf> = sources(&src)
+            .into_iter()
+            .filter(|file| !file.starts_with(src.join("bin")) && !file.ends_with("tests.rs"))
+            .collect();
+        let modules: BTreeMap<Vec<String>, &PathBuf> =
+            files.iter().map(|file| (module_of(file.strip_prefix(&src).unwrap()), file)).collect();
+        let mut uses: BTreeMap<&Vec<String>, Vec<&Vec<String>>> = BTreeMap::new();
+        for (module, file) in &modules {
+            for path in used_by(&fs::read_to_string(file).unwrap(), module) {
+                let longest =
+                    (1..=path.len()).rev().find_map(|end| modules.get_key_value(&path[..end]));
+                let Some((other, _)) = longest else { continue };
+                if !other.starts_with(module) && !module.starts_with(other) {
+                    uses.entry(module).or_default().push(other);
+                }
+            }
+        }
+        for (module, others) in &uses {
+            // All that it comes to by the others.
+            let mut seen: Vec<&Vec<String>> = Vec::new();
+            let mut next: Vec<&Vec<String>> = others.clone();
+            while let Some(other) = next.pop() {
+                let there = || modules[other].display();
+                assert_ne!(other, *module, "{} comes back to itself", there());
+                if !seen.contains(&other) {
+                    seen.push(other);
+                    next.extend(uses.get(other).into_iter().flatten());
+                }
             }
         }
     }

@@ -28,6 +28,21 @@ const PIECE: usize = 8 * GROUP;
 ///
 /// A thread must change the page first and mark it second. Two harvests at a time are safe, but a
 /// run that one of them hands out may then not be maximal.
+///
+/// ```
+/// use godwit_bitmap::AtomicDirtyBitmap;
+/// use godwit_units::{PageCount, PageRun};
+///
+/// let dirty = AtomicDirtyBitmap::new(PageCount(1000));
+/// std::thread::scope(|scope| {
+///     scope.spawn(|| dirty.set(PageRun::new(3, 2)));
+///     scope.spawn(|| dirty.set(PageRun::new(700, 1)));
+/// });
+/// let mut runs = Vec::new();
+/// assert_eq!(dirty.harvest(|run| runs.push(run)), PageCount(3));
+/// assert_eq!(runs, [PageRun::new(3, 2), PageRun::new(700, 1)]);
+/// assert_eq!(dirty.count(), PageCount::ZERO);
+/// ```
 #[derive(Debug)]
 pub struct AtomicDirtyBitmap {
     words: SharedWords,

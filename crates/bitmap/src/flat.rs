@@ -14,6 +14,20 @@ use crate::scan::{GROUP, RunScan};
 use crate::word::{BITS, edges, for_each_mask, mask};
 
 /// One bit for each page of a range of `len` pages, all clear at first.
+///
+/// ```
+/// use godwit_bitmap::DirtyBitmap;
+/// use godwit_units::{PageCount, PageRun};
+///
+/// let mut dirty = DirtyBitmap::new(PageCount(1000));
+/// dirty.set(PageRun::new(62, 4));
+/// dirty.clear(PageRun::new(63, 1));
+/// assert_eq!(dirty.try_harvest(|_| Err("the link is down")), Err("the link is down"));
+/// assert_eq!(dirty.count(), PageCount(3), "what was not taken is still dirty");
+/// let mut runs = Vec::new();
+/// dirty.harvest(|run| runs.push(run));
+/// assert_eq!(runs, [PageRun::new(62, 1), PageRun::new(64, 2)]);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirtyBitmap {
     words: Vec<u64>,
@@ -295,6 +309,18 @@ fn clear_words(words: &mut [u64]) {
 
 /// Calls `f` with every maximal run of pages that are dirty in any of `bitmaps`, in order, without
 /// building their union. Bitmaps may differ in length.
+///
+/// ```
+/// use godwit_bitmap::{DirtyBitmap, for_each_run_of_union};
+/// use godwit_units::{PageCount, PageRun};
+///
+/// let mut bitmaps = [DirtyBitmap::new(PageCount(100)), DirtyBitmap::new(PageCount(100))];
+/// bitmaps[0].set(PageRun::new(10, 5));
+/// bitmaps[1].set(PageRun::new(15, 5));
+/// let mut runs = Vec::new();
+/// for_each_run_of_union(&bitmaps.each_ref(), |run| runs.push(run));
+/// assert_eq!(runs, [PageRun::new(10, 10)]);
+/// ```
 #[inline]
 pub fn for_each_run_of_union(bitmaps: &[&DirtyBitmap], mut f: impl FnMut(PageRun)) {
     let words = bitmaps.iter().map(|bitmap| bitmap.words.len()).max().unwrap_or(0);
@@ -321,6 +347,15 @@ pub fn for_each_run_of_union(bitmaps: &[&DirtyBitmap], mut f: impl FnMut(PageRun
 }
 
 /// The maximal runs of a [`DirtyBitmap`]; see [`DirtyBitmap::runs`].
+///
+/// ```
+/// use godwit_bitmap::DirtyBitmap;
+/// use godwit_units::{PageCount, PageRun};
+///
+/// let mut dirty = DirtyBitmap::new(PageCount(100));
+/// dirty.set(PageRun::new(10, 5));
+/// assert_eq!(dirty.runs().next(), Some(PageRun::new(10, 5)));
+/// ```
 #[derive(Clone, Debug)]
 pub struct Runs<'a> {
     bitmap: &'a DirtyBitmap,

@@ -21,6 +21,17 @@ use crate::word::{BITS, for_each_mask};
 const WHOLE_GROUP: u32 = 2;
 
 /// One bit for each page of a range of `len` pages, all clear at first, with summaries above.
+///
+/// ```
+/// use godwit_bitmap::LayeredBitmap;
+/// use godwit_units::{PageCount, PageIndex, PageRun};
+///
+/// let mut dirty = LayeredBitmap::new(PageCount(1 << 30));
+/// dirty.set(PageRun::new(123_456_789, 300));
+/// let next = dirty.take_run(PageIndex(0), PageCount(256));
+/// assert_eq!(next, Some(PageRun::new(123_456_789, 256)));
+/// assert_eq!(dirty.count(), PageCount(44));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayeredBitmap {
     /// Level 0 first; at least two levels, the last of one word.

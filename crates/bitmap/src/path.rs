@@ -11,6 +11,17 @@ use std::sync::OnceLock;
 ///
 /// Every operation picks [`CodePath::best`] by itself; tests and benchmarks name one to compare
 /// them.
+///
+/// ```
+/// use godwit_bitmap::{CodePath, DirtyBitmap};
+/// use godwit_units::{PageCount, PageRun};
+///
+/// let mut dirty = DirtyBitmap::new(PageCount(1000));
+/// dirty.set(PageRun::new(62, 4));
+/// for path in CodePath::available() {
+///     dirty.for_each_run_on(path, |run| assert_eq!(run, PageRun::new(62, 4), "{}", path.name()));
+/// }
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CodePath(pub(crate) Kind);
 

@@ -12,7 +12,7 @@ use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::{Measured, measure};
 use godwit_engine::{Cancel, EngineError};
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_qemu::{ListedDisk, QemuSource};
+use godwit_qemu::{ListedDisk, QemuSource, StateBy};
 use godwit_sim::{Forecast, GuestSpec, Sample, Scenario, Synchronisation, fit, forecast, plain};
 use godwit_units::{
     ByteCount, GRAMMAR, PAGE_SIZE, PageCount, Rate, TypedRate, format_duration, parse_duration,
@@ -128,9 +128,16 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         plan["guest_disks"] = json!(output::disks_json(&told.disks));
         plan["receive"] = json!(told.receive);
         plan["advice"] = json!(told.advice);
+        plan["device_state"] = json!(told.device_state.map(|by| match by {
+            StateBy::Migration => "migration",
+            StateBy::Saving => "saving",
+        }));
         json_line(&plan);
     } else {
         let width = layout::width(&std::io::stdout());
+        if let Some(by) = told.device_state {
+            print!("{}", output::labelled("devices", 10, device_state(by), width));
+        }
         print!("{}", as_text(&measured, &settings, &plans, width));
         if !told.disks.is_empty() {
             print!("\n{}", output::disk_list(&told.disks));
@@ -163,6 +170,19 @@ struct Told {
     receive: String,
     /// What could be done about free memory.
     advice: Option<&'static str>,
+    /// How the device state is had, of a QEMU.
+    device_state: Option<StateBy>,
+}
+
+/// What `by` means to the operator.
+fn device_state(by: StateBy) -> &'static str {
+    match by {
+        StateBy::Migration => "by QEMU's own migration, which leaves out RAM in shared files",
+        StateBy::Saving => {
+            "saved by themselves (xen-save-devices-state), as RAM is QEMU's own: it is read and \
+             tracked in QEMU's process"
+        }
+    }
 }
 
 /// What was seen of the guest, and what there is to tell beside it.
@@ -182,6 +202,7 @@ fn look(
                 disks: vm.disk_list()?,
                 receive: format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR"),
                 advice: vm.reporting()?.advice(),
+                device_state: Some(vm.state_by()),
             };
             Ok((measure(&mut vm, *time, cancel)?, told))
         }

@@ -1,18 +1,16 @@
-//! A RAM block: a name, a size and the file that holds the guest's bytes.
+//! A RAM block: a name, a size and what holds the guest's bytes.
 //!
 //! Keeps every access within the block. What is dirty and what must be sent is decided elsewhere.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
-use rustix::fs::{FallocateFlags, MemfdFlags, SeekFrom};
+use rustix::fs::MemfdFlags;
 
-use crate::extents::seek;
-use crate::huge::HugeFile;
+use crate::backing::{Backing, FileBacking, Place, Space, unreserved};
 use crate::{DataExtents, DataHint, SEGMENT_PAGES};
 
 /// `statfs.f_type` of tmpfs, from `linux/magic.h`.
@@ -91,29 +89,21 @@ pub enum MemoryError {
     },
 }
 
-/// A file system with a limit, in bytes.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Space {
-    pub(crate) size: u64,
-    pub(crate) free: u64,
-}
-
 /// One RAM block, opened for reading and writing.
 #[derive(Debug)]
 pub struct RamBlock {
     name: String,
-    path: PathBuf,
-    file: File,
-    /// How it is written where write(2) cannot.
-    huge: Option<HugeFile>,
-    /// Where the block begins in the file, in bytes.
-    file_offset: u64,
+    backing: Box<dyn Backing>,
     pages: PageCount,
-    /// Whether its memory was allocated ahead (`prealloc=on`) and must stay so.
-    keep_allocated: bool,
 }
 
 impl RamBlock {
+    /// The RAM block `name` of `pages` in memory of any kind.
+    #[must_use]
+    pub fn new(name: &str, backing: Box<dyn Backing>, pages: PageCount) -> Self {
+        Self { name: name.to_owned(), backing, pages }
+    }
+
     /// Opens the file `path`, whose bytes from `file_offset` on are the RAM block `name` of `size`.
     ///
     /// With `keep_allocated`, zero pages are written rather than punched out of the file.
@@ -216,21 +206,20 @@ impl RamBlock {
         if needed.is_none_or(|needed| file.metadata().is_ok_and(|meta| meta.len() < needed)) {
             return Err(unsuitable("is shorter than the RAM block it backs"));
         }
-        let huge =
-            (status.f_type == HUGETLBFS_MAGIC).then(|| HugeFile::new(&file, page)).transpose();
-        let huge = huge.map_err(|source| match source.raw_os_error() {
+        let length = file.metadata().map_or(size.0, |meta| meta.len());
+        let huge_page = (status.f_type == HUGETLBFS_MAGIC).then_some(page);
+        let backing = FileBacking::new(path, file, file_offset, huge_page, keep_allocated);
+        let backing = backing.map_err(|source| match source.raw_os_error() {
             Some(errno) if errno == rustix::io::Errno::NOMEM.raw_os_error() => {
-                let size = ByteCount(file.metadata().map_or(size.0, |meta| meta.len()));
                 MemoryError::NoHugePages {
                     block: name.to_owned(),
-                    size,
-                    free: crate::huge::unreserved(page),
+                    size: ByteCount(length),
+                    free: unreserved(page),
                 }
             }
             _ => open(source),
-        });
-        let (name, path, huge) = (name.to_owned(), path.to_owned(), huge?);
-        Ok(Self { name, path, file, huge, file_offset, pages, keep_allocated })
+        })?;
+        Ok(Self::new(name, Box::new(backing), pages))
     }
 
     /// The name under which both sides know the block.
@@ -239,16 +228,16 @@ impl RamBlock {
         &self.name
     }
 
-    /// The file that holds it.
+    /// The file that holds it, where there is one.
     #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
+    pub fn path(&self) -> Option<&Path> {
+        self.backing.path()
     }
 
     /// Whether its memory comes in huge pages only (hugetlbfs), which are protected as a whole.
     #[must_use]
     pub fn has_huge_pages(&self) -> bool {
-        self.huge.is_some()
+        self.backing.has_huge_pages()
     }
 
     /// Its size.
@@ -263,38 +252,34 @@ impl RamBlock {
         PageRun::new(0, self.pages.0)
     }
 
-    /// Where the block begins in its file, in bytes.
-    #[must_use]
-    pub fn file_offset(&self) -> u64 {
-        self.file_offset
-    }
-
-    /// Device and inode number of the file, by which its mappings are found in `/proc/PID/maps`.
+    /// Where it is in the page tables of the process that runs the guest.
     ///
     /// # Errors
     /// When the kernel does not tell.
-    pub fn identity(&self) -> io::Result<(u64, u64)> {
-        self.file.metadata().map(|meta| (meta.dev(), meta.ino()))
+    pub fn place(&self) -> io::Result<Place> {
+        self.backing.place()
     }
 
     /// The tmpfs that holds the file, if it keeps to pages of 4 KiB: filling it then takes about
     /// twice the processor time (docs/bulk.md).
     #[must_use]
     pub fn in_small_pages(&self) -> Option<PathBuf> {
-        let (device, _) = self.identity().ok().filter(|_| self.huge.is_none())?;
-        crate::tmpfs::small_pages(&std::fs::read_to_string("/proc/self/mountinfo").ok()?, device)
+        match self.place().ok()? {
+            Place::File { device, .. } if !self.has_huge_pages() => {
+                let mountinfo = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+                crate::tmpfs::small_pages(&mountinfo, device)
+            }
+            _ => None,
+        }
     }
 
     /// The size of the tmpfs that holds the file, and what of it is free; `None` where it has no
-    /// limit.
+    /// limit, or there is none.
     pub(crate) fn space(&self) -> Option<Space> {
-        let status = rustix::fs::fstatfs(&self.file).ok()?;
-        let unit = status.f_bsize.cast_unsigned();
-        // tmpfs counts nothing when it is mounted without a limit (shmem_statfs).
-        let limited = self.huge.is_none() && status.f_blocks > 0;
-        limited.then(|| Space { size: status.f_blocks * unit, free: status.f_bavail * unit })
+        self.backing.space()
     }
 
+    /// Where `run` begins, in bytes.
     fn check(&self, run: PageRun) -> Result<u64, MemoryError> {
         let end = run.start.0.checked_add(run.count.0);
         if end.is_none_or(|end| end > self.pages.0) {
@@ -304,7 +289,7 @@ impl RamBlock {
                 run,
             });
         }
-        Ok(self.file_offset + run.start.offset())
+        Ok(run.start.offset())
     }
 
     fn failed(&self, action: &'static str, run: PageRun, source: io::Error) -> MemoryError {
@@ -318,8 +303,8 @@ impl RamBlock {
     /// When the pages lie outside the block or the read fails.
     pub fn read(&self, start: PageIndex, buffer: &mut [u8]) -> Result<(), MemoryError> {
         let run = PageRun::new(start.0, buffer.len() as u64 / PAGE_SIZE);
-        let offset = self.check(run)?;
-        self.file.read_exact_at(buffer, offset).map_err(|source| self.failed("read", run, source))
+        let at = self.check(run)?;
+        self.backing.read(at, buffer).map_err(|source| self.failed("read", run, source))
     }
 
     /// Writes `bytes`, a whole number of pages, to the pages from `start` on.
@@ -328,57 +313,30 @@ impl RamBlock {
     /// When the pages lie outside the block or the write fails (no memory or huge page left).
     pub fn write(&self, start: PageIndex, bytes: &[u8]) -> Result<(), MemoryError> {
         let run = PageRun::new(start.0, bytes.len() as u64 / PAGE_SIZE);
-        let offset = self.check(run)?;
-        let written = match &self.huge {
-            None => self.file.write_all_at(bytes, offset),
-            Some(huge) => huge.write(&self.file, bytes, offset),
-        };
-        written.map_err(|source| self.failed("write", run, source))
+        let at = self.check(run)?;
+        self.backing.write(at, bytes).map_err(|source| self.failed("write", run, source))
     }
 
-    /// Makes the pages of `run` read as zeros: a hole stays one, anything else is punched out of
-    /// the file, or overwritten when the block keeps its memory allocated.
+    /// Makes the pages of `run` read as zeros: a hole stays one, anything else becomes one or is
+    /// overwritten.
     ///
     /// # Errors
     /// When the pages lie outside the block or the operation fails.
     pub fn zero(&self, run: PageRun) -> Result<(), MemoryError> {
-        let begin = self.check(run)?;
-        let failed = |errno: rustix::io::Errno| self.failed("discard", run, errno.into());
-        let end = begin + run.count.bytes().0;
-        if let Some(huge) = &self.huge {
-            let zeroed = huge.zero(&self.file, begin, end, self.keep_allocated);
-            return zeroed.map_err(|source| self.failed("discard", run, source));
-        }
-        let data = seek(&self.file, SeekFrom::Data(begin)).map_err(failed)?.unwrap_or(end);
-        if data >= end {
-            return Ok(());
-        }
-        if !self.keep_allocated {
-            // Holes among what follows stay holes; to look for them would cost more.
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            return rustix::fs::fallocate(&self.file, flags, data, end - data).map_err(failed);
-        }
-        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
-        let mut at = data;
-        while at < end {
-            let length = (end - at).min(ZEROS.len() as u64) as usize;
-            let written = self.file.write_all_at(&ZEROS[..length], at);
-            written.map_err(|source| self.failed("write", run, source))?;
-            at += length as u64;
-        }
-        Ok(())
+        let at = self.check(run)?;
+        let zeroed = self.backing.zero(at, at + run.count.bytes().0);
+        zeroed.map_err(|source| self.failed("discard", run, source))
     }
 
-    /// How many pages of memory its file takes: those of all blocks, where several share a file.
-    /// One look, however large the file is.
+    /// How many pages of memory it takes: with all that is in the same file, where several share
+    /// one. One look at a file, however large it is; a walk over page tables where there is none.
     ///
     /// # Errors
     /// When the kernel does not tell.
     pub fn allocated(&self) -> Result<PageCount, MemoryError> {
-        let blocks = self.file.metadata().map(|meta| meta.blocks());
-        let blocks = blocks.map_err(|source| self.failed("look at", self.all(), source))?;
-        // stat(2): in units of 512 bytes.
-        Ok(PageCount(blocks * 512 / PAGE_SIZE))
+        let bytes = self.backing.allocated();
+        let bytes = bytes.map_err(|source| self.failed("look at", self.all(), source))?;
+        Ok(PageCount(bytes / PAGE_SIZE))
     }
 
     /// Whether any page of `run` holds data.
@@ -386,16 +344,15 @@ impl RamBlock {
     /// # Errors
     /// When the pages lie outside the block or the kernel does not tell.
     pub fn has_data(&self, run: PageRun) -> Result<bool, MemoryError> {
-        let begin = self.check(run)?;
-        let data = seek(&self.file, SeekFrom::Data(begin))
-            .map_err(|errno| self.failed("find the data of", run, errno.into()))?;
-        Ok(data.is_some_and(|data| data < begin + run.count.bytes().0))
+        let at = self.check(run)?;
+        let data = self.backing.data_from(at, at + run.count.bytes().0);
+        Ok(data.map_err(|source| self.failed("find the data of", run, source))?.is_some())
     }
 
     /// The parts of `run` that hold data, in order; what lies between them are holes, which read as
     /// zeros. `hint` is what was learnt from earlier pieces of the same block.
     pub fn data<'a>(&'a self, run: PageRun, hint: &'a mut DataHint) -> DataExtents<'a> {
-        DataExtents::new(self, &self.file, run, hint, &[])
+        DataExtents::new(self, &*self.backing, run, hint, &[])
     }
 
     /// The same where `known`, in order, was data a while ago. Where that has become holes since,
@@ -406,7 +363,7 @@ impl RamBlock {
         hint: &'a mut DataHint,
         known: &'a [PageRun],
     ) -> DataExtents<'a> {
-        DataExtents::new(self, &self.file, run, hint, known)
+        DataExtents::new(self, &*self.backing, run, hint, known)
     }
 }
 
@@ -416,7 +373,10 @@ pub(crate) mod tests {
 
     /// A RAM block of `pages` in memory.
     pub(crate) fn block(pages: u64, keep_allocated: bool) -> RamBlock {
-        RamBlock { keep_allocated, ..RamBlock::anonymous("mem", PageCount(pages)).unwrap() }
+        let file = File::from(rustix::fs::memfd_create("mem", MemfdFlags::CLOEXEC).unwrap());
+        file.set_len(pages * PAGE_SIZE).unwrap();
+        let size = PageCount(pages).bytes();
+        RamBlock::over("mem", Path::new("mem"), file, 0, size, keep_allocated).unwrap()
     }
 
     #[test]

@@ -1,7 +1,8 @@
-//! Where a RAM file holds data and where it has holes.
+//! Where a RAM block holds data and where it has holes.
 //!
-//! `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) count a page that was swapped out as data, so nothing
-//! that the guest ever wrote is taken for a hole.
+//! Of a file, `SEEK_DATA` and `SEEK_HOLE` (lseek(2)) count a page that was swapped out as data, so
+//! nothing that the guest ever wrote is taken for a hole. Of memory without a file the page tables
+//! say it.
 //!
 //! `SEEK_HOLE` has no end: within much data it walks page by page, far past what was asked for (1
 //! ms a GiB). So where a block is gone through piece by piece, what it found is kept in a
@@ -10,18 +11,17 @@
 //! was gone through before, the data found then is told ([`RamBlock::data_known`]), and no page of
 //! it is walked again.
 
-use std::fs::File;
+use std::io;
 
 use godwit_units::{PAGE_SIZE, PageIndex, PageRun};
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 
+use crate::backing::Backing;
 use crate::{MemoryError, RamBlock};
 
 /// Up to where data was seen to reach, kept from one piece of a block to the next.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct DataHint {
-    /// File offsets, in bytes.
+    /// Bytes from the beginning of the block.
     start: u64,
     end: u64,
 }
@@ -30,10 +30,10 @@ pub struct DataHint {
 #[derive(Debug)]
 pub struct DataExtents<'a> {
     block: &'a RamBlock,
-    file: &'a File,
+    backing: &'a dyn Backing,
     hint: &'a mut DataHint,
     known: &'a [PageRun],
-    /// File offsets, in bytes.
+    /// Bytes from the beginning of the block.
     at: u64,
     end: u64,
 }
@@ -41,33 +41,24 @@ pub struct DataExtents<'a> {
 impl<'a> DataExtents<'a> {
     pub(crate) fn new(
         block: &'a RamBlock,
-        file: &'a File,
+        backing: &'a dyn Backing,
         run: PageRun,
         hint: &'a mut DataHint,
         known: &'a [PageRun],
     ) -> Self {
         let run = run.intersect(block.all()).unwrap_or(PageRun::new(0, 0));
-        let offset = block.file_offset();
-        Self {
-            block,
-            file,
-            hint,
-            known,
-            at: offset + run.start.offset(),
-            end: offset + run.end().offset(),
-        }
+        Self { block, backing, hint, known, at: run.start.offset(), end: run.end().offset() }
     }
 
-    /// Of the known data that `at` lies in, the end; file offsets.
+    /// Of the known data that `at` lies in, the end; both in bytes.
     fn known_end(&self, at: u64) -> Option<u64> {
-        let offset = self.block.file_offset();
-        let page = PageIndex((at - offset) / PAGE_SIZE);
+        let page = PageIndex(at / PAGE_SIZE);
         let after = self.known.partition_point(|run| run.start <= page);
         let run = self.known.get(after.checked_sub(1)?)?;
-        (page < run.end()).then(|| offset + run.end().offset())
+        (page < run.end()).then(|| run.end().offset())
     }
 
-    fn step(&mut self) -> Result<Option<PageRun>, Errno> {
+    fn step(&mut self) -> io::Result<Option<PageRun>> {
         if self.at >= self.end {
             return Ok(None);
         }
@@ -75,7 +66,7 @@ impl<'a> DataExtents<'a> {
             let mut known = self.known_end(self.at);
             let data = match known {
                 Some(_) => self.at,
-                None => seek(self.file, SeekFrom::Data(self.at))?.unwrap_or(self.end),
+                None => self.backing.data_from(self.at, self.end)?.unwrap_or(self.end),
             };
             if data >= self.end {
                 self.at = self.end;
@@ -84,7 +75,7 @@ impl<'a> DataExtents<'a> {
             known = known.or_else(|| self.known_end(data));
             let hole = match known {
                 Some(end) => end,
-                None => seek(self.file, SeekFrom::Hole(data))?.unwrap_or(self.end),
+                None => self.backing.hole_from(data, self.end)?.unwrap_or(self.end),
             };
             // A hole punched between the two calls: never look at the same spot twice.
             *self.hint = DataHint { start: data, end: hole.max(data + PAGE_SIZE) };
@@ -92,16 +83,8 @@ impl<'a> DataExtents<'a> {
         }
         let start = self.at;
         self.at = self.hint.end.min(self.end);
-        let first = (start - self.block.file_offset()) / PAGE_SIZE;
+        let first = start / PAGE_SIZE;
         Ok(Some(PageRun::new(first, (self.at - start).div_ceil(PAGE_SIZE))))
-    }
-}
-
-/// Seeks in `file`; `None` past the last data.
-pub(crate) fn seek(file: &File, target: SeekFrom) -> Result<Option<u64>, Errno> {
-    match rustix::fs::seek(file, target) {
-        Err(Errno::NXIO) => Ok(None),
-        other => other.map(Some),
     }
 }
 
@@ -111,14 +94,13 @@ impl Iterator for DataExtents<'_> {
     fn next(&mut self) -> Option<Self::Item> {
         let from = self.at;
         self.step()
-            .map_err(|errno| {
+            .map_err(|source| {
                 self.at = self.end;
-                let offset = self.block.file_offset();
                 MemoryError::Access {
                     block: self.block.name().to_owned(),
                     action: "find the data of",
-                    run: PageRun::new((from - offset) / PAGE_SIZE, (self.end - from) / PAGE_SIZE),
-                    source: errno.into(),
+                    run: PageRun::new(from / PAGE_SIZE, (self.end - from) / PAGE_SIZE),
+                    source,
                 }
             })
             .transpose()

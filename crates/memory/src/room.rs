@@ -9,14 +9,14 @@
 //! what happens to be free.
 //!
 //! Nobody keeps the room free afterwards. Huge pages are the exception: they are reserved
-//! (`huge.rs`).
+//! (`backing/huge.rs`).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use godwit_units::ByteCount;
 
-use crate::{RamBlock, tmpfs};
+use crate::{Place, RamBlock, tmpfs};
 
 /// Memory sizes are told to mount(8) in these.
 const MIB: u64 = 1 << 20;
@@ -75,12 +75,22 @@ struct Need {
     allocated: u64,
 }
 
-/// The needs of all files on tmpfs, by device and inode. A file that the kernel does not tell of
-/// has no needs, and is found wrong elsewhere.
+/// Device and inode of the file that holds `block`, if there is one. A file that the kernel does
+/// not tell of has no needs, and is found wrong elsewhere.
+fn identity(block: &RamBlock) -> Option<(u64, u64)> {
+    match block.place() {
+        Ok(Place::File { device, inode, .. }) => Some((device, inode)),
+        _ => None,
+    }
+}
+
+/// The needs of all files on tmpfs, by device.
 fn needs(blocks: &[RamBlock]) -> BTreeMap<u64, (&RamBlock, Need)> {
     let mut files: BTreeMap<(u64, u64), (&RamBlock, Need)> = BTreeMap::new();
     for block in blocks.iter().filter(|block| !block.has_huge_pages()) {
-        let (Ok(identity), Ok(allocated)) = (block.identity(), block.allocated()) else { continue };
+        let (Some(identity), Ok(allocated)) = (identity(block), block.allocated()) else {
+            continue;
+        };
         let (_, need) = files.entry(identity).or_insert((block, Need::default()));
         need.size += block.pages().bytes().0;
         need.allocated = allocated.bytes().0;
@@ -105,7 +115,8 @@ pub fn mounts_hold(blocks: &[RamBlock]) -> Result<(), NoRoom> {
         let room = space.free + need.allocated;
         if room < need.size {
             let mountinfo = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-            let parent = || block.path().parent().unwrap_or(Path::new("/")).to_owned();
+            let parent =
+                || block.path().and_then(Path::parent).unwrap_or(Path::new("/")).to_owned();
             return Err(NoRoom::Mount {
                 mount: tmpfs::mounted_at(&mountinfo, device).unwrap_or_else(parent),
                 room: ByteCount(room),
@@ -123,7 +134,8 @@ pub fn mounts_hold(blocks: &[RamBlock]) -> Result<(), NoRoom> {
 /// # Errors
 /// What would not.
 pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
-    let needed = needs(blocks).values().map(|(_, need)| need.size - need.allocated).sum();
+    let in_files: u64 = needs(blocks).values().map(|(_, need)| need.size - need.allocated).sum();
+    let needed = in_files + private_needs(blocks);
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let swap = in_meminfo(&meminfo, "SwapFree:").unwrap_or(0);
     let huge = huge_needs(blocks);
@@ -161,12 +173,22 @@ pub fn host_holds(blocks: &[RamBlock], pid: u32) -> Result<(), NoRoom> {
     Ok(())
 }
 
+/// Bytes of memory without a file that are not there yet.
+fn private_needs(blocks: &[RamBlock]) -> u64 {
+    let private = blocks.iter().filter(|block| matches!(block.place(), Ok(Place::Process { .. })));
+    let missing = private.map(|block| {
+        let allocated = block.allocated().map_or(0, |pages| pages.bytes().0);
+        block.pages().bytes().0.saturating_sub(allocated)
+    });
+    missing.sum()
+}
+
 /// Bytes in huge pages that the files of `blocks` do not have yet.
 fn huge_needs(blocks: &[RamBlock]) -> u64 {
     let huge = blocks.iter().filter(|block| block.has_huge_pages());
     let needs: BTreeMap<(u64, u64), (u64, u64)> =
         huge.fold(BTreeMap::new(), |mut needs: BTreeMap<_, (u64, u64)>, block| {
-            if let (Ok(identity), Ok(allocated)) = (block.identity(), block.allocated()) {
+            if let (Some(identity), Ok(allocated)) = (identity(block), block.allocated()) {
                 let need = needs.entry(identity).or_default();
                 *need = (need.0 + block.pages().bytes().0, allocated.bytes().0);
             }

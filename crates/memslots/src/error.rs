@@ -7,6 +7,14 @@ use godwit_units::{Gfn, Gpa, Hva, PAGE_SIZE, PageCount};
 use crate::{Slot, SlotId};
 
 /// A range of guest frames, as it was asked for.
+///
+/// ```
+/// use godwit_memslots::GfnRange;
+/// use godwit_units::{Gfn, PageCount};
+///
+/// let frames = GfnRange { start: Gfn(0x100), pages: PageCount(16) };
+/// assert_eq!(frames.to_string(), "frames 0x100..0x110");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GfnRange {
     /// The first frame.
@@ -27,6 +35,14 @@ impl fmt::Display for GfnRange {
 }
 
 /// A range of host addresses, as it was asked for.
+///
+/// ```
+/// use godwit_memslots::HvaRange;
+/// use godwit_units::{Hva, PageCount};
+///
+/// let addresses = HvaRange { start: Hva(0x1000), pages: PageCount(2) };
+/// assert_eq!(addresses.to_string(), "host addresses 0x1000..0x3000");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HvaRange {
     /// The first address.
@@ -55,6 +71,18 @@ impl From<&Slot> for HvaRange {
 }
 
 /// Why a change to the memory slots was refused.
+///
+/// ```
+/// use godwit_memslots::{MemSlots, Slot, SlotError, SlotId};
+/// use godwit_units::{Gfn, PageCount};
+///
+/// let mut slots = MemSlots::new();
+/// let slot = Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() };
+/// slots.insert(slot)?;
+/// let refused = slots.insert(Slot { id: SlotId(8), ..slot });
+/// assert!(matches!(refused, Err(SlotError::Overlap { other: SlotId(7), .. })));
+/// # Ok::<(), SlotError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SlotError {

@@ -63,6 +63,22 @@ pub use slot::{Slot, SlotFlags, SlotId};
 use publish::Publisher;
 
 /// All memory slots of a guest, and the right to change them.
+///
+/// ```
+/// use godwit_memslots::{MemSlots, Slot, SlotError, SlotId};
+/// use godwit_units::{Gfn, PageCount};
+///
+/// let mut slots = MemSlots::new();
+/// slots.insert(Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() })?;
+/// // Readers see both changes or none.
+/// slots.update(|edit| {
+///     edit.move_to(SlotId(7), Gfn(0x200))?;
+///     edit.insert(Slot { id: SlotId(8), pages: PageCount(1), ..Slot::default() })
+/// })?;
+/// assert_eq!(slots.map().len(), 2);
+/// assert_eq!(slots.remove(SlotId(7))?.gfn, Gfn(0x200));
+/// # Ok::<(), SlotError>(())
+/// ```
 #[derive(Debug, Default)]
 pub struct MemSlots {
     map: SlotMap,

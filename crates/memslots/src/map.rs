@@ -66,6 +66,21 @@ impl Entry for ById {
 }
 
 /// One state of all memory slots. Cloning is cheap: the clones share what they have in common.
+///
+/// ```
+/// use godwit_memslots::{MemSlots, Slot, SlotError, SlotId};
+/// use godwit_units::{Gfn, PageCount, PageRun};
+///
+/// let mut slots = MemSlots::new();
+/// slots.insert(Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() })?;
+/// let map = slots.snapshot();
+/// slots.remove(SlotId(7))?;
+/// // What was taken before the change does not see it.
+/// let mut found = Vec::new();
+/// map.for_each_in_gfns(Gfn(0x10e)..Gfn(0x200), |slot, pages| found.push((slot.id, pages)));
+/// assert_eq!(found, [(SlotId(7), PageRun::new(14, 2))]);
+/// # Ok::<(), SlotError>(())
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct SlotMap {
     gfns: Tree<ByGfn>,
@@ -183,6 +198,19 @@ impl SlotMap {
 /// Changes under way that no reader sees yet; see [`crate::MemSlots::update`].
 ///
 /// A change that fails changes nothing; the others stand if the whole update is kept.
+///
+/// ```
+/// use godwit_memslots::{MemSlots, Slot, SlotError, SlotId};
+/// use godwit_units::{Gfn, PageCount};
+///
+/// let mut slots = MemSlots::new();
+/// let result = slots.update(|edit| {
+///     edit.insert(Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() })?;
+///     edit.remove(SlotId(8))
+/// });
+/// assert!(result.is_err());
+/// assert!(slots.map().is_empty(), "with one change refused, none is made");
+/// ```
 #[derive(Debug)]
 pub struct SlotEdit {
     map: SlotMap,

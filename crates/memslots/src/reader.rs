@@ -11,6 +11,18 @@ use crate::publish::Reader;
 use crate::{Slot, SlotId, SlotMap};
 
 /// Looks slots up in the latest state; for one thread, clone it for more. A look-up never waits.
+///
+/// ```
+/// use godwit_memslots::{MemSlots, Slot, SlotError, SlotId};
+/// use godwit_units::{Gfn, PageCount};
+///
+/// let mut slots = MemSlots::new();
+/// let mut reader = slots.reader();
+/// slots.insert(Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() })?;
+/// let looking = std::thread::spawn(move || reader.by_gfn(Gfn(0x105)).map(|slot| slot.id));
+/// assert_eq!(looking.join().ok().flatten(), Some(SlotId(7)));
+/// # Ok::<(), SlotError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct SlotReader {
     reader: Reader<SlotMap>,

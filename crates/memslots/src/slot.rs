@@ -6,6 +6,10 @@ use std::ops::{BitOr, Range};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 /// The number of a slot on this host; sparse numbers cost nothing.
+///
+/// ```
+/// assert_eq!(godwit_memslots::SlotId(7).to_string(), "slot 7");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct SlotId(pub u32);
 
@@ -17,6 +21,14 @@ impl fmt::Display for SlotId {
 
 /// Flags of a slot, with the values of KVM (`KVM_MEM_*`, Documentation/virt/kvm/api.rst,
 /// `KVM_SET_USER_MEMORY_REGION`); bits unknown here are kept.
+///
+/// ```
+/// use godwit_memslots::SlotFlags;
+///
+/// let flags = SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY;
+/// assert!(flags.contains(SlotFlags::READONLY));
+/// assert_eq!(flags.0, 3, "as KVM has them");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct SlotFlags(pub u32);
 
@@ -43,6 +55,17 @@ impl BitOr for SlotFlags {
 }
 
 /// A range of guest frames, where it lies in the host, and which pages of which RAM block it shows.
+///
+/// ```
+/// use godwit_memslots::Slot;
+/// use godwit_units::{Gfn, Hva, PageCount, PageIndex};
+///
+/// let (gfn, hva) = (Gfn(0x100), Hva(0x7f00_0000_0000));
+/// let slot = Slot { gfn, hva, pages: PageCount(16), first: PageIndex(1000), ..Slot::default() };
+/// assert_eq!(slot.page_of_gfn(Gfn(0x103)), Some(PageIndex(1003)));
+/// assert_eq!(slot.page_of_hva(Hva(0x7f00_0000_3abc)), Some(PageIndex(1003)));
+/// assert_eq!(slot.page_of_gfn(Gfn(0x110)), None);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Slot {
     /// Its number.

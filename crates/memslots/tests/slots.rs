@@ -24,11 +24,7 @@ fn slot(id: u32, place: u64) -> Slot {
 /// The numbers below `n` in an order without a pattern.
 fn shuffled(n: u32) -> Vec<u64> {
     let mut order: Vec<u64> = (0..u64::from(n)).collect();
-    let mut state = 7u64;
-    for i in (1..order.len()).rev() {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        order.swap(i, (state >> 33) as usize % (i + 1));
-    }
+    fastrand::Rng::with_seed(7).shuffle(&mut order);
     order
 }
 

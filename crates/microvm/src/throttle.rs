@@ -1,7 +1,8 @@
 //! Slowing the guest from within: a thread that holds the vCPUs and lets them go, in periods of 10
 //! ms and more.
 //!
-//! Invariant: nobody is held when the thread has ended, however it ended ([`Gate`] sees to it).
+//! Invariant: nobody is held when the thread has ended, however it ended: whoever holds lets go
+//! when dropped.
 
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
@@ -9,7 +10,14 @@ use std::time::{Duration, Instant};
 
 use godwit_vcpu_throttle::{Slices, become_punctual};
 
-use crate::vcpu::Gate;
+/// Holds all vCPUs and lets them go; lets them go when it is dropped.
+pub(crate) trait Hold: Send + 'static {
+    /// Has all vCPUs wait outside of the guest. Does not wait for them.
+    fn hold(&self);
+
+    /// Lets them enter the guest again.
+    fn free(&self);
+}
 
 /// The thread; dropping it ends it and lets the vCPUs run.
 #[derive(Debug)]
@@ -20,14 +28,14 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    pub(crate) fn start(gate: Gate, first: Slices) -> std::io::Result<Self> {
+    pub(crate) fn start(vcpus: impl Hold, first: Slices) -> std::io::Result<Self> {
         let (slices, changes) = mpsc::channel();
         let run = move || {
             become_punctual();
             let mut slices = first;
             loop {
                 let held = Instant::now();
-                gate.hold();
+                vcpus.hold();
                 // New slices take effect at once.
                 while let Some(left) = left(held, slices.stop) {
                     match changes.recv_timeout(left) {
@@ -36,7 +44,7 @@ impl Throttle {
                         Err(RecvTimeoutError::Disconnected) => return,
                     }
                 }
-                gate.free();
+                vcpus.free();
                 let freed = Instant::now();
                 while let Some(left) = left(freed, slices.run) {
                     match changes.recv_timeout(left) {

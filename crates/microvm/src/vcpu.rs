@@ -26,7 +26,7 @@ use crate::boot_block::{BALLOON_MMIO, DISK_MMIO, POWER_OFF_PORT, SLEEP_PORT};
 use crate::disk::Disk;
 use crate::ram::GuestRam;
 use crate::serial::{self, Serial};
-use crate::throttle::Throttle;
+use crate::throttle::{Hold, Throttle};
 use crate::{MachineEvent, MicrovmError};
 
 /// A vCPU leaves the guest within microseconds; a host without a processor to spare takes longer.
@@ -217,12 +217,12 @@ impl Vcpus {
             }
             (_, None) => *throttle = None,
             (None, Some(slices)) => {
-                let gate = Gate {
+                let holder = Holder {
                     shared: Arc::clone(&self.shared),
                     kicks: self.kicks.clone(),
                     tids: self.tids.clone(),
                 };
-                let started = Throttle::start(gate, slices);
+                let started = Throttle::start(holder, slices);
                 *throttle =
                     Some(started.map_err(crate::error::system("start a thread for the throttle"))?);
             }
@@ -272,15 +272,14 @@ impl Vcpus {
 /// What holds the vCPUs and lets them go, for the throttle's thread. It ends before the threads do,
 /// so their numbers are theirs. Dropping it lets go: that thread cannot leave anybody held.
 #[derive(Debug)]
-pub(crate) struct Gate {
+struct Holder {
     shared: Arc<Shared>,
     kicks: Vec<Kick>,
     tids: Vec<i32>,
 }
 
-impl Gate {
-    /// Has all vCPUs wait outside of the guest. Does not wait for them.
-    pub(crate) fn hold(&self) {
+impl Hold for Holder {
+    fn hold(&self) {
         {
             let _wish = lock(&self.shared.wish);
             self.shared.held.store(true, Ordering::SeqCst);
@@ -292,15 +291,14 @@ impl Gate {
         }
     }
 
-    /// Lets them enter the guest again.
-    pub(crate) fn free(&self) {
+    fn free(&self) {
         let _wish = lock(&self.shared.wish);
         self.shared.held.store(false, Ordering::SeqCst);
         self.shared.freed.notify_all();
     }
 }
 
-impl Drop for Gate {
+impl Drop for Holder {
     fn drop(&mut self) {
         self.free();
     }

@@ -11,6 +11,18 @@ const HISTORY: Duration = Duration::from_secs(2);
 const SMALLEST: ByteCount = ByteCount(1 << 20);
 
 /// Average bandwidth over the last samples that span at least two seconds (or all there are).
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::Bandwidth;
+/// use godwit_units::ByteCount;
+///
+/// let mut bandwidth = Bandwidth::default();
+/// bandwidth.observe(ByteCount(100 << 20), Duration::from_secs(1));
+/// bandwidth.observe(ByteCount(300 << 20), Duration::from_secs(1));
+/// assert_eq!(bandwidth.average().to_string(), "200MiB/s");
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Bandwidth {
     samples: VecDeque<(ByteCount, Duration)>,

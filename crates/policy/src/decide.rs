@@ -41,6 +41,33 @@ const SETTLED: Duration = Duration::from_millis(500);
 const STALLED: f64 = 0.2;
 
 /// The convergence policy of one migration.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{Decision, Policy, Round, Settings};
+/// use godwit_units::{ByteCount, PageCount};
+///
+/// let mut policy = Policy::new(Settings::default());
+/// policy.start(false);
+/// // 100 MiB took a second; 1 MiB is left, which takes a hundredth of that.
+/// let round = Round {
+///     time: Duration::from_secs(1),
+///     sent: ByteCount(100 << 20),
+///     remaining: PageCount(256),
+///     memory: PageCount(100_000),
+///     ..Round::default()
+/// };
+/// let decision = loop {
+///     match policy.round(&round) {
+///         (Decision::NextRound(_), estimate) => {
+///             assert_eq!(estimate.expected_downtime, Some(Duration::from_millis(10)));
+///         }
+///         (decision, _) => break decision,
+///     }
+/// };
+/// assert_eq!(decision, Decision::SwitchOver);
+/// ```
 #[derive(Clone, Debug)]
 pub struct Policy {
     settings: Settings,

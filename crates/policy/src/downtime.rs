@@ -20,6 +20,18 @@ use godwit_units::{ByteCount, Rate};
 
 /// Transfer time of a round in balance, `D·x / (B − D)`; `None` when the guest dirties at least as
 /// fast as the link carries.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::downtime::balanced_transfer;
+/// use godwit_units::Rate;
+///
+/// let mib = |count: f64| Rate::from_bytes_per_second(count * 1_048_576.0);
+/// let look = Duration::from_millis(10);
+/// assert_eq!(balanced_transfer(mib(100.0), mib(50.0), look), Some(look));
+/// assert_eq!(balanced_transfer(mib(100.0), mib(100.0), look), None);
+/// ```
 #[must_use]
 pub fn balanced_transfer(
     bandwidth: Rate,
@@ -36,6 +48,18 @@ pub fn balanced_transfer(
 
 /// The downtime if the guest were stopped now: what remains over the link, then the fixed costs
 /// (last harvest, device state, flush of disks, handover). `None` before the bandwidth is known.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::downtime::expected;
+/// use godwit_units::{ByteCount, Rate};
+///
+/// let link = Rate::from_bytes_per_second(100.0 * 1_048_576.0);
+/// let fixed = Duration::from_millis(30);
+/// assert_eq!(expected(ByteCount(1 << 20), link, fixed), Some(Duration::from_millis(40)));
+/// assert_eq!(expected(ByteCount(1 << 20), Rate::ZERO, fixed), None);
+/// ```
 #[must_use]
 pub fn expected(remaining: ByteCount, bandwidth: Rate, fixed: Duration) -> Option<Duration> {
     bandwidth.time_for(remaining)?.checked_add(fixed)

@@ -10,6 +10,22 @@ use godwit_units::{ByteCount, PageCount, Rate, format_duration};
 
 /// What was seen of one round, handed in at its end. All that is not known may be left as
 /// [`Round::default`] has it.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::Round;
+/// use godwit_units::{ByteCount, PageCount};
+///
+/// let round = Round {
+///     time: Duration::from_secs(1),
+///     sent: ByteCount(100 << 20),
+///     remaining: PageCount(5_000),
+///     memory: PageCount(100_000),
+///     ..Round::default()
+/// };
+/// assert!(round.dirty.is_empty(), "of segments nothing is known");
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Round<'a> {
     /// How long it took: from the acknowledgement of the one before, or from its own start where it
@@ -57,6 +73,15 @@ pub struct Round<'a> {
 }
 
 /// What was seen of disks in one round.
+///
+/// ```
+/// use godwit_policy::{DiskRound, Round};
+/// use godwit_units::ByteCount;
+///
+/// let disk = DiskRound { full_pass: true, sent: ByteCount(64 << 20), ..DiskRound::default() };
+/// let round = Round { disk: Some(disk), ..Round::default() };
+/// assert!(round.disk.is_some_and(|disk| disk.full_pass));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DiskRound {
     /// Whether a disk was still in its first, full pass at the end of the round.
@@ -73,6 +98,23 @@ pub struct DiskRound {
 }
 
 /// What is seen within a round, about every 100 ms.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{Policy, Settings, Tick};
+/// use godwit_units::{ByteCount, PageCount};
+///
+/// let mut policy = Policy::new(Settings::default());
+/// policy.start(false);
+/// let tick = Tick {
+///     in_round: Duration::from_millis(100),
+///     sent: ByteCount(10 << 20),
+///     remaining: PageCount(90_000),
+///     ..Tick::default()
+/// };
+/// assert_eq!(policy.tick(&tick), None, "the first round is not held up");
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Tick<'a> {
     /// Since the round began.
@@ -92,6 +134,13 @@ pub struct Tick<'a> {
 }
 
 /// What is to be in force until the next plan.
+///
+/// ```
+/// use godwit_policy::{Delayed, Plan};
+///
+/// let plan = Plan { throttle: 0.8, delayed: Delayed::new([3]), ..Plan::default() };
+/// assert!(plan.delayed.contains(3) && plan.disk_limit.is_none());
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in
@@ -126,6 +175,14 @@ impl Default for Plan {
 
 /// A set of segments, cheap to share with the channels: a bit for each, by the index in
 /// [`Round::dirty`].
+///
+/// ```
+/// use godwit_policy::Delayed;
+///
+/// let delayed = Delayed::new([3, 700]);
+/// assert!(delayed.contains(700) && !delayed.contains(4));
+/// assert_eq!(delayed.count(), 2);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Delayed(Option<Arc<[u64]>>);
 
@@ -164,6 +221,26 @@ impl Delayed {
 }
 
 /// What to do next.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{Decision, Policy, Round, Settings};
+/// use godwit_units::{ByteCount, PageCount};
+///
+/// let mut policy = Policy::new(Settings::default());
+/// policy.start(false);
+/// let round = Round {
+///     time: Duration::from_secs(1),
+///     sent: ByteCount(100 << 20),
+///     remaining: PageCount(50_000),
+///     memory: PageCount(100_000),
+///     ..Round::default()
+/// };
+/// // 195 MiB are left of 390: a further round is worth it.
+/// let (decision, _) = policy.round(&round);
+/// assert!(matches!(decision, Decision::NextRound(plan) if plan.throttle == 0.0));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decision {
     /// Make another round with the guest running.
@@ -175,6 +252,27 @@ pub enum Decision {
 }
 
 /// What the policy makes of what it has seen.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{Policy, Round, Settings};
+/// use godwit_units::{ByteCount, PageCount};
+///
+/// let mut policy = Policy::new(Settings::default());
+/// policy.start(false);
+/// let round = Round {
+///     time: Duration::from_secs(1),
+///     sent: ByteCount(100 << 20),
+///     remaining: PageCount(51_200),
+///     memory: PageCount(100_000),
+///     ..Round::default()
+/// };
+/// let (_, estimate) = policy.round(&round);
+/// assert_eq!(estimate.bandwidth.to_string(), "100MiB/s");
+/// assert_eq!(estimate.expected_downtime, Some(Duration::from_secs(2)));
+/// assert_eq!(estimate.limit, Duration::from_millis(300));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Estimate {
     /// Bandwidth over the recent rounds, without the time in which nothing could be sent.
@@ -194,6 +292,16 @@ pub struct Estimate {
 }
 
 /// A time with error bounds.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::RemainingTime;
+///
+/// let seconds = Duration::from_secs;
+/// let time = RemainingTime { low: seconds(8), mid: seconds(10), high: seconds(15) };
+/// assert!(time.low <= time.mid && time.mid <= time.high);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RemainingTime {
     /// At least.
@@ -205,6 +313,22 @@ pub struct RemainingTime {
 }
 
 /// Why it would not finish, and what would help.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::Advice;
+/// use godwit_units::Rate;
+///
+/// let advice = Advice {
+///     best: Duration::from_secs(1),
+///     limit: Duration::from_millis(300),
+///     dirty_rate: Rate::from_bytes_per_second(200.0 * 1_048_576.0),
+///     bandwidth: Rate::from_bytes_per_second(100.0 * 1_048_576.0),
+///     throttle: 0.99,
+/// };
+/// assert!(advice.to_string().contains("allow --downtime-limit 1.2s"));
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Advice {
     /// The best expected downtime seen.

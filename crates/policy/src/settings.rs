@@ -16,6 +16,14 @@ use godwit_units::TypedRate;
 pub use table::{About, Felt, Setting, SettingError, Table, Takes, Value};
 
 /// How the guest is slowed down when it outruns the link.
+///
+/// ```
+/// use godwit_policy::{SettingError, ThrottleMode};
+///
+/// assert_eq!("governor".parse::<ThrottleMode>()?, ThrottleMode::Governor);
+/// assert_eq!(ThrottleMode::default().to_string(), "adaptive");
+/// # Ok::<(), SettingError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum ThrottleMode {
     /// Not at all.
@@ -83,6 +91,19 @@ impl FromStr for ThrottleMode {
 
 /// What the operator wants of one migration. Copied freely; a change while it runs goes through
 /// [`Policy::change`](crate::Policy::change).
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{SettingError, Settings};
+///
+/// let mut settings = Settings::default();
+/// settings.set("downtime-limit", "50ms")?;
+/// settings.assign("throttle=off")?;
+/// assert_eq!(settings.downtime_limit, Duration::from_millis(50));
+/// assert!(settings.set("downtime-limit", "soon").is_err(), "and nothing has changed");
+/// # Ok::<(), SettingError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
     /// The downtime must not be expected to exceed this.
@@ -116,6 +137,16 @@ pub struct Settings {
 }
 
 /// Whether and how the guest's disk writes are limited.
+///
+/// ```
+/// use godwit_policy::{DiskLimit, SettingError, Settings};
+///
+/// let mut settings = Settings::default();
+/// assert_eq!(settings.disk_limit, DiskLimit::Auto);
+/// settings.set("disk-limit", "20MiB/s")?;
+/// assert!(matches!(settings.disk_limit, DiskLimit::Fixed(_)));
+/// # Ok::<(), SettingError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
 pub enum DiskLimit {
     /// Never.

@@ -23,6 +23,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, Seen};
+use crate::ram::Ram;
 use crate::settings::Settings;
 use crate::source::{FD_NAME, STEP, announce, failure_words, migration_event};
 
@@ -67,7 +68,7 @@ impl QemuDestination {
     /// # Errors
     /// When it does not wait for a migration, or its RAM is not in shared named files.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
-        let mut machine = Machine::connect(path)?;
+        let mut machine = guard::connect(path)?;
         let state = machine.run_state()?;
         if state != "inmigrate" {
             return Err(QemuError::NotIncoming { state: format!("its state is '{state}'") });
@@ -78,7 +79,7 @@ impl QemuDestination {
                 state: format!("its incoming migration is '{migration}' already"),
             });
         }
-        let ram = machine.ram()?;
+        let ram = Ram::open(&mut machine)?.blocks;
         // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both
         // files would still agree. The other way round, another machine's memory must not be
         // overwritten.

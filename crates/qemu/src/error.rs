@@ -38,9 +38,17 @@ pub enum QemuError {
     /// The vCPUs cannot be throttled.
     #[error(transparent)]
     Throttle(#[from] ThrottleError),
+    /// A RAM block cannot be reached in QEMU's process.
+    #[error("RAM block '{block}' {what}")]
+    RamUnreachable {
+        /// The block.
+        block: String,
+        /// Why, and the cure where there is one.
+        what: String,
+    },
     /// Guest RAM is not in a shared named file.
     #[error(
-        "{what}, so godwit cannot reach it: start QEMU with -object \
+        "{what}, and QEMU before 8.0 does not tell where it is: start QEMU with -object \
          memory-backend-file,id=mem,size=SIZE,share=on,mem-path=/dev/shm/NAME -machine \
          memory-backend=mem"
     )]

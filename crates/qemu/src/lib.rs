@@ -13,16 +13,19 @@
 
 mod compare;
 mod destination;
+mod device_state;
 mod disk_limits;
 mod disks;
 mod error;
 mod fate;
 mod governor;
 mod guard;
+mod limits;
 mod machine;
 mod mark;
 pub mod monitor;
 mod process;
+mod ram;
 pub mod run_directory;
 mod settings;
 mod source;
@@ -33,8 +36,10 @@ pub use destination::QemuDestination;
 pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
+pub use limits::Limits;
 pub use machine::Reporting;
-pub use source::{Limits, QemuSource};
+pub use ram::StateBy;
+pub use source::QemuSource;
 
 /// The names under which QEMU may hold descriptors of godwit's.
 const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, userfaultfd::FD_NAME];

@@ -1,27 +1,21 @@
-//! What runs behind a monitor: its process, its RAM files, and everything that stands against
+//! What runs behind a monitor: its process, and everything that stands against
 //! migrating it.
 //!
 //! Invariant: looking changes nothing. Every refusal comes before QEMU was touched.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::{Writer, mappings_of, other_writers, threads_of};
-use godwit_units::ByteCount;
 
 use crate::QemuError;
-use crate::guard;
 use crate::monitor::commands::{
-    Human, Memdev, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm,
-    QueryMemdev, QueryMemorySize, QueryMigrate, QueryNodes, QueryStatus,
+    Human, Migration, QomGet, QomList, QueryBlock, QueryCpus, QueryJobs, QueryKvm, QueryMigrate,
+    QueryNodes, QueryStatus,
 };
-use crate::monitor::{Monitor, Qmp, QmpError};
+use crate::monitor::{Monitor, QmpError};
 use crate::process::Process;
-
-/// A guardian is done within a second, unless QEMU hangs.
-const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
 
 /// A QEMU process and its monitor.
 #[derive(Debug)]
@@ -61,24 +55,8 @@ impl Reporting {
 }
 
 impl Machine {
-    /// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it
-    /// has it.
-    pub(crate) fn connect(path: &Path) -> Result<Self, QemuError> {
-        let until = Instant::now() + GUARDIAN_LIMIT;
-        let mut gone = None;
-        let qmp = Qmp::connect_patiently(path, |pid| {
-            gone = guard::at_work(pid);
-            gone.is_some() && Instant::now() < until
-        });
-        let qmp = qmp.map_err(|error| match (error, gone) {
-            (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
-            (error, _) => error.into(),
-        })?;
-        Self::behind(Box::new(qmp))
-    }
-
     /// The process behind a monitor.
-    fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
+    pub(crate) fn behind(qmp: Box<dyn Monitor>) -> Result<Self, QemuError> {
         let pid = qmp.peer_pid()?.as_raw_nonzero().get();
         let process = Process::open(pid)
             .map_err(|source| QemuError::System { step: "pidfd_open", source })?;
@@ -120,43 +98,6 @@ impl Machine {
             Some(writer) => Err(QemuError::OtherWriter(writer)),
             None => Ok(()),
         }
-    }
-
-    /// Opens all RAM blocks.
-    pub(crate) fn ram(&mut self) -> Result<Vec<RamBlock>, QemuError> {
-        let backends = self.qmp.run(&QueryMemdev)?;
-        let mut blocks = Vec::new();
-        for Memdev { id, size, share, prealloc } in backends {
-            let object = format!("/objects/{id}");
-            let unshared =
-                |what: &str| QemuError::RamNotShared { what: format!("RAM block '{id}' {what}") };
-            // Only memory-backend-file has the property; asking the others is refused.
-            let path = self.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
-            let path = path.ok_or_else(|| unshared("is not a memory-backend-file"))?;
-            if !share {
-                return Err(unshared("is not shared (share=off)"));
-            }
-            let path = self.path_here(Path::new(&path));
-            if path.is_dir() {
-                return Err(unshared("has a directory as mem-path, in which its file has no name"));
-            }
-            // Since QEMU 8.1; before, a block begins at the start of its file.
-            let offset =
-                self.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
-            blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), prealloc)?);
-        }
-        let shared: u64 = blocks.iter().map(|block| block.pages().bytes().0).sum();
-        let summary = self.qmp.run(&QueryMemorySize)?;
-        let total = summary.base_memory.saturating_add(summary.plugged_memory);
-        if total > shared {
-            let what = format!(
-                "{} of the guest's {} of RAM is not in a shared named file",
-                ByteCount(total - shared),
-                ByteCount(total)
-            );
-            return Err(QemuError::RamNotShared { what });
-        }
-        Ok(blocks)
     }
 
     /// A path of the QEMU process as this process reaches it, across chroot and mount namespaces.

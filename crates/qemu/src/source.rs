@@ -1,11 +1,16 @@
-//! A stock QEMU as the source: stopped by its own migration, which carries the device state and
-//! nothing else.
+//! A stock QEMU as the source. Where all RAM is in shared files it is stopped by its own migration,
+//! which then carries the device state and nothing else; where RAM is its own it is stopped by a
+//! command, and saves its devices by another.
 //!
 //! ```text
-//!   open_state      capabilities, getfd (one end of a socket pair)
-//!   stop            migrate fd:… -> the guest stops, devices drain -> pre-switchover
-//!   release_state   migrate-continue -> the device state flows, end of file -> completed
-//!   resume          migrate_cancel or cont, from wherever it was; settings put back
+//!                   RAM in shared files                    RAM of its own
+//!   open_state      capabilities, getfd (a socket pair)    a socket pair
+//!   stop            migrate fd:… -> the guest stops,       stop -> the guest stops, devices drain
+//!                   devices drain -> pre-switchover
+//!   release_state   migrate-continue -> the state flows,   add-fd, xen-save-devices-state -> a memfd,
+//!                   end of file -> completed               which is passed on
+//!   resume          migrate_cancel or cont, from           cont
+//!                   wherever it was; settings put back
 //! ```
 //!
 //! A throttle or the write governor may be in force from the start to the moment the guest has
@@ -13,7 +18,7 @@
 //! dropped.
 
 use std::collections::BTreeSet;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -31,16 +36,19 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle, vcpu_time};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
+use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
+use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{
-    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Transaction,
+    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Stop, Transaction,
 };
-use crate::monitor::{COMMAND_LIMIT, Event, Monitor, QmpError, Seen};
+use crate::monitor::{Event, Monitor, QmpError, Queued, Seen};
+use crate::ram::{Ram, StateBy};
 use crate::settings::Settings;
 use crate::userfaultfd;
 use crate::way_back::{self, TOLD_AFTER};
@@ -53,30 +61,6 @@ const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much
 /// memory to give back.
 const END_LIMIT: Duration = Duration::from_secs(5);
-
-/// How long a QEMU is waited for; tests have less patience.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// For the answer to a command.
-    pub answer: Duration,
-    /// For the guest to stop. QEMU reaches pre-switchover once its own, small RAM blocks are sent
-    /// and all disks are flushed; a flush may take long on a slow disk.
-    pub stop: Duration,
-    /// For a QEMU whose main loop stands still to take its migration back. A disk on storage that
-    /// hangs holds it up, and nothing but that disk can let it go on. The guest cannot run
-    /// meanwhile, and QEMU forgets the command when godwit ends: so there is nothing better to do
-    /// than to wait.
-    pub hang: Duration,
-    /// For the end of its migration from then on, and for the guest to run again.
-    pub resume: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        let [stop, hang, resume] = [30, 600, 20].map(Duration::from_secs);
-        Self { answer: COMMAND_LIMIT, stop, hang, resume }
-    }
-}
 
 /// From `migrate` until the guest has stopped: QEMU sends blocks of its own first, those of VGA and
 /// firmware. It does so once, in that very moment, so there is nothing to measure before.
@@ -92,6 +76,7 @@ pub struct QemuSource {
     machine: Machine,
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
+    state_by: StateBy,
     was_running: bool,
     /// What it took to look at this QEMU, which is looked at again before the guest is stopped.
     looked: Duration,
@@ -109,10 +94,12 @@ pub struct QemuSource {
     settings: Option<Settings>,
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
-    /// Whether `migrate` was issued.
-    migrating: bool,
-    /// The guest is being stopped.
-    stopping: Option<Stopping>,
+    /// The other end, where it is not QEMU that writes to it.
+    saved_to: Option<UnixStream>,
+    /// Whether the guest was told to stop, by `migrate` or by `stop`.
+    stopping: bool,
+    /// The stop, as long as it is waited for.
+    stop: Option<UnderWay>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -137,10 +124,12 @@ pub struct QemuSource {
     told: fn(&str),
 }
 
-/// A stop under way, from `migrate` to pre-switchover.
+/// A stop under way.
 #[derive(Debug)]
-struct Stopping {
+struct UnderWay {
     since: Instant,
+    /// The command that QEMU answers at its end; `None` where it is QEMU's migration that stops.
+    command: Option<Queued>,
     /// When the vCPUs stopped.
     stopped: Option<Instant>,
     /// Whether it was told that it takes long.
@@ -155,7 +144,7 @@ impl QemuSource {
     /// What stands against it, with the cure.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
         kernel_support()?;
-        let mut machine = Machine::connect(path)?;
+        let mut machine = guard::connect(path)?;
         let state = machine.run_state()?;
         let cure = match state.as_str() {
             "running" | "paused" => "",
@@ -182,7 +171,7 @@ impl QemuSource {
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let looking = Instant::now();
-        let ram = machine.ram()?;
+        let Ram { blocks: ram, state_by } = Ram::open(&mut machine)?;
         machine.check_mappings(&ram)?;
         machine.check_source()?;
         let vcpus = machine.vcpu_threads()?;
@@ -212,6 +201,7 @@ impl QemuSource {
             machine,
             limits: Limits::default(),
             ram: Arc::new(ram),
+            state_by,
             was_running: state == "running",
             parts,
             nested_refused: false,
@@ -219,8 +209,9 @@ impl QemuSource {
             tracking_stop: Duration::ZERO,
             settings: None,
             state: None,
-            migrating: false,
-            stopping: None,
+            saved_to: None,
+            stopping: false,
+            stop: None,
             released: false,
         })
     }
@@ -349,8 +340,14 @@ impl QemuSource {
         self.throttle.measures()
     }
 
-    /// Begins to stop the guest by QEMU's migration.
-    fn begin_stop(&mut self) -> Result<Stopping, QemuError> {
+    /// How QEMU hands out the state of its devices.
+    #[must_use]
+    pub fn state_by(&self) -> StateBy {
+        self.state_by
+    }
+
+    /// What comes before the guest is told to stop, either way.
+    fn prepare_stop(&mut self) -> Result<(), QemuError> {
         // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
         // throttle have failed, the guest runs freely and stops all the sooner.
         let _ = self.throttle.set_short(true);
@@ -358,24 +355,94 @@ impl QemuSource {
         self.check_unchanged()?;
         self.note(|left| left.stage = Stage::Stopping)?;
         self.take_events();
-        self.migrating = true;
-        self.machine.qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
-        Ok(Stopping { since: Instant::now(), stopped: None, told: false })
+        self.stopping = true;
+        Ok(())
     }
 
-    /// Stops the guest by QEMU's migration; `None` if that takes longer than [`STEP`], and is to be
-    /// called again then. The throttle ends with the event that says that the guest has stopped.
-    fn stop_by_migration(&mut self) -> Result<Option<Instant>, QemuError> {
-        let mut stopping = match self.stopping.take() {
-            Some(stopping) => stopping,
+    /// Begins to stop the guest.
+    fn begin_stop(&mut self) -> Result<UnderWay, QemuError> {
+        self.prepare_stop()?;
+        let qmp = &mut *self.machine.qmp;
+        let command = match self.state_by {
+            StateBy::Saving => Some(qmp.start(&Stop)?),
+            StateBy::Migration => {
+                qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
+                None
+            }
+        };
+        Ok(UnderWay { since: Instant::now(), command, stopped: None, told: false })
+    }
+
+    /// Stops the guest; `None` if that takes longer than [`STEP`], and this is to be called again.
+    fn stop_in_steps(&mut self) -> Result<Option<Instant>, QemuError> {
+        let mut stop = match self.stop.take() {
+            Some(stop) => stop,
             None => self.begin_stop()?,
         };
-        let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
+        let limit = self.limits.stop;
+        let step = STEP.min(limit.saturating_sub(stop.since.elapsed()));
+        let stopped = match stop.command.take() {
+            Some(command) => {
+                let stopped = self.await_command(&command, step);
+                stop.command = Some(command);
+                stopped
+            }
+            None => self.await_migration(&mut stop, step),
+        };
+        let Err(QemuError::Qmp(QmpError::Timeout { during, .. })) = stopped else {
+            return stopped.map(Some);
+        };
+        let taken = stop.since.elapsed();
+        if taken >= limit {
+            return Err(QmpError::Timeout { during, limit }.into());
+        }
+        if taken >= TOLD_AFTER && !std::mem::replace(&mut stop.told, true) {
+            (self.told)(&stops_late(limit));
+        }
+        self.stop = Some(stop);
+        Ok(None)
+    }
+
+    /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
+    fn await_command(&mut self, stop: &Queued, limit: Duration) -> Result<Instant, QemuError> {
+        self.machine.qmp.answer(stop, limit)?;
+        let answered = Instant::now();
+        // Its event comes before the answer.
+        let mut stopped = None;
+        for event in self.machine.qmp.take_events()? {
+            self.fate.take(&event);
+            if event.name == "STOP" {
+                stopped.get_or_insert(event.at);
+                self.fate.stands_still();
+            }
+        }
+        match stopped {
+            Some(at) => Ok(at),
+            None if !self.was_running => Ok(answered),
+            None => Err(self.stopped_by_another()),
+        }
+    }
+
+    /// Something else has stopped the guest since it was looked at last, so it is not ours to run.
+    fn stopped_by_another(&mut self) -> QemuError {
+        self.was_running = false;
+        self.fate.stands_still();
+        QemuError::Changed("the guest stopped")
+    }
+
+    /// Waits for the end of a stop by QEMU's migration. The throttle ends with the event that says
+    /// that the guest has stopped.
+    fn await_migration(
+        &mut self,
+        stop: &mut UnderWay,
+        limit: Duration,
+    ) -> Result<Instant, QemuError> {
+        let Self { machine, throttle, tracker, fate, .. } = self;
         let qmp = &mut *machine.qmp;
         let mut look = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
-                stopping.stopped.get_or_insert(event.at);
+                stop.stopped.get_or_insert(event.at);
                 fate.stands_still();
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
@@ -388,36 +455,11 @@ impl QemuSource {
                 _ => Seen::TakenIn,
             }
         };
-        let left = limits.stop.saturating_sub(stopping.since.elapsed());
-        let reached = match qmp.watch("pre-switchover", STEP.min(left), &mut look) {
-            Err(QmpError::Timeout { during, .. }) => {
-                let taken = stopping.since.elapsed();
-                if taken >= limits.stop {
-                    return Err(QmpError::Timeout { during, limit: limits.stop }.into());
-                }
-                if taken >= TOLD_AFTER && !std::mem::replace(&mut stopping.told, true) {
-                    let limit = format_duration(limits.stop);
-                    told(&format!(
-                        "QEMU is to stop the guest and still flushes its disks; waiting for it, up \
-                         to {limit}"
-                    ));
-                }
-                self.stopping = Some(stopping);
-                return Ok(None);
-            }
-            reached => reached?,
-        };
-        let stopped = stopping.stopped;
-        match (migration_event(&reached).as_str(), stopped) {
-            ("pre-switchover", Some(at)) => Ok(Some(at)),
-            ("pre-switchover", None) if !self.was_running => Ok(Some(reached.at)),
-            ("pre-switchover", None) => {
-                // Something else has stopped it since it was looked at last, so it is not ours to
-                // run.
-                self.was_running = false;
-                self.fate.stands_still();
-                Err(QemuError::Changed("the guest stopped"))
-            }
+        let reached = qmp.watch("pre-switchover", limit, &mut look)?;
+        match (migration_event(&reached).as_str(), stop.stopped) {
+            ("pre-switchover", Some(at)) => Ok(at),
+            ("pre-switchover", None) if !self.was_running => Ok(reached.at),
+            ("pre-switchover", None) => Err(self.stopped_by_another()),
             _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
         }
     }
@@ -442,15 +484,16 @@ impl QemuSource {
     }
 
     fn bring_back(&mut self) -> Result<(), QemuError> {
+        self.stop = None;
+        self.saved_to = None;
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
         }
-        self.stopping = None;
         // Only what was stopped from here is run again; whatever else stopped it since, did so for
         // a reason.
         self.take_events();
         let runs = self.was_running && self.fate.ended().is_none();
-        let running = match std::mem::take(&mut self.migrating) {
+        let running = match std::mem::take(&mut self.stopping) {
             true => way_back::run_again(&mut self.machine, runs, self.limits, self.told).and_then(
                 |()| match self.fate.ended() {
                     Some(_) => way_back::keep_stopped(&mut self.machine, self.limits.resume),
@@ -546,12 +589,9 @@ impl QemuSource {
         if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
-        let now = self.machine.ram()?;
+        let now = Ram::open(&mut self.machine)?.blocks;
         let same = now.len() == self.ram.len()
-            && now
-                .iter()
-                .zip(self.ram.iter())
-                .all(|(a, b)| a.name() == b.name() && a.pages() == b.pages());
+            && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
             return Err(QemuError::Changed("RAM was plugged or unplugged"));
         }
@@ -562,6 +602,12 @@ impl QemuSource {
         self.looked = looking.elapsed();
         Ok(())
     }
+}
+
+/// Whether `a` and `b` are the same memory, and not only of the same name and size.
+fn is_same(a: &RamBlock, b: &RamBlock) -> bool {
+    let place = |block: &RamBlock| block.place().ok();
+    a.name() == b.name() && a.pages() == b.pages() && place(a) == place(b)
 }
 
 /// The state a MIGRATION event reports; empty for other events.
@@ -582,6 +628,12 @@ pub(crate) fn failure_words(qmp: &mut dyn Monitor, otherwise: &str) -> String {
         words if words.is_empty() => otherwise.to_owned(),
         words => words,
     }
+}
+
+/// What is told of a wait for the guest to stop.
+fn stops_late(limit: Duration) -> String {
+    let limit = format_duration(limit);
+    format!("QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}")
 }
 
 const SILENT: &str = "it gives no reason; see its standard error";
@@ -631,7 +683,11 @@ impl SourceVm for QemuSource {
         // What is looked at again is looked at by the same commands.
         let processes =
             if self.processes_are_due() { self.processes_looked } else { Duration::ZERO };
-        SwitchoverCosts { lead: self.looked + processes + OWN_BLOCKS, ..SwitchoverCosts::default() }
+        let own_blocks = match self.state_by {
+            StateBy::Migration => OWN_BLOCKS,
+            StateBy::Saving => Duration::ZERO,
+        };
+        SwitchoverCosts { lead: self.looked + processes + own_blocks, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
@@ -642,6 +698,10 @@ impl SourceVm for QemuSource {
         self.check_processes()?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
+        }
+        if self.state_by == StateBy::Saving {
+            (self.state, self.saved_to) = (Some(handle), Some(theirs));
+            return Ok(Box::new(ours));
         }
         let settings = Settings::look(&mut *self.machine.qmp)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
@@ -661,7 +721,7 @@ impl SourceVm for QemuSource {
     }
 
     fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
-        let stopped = self.stop_by_migration();
+        let stopped = self.stop_in_steps();
         if let Ok(None) = stopped {
             return Ok(Poll::Pending);
         }
@@ -671,11 +731,23 @@ impl SourceVm for QemuSource {
 
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
+        if self.state_by == StateBy::Saving {
+            let devices = device_state::save(&mut self.machine, SAVE_LIMIT)?;
+            // It is read all the while, and ends with this end.
+            let passed = self.saved_to.take().map_or(Ok(()), |mut to| to.write_all(&devices));
+            passed.map_err(|source| QemuError::System { step: "passing the state on", source })?;
+            return Ok(());
+        }
         self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
         Ok(())
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
+        if self.state_by == StateBy::Saving {
+            // It was saved before it was passed on.
+            self.take_events();
+            return Ok(());
+        }
         let Self { machine, fate, .. } = self;
         let qmp = &mut *machine.qmp;
         let reached = qmp.watch("the end of its migration", SAVE_LIMIT, &mut |event| {
@@ -698,7 +770,7 @@ impl SourceVm for QemuSource {
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
-        if self.migrating {
+        if self.stopping {
             // It may have been handed over, and was discarded there.
             self.note_if_possible(|left| left.stage = Stage::Stopping);
         }

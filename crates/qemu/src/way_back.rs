@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use godwit_units::format_duration;
 
 use crate::QemuError;
+use crate::limits::Limits;
 use crate::machine::{Machine, is_over};
 use crate::monitor::QmpError;
 use crate::monitor::commands::{Cont, MigrateCancel, MigrateContinue, Stop};
-use crate::source::Limits;
 
 /// How long a migration may say that it is being cancelled before it is helped along.
 const CANCEL_LIMIT: Duration = Duration::from_millis(100);

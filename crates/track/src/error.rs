@@ -3,6 +3,16 @@
 use std::io;
 
 /// Why a process cannot be tracked (any longer).
+///
+/// ```
+/// use godwit_track::{TrackError, kernel_support};
+///
+/// match kernel_support() {
+///     Ok(()) => println!("page tables can be tracked here"),
+///     Err(error @ TrackError::Kernel { .. }) => println!("{error}"),
+///     Err(error) => println!("it cannot be told: {error}"),
+/// }
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrackError {

@@ -29,7 +29,7 @@ use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use crate::TrackError;
 use crate::governor::Governor;
 use crate::mappings::BlockMapping;
-use crate::pagemap::{PagemapTracker, Then};
+use crate::protected::{Protected, Then};
 use crate::uapi;
 
 /// How many mappings a process may have where nothing else is set.
@@ -95,7 +95,7 @@ impl Governed {
 
     pub(crate) fn harvest(
         &self,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         within: PageRun,
         limit: PageCount,
@@ -109,9 +109,9 @@ impl Governed {
             let end = ((number + 1) * SEGMENT_PAGES).min(within.end().0);
             let part = PageRun::new(at, end - at);
             let mut segment = self.segment(block, number);
-            self.change_hands(tracker, block, number, &mut segment)?;
+            self.change_hands(memory, block, number, &mut segment)?;
             let (pages, next) =
-                segment.harvest(self, tracker, block, part, left, &mut |run| joined.add(run))?;
+                segment.harvest(self, memory, block, part, left, &mut |run| joined.add(run))?;
             drop(segment);
             at = next;
             if limit.0 > 0 {
@@ -125,9 +125,9 @@ impl Governed {
         Ok(PageIndex(at))
     }
 
-    pub(crate) fn peek(
+    pub(crate) fn look(
         &self,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         within: PageRun,
         found: &mut dyn FnMut(PageRun),
@@ -143,15 +143,20 @@ impl Governed {
             while from < end
                 && let Some(unseen) = segment.next_unseen(from..end)
             {
-                tracker.scan(block, run_of(at..unseen.start), Then::Leave, 0, &mut |run| {
-                    joined.add(run)
-                })?;
+                memory.scan(
+                    block,
+                    run_of(at..unseen.start),
+                    Then::NothingIfGoverned,
+                    0,
+                    &mut |run| joined.add(run),
+                )?;
                 joined.add(run_of(unseen.clone()));
                 (at, from) = (unseen.end, unseen.end);
             }
         }
-        tracker
-            .scan(block, run_of(at..within.end().0), Then::Leave, 0, &mut |run| joined.add(run))?;
+        memory.scan(block, run_of(at..within.end().0), Then::NothingIfGoverned, 0, &mut |run| {
+            joined.add(run)
+        })?;
         joined.end();
         Ok(())
     }
@@ -163,17 +168,17 @@ impl Governed {
     /// Hands a segment to the governor, or back, if that is wanted.
     fn change_hands(
         &self,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         number: u64,
         segment: &mut Segment,
     ) -> Result<(), TrackError> {
         let wanted = self.wanted.load(Ordering::Relaxed);
-        let pages = pages_of(tracker, block, number);
+        let pages = pages_of(memory, block, number);
         if wanted == segment.governed || self.stuck.load(Ordering::Relaxed) {
             return Ok(());
         }
-        if wanted && !is_written(tracker, block, &pages)? {
+        if wanted && !is_written(memory, block, &pages)? {
             return Ok(());
         }
         if !self.cuts().change(block, number as usize, wanted) {
@@ -185,7 +190,7 @@ impl Governed {
         let mut unseen = DirtyBitmap::new(PageCount(SEGMENT_PAGES));
         unseen.set(PageRun::new(0, pages.end - pages.start));
         segment.unseen = Some(Box::new(unseen));
-        let moved = self.pass(tracker, block, &pages, from, to);
+        let moved = self.pass(memory, block, &pages, from, to);
         let Err(source) = moved else {
             segment.governed = wanted;
             if wanted {
@@ -198,7 +203,7 @@ impl Governed {
         self.give_up(&source.to_string());
         self.cuts().change(block, number as usize, !wanted);
         // Back to where it was; what of it was not passed on yet has never left.
-        self.pass(tracker, block, &pages, to, from).map_err(|source| TrackError::Switch {
+        self.pass(memory, block, &pages, to, from).map_err(|source| TrackError::Switch {
             block,
             pages,
             source,
@@ -218,17 +223,17 @@ impl Governed {
     /// From one descriptor to the other.
     fn pass(
         &self,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         pages: &Range<u64>,
         from: Hand,
         to: Hand,
     ) -> io::Result<()> {
         let descriptor = |hand| match hand {
-            Hand::Tracker => tracker.attachment.userfaultfd(),
+            Hand::Tracker => memory.attachment.userfaultfd(),
             Hand::Governor => self.governor.userfaultfd(),
         };
-        for (address, length) in addresses(tracker, block, run_of(pages.clone())) {
+        for (address, length) in addresses(memory, block, run_of(pages.clone())) {
             match uapi::uffd_unregister(descriptor(from), address, length) {
                 // It is the other's (fs/userfaultfd.c, `userfaultfd_unregister`), which is where it
                 // is to be.
@@ -245,13 +250,8 @@ impl Governed {
     }
 
     /// Protects `run` again.
-    fn protect(
-        &self,
-        tracker: &PagemapTracker,
-        block: usize,
-        run: PageRun,
-    ) -> Result<(), TrackError> {
-        addresses(tracker, block, run).try_for_each(|(address, length)| {
+    fn protect(&self, memory: &Protected, block: usize, run: PageRun) -> Result<(), TrackError> {
+        addresses(memory, block, run).try_for_each(|(address, length)| {
             uapi::uffd_write_protect(self.governor.userfaultfd(), address, length, true)
                 .map_err(|source| TrackError::Scan { block, source })
         })
@@ -259,13 +259,10 @@ impl Governed {
 }
 
 /// A segment that nobody writes is left as it is: to hand it over would have all of it read again.
-fn is_written(
-    tracker: &PagemapTracker,
-    block: usize,
-    pages: &Range<u64>,
-) -> Result<bool, TrackError> {
+fn is_written(memory: &Protected, block: usize, pages: &Range<u64>) -> Result<bool, TrackError> {
     let mut written = false;
-    tracker.scan(block, run_of(pages.clone()), Then::Leave, 1, &mut |_| written = true)?;
+    memory
+        .scan(block, run_of(pages.clone()), Then::NothingIfGoverned, 1, &mut |_| written = true)?;
     Ok(written)
 }
 
@@ -339,7 +336,7 @@ impl Segment {
     fn harvest(
         &mut self,
         governed: &Governed,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         part: PageRun,
         limit: u64,
@@ -352,13 +349,13 @@ impl Segment {
             let unseen = self.next_unseen(at..end);
             let known = run_of(at..unseen.as_ref().map_or(end, |unseen| unseen.start));
             if known.count > PageCount::ZERO {
-                let (found_here, next) = self.scan(governed, tracker, block, known, left, found)?;
+                let (found_here, next) = self.scan(governed, memory, block, known, left, found)?;
                 (pages, at) = (pages + found_here, next);
             } else if let Some(unseen) = unseen {
                 let most = if left == 0 { u64::MAX } else { left };
                 let reported = run_of(at..unseen.end.min(at.saturating_add(most)));
                 // Protected before it is read, like all that is reported.
-                self.scan(governed, tracker, block, reported, 0, &mut |_| {})?;
+                self.scan(governed, memory, block, reported, 0, &mut |_| {})?;
                 found(reported);
                 self.see(reported);
                 (pages, at) = (pages + reported.count.0, reported.end().0);
@@ -391,7 +388,7 @@ impl Segment {
     fn scan(
         &self,
         governed: &Governed,
-        tracker: &PagemapTracker,
+        memory: &Protected,
         block: usize,
         part: PageRun,
         limit: u64,
@@ -404,36 +401,36 @@ impl Segment {
         };
         let next = if self.governed {
             let mut result = Ok(());
-            let next = tracker.scan(block, part, Then::Leave, limit, &mut |run| {
+            let next = memory.scan(block, part, Then::NothingIfGoverned, limit, &mut |run| {
                 // Between the scan and this, more may have been written: those pages stay as they
                 // are, for next time.
                 if result.is_ok() {
-                    result = governed.protect(tracker, block, run);
+                    result = governed.protect(memory, block, run);
                 }
                 note(run);
             })?;
             result?;
             next
         } else {
-            tracker.scan(block, part, Then::Protect, limit, &mut note)?
+            memory.scan(block, part, Then::Protect, limit, &mut note)?
         };
         Ok((pages, next.0))
     }
 }
 
 /// The pages of segment `number` of a block.
-fn pages_of(tracker: &PagemapTracker, block: usize, number: u64) -> Range<u64> {
-    let end = tracker.blocks[block].last().map_or(0, |mapping| mapping.pages.end().0);
+fn pages_of(memory: &Protected, block: usize, number: u64) -> Range<u64> {
+    let end = memory.blocks[block].last().map_or(0, |mapping| mapping.pages.end().0);
     number * SEGMENT_PAGES..((number + 1) * SEGMENT_PAGES).min(end)
 }
 
 /// Where `run` is mapped: addresses and lengths in bytes.
 fn addresses(
-    tracker: &PagemapTracker,
+    memory: &Protected,
     block: usize,
     run: PageRun,
 ) -> impl Iterator<Item = (u64, u64)> + '_ {
-    tracker.blocks[block].iter().filter_map(move |mapping| {
+    memory.blocks[block].iter().filter_map(move |mapping| {
         let part = mapping.pages.intersect(run)?;
         let offset = (part.start.0 - mapping.pages.start.0) * PAGE_SIZE;
         Some((mapping.address.0 + offset, part.count.bytes().0))

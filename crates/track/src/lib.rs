@@ -22,6 +22,7 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod partial;
+mod protected;
 #[cfg(feature = "vm-memory")]
 mod rust_vmm;
 mod slots;
@@ -38,7 +39,7 @@ pub use kvm::{
     DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode,
     clear_dirty_log,
 };
-pub use mappings::{BlockMapping, Writer, mappings_of, other_writers};
+pub use mappings::{BlockMapping, Mapped, Writer, mapped_at, mappings_of, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
 #[cfg(feature = "vm-memory")]
 pub use rust_vmm::VhostLogRegion;
@@ -50,10 +51,49 @@ use std::sync::Arc;
 
 use godwit_units::{PageCount, PageIndex, PageRun};
 
+/// What a look at dirty pages goes by.
+///
+/// ```
+/// use godwit_track::{AsOf, DirtyTracker, TrackError};
+/// use godwit_units::PageRun;
+///
+/// /// The runs of block 0 that are dirty now.
+/// fn dirty(tracker: &dyn DirtyTracker, block: PageRun) -> Result<Vec<PageRun>, TrackError> {
+///     let mut runs = Vec::new();
+///     tracker.look(0, block, AsOf::Now, &mut |run| runs.push(run))?;
+///     Ok(runs)
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsOf {
+    /// As it was when the round began: for the last round, when nobody writes any more. To clear
+    /// what is sent then, or to fetch it again, would be work for nobody.
+    Round,
+    /// As it is now, whenever the round began: for counts, while the guest runs. Trackers of whole
+    /// memory slots fetch those anew, so ask for whole blocks.
+    Now,
+}
+
 /// Tells which pages of the RAM blocks were written.
 ///
 /// What was written before the tracker was started may be reported or not: the first round sends
 /// everything.
+///
+/// ```
+/// use godwit_track::{DirtyTracker, TrackError};
+/// use godwit_units::{PageCount, PageRun};
+///
+/// /// One round over a block of `pages` pages: what was written is read only after its harvest.
+/// fn round(
+///     tracker: &dyn DirtyTracker,
+///     pages: PageCount,
+///     mut send: impl FnMut(PageRun),
+/// ) -> Result<(), TrackError> {
+///     tracker.begin_round();
+///     let all = PageRun::new(0, pages.0);
+///     tracker.harvest(0, all, PageCount::ZERO, &mut |run| send(run)).map(drop)
+/// }
+/// ```
 pub trait DirtyTracker: Send + Sync {
     /// Says that a round begins: from now on, each page is harvested once until the next call.
     ///
@@ -81,21 +121,7 @@ pub trait DirtyTracker: Send + Sync {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError>;
 
-    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty. For the
-    /// last round, when nobody writes any more: to clear them would be work for nobody.
-    ///
-    /// # Errors
-    /// As [`Self::harvest`].
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError>;
-
-    /// Reports the dirty pages of `within` as they are now, whenever the round began, and leaves
-    /// them dirty: for counts, while the guest runs. Trackers of whole memory slots fetch those
-    /// anew, so ask for whole blocks.
+    /// Reports the dirty pages of `within` like [`Self::harvest`], but leaves them dirty.
     ///
     /// # Errors
     /// As [`Self::harvest`].
@@ -103,10 +129,9 @@ pub trait DirtyTracker: Send + Sync {
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        self.peek(block, within, found)
-    }
+    ) -> Result<(), TrackError>;
 
     /// Whether several threads may look at parts of a block at once, at no more cost in all than
     /// one that looks at the whole.
@@ -120,7 +145,7 @@ pub trait DirtyTracker: Send + Sync {
     /// As [`Self::harvest`].
     fn count(&self, block: usize, within: PageRun) -> Result<PageCount, TrackError> {
         let mut pages = PageCount::ZERO;
-        self.look(block, within, &mut |run| pages += run.count)?;
+        self.look(block, within, AsOf::Now, &mut |run| pages += run.count)?;
         Ok(pages)
     }
 }
@@ -140,22 +165,14 @@ impl<T: DirtyTracker + ?Sized> DirtyTracker for Arc<T> {
         (**self).harvest(block, within, limit, found)
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        (**self).peek(block, within, found)
-    }
-
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
-        (**self).look(block, within, found)
+        (**self).look(block, within, asof, found)
     }
 
     fn looks_in_parts(&self) -> bool {

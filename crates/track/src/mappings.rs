@@ -1,13 +1,23 @@
-//! Which processes map a RAM file, and where: the bridge from RAM-block pages to host virtual
+//! Which processes map a RAM block, and where: the bridge from RAM-block pages to host virtual
 //! addresses.
 
-use godwit_memory::RamBlock;
-use godwit_units::{Hva, PAGE_SIZE, PageCount, PageRun};
-use procfs::process::{MMPermissions, MemoryMap, Process};
+use std::path::PathBuf;
+
+use godwit_memory::{Place, RamBlock};
+use godwit_units::{ByteCount, Hva, PAGE_SIZE, PageCount, PageRun};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
 use crate::TrackError;
 
 /// A stretch of a RAM block and where a process maps it.
+///
+/// ```
+/// use godwit_track::BlockMapping;
+/// use godwit_units::{Hva, PageRun};
+///
+/// let mapping = BlockMapping { pages: PageRun::new(0, 256), address: Hva(0x7f00_0000_0000) };
+/// assert_eq!(mapping.pages.end().0, 256);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockMapping {
     /// The pages of the block.
@@ -16,7 +26,48 @@ pub struct BlockMapping {
     pub address: Hva,
 }
 
+/// What is at an address of a process.
+///
+/// ```
+/// use godwit_track::{Mapped, TrackError, mapped_at};
+/// use godwit_units::ByteCount;
+///
+/// let process = std::process::id() as i32;
+/// assert_eq!(mapped_at(process, 0, ByteCount(4096))?, Mapped::Nowhere);
+/// # Ok::<(), TrackError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mapped {
+    /// Private memory that no file holds.
+    Private,
+    /// A file, shared with whoever else maps it; it need not have a name any more.
+    Shared {
+        /// By which it can be opened.
+        file: PathBuf,
+        /// Where in it, in bytes.
+        offset: u64,
+    },
+    /// A private copy of a file, of which the process may have changed parts.
+    PrivateFile {
+        /// Its name.
+        path: String,
+    },
+    /// Not memory that may be written, or not all of it.
+    Nowhere,
+}
+
 /// A process other than the VMM that could write guest memory.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::other_writers;
+///
+/// /// What must end before the guest of process `vmm` can move.
+/// fn in_the_way(vmm: i32, blocks: &[RamBlock]) -> Vec<String> {
+///     let writers = other_writers(vmm, blocks).into_iter();
+///     writers.map(|writer| format!("{} ({})", writer.command, writer.pid)).collect()
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writer {
     /// The process.
@@ -37,8 +88,7 @@ fn proc_error(pid: i32, what: &'static str) -> impl FnOnce(procfs::ProcError) ->
 /// Device (major, minor) and inode as `/proc/PID/maps` shows them.
 type FileKey = ((i32, i32), u64);
 
-fn file_key(block: &RamBlock) -> Option<FileKey> {
-    let (device, inode) = block.identity().ok()?;
+fn file_key(device: u64, inode: u64) -> Option<FileKey> {
     let number = |n: u32| i32::try_from(n).ok();
     Some(((number(rustix::fs::major(device))?, number(rustix::fs::minor(device))?), inode))
 }
@@ -49,28 +99,39 @@ fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
         && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
 }
 
-/// Where the process `pid` maps `block` shared and writable, in the order of the block's pages.
+/// Where the process `pid` maps `block` writable, in the order of the block's pages: a file shared,
+/// memory of its own as a whole.
 ///
 /// # Errors
 /// When `/proc/PID/maps` cannot be read, or not every page of the block is mapped exactly once.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{TrackError, mappings_of};
+/// use godwit_units::PageCount;
+///
+/// let block = RamBlock::anonymous("ram", PageCount(16))?;
+/// // Nothing of this process maps it.
+/// let found = mappings_of(std::process::id() as i32, &block);
+/// assert!(matches!(found, Err(TrackError::NotMapped { .. })));
+/// # Ok::<(), godwit_memory::MemoryError>(())
+/// ```
 pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
     let not_mapped = || TrackError::NotMapped { pid, block: block.name().to_owned() };
-    let key = file_key(block).ok_or_else(not_mapped)?;
     let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
-    let file_pages = PageRun::new(block.file_offset() / PAGE_SIZE, block.pages().0);
-    let mut found: Vec<BlockMapping> = maps
-        .iter()
-        .filter(|map| is_shared_write(map, key))
-        .filter_map(|map| {
-            let (start, end) = map.address;
-            let mapped = PageRun::new(map.offset / PAGE_SIZE, (end - start) / PAGE_SIZE);
-            let pages = mapped.intersect(file_pages)?;
-            Some(BlockMapping {
-                pages: PageRun::new(pages.start.0 - file_pages.start.0, pages.count.0),
-                address: Hva(start + (pages.start.0 - mapped.start.0) * PAGE_SIZE),
-            })
-        })
-        .collect();
+    let mut found: Vec<BlockMapping> = match block.place() {
+        Ok(Place::File { device, inode, offset }) => {
+            let key = file_key(device, inode).ok_or_else(not_mapped)?;
+            let file_pages = PageRun::new(offset / PAGE_SIZE, block.pages().0);
+            let shared = maps.iter().filter(|map| is_shared_write(map, key));
+            shared.filter_map(|map| part_of_file(map, file_pages)).collect()
+        }
+        Ok(Place::Process { pid: owner, address }) if owner == pid => {
+            let end = address.saturating_add(block.pages().bytes().0);
+            maps.iter().filter_map(|map| part_of_process(map, address, end)).collect()
+        }
+        _ => return Err(not_mapped()),
+    };
     found.sort_by_key(|mapping| mapping.pages.start);
     let mut next = 0;
     for mapping in &found {
@@ -85,12 +146,101 @@ pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, Trac
     Ok(found)
 }
 
+/// What `map` maps of the block that is these pages of the file.
+fn part_of_file(map: &MemoryMap, file_pages: PageRun) -> Option<BlockMapping> {
+    let (start, end) = map.address;
+    let mapped = PageRun::new(map.offset / PAGE_SIZE, (end - start) / PAGE_SIZE);
+    let pages = mapped.intersect(file_pages)?;
+    Some(BlockMapping {
+        pages: PageRun::new(pages.start.0 - file_pages.start.0, pages.count.0),
+        address: Hva(start + (pages.start.0 - mapped.start.0) * PAGE_SIZE),
+    })
+}
+
+/// What `map` maps of the block from `first` to `end`: private memory that is no file's, whose
+/// untouched pages are zeros.
+fn part_of_process(map: &MemoryMap, first: u64, end: u64) -> Option<BlockMapping> {
+    let private = map.perms.contains(MMPermissions::WRITE | MMPermissions::PRIVATE);
+    let (from, to) = (map.address.0.max(first), map.address.1.min(end));
+    (private && map.inode == 0 && from < to).then(|| BlockMapping {
+        pages: PageRun::new((from - first) / PAGE_SIZE, (to - from) / PAGE_SIZE),
+        address: Hva(from),
+    })
+}
+
+/// What process `pid` has mapped at `address`, for all of `size`.
+///
+/// # Errors
+/// When `/proc/PID/maps` cannot be read.
+///
+/// ```
+/// use godwit_track::{Mapped, mapped_at};
+/// use godwit_units::ByteCount;
+///
+/// let memory = vec![7_u8; 1 << 20];
+/// let own = std::process::id().cast_signed();
+/// let mapped = mapped_at(own, memory.as_ptr() as u64, ByteCount(1 << 19))?;
+/// assert_eq!(mapped, Mapped::Private);
+/// # Ok::<(), godwit_track::TrackError>(())
+/// ```
+pub fn mapped_at(pid: i32, address: u64, size: ByteCount) -> Result<Mapped, TrackError> {
+    let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
+    let Some(end) = address.checked_add(size.0) else { return Ok(Mapped::Nowhere) };
+    let mut parts = maps.iter().filter(|map| map.address.0 < end && map.address.1 > address);
+    let Some(first) = parts.next() else { return Ok(Mapped::Nowhere) };
+    let writable = |map: &MemoryMap| map.perms.contains(MMPermissions::WRITE);
+    // The kernel divides what is advised differently.
+    let mut reached = first.address.1;
+    let alike = parts.all(|map| {
+        let follows = map.address.0 == std::mem::replace(&mut reached, map.address.1);
+        let same = (map.dev, map.inode, map.perms) == (first.dev, first.inode, first.perms);
+        let goes_on =
+            map.inode == 0 || map.offset == first.offset + (map.address.0 - first.address.0);
+        follows && same && goes_on
+    });
+    if !alike || !writable(first) || first.address.0 > address || reached < end {
+        return Ok(Mapped::Nowhere);
+    }
+    let shared = first.perms.contains(MMPermissions::SHARED);
+    Ok(match (shared, first.inode) {
+        (false, 0) => Mapped::Private,
+        (false, _) => match &first.pathname {
+            MMapPath::Path(path) => Mapped::PrivateFile { path: path.display().to_string() },
+            _ => Mapped::PrivateFile { path: "a file".to_owned() },
+        },
+        (true, _) => {
+            let (start, end) = first.address;
+            let file = format!("/proc/{pid}/map_files/{start:x}-{end:x}").into();
+            Mapped::Shared { file, offset: first.offset + (address - start) }
+        }
+    })
+}
+
+/// The file that holds `block`: memory of a process is nobody else's.
+fn file_of(block: &RamBlock) -> Option<FileKey> {
+    match block.place() {
+        Ok(Place::File { device, inode, .. }) => file_key(device, inode),
+        _ => None,
+    }
+}
+
 /// All processes but `vmm` and this one that map one of `blocks` shared and writable. Processes
 /// whose maps may not be read are passed over: they belong to other users.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::other_writers;
+/// use godwit_units::PageCount;
+///
+/// let block = RamBlock::anonymous("ram", PageCount(16))?;
+/// let process = std::process::id() as i32;
+/// assert_eq!(other_writers(process, &[block]), [], "the file is this process's own");
+/// # Ok::<(), godwit_memory::MemoryError>(())
+/// ```
 #[must_use]
 pub fn other_writers(vmm: i32, blocks: &[RamBlock]) -> Vec<Writer> {
     let keys: Vec<(FileKey, &str)> =
-        blocks.iter().filter_map(|block| Some((file_key(block)?, block.name()))).collect();
+        blocks.iter().filter_map(|block| Some((file_of(block)?, block.name()))).collect();
     let own = std::process::id();
     let Ok(processes) = procfs::process::all_processes() else { return Vec::new() };
     let mut writers = Vec::new();

@@ -23,32 +23,43 @@
 //! even if the *file* has data there. So the first round sends all data, whatever is reported.
 
 use std::fs::File;
-use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use godwit_memory::RamBlock;
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_memory::pagemap::{Looked, PageRegion, scan};
+use godwit_units::{PageCount, PageIndex, PageRun};
 
 use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
 use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
 use crate::partial::loses_nothing;
-use crate::uapi::{self, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion};
-use crate::{DirtyTracker, TrackError};
-
-/// Regions asked for in one scan: 24 bytes each, on the stack.
-const REGIONS: usize = 512;
+use crate::protected::{Protected, Then};
+use crate::uapi;
+use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Tracks the memory of one process. Dropping it ends the tracking: the kernel lifts all protection
 /// when the only descriptor is closed, also when this process is killed.
+///
+/// ```
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{DirtyTracker, PagemapTracker, TrackError};
+///
+/// /// What process `pid` writes to `block` within a second; needs the right to trace it.
+/// fn written(pid: i32, block: RamBlock) -> Result<(), TrackError> {
+///     let pages = block.all();
+///     let tracker = PagemapTracker::start(pid, &[block])?;
+///     tracker.harvest(0, pages, pages.count, &mut |_| {})?;
+///     std::thread::sleep(std::time::Duration::from_secs(1));
+///     println!("{} within a second", tracker.count(0, pages)?);
+///     Ok(())
+/// }
+/// ```
 #[derive(Debug)]
 pub struct PagemapTracker {
     pid: i32,
-    pub(crate) attachment: Attachment,
-    pagemap: File,
-    pub(crate) blocks: Vec<Vec<BlockMapping>>,
+    protected: Protected,
     /// Some of the memory comes in huge pages only.
     huge: bool,
     /// See [`Approach`].
@@ -59,25 +70,22 @@ pub struct PagemapTracker {
     making: Mutex<()>,
 }
 
-/// What a scan is to do beside reporting.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Then {
-    /// Nothing.
-    Leave,
-    /// Protect again in the same step; everything must be tracked asynchronously.
-    Protect,
-}
-
 /// Checks that this kernel can do what the tracker needs, without touching another process.
 ///
 /// # Errors
 /// [`TrackError::Kernel`] naming what is missing.
+///
+/// ```
+/// if let Err(error) = godwit_track::kernel_support() {
+///     println!("page tables cannot be tracked here: {error}");
+/// }
+/// ```
 pub fn kernel_support() -> Result<(), TrackError> {
     let own = File::open("/proc/self/pagemap").map_err(|_| TrackError::Kernel {
         missing: "/proc/PID/pagemap (CONFIG_PROC_PAGE_MONITOR)",
     })?;
     // An empty range does nothing where the ioctl exists.
-    match uapi::pagemap_scan(own.as_fd(), 0, 0, 0, 0, &mut [PageRegion::default()]) {
+    match scan(own.as_fd(), Looked::Written, 0..0, 0, 0, &mut [PageRegion::default()]) {
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => {
             Err(TrackError::Kernel { missing: "the PAGEMAP_SCAN ioctl" })
         }
@@ -113,7 +121,8 @@ impl PagemapTracker {
         tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
         // Memory of hugetlbfs comes in huge pages for ever, whose entries nobody splits.
         let ordinary = blocks.iter().filter(|block| !block.has_huge_pages());
-        let mut directories: Vec<_> = ordinary.filter_map(|block| block.path().parent()).collect();
+        // Without a file, no page is reached but by the entry that is split.
+        let mut directories: Vec<_> = ordinary.filter_map(|block| block.path()?.parent()).collect();
         directories.dedup();
         if directories.into_iter().any(|directory| loses_nothing(Some(directory)) == Some(false)) {
             tracker.protect_once()?;
@@ -146,11 +155,11 @@ impl PagemapTracker {
     /// When the kernel refuses, or has no memory for the page tables.
     #[doc(hidden)]
     pub fn protect_once(&self) -> Result<(), TrackError> {
-        for (block, mapped) in self.blocks.iter().enumerate() {
+        for (block, mapped) in self.protected.blocks.iter().enumerate() {
             for mapping in mapped {
                 let bytes = mapping.pages.count.bytes().0;
                 uapi::uffd_write_protect(
-                    self.attachment.userfaultfd(),
+                    self.protected.attachment.userfaultfd(),
                     mapping.address.0,
                     bytes,
                     true,
@@ -191,9 +200,7 @@ impl PagemapTracker {
         }
         Ok(Self {
             pid,
-            attachment,
-            pagemap,
-            blocks: mappings,
+            protected: Protected { attachment, pagemap, blocks: mappings },
             huge: false,
             harmless_filters: 0,
             governed: OnceLock::new(),
@@ -233,8 +240,9 @@ impl PagemapTracker {
         match self.governed.get() {
             Some(governed) => governed.governor.set_vcpus(vcpus),
             None => {
-                let governor = Governor::start(self.pid, attach()?, &self.blocks, vcpus)?;
-                let _ = self.governed.set(Governed::new(self.pid, governor, &self.blocks));
+                let governor = Governor::start(self.pid, attach()?, &self.protected.blocks, vcpus)?;
+                let _ =
+                    self.governed.set(Governed::new(self.pid, governor, &self.protected.blocks));
             }
         }
         Ok(())
@@ -303,56 +311,7 @@ impl PagemapTracker {
     /// The attachment to the process, with how long it was stopped.
     #[must_use]
     pub fn attachment(&self) -> &Attachment {
-        &self.attachment
-    }
-
-    /// Reports pages of `within` that are not protected, up to `limit` of them (0: all).
-    pub(crate) fn scan(
-        &self,
-        block: usize,
-        within: PageRun,
-        then: Then,
-        limit: u64,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<PageIndex, TrackError> {
-        let failed = |source: io::Error| TrackError::Scan { block, source };
-        let flags = match then {
-            Then::Protect => PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
-            // What is governed is not protected asynchronously. Memory that nobody protects counts
-            // as written.
-            Then::Leave if self.governed.get().is_some() => 0,
-            Then::Leave => PM_SCAN_CHECK_WPASYNC,
-        };
-        let mut regions = [PageRegion::default(); REGIONS];
-        let mut left = limit;
-        for mapping in &self.blocks[block] {
-            let Some(part) = mapping.pages.intersect(within) else { continue };
-            // Addresses and pages of one mapping differ by a constant.
-            let to_page =
-                |address: u64| mapping.pages.start.0 + (address - mapping.address.0) / PAGE_SIZE;
-            let to_address =
-                |page: u64| mapping.address.0 + (page - mapping.pages.start.0) * PAGE_SIZE;
-            let mut at = to_address(part.start.0);
-            let end = to_address(part.end().0);
-            while at < end {
-                let (filled, walked) =
-                    uapi::pagemap_scan(self.pagemap.as_fd(), at, end, flags, left, &mut regions)
-                        .map_err(failed)?;
-                for region in &regions[..filled] {
-                    let (start, end) = (to_page(region.start), to_page(region.end));
-                    found(PageRun::new(start, end - start));
-                    left = left.saturating_sub(end - start);
-                }
-                if walked <= at || walked > end {
-                    return Err(failed(io::Error::other("PAGEMAP_SCAN made no progress")));
-                }
-                at = walked;
-                if limit > 0 && left == 0 {
-                    return Ok(PageIndex(to_page(at)));
-                }
-            }
-        }
-        Ok(within.end())
+        &self.protected.attachment
     }
 }
 
@@ -365,20 +324,21 @@ impl DirtyTracker for PagemapTracker {
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
         match self.governed.get() {
-            Some(governed) => governed.harvest(self, block, within, limit, found),
-            None => self.scan(block, within, Then::Protect, limit.0, found),
+            Some(governed) => governed.harvest(&self.protected, block, within, limit, found),
+            None => self.protected.scan(block, within, Then::Protect, limit.0, found),
         }
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         match self.governed.get() {
-            Some(governed) => governed.peek(self, block, within, found),
-            None => self.scan(block, within, Then::Leave, 0, found).map(drop),
+            Some(governed) => governed.look(&self.protected, block, within, found),
+            None => self.protected.scan(block, within, Then::Nothing, 0, found).map(drop),
         }
     }
 

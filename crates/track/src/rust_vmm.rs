@@ -41,6 +41,18 @@ impl BlockMapping {
 /// memory.write_slice(b"by a device", GuestAddress(0x40_1000))?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// ```
+/// use godwit_track::{TrackError, VhostLog, VhostLogRegion};
+/// use godwit_units::{Gfn, Gpa, PageCount};
+/// use vm_memory::bitmap::Bitmap;
+///
+/// let log = VhostLog::new(PageCount(16))?;
+/// let region = VhostLogRegion::new(&log, Gpa(8 * 4096));
+/// region.mark_dirty(100, 8);
+/// assert!(!log.is_marked(Gfn(8)), "it is off until a tracker is started on it");
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct VhostLogRegion {
     log: Arc<VhostLog>,

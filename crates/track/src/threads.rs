@@ -5,6 +5,15 @@
 //! (pid_namespaces(7), proc(5): `NSpid`).
 
 /// A thread.
+///
+/// ```
+/// use godwit_track::threads_of;
+///
+/// /// What QEMU calls thread 17 in a container is known by another number here.
+/// fn known_as(qemu: i32) -> Option<i32> {
+///     threads_of(qemu).iter().find(|thread| thread.inside == 17).map(|thread| thread.here)
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ThreadNumbers {
     /// As /proc has it here.
@@ -14,6 +23,12 @@ pub struct ThreadNumbers {
 }
 
 /// All threads of process `pid`, which is a number here; none when it has ended.
+///
+/// ```
+/// let process = std::process::id() as i32;
+/// let threads = godwit_track::threads_of(process);
+/// assert!(threads.iter().any(|thread| thread.here == process));
+/// ```
 #[must_use]
 pub fn threads_of(pid: i32) -> Vec<ThreadNumbers> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();

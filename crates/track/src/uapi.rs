@@ -1,8 +1,7 @@
-//! The kernel's numbers and structures, from `linux/userfaultfd.h` and `linux/fs.h`, and the calls
-//! on them.
+//! The kernel's numbers and structures, from `linux/userfaultfd.h`, and the calls on them.
 //!
-//! No crate knows asynchronous write protection or `PAGEMAP_SCAN` yet. Everything unsafe about the
-//! two ioctls is here; what they mean is in `attach` and `pagemap`.
+//! No crate knows asynchronous write protection yet. Everything unsafe about its ioctls is here;
+//! what they mean is in `attach` and `pagemap`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -38,16 +37,6 @@ const UFFDIO_WRITEPROTECT: u64 = iowr(0xaa, 0x06, size_of::<UffdioWriteprotect>(
 /// `_IO(0xaa, 0x00)`: on /dev/userfaultfd, a userfaultfd of the process that asks, with the flags
 /// of the argument.
 pub(crate) const USERFAULTFD_IOC_NEW: u64 = 0xaa << 8;
-/// `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: u64 = iowr(b'f', 16, size_of::<ScanArg>());
-
-/// The page was written since it was write-protected.
-pub(crate) const PAGE_IS_WRITTEN: u64 = 1 << 1;
-/// Write-protect the pages that are reported.
-pub(crate) const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
-/// Fail where the range is not registered for asynchronous write protection.
-pub(crate) const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
-
 /// `_IOW` of the kernel: the call reads a structure of `size` bytes.
 pub(crate) const fn iow(kind: u8, number: u64, size: usize) -> u64 {
     (1 << 30) | ((size as u64) << 16) | ((kind as u64) << 8) | number
@@ -114,33 +103,6 @@ pub(crate) struct Fault {
 
 /// Messages taken by one read.
 const MESSAGES: usize = 64;
-
-/// `struct page_region`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct PageRegion {
-    pub(crate) start: u64,
-    pub(crate) end: u64,
-    pub(crate) categories: u64,
-}
-
-/// `struct pm_scan_arg`.
-#[repr(C)]
-#[derive(Default)]
-struct ScanArg {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
 
 /// Opens a userfaultfd for this process with all that userfaultfd(2) knows; `flags` are beside
 /// O_CLOEXEC and O_NONBLOCK.
@@ -250,38 +212,6 @@ pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> i
     Ok(messages.len() == MESSAGES)
 }
 
-/// Scans `start..end` for pages that are written, reporting up to `max_pages` (0: no limit) of them
-/// in `regions`. Returns how many regions were filled and the address where the walk ended.
-pub(crate) fn pagemap_scan(
-    pagemap: BorrowedFd<'_>,
-    start: u64,
-    end: u64,
-    flags: u64,
-    max_pages: u64,
-    regions: &mut [PageRegion],
-) -> io::Result<(usize, u64)> {
-    let mut arg = ScanArg {
-        size: size_of::<ScanArg>() as u64,
-        flags,
-        start,
-        end,
-        vec: regions.as_mut_ptr() as u64,
-        vec_len: regions.len() as u64,
-        max_pages,
-        category_mask: PAGE_IS_WRITTEN,
-        return_mask: PAGE_IS_WRITTEN,
-        ..ScanArg::default()
-    };
-    // SAFETY: PAGEMAP_SCAN reads and writes one `struct pm_scan_arg` of the size it names, and
-    // writes at most `vec_len` regions to `vec`; both belong to this call and are borrowed
-    // exclusively.
-    let filled = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut arg) };
-    if filled < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok((filled.unsigned_abs() as usize, arg.walk_end))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,7 +221,6 @@ mod tests {
         // The values of the kernel headers; a wrong one would fail as ENOTTY in tests/pagemap.rs.
         assert_eq!(UFFDIO_API, 0xc018_aa3f);
         assert_eq!(UFFDIO_REGISTER, 0xc020_aa00);
-        assert_eq!(PAGEMAP_SCAN, 0xc060_6610);
         assert_eq!(UFFDIO_UNREGISTER, 0x8010_aa01);
         assert_eq!(UFFDIO_WAKE, 0x8010_aa02);
         assert_eq!(UFFDIO_WRITEPROTECT, 0xc018_aa06);

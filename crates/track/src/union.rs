@@ -10,9 +10,19 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_units::{PageCount, PageIndex, PageRun};
 
 use crate::collected::Collectors;
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Combines trackers of the same RAM blocks.
+///
+/// ```
+/// use godwit_track::{DirtyTracker, KvmLogTracker, UnionTracker, VhostLogTracker};
+/// use godwit_units::PageCount;
+///
+/// /// What vCPUs and devices write to one block of `pages` pages.
+/// fn both(pages: PageCount, vcpus: KvmLogTracker, devices: VhostLogTracker) -> impl DirtyTracker {
+///     UnionTracker::new(&[pages], vec![Box::new(vcpus), Box::new(devices)])
+/// }
+/// ```
 pub struct UnionTracker {
     trackers: Vec<Box<dyn DirtyTracker>>,
     /// For each block, pages that a tracker has given away and that were not reported: they were
@@ -109,22 +119,14 @@ impl DirtyTracker for UnionTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        self.unite(block, within, found, |tracker, note| tracker.peek(block, within, note))
-    }
-
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
-        self.unite(block, within, found, |tracker, note| tracker.look(block, within, note))
+        self.unite(block, within, found, |tracker, note| tracker.look(block, within, asof, note))
     }
 }
 
@@ -173,10 +175,11 @@ mod tests {
             Ok(within.end())
         }
 
-        fn peek(
+        fn look(
             &self,
             _: usize,
             _: PageRun,
+            _: AsOf,
             found: &mut dyn FnMut(PageRun),
         ) -> Result<(), TrackError> {
             self.dirty.lock().unwrap().iter().for_each(|page| found(PageRun::new(*page, 1)));

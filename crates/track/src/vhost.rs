@@ -26,13 +26,27 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::collected::{Collected, Collectors};
 use crate::slots::{BlockSlots, Part};
 use crate::words::{mark, peek_into, take_into};
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 // Bytes of the log are taken eight at a time: bit P % 8 of byte P / 8 must be bit P % 64 of word P
 // / 64.
 const _: () = assert!(cfg!(target_endian = "little"), "the log is taken as little-endian words");
 
 /// A log, shared between devices and one tracker. Off until a [`VhostLogTracker`] is started on it.
+///
+/// ```
+/// use godwit_memslots::Slot;
+/// use godwit_track::{TrackError, VhostLog, VhostLogTracker};
+/// use godwit_units::{ByteCount, Gfn, Gpa, PageCount};
+///
+/// let slot = Slot { pages: PageCount(16), ..Slot::default() };
+/// let log = VhostLog::new(PageCount(16))?;
+/// let _tracker = VhostLogTracker::start(&log, &[PageCount(16)], &[slot])?;
+/// // A device of this process has written 8 bytes across the end of the third page.
+/// log.mark(Gpa(3 * 4096 - 4), ByteCount(8))?;
+/// assert!(log.is_marked(Gfn(2)) && log.is_marked(Gfn(3)) && !log.is_marked(Gfn(4)));
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Debug)]
 pub struct VhostLog {
     memory: OwnedFd,
@@ -147,6 +161,21 @@ impl Drop for VhostLog {
 }
 
 /// Tracks what devices write, by their log. The log is on as long as the tracker lives.
+///
+/// ```
+/// use godwit_memslots::Slot;
+/// use godwit_track::{DirtyTracker, TrackError, VhostLog, VhostLogTracker};
+/// use godwit_units::{ByteCount, Gpa, PageCount, PageRun};
+///
+/// let slot = Slot { pages: PageCount(16), ..Slot::default() };
+/// let log = VhostLog::new(PageCount(16))?;
+/// let tracker = VhostLogTracker::start(&log, &[PageCount(16)], &[slot])?;
+/// log.mark(Gpa(2 * 4096), ByteCount(8192))?;
+/// let mut runs = Vec::new();
+/// tracker.harvest(0, PageRun::new(0, 16), PageCount::ZERO, &mut |run| runs.push(run))?;
+/// assert_eq!(runs, [PageRun::new(2, 2)]);
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Debug)]
 pub struct VhostLogTracker {
     log: Arc<VhostLog>,
@@ -224,10 +253,11 @@ impl DirtyTracker for VhostLogTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, PagemapTracker, TrackError, Way};
+use godwit_track::{AsOf, DirtyTracker, PagemapTracker, TrackError, Way};
 use godwit_units::{PAGE_SIZE, PageCount, PageRun};
 
 /// Four segments and a bit.
@@ -40,11 +40,10 @@ fn governed_process() {
                 threads.push(std::thread::spawn(move || {
                     // SAFETY: takes nothing.
                     tell.send(unsafe { libc::gettid() }).unwrap();
-                    let mut random = 0x9e37_79b9_7f4a_7c15_u64 ^ u64::from(std::process::id());
+                    let mut rng = fastrand::Rng::new();
                     while !stop.load(Ordering::Relaxed) {
-                        random = random.wrapping_mul(0xd120_8bd3_27ab_3a35).rotate_left(23) ^ 0x55;
                         let count = writes.fetch_add(1, Ordering::Relaxed);
-                        memory.store(random % PAGES, count);
+                        memory.store(rng.u64(..PAGES), count);
                     }
                 }));
                 println!("{}", told.recv().unwrap());
@@ -307,7 +306,7 @@ fn no_write_is_lost_while_segments_change_hands() {
     tracker.govern(Some(f64::INFINITY)).unwrap();
     governed.ask("stop");
     let mut last = Vec::new();
-    tracker.peek(0, ALL, &mut |run| last.push(run)).unwrap();
+    tracker.look(0, ALL, AsOf::Round, &mut |run| last.push(run)).unwrap();
     last.into_iter().for_each(&mut take);
 
     assert!(changes > 100, "{changes}");
@@ -333,7 +332,7 @@ fn what_a_harvest_did_not_come_to_is_seen_by_the_last_one() {
     // The others are taken over and reported.
     harvest(&tracker, PageRun::new(4096, PAGES - 4096));
     let mut seen = Vec::new();
-    tracker.peek(0, ALL, &mut |run| seen.push(run)).unwrap();
+    tracker.look(0, ALL, AsOf::Round, &mut |run| seen.push(run)).unwrap();
     assert_eq!(seen, [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), [PageRun::new(10, 4086)]);
     assert_eq!(harvest(&tracker, PageRun::new(0, 4096)), []);

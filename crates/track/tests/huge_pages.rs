@@ -174,13 +174,6 @@ impl Drop for Memory {
     }
 }
 
-fn next(random: &mut u64) -> u64 {
-    *random ^= *random << 13;
-    *random ^= *random >> 7;
-    *random ^= *random << 17;
-    *random >> 16
-}
-
 /// Harvests all in parts of `limit` pages and copies what is reported.
 fn round(memory: &Memory, tracker: &PagemapTracker, copy: &mut [u64], limit: u64) {
     let mut at = 0;
@@ -209,21 +202,21 @@ fn migrate(memory: &Memory, protected_once: bool, seed: u64) -> Vec<u64> {
         for writer in 0..2_u64 {
             let (stop, stamps) = (&stop, &stamps);
             scope.spawn(move || {
-                let mut random = seed ^ writer << 40 ^ 0x9e37_79b9_7f4a_7c15;
+                let mut rng = fastrand::Rng::with_seed(seed ^ writer << 40);
                 while !stop.load(Ordering::Relaxed) {
                     let stamp = stamps.fetch_add(1, Ordering::Relaxed);
                     // Some pages many times, and then for long not again.
                     let window = stamp / 400 * 70;
-                    memory.write((window + next(&mut random) % 70) % PAGES, stamp);
+                    memory.write((window + rng.u64(..70)) % PAGES, stamp);
                     (0..300).for_each(|_| std::hint::spin_loop());
                 }
             });
         }
         scope.spawn(|| {
-            let mut random = seed;
+            let mut rng = fastrand::Rng::with_seed(seed);
             while !stop.load(Ordering::Relaxed) {
-                let page = next(&mut random) % PAGES;
-                let pages = match next(&mut random) % 8 {
+                let page = rng.u64(..PAGES);
+                let pages = match rng.u64(..8) {
                     0 => PageRun::new(page / HUGE * HUGE, HUGE),
                     _ => PageRun::new(page, (1 + page % 5).min(PAGES - page)),
                 };

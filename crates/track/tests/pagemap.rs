@@ -1,7 +1,8 @@
 //! The pagemap tracker on a real process that knows nothing of it: this test program, started once
 //! more.
 //!
-//! The process maps a RAM file and writes what it is told to on its standard input. Needs Linux 6.7
+//! The process maps a RAM file, or memory that no file holds, and writes what it is told to on its
+//! standard input. Needs Linux 6.7
 //! and the right to trace; skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
@@ -11,7 +12,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use godwit_memory::RamBlock;
+use godwit_memory::{ProcessBacking, RamBlock};
 use godwit_track::{DirtyTracker, PagemapTracker, TrackError, mappings_of, other_writers};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
@@ -22,9 +23,11 @@ const ROLE: &str = "GODWIT_TEST_WRITER";
 #[test]
 fn writer_process() {
     let Some(path) = std::env::var_os(ROLE) else { return };
-    let file = File::options().read(true).write(true).open(path).unwrap();
-    let memory = map(&file);
-    println!("\nready");
+    let memory = match path.as_encoded_bytes() {
+        b"" => map(None),
+        _ => map(Some(&File::options().read(true).write(true).open(path).unwrap())),
+    };
+    println!("\n{}", memory as u64);
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -46,43 +49,76 @@ fn writer_process() {
     }
 }
 
-fn map(file: &File) -> *mut u8 {
+/// All of the file; or private memory, in huge pages where they fit, as QEMU has it by default.
+fn map(file: Option<&File>) -> *mut u8 {
     use std::os::fd::AsRawFd;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new shared mapping at an address of the kernel's choice.
+    let length = (PAGES * PAGE_SIZE) as usize;
+    let (flags, fd) = match file {
+        Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
+        None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+    };
+    // SAFETY: a new mapping at an address of the kernel's choice; advice changes no bytes.
     let memory = unsafe {
-        let length = (PAGES * PAGE_SIZE) as usize;
-        libc::mmap(std::ptr::null_mut(), length, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        let memory = libc::mmap(std::ptr::null_mut(), length, protection, flags, fd, 0);
+        libc::madvise(memory, length, libc::MADV_HUGEPAGE);
+        memory
     };
     assert_ne!(memory, libc::MAP_FAILED);
     memory.cast()
 }
 
+/// Where the guest's memory is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Memory {
+    File,
+    Private,
+}
+
+const KINDS: [Memory; 2] = [Memory::File, Memory::Private];
+
 struct Writer {
     child: Child,
     stdin: ChildStdin,
     stdout: BufReader<ChildStdout>,
-    path: PathBuf,
+    path: Option<PathBuf>,
     block: Vec<RamBlock>,
 }
 
 impl Writer {
-    fn start(name: &str) -> Self {
-        let path =
-            PathBuf::from(format!("/dev/shm/godwit-track-test-{name}-{}", std::process::id()));
-        File::create(&path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
-        let block = RamBlock::open("mem", &path, 0, PageCount(PAGES).bytes(), false).unwrap();
+    fn start(name: &str, memory: Memory) -> Self {
+        let path = (memory == Memory::File).then(|| {
+            PathBuf::from(format!("/dev/shm/godwit-track-test-{name}-{}", std::process::id()))
+        });
+        if let Some(path) = &path {
+            File::create(path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
+        }
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "writer_process", "--nocapture"])
-            .env(ROLE, &path)
+            .env(ROLE, path.clone().unwrap_or_default())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let stdin = child.stdin.take().unwrap();
         let stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut writer = Self { child, stdin, stdout, path, block: vec![block] };
-        writer.expect("ready");
+        let mut writer = Self { child, stdin, stdout, path, block: Vec::new() };
+        let size = PageCount(PAGES).bytes();
+        let mut line = String::new();
+        let address = loop {
+            line.clear();
+            assert_ne!(writer.stdout.read_line(&mut line).unwrap(), 0, "the writer process ended");
+            if let Ok(address) = line.trim().parse() {
+                break address;
+            }
+        };
+        writer.block.push(match &writer.path {
+            Some(path) => RamBlock::open("mem", path, 0, size, false).unwrap(),
+            None => {
+                let backing = ProcessBacking::open(writer.pid(), address, size.0).unwrap();
+                RamBlock::new("mem", Box::new(backing), PageCount(PAGES))
+            }
+        });
         writer
     }
 
@@ -116,11 +152,12 @@ impl Writer {
         }
     }
 
-    /// Whether the kernel still has write protection by a userfaultfd on the RAM file's mapping.
+    /// Whether the kernel still has write protection by a userfaultfd on the memory's mapping.
     fn is_registered(&self) -> bool {
         let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
-        let of_file = smaps.split(self.path.to_str().unwrap()).nth(1).unwrap();
-        let flags = of_file.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
+        let address = mappings_of(self.pid(), &self.block[0]).unwrap()[0].address.0;
+        let of_memory = smaps.split(&format!("\n{address:x}-")).nth(1).unwrap();
+        let flags = of_memory.lines().find(|line| line.starts_with("VmFlags:")).unwrap();
         flags.split(' ').any(|flag| flag == "uw")
     }
 }
@@ -129,7 +166,7 @@ impl Drop for Writer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = std::fs::remove_file(&self.path);
+        let _ = self.path.take().map(std::fs::remove_file);
     }
 }
 
@@ -143,93 +180,104 @@ const ALL: PageRun = PageRun::new(0, PAGES);
 
 #[test]
 fn every_write_is_found_and_none_invented() {
-    let mut writer = Writer::start("writes");
-    writer.tell("store 0 5000");
-    let Some(tracker) = writer.track() else { return };
-    assert_eq!(harvest(&tracker, ALL, 0).0, [ALL], "at first all is dirty");
-    assert_eq!(harvest(&tracker, ALL, 0).0, [], "nothing was written since");
+    for memory in KINDS {
+        let mut writer = Writer::start("writes", memory);
+        writer.tell("store 0 5000");
+        let Some(tracker) = writer.track() else { return };
+        assert_eq!(harvest(&tracker, ALL, 0).0, [ALL], "at first all is dirty");
+        assert_eq!(harvest(&tracker, ALL, 0).0, [], "nothing was written since");
 
-    writer.tell("store 7 1");
-    writer.tell("store 4000 100");
-    assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(101));
-    assert_eq!(tracker.count(0, PageRun::new(7, 4000)).unwrap(), PageCount(8));
-    assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(7, 1), PageRun::new(4000, 100)]);
-    assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(0));
+        writer.tell("store 7 1");
+        writer.tell("store 4000 100");
+        assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(101));
+        assert_eq!(tracker.count(0, PageRun::new(7, 4000)).unwrap(), PageCount(8));
+        assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(7, 1), PageRun::new(4000, 100)]);
+        assert_eq!(tracker.count(0, ALL).unwrap(), PageCount(0));
 
-    // A write from kernel mode: read(2) straight into the page.
-    writer.tell("read 99 2");
-    assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(99, 2)]);
+        // A write from kernel mode: read(2) straight into the page.
+        writer.tell("read 99 2");
+        assert_eq!(harvest(&tracker, ALL, 0).0, [PageRun::new(99, 2)]);
+    }
 }
 
 #[test]
 fn a_harvest_stops_at_its_limit_and_goes_on_from_there() {
-    let mut writer = Writer::start("limit");
-    writer.tell("store 0 5000");
-    let Some(tracker) = writer.track() else { return };
-    harvest(&tracker, ALL, 0);
-    writer.tell("store 10 100");
-    writer.tell("store 3000 100");
-    let (runs, end) = harvest(&tracker, ALL, 60);
-    assert_eq!(runs, [PageRun::new(10, 60)]);
-    assert_eq!(end, PageIndex(70));
-    let (runs, end) = harvest(&tracker, PageRun::new(70, PAGES - 70), 1000);
-    assert_eq!(runs, [PageRun::new(70, 40), PageRun::new(3000, 100)]);
-    assert_eq!(end, PageIndex(PAGES));
+    for memory in KINDS {
+        let mut writer = Writer::start("limit", memory);
+        writer.tell("store 0 5000");
+        let Some(tracker) = writer.track() else { return };
+        harvest(&tracker, ALL, 0);
+        writer.tell("store 10 100");
+        writer.tell("store 3000 100");
+        let (runs, end) = harvest(&tracker, ALL, 60);
+        assert_eq!(runs, [PageRun::new(10, 60)]);
+        assert_eq!(end, PageIndex(70));
+        let (runs, end) = harvest(&tracker, PageRun::new(70, PAGES - 70), 1000);
+        assert_eq!(runs, [PageRun::new(70, 40), PageRun::new(3000, 100)]);
+        assert_eq!(end, PageIndex(PAGES));
+    }
 }
 
 #[test]
 fn pages_touched_for_the_first_time_are_found() {
-    let mut writer = Writer::start("first-touch");
-    let Some(tracker) = writer.track() else { return };
-    harvest(&tracker, ALL, 0);
-    writer.tell("store 600 2");
-    let (runs, _) = harvest(&tracker, ALL, 0);
-    assert!(
-        runs.iter().any(|run| run.intersect(PageRun::new(600, 2)) == Some(PageRun::new(600, 2)))
-    );
+    for memory in KINDS {
+        let mut writer = Writer::start("first-touch", memory);
+        let Some(tracker) = writer.track() else { return };
+        harvest(&tracker, ALL, 0);
+        writer.tell("store 600 2");
+        let (runs, _) = harvest(&tracker, ALL, 0);
+        assert!(
+            runs.iter()
+                .any(|run| run.intersect(PageRun::new(600, 2)) == Some(PageRun::new(600, 2)))
+        );
+    }
 }
 
 #[test]
 fn nothing_is_left_behind() {
-    let mut writer = Writer::start("nothing-left");
-    writer.tell("store 0 100");
-    for _ in 0..3 {
-        let Some(tracker) = writer.track() else { return };
-        assert!(writer.is_registered());
-        harvest(&tracker, ALL, 0);
-        drop(tracker);
-        // A test beside this one that starts a process has all descriptors twice until that process
-        // has loaded its program.
-        let until = Instant::now() + Duration::from_secs(5);
-        while writer.is_registered() && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(1));
+    for memory in KINDS {
+        let mut writer = Writer::start("nothing-left", memory);
+        writer.tell("store 0 100");
+        for _ in 0..3 {
+            let Some(tracker) = writer.track() else { return };
+            assert!(writer.is_registered());
+            harvest(&tracker, ALL, 0);
+            drop(tracker);
+            // A test beside this one that starts a process has all descriptors twice until that
+            // process has loaded its program.
+            let until = Instant::now() + Duration::from_secs(5);
+            while writer.is_registered() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(!writer.is_registered());
+            let status = std::fs::read_to_string(format!("/proc/{}/status", writer.pid())).unwrap();
+            assert!(status.contains("TracerPid:\t0"));
+            writer.tell("store 0 200");
         }
-        assert!(!writer.is_registered());
-        let status = std::fs::read_to_string(format!("/proc/{}/status", writer.pid())).unwrap();
-        assert!(status.contains("TracerPid:\t0"));
-        writer.tell("store 0 200");
+        let descriptors = std::fs::read_dir(format!("/proc/{}/fd", writer.pid())).unwrap();
+        let left = descriptors.filter(|entry| {
+            let target = std::fs::read_link(entry.as_ref().unwrap().path()).unwrap_or_default();
+            target.to_string_lossy().contains("userfaultfd")
+        });
+        assert_eq!(left.count(), 0);
     }
-    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", writer.pid())).unwrap();
-    let left = descriptors.filter(|entry| {
-        let target = std::fs::read_link(entry.as_ref().unwrap().path()).unwrap_or_default();
-        target.to_string_lossy().contains("userfaultfd")
-    });
-    assert_eq!(left.count(), 0);
 }
 
 #[test]
 fn a_second_tracker_is_refused() {
-    let writer = Writer::start("second");
-    let Some(_tracker) = writer.track() else { return };
-    assert!(matches!(
-        PagemapTracker::start(writer.pid(), &writer.block),
-        Err(TrackError::Registered { .. })
-    ));
+    for memory in KINDS {
+        let writer = Writer::start("second", memory);
+        let Some(_tracker) = writer.track() else { return };
+        assert!(matches!(
+            PagemapTracker::start(writer.pid(), &writer.block),
+            Err(TrackError::Registered { .. })
+        ));
+    }
 }
 
 #[test]
 fn mappings_and_other_writers_are_found() {
-    let writer = Writer::start("mappings");
+    let writer = Writer::start("mappings", Memory::File);
     let mapped = mappings_of(writer.pid(), &writer.block[0]).unwrap();
     assert_eq!(mapped.len(), 1);
     assert_eq!(mapped[0].pages, ALL);
@@ -239,4 +287,42 @@ fn mappings_and_other_writers_are_found() {
     assert_eq!(seen[0].pid, writer.pid());
     let own = i32::try_from(std::process::id()).unwrap();
     assert!(matches!(mappings_of(own, &writer.block[0]), Err(TrackError::NotMapped { .. })));
+}
+
+#[test]
+fn private_memory_is_its_process_s_alone() {
+    let writer = Writer::start("private", Memory::Private);
+    let mapped = mappings_of(writer.pid(), &writer.block[0]).unwrap();
+    assert_eq!(mapped.iter().map(|mapping| mapping.pages.count.0).sum::<u64>(), PAGES);
+    assert_eq!(other_writers(1, &writer.block), []);
+    let own = i32::try_from(std::process::id()).unwrap();
+    assert!(matches!(mappings_of(own, &writer.block[0]), Err(TrackError::NotMapped { .. })));
+    // One page further than is mapped.
+    let backing = ProcessBacking::open(writer.pid(), mapped[0].address.0, (PAGES + 1) * PAGE_SIZE);
+    let block = RamBlock::new("mem", Box::new(backing.unwrap()), PageCount(PAGES + 1));
+    let past = mappings_of(writer.pid(), &block);
+    // The neighbour may happen to be memory of the same kind.
+    assert!(past.is_err() || past.unwrap().len() > 1);
+}
+
+#[test]
+fn what_is_read_while_it_is_tracked_is_not_dirty_and_what_is_dirty_can_be_read() {
+    let mut writer = Writer::start("read", Memory::Private);
+    writer.tell("store 100 1000");
+    let Some(tracker) = writer.track() else { return };
+    harvest(&tracker, ALL, 0);
+    let block = &writer.block[0];
+    let mut bytes = vec![0; 5000 * 4096];
+    block.read(PageIndex(0), &mut bytes).unwrap();
+    let (runs, _) = harvest(&tracker, ALL, 0);
+    // Reading what was never touched may have filled in the kernel's page of zeros.
+    let within = PageRun::new(100, 1000);
+    assert!(runs.iter().all(|run| run.intersect(within).is_none()), "{runs:?}");
+
+    writer.tell("store 104 1");
+    let (runs, _) = harvest(&tracker, within, 0);
+    assert_eq!(runs, [PageRun::new(104, 1)]);
+    let mut page = [0; 4096];
+    writer.block[0].read(PageIndex(104), &mut page).unwrap();
+    assert_eq!(page[0], 104 | 1);
 }

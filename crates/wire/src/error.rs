@@ -1,6 +1,15 @@
 //! What can be wrong with received bytes.
 
 /// Why received bytes are not what the format says.
+///
+/// ```
+/// use godwit_wire::{GREETING_LEN, Greeting, WireError};
+///
+/// let mut stranger = [0; GREETING_LEN];
+/// stranger[..8].copy_from_slice(b"SSH-2.0-");
+/// let refused = Greeting::decode(&stranger);
+/// assert_eq!(refused, Err(WireError::NotGodwit { start: *b"SSH-2.0-" }));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {

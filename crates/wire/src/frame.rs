@@ -18,6 +18,13 @@ pub const HEADER_LEN: usize = 24;
 pub const PAYLOAD_LIMIT: usize = (1 << 20) + (16 << 10);
 
 /// What a frame holds. The numbers are the wire's and are never reused.
+///
+/// ```
+/// use godwit_wire::{FrameKind, Message};
+///
+/// assert_eq!(Message::Commit.kind(), FrameKind::Commit);
+/// assert_eq!(FrameKind::Commit as u16, 28);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 #[allow(missing_docs, reason = "each is documented at the message it carries")]
@@ -80,6 +87,18 @@ impl FrameKind {
 }
 
 /// The header of a frame, as received.
+///
+/// ```
+/// use godwit_wire::{FrameHeader, FrameKind, Message, WireError};
+///
+/// let frame = Message::RoundEnd { round: 3 }.encode();
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// header.verify(payload)?;
+/// assert_eq!((header.kind, header.aux), (FrameKind::RoundEnd, 3));
+/// assert!(header.verify(b"something else").is_err());
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameHeader {
     /// What the payload is.
@@ -145,6 +164,19 @@ impl FrameHeader {
 ///
 /// # Panics
 /// When the payload is longer than [`PAYLOAD_LIMIT`]: a mistake of the caller.
+///
+/// ```
+/// use godwit_wire::{FrameHeader, FrameKind, HEADER_LEN, WireError, seal};
+///
+/// let mut frame = vec![0; HEADER_LEN];
+/// frame.extend(b"device state");
+/// seal(&mut frame, FrameKind::DeviceState, 0, 0);
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// header.verify(payload)?;
+/// assert_eq!(header.length, 12);
+/// # Ok::<(), WireError>(())
+/// ```
 pub fn seal(frame: &mut [u8], kind: FrameKind, runs: u16, aux: u64) {
     let (header, payload) = frame.split_at_mut(HEADER_LEN);
     assert!(payload.len() <= PAYLOAD_LIMIT, "a payload of {} bytes", payload.len());
@@ -160,6 +192,12 @@ pub fn seal(frame: &mut [u8], kind: FrameKind, runs: u16, aux: u64) {
 const LAST: u64 = 1 << 32;
 
 /// The aux of a barrier: the end of `round`, behind which nothing comes if it is the `last` one.
+///
+/// ```
+/// use godwit_wire::{barrier_aux, barrier_of};
+///
+/// assert_eq!(barrier_of(barrier_aux(7, true)), Ok((7, true)));
+/// ```
 #[must_use]
 pub fn barrier_aux(round: u32, last: bool) -> u64 {
     u64::from(round) | if last { LAST } else { 0 }
@@ -169,6 +207,13 @@ pub fn barrier_aux(round: u32, last: bool) -> u64 {
 ///
 /// # Errors
 /// When the aux says something else as well.
+///
+/// ```
+/// use godwit_wire::barrier_of;
+///
+/// assert_eq!(barrier_of(7), Ok((7, false)));
+/// assert!(barrier_of(u64::MAX).is_err());
+/// ```
 pub fn barrier_of(aux: u64) -> Result<(u32, bool), WireError> {
     match u32::try_from(aux & !LAST) {
         Ok(round) => Ok((round, aux & LAST != 0)),
@@ -177,6 +222,15 @@ pub fn barrier_of(aux: u64) -> Result<(u32, bool), WireError> {
 }
 
 /// The digest that both sides compare: XXH3-128 of `bytes`.
+///
+/// ```
+/// use godwit_wire::digest;
+///
+/// let (page, mut copy) = ([7; 4096], [7; 4096]);
+/// assert_eq!(digest(&page), digest(&copy));
+/// copy[100] ^= 1;
+/// assert_ne!(digest(&page), digest(&copy));
+/// ```
 #[must_use]
 pub fn digest(bytes: &[u8]) -> u128 {
     XxHash3_128::oneshot(bytes)

@@ -14,6 +14,11 @@ pub const GREETING_LEN: usize = 40;
 const MAGIC: [u8; 8] = *b"GODWIT\x00\x1a";
 
 /// Names one migration; drawn at random by the source.
+///
+/// ```
+/// let session = godwit_wire::SessionId([0xab; 16]);
+/// assert_eq!(session.to_string(), "ab".repeat(16));
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SessionId(pub [u8; 16]);
 
@@ -30,6 +35,14 @@ impl fmt::Display for SessionId {
 }
 
 /// What a connection is for.
+///
+/// ```
+/// use godwit_wire::{Greeting, Role, SessionId};
+///
+/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Channel(1) };
+/// let received = Greeting::decode(&greeting.encode());
+/// assert!(received.is_ok_and(|greeting| greeting.role == Role::Channel(1)));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// The conversation, the device state and the handover.
@@ -41,6 +54,16 @@ pub enum Role {
 }
 
 /// The greeting of a connection.
+///
+/// ```
+/// use godwit_wire::{Greeting, Role, SessionId};
+///
+/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Control };
+/// let mut bytes = greeting.encode();
+/// assert_eq!(Greeting::decode(&bytes), Ok(greeting));
+/// bytes[20] ^= 1;
+/// assert!(Greeting::decode(&bytes).is_err());
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Greeting {
     /// Which migration.

@@ -31,6 +31,14 @@ const _: () =
     assert!(DEVICE_STATE_CHUNK <= PAYLOAD_LIMIT && DIGESTS_PER_MESSAGE * 16 + 16 <= PAYLOAD_LIMIT);
 
 /// A RAM block as the source offers it.
+///
+/// ```
+/// use godwit_units::PageCount;
+/// use godwit_wire::BlockOffer;
+///
+/// let block = BlockOffer { name: "mem".to_owned(), pages: PageCount(1 << 20) };
+/// assert_eq!(block.pages.bytes().0, 4 << 30);
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BlockOffer {
     /// Its name.
@@ -40,6 +48,18 @@ pub struct BlockOffer {
 }
 
 /// A disk as the source offers it.
+///
+/// ```
+/// use godwit_units::ByteCount;
+/// use godwit_wire::DiskOffer;
+///
+/// let disk = DiskOffer {
+///     name: "vda".to_owned(),
+///     size: ByteCount(10 << 30),
+///     granularity: ByteCount::ZERO,
+/// };
+/// assert_eq!(disk.granularity, ByteCount::ZERO, "not chosen yet");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOffer {
     /// Its name.
@@ -52,6 +72,27 @@ pub struct DiskOffer {
 }
 
 /// What the source wants to send.
+///
+/// ```
+/// use godwit_units::PageCount;
+/// use godwit_wire::{BlockOffer, FrameHeader, Message, Offer, WireError};
+///
+/// let offer = Offer {
+///     channels: 2,
+///     codecs: 0,
+///     verify: false,
+///     running: true,
+///     machine: "qemu".to_owned(),
+///     blocks: vec![BlockOffer { name: "mem".to_owned(), pages: PageCount(1 << 20) }],
+///     disks: Vec::new(),
+/// };
+/// let frame = Message::Offer(offer.clone()).encode();
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// header.verify(payload)?;
+/// assert_eq!(Message::decode(&header, payload)?, Message::Offer(offer));
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     /// How many data channels it will open.
@@ -73,6 +114,14 @@ pub struct Offer {
 }
 
 /// Why a side gave up; the numbers are the wire's.
+///
+/// ```
+/// use godwit_wire::{AbortCode, Message};
+///
+/// let text = "the VMs have different sizes".to_owned();
+/// let frame = Message::Abort { code: AbortCode::Layout, text }.encode();
+/// assert_eq!(frame[8], AbortCode::Layout as u8);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum AbortCode {
@@ -118,6 +167,20 @@ impl AbortCode {
 }
 
 /// A message of the control connection. S: sent by the source, D: by the destination.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_wire::{FrameHeader, Message, WireError};
+///
+/// let said = Message::RoundAck { round: 3, flush: Duration::from_millis(2) };
+/// let frame = said.encode();
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// header.verify(payload)?;
+/// assert_eq!(Message::decode(&header, payload)?, said);
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Message {
     /// S: what will be sent.

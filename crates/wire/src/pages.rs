@@ -29,6 +29,15 @@ const PAGE: usize = PAGE_SIZE as usize;
 const _: () = assert!(FRAME_PAGES * PAGE + RUNS_LIMIT * RUN_LEN <= PAYLOAD_LIMIT);
 
 /// What is said about the pages of a run.
+///
+/// ```
+/// use godwit_wire::Content;
+///
+/// let content = |page: &[u8]| {
+///     if page.iter().all(|byte| *byte == 0) { Content::Zero } else { Content::Data }
+/// };
+/// assert_eq!([content(&[0; 4096]), content(&[1; 4096])], [Content::Zero, Content::Data]);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Content {
@@ -39,6 +48,14 @@ pub enum Content {
 }
 
 /// A run as it stands in the run table.
+///
+/// ```
+/// use godwit_units::PageRun;
+/// use godwit_wire::{Content, WireRun};
+///
+/// let hole = WireRun { run: PageRun::new(101, 50), content: Content::Zero };
+/// assert_eq!(hole.run.end().0, 151);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WireRun {
     /// The pages.
@@ -48,6 +65,24 @@ pub struct WireRun {
 }
 
 /// Builds page frames in one buffer that is used again and again.
+///
+/// ```
+/// use godwit_units::PageRun;
+/// use godwit_wire::{Content, HEADER_LEN, PageFrameBuilder, RUN_LEN, WireError};
+///
+/// let mut builder = PageFrameBuilder::new();
+/// let page = [7; 4096];
+/// builder.add(
+///     PageRun::new(100, 1),
+///     |bytes| Ok::<(), WireError>(bytes.copy_from_slice(&page)),
+///     |_, _| Some(Content::Data),
+/// )?;
+/// builder.zero(PageRun::new(101, 50));
+/// let frame = builder.finish(0);
+/// assert_eq!(frame.len(), HEADER_LEN + 4096 + 2 * RUN_LEN);
+/// assert!(builder.is_empty(), "and ready for the next");
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Debug)]
 pub struct PageFrameBuilder {
     buffer: Vec<u8>,
@@ -184,6 +219,20 @@ impl PageFrameBuilder {
 }
 
 /// What of a run went into a frame.
+///
+/// ```
+/// use godwit_units::{PageCount, PageRun};
+/// use godwit_wire::{Content, PageFrameBuilder, WireError};
+///
+/// let mut builder = PageFrameBuilder::new();
+/// let added = builder.add(
+///     PageRun::new(0, 3),
+///     |bytes| Ok::<(), WireError>(bytes.fill(7)),
+///     |page, _| (page.0 != 1).then_some(Content::Data),
+/// )?;
+/// assert_eq!((added.data, added.zero), (PageCount(2), PageCount::ZERO));
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Added {
     /// Pages with their bytes.
@@ -206,6 +255,29 @@ fn complete(buffer: &mut [u8], data: usize, runs: &[WireRun], block: u32, codec:
 }
 
 /// A received page frame whose checksum was found right.
+///
+/// ```
+/// use godwit_units::PageRun;
+/// use godwit_wire::{Content, FrameHeader, PageFrame, PageFrameBuilder, WireError};
+///
+/// let mut builder = PageFrameBuilder::new();
+/// let page = [7; 4096];
+/// builder.add(
+///     PageRun::new(100, 1),
+///     |bytes| Ok::<(), WireError>(bytes.copy_from_slice(&page)),
+///     |_, _| Some(Content::Data),
+/// )?;
+/// builder.zero(PageRun::new(101, 50));
+/// let frame = builder.finish(0);
+/// let (header, payload) = frame.split_first_chunk().expect("a header");
+/// let header = FrameHeader::decode(header)?;
+/// header.verify(payload)?;
+/// let frame = PageFrame::decode(&header, payload)?;
+/// let runs: Vec<_> = frame.runs(frame.data).collect();
+/// assert_eq!((runs[0].0.run, runs[0].1), (PageRun::new(100, 1), &page[..]));
+/// assert_eq!((runs[1].0.run, runs[1].0.content), (PageRun::new(101, 50), Content::Zero));
+/// # Ok::<(), WireError>(())
+/// ```
 #[derive(Debug)]
 pub struct PageFrame<'a> {
     /// The index of the RAM block, as both sides numbered it.

@@ -3,8 +3,11 @@
 //!
 //! A benchmark is a program of its own under `src/bin`; this library leaves measuring to them.
 
+pub mod arguments;
+pub mod fixture;
 pub mod godwit;
 pub mod moves;
 pub mod report;
 pub mod row;
 pub mod sys;
+pub mod table;

@@ -101,6 +101,14 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
+/// The median of a figure of `rows`; NaN for none.
+pub fn median_of<'a, R: 'a>(
+    rows: impl IntoIterator<Item = &'a R>,
+    figure: impl Fn(&R) -> f64,
+) -> f64 {
+    median(&rows.into_iter().map(figure).collect::<Vec<_>>())
+}
+
 /// Processor, core count, memory and kernel of this machine, in one line.
 pub fn machine() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use crate::report::median;
+use crate::report;
+use crate::table::{Column, Table, figure};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -54,7 +55,7 @@ pub fn of<'a>(rows: &'a [Row], name: &'a str) -> impl Iterator<Item = &'a Row> {
 
 /// The median of a figure of the rows called `name`.
 pub fn median_of(rows: &[Row], name: &str, figure: impl Fn(&Row) -> f64) -> f64 {
-    median(&of(rows, name).map(figure).collect::<Vec<_>>())
+    report::median_of(of(rows, name), figure)
 }
 
 /// The medians of the rows called `name`; finished if all are. `None` when there are no such rows.
@@ -80,39 +81,21 @@ pub fn medians(rows: &[Row], name: &'static str) -> Option<Row> {
     })
 }
 
-/// The head of the table.
-pub fn print_head() {
-    println!(
-        "{:<22} {:>8} {:>7} {:>11} {:>8} {:>8} {:>7} {:>7} {:>7} {:>6} {:>6}",
-        "",
-        "finished",
-        "total s",
-        "downtime ms",
-        "gap ms",
-        "sent MiB",
-        "lost s",
-        "<50% s",
-        "<10% s",
-        "CPU s",
-        "rounds"
-    );
-}
+/// The table of them.
+pub const TABLE: Table<Row> = Table(&[
+    Column { head: "", width: 22, cell: |row| row.name.to_owned() },
+    Column { head: "finished", width: 8, cell: |row| finished(row).to_owned() },
+    Column { head: "total s", width: 7, cell: |row| figure(row.total_s, 2) },
+    Column { head: "downtime ms", width: 11, cell: |row| figure(row.downtime_ms, 0) },
+    Column { head: "gap ms", width: 8, cell: |row| figure(row.gap_ms, 0) },
+    Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 0) },
+    Column { head: "lost s", width: 7, cell: |row| figure(row.lost_s, 2) },
+    Column { head: "<50% s", width: 7, cell: |row| figure(row.under_half_s, 2) },
+    Column { head: "<10% s", width: 7, cell: |row| figure(row.under_tenth_s, 2) },
+    Column { head: "CPU s", width: 6, cell: |row| figure(row.cpu_s, 2) },
+    Column { head: "rounds", width: 6, cell: |row| row.rounds.to_string() },
+]);
 
-/// A line of it.
-pub fn print_row(row: &Row) {
-    let known = |figure: f64| if figure.is_nan() { "-".to_owned() } else { format!("{figure:.0}") };
-    println!(
-        "{:<22} {:>8} {:>7.2} {:>11} {:>8} {:>8.0} {:>7.2} {:>7.2} {:>7.2} {:>6.2} {:>6}",
-        row.name,
-        if row.finished { "yes" } else { "never" },
-        row.total_s,
-        known(row.downtime_ms),
-        known(row.gap_ms),
-        row.sent_mib,
-        row.lost_s,
-        row.under_half_s,
-        row.under_tenth_s,
-        row.cpu_s,
-        row.rounds
-    );
+fn finished(row: &Row) -> &'static str {
+    if row.finished { "yes" } else { "never" }
 }

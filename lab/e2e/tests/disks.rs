@@ -41,13 +41,10 @@ impl Image {
     fn filled(name: &str) -> anyhow::Result<Self> {
         let image = Self::new(name, SIZE)?;
         let file = File::options().write(true).open(&image.0)?;
-        let mut word = 1u64;
+        let mut rng = fastrand::Rng::with_seed(1);
         let mut bytes = vec![0; 8 << 20];
         for at in [USED, USED + (32 << 20), SIZE - (8 << 20)] {
-            for eight in bytes.chunks_mut(8) {
-                word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                eight.copy_from_slice(&(word ^ word >> 31).to_le_bytes());
-            }
+            rng.fill(&mut bytes);
             file.write_all_at(&bytes, at)?;
         }
         Ok(image)
@@ -238,8 +235,9 @@ fn the_guests_writes_are_limited_until_it_has_moved() -> anyhow::Result<()> {
     const LIMIT_RATE: f64 = 100.0 * 1024.0;
     let Some(disks) = DiskPair::start("limited")? else { return Ok(()) };
     let name = format!("limited-{}", std::process::id());
-    let options = ["--set", "disk-limit=100KiB/s", "--downtime-limit", "1ms", "--name", &name];
-    let (migrate, _receive) = disks.in_full_pass(&options)?;
+    // A busy host may not come near that limit for long.
+    let options = ["--set", "disk-limit=100KiB/s", "--downtime-limit", "1ms", "--patience", "1h"];
+    let (migrate, _receive) = disks.in_full_pass(&[&options[..], &["--name", &name]].concat())?;
     // Some rounds with the limit in force; then it may end.
     let limited = |line: &Value| {
         line["disk_limit_bytes_per_second"].as_f64() == Some(LIMIT_RATE)

@@ -1,6 +1,7 @@
 //! A godwit that is killed: whichever and whenever, the guest runs on at one side, within a second
 //! where it was stopped, and nothing of godwit's is left in QEMU.
 
+use std::os::unix::process::ExitStatusExt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -433,8 +434,10 @@ fn killed_with_its_guardian(pair: &Pair, address: &str, fault: &str) -> anyhow::
     let guardian = guardian_of(&pair.source)?.context("there is no guardian")?;
     // One that was killed would be replaced, so it is stopped for now.
     kill_process(guardian, Signal::STOP)?;
-    await_end(&migrate)?;
-    Ok(kill_process(guardian, Signal::KILL)?)
+    let ended = migrate.wait(LIMIT)?;
+    kill_process(guardian, Signal::KILL)?;
+    ensure!(ended.status.signal() == Some(9), "it failed by itself: {}", ended.errors);
+    Ok(())
 }
 
 #[test]

@@ -16,7 +16,7 @@ use serde_json::Value;
 fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     let name = vm.vm_name();
     let arguments =
-        ["plan", "--vm", &name, "--for", "700ms", "--link", "5MiB/s", "--link", "10Gbit", "--json"];
+        ["plan", "--vm", &name, "--for", "700ms", "--link", "1MiB/s", "--link", "10Gbit", "--json"];
     let output = godwit.done(&arguments)?;
     let answer: Value = serde_json::from_slice(&output.stdout)?;
     let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);

@@ -11,8 +11,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use godwit_guest_workload::settings::CardAddress;
 
+use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
-use crate::netns::{build_within, remove, tool};
+use crate::netns::build_within;
 use crate::pings::Pings;
 use crate::qemu_build::QemuBuild;
 use crate::vm::VmConfig;
@@ -95,6 +96,6 @@ impl Lan {
 
 impl Drop for Lan {
     fn drop(&mut self) {
-        remove(&self.name);
+        remove_namespace(&self.name);
     }
 }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::Context;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::netns;
+use crate::ip;
 
 const PREFIX: &str = "godwit-vm-";
 pub(crate) const SHARED_MEMORY: &str = "/dev/shm";
@@ -89,7 +89,11 @@ fn sweep() {
         let _ = std::fs::remove_file(&ram);
     }
     for namespace in orphans(Path::new(NAMESPACES)) {
-        namespace.file_name().and_then(|name| name.to_str()).into_iter().for_each(netns::remove);
+        namespace
+            .file_name()
+            .and_then(|name| name.to_str())
+            .into_iter()
+            .for_each(ip::remove_namespace);
     }
 }
 

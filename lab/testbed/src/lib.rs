@@ -17,6 +17,7 @@ mod gap;
 mod godwit;
 mod guest;
 mod huge;
+mod ip;
 mod lan;
 mod leftovers;
 mod machine;

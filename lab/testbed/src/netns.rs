@@ -9,9 +9,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use godwit_units::{ByteCount, Rate};
 
+use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
 use crate::qemu_build::QemuBuild;
 
@@ -112,7 +113,7 @@ impl Drop for SlowLink {
     fn drop(&mut self) {
         // At once, also where something still runs in the namespace; its end goes with it.
         let _ = tool("ip", &["link", "delete", &self.interface]);
-        remove(&self.name);
+        remove_namespace(&self.name);
     }
 }
 
@@ -127,21 +128,6 @@ pub(crate) fn build_within(
     std::fs::write(script, text).context("cannot write a script")?;
     std::fs::set_permissions(script, std::fs::Permissions::from_mode(0o755))?;
     Ok(QemuBuild { program: script.to_owned(), ..build.clone() })
-}
-
-/// Removes a namespace, and with it the interfaces in it and their other ends.
-pub(crate) fn remove(name: &str) {
-    let _ = tool("ip", &["netns", "delete", name]);
-}
-
-pub(crate) fn tool(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
-    let output = Command::new(program)
-        .args(arguments)
-        .output()
-        .with_context(|| format!("cannot run {program}"))?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), said.trim());
-    Ok(())
 }
 
 #[cfg(test)]

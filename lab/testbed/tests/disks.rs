@@ -154,35 +154,23 @@ fn leftovers(vm: &mut TestVm) -> Vec<String> {
     found
 }
 
-/// Numbers that look random and are the same each time (SplitMix64).
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (word ^ word >> 31) % limit
-    }
-
-    /// A write, zeros or a discard of some sectors of a disk.
-    fn command(&mut self, size: u64) -> String {
-        let length = 512 * (1 + self.below(200));
-        let offset = 512 * self.below((size - length) / 512 + 1);
-        match self.below(10) {
-            0 => format!("write -z -u {offset} {length}"),
-            1 => format!("discard {offset} {length}"),
-            _ => format!("write -P {} {offset} {length}", 1 + self.below(255)),
-        }
+/// A write, zeros or a discard of some sectors of a disk.
+fn command(rng: &mut fastrand::Rng, size: u64) -> String {
+    let length = 512 * rng.u64(1..=200);
+    let offset = 512 * rng.u64(..=(size - length) / 512);
+    match rng.u8(..10) {
+        0 => format!("write -z -u {offset} {length}"),
+        1 => format!("discard {offset} {length}"),
+        _ => format!("write -P {} {offset} {length}", rng.u8(1..)),
     }
 }
 
 fn rounds_of_writes(build: &QemuBuild, disks: &[(&'static str, u64)], granularity: u64) {
     let mut pair = Pair::start(build, disks);
-    let mut dice = Dice(granularity);
+    let mut rng = fastrand::Rng::with_seed(granularity);
     let mut write = |pair: &mut Pair, count: usize| {
         for (place, (_, size)) in disks.iter().enumerate() {
-            (0..count).for_each(|_| drop(pair.disk(place, &dice.command(*size))));
+            (0..count).for_each(|_| drop(pair.disk(place, &command(&mut rng, *size))));
         }
     };
     write(&mut pair, 40);

@@ -70,15 +70,12 @@ proptest! {
 
 #[test]
 fn densities_from_one_page_to_all() {
-    let mut state = 1u64;
+    let mut rng = fastrand::Rng::with_seed(1);
     for dirty_of_1024 in [1, 4, 10, 30, 51, 100, 300, 512, 1000] {
         let mut words = vec![0u64; if cfg!(miri) { 70 } else { 3000 }];
         for word in &mut words {
             for bit in 0..64 {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                *word |= u64::from((state >> 33) % 1024 < dirty_of_1024) << bit;
+                *word |= u64::from(rng.u64(..1024) < dirty_of_1024) << bit;
             }
         }
         for path in CodePath::available() {

@@ -45,7 +45,7 @@ struct Model {
     /// What is in the socket buffers: when it leaves them, and how many bytes.
     queue: VecDeque<(f64, usize)>,
     queued: usize,
-    seed: u64,
+    rng: fastrand::Rng,
 }
 
 impl Model {
@@ -56,17 +56,13 @@ impl Model {
             receiver_free: 0.0,
             queue: VecDeque::new(),
             queued: 0,
-            seed: 1,
+            rng: fastrand::Rng::with_seed(1),
         }
     }
 
     /// A factor around 1: no two batches are alike.
     fn noise(&mut self) -> f64 {
-        self.seed = self
-            .seed
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        0.9 + 0.2 * ((self.seed >> 40) as f64 / (1_u64 << 24) as f64)
+        0.9 + 0.2 * self.rng.f64()
     }
 
     /// Sends bytes that stand for `raw` bytes of pages.

@@ -13,7 +13,7 @@ use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
-use godwit_track::DirtyTracker;
+use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageIndex, PageRun};
 use godwit_wire::Content;
 
@@ -207,7 +207,7 @@ impl Channel {
                     Some(found) => {
                         found.iter().filter_map(|run| run.intersect(rest)).for_each(note)
                     }
-                    None => self.shared.tracker.peek(block, rest, &mut note)?,
+                    None => self.shared.tracker.look(block, rest, AsOf::Round, &mut note)?,
                 }
                 rest.end()
             } else {

@@ -18,7 +18,7 @@ use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES};
 
-use super::frame_sender::{FrameSender, RoundStatistics};
+use super::frame_sender::{DiskStatistics, FrameSender};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;
@@ -43,18 +43,6 @@ pub(super) enum DiskOrder {
         /// The round.
         round: u32,
     },
-}
-
-/// What a channel did in a round.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct DiskStatistics {
-    pub(super) statistics: RoundStatistics,
-    /// How long it waited for the storage that it reads.
-    pub(super) storage: Duration,
-    /// The pass was cut short.
-    pub(super) cut: bool,
-    /// Another pass follows in this round.
-    pub(super) goes_on: bool,
 }
 
 /// Counts that are looked at while a round runs.

@@ -11,7 +11,8 @@ use godwit_disk::Disk;
 use godwit_units::{ByteCount, Rate};
 use godwit_wire::DiskOffer;
 
-use super::disk::{DiskChannel, DiskCounters, DiskOrder, DiskStatistics, left_of_pass, segments};
+use super::disk::{DiskChannel, DiskCounters, DiskOrder, left_of_pass, segments};
+use super::frame_sender::DiskStatistics;
 use super::lanes::Lanes;
 use super::segment_table::SegmentTable;
 use super::session::Session;

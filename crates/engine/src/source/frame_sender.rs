@@ -35,6 +35,18 @@ pub(super) struct RoundStatistics {
     pub(super) sent: ByteCount,
 }
 
+/// What the channel of a disk did in a round.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DiskStatistics {
+    pub(super) statistics: RoundStatistics,
+    /// How long it waited for the storage that it reads.
+    pub(super) storage: Duration,
+    /// The pass was cut short.
+    pub(super) cut: bool,
+    /// Another pass follows in this round.
+    pub(super) goes_on: bool,
+}
+
 /// What all channels of a migration share on their way to the link.
 #[derive(Clone, Debug)]
 pub(super) struct Link {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use godwit_memory::{DataHint, MemoryError, RamBlock, SEGMENT_PAGES, Segment, segments};
 use godwit_policy::Delayed;
-use godwit_track::{DirtyTracker, TrackError};
+use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{PageCount, PageRun};
 
 use crate::EngineError;
@@ -276,9 +276,14 @@ impl SegmentTable {
             let own = &segments[first..first + count];
             let pages = own.iter().map(|segment| segment.run.count.0).sum();
             let (found, mut at) = (&mut found[first..first + count], 0);
-            tracker.look(block, PageRun::new(own[0].run.start.0, pages), &mut |run| {
-                at = cut(run, own, at, |number, run| note(&mut found[number], run));
-            })?;
+            tracker.look(
+                block,
+                PageRun::new(own[0].run.start.0, pages),
+                AsOf::Now,
+                &mut |run| {
+                    at = cut(run, own, at, |number, run| note(&mut found[number], run));
+                },
+            )?;
             first += count;
         }
         Ok(())
@@ -378,10 +383,11 @@ mod tests {
             Ok(within.end())
         }
 
-        fn peek(
+        fn look(
             &self,
             block: usize,
             within: PageRun,
+            _: AsOf,
             found: &mut dyn FnMut(PageRun),
         ) -> Result<(), TrackError> {
             let told = self.0.lock().unwrap();

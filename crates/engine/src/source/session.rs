@@ -17,9 +17,8 @@ use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
 
 use super::PEER;
 use super::abort::Aborter;
-use super::disk::DiskStatistics;
 use super::fault::Fault;
-use super::frame_sender::RoundStatistics;
+use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::new_session;
 use crate::address::{Address, Stream};
 use crate::link::{

@@ -59,11 +59,11 @@ impl SourceDisk {
     }
 
     /// The guest writes something, somewhere in the upper half: holes remain in the lower one.
-    pub fn guest_writes(&self, seed: u64) {
+    pub fn guest_writes(&self, rng: &mut fastrand::Rng) {
         let mut bytes = self.bytes.lock().unwrap();
         let pieces = bytes.len() as u64 / PIECE;
-        let at = (pieces / 2 + (seed >> 17) % (pieces - pieces / 2)) * PIECE;
-        bytes[at as usize..(at + PIECE) as usize].fill((seed >> 41) as u8);
+        let at = rng.u64(pieces / 2..pieces) * PIECE;
+        bytes[at as usize..(at + PIECE) as usize].fill(rng.u8(..));
         drop(bytes);
         self.dirty.lock().unwrap().insert(at / BLOCK);
     }

@@ -21,7 +21,7 @@ use godwit_engine::source::{Options, migrate};
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
-use godwit_track::{DirtyTracker, TrackError};
+use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
 pub use disks::{Image, SourceDisk};
@@ -69,10 +69,11 @@ impl DirtyTracker for Marks {
         Ok(if stopped { PageIndex(pages[most - 1] + 1) } else { within.end() })
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let range = (block, within.start.0)..(block, within.end().0);
@@ -208,19 +209,18 @@ impl SourceVm for Source {
                 (Arc::clone(&self.ram), Arc::clone(&self.marks), Arc::clone(&self.running));
             let (disks, rests) = (self.disks.clone(), Arc::clone(&self.rests));
             self.guest = Some(std::thread::spawn(move || {
-                let mut seed = 1u64;
+                let mut rng = fastrand::Rng::with_seed(1);
                 while running.load(Ordering::Relaxed) {
                     if Instant::now() >= until || rests.load(Ordering::Relaxed) {
                         std::thread::sleep(Duration::from_millis(1));
                         continue;
                     }
-                    seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                     let early = Instant::now() < late;
-                    let block = if early { 0 } else { (seed >> 60) as usize % SIZES.len() };
-                    let page = (seed >> 20) % if early { EARLY } else { SIZES[block] };
-                    ram[block].write(PageIndex(page), &[(seed >> 33) as u8 | 1; 4096]).unwrap();
+                    let block = if early { 0 } else { rng.usize(..SIZES.len()) };
+                    let page = rng.u64(..if early { EARLY } else { SIZES[block] });
+                    ram[block].write(PageIndex(page), &[rng.u8(1..); 4096]).unwrap();
                     marks.0.lock().unwrap().insert((block, page));
-                    disks.iter().for_each(|disk| disk.guest_writes(seed));
+                    disks.iter().for_each(|disk| disk.guest_writes(&mut rng));
                 }
             }));
         }

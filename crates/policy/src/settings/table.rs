@@ -10,6 +10,13 @@ use std::time::Duration;
 use godwit_units::{ParseError, TypedRate, format_duration, parse_duration};
 
 /// What kind of value a setting takes beside its words, and within which bounds.
+///
+/// ```
+/// use godwit_policy::{Settings, Takes};
+///
+/// let row = Settings::TABLE.find("throttle").expect("it is in the table");
+/// assert_eq!(row.about.takes, Takes::Words);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Takes {
     /// Nothing but the words.
@@ -45,6 +52,15 @@ pub enum Takes {
 }
 
 /// A value as it was parsed.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use godwit_policy::{Settings, Value};
+///
+/// let row = Settings::TABLE.find("downtime-limit").expect("it is in the table");
+/// assert_eq!(row.about.parse("50ms"), Ok(Value::Time(Duration::from_millis(50))));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'a> {
     /// One of the row's words.
@@ -60,6 +76,15 @@ pub enum Value<'a> {
 }
 
 /// When a change of a setting is felt in a migration that runs.
+///
+/// ```
+/// use godwit_policy::{Felt, Settings};
+///
+/// let at_once = Settings::TABLE.about().filter(|about| about.felt == Felt::AtOnce);
+/// for about in at_once {
+///     println!("{} is in force within a tenth of a second", about.name);
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Felt {
     /// Within a tenth of a second.
@@ -69,6 +94,14 @@ pub enum Felt {
 }
 
 /// What there is to say of a setting.
+///
+/// ```
+/// use godwit_policy::Settings;
+///
+/// for about in Settings::TABLE.about() {
+///     println!("{:<24} {} (default {})", about.name, about.meaning, about.default);
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct About {
     /// What is typed.
@@ -88,6 +121,16 @@ pub struct About {
 }
 
 /// One setting of `S`.
+///
+/// ```
+/// use godwit_policy::{SettingError, Settings};
+///
+/// let row = Settings::TABLE.find("downtime-limit").expect("it is in the table");
+/// let mut settings = Settings::default();
+/// row.set(&mut settings, "50ms")?;
+/// assert_eq!((row.show)(&settings), "50ms");
+/// # Ok::<(), SettingError>(())
+/// ```
 #[derive(Debug)]
 pub struct Setting<S: 'static> {
     /// What there is to say of it.
@@ -99,10 +142,25 @@ pub struct Setting<S: 'static> {
 }
 
 /// All settings of `S`, in the order in which help shows them.
+///
+/// ```
+/// use godwit_policy::Settings;
+///
+/// let shown = Settings::TABLE.shown(&Settings::default());
+/// assert!(shown.contains(&("downtime-limit", "300ms".to_owned())));
+/// assert!(Settings::TABLE.find("downtime").is_none());
+/// ```
 #[derive(Debug)]
 pub struct Table<S: 'static>(pub &'static [Setting<S>]);
 
 /// Why a setting was not taken. Nothing has changed.
+///
+/// ```
+/// use godwit_policy::Settings;
+///
+/// let error = Settings::default().set("patience", "long").unwrap_err();
+/// assert!(error.to_string().starts_with("patience=long is not possible: use"));
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SettingError {

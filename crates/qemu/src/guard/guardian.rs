@@ -16,11 +16,12 @@ use super::{DONE, READY, Stage};
 use crate::QemuError;
 use crate::destination;
 use crate::disks;
+use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::mark::Mark;
 use crate::monitor::{Qmp, QmpError};
 use crate::process::Process;
-use crate::source::{Limits, announce};
+use crate::source::announce;
 use crate::way_back;
 
 /// How long the guest is tried to be brought back: nobody else does. A disk that hangs may come

@@ -30,12 +30,13 @@ use std::time::{Duration, Instant};
 
 pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
-pub(crate) use record::{Left, Stage, at_work};
+pub(crate) use record::{Left, Stage};
 
 use crate::QemuError;
 use crate::machine::Machine;
+use crate::monitor::{Qmp, QmpError};
 use crate::run_directory;
-use record::Record;
+use record::{Record, at_work};
 
 /// The word of the command line that makes the program a guardian.
 pub const COMMAND: &str = "guard";
@@ -45,6 +46,25 @@ const DONE: u8 = b'D';
 /// To load the program and to end, on a busy host.
 const START_LIMIT: Duration = Duration::from_secs(30);
 const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// A guardian is done within a second, unless QEMU hangs.
+const GUARDIAN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Connects to the monitor at `path`. Waits for the guardian of a godwit that was killed, if it
+/// has it.
+pub(crate) fn connect(path: &Path) -> Result<Machine, QemuError> {
+    let until = Instant::now() + GUARDIAN_LIMIT;
+    let mut gone = None;
+    let qmp = Qmp::connect_patiently(path, |pid| {
+        gone = at_work(pid);
+        gone.is_some() && Instant::now() < until
+    });
+    let qmp = qmp.map_err(|error| match (error, gone) {
+        (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
+        (error, _) => error.into(),
+    })?;
+    Machine::behind(Box::new(qmp))
+}
 
 /// Godwit's side: the record, and the process that reads it if need be.
 #[derive(Debug)]

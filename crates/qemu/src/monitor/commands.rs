@@ -61,6 +61,8 @@ commands! {
     SetParameters<'_>: "migrate-set-parameters" -> Done;
     AnnounceSelf: "announce-self" -> Done;
     CloseFd<'_>: "closefd" -> Done;
+    RemoveFd: "remove-fd" -> Done;
+    SaveDevices<'_>: "xen-save-devices-state" -> Done;
     NbdServerStart: "nbd-server-start" -> Done;
     NbdServerStop: "nbd-server-stop" -> Done;
     ExportAdd<'_>: "block-export-add" -> Done;
@@ -350,6 +352,21 @@ pub(crate) struct FeatureWord {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Human<'a> {
     pub(crate) command_line: &'a str,
+}
+
+/// Writes the state of all devices to a file. With `live`, lets go of images as a migration does if
+/// the guest was stopped before.
+#[derive(Debug, Serialize)]
+pub(crate) struct SaveDevices<'a> {
+    pub(crate) filename: &'a str,
+    pub(crate) live: bool,
+}
+
+/// Forgets descriptors that `add-fd` brought.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct RemoveFd {
+    pub(crate) fdset_id: i64,
 }
 
 #[derive(Debug, Serialize)]

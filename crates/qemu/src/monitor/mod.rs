@@ -251,6 +251,19 @@ impl dyn Monitor + '_ {
         let queued = self.queue("getfd", json!({ "fdname": name }), Some(fd))?;
         self.answer(&queued, self.limit()).map(drop)
     }
+
+    /// Runs `add-fd`: hands `fd` to QEMU, which opens it as `/dev/fdset/N` where a file's name is
+    /// wanted. Returns the N.
+    ///
+    /// # Errors
+    /// As [`Self::run`].
+    pub(crate) fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<i64, QmpError> {
+        let queued = self.queue("add-fd", json!({ "opaque": "godwit" }), Some(fd))?;
+        let answer = self.answer(&queued, self.limit())?;
+        let version = self.version();
+        let unclear = |source| QmpError::Unclear { command: "add-fd", version, source };
+        serde_json::from_value(answer["fdset-id"].clone()).map_err(unclear)
+    }
 }
 
 #[cfg(test)]

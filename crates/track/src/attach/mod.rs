@@ -43,6 +43,14 @@ use crate::uapi::{
 };
 
 /// A userfaultfd of another process, held by this one alone.
+///
+/// ```no_run
+/// use godwit_track::{Approach, TrackError, attach};
+///
+/// let attachment = attach(4711, Approach::default())?;
+/// println!("one thread stood still for {:?}", attachment.stopped());
+/// # Ok::<(), TrackError>(())
+/// ```
 #[derive(Debug)]
 pub struct Attachment {
     userfaultfd: OwnedFd,
@@ -73,6 +81,14 @@ pub(crate) enum Kind {
 /// How a userfaultfd is made in a process. The governor's has to handle faults of the kernel on the
 /// process's behalf (KVM, read(2), vhost), which needs a right
 /// (Documentation/admin-guide/mm/userfaultfd.rst).
+///
+/// ```
+/// use godwit_track::{Approach, Way};
+///
+/// // QEMU was handed /dev/userfaultfd as its descriptor 20.
+/// let approach = Approach { way: Way::Device(20), ..Approach::default() };
+/// assert_ne!(approach, Approach::default());
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
     /// By userfaultfd(2). For the governor's the process needs CAP_SYS_PTRACE, or
@@ -84,6 +100,13 @@ pub enum Way {
 }
 
 /// What is known of a process that is attached to.
+///
+/// ```
+/// use godwit_track::{Approach, Way};
+///
+/// let approach = Approach::default();
+/// assert_eq!((approach.way, approach.harmless_filters), (Way::Call, 0));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Approach {
     /// How its userfaultfd is made.
@@ -99,6 +122,17 @@ pub struct Approach {
 /// # Errors
 /// When the process may not be traced, is traced by someone else, does not stop within seconds, or
 /// the kernel lacks the feature. The process then runs on as it did.
+///
+/// ```no_run
+/// use godwit_track::{Approach, TrackError, attach};
+///
+/// // Needs the right to trace the process.
+/// match attach(4711, Approach::default()) {
+///     Ok(attachment) => println!("attached within {:?}", attachment.stopped()),
+///     Err(TrackError::NotPermitted { pid }) => println!("no right to trace {pid}"),
+///     Err(error) => println!("{error}; the process runs on as it did"),
+/// }
+/// ```
 pub fn attach(pid: i32, approach: Approach) -> Result<Attachment, TrackError> {
     take(pid, Kind::Tracking, approach)
 }

@@ -42,6 +42,17 @@ use crate::attach::Attachment;
 use crate::mappings::BlockMapping;
 
 /// What a governor did so far.
+///
+/// ```
+/// use godwit_track::{PagemapTracker, TrackError};
+///
+/// fn held_back(tracker: &PagemapTracker) -> Result<(), TrackError> {
+///     tracker.govern(Some(10_000.0))?;
+///     let measures = tracker.governor_measures();
+///     println!("{} of {} waited", measures.delayed, measures.first_writes);
+///     Ok(())
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GovernorMeasures {
     /// First writes of the guest that it let through, in pages.

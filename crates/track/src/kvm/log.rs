@@ -34,13 +34,24 @@ use super::{Logging, uapi};
 use crate::collected::{Collected, Collectors};
 use crate::slots::{BlockSlots, Part};
 use crate::words::for_each_mask;
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 const BITS: u64 = 64;
 /// Words of the log that one clear covers at the most: 1 GiB, as in QEMU (`clear-bitmap-shift`).
 const CLEAR_WORDS: usize = 4096;
 
 /// What this KVM can do, and so how the log is used.
+///
+/// ```
+/// use std::os::fd::BorrowedFd;
+///
+/// use godwit_track::LogMode;
+///
+/// fn tell(vm: BorrowedFd<'_>) {
+///     let initially_set = LogMode::offered(vm) == LogMode::ManualInitiallySet;
+///     println!("to start costs the guest {}", if initially_set { "nothing" } else { "a pause" });
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogMode {
     /// Fetch and clear apart; at first all pages are dirty and none is protected, so that starting
@@ -94,6 +105,15 @@ impl LogMode {
 }
 
 /// How many calls a tracker has made.
+///
+/// ```
+/// use godwit_track::KvmLogTracker;
+///
+/// fn tell(tracker: &KvmLogTracker) {
+///     let calls = tracker.calls();
+///     println!("{} fetches, {} clears", calls.fetches, calls.clears);
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvmLogCalls {
     /// `KVM_GET_DIRTY_LOG`.
@@ -103,6 +123,24 @@ pub struct KvmLogCalls {
 }
 
 /// Tracks what vCPUs write, by KVM's dirty log. Dropping it ends the logging.
+///
+/// ```
+/// use std::os::fd::BorrowedFd;
+///
+/// use godwit_memslots::Slot;
+/// use godwit_track::{DirtyTracker, KvmLogTracker, TrackError};
+/// use godwit_units::PageCount;
+///
+/// /// `slots` are the slots of `vm`, which all show RAM block 0 of `pages` pages.
+/// fn track(
+///     vm: BorrowedFd<'_>,
+///     pages: PageCount,
+///     slots: &[Slot],
+/// ) -> Result<Box<dyn DirtyTracker>, TrackError> {
+///     // SAFETY: the VM keeps these slots for as long as it is tracked.
+///     Ok(Box::new(unsafe { KvmLogTracker::start(vm, &[pages], slots) }?))
+/// }
+/// ```
 #[derive(Debug)]
 pub struct KvmLogTracker {
     logging: Logging,
@@ -319,32 +357,24 @@ impl DirtyTracker for KvmLogTracker {
         cleared.map(|()| next)
     }
 
-    fn peek(
-        &self,
-        block: usize,
-        within: PageRun,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        let mut collected = self.collectors.start(within);
-        for part in self.slots.parts(block, within) {
-            let fetched = self.known(part.slot)?;
-            collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
-        }
-        collected.report(within.count.0, found);
-        Ok(())
-    }
-
-    /// Fetches the log of every slot that shows some of `within`, so ask for whole blocks.
+    /// Now: fetches the log of every slot that shows some of `within`, so ask for whole blocks.
     fn look(
         &self,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         for part in self.slots.parts(block, within) {
-            let mut fetched = self.fetched(part.slot);
-            self.fetch(part.slot, &mut fetched)?;
+            let fetched = match asof {
+                AsOf::Round => self.known(part.slot)?,
+                AsOf::Now => {
+                    let mut fetched = self.fetched(part.slot);
+                    self.fetch(part.slot, &mut fetched)?;
+                    fetched
+                }
+            };
             collected.bitmap.merge_words(part.in_request.start, &fetched.pages, part.in_slot);
         }
         collected.report(within.count.0, found);

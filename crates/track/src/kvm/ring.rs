@@ -23,9 +23,27 @@ use super::rings::{KvmDirtyRings, Sink};
 use crate::collected::Collectors;
 use crate::slots::BlockSlots;
 use crate::words::{mark, peek_into, take_into};
-use crate::{DirtyTracker, TrackError};
+use crate::{AsOf, DirtyTracker, TrackError};
 
 /// Tracks what vCPUs write, by KVM's dirty rings. Dropping it ends the logging.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use godwit_memslots::Slot;
+/// use godwit_track::{DirtyTracker, KvmDirtyRings, KvmRingTracker, TrackError};
+/// use godwit_units::PageCount;
+///
+/// /// `slots` are the slots of the VM of `rings`, which all show RAM block 0 of `pages` pages.
+/// fn track(
+///     rings: &Arc<KvmDirtyRings>,
+///     pages: PageCount,
+///     slots: &[Slot],
+/// ) -> Result<Box<dyn DirtyTracker>, TrackError> {
+///     // SAFETY: the VM keeps these slots for as long as it is tracked.
+///     Ok(Box::new(unsafe { KvmRingTracker::start(rings, &[pages], slots) }?))
+/// }
+/// ```
 pub struct KvmRingTracker {
     logging: Logging,
     rings: Arc<KvmDirtyRings>,
@@ -123,10 +141,11 @@ impl DirtyTracker for KvmRingTracker {
         Ok(collected.report(cut, found))
     }
 
-    fn peek(
+    fn look(
         &self,
         block: usize,
         within: PageRun,
+        _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
         self.rings.collect()?;

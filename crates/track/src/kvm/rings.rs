@@ -42,6 +42,19 @@ const DIRTY: u32 = 1 << 0;
 const RESET: u32 = 1 << 1;
 
 /// That a VM has dirty rings, and how many entries each.
+///
+/// ```
+/// use std::os::fd::BorrowedFd;
+///
+/// use godwit_track::{DirtyRingSize, TrackError};
+///
+/// /// Comes before the first vCPU is made.
+/// fn enable(vm: BorrowedFd<'_>) -> Result<DirtyRingSize, TrackError> {
+///     let size = DirtyRingSize::enable(vm, 1 << 14)?;
+///     println!("each vCPU gets {} entries", size.entries());
+///     Ok(size)
+/// }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyRingSize {
     entries: u32,
@@ -91,6 +104,27 @@ pub(super) trait Sink: Send + Sync {
 }
 
 /// The rings of all vCPUs of one VM. Make it once, when all vCPUs exist.
+///
+/// ```
+/// use std::os::fd::BorrowedFd;
+/// use std::sync::Arc;
+///
+/// use godwit_track::{DirtyRingSize, KvmDirtyRings, TrackError};
+///
+/// /// Comes when all vCPUs exist.
+/// fn map(
+///     vm: BorrowedFd<'_>,
+///     size: DirtyRingSize,
+///     vcpus: &[BorrowedFd<'_>],
+/// ) -> Result<Arc<KvmDirtyRings>, TrackError> {
+///     KvmDirtyRings::new(vm, size, vcpus)
+/// }
+///
+/// /// What the thread of a vCPU does when KVM says that its ring is full.
+/// fn full(rings: &KvmDirtyRings, vcpu: usize) -> Result<(), TrackError> {
+///     rings.make_room(vcpu)
+/// }
+/// ```
 pub struct KvmDirtyRings {
     vm: OwnedFd,
     state: Mutex<State>,

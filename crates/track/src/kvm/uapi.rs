@@ -95,6 +95,17 @@ pub(crate) unsafe fn fetch_dirty_log(
 /// # Errors
 /// When `mask` is too short, or the kernel refuses: `first` and `pages` must be multiples of 64,
 /// but for the end of the slot (api.rst, KVM_CLEAR_DIRTY_LOG).
+///
+/// ```
+/// use std::os::fd::BorrowedFd;
+///
+/// use godwit_memslots::SlotId;
+///
+/// /// Clears and protects the pages 64, 65 and 130 of slot 0.
+/// fn clear(vm: BorrowedFd<'_>) -> std::io::Result<()> {
+///     godwit_track::clear_dirty_log(vm, SlotId(0), 64, 128, &[0b11, 0b100])
+/// }
+/// ```
 pub fn clear_dirty_log(
     vm: BorrowedFd<'_>,
     slot: SlotId,

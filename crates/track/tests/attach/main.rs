@@ -264,7 +264,7 @@ fn a_process_is_as_it_was_after_each_attachment() {
 /// Kills `times` processes that attach, at moments all over what they do.
 fn survive(how: &str, times: u32) {
     let mut target = Target::start(how);
-    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut rng = fastrand::Rng::with_seed(1);
     for kill in 0..times {
         let mut attacher = role(ATTACHER, &target.pid().to_string());
         let mut stdout = BufReader::new(attacher.stdout.take().unwrap());
@@ -273,10 +273,7 @@ fn survive(how: &str, times: u32) {
             line.clear();
             assert_ne!(stdout.read_line(&mut line).unwrap(), 0, "kill {kill}: it cannot attach");
         }
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        let until = Instant::now() + Duration::from_micros(random % 6000);
+        let until = Instant::now() + Duration::from_micros(rng.u64(..6000));
         while Instant::now() < until {
             std::hint::spin_loop();
         }

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use godwit_track::bare::{BareMachine, Wander, kvm_is_usable};
-use godwit_track::{DirtyTracker, TrackError, VhostLog};
+use godwit_track::{AsOf, DirtyTracker, TrackError, VhostLog};
 use godwit_units::{ByteCount, Gpa, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use setup::{KINDS, Kind, Tracked};
 
@@ -190,13 +190,10 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
             scope.spawn(move || machine.wander(vcpu, how).unwrap());
         }
         let device = scope.spawn(|| {
-            let mut random = 88_172_645_463_325_252u64;
+            let mut rng = fastrand::Rng::with_seed(1);
             while !stop.load(Ordering::Relaxed) {
-                random ^= random << 13;
-                random ^= random >> 7;
-                random ^= random << 17;
                 let stamp = stamps.fetch_add(1, Ordering::Relaxed);
-                let page = stamp / 200 * 40 + (random >> 32) % 40;
+                let page = stamp / 200 * 40 + rng.u64(..40);
                 device_write(machine, log, place(machine, page % total), stamp);
                 (0..500).for_each(|_| std::hint::spin_loop());
             }
@@ -242,7 +239,9 @@ fn migrate_while_writing(tracked: &Tracked, rounds: bool) {
         // Nobody writes any more: no need to clear.
         for (block, pages) in machine.block_sizes().into_iter().enumerate() {
             tracker
-                .peek(block, PageRun::new(0, pages.0), &mut |run| copy.take(block, run))
+                .look(block, PageRun::new(0, pages.0), AsOf::Round, &mut |run| {
+                    copy.take(block, run)
+                })
                 .unwrap();
         }
     } else {
@@ -324,7 +323,7 @@ fn nothing_is_invented() {
         for (block, ram) in machine.blocks().iter().enumerate() {
             let mut see =
                 |run: PageRun| seen.extend((run.start.0..run.end().0).map(|page| (block, page)));
-            tracker.peek(block, PageRun::new(0, ram.pages().0), &mut see).unwrap();
+            tracker.look(block, PageRun::new(0, ram.pages().0), AsOf::Round, &mut see).unwrap();
         }
         assert_eq!(seen, expected, "{kind:?} peeks");
         assert_eq!(harvest_all(tracker, machine), expected, "{kind:?}");

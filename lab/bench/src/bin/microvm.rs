@@ -7,33 +7,37 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
+use clap::Parser;
 use godwit_bench::report::{Better, Report, median};
 use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
 use serde_json::{Value, json};
 
-const USAGE: &str = "usage: microvm [--moves N] [--memory SIZE] [--mode MODE] [--tracker TRACKER]
-  --moves N          moves in a row of one guest (20)
-  --memory SIZE      its memory, half of which it fills (1GiB)
-  --mode MODE        what it does: idle, rate, full, hot-cold or sequential (idle)
-  --tracker TRACKER  kvm-log, kvm-ring or pagemap (kvm-log)";
 const LIMIT: Duration = Duration::from_secs(120);
 const PARTS: [&str; 5] = ["drain_ms", "copy_ms", "save_ms", "load_ms", "handover_ms"];
 
+/// Downtime of a microvm, moved again and again over loopback.
+#[derive(Parser)]
+struct Options {
+    /// Moves in a row of one guest
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    moves: usize,
+
+    /// Its memory, half of which it fills
+    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    memory: String,
+
+    /// What it does: idle, rate, full, hot-cold or sequential
+    #[arg(long, value_name = "MODE", default_value = "idle")]
+    mode: String,
+
+    /// kvm-log, kvm-ring or pagemap
+    #[arg(long, value_name = "TRACKER", default_value = "kvm-log")]
+    tracker: String,
+}
+
 fn main() -> anyhow::Result<()> {
-    let (mut moves, mut memory, mut mode, mut tracker) =
-        (20, "1GiB".to_owned(), "idle".to_owned(), "kvm-log".to_owned());
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().context(USAGE);
-        match argument.as_str() {
-            "--moves" => moves = value()?.parse().context(USAGE)?,
-            "--memory" => memory = value()?,
-            "--mode" => mode = value()?,
-            "--tracker" => tracker = value()?,
-            _ => bail!(USAGE),
-        }
-    }
+    let Options { moves, memory, mode, tracker } = Options::parse();
     if !kvm_for("bench microvm") {
         return Ok(());
     }

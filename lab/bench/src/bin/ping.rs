@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
+use clap::Parser;
 use godwit_bench::report::{Better, Report, median};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
@@ -22,8 +23,6 @@ use godwit_testbed::{
 use godwit_units::ByteCount;
 use serde_json::{Map, Value, json};
 
-const USAGE: &str = "usage: ping [--moves N]
-  --moves N    moves by each, in turns (5)";
 const LIMIT: Duration = Duration::from_secs(60);
 const ANSWERS: usize = 100;
 const PARTS: [&str; 6] =
@@ -31,15 +30,16 @@ const PARTS: [&str; 6] =
 /// What is measured here of the time behind the downtime.
 const BEHIND: [&str; 4] = ["silence_ms", "to_answer_ms", "vcpu_ran_ms", "vcpu_waited_ms"];
 
+/// What a client that pings hears of a guest that moves.
+#[derive(Parser)]
+struct Options {
+    /// Moves by each, in turns
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    moves: usize,
+}
+
 fn main() -> anyhow::Result<()> {
-    let mut moves = 5;
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        match argument.as_str() {
-            "--moves" => moves = arguments.next().context(USAGE)?.parse().context(USAGE)?,
-            _ => bail!(USAGE),
-        }
-    }
+    let Options { moves } = Options::parse();
     let mut report = Report::new("ping");
     report.figure("moves", moves);
     let lan = Lan::create()?;

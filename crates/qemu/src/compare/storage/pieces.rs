@@ -55,7 +55,7 @@ fn pieces(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
     let numbers: BTreeSet<u64> = within.take(MOST).collect();
     let mut places: Vec<u64> =
         numbers.into_iter().filter_map(|number| number.checked_mul(piece)).collect();
-    samples::shuffle(&mut places, &mut samples::random(seed));
+    fastrand::Rng::with_seed(seed).shuffle(&mut places);
     places
 }
 

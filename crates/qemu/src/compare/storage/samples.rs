@@ -110,40 +110,20 @@ fn places(stretches: &[(u64, u64)], seed: u64) -> Vec<u64> {
         }
         0
     };
-    let mut random = random(seed);
+    let mut rng = fastrand::Rng::with_seed(seed);
     let ends = AT_ENDS.min(total);
     let mut indices: Vec<u64> = (0..ends).chain(total - ends..total).collect();
     // One in each of as many parts of the same size.
     let parts = (SAMPLES - 2 * AT_ENDS).min(total);
     indices.extend((0..parts).map(|part| {
         let start = part * (total / parts);
-        start + random((total / parts).max(1))
+        start + rng.u64(..(total / parts).max(1))
     }));
     indices.sort_unstable();
     indices.dedup();
     let mut places: Vec<u64> = indices.into_iter().map(place).collect();
-    shuffle(&mut places, &mut random);
+    rng.shuffle(&mut places);
     places
-}
-
-/// Numbers below what is asked for: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
-/// number generators, 2014).
-pub(super) fn random(seed: u64) -> impl FnMut(u64) -> u64 {
-    let mut state = seed;
-    move |below| {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
-        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (word ^ word >> 31) % below
-    }
-}
-
-/// Puts `places` into an order that is random.
-pub(super) fn shuffle(places: &mut [u64], random: &mut impl FnMut(u64) -> u64) {
-    for last in (1..places.len()).rev() {
-        places.swap(last, random(last as u64 + 1) as usize);
-    }
 }
 
 #[cfg(test)]

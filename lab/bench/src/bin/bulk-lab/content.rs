@@ -91,16 +91,13 @@ fn deltas(report: &mut Report) -> anyhow::Result<()> {
     );
     for words in [1_u64, 4, 16, 64, 256] {
         let mut new = old.clone();
-        let mut state = words;
+        let mut rng = fastrand::Rng::with_seed(words);
         for page in new.chunks_mut(PAGE) {
             for _ in 0..words {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
-                let at = (state >> 33) as usize % (PAGE / 8) * 8;
+                let at = rng.usize(..PAGE / 8) * 8;
                 // Half of the words are counted up, half replaced.
                 let was = u64::from_le_bytes(std::array::from_fn(|byte| page[at + byte]));
-                let value = if state >> 63 == 0 { was.wrapping_add(1) } else { state };
+                let value = if rng.bool() { was.wrapping_add(1) } else { rng.u64(..) };
                 page[at..at + 8].copy_from_slice(&value.to_le_bytes());
             }
         }

@@ -1,9 +1,7 @@
 //! Which way of sending and receiving uncompressed pages takes the least processor time, over
 //! loopback TCP between two RAM files.
 //!
-//! `bulk-lab [--send A,B] [--receive A,B] [--streams 1,2] [--frames 256] [--buffers 0,4096] [--size
-//! 1024] [--runs 5] [--dir /dev/shm]`: sizes of frames and socket buffers in KiB (0: the system's
-//! default), of the file in MiB. All combinations are run, by turns; figures are medians. The
+//! All combinations of what the options list are run, by turns; figures are medians. The
 //! source holds random bytes; the destination is a new file each time; both are compared after the
 //! first run of each combination.
 //!
@@ -22,6 +20,7 @@ use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
+use clap::{Parser, Subcommand};
 use godwit_bench::report::{Report, machine, median};
 use serde_json::json;
 
@@ -48,6 +47,100 @@ struct Run {
     receiver: f64,
 }
 
+/// Ways to send and receive uncompressed pages: lists, of which all combinations are run.
+#[derive(Parser)]
+struct Options {
+    #[command(subcommand)]
+    other: Option<Other>,
+
+    /// Ways to send
+    #[arg(long, value_name = "WAY", value_delimiter = ',')]
+    #[arg(default_value = "buffer,mapping,sendfile,zerocopy,splice", value_parser = send)]
+    send: Vec<(&'static str, Send)>,
+
+    /// Ways to receive
+    #[arg(long, value_name = "WAY", value_delimiter = ',')]
+    #[arg(default_value = "mapping,populate,ahead,buffer,splice", value_parser = receive)]
+    receive: Vec<(&'static str, Receive)>,
+
+    /// How many streams
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2")]
+    streams: Vec<usize>,
+
+    /// Sizes of frames
+    #[arg(long, value_name = "KIB", value_delimiter = ',', default_value = "256")]
+    #[arg(value_parser = frame)]
+    frames: Vec<usize>,
+
+    /// Sizes of socket buffers; 0: the system's default
+    #[arg(long, value_name = "KIB", value_delimiter = ',', default_value = "0")]
+    buffers: Vec<usize>,
+
+    /// Size of the file
+    #[arg(long, value_name = "MIB", default_value = "1024", value_parser = file_size)]
+    size: usize,
+
+    /// Runs of each combination
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    runs: usize,
+
+    /// Where the files are
+    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    dir: PathBuf,
+}
+
+#[derive(Clone, Copy, Subcommand)]
+enum Other {
+    /// What looking at pages costs (zero check, fingerprints), and what deltas save
+    Content,
+}
+
+fn send(name: &str) -> Result<(&'static str, Send), String> {
+    SENDS.into_iter().find(|(known, _)| *known == name).ok_or_else(|| words(&SENDS))
+}
+
+fn receive(name: &str) -> Result<(&'static str, Receive), String> {
+    RECEIVES.into_iter().find(|(known, _)| *known == name).ok_or_else(|| words(&RECEIVES))
+}
+
+fn words<T>(known: &[(&'static str, T)]) -> String {
+    format!("use {}", known.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", "))
+}
+
+/// In bytes, from KiB.
+fn frame(text: &str) -> Result<usize, String> {
+    let bytes = text.parse().ok().and_then(|kib: usize| kib.checked_mul(1 << 10));
+    let fits = bytes.filter(|bytes| *bytes > 0 && SEGMENT.is_multiple_of(*bytes));
+    fits.ok_or_else(|| "frames must divide 16 MiB".to_owned())
+}
+
+/// In bytes, from MiB.
+fn file_size(text: &str) -> Result<usize, String> {
+    let bytes = text.parse().ok().and_then(|mib: usize| mib.checked_mul(1 << 20));
+    let fits = bytes.filter(|bytes| *bytes > 0 && bytes.is_multiple_of(SEGMENT));
+    fits.ok_or_else(|| "the size must be a multiple of 16 MiB".to_owned())
+}
+
+impl Options {
+    fn combinations(&self) -> Vec<Combination> {
+        let mut combinations = Vec::new();
+        for &streams in &self.streams {
+            for &send in &self.send {
+                for &receive in &self.receive {
+                    for &frame in &self.frames {
+                        for &buffer in &self.buffers {
+                            let buffer = buffer << 10;
+                            let one = Combination { send, receive, streams, frame, buffer };
+                            combinations.push(one);
+                        }
+                    }
+                }
+            }
+        }
+        combinations
+    }
+}
+
 struct Settings {
     combinations: Vec<Combination>,
     size: usize,
@@ -56,10 +149,13 @@ struct Settings {
 }
 
 fn main() -> anyhow::Result<()> {
-    if std::env::args().nth(1).as_deref() == Some("content") {
+    let options = Options::parse();
+    if let Some(Other::Content) = options.other {
         return content::run();
     }
-    let settings = settings(std::env::args().skip(1))?;
+    let combinations = options.combinations();
+    let Options { size, runs, dir, .. } = options;
+    let settings = Settings { combinations, size, runs, dir };
     println!("{}", machine());
     let huge = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         .unwrap_or_default();
@@ -208,15 +304,10 @@ fn ram_file(dir: &Path, name: &str, size: usize) -> anyhow::Result<File> {
 
 /// Random bytes.
 fn fill(file: &File, size: usize) -> anyhow::Result<()> {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut rng = fastrand::Rng::with_seed(1);
     let mut piece = vec![0; 1 << 20];
     for at in (0..size).step_by(piece.len()) {
-        for word in piece.chunks_exact_mut(8) {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            word.copy_from_slice(&state.to_le_bytes());
-        }
+        rng.fill(&mut piece);
         file.write_all_at(&piece, at as u64)?;
     }
     Ok(())
@@ -232,51 +323,4 @@ fn same(one: &File, other: &File, size: usize) -> anyhow::Result<bool> {
         }
     }
     Ok(true)
-}
-
-fn settings(words: impl Iterator<Item = String>) -> anyhow::Result<Settings> {
-    let words: Vec<String> = words.collect();
-    let list = |name: &str, default: &str| -> Vec<String> {
-        let given = words.iter().position(|word| word == name).and_then(|at| words.get(at + 1));
-        given.map_or(default, String::as_str).split(',').map(str::to_owned).collect()
-    };
-    let known =
-        ["--send", "--receive", "--streams", "--frames", "--buffers", "--size", "--runs", "--dir"];
-    if let Some(unknown) = words.iter().step_by(2).find(|word| !known.contains(&word.as_str())) {
-        bail!("there is no option {unknown}: use {}", known.join(" "));
-    }
-    let numbers = |name: &str, default: &str| -> anyhow::Result<Vec<usize>> {
-        list(name, default)
-            .iter()
-            .map(|text| text.parse().with_context(|| format!("{name} {text}")))
-            .collect()
-    };
-    let mut combinations = Vec::new();
-    for streams in numbers("--streams", "1,2")? {
-        for send in list("--send", "buffer,mapping,sendfile,zerocopy,splice") {
-            for receive in list("--receive", "mapping,populate,ahead,buffer,splice") {
-                for frame in numbers("--frames", "256")? {
-                    for buffer in numbers("--buffers", "0")? {
-                        let send = SENDS.into_iter().find(|(name, _)| *name == send);
-                        let receive = RECEIVES.into_iter().find(|(name, _)| *name == receive);
-                        let (Some(send), Some(receive)) = (send, receive) else {
-                            bail!("there is no such way to send or receive");
-                        };
-                        let (frame, buffer) = (frame << 10, buffer << 10);
-                        ensure!(
-                            frame > 0 && SEGMENT.is_multiple_of(frame),
-                            "frames must divide 16 MiB"
-                        );
-                        combinations.push(Combination { send, receive, streams, frame, buffer });
-                    }
-                }
-            }
-        }
-    }
-    let one =
-        |name: &str, default: &str| -> anyhow::Result<usize> { Ok(numbers(name, default)?[0]) };
-    let size = one("--size", "1024")? << 20;
-    ensure!(size > 0 && size.is_multiple_of(SEGMENT), "the size must be a multiple of 16 MiB");
-    let dir = PathBuf::from(&list("--dir", "/dev/shm")[0]);
-    Ok(Settings { combinations, size, runs: one("--runs", "5")?, dir })
 }

@@ -21,7 +21,7 @@ use godwit_engine::source::{Options, migrate};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
-use godwit_track::{DirtyTracker, TrackError};
+use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
 const SEED: u64 = 6;
@@ -185,7 +185,13 @@ impl DirtyTracker for Nothing {
         Ok(within.end())
     }
 
-    fn peek(&self, _: usize, _: PageRun, _: &mut dyn FnMut(PageRun)) -> Result<(), TrackError> {
+    fn look(
+        &self,
+        _: usize,
+        _: PageRun,
+        _: AsOf,
+        _: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
         Ok(())
     }
 }

@@ -10,32 +10,33 @@ mod limit;
 mod machine;
 mod raw;
 
-use anyhow::{Context, bail, ensure};
+use clap::Parser;
+use godwit_bench::arguments::at_least_once;
 use godwit_bench::report::{Report, machine as this_machine};
 
-const USAGE: &str = "usage: bulk [--size GIB] [--rounds N] [--only raw,auto,limit]
-  --size GIB    random memory for the uncompressed part (2)
-  --rounds N    rounds of that part (3)
-  --only PARTS  these parts alone";
-const PARTS: [&str; 3] = ["raw", "auto", "limit"];
+/// What a page costs on its way: uncompressed, compressed, limited.
+#[derive(Parser)]
+struct Options {
+    /// Random memory for the uncompressed part
+    #[arg(long, value_name = "GIB", default_value = "2", value_parser = at_least_once())]
+    size: usize,
+
+    /// Rounds of that part
+    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_once())]
+    rounds: usize,
+
+    /// These parts alone
+    #[arg(long, value_name = "PART", value_delimiter = ',', default_value = "raw,auto,limit")]
+    #[arg(value_parser = ["raw", "auto", "limit"])]
+    only: Vec<String>,
+}
 
 fn main() -> anyhow::Result<()> {
-    let (mut size, mut rounds, mut parts) = (2_usize, 3_usize, PARTS.join(","));
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().context(USAGE);
-        match argument.as_str() {
-            "--size" => size = value()?.parse().context(USAGE)?,
-            "--rounds" => rounds = value()?.parse().context(USAGE)?,
-            "--only" => parts = value()?,
-            _ => bail!(USAGE),
-        }
-    }
-    ensure!(size > 0 && rounds > 0 && parts.split(',').all(|part| PARTS.contains(&part)), USAGE);
+    let Options { size, rounds, only } = Options::parse();
     println!("{}", this_machine());
     let mut report = Report::new("bulk");
-    for part in parts.split(',') {
-        match part {
+    for part in only {
+        match part.as_str() {
             "raw" => raw::run(&mut report, size << 30, rounds)?,
             "auto" => auto::run(&mut report)?,
             _ => limit::run(&mut report)?,

@@ -17,7 +17,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::Options;
-use crate::fixture::{DISK, LIMIT, MIB, build, guest};
+use crate::setup::{DISK, LIMIT, MIB, build, guest};
 
 /// Bytes that the guest writes each second.
 const RATE: u64 = 2_000_000;

@@ -10,7 +10,7 @@ use godwit_units::ByteCount;
 use serde_json::{Value, json};
 
 use crate::Options;
-use crate::fixture::{Fixture, MIB, Mover, guest};
+use crate::setup::{MIB, Mover, Setup, guest};
 
 /// With a limit it must be over by then.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -37,7 +37,7 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
         for _ in 0..rounds {
             let size = ByteCount(512 * MIB);
             let images = [DiskImage::create("raw", size)?, DiskImage::create("raw", size)?];
-            let fixture = Fixture {
+            let setup = Setup {
                 guest: guest(work),
                 images: [&images[0], &images[1]],
                 link: None,
@@ -53,7 +53,7 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
                 "--set",
                 setting,
             ];
-            let moved = fixture.one_move(Mover::Godwit(&options))?;
+            let moved = setup.one_move(Mover::Godwit(&options))?;
             let limits = limits(&moved.own_words["progress"]);
             let last = limits
                 .last()

@@ -7,24 +7,19 @@
 //! Keeps one promise: what is compared with QEMU is seen from outside: bytes by the link, downtime
 //! by an observer, latency by the guest.
 
-mod fixture;
 mod granularity;
 mod limit;
 mod ready;
 mod search;
+mod setup;
 mod side;
 
 use std::time::Duration;
 
-use anyhow::{Context, bail, ensure};
+use anyhow::Context;
+use clap::Parser;
+use godwit_bench::arguments::{at_least_once, seconds};
 use godwit_bench::report::Report;
-
-const USAGE: &str =
-    "usage: disks [--only PART[,PART]...] [--rounds N] [--patience SECONDS] [--rates MIB[,MIB]...]
-  --only PART         granularity, search, side, limit, ready (all of them)
-  --rounds N          moves of each kind (3), intervals of one second (5 more)
-  --patience SECONDS  when a move is cancelled as one that never ends (60)
-  --rates MIB,...     what the guest writes each second in part side, in MiB (0,8,48)";
 
 const PARTS: [Part; 5] = [
     ("search", search::run),
@@ -37,41 +32,29 @@ const PARTS: [Part; 5] = [
 /// A part: its name, and what runs it.
 type Part = (&'static str, fn(&Options, &mut Report) -> anyhow::Result<()>);
 
+/// Disks that move along, beside QEMU's own way over a slow link.
+#[derive(Parser)]
 pub(crate) struct Options {
+    /// These parts alone
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    #[arg(value_parser = PARTS.map(|(name, _)| name))]
     only: Vec<String>,
+
+    /// Moves of each kind; intervals of one second are 5 more
+    #[arg(long, value_name = "N", default_value = "3", value_parser = at_least_once())]
     rounds: usize,
+
+    /// When a move is cancelled as one that never ends
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     patience: Duration,
+
+    /// What the guest writes each second in part side, in MiB
+    #[arg(long, value_name = "MIB", value_delimiter = ',', default_value = "0,8,48")]
     rates: Vec<u64>,
 }
 
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options {
-        only: Vec::new(),
-        rounds: 3,
-        patience: Duration::from_secs(60),
-        rates: vec![0, 8, 48],
-    };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let value = arguments.next().context(USAGE)?;
-        match argument.as_str() {
-            "--only" => options.only = value.split(',').map(str::to_owned).collect(),
-            "--rounds" => options.rounds = value.parse().context(USAGE)?,
-            "--patience" => options.patience = Duration::from_secs(value.parse().context(USAGE)?),
-            "--rates" => {
-                options.rates =
-                    value.split(',').map(str::parse).collect::<Result<_, _>>().context(USAGE)?;
-            }
-            _ => bail!(USAGE),
-        }
-    }
-    let known = |only: &String| PARTS.iter().any(|(name, _)| name == only);
-    ensure!(options.only.iter().all(known) && options.rounds > 0, USAGE);
-    Ok(options)
-}
-
 fn main() -> anyhow::Result<()> {
-    let options = options()?;
+    let options = Options::parse();
     let mut report = Report::new("disks");
     println!("{}", godwit_bench::report::machine());
     for (name, run) in PARTS {

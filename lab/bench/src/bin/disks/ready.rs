@@ -14,7 +14,7 @@ use godwit_units::ByteCount;
 use serde_json::json;
 
 use crate::Options;
-use crate::fixture::{Fixture, MIB, Mover, guest, told};
+use crate::setup::{MIB, Mover, Setup, guest, told};
 
 const LIMIT_MS: f64 = 50.0;
 
@@ -42,13 +42,13 @@ pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> 
             let size = ByteCount(512 * MIB);
             let images =
                 [DiskImage::create("raw", size)?, DiskImage::create_in(&dir, "raw", size)?];
-            let fixture = Fixture {
+            let setup = Setup {
                 guest: guest(work),
                 images: [&images[0], &images[1]],
                 link: None,
                 patience: options.patience,
             };
-            let moved = fixture.one_move(Mover::Godwit(&[]))?;
+            let moved = setup.one_move(Mover::Godwit(&[]))?;
             anyhow::ensure!(
                 moved.finished && moved.bugs == 0,
                 "the guest did not move: {}",

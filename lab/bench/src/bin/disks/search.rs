@@ -47,12 +47,9 @@ fn cost(f: impl FnOnce() -> (u64, u64)) -> (f64, (u64, u64)) {
 pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
     let mut flat = DirtyBitmap::new(BLOCKS);
     let mut layered = LayeredBitmap::new(BLOCKS);
-    let mut random = 88_172_645_463_325_252_u64;
+    let mut rng = fastrand::Rng::with_seed(1);
     for _ in 0..BLOCKS.0 / SPARSE {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        let run = PageRun::new(random % BLOCKS.0, 1);
+        let run = PageRun::new(rng.u64(..BLOCKS.0), 1);
         flat.set(run);
         layered.set(run);
     }

@@ -6,8 +6,10 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use godwit_bench::fixture::{Fixture, Moved, Settled};
 use godwit_bench::godwit::Attempt;
-use godwit_bench::report::{Better, Report, median};
+use godwit_bench::report::{Better, Report, median_of};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_guest_workload::heartbeat::BUILD;
 use godwit_guest_workload::settings::{BuildWork, Mode};
 use godwit_testbed::{
@@ -15,6 +17,7 @@ use godwit_testbed::{
 };
 use godwit_units::ByteCount;
 use serde::Serialize;
+use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(300);
 /// Linux reports free pages two seconds after they became free, a few blocks at a time.
@@ -108,7 +111,7 @@ struct Row {
     work: f64,
     bugs: usize,
     /// What godwit says of the move.
-    own_words: serde_json::Value,
+    own_words: Value,
 }
 
 pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow::Result<()> {
@@ -121,21 +124,20 @@ pub(crate) fn compare(case: &Case, rounds: usize, report: &mut Report) -> anyhow
         case.name,
         ByteCount(case.memory)
     );
-    print_head();
+    TABLE.print_head();
     let mut order = ALL.to_vec();
     let mut rows = Vec::new();
     for _ in 0..rounds {
         for &contestant in &order {
             let row = one_move(contestant, case, &build, &godwit)
                 .with_context(|| format!("{} did not move the guest", contestant.name()))?;
-            print_row(&row);
+            TABLE.print(&row);
             rows.push(row);
         }
         order.rotate_left(1);
     }
     let of = |contestant: Contestant, figure: fn(&Row) -> f64| {
-        let own = rows.iter().filter(|row| row.contestant == contestant.name());
-        median(&own.map(figure).collect::<Vec<_>>())
+        median_of(rows.iter().filter(|row| row.contestant == contestant.name()), figure)
     };
     let total = |contestant| of(contestant, |row| row.total_ms);
     println!("medians of the total time:");
@@ -170,49 +172,46 @@ fn one_move(
     build: &QemuBuild,
     godwit: &Godwit,
 ) -> anyhow::Result<Row> {
-    let config = contestant.config(build, case);
-    let mut source = TestVm::source(&config)?;
-    let mut destination = TestVm::destination(&config)?;
-    source.wait_ready(LIMIT)?;
-    let began = Instant::now();
-    let before = done(&source);
-    std::thread::sleep(SETTLING.saturating_sub(began.elapsed()));
-    let after = done(&source);
-    let work = (after.0 - before.0) / (after.1 - before.1).max(1e-3);
-    let held_source = held(&source)?;
-    let (wall, sent, godwit_memory, own_words) = match contestant {
-        Contestant::Skipping | Contestant::Without => {
-            let options = ["--downtime-limit", "300ms", "--keep-source"];
-            let attempt = Attempt::within(LIMIT, godwit, &source, &mut destination, &options)?;
-            let (migrate, receive) = attempt.moved()?;
-            let peak =
-                |value: &serde_json::Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
-            let memory = peak(migrate.last()).max(peak(receive.last()));
-            let last = migrate.last();
-            (attempt.wall, last["sent_bytes"].as_f64().unwrap_or(f64::NAN), memory, last.clone())
+    let mut fixture = Fixture::new(contestant.config(build, case), LIMIT);
+    (fixture.settled, fixture.observed) = (Settled::For(Duration::ZERO), false);
+    let (mut work, mut held_source, mut godwit_memory) = (f64::NAN, f64::NAN, 0.0);
+    let outcome = fixture.one_move(|source, destination| {
+        let began = Instant::now();
+        let before = done(source);
+        std::thread::sleep(SETTLING.saturating_sub(began.elapsed()));
+        let after = done(source);
+        work = (after.0 - before.0) / (after.1 - before.1).max(1e-3);
+        held_source = held(source)?;
+        match contestant {
+            Contestant::Skipping | Contestant::Without => {
+                let options = ["--downtime-limit", "300ms", "--keep-source"];
+                let attempt = Attempt::within(LIMIT, godwit, source, destination, &options)?;
+                let (migrate, receive) = attempt.moved()?;
+                let peak = |value: &Value| value["peak_rss_bytes"].as_f64().unwrap_or(f64::NAN);
+                godwit_memory = peak(migrate.last()).max(peak(receive.last()));
+                Ok(Moved::by_godwit(&attempt, migrate.last().clone()))
+            }
+            Contestant::Plain | Contestant::Hints => {
+                let own = own_migration(source, destination, Style::Plain, LIMIT)?;
+                Ok(Moved { own_words: Value::Null, ..Moved::by_qemu(&own) })
+            }
         }
-        Contestant::Plain | Contestant::Hints => {
-            let own = own_migration(&mut source, &mut destination, Style::Plain, LIMIT)?;
-            (own.wall, own.sent.0 as f64, 0.0, serde_json::Value::Null)
-        }
-    };
-    destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-    let bugs = [source.bugs(), destination.bugs()].concat();
-    bugs.iter().for_each(|bug| println!("{bug}"));
+    })?;
+    let (moved, source, mut destination) = (outcome.moved, outcome.source, outcome.destination);
     ensure!(destination.status()? == "running", "the guest does not run");
     Ok(Row {
         case: case.name,
         contestant: contestant.name(),
-        total_ms: wall.as_secs_f64() * 1e3,
-        sent_mib: sent / MIB,
+        total_ms: moved.wall.as_secs_f64() * 1e3,
+        sent_mib: moved.sent / MIB,
         held_source_mib: held_source,
         held_destination_mib: held(&destination)?,
         godwit_mib: godwit_memory / MIB,
         tables_source_mib: status(&source, "VmPTE:")?,
         tables_destination_mib: status(&destination, "VmPTE:")?,
         work,
-        bugs: bugs.len(),
-        own_words,
+        bugs: outcome.bugs,
+        own_words: moved.own_words,
     })
 }
 
@@ -243,22 +242,20 @@ fn status(vm: &TestVm, field: &str) -> anyhow::Result<f64> {
     Ok(kib.and_then(|kib| kib.trim().parse::<f64>().ok()).map_or(f64::NAN, |kib| kib / 1024.0))
 }
 
-fn print_head() {
-    println!(
-        "{:<20} {:>9} {:>9} {:>15} {:>10} {:>17} {:>12}",
-        "", "total ms", "sent MiB", "held MiB s+d", "godwit MiB", "tables MiB s+d", "pages/s"
-    );
+const TABLE: Table<Row> = Table(&[
+    Column { head: "", width: 20, cell: |row| row.contestant.to_owned() },
+    Column { head: "total ms", width: 9, cell: |row| figure(row.total_ms, 0) },
+    Column { head: "sent MiB", width: 9, cell: |row| figure(row.sent_mib, 1) },
+    Column { head: "held MiB s+d", width: 15, cell: held_by_both },
+    Column { head: "godwit MiB", width: 10, cell: |row| figure(row.godwit_mib, 1) },
+    Column { head: "tables MiB s+d", width: 17, cell: tables },
+    Column { head: "pages/s", width: 12, cell: |row| figure(row.work, 0) },
+]);
+
+fn held_by_both(row: &Row) -> String {
+    format!("{:.0}+{:.0}", row.held_source_mib, row.held_destination_mib)
 }
 
-fn print_row(row: &Row) {
-    println!(
-        "{:<20} {:>9.0} {:>9.1} {:>15} {:>10.1} {:>17} {:>12.0}",
-        row.contestant,
-        row.total_ms,
-        row.sent_mib,
-        format!("{:.0}+{:.0}", row.held_source_mib, row.held_destination_mib),
-        row.godwit_mib,
-        format!("{:.1}+{:.1}", row.tables_source_mib, row.tables_destination_mib),
-        row.work
-    );
+fn tables(row: &Row) -> String {
+    format!("{:.1}+{:.1}", row.tables_source_mib, row.tables_destination_mib)
 }

@@ -8,24 +8,25 @@
 mod linux;
 mod micro;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
+use clap::Parser;
 use godwit_bench::report::Report;
 
-const USAGE: &str = "usage: free [--rounds N] [--only CASE]
-  --rounds N   rounds of each case (3)
-  --only CASE  idle, build, sparse, sparse-build or microvm; more than once for several";
+/// What it costs to move a guest that does not use all of its memory.
+#[derive(Parser)]
+struct Options {
+    /// Rounds of each case
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+
+    /// This case alone; more than once for several
+    #[arg(long, value_name = "CASE")]
+    #[arg(value_parser = ["idle", "build", "sparse", "sparse-build", "microvm"])]
+    only: Vec<String>,
+}
 
 fn main() -> anyhow::Result<()> {
-    let (mut rounds, mut only) = (3, Vec::new());
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut value = || arguments.next().context(USAGE);
-        match argument.as_str() {
-            "--rounds" => rounds = value()?.parse().context(USAGE)?,
-            "--only" => only.push(value()?),
-            _ => bail!(USAGE),
-        }
-    }
+    let Options { rounds, only } = Options::parse();
     let wanted = |case: &str| only.is_empty() || only.iter().any(|name| name == case);
     let mut report = Report::new("free");
     report.figure("rounds", rounds);

@@ -12,42 +12,32 @@ mod killed;
 mod moves;
 mod own;
 
-use anyhow::{Context, bail};
+use clap::Parser;
 use godwit_bench::report::Report;
 
-const USAGE: &str = "usage: governor [--only hold|own|killed|moves] [--rounds N] [--kills N]
-  --only PART  that part only
-  --rounds N   how often each rate and each move is repeated (3)
-  --kills N    how often a governor is killed (100)";
-
+/// The write governor: rates held, what it costs whom, and moves of busy guests.
+#[derive(Parser)]
 pub(crate) struct Options {
-    only: String,
-    rounds: usize,
-    kills: usize,
-}
+    /// This part alone
+    #[arg(long, value_name = "PART", value_parser = ["hold", "own", "killed", "moves"])]
+    only: Option<String>,
 
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options { only: String::new(), rounds: 3, kills: 100 };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let value = arguments.next().context(USAGE)?;
-        match argument.as_str() {
-            "--only" => options.only = value,
-            "--rounds" => options.rounds = value.parse().context(USAGE)?,
-            "--kills" => options.kills = value.parse().context(USAGE)?,
-            _ => bail!(USAGE),
-        }
-    }
-    Ok(options)
+    /// How often each rate and each move is repeated
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
+
+    /// How often a governor is killed
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    kills: usize,
 }
 
 fn main() -> anyhow::Result<()> {
     if killed::is_role()? {
         return Ok(());
     }
-    let options = options()?;
+    let options = Options::parse();
     let mut report = Report::new("governor");
-    let wanted = |part: &str| options.only.is_empty() || options.only == part;
+    let wanted = |part: &str| options.only.as_ref().is_none_or(|only| only == part);
     if wanted("hold") {
         hold::run(&options, &mut report)?;
     }

@@ -6,9 +6,9 @@
 //! a second, which it makes up for before it reads on.
 
 use anyhow::Context;
-use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
+use godwit_bench::moves::{LIMIT, by_godwit, by_qemu, fixture, one_move};
 use godwit_bench::report::{Better, Report};
-use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
+use godwit_bench::row::{Row, TABLE, median_of, medians, of};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
 use godwit_units::ByteCount;
@@ -45,7 +45,7 @@ pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
         (PACED, paced, Some("governor")),
         (PACED_QEMU, paced, None),
     ];
-    print_head();
+    TABLE.print_head();
     let mut rows = Vec::new();
     for round in 0..rounds {
         for (name, guest, throttle) in plan {
@@ -60,17 +60,16 @@ pub(crate) fn run(rounds: usize, report: &mut Report) -> anyhow::Result<()> {
                 }
                 None => by_qemu(source, destination, Style::AutoConverge, LIMIT),
             };
-            let mut fixture = Fixture::new(VmConfig::new(&build, guest));
+            let mut fixture = fixture(VmConfig::new(&build, guest));
             rows.push(
-                fixture
-                    .one_move(name, by)
+                one_move(&mut fixture, name, by)
                     .with_context(|| format!("{name} did not move the guest"))?,
             );
         }
     }
     println!("medians:");
     let medians: Vec<Row> = plan.iter().filter_map(|(name, ..)| medians(&rows, name)).collect();
-    medians.iter().for_each(print_row);
+    medians.iter().for_each(|row| TABLE.print(row));
     report.figure("medians", serde_json::to_value(&medians)?);
     report.figure("moves", serde_json::to_value(&rows)?);
     targets(&rows, report);

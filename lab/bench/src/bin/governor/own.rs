@@ -98,11 +98,11 @@ fn hands(report: &mut Report) -> anyhow::Result<()> {
     std::thread::scope(|scope| -> anyhow::Result<()> {
         scope.spawn(|| {
             writer.store(rustix::thread::gettid().as_raw_nonzero().get(), Ordering::Release);
-            let mut number: u64 = 0;
+            let mut rng = fastrand::Rng::with_seed(1);
             while !over.load(Ordering::Relaxed) {
-                number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let number = rng.u64(..);
                 let began = Instant::now();
-                fixture.memory.store(there(number >> 33), number);
+                fixture.memory.store(there(number >> 32), number);
                 longest.fetch_max(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
             }
         });

@@ -4,9 +4,9 @@
 //! What is measured, and how it is kept fair: `godwit_bench::moves`.
 
 use anyhow::Context;
-use godwit_bench::moves::{Fixture, LIMIT, by_godwit, by_qemu};
+use godwit_bench::moves::{LIMIT, by_godwit, by_qemu, fixture, one_move};
 use godwit_bench::report::{Better, Report};
-use godwit_bench::row::{Row, median_of, medians, of, print_head, print_row};
+use godwit_bench::row::{Row, TABLE, median_of, medians, of};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
 use godwit_units::ByteCount;
@@ -49,13 +49,13 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
         working_set: ByteCount(256 << 20),
         ..GuestConfig::standard()
     };
-    let mut fixture = Fixture::new(VmConfig::new(&build, guest));
+    let mut fixture = fixture(VmConfig::new(&build, guest));
     let patience = options.patience.as_secs();
     println!(
         "{build}, 1 GiB guest, 512 MiB filled, writing 256 MiB as fast as it can; 128 MiB/s; \
          never: not within {patience} s"
     );
-    print_head();
+    TABLE.print_head();
     let (mut rows, mut names) = (Vec::new(), Vec::new());
     let wanted = |name: &str| name.contains(&options.only);
     for (name, style) in QEMU.into_iter().filter(|(name, _)| wanted(name)) {
@@ -66,8 +66,7 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
                 by_qemu(source, destination, style, patience)
             };
             rows.push(
-                fixture
-                    .one_move(name, by)
+                one_move(&mut fixture, name, by)
                     .with_context(|| format!("{name} did not move the guest"))?,
             );
         }
@@ -82,15 +81,14 @@ pub(crate) fn compare(options: &Options, report: &mut Report) -> anyhow::Result<
                 by_godwit(&godwit, source, destination, [throttle, compression])
             };
             rows.push(
-                fixture
-                    .one_move(name, by)
+                one_move(&mut fixture, name, by)
                     .with_context(|| format!("{name} did not move the guest"))?,
             );
         }
     }
     println!("medians:");
     let medians: Vec<Row> = names.iter().filter_map(|name| medians(&rows, name)).collect();
-    medians.iter().for_each(print_row);
+    medians.iter().for_each(|row| TABLE.print(row));
     report.figure("qemu", build.to_string());
     report.figure("patience_s", patience);
     report.figure("medians", serde_json::to_value(&medians)?);

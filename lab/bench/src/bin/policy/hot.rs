@@ -8,7 +8,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_bench::report::{Better, Report, median};
+use godwit_bench::report::{Better, Report, median_of};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
 use serde_json::{Value, json};
 
@@ -58,24 +59,28 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
     }
     let godwit = Godwit::built()?;
     println!("\nmicrovm, {}; {}", GUEST.join(" "), LINK.join(" "));
-    println!("{:<18} {:>8} {:>9} {:>7} {:>7}", "", "total ms", "sent MiB", "gap ms", "rounds");
+    TABLE.print_head();
     let mut moves = Vec::new();
     for _ in 0..rounds {
         for (way, setting) in WAYS {
             let one = one_move(&godwit, way, setting)?;
-            print(way, one.total_ms, one.sent, one.gap_ms, one.rounds);
+            TABLE.print(&one);
             moves.push(one);
         }
     }
     let median = |way: &str, figure: fn(&Move) -> f64| {
-        median(&moves.iter().filter(|one| one.way == way).map(figure).collect::<Vec<_>>())
+        median_of(moves.iter().filter(|one| one.way == way), figure)
     };
     println!("medians:");
     for (way, _) in WAYS {
-        let figures: [fn(&Move) -> f64; 4] =
-            [|one| one.total_ms, |one| one.sent, |one| one.gap_ms, |one| one.rounds];
-        let [total, sent, gap, rounds] = figures.map(|figure| median(way, figure));
-        print(way, total, sent, gap, rounds);
+        TABLE.print(&Move {
+            way,
+            total_ms: median(way, |one| one.total_ms),
+            sent: median(way, |one| one.sent),
+            gap_ms: median(way, |one| one.gap_ms),
+            rounds: median(way, |one| one.rounds),
+            own_words: Value::Null,
+        });
     }
     let ratio =
         |figure: fn(&Move) -> f64| median("default", figure) / median("nothing delayed", figure);
@@ -101,9 +106,13 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
     Ok(())
 }
 
-fn print(way: &str, total: f64, sent: f64, gap: f64, rounds: f64) {
-    println!("{way:<18} {total:>8.0} {:>9.0} {gap:>7.0} {rounds:>7.0}", sent / MIB);
-}
+const TABLE: Table<Move> = Table(&[
+    Column { head: "", width: 18, cell: |one| one.way.to_owned() },
+    Column { head: "total ms", width: 8, cell: |one| figure(one.total_ms, 0) },
+    Column { head: "sent MiB", width: 9, cell: |one| figure(one.sent / MIB, 0) },
+    Column { head: "gap ms", width: 7, cell: |one| figure(one.gap_ms, 0) },
+    Column { head: "rounds", width: 7, cell: |one| figure(one.rounds, 0) },
+]);
 
 fn one_move(godwit: &Godwit, way: &'static str, setting: &str) -> anyhow::Result<Move> {
     let source = MicroVm::start(godwit, &GUEST)?;

@@ -12,56 +12,41 @@ mod hot;
 
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use clap::Parser;
+use godwit_bench::arguments::seconds;
 use godwit_bench::report::Report;
 
-const USAGE: &str =
-    "usage: policy [--rounds N] [--qemu-rounds N] [--hot-rounds N] [--forecasts N] \
-     [--patience SECONDS] [--only NAME]
-  --rounds N          moves by godwit for each throttle (3; 0 leaves them out)
-  --qemu-rounds N     moves by QEMU in each of its ways (1; 0 leaves them out)
-  --hot-rounds N      moves of the hot/cold guest, each way (3; 0 leaves them out)
-  --forecasts N       1 to make the ten forecasts (1), 0 not to
-  --patience SECONDS  when a move is cancelled as one that never ends (20)
-  --only NAME         of the busy guest's rows, those whose name contains this";
-
+/// Guests that dirty memory faster than the link carries it: every throttle against every way of
+/// QEMU's.
+#[derive(Parser)]
 pub(crate) struct Options {
+    /// Moves by godwit for each throttle; 0 leaves them out
+    #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
+
+    /// Moves by QEMU in each of its ways; 0 leaves them out
+    #[arg(long, value_name = "N", default_value_t = 1)]
     qemu_rounds: usize,
+
+    /// Moves of the hot/cold guest, each way; 0 leaves them out
+    #[arg(long, value_name = "N", default_value_t = 3)]
     hot_rounds: usize,
+
+    /// 1 to make the ten forecasts, 0 not to
+    #[arg(long, value_name = "N", default_value_t = 1)]
     forecasts: usize,
+
+    /// When a move is cancelled as one that never ends
+    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = seconds)]
     patience: Duration,
+
+    /// Of the busy guest's rows, those whose name contains this
+    #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
 }
 
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options {
-        rounds: 3,
-        qemu_rounds: 1,
-        hot_rounds: 3,
-        forecasts: 1,
-        patience: Duration::from_secs(20),
-        only: String::new(),
-    };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let value = arguments.next().context(USAGE)?;
-        let number = || value.parse::<usize>().context(USAGE);
-        match argument.as_str() {
-            "--rounds" => options.rounds = number()?,
-            "--qemu-rounds" => options.qemu_rounds = number()?,
-            "--hot-rounds" => options.hot_rounds = number()?,
-            "--forecasts" => options.forecasts = number()?,
-            "--patience" => options.patience = Duration::from_secs(number()? as u64),
-            "--only" => options.only = value,
-            _ => bail!(USAGE),
-        }
-    }
-    Ok(options)
-}
-
 fn main() -> anyhow::Result<()> {
-    let options = options()?;
+    let options = Options::parse();
     let mut report = Report::new("policy");
     if options.rounds + options.qemu_rounds > 0 {
         busy::compare(&options, &mut report)?;

@@ -10,37 +10,27 @@
 mod moves;
 mod side;
 
-use anyhow::{Context, bail};
+use clap::Parser;
 use godwit_bench::report::Report;
 
-const USAGE: &str = "usage: qemu [--rounds N] [--moves N] [--without-godwit]
-  --rounds N         rounds of the comparison (5; 0 leaves it out)
-  --moves N          then so many moves in a row of one guest at full speed (0)
-  --without-godwit   measure only QEMU's own migration, to look at the bench itself";
-
+/// A Linux guest moved between two QEMUs, by QEMU itself and by Godwit.
+#[derive(Parser)]
 struct Options {
+    /// Rounds of the comparison; 0 leaves it out
+    #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: usize,
+
+    /// Then so many moves in a row of one guest at full speed
+    #[arg(long, value_name = "N", default_value_t = 0)]
     moves: usize,
+
+    /// Measure only QEMU's own migration, to look at the bench itself
+    #[arg(long)]
     without_godwit: bool,
 }
 
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options { rounds: 5, moves: 0, without_godwit: false };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        let mut number = || arguments.next().and_then(|text| text.parse().ok()).context(USAGE);
-        match argument.as_str() {
-            "--rounds" => options.rounds = number()?,
-            "--moves" => options.moves = number()?,
-            "--without-godwit" => options.without_godwit = true,
-            _ => bail!(USAGE),
-        }
-    }
-    Ok(options)
-}
-
 fn main() -> anyhow::Result<()> {
-    let options = options()?;
+    let options = Options::parse();
     if options.rounds > 0 {
         let mut report = Report::new("qemu");
         side::compare(options.rounds, !options.without_godwit, &mut report)?;

@@ -11,21 +11,20 @@
 //! hole), so it is measured like that as well: whoever reads the table should know the rival at its
 //! best. An observer finds no file there to map, so the gap of those moves is not known.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use godwit_bench::fixture::{Fixture, Moved, Outcome};
 use godwit_bench::godwit::Attempt;
-use godwit_bench::report::{Better, Report, median};
+use godwit_bench::report::{self, Better, Report};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{
-    Backend, BeaconPlace, Gap, Godwit, GuestConfig, Observation, Observer, QemuBuild, Style,
-    TestVm, VmConfig, own_migration,
+    Backend, Gap, Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig, own_migration,
 };
 use serde::Serialize;
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
-/// After so many heartbeats the guest's kernel has done what it does only once.
-const SETTLED: usize = 15;
 const DOWNTIME_LIMIT: [&str; 2] = ["--downtime-limit", "300ms"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,15 +79,6 @@ struct Row {
     bugs: usize,
 }
 
-/// What a contestant reports of one move.
-struct Moved {
-    wall: Duration,
-    sent_bytes: u64,
-    passes: u64,
-    godwit_cpu: Duration,
-    own_words: Value,
-}
-
 /// Runs the comparison and enters figures and targets into `report`.
 pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> anyhow::Result<()> {
     let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
@@ -105,13 +95,13 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
         "{build}, 1 GiB guest, 512 MiB filled, 2,000 pages/s over 128 MiB, TCP loopback, {rounds} \
          rounds"
     );
-    print_head();
+    TABLE.print_head();
     let mut rows = Vec::new();
     for _ in 0..rounds {
         for &contestant in &order {
             let row = one_move(contestant, &build, godwit.as_ref())
                 .with_context(|| format!("{} did not move the guest", contestant.name()))?;
-            print_row(&row);
+            TABLE.print(&row);
             rows.push(row);
         }
         order.rotate_left(1);
@@ -119,7 +109,7 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
     println!("medians:");
     order.sort_by_key(|&contestant| contestant as u8);
     for &contestant in &order {
-        print_row(&medians(&rows, contestant));
+        TABLE.print(&medians(&rows, contestant));
     }
     report.figure("qemu", build.to_string());
     report.figure("rounds", rounds);
@@ -185,50 +175,31 @@ fn one_move(
     godwit: Option<&Godwit>,
 ) -> anyhow::Result<Row> {
     let config = VmConfig::new(build, GuestConfig::standard()).with_backend(contestant.backend());
-    let mut source = TestVm::source(&config)?;
-    let mut destination = TestVm::destination(&config)?;
-    source.wait_ready(LIMIT)?;
-    source.wait_for_heartbeats_after(Instant::now(), SETTLED, LIMIT)?;
-    let observer = match contestant.backend() {
-        Backend::SharedFile => {
-            let place = BeaconPlace::find(source.ram_file())?;
-            Some(Observer::start(place, source.ram_file(), destination.ram_file())?)
+    let mut fixture = Fixture::new(config, LIMIT);
+    fixture.observed = contestant.backend() == Backend::SharedFile;
+    let outcome = fixture.one_move(|source, destination| {
+        let by_qemu = |source: &mut TestVm, destination: &mut TestVm, style| {
+            own_migration(source, destination, style, LIMIT).map(|own| Moved::by_qemu(&own))
+        };
+        match (contestant, godwit) {
+            (Contestant::Godwit, Some(godwit)) => by_godwit(godwit, source, destination),
+            (Contestant::Multifd | Contestant::MultifdAnonymous, _) => {
+                by_qemu(source, destination, Style::Multifd(2))
+            }
+            _ => by_qemu(source, destination, Style::Plain),
         }
-        _ => None,
-    };
-
-    let before = (source.cpu_time()?, destination.cpu_time()?);
-    let moved = match (contestant, godwit) {
-        (Contestant::Godwit, Some(godwit)) => by_godwit(godwit, &source, &mut destination)?,
-        (Contestant::Multifd | Contestant::MultifdAnonymous, _) => {
-            by_qemu(&mut source, &mut destination, Style::Multifd(2))?
-        }
-        _ => by_qemu(&mut source, &mut destination, Style::Plain)?,
-    };
-    let after = (source.cpu_time()?, destination.cpu_time()?);
-    destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
-    let seen = observer.map(Observer::finish).transpose()?;
-    if let Some(seen) = &seen {
-        ensure!(!seen.ran_on_both, "the guest ran on both sides");
-        ensure!(seen.switchover.is_some(), "the guest was not seen to move");
-    }
-    let (at_source, at_destination) = ((after.0 - before.0).others, (after.1 - before.1).others);
-    let bugs = [source.bugs(), destination.bugs()].concat();
-    bugs.iter().for_each(|bug| println!("{bug}"));
-    Ok(row(contestant, &moved, &seen.unwrap_or_default(), [at_source, at_destination], bugs.len()))
+    })?;
+    let seen = outcome.seen.switchover.is_some();
+    ensure!(seen || !fixture.observed, "the guest was not seen to move");
+    Ok(row(contestant, outcome))
 }
 
 /// A gap that nobody observed is not a number, and null in the report.
-fn row(
-    contestant: Contestant,
-    moved: &Moved,
-    seen: &Observation,
-    [source, destination]: [Duration; 2],
-    bugs: usize,
-) -> Row {
+fn row(contestant: Contestant, outcome: Outcome) -> Row {
     let gap = |gap: Option<Gap>, figure: fn(Gap) -> Duration| {
         gap.map_or(f64::NAN, |gap| millis(figure(gap)))
     };
+    let Outcome { moved, seen, cpu: [source, destination], bugs, .. } = outcome;
     Row {
         contestant: contestant.name(),
         total_ms: millis(moved.wall),
@@ -236,26 +207,15 @@ fn row(
         downtime_resolution_ms: gap(seen.switchover, |gap| gap.resolution),
         stall_ms: gap(seen.stall, |gap| gap.length),
         stall_at_ms: gap(seen.stall, |gap| gap.end) - gap(seen.switchover, |gap| gap.end),
-        sent_mib: moved.sent_bytes as f64 / MIB,
+        sent_mib: moved.sent / MIB,
         cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
         cpu_source_s: source.as_secs_f64(),
         cpu_destination_s: destination.as_secs_f64(),
         cpu_godwit_s: moved.godwit_cpu.as_secs_f64(),
-        passes: moved.passes,
-        own_words: moved.own_words.clone(),
+        passes: moved.rounds,
+        own_words: moved.own_words,
         bugs,
     }
-}
-
-fn by_qemu(source: &mut TestVm, destination: &mut TestVm, style: Style) -> anyhow::Result<Moved> {
-    let own = own_migration(source, destination, style, LIMIT)?;
-    Ok(Moved {
-        wall: own.wall,
-        sent_bytes: own.sent.0,
-        passes: own.passes,
-        godwit_cpu: Duration::ZERO,
-        own_words: json!({ "total_ms": millis(own.total), "downtime_ms": millis(own.downtime) }),
-    })
 }
 
 fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyhow::Result<Moved> {
@@ -263,14 +223,13 @@ fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyh
     let options = [&DOWNTIME_LIMIT[..], &["--keep-source"]].concat();
     let attempt = Attempt::within(LIMIT, godwit, source, destination, &options)?;
     let (migrate, receive) = attempt.moved()?;
-    let last = migrate.last();
-    Ok(Moved {
-        wall: attempt.wall,
-        sent_bytes: last["sent_bytes"].as_u64().context("godwit migrate names no sent_bytes")?,
-        passes: last["rounds"].as_u64().context("godwit migrate names no rounds")?,
-        godwit_cpu: attempt.cpu,
-        own_words: json!({ "migrate": last, "receive": receive.last() }),
-    })
+    for figure in ["sent_bytes", "rounds"] {
+        migrate.last()[figure]
+            .as_u64()
+            .with_context(|| format!("godwit migrate names no {figure}"))?;
+    }
+    let own_words = json!({ "migrate": migrate.last(), "receive": receive.last() });
+    Ok(Moved::by_godwit(&attempt, own_words))
 }
 
 fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
@@ -278,7 +237,7 @@ fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
 }
 
 fn median_of(rows: &[Row], contestant: Contestant, figure: impl Fn(&Row) -> f64) -> f64 {
-    median(&of(rows, contestant).map(figure).collect::<Vec<_>>())
+    report::median_of(of(rows, contestant), figure)
 }
 
 fn medians(rows: &[Row], contestant: Contestant) -> Row {
@@ -301,31 +260,24 @@ fn medians(rows: &[Row], contestant: Contestant) -> Row {
     }
 }
 
-fn print_head() {
-    println!(
-        "{:<18} {:>8} {:>13} {:>8} {:>8} {:>6} {:>20} {:>6}",
-        "",
-        "total ms",
-        "downtime ms",
-        "stall ms",
-        "sent MiB",
-        "passes",
-        "CPU s src+dst+godwit",
-        "= CPU"
-    );
+const TABLE: Table<Row> = Table(&[
+    Column { head: "", width: 18, cell: |row| row.contestant.to_owned() },
+    Column { head: "total ms", width: 8, cell: |row| figure(row.total_ms, 0) },
+    Column { head: "downtime ms", width: 13, cell: downtime },
+    Column { head: "stall ms", width: 8, cell: |row| figure(row.stall_ms, 1) },
+    Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 1) },
+    Column { head: "passes", width: 6, cell: |row| row.passes.to_string() },
+    Column { head: "CPU s src+dst+godwit", width: 20, cell: shares },
+    Column { head: "= CPU", width: 6, cell: |row| figure(row.cpu_s, 2) },
+]);
+
+fn downtime(row: &Row) -> String {
+    if row.downtime_ms.is_nan() {
+        return figure(row.downtime_ms, 1);
+    }
+    format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms)
 }
 
-fn print_row(row: &Row) {
-    let known = |figure: f64, text: String| if figure.is_nan() { "-".to_owned() } else { text };
-    let downtime = known(
-        row.downtime_ms,
-        format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms),
-    );
-    let stall = known(row.stall_ms, format!("{:.1}", row.stall_ms));
-    let parts =
-        format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s);
-    println!(
-        "{:<18} {:>8.0} {downtime:>13} {stall:>8} {:>8.1} {:>6} {parts:>20} {:>6.2}",
-        row.contestant, row.total_ms, row.sent_mib, row.passes, row.cpu_s
-    );
+fn shares(row: &Row) -> String {
+    format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s)
 }

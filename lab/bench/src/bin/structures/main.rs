@@ -15,6 +15,7 @@ mod scan;
 mod slots;
 mod sparse;
 
+use clap::Parser;
 use godwit_bench::report::Report;
 
 /// A part: its name, and what runs it.
@@ -23,12 +24,17 @@ type Part = (&'static str, fn(&mut Report) -> anyhow::Result<()>);
 const PARTS: [Part; 4] =
     [("scan", scan::run), ("slots", slots::run), ("merge", merge::run), ("sparse", sparse::run)];
 
+/// Dirty bitmaps and memory slots against the limits of the machine.
+#[derive(Parser)]
+struct Options {
+    /// These parts alone
+    #[arg(value_name = "PART", value_parser = PARTS.map(|(name, _)| name))]
+    parts: Vec<String>,
+}
+
 fn main() -> anyhow::Result<()> {
-    let parts: Vec<String> = std::env::args().skip(1).collect();
+    let Options { parts } = Options::parse();
     let mut report = Report::new("structures");
-    if let Some(unknown) = parts.iter().find(|part| !PARTS.iter().any(|(name, _)| name == part)) {
-        anyhow::bail!("there is no part '{unknown}': use scan, slots, merge or sparse");
-    }
     println!("{}", godwit_bench::report::machine());
     for (name, run) in PARTS {
         if parts.is_empty() || parts.iter().any(|part| part == name) {

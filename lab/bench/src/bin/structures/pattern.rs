@@ -3,25 +3,9 @@
 use godwit_bitmap::DirtyBitmap;
 use godwit_units::{PageCount, PageRun};
 
-/// A small generator of pseudo-random numbers (xorshift64*).
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new() -> Self {
-        Self(88_172_645_463_325_252)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 1
-    }
-
-    /// Between 0, exclusive, and 1.
-    fn fraction(&mut self) -> f64 {
-        ((self.next() >> 10) + 1) as f64 / (1u64 << 53) as f64
-    }
+/// What is random in a run is the same in the next.
+pub(crate) fn rng() -> fastrand::Rng {
+    fastrand::Rng::with_seed(1)
 }
 
 /// How the dirty pages lie.
@@ -49,7 +33,9 @@ impl Pattern {
     pub(crate) fn for_each(self, pages: PageCount, mut mark: impl FnMut(PageRun)) {
         const MEAN: u64 = 512;
         let share = self.share();
-        let mut random = Random::new();
+        let mut rng = rng();
+        // Above 0, of which there is no logarithm.
+        let logarithm = |rng: &mut fastrand::Rng| (1.0 - rng.f64()).ln();
         let mut at = 0;
         if share == 0.0 {
             return;
@@ -57,11 +43,11 @@ impl Pattern {
         loop {
             let run = match self {
                 Self::Random(_) => {
-                    PageRun::new(at + (random.fraction().ln() / (1.0 - share).ln()) as u64, 1)
+                    PageRun::new(at + (logarithm(&mut rng) / (1.0 - share).ln()) as u64, 1)
                 }
                 Self::Clustered(_) => {
-                    let gap = -random.fraction().ln() * MEAN as f64 * (1.0 - share) / share;
-                    PageRun::new(at + gap as u64, 1 + random.next() % (2 * MEAN - 1))
+                    let gap = -logarithm(&mut rng) * MEAN as f64 * (1.0 - share) / share;
+                    PageRun::new(at + gap as u64, rng.u64(1..2 * MEAN))
                 }
             };
             if run.start.0 >= pages.0 {

@@ -15,7 +15,7 @@ use vm_memory::{
 };
 
 use crate::chart::Chart;
-use crate::pattern::Random;
+use crate::pattern::rng;
 use crate::rounds::{Rounds, short, table, timed};
 
 const ROUNDS: usize = 25;
@@ -25,11 +25,8 @@ const PAGES: u64 = 16;
 const LOOKUPS: usize = 1 << 18;
 
 fn shuffled(n: u64) -> Vec<u64> {
-    let mut random = Random::new();
     let mut order: Vec<u64> = (0..n).collect();
-    for i in (1..order.len()).rev() {
-        order.swap(i, random.next() as usize % (i + 1));
-    }
+    rng().shuffle(&mut order);
     order
 }
 
@@ -166,8 +163,8 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
 
 fn measure(n: u64, report: &mut Report) -> anyhow::Result<Vec<Row>> {
     let places = shuffled(n);
-    let mut random = Random::new();
-    let lookups: Vec<u64> = (0..LOOKUPS).map(|_| random.next() % (n * PAGES)).collect();
+    let mut rng = rng();
+    let lookups: Vec<u64> = (0..LOOKUPS).map(|_| rng.u64(..n * PAGES)).collect();
 
     let mut slots = MemSlots::new();
     let mut arrays = SortedArrays { gfns: Vec::new(), hvas: Vec::new() };

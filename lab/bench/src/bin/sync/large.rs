@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use godwit_bench::report::{Report, median};
 use godwit_bench::sys::Mapping;
-use godwit_track::{BlockMapping, DirtyTracker, PagemapTracker};
+use godwit_track::{AsOf, BlockMapping, DirtyTracker, PagemapTracker};
 use godwit_units::{ByteCount, Hva, PAGE_SIZE, PageCount, PageRun};
 use serde_json::json;
 
@@ -55,7 +55,7 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
                 let look = |number: u64| {
                     let first = number * part;
                     let run = PageRun::new(first, part.min(pages.0 - first));
-                    tracker.look(0, run, &mut |_| {})
+                    tracker.look(0, run, AsOf::Now, &mut |_| {})
                 };
                 let parts: Vec<_> =
                     (0..threads as u64).map(|number| scope.spawn(move || look(number))).collect();

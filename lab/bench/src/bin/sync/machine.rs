@@ -53,13 +53,6 @@ pub(crate) fn total(machine: &BareMachine) -> u64 {
 
 /// A stable choice of `percent` of `pages` pages, spread at random, in order.
 pub(crate) fn some(pages: u64, percent: u64) -> Vec<u32> {
-    let mut random = 0x2545_f491_4f6c_dd1d_u64;
-    (0..pages as u32)
-        .filter(|_| {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            (random >> 32) % 100 < percent
-        })
-        .collect()
+    let mut rng = fastrand::Rng::with_seed(1);
+    (0..pages as u32).filter(|_| rng.u64(..100) < percent).collect()
 }

@@ -14,62 +14,62 @@ mod parts;
 mod slots;
 mod trackers;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
+use clap::{Parser, ValueEnum};
+use godwit_bench::arguments::at_least_once;
 use godwit_bench::report::Report;
 
-const USAGE: &str = "usage: sync [--only logs|large] [--mib N] [--rounds N]
-  --only PART  the parts about logs and trackers, or the large memory
-  --mib N      guest memory in MiB, a multiple of 64 (1024)
-  --rounds N   repetitions of each figure (5)
-  --large N    GiB of the sparse memory that is looked at by several threads; 0: none (64)";
-
-/// What is measured, and how often.
-#[derive(Clone, Copy, Debug)]
+/// Dirty-bitmap synchronisation on real KVM, and the trackers against each other.
+#[derive(Clone, Copy, Debug, Parser)]
 struct Options {
-    logs: bool,
+    /// This part alone
+    #[arg(long, value_name = "PART")]
+    only: Option<Part>,
+
+    /// Guest memory in MiB, a multiple of 64
+    #[arg(long, value_name = "N", default_value = "1024", value_parser = mib)]
     mib: u64,
+
+    /// Repetitions of each figure
+    #[arg(long, value_name = "N", default_value = "5", value_parser = at_least_once())]
     rounds: usize,
+
+    /// GiB of the sparse memory that is looked at by several threads; 0: none
+    #[arg(long, value_name = "N", default_value_t = 64)]
     large: u64,
 }
 
-fn options() -> anyhow::Result<Options> {
-    let mut options = Options { logs: true, mib: 1024, rounds: 5, large: 64 };
-    let mut arguments = std::env::args().skip(1);
-    while let Some(argument) = arguments.next() {
-        if argument == "--only" {
-            match arguments.next().as_deref() {
-                Some("logs") => options.large = 0,
-                Some("large") => options.logs = false,
-                _ => bail!(USAGE),
-            }
-            continue;
-        }
-        let value = arguments.next().and_then(|text| text.parse::<u64>().ok()).context(USAGE)?;
-        match argument.as_str() {
-            "--mib" if value >= 64 && value.is_multiple_of(64) => options.mib = value,
-            "--large" => options.large = value,
-            "--rounds" if value >= 1 => options.rounds = value as usize,
-            _ => bail!(USAGE),
-        }
-    }
-    Ok(options)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// What is about logs and trackers
+    Logs,
+    /// The large memory
+    Large,
+}
+
+fn mib(text: &str) -> Result<u64, String> {
+    let size = text.parse().ok().filter(|size: &u64| *size >= 64 && size.is_multiple_of(64));
+    size.ok_or_else(|| "use a multiple of 64".to_owned())
 }
 
 fn main() -> anyhow::Result<()> {
-    let options = options()?;
-    if options.logs && !godwit_track::bare::kvm_is_usable() {
+    let options = Options::parse();
+    let logs = options.only != Some(Part::Large);
+    if logs && !godwit_track::bare::kvm_is_usable() {
         bail!("no usable /dev/kvm: load the kvm module, or give this user the right to open it");
     }
     let mut report = Report::new("sync");
     report.figure("mib", options.mib);
     report.figure("rounds", options.rounds);
-    if options.logs {
+    if logs {
         parts::measure(options, &mut report)?;
         trackers::harvests(options, &mut report)?;
         trackers::slowdown(options, &mut report)?;
         slots::measure(&mut report)?;
     }
-    large::measure(options, &mut report)?;
+    if options.only != Some(Part::Logs) {
+        large::measure(options, &mut report)?;
+    }
     report.finish()?;
     Ok(())
 }

@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use godwit_bench::fixture::{Fixture, Moved, Settled};
 use godwit_bench::godwit::{Attempt, Terms};
 use godwit_bench::report::median;
+use godwit_guest_workload::heartbeat::DiskSecond;
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    BeaconPlace, DiskImage, Godwit, GuestConfig, Observer, QemuBuild, SlowLink, TestVm, VmConfig,
-    own_migration_with_disks,
+    DiskImage, Godwit, GuestConfig, QemuBuild, SlowLink, TestVm, VmConfig, own_migration_with_disks,
 };
 use godwit_units::ByteCount;
 use serde_json::{Value, json};
@@ -45,7 +46,7 @@ pub(crate) enum Mover<'a> {
 
 /// What came of a move. All but `own_words` is seen from outside.
 #[derive(Clone, Debug, serde::Serialize)]
-pub(crate) struct Moved {
+pub(crate) struct Row {
     pub(crate) finished: bool,
     pub(crate) total_s: f64,
     pub(crate) wire_mib: f64,
@@ -61,7 +62,7 @@ pub(crate) struct Moved {
 }
 
 /// How a move is made.
-pub(crate) struct Fixture<'a> {
+pub(crate) struct Setup<'a> {
     pub(crate) guest: GuestConfig,
     /// Source and destination.
     pub(crate) images: [&'a DiskImage; 2],
@@ -70,64 +71,35 @@ pub(crate) struct Fixture<'a> {
     pub(crate) patience: Duration,
 }
 
-impl Fixture<'_> {
+impl Setup<'_> {
     /// Boots a guest, lets it work, moves it, and looks how it is.
-    pub(crate) fn one_move(&self, mover: Mover<'_>) -> anyhow::Result<Moved> {
-        let build = build()?;
-        let there = self.link.map_or(Ok(build.clone()), |link| link.build(&build))?;
-        let here = VmConfig::new(&build, self.guest).with_disk(DISK, self.images[0]);
-        let mut there = VmConfig::new(&there, self.guest).with_disk(DISK, self.images[1]);
-        if matches!(mover, Mover::Qemu) {
-            there = there.with_extra(&["-S"]);
-        }
-        let mut source = TestVm::source(&here)?;
-        let mut destination = TestVm::destination(&there)?;
-        source.wait_ready(LIMIT)?;
-        std::thread::sleep(SETTLED);
-        let place = BeaconPlace::find(source.ram_file())?;
-        let observer = Observer::start(place, source.ram_file(), destination.ram_file())?;
-
+    pub(crate) fn one_move(&self, mover: Mover<'_>) -> anyhow::Result<Row> {
+        let mut fixture = self.fixture(mover)?;
         let carried = || self.link.map_or(Ok(ByteCount::ZERO), SlowLink::carried);
-        let (began, before) = (Instant::now(), carried()?);
-        let (finished, total, own_words) = match mover {
-            Mover::Qemu => {
-                let link = self.link.context("QEMU moves over a link")?;
-                let own = own_migration_with_disks(
-                    &mut source,
-                    &mut destination,
-                    link,
-                    &[DISK],
-                    self.patience,
-                )?;
-                let words = json!({ "mirrored_s": own.mirrored.as_secs_f64(),
-                    "memory_bytes": own.memory.0 });
-                (own.finished, own.wall, words)
-            }
-            Mover::Godwit(options) => self.by_godwit(&source, &mut destination, options)?,
-        };
-        let (ended, after) = (Instant::now(), carried()?);
-        let left = if finished { &destination } else { &source };
-        left.wait_for_heartbeats_after(Instant::now(), AFTER, LIMIT)?;
-        let seen = observer.finish()?;
-        ensure!(!seen.ran_on_both, "the guest ran on both sides");
-
-        let bugs = [source.bugs(), destination.bugs()].concat();
-        bugs.iter().for_each(|bug| println!("{bug}"));
+        let mut meanwhile = Instant::now()..Instant::now();
+        let outcome = fixture.one_move(|source, destination| {
+            let (began, before) = (Instant::now(), carried()?);
+            let moved = self.by(mover, source, destination)?;
+            meanwhile = began..Instant::now();
+            let sent = (carried()?.0 - before.0) as f64;
+            Ok(Moved { sent, ..moved })
+        })?;
+        let (moved, seen) = (outcome.moved, outcome.seen);
         let block = self.guest.disk.block.0 as f64 / MIB as f64;
-        let seconds = [source.disk_seconds(), destination.disk_seconds()].concat();
+        let seconds = [outcome.source.disk_seconds(), outcome.destination.disk_seconds()].concat();
         let seconds: Vec<_> = seconds
             .into_iter()
-            .filter(|(at, _)| (began..ended).contains(at))
+            .filter(|(at, _)| meanwhile.contains(at))
             .map(|(_, told)| told)
             .collect();
-        let of = |figure: fn(&godwit_guest_workload::heartbeat::DiskSecond) -> u64| -> Vec<f64> {
+        let of = |figure: fn(&DiskSecond) -> u64| -> Vec<f64> {
             seconds.iter().map(|second| figure(second) as f64).collect()
         };
         let p99 = of(|second| second.p99_us);
-        Ok(Moved {
-            finished,
-            total_s: total.as_secs_f64(),
-            wire_mib: (after.0 - before.0) as f64 / MIB as f64,
+        Ok(Row {
+            finished: moved.finished,
+            total_s: moved.wall.as_secs_f64(),
+            wire_mib: moved.sent / MIB as f64,
             downtime_ms: seen.switchover.map_or(f64::NAN, |gap| gap.length.as_secs_f64() * 1e3),
             written_mib_s: median(&of(|second| second.writes))
                 * block
@@ -135,32 +107,61 @@ impl Fixture<'_> {
             median_ms: median(&of(|second| second.median_us)) / 1e3,
             p99_ms: median(&p99) / 1e3,
             worst_p99_ms: p99.iter().copied().fold(f64::NAN, f64::max) / 1e3,
-            bugs: bugs.len(),
-            own_words,
+            bugs: outcome.bugs,
+            own_words: moved.own_words,
         })
     }
 
-    fn by_godwit(
+    fn fixture(&self, mover: Mover<'_>) -> anyhow::Result<Fixture> {
+        let build = build()?;
+        let there = self.link.map_or(Ok(build.clone()), |link| link.build(&build))?;
+        let here = VmConfig::new(&build, self.guest).with_disk(DISK, self.images[0]);
+        let mut there = VmConfig::new(&there, self.guest).with_disk(DISK, self.images[1]);
+        if matches!(mover, Mover::Qemu) {
+            there = there.with_extra(&["-S"]);
+        }
+        let (settled, beats_after) = (Settled::For(SETTLED), AFTER);
+        Ok(Fixture { destination: there, settled, beats_after, ..Fixture::new(here, LIMIT) })
+    }
+
+    fn by(
         &self,
-        source: &TestVm,
+        mover: Mover<'_>,
+        source: &mut TestVm,
         destination: &mut TestVm,
-        options: &[&str],
-    ) -> anyhow::Result<(bool, Duration, Value)> {
-        // The source QEMU must live on to be asked what its guest said.
-        let options = [&["--disks", "all", "--keep-source"], options].concat();
+    ) -> anyhow::Result<Moved> {
+        let options = match mover {
+            Mover::Qemu => return self.by_qemu(source, destination),
+            // The source QEMU must live on to be asked what its guest said.
+            Mover::Godwit(options) => [&["--disks", "all", "--keep-source"], options].concat(),
+        };
         let terms = Terms { link: self.link, patience: Some(self.patience), limit: LIMIT };
         let attempt = Attempt::under(terms, &Godwit::built()?, source, destination, &options)?;
         let migrate = &attempt.migrate;
         let last = migrate.last();
         let receive = attempt.receive.as_ref().map(|receive| receive.last().clone());
-        let finished = receive.is_some();
-        if !finished {
+        if receive.is_none() {
             println!("{} {}", last["error"], migrate.errors.lines().last().unwrap_or_default());
         }
         let progress: Vec<_> =
             migrate.lines.iter().filter(|line| line["event"] == "progress").collect();
         let words = json!({ "migrate": last, "receive": receive, "progress": progress });
-        Ok((finished, attempt.wall, words))
+        Ok(Moved::by_godwit(&attempt, words))
+    }
+
+    fn by_qemu(&self, source: &mut TestVm, destination: &mut TestVm) -> anyhow::Result<Moved> {
+        let link = self.link.context("QEMU moves over a link")?;
+        let own = own_migration_with_disks(source, destination, link, &[DISK], self.patience)?;
+        Ok(Moved {
+            finished: own.finished,
+            wall: own.wall,
+            sent: f64::NAN,
+            rounds: 0,
+            godwit_cpu: Duration::ZERO,
+            own_words: json!({
+                "mirrored_s": own.mirrored.as_secs_f64(), "memory_bytes": own.memory.0,
+            }),
+        })
     }
 }
 

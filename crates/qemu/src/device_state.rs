@@ -1,0 +1,97 @@
+//! The state of all devices without a migration: what a QEMU whose RAM is not in shared files hands
+//! out, as its own migration would carry that RAM.
+//!
+//! The guest is stopped by `stop`, and `xen-save-devices-state` (in every build of QEMU; made for
+//! Xen, where RAM is not QEMU's) writes what the devices are into a memfd, a few hundred KiB in a
+//! few milliseconds. With `live` it lets go of the images of a machine that was stopped before, as
+//! a migration does; `cont` takes them back, which is QEMU's own documented way back.
+//!
+//! What it writes lacks two sections that every migration has and a destination demands: the
+//! configuration, with the machine type and the capabilities, and an empty description at the end
+//! (migration/savevm.c, `vmstate_configuration` and `qemu_loadvm_state`). With these an ordinary
+//! `migrate-incoming` loads it. It asks no migration blocker, so whoever calls this has asked; what
+//! has live state of its own, such as VFIO, would be left out, and is refused before.
+
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::Duration;
+
+use rustix::fs::{MemfdFlags, memfd_create};
+
+use crate::QemuError;
+use crate::machine::Machine;
+use crate::monitor::commands::{QomGet, RemoveFd, SaveDevices};
+
+/// "QEVM" and version 3, in big-endian order (migration/qemu-file-types.h, QEMU_VM_FILE_MAGIC).
+const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
+/// QEMU_VM_CONFIGURATION.
+const CONFIGURATION: u8 = 7;
+/// The subsection of it that tells of capabilities on which both sides must agree: one, which
+/// destinations of godwit's have on whatever their RAM is. QEMU_VM_SUBSECTION, the length of a
+/// name, the name, a version and a count in four bytes each, the length of a name, the name.
+const CAPABILITIES: [&[u8]; 5] =
+    [b"\x05\x1a", b"configuration/capabilities", b"\0\0\0\x01\0\0\0\x01", b"\x0f", IGNORED];
+const IGNORED: &[u8] = b"x-ignore-shared";
+/// QEMU_VM_VMDESCRIPTION, and no bytes of it.
+const NO_DESCRIPTION: [u8; 5] = [6, 0, 0, 0, 0];
+
+/// Has QEMU save its devices, and returns the stream that a destination loads. The guest must have
+/// been stopped.
+pub(crate) fn save(machine: &mut Machine, limit: Duration) -> Result<Vec<u8>, QemuError> {
+    let system = |step| move |source| QemuError::System { step, source };
+    let machine_type = machine.qmp.run(&QomGet::<String>::new("/machine", "type"))?;
+    let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
+        .map_err(|errno| system("memfd_create")(errno.into()))?;
+    let mut file = File::from(memfd);
+    // QEMU opens it for writing alone, and looks for a descriptor that is open for that alone
+    // (monitor_fdset_dup_fd_add).
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
+    let set = machine.qmp.add_fd(writer.as_fd())?;
+    let save = SaveDevices { filename: &format!("/dev/fdset/{set}"), live: true };
+    let saved = machine.qmp.start(&save).and_then(|queued| machine.qmp.answer(&queued, limit));
+    let removed = machine.qmp.run_if_known(&RemoveFd { fdset_id: set });
+    saved?;
+    removed?;
+    let mut devices = Vec::new();
+    file.read_to_end(&mut devices).map_err(system("reading a memfd"))?;
+    stream(&devices, machine_type.trim_end_matches("-machine")).ok_or_else(|| QemuError::State {
+        action: "save",
+        words: "what it wrote does not begin as a migration does".to_owned(),
+    })
+}
+
+/// What `devices` lacks of a migration's stream, added.
+fn stream(devices: &[u8], machine_type: &str) -> Option<Vec<u8>> {
+    let sections = devices.strip_prefix(&HEADER)?;
+    let length = u32::try_from(machine_type.len()).ok()?;
+    let mut stream = HEADER.to_vec();
+    stream.push(CONFIGURATION);
+    stream.extend(length.to_be_bytes());
+    stream.extend(machine_type.as_bytes());
+    stream.extend(CAPABILITIES.concat());
+    stream.extend(sections);
+    stream.extend(NO_DESCRIPTION);
+    Some(stream)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_comes_first_and_a_description_last() {
+        let stream = stream(b"QEVM\0\0\0\x03\x04rest\0", "pc-q35-10.0").unwrap();
+        let expected = b"QEVM\0\0\0\x03\x07\0\0\0\x0bpc-q35-10.0\
+            \x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared\
+            \x04rest\0\x06\0\0\0\0";
+        assert_eq!(stream, expected.as_slice());
+    }
+
+    #[test]
+    fn what_is_no_stream_of_that_version_is_refused() {
+        assert_eq!(stream(b"QEVM\0\0\0\x04\x04", "pc"), None);
+        assert_eq!(stream(b"QEV", "pc"), None);
+    }
+}

@@ -1,0 +1,179 @@
+//! A guest in a QEMU of its own, a destination for it, and one move between them: the same for all
+//! benchmarks that move guests of QEMU.
+//!
+//! Keeps one promise: what the guest felt is measured from outside, the same way for everybody.
+
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use godwit_testbed::{
+    BeaconPlace, Observation, Observer, OwnMigration, ProgressTrace, TestVm, VmConfig,
+};
+use serde_json::{Value, json};
+
+use crate::godwit::Attempt;
+
+/// After so many heartbeats the guest's kernel has done what it does only once.
+const SETTLED: usize = 15;
+
+/// What whoever moves the guest reports of one move.
+#[derive(Clone, Debug)]
+pub struct Moved {
+    /// Whether it came to an end.
+    pub finished: bool,
+    /// From the command until the guest runs on the other side with all of its memory there, or
+    /// until it was cancelled.
+    pub wall: Duration,
+    /// Bytes on the wire.
+    pub sent: f64,
+    /// Rounds or passes.
+    pub rounds: u64,
+    /// Processor time of godwit, both sides.
+    pub godwit_cpu: Duration,
+    /// What it says of itself.
+    pub own_words: Value,
+}
+
+impl Moved {
+    /// By QEMU itself.
+    pub fn by_qemu(own: &OwnMigration) -> Self {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        Self {
+            finished: own.finished,
+            wall: own.wall,
+            sent: own.sent.0 as f64,
+            rounds: own.passes,
+            godwit_cpu: Duration::ZERO,
+            own_words: json!({ "total_ms": ms(own.total), "downtime_ms": ms(own.downtime) }),
+        }
+    }
+
+    /// By godwit, of which `own_words` are kept.
+    pub fn by_godwit(attempt: &Attempt, own_words: Value) -> Self {
+        let last = attempt.migrate.last();
+        Self {
+            finished: attempt.receive.is_some(),
+            wall: attempt.wall,
+            sent: last["sent_bytes"].as_f64().unwrap_or(f64::NAN),
+            rounds: last["rounds"].as_u64().unwrap_or(0),
+            godwit_cpu: attempt.cpu,
+            own_words,
+        }
+    }
+}
+
+/// When a guest is moved that is ready.
+#[derive(Clone, Copy, Debug)]
+pub enum Settled {
+    /// After this many heartbeats.
+    Beats(usize),
+    /// After this time; at once, if it is none.
+    For(Duration),
+}
+
+/// Where a guest is moved from and to.
+#[derive(Debug)]
+pub struct Fixture {
+    /// The machine that the guest is booted in.
+    pub source: VmConfig,
+    /// The one that it is moved to.
+    pub destination: VmConfig,
+    /// When it is moved.
+    pub settled: Settled,
+    /// Whether an observer looks on, which reads the beacon in the RAM files.
+    pub observed: bool,
+    /// How long it looks on before the move.
+    pub lead: Duration,
+    /// Heartbeats of a guest that must still be well afterwards.
+    pub beats_after: usize,
+    /// Nothing that is waited for takes longer.
+    pub limit: Duration,
+    /// A guest that did not leave, to be used again.
+    pub left: Option<TestVm>,
+}
+
+/// One move, as it is seen from outside, and both machines after it.
+#[derive(Debug)]
+pub struct Outcome {
+    /// What was reported of it.
+    pub moved: Moved,
+    /// What the observer saw; nothing where there was none.
+    pub seen: Observation,
+    /// How the guest got on, where an observer looked on.
+    pub trace: Option<ProgressTrace>,
+    /// When it began, since the observer began.
+    pub began: Duration,
+    /// Processor time of all threads but the guest's processors, at the source and at the
+    /// destination.
+    pub cpu: [Duration; 2],
+    /// Lines in which the guest tells of damaged memory.
+    pub bugs: usize,
+    /// Where the guest was.
+    pub source: TestVm,
+    /// Where it was to go.
+    pub destination: TestVm,
+}
+
+impl Fixture {
+    /// For two machines like `config`, with an observer and a guest that has settled.
+    pub fn new(config: VmConfig, limit: Duration) -> Self {
+        Self {
+            source: config.clone(),
+            destination: config,
+            settled: Settled::Beats(SETTLED),
+            observed: true,
+            lead: Duration::ZERO,
+            beats_after: 3,
+            limit,
+            left: None,
+        }
+    }
+
+    /// Boots a guest, has `by` move it, and looks how it is.
+    ///
+    /// # Errors
+    /// When a machine does not start, the guest is not well, or `by` fails.
+    pub fn one_move(
+        &mut self,
+        by: impl FnOnce(&mut TestVm, &mut TestVm) -> anyhow::Result<Moved>,
+    ) -> anyhow::Result<Outcome> {
+        let mut source = match self.left.take() {
+            Some(source) => source,
+            None => TestVm::source(&self.source)?,
+        };
+        let mut destination = TestVm::destination(&self.destination)?;
+        source.wait_ready(self.limit)?;
+        match self.settled {
+            Settled::Beats(count) => {
+                source.wait_for_heartbeats_after(Instant::now(), count, self.limit)?;
+            }
+            Settled::For(time) => std::thread::sleep(time),
+        }
+        let observer = if self.observed {
+            let place = BeaconPlace::find(source.ram_file())?;
+            Some(Observer::start(place, source.ram_file(), destination.ram_file())?)
+        } else {
+            None
+        };
+        std::thread::sleep(self.lead);
+
+        let before = (source.cpu_time()?, destination.cpu_time()?);
+        let began = observer.as_ref().map_or(Duration::ZERO, |it| it.started().elapsed());
+        let moved = by(&mut source, &mut destination)?;
+        let after = (source.cpu_time()?, destination.cpu_time()?);
+        let here = if moved.finished { &destination } else { &source };
+        here.wait_for_heartbeats_after(Instant::now(), self.beats_after, self.limit)?;
+        let (seen, trace) = match observer {
+            Some(observer) => {
+                let (seen, trace) = observer.finish_with_course()?;
+                (seen, Some(trace))
+            }
+            None => (Observation::default(), None),
+        };
+        ensure!(!seen.ran_on_both, "the guest ran on both sides");
+        let bugs = [source.bugs(), destination.bugs()].concat();
+        bugs.iter().for_each(|bug| println!("{bug}"));
+        let cpu = [(after.0 - before.0).others, (after.1 - before.1).others];
+        Ok(Outcome { moved, seen, trace, began, cpu, bugs: bugs.len(), source, destination })
+    }
+}

@@ -1,0 +1,60 @@
+//! Tables whose columns are data: what stands over each, how wide it is, and what it shows of a
+//! row.
+
+/// A column of a table of rows `R`.
+pub struct Column<R> {
+    /// What stands over it.
+    pub head: &'static str,
+    /// In characters; what is longer is not cut.
+    pub width: usize,
+    /// What it shows of a row.
+    pub cell: fn(&R) -> String,
+}
+
+/// A table: its columns. The first one is the name of a row and begins at the left, the others are
+/// figures and end at the right.
+pub struct Table<R: 'static>(pub &'static [Column<R>]);
+
+impl<R> Table<R> {
+    /// Prints what stands over the columns.
+    pub fn print_head(&self) {
+        println!("{}", self.line(|column| column.head.to_owned()));
+    }
+
+    /// Prints a row.
+    pub fn print(&self, row: &R) {
+        println!("{}", self.line(|column| (column.cell)(row)));
+    }
+
+    fn line(&self, text: impl Fn(&Column<R>) -> String) -> String {
+        let cells = self.0.iter().enumerate().map(|(place, column)| {
+            let (text, width) = (text(column), column.width);
+            if place == 0 { format!("{text:<width$}") } else { format!("{text:>width$}") }
+        });
+        cells.collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// A figure with so many digits behind the point; one that is not known is a dash.
+pub fn figure(value: f64, digits: usize) -> String {
+    if value.is_nan() { "-".to_owned() } else { format!("{value:.digits$}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_begin_at_the_left_and_figures_end_at_the_right() {
+        const TABLE: Table<(&str, f64)> = Table(&[
+            Column { head: "", width: 6, cell: |row| row.0.to_owned() },
+            Column { head: "ms", width: 5, cell: |row| figure(row.1, 1) },
+        ]);
+        assert_eq!(TABLE.line(|column| column.head.to_owned()), "          ms");
+        assert_eq!(TABLE.line(|column| (column.cell)(&("plain", 3.12))), "plain    3.1");
+        assert_eq!(
+            TABLE.line(|column| (column.cell)(&("a long name", f64::NAN))),
+            "a long name     -"
+        );
+    }
+}
