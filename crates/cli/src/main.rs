@@ -7,6 +7,7 @@
 extern crate godwit_terminal;
 
 mod guard;
+mod log;
 mod microvm;
 mod migrate;
 mod plan;
@@ -23,6 +24,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use godwit_terminal::{layout, output, process, say};
 use godwit_units::GRAMMAR;
+use tracing_subscriber::filter::Targets;
 
 /// Live-migrates running virtual machines, exactly and without losing one.
 ///
@@ -36,6 +38,10 @@ use godwit_units::GRAMMAR;
 #[derive(Debug, Parser)]
 #[command(name = "godwit", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
+    /// Tell every step on standard error, with its time: off, error, warn, info, debug or trace
+    #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
+          hide_default_value = true, value_parser = log::filter)]
+    log: Targets,
     #[command(subcommand)]
     command: Command,
 }
@@ -103,6 +109,7 @@ fn main() -> ExitCode {
     ) {
         say::ends_quietly();
     }
+    log::start(arguments.log);
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),

@@ -22,6 +22,8 @@ mod cpu;
 mod disk;
 #[path = "../../../lab/guest-workload/src/heartbeat.rs"]
 mod heartbeat;
+#[path = "../../../lab/guest-workload/src/main_loop.rs"]
+mod main_loop;
 #[path = "../../../lab/guest-workload/src/pace.rs"]
 mod pace;
 mod serial;

@@ -1,10 +1,11 @@
-//! The main loop, one for each mode, on every vCPU.
+//! The main loop on the bare machine: a `MainLoop` on every vCPU, with the disk and the balloon
+//! that vCPU 0 sees to.
 //!
-//! Keeps three promises: vCPU 0 counts in the beacon without pause (idle: every 100 us or so); a
-//! heartbeat for all vCPUs together is due every 100 ms; and each vCPU has a part of the buffer to
-//! itself, so no page is read while it is written.
+//! Keeps two promises: one heartbeat speaks for all vCPUs together; and each vCPU has a part of the
+//! buffer to itself, so no page is read while it is written.
 
 use core::cell::UnsafeCell;
+use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::balloon;
@@ -15,19 +16,12 @@ use crate::boot_block::{
 };
 use crate::churn::Churn;
 use crate::disk::DiskWork;
-use crate::heartbeat::{Heartbeat, READY};
-use crate::pace::Pace;
+use crate::heartbeat::READY;
+use crate::main_loop::{Counts, Machine, MainLoop, Work};
 use crate::stamp::Page;
 use crate::workload::{Bug, Order, Workload};
 use crate::{PageCount, cpu, serial};
 
-const HEARTBEAT_MICROS: u64 = 100_000;
-/// Bugs that are printed with their evidence; of later ones each thousandth.
-const BUGS_IN_FULL: u64 = 100;
-const STEPS_FULL: u32 = 32;
-const STEPS_RATE: u32 = 8;
-const IDLE_SLEEP_MICROS: u32 = 100;
-const IDLE_LOOKS: u32 = 8;
 const DISK_MICROS: u64 = 10_000;
 const BALLOON_MICROS: u64 = 1_000;
 
@@ -50,14 +44,14 @@ unsafe impl Sync for Lamp {}
 static BEACON: Lamp = Lamp(UnsafeCell::new(Beacon::dark()));
 
 /// What a vCPU does with its part of the buffer.
-enum Work {
+enum Part {
     /// Writes to pages that are all in use.
     Stamped(Workload<&'static mut [Page], &'static mut [u64]>),
     /// Frees pages and takes others.
     Churning(Churn),
 }
 
-impl Work {
+impl Work for Part {
     #[inline]
     fn write(&mut self) {
         match self {
@@ -89,31 +83,26 @@ impl Work {
     }
 }
 
-struct Guest {
-    number: usize,
-    boot: &'static BootBlock,
-    workload: Work,
-    disk: Option<DiskWork>,
-    next_disk: u64,
-    next_balloon: u64,
-    beacon: &'static Beacon,
-    count: u64,
-    bugs: u64,
-    started: u64,
-    pace: Pace,
-    next_idle_look: u64,
-    next_heartbeat: u64,
-    last_heartbeat: u64,
-    last: Heartbeat,
-}
-
 /// Works for ever.
 pub fn run(number: usize, boot: &'static BootBlock) -> ! {
-    let workload = part(number, boot);
-    let mut guest = Guest::start(number, boot, workload);
+    let part = part(number, boot);
+    let cpu = Cpu::start(number, boot);
+    // SAFETY: it was lit, if by this vCPU then before; from here on it is only shared, and its
+    // counter is atomic.
+    let beacon = (number == 0).then(|| unsafe { &*BEACON.0.get() });
+    let cpus = u64::from(boot.cpus);
+    let rate = boot.rate / cpus + u64::from((number as u64) < boot.rate % cpus);
+    let mut guest = MainLoop::new(cpu, part, beacon, rate);
     loop {
         match boot.mode {
-            MODE_IDLE | MODE_CRASH => guest.turn_idle(),
+            MODE_IDLE => {
+                guest.turn_idle();
+            }
+            MODE_CRASH => {
+                if guest.turn_idle() > 1_000_000 {
+                    cpu::crash();
+                }
+            }
             MODE_RATE => guest.turn_rate(),
             MODE_FULL => guest.turn_full(),
             MODE_CHURN if boot.rate == 0 => guest.turn_full(),
@@ -124,7 +113,7 @@ pub fn run(number: usize, boot: &'static BootBlock) -> ! {
 }
 
 /// This vCPU's part of the buffer, filled.
-fn part(number: usize, boot: &BootBlock) -> Work {
+fn part(number: usize, boot: &BootBlock) -> Part {
     let cpus = u64::from(boot.cpus);
     let (first, end) = (boot.fill * number as u64 / cpus, boot.fill * (number as u64 + 1) / cpus);
     if first == end {
@@ -159,13 +148,23 @@ fn part(number: usize, boot: &BootBlock) -> Work {
     };
     let working_set = boot.working_set.div_ceil(cpus);
     if boot.mode == MODE_CHURN {
-        return Work::Churning(Churn::over(pages, generations, first, working_set));
+        return Part::Churning(Churn::over(pages, generations, first, working_set));
     }
-    Work::Stamped(Workload::over(pages, generations, first, PageCount(working_set)).in_order(order))
+    Part::Stamped(Workload::over(pages, generations, first, PageCount(working_set)).in_order(order))
 }
 
-impl Guest {
-    fn start(number: usize, boot: &'static BootBlock, workload: Work) -> Self {
+/// One vCPU, and what belongs to it.
+struct Cpu {
+    number: usize,
+    boot: &'static BootBlock,
+    disk: Option<DiskWork>,
+    next_disk: u64,
+    next_balloon: u64,
+    started: u64,
+}
+
+impl Cpu {
+    fn start(number: usize, boot: &'static BootBlock) -> Self {
         let disk = if number == 0 && boot.disk != 0 { Some(DiskWork::start()) } else { None };
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
@@ -177,135 +176,57 @@ impl Guest {
                 "{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"
             ));
         }
-        let cpus = u64::from(boot.cpus);
-        Self {
-            number,
-            boot,
-            workload,
-            disk,
-            next_disk: 0,
-            next_balloon: 0,
-            // SAFETY: from here on it is only shared; its counter is atomic.
-            beacon: unsafe { &*BEACON.0.get() },
-            count: 0,
-            bugs: 0,
-            started: cpu::ticks(),
-            pace: Pace::new(boot.rate / cpus + u64::from((number as u64) < boot.rate % cpus), 0),
-            next_idle_look: 0,
-            next_heartbeat: HEARTBEAT_MICROS,
-            last_heartbeat: 0,
-            last: Heartbeat { n: 0, count: 0, writes: 0, rate: 0, checked: 0, bugs: 0, t_ms: 0 },
-        }
+        Self { number, boot, disk, next_disk: 0, next_balloon: 0, started: cpu::ticks() }
     }
+}
 
-    fn turn_full(&mut self) {
-        for _ in 0..STEPS_FULL {
-            self.workload.write();
-            self.check();
-            self.count();
-        }
-        self.clock();
-    }
-
-    fn turn_rate(&mut self) {
-        for _ in 0..STEPS_RATE {
-            self.check();
-            self.count();
-        }
-        let now = self.clock();
-        for _ in 0..self.pace.due(now) {
-            self.workload.write();
-            self.count();
-        }
-    }
-
-    fn turn_idle(&mut self) {
-        cpu::sleep(IDLE_SLEEP_MICROS);
-        self.count();
-        let now = self.clock();
-        if now >= self.next_idle_look {
-            self.next_idle_look = now + 1_000;
-            (0..IDLE_LOOKS).for_each(|_| self.check());
-        }
-        if self.boot.mode == MODE_CRASH && now > 1_000_000 {
-            cpu::crash();
-        }
-    }
-
-    #[inline]
-    fn count(&mut self) {
-        self.count += 1;
-        if self.number == 0 {
-            self.beacon.show(self.count);
-        }
-    }
-
-    #[inline]
-    fn check(&mut self) {
-        if let Some(bug) = self.workload.check() {
-            self.report(&bug);
-        }
-    }
-
-    #[cold]
-    fn report(&mut self, bug: &Bug) {
-        self.bugs += 1;
-        if self.bugs <= BUGS_IN_FULL || self.bugs.is_multiple_of(1000) {
-            serial::print(format_args!("{bug}\n"));
-        }
-    }
-
-    /// Microseconds since the start; does what is due by the clock.
-    fn clock(&mut self) -> u64 {
+impl Machine<Part> for Cpu {
+    fn micros(&mut self) -> u64 {
         // A vCPU's counter may be set back a little where it is loaded.
         let ticks = cpu::ticks().saturating_sub(self.started);
-        let now = (u128::from(ticks) * 1000 / u128::from(self.boot.tsc_khz)) as u64;
+        (u128::from(ticks) * 1000 / u128::from(self.boot.tsc_khz)) as u64
+    }
+
+    fn sleep(&mut self, micros: u32) {
+        cpu::sleep(micros);
+    }
+
+    fn say(&mut self, line: fmt::Arguments<'_>) {
+        serial::print(format_args!("{line}\n"));
+    }
+
+    #[inline]
+    fn turn(&mut self, now: u64, part: &mut Part) -> u64 {
+        let mut bugs = 0;
         if now >= self.next_disk {
             self.next_disk = now + DISK_MICROS;
             if let Some(disk) = &mut self.disk {
-                self.bugs += disk.turn();
+                bugs = disk.turn();
             }
         }
         if now >= self.next_balloon && self.boot.balloon != 0 {
             self.next_balloon = now + BALLOON_MICROS;
-            if let Work::Churning(work) = &mut self.workload {
+            if let Part::Churning(work) = part {
                 balloon::turn(self.number, self.boot.balloon, work);
             } else {
                 balloon::turn_without_free_pages(self.number);
             }
         }
-        if now >= self.next_heartbeat {
-            self.heartbeat(now);
-        }
-        now
+        bugs
     }
 
-    #[cold]
-    fn heartbeat(&mut self, now: u64) {
+    fn counts(&mut self, own: Counts) -> Option<Counts> {
         let done = &DONE[self.number];
-        done.writes.store(self.workload.writes(), Ordering::Relaxed);
-        done.checked.store(self.workload.checked(), Ordering::Relaxed);
-        done.bugs.store(self.bugs, Ordering::Relaxed);
-        let late = now.saturating_sub(self.next_heartbeat);
-        self.next_heartbeat += HEARTBEAT_MICROS * (1 + late / HEARTBEAT_MICROS);
-        if self.number != 0 {
-            return;
-        }
+        done.writes.store(own.writes, Ordering::Relaxed);
+        done.checked.store(own.checked, Ordering::Relaxed);
+        done.bugs.store(own.bugs, Ordering::Relaxed);
         let sum = |field: fn(&Done) -> &AtomicU64| {
             DONE.iter().map(|done| field(done).load(Ordering::Relaxed)).sum::<u64>()
         };
-        let writes = sum(|done| &done.writes);
-        let since = (now - self.last_heartbeat).max(1);
-        self.last_heartbeat = now;
-        self.last = Heartbeat {
-            n: self.last.n + 1,
-            count: self.count,
-            writes,
-            rate: (writes - self.last.writes) * 1_000_000 / since,
+        (self.number == 0).then(|| Counts {
+            writes: sum(|done| &done.writes),
             checked: sum(|done| &done.checked),
             bugs: sum(|done| &done.bugs),
-            t_ms: now / 1000,
-        };
-        serial::print(format_args!("{}\n", self.last));
+        })
     }
 }

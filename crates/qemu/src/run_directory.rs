@@ -49,3 +49,29 @@ pub(crate) fn check(directory: &Path, user: u32) -> Result<(), String> {
     };
     Err(format!("{shown} {problem}: remove it, or set XDG_RUNTIME_DIR to a directory of your own"))
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_that_others_may_read_will_do_and_one_that_they_may_write_to_will_not() {
+        let directory = std::env::temp_dir().join(format!("godwit-run-{}", std::process::id()));
+        std::fs::create_dir(&directory).unwrap();
+        let own = std::fs::metadata(&directory).unwrap().uid();
+        let check_with = |mode| {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(&directory, mode).unwrap();
+            check(&directory, own)
+        };
+        let outcomes = [0o700, 0o755, 0o720, 0o702].map(check_with);
+        let strange = check(&directory, own + 1);
+        std::fs::remove_dir(&directory).unwrap();
+        assert_eq!(outcomes.each_ref().map(Result::is_ok), [true, true, false, false]);
+        assert!(outcomes[2].as_ref().unwrap_err().contains("others may write to"));
+        assert!(strange.unwrap_err().contains("belongs to another user"));
+    }
+}

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::Mode;
+use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
 };
@@ -173,6 +173,45 @@ fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
             ensure!(plan["device_state"] == way, "{backend:?}: {}", plan["device_state"]);
             check_untouched(&mut vm)?;
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
+    for build in builds("every_step_is_told_to_who_asks") {
+        let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        let (migrate, _) = pair.migrate(&["--log", "debug"])?;
+        check_moved(&mut pair, &migrate)?;
+        for step in ["action=StopGuest", "action=SendCommit", "carried round=1 data_pages="] {
+            ensure!(migrate.errors.contains(step), "'{step}' is not in: {}", migrate.errors);
+        }
+        let refused = Godwit::built()?.run(&["migrate", "--log", "loud"])?;
+        ensure!(refused.status.code() == Some(2), "{}", refused.status);
+    }
+    Ok(())
+}
+
+#[test]
+fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
+    let test = "disks_move_along_with_anonymous_ram";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in builds(test) {
+        let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
+        let (from, to) = (image()?, image()?);
+        let mut config = config(&build, Mode::Rate, Backend::Anonymous);
+        // The guest checks what it reads of what it wrote.
+        let span = ByteCount(16 << 20);
+        config.guest.disk = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
+        let config = |image| config.clone().with_disk("disk0", image);
+        let mut pair = Pair::start_apart(&config(&from), &config(&to))?;
+
+        let (migrate, _) = pair.migrate(&["--disks", "all", "--verify"])?;
+
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     }
     Ok(())
 }

@@ -232,8 +232,10 @@ impl Destination<'_> {
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
+            let _state = tracing::info_span!("destination", ?state).entered();
             let mut follow = None;
             for action in actions {
+                let _action = tracing::debug_span!("action", ?action).entered();
                 match self.perform(&mut stage, action) {
                     Ok(input) => {
                         self.options.faults.kill.inspect(|fault| fault.strike_after(action));

@@ -213,6 +213,14 @@ impl Copying {
             }
         }
         self.free.end_round(source.vm, round);
+        tracing::info!(
+            round,
+            data_pages = total.data.0,
+            zero_pages = total.zero.0,
+            unchanged_pages = total.unchanged.0,
+            sent_bytes = total.sent.0,
+            "carried"
+        );
         self.round = total;
         source.session.say(&Message::RoundEnd { round })
     }

@@ -190,6 +190,7 @@ impl Source<'_> {
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
+            let _state = tracing::info_span!("source", ?state).entered();
             match self.perform_all(&mut stage, state, &actions) {
                 Ok(next) => input = next,
                 Err(error) => {
@@ -208,6 +209,7 @@ impl Source<'_> {
     }
 
     fn note(&mut self, state: State, error: EngineError) {
+        tracing::warn!(?state, %error, "failed");
         self.ending.note(state, error, self.vm, self.session.is_committed());
     }
 
@@ -221,6 +223,7 @@ impl Source<'_> {
     ) -> Result<Input, EngineError> {
         let mut follow = None;
         for action in actions {
+            let _action = tracing::debug_span!("action", ?action).entered();
             follow = self.perform(stage, *action)?.or(follow);
             self.options.fault.inspect(|fault| fault.strike_after(*action));
         }

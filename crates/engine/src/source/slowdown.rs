@@ -46,6 +46,7 @@ impl Slowdown {
         }
         self.sample(vm);
         let throttled = brake(vm).and_then(|brake| brake.throttle(share));
+        tracing::info!(share, failed = throttled.is_err(), "throttled");
         self.throttle = if throttled.is_ok() { share } else { 0.0 };
         throttled
     }
@@ -62,6 +63,7 @@ impl Slowdown {
         }
         self.sample(vm);
         let governed = brake(vm).and_then(|brake| brake.govern(first_writes));
+        tracing::info!(?first_writes, failed = governed.is_err(), "governed");
         self.first_writes = if governed.is_ok() { first_writes } else { None };
         governed
     }

@@ -89,3 +89,16 @@ fn work_on_the_images_is_refused() {
     assert!(told("running").unwrap_err().contains("a block job ('backup0', backup) runs"));
     assert!(told("concluded").is_ok());
 }
+
+#[test]
+fn a_back_end_of_a_device_is_no_qemu() {
+    let writer = |command: &str| Writer {
+        // No such process: known by its command name alone.
+        pid: i32::MAX,
+        command: command.to_owned(),
+        block: "mem".to_owned(),
+    };
+    assert!(is_vmm(&writer("qemu-system-x86")));
+    assert!(is_vmm(&writer("qemu-kvm")));
+    assert!(!is_vmm(&writer("virtiofsd")));
+}
