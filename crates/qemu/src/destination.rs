@@ -9,7 +9,8 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::task::Poll;
+use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice, DiskSink};
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
@@ -24,7 +25,7 @@ use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, Seen};
 use crate::ram::Ram;
 use crate::settings::Settings;
-use crate::source::{FD_NAME, announce, failure_words, migration_event};
+use crate::source::{FD_NAME, STEP, announce, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
@@ -44,10 +45,20 @@ pub struct QemuDestination {
     settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
     prepared: bool,
+    /// The wait for the end of the load.
+    loading: Option<Loading>,
     /// The disks that are being received.
     receiving: Option<Receiving>,
     /// What sees to the machine when this process is killed.
     guard: Option<Guard>,
+}
+
+/// A load under way, all of whose device state was written.
+#[derive(Debug)]
+struct Loading {
+    since: Instant,
+    /// Whether QEMU has run the guest.
+    ran: bool,
 }
 
 impl QemuDestination {
@@ -81,6 +92,7 @@ impl QemuDestination {
             ram: Arc::new(ram),
             settings: None,
             prepared: false,
+            loading: None,
             receiving: None,
             guard: None,
         })
@@ -165,11 +177,19 @@ impl DestinationVm for QemuDestination {
     }
 
     fn finish_load(&mut self) -> Result<(), VmError> {
+        while self.poll_load()?.is_pending() {}
+        Ok(())
+    }
+
+    fn poll_load(&mut self) -> Result<Poll<()>, VmError> {
+        let fresh = || Loading { since: Instant::now(), ran: false };
+        let mut loading = self.loading.take().unwrap_or_else(fresh);
         let qmp = &mut *self.machine.qmp;
         let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
-        let mut ran = false;
-        let reached = qmp.watch("the end of its incoming migration", LOAD_LIMIT, &mut |event| {
-            ran |= event.name == "RESUME";
+        let left = LOAD_LIMIT.saturating_sub(loading.since.elapsed());
+        let what = "the end of its incoming migration";
+        let reached = qmp.watch(what, STEP.min(left), &mut |event| {
+            loading.ran |= event.name == "RESUME";
             let ended = migration_event(event);
             if matches!(ended.as_str(), "failed" | "completed") {
                 Seen::Awaited
@@ -180,10 +200,19 @@ impl DestinationVm for QemuDestination {
         match reached {
             // Told to stop while it waited, it must not have started by itself. The event tells, at
             // no cost in downtime.
-            Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
-            Ok(event) if migration_event(&event) == "completed" => Ok(()),
+            Ok(_) if loading.ran => {
+                Err(ended("it ran the guest although it was told not to").into())
+            }
+            Ok(event) if migration_event(&event) == "completed" => Ok(Poll::Ready(())),
             Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
             Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
+            Err(QmpError::Timeout { .. }) if loading.since.elapsed() < LOAD_LIMIT => {
+                self.loading = Some(loading);
+                Ok(Poll::Pending)
+            }
+            Err(QmpError::Timeout { during, .. }) => {
+                Err(QmpError::Timeout { during, limit: LOAD_LIMIT }.into())
+            }
             Err(error) => Err(error.into()),
         }
     }

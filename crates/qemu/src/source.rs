@@ -24,6 +24,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice, DiskRound};
@@ -46,7 +47,7 @@ use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{
     AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Stop, Transaction,
 };
-use crate::monitor::{Event, Monitor, QmpError, Seen};
+use crate::monitor::{Event, Monitor, QmpError, Queued, Seen};
 use crate::ram::{Ram, StateBy};
 use crate::settings::Settings;
 use crate::userfaultfd;
@@ -54,6 +55,8 @@ use crate::way_back::{self, TOLD_AFTER};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
+/// What one step of a long wait may take, so that others are heard in between.
+pub(crate) const STEP: Duration = Duration::from_millis(50);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much
 /// memory to give back.
@@ -95,6 +98,8 @@ pub struct QemuSource {
     saved_to: Option<UnixStream>,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
     stopping: bool,
+    /// The stop, as long as it is waited for.
+    stop: Option<UnderWay>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -117,6 +122,18 @@ pub struct QemuSource {
     fate: Fate,
     /// Hears of waits that are long.
     told: fn(&str),
+}
+
+/// A stop under way.
+#[derive(Debug)]
+struct UnderWay {
+    since: Instant,
+    /// The command that QEMU answers at its end; `None` where it is QEMU's migration that stops.
+    command: Option<Queued>,
+    /// When the vCPUs stopped.
+    stopped: Option<Instant>,
+    /// Whether it was told that it takes long.
+    told: bool,
 }
 
 impl QemuSource {
@@ -194,6 +211,7 @@ impl QemuSource {
             state: None,
             saved_to: None,
             stopping: false,
+            stop: None,
             released: false,
         })
     }
@@ -341,23 +359,57 @@ impl QemuSource {
         Ok(())
     }
 
-    /// Stops the guest by a command, which QEMU answers when its disks are flushed.
-    fn stop_by_command(&mut self) -> Result<Instant, QemuError> {
+    /// Begins to stop the guest.
+    fn begin_stop(&mut self) -> Result<UnderWay, QemuError> {
         self.prepare_stop()?;
-        let Self { machine, limits, told, .. } = self;
-        let stop = machine.qmp.start(&Stop)?;
-        let first = TOLD_AFTER.min(limits.stop);
-        match machine.qmp.answer(&stop, first) {
-            Err(QmpError::Timeout { .. }) if first < limits.stop => {
-                told(&stops_late(limits.stop));
-                machine.qmp.answer(&stop, limits.stop - first)?
+        let qmp = &mut *self.machine.qmp;
+        let command = match self.state_by {
+            StateBy::Saving => Some(qmp.start(&Stop)?),
+            StateBy::Migration => {
+                qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
+                None
             }
-            answer => answer?,
         };
+        Ok(UnderWay { since: Instant::now(), command, stopped: None, told: false })
+    }
+
+    /// Stops the guest; `None` if that takes longer than [`STEP`], and this is to be called again.
+    fn stop_in_steps(&mut self) -> Result<Option<Instant>, QemuError> {
+        let mut stop = match self.stop.take() {
+            Some(stop) => stop,
+            None => self.begin_stop()?,
+        };
+        let limit = self.limits.stop;
+        let step = STEP.min(limit.saturating_sub(stop.since.elapsed()));
+        let stopped = match stop.command.take() {
+            Some(command) => {
+                let stopped = self.await_command(&command, step);
+                stop.command = Some(command);
+                stopped
+            }
+            None => self.await_migration(&mut stop, step),
+        };
+        let Err(QemuError::Qmp(QmpError::Timeout { during, .. })) = stopped else {
+            return stopped.map(Some);
+        };
+        let taken = stop.since.elapsed();
+        if taken >= limit {
+            return Err(QmpError::Timeout { during, limit }.into());
+        }
+        if taken >= TOLD_AFTER && !std::mem::replace(&mut stop.told, true) {
+            (self.told)(&stops_late(limit));
+        }
+        self.stop = Some(stop);
+        Ok(None)
+    }
+
+    /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
+    fn await_command(&mut self, stop: &Queued, limit: Duration) -> Result<Instant, QemuError> {
+        self.machine.qmp.answer(stop, limit)?;
         let answered = Instant::now();
         // Its event comes before the answer.
         let mut stopped = None;
-        for event in machine.qmp.take_events()? {
+        for event in self.machine.qmp.take_events()? {
             self.fate.take(&event);
             if event.name == "STOP" {
                 stopped.get_or_insert(event.at);
@@ -378,18 +430,19 @@ impl QemuSource {
         QemuError::Changed("the guest stopped")
     }
 
-    /// Stops the guest by QEMU's migration. The throttle ends with the event that says that the
-    /// guest has stopped.
-    fn stop_by_migration(&mut self) -> Result<Instant, QemuError> {
-        self.prepare_stop()?;
-        let Self { machine, throttle, tracker, limits, fate, told, .. } = self;
+    /// Waits for the end of a stop by QEMU's migration. The throttle ends with the event that says
+    /// that the guest has stopped.
+    fn await_migration(
+        &mut self,
+        stop: &mut UnderWay,
+        limit: Duration,
+    ) -> Result<Instant, QemuError> {
+        let Self { machine, throttle, tracker, fate, .. } = self;
         let qmp = &mut *machine.qmp;
-        qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
-        let mut stopped = None;
         let mut look = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
-                stopped.get_or_insert(event.at);
+                stop.stopped.get_or_insert(event.at);
                 fate.stands_still();
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
@@ -402,15 +455,8 @@ impl QemuSource {
                 _ => Seen::TakenIn,
             }
         };
-        let (what, first) = ("pre-switchover", TOLD_AFTER.min(limits.stop));
-        let reached = match qmp.watch(what, first, &mut look) {
-            Err(QmpError::Timeout { .. }) if first < limits.stop => {
-                told(&stops_late(limits.stop));
-                qmp.watch(what, limits.stop - first, &mut look)?
-            }
-            reached => reached?,
-        };
-        match (migration_event(&reached).as_str(), stopped) {
+        let reached = qmp.watch("pre-switchover", limit, &mut look)?;
+        match (migration_event(&reached).as_str(), stop.stopped) {
             ("pre-switchover", Some(at)) => Ok(at),
             ("pre-switchover", None) if !self.was_running => Ok(reached.at),
             ("pre-switchover", None) => Err(self.stopped_by_another()),
@@ -438,6 +484,7 @@ impl QemuSource {
     }
 
     fn bring_back(&mut self) -> Result<(), QemuError> {
+        self.stop = None;
         self.saved_to = None;
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
@@ -666,12 +713,20 @@ impl SourceVm for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
-        let stopped = match self.state_by {
-            StateBy::Migration => self.stop_by_migration(),
-            StateBy::Saving => self.stop_by_command(),
-        };
+        loop {
+            if let Poll::Ready(stopped) = self.poll_stop()? {
+                return Ok(stopped);
+            }
+        }
+    }
+
+    fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
+        let stopped = self.stop_in_steps();
+        if let Ok(None) = stopped {
+            return Ok(Poll::Pending);
+        }
         self.remove_throttle();
-        Ok(stopped?)
+        Ok(stopped?.map_or(Poll::Pending, Poll::Ready))
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {

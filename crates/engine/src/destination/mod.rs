@@ -5,56 +5,43 @@
 //! a queue, which is bounded: a machine that loads its state slowly slows the source down instead
 //! of filling memory. They are taken in order: what follows the end of a round is looked at when
 //! every channel has placed that round.
+//!
+//! Each thing has one owner: `session` (the control connection and all waiting), `offer` (what is
+//! compared before anything is accepted), `lanes` (the channels), `loading` (the device state).
 
 mod barriers;
 mod channel;
 mod disk;
 mod door;
 mod fault;
+mod lanes;
 mod layout;
+mod loading;
 mod memory;
+mod offer;
+mod session;
 
-use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_codec::Decompressor;
-use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
+use godwit_disk::{Disk, DiskChoice};
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
-use godwit_wire::{
-    AbortCode, DIGESTS_PER_MESSAGE, Greeting, Message, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT,
-    Role, SessionId,
-};
+use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
 
-use crate::address::{Listener, Stream};
+use crate::address::Listener;
 use crate::compression::Codecs;
 use crate::digests;
-use crate::link::{
-    ControlWriter, FrameReader, link_error, read_messages, say_alive, send_greeting,
-};
 use crate::vm::{DestinationVm, RunError};
-use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits, threads};
+use crate::{Cancel, EngineError, Failure, Phase, Survivor};
 
-use barriers::Barriers;
-use channel::{Channel, PEER, PageSink};
-use disk::{DiskPlace, LastRound};
-use door::Door;
+use channel::PEER;
 pub use fault::Fault;
-use memory::MemoryPlace;
-
-/// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
-const EVENTS_LIMIT: usize = 32;
-
-/// What the source said on one of its control connections, or why it says no more.
-struct Event {
-    connection: u32,
-    message: Result<Message, EngineError>,
-}
+use lanes::Lanes;
+use loading::Loading;
+use offer::{Accepted, await_offer, check_room};
+use session::{Session, out_of_place};
 
 /// What is told while receiving.
 #[derive(Clone, Debug)]
@@ -159,90 +146,82 @@ pub fn receive(
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Received, Failure> {
-    let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
+    let session = match Session::accept(listener, options.wait, cancel, notice) {
+        Ok(session) => session,
+        Err(cause) => {
+            // Nobody is there to be told anything.
+            let discarded = vm.discard();
+            let survivor = discarded.map_or(Survivor::Unknown, |()| Survivor::Source);
+            return Err(Failure { phase: Phase::Setup, survivor, cause });
+        }
+    };
     let destination = Destination {
         ram: vm.ram(),
         vm,
-        listener,
-        codecs: options.codecs,
-        allowed: &options.disks,
-        overcommit: options.overcommit,
-        faults: options.faults,
-        cancel,
+        options,
         notice,
-        events,
-        events_in,
-        session: SessionId([0; 16]),
-        door: None,
-        control: None,
-        connection: 0,
-        offer: None,
-        order: Arc::default(),
-        disks: Vec::new(),
-        open_disks: 0,
-        last_round: Arc::default(),
-        channels: Vec::new(),
-        barriers: Arc::new(Barriers::new(0)),
-        received: Arc::default(),
+        session,
+        runs: false,
+        loading: Loading::default(),
         round: 0,
-        sink: None,
         state_piece: Vec::new(),
-        cause: None,
-        commit_seen: None,
         pages_complete: false,
-        linger_until: None,
-        accepted: Instant::now(),
+        cause: None,
         measures: Received::default(),
     };
-    destination.run(options.wait)
+    destination.run()
 }
 
 struct Destination<'a> {
     vm: &'a mut dyn DestinationVm,
     ram: Arc<Vec<RamBlock>>,
-    listener: &'a Listener,
-    codecs: Codecs,
-    /// Disks that the source may overwrite.
-    allowed: &'a DiskChoice,
-    overcommit: bool,
-    faults: Faults,
-    cancel: &'a Cancel,
+    options: &'a Options,
     notice: &'a mut dyn FnMut(&Notice),
-    events: Receiver<Event>,
-    events_in: SyncSender<Event>,
-    session: SessionId,
-    /// Who else comes, from the moment that a source was found.
-    door: Option<Door>,
-    control: Option<Arc<ControlWriter>>,
-    connection: u32,
-    offer: Option<Offer>,
-    order: Arc<Vec<usize>>,
-    /// The disks that come along, until their channels have them.
-    disks: Vec<(Disk, Box<dyn DiskSink>)>,
-    /// The machine's disks that are open for us.
-    open_disks: usize,
-    last_round: Arc<LastRound>,
-    channels: Vec<(Stream, JoinHandle<()>)>,
-    barriers: Arc<Barriers>,
-    received: Arc<AtomicU64>,
+    session: Session<'a>,
+    /// The guest runs at the source, so it is to run here.
+    runs: bool,
+    loading: Loading,
+    /// The round whose end was told last, and the piece of device state.
     round: u32,
-    sink: Option<Box<dyn Write + Send>>,
     state_piece: Vec<u8>,
-    cause: Option<(Phase, EngineError)>,
-    commit_seen: Option<Instant>,
+    /// All pages are in place.
     pages_complete: bool,
-    /// How long to be there for a source that did not hear that the guest runs here.
-    linger_until: Option<Instant>,
-    accepted: Instant,
+    /// The first failure, and when it was.
+    cause: Option<(Phase, EngineError)>,
     measures: Received,
 }
 
+/// How far it has come, with what is held there.
+#[derive(Default)]
+enum Stage {
+    /// The offer fits; disks are open.
+    Offered(Accepted),
+    /// Pages are placed.
+    Receiving(Lanes),
+    /// Nothing is held, not yet or not any more.
+    #[default]
+    Nothing,
+}
+
+impl Stage {
+    fn lanes(&self) -> Option<&Lanes> {
+        match self {
+            Self::Receiving(lanes) => Some(lanes),
+            Self::Offered(_) | Self::Nothing => None,
+        }
+    }
+}
+
 impl Destination<'_> {
-    fn run(mut self, wait: Option<Duration>) -> Result<Received, Failure> {
+    fn run(mut self) -> Result<Received, Failure> {
         let mut state = State::Listening;
+        let mut stage = Stage::default();
         let mut uncertain = false;
-        let mut input = match self.await_source(wait) {
-            Ok(()) => Input::Offer,
+        let mut input = match self.await_offer() {
+            Ok(offered) => {
+                stage = Stage::Offered(offered);
+                Input::Offer
+            }
             Err(error) => self.failed(state, error),
         };
         loop {
@@ -257,9 +236,9 @@ impl Destination<'_> {
             let mut follow = None;
             for action in actions {
                 let _action = tracing::debug_span!("action", ?action).entered();
-                match self.perform(action) {
+                match self.perform(&mut stage, action) {
                     Ok(input) => {
-                        self.faults.kill.inspect(|fault| fault.strike_after(action));
+                        self.options.faults.kill.inspect(|fault| fault.strike_after(action));
                         follow = input.or(follow);
                     }
                     Err(error) => {
@@ -275,16 +254,17 @@ impl Destination<'_> {
             }
             input = match follow {
                 Some(input) => input,
-                None => self.await_peer().unwrap_or_else(|error| self.failed(state, error)),
+                None => self.await_peer(&stage).unwrap_or_else(|error| self.failed(state, error)),
             };
         }
-        let last_words = self.shut_down();
+        self.measures.bytes = stage.lanes().map_or(ByteCount::ZERO, Lanes::received);
+        // Nothing to wait for once all is said.
+        let last_words = self.session.end(self.cause.is_some());
+        drop(stage);
         if state == State::Done {
-            self.measures.bytes = ByteCount(self.received.load(Ordering::Relaxed));
             return Ok(self.measures);
         }
-        let (phase, mut cause) =
-            self.cause.take().unwrap_or((Phase::Setup, EngineError::Cancelled));
+        let (phase, mut cause) = self.cause.unwrap_or((Phase::Setup, EngineError::Cancelled));
         if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
             cause = EngineError::Aborted { peer: PEER, code, text };
         }
@@ -307,214 +287,24 @@ impl Destination<'_> {
         input
     }
 
-    /// Waits for a source whose offer fits.
-    fn await_source(&mut self, wait: Option<Duration>) -> Result<(), EngineError> {
-        let until = wait.map(|wait| Instant::now() + wait);
-        let mut stream = loop {
-            match self.next_connection(until)? {
-                (greeting, stream) if greeting.role == Role::Control => {
-                    self.session = greeting.session;
-                    break stream;
-                }
-                _ => {
-                    (self.notice)(&Notice::Refused("a connection of an unknown session".to_owned()))
-                }
-            }
-        };
-        self.accepted = Instant::now();
-        self.door = Some(Door::open(self.listener, self.session, stream.peer())?);
-        send_greeting(&mut stream, Greeting { session: self.session, role: Role::Control }, PEER)?;
-        self.use_control(stream)?;
-        let Message::Offer(offer) = self.next_message(limits::GREETING)? else {
-            let what = "it did not begin with an offer".to_owned();
-            return Err(EngineError::Protocol { peer: PEER, what });
-        };
-        let order =
-            layout::fit(&offer, self.vm.machine(), &self.ram).map_err(EngineError::Layout)?;
-        self.order = Arc::new(order);
-        self.check_room()?;
-        let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
-        if let (true, Some(disk)) = (self.allowed.is_none(), disks.first()) {
-            // The adapter, which knows all names of a disk, need not be asked.
-            return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
-        }
-        self.compare()?;
-        let sinks = match (self.vm.disk_destination(), disks.first()) {
-            (_, None) => Ok(Vec::new()),
-            (Some(vm), _) => vm.open_disks(&disks, self.allowed).map_err(|error| error.to_string()),
-            (None, Some(disk)) => {
-                Err(format!("disk '{}' cannot be received by this kind of machine", disk.name))
-            }
-        };
-        let sinks = sinks.map_err(EngineError::Layout)?;
-        if sinks.len() != disks.len() {
-            return Err(EngineError::Panicked("main"));
-        }
-        self.disks = disks.iter().cloned().zip(sinks).collect();
-        self.open_disks = self.disks.len();
-        self.measures.verified = offer.verify;
-        self.offer = Some(offer);
-        let ram = self.ram.iter().map(|block| block.pages().bytes()).sum();
-        (self.notice)(&Notice::Accepted { ram, disks });
-        Ok(())
-    }
-
-    /// Has the adapter compare the machines; whatever it asks goes to the source's adapter.
-    fn compare(&mut self) -> Result<(), EngineError> {
-        let Self { vm, control, events, cancel, connection, .. } = self;
-        let (mut asked, mut broken) = (0, None);
-        let compared = vm.compare(&mut |question| {
-            asked += 1;
-            let answered = match control {
-                Some(control) if asked <= QUESTIONS_LIMIT && question.len() <= QUESTION_LIMIT => {
-                    let sent = control.send(&Message::Question(question.to_vec()));
-                    sent.and_then(|()| answer_of(events, *connection, cancel))
-                }
-                _ => Err(EngineError::Panicked("main")),
-            };
-            answered.map_err(|error| {
-                let words = error.to_string();
-                broken = Some(error);
-                words.into()
-            })
-        });
-        // A link that broke is that, whatever the adapter makes of it.
-        match (compared, broken) {
-            (_, Some(error)) => Err(error),
-            (Err(error), None) => Err(EngineError::Layout(error.to_string())),
-            (Ok(()), None) => Ok(()),
-        }
-    }
-
-    /// Whether all memory that the guest may come to use has room here.
-    fn check_room(&self) -> Result<(), EngineError> {
-        godwit_memory::mounts_hold(&self.ram)?;
-        if !self.overcommit {
-            godwit_memory::host_holds(&self.ram, self.vm.pid())?;
-        }
-        Ok(())
-    }
-
-    /// The next connection that greets as one of godwit's; others are refused.
-    fn next_connection(
-        &mut self,
-        until: Option<Instant>,
-    ) -> Result<(Greeting, Stream), EngineError> {
-        let began = Instant::now();
-        loop {
-            let cancel = self.cancel;
-            let accepted =
-                self.listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
-            let Some(mut stream) = accepted else {
-                if self.cancel.is_cancelled() {
-                    return Err(EngineError::Cancelled);
-                }
-                let limit =
-                    until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
-                return Err(EngineError::Timeout { what: "a connection of the source", limit });
-            };
-            match door::greet(&mut stream) {
-                Ok(greeting) => return Ok((greeting, stream)),
-                Err(error) => (self.notice)(&Notice::Refused(error.to_string())),
-            }
-        }
-    }
-
-    /// The next connection of the session; `None` at `until`.
-    fn next_of_session(
-        &mut self,
-        until: Instant,
-    ) -> Result<Option<(Greeting, Stream)>, EngineError> {
-        match &self.door {
-            Some(door) => door.next(until, self.cancel, self.notice),
-            None => Err(EngineError::Panicked("door")),
-        }
-    }
-
-    fn use_control(&mut self, stream: Stream) -> Result<(), EngineError> {
-        let read = stream.try_clone().map_err(link_error(PEER))?;
-        let control = match self.control.take() {
-            Some(control) => {
-                control.replace(stream)?;
-                control
-            }
-            None => Arc::new(ControlWriter::new(stream, PEER)?),
-        };
-        self.control = Some(Arc::clone(&control));
-        say_alive(&control)?;
-        self.connection += 1;
-        let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
-    }
-
-    fn say(&self, message: &Message) -> Result<(), EngineError> {
-        match &self.control {
-            Some(control) => control.send(message),
-            None => Ok(()),
-        }
-    }
-
-    /// The next event, waited for as long as the link stands; `None` at `until`.
-    fn next_event(&mut self, until: Option<Instant>) -> Result<Option<Event>, EngineError> {
-        loop {
-            if let Some(door) = &self.door {
-                door.tell(self.notice);
-            }
-            // Once COMMIT was seen the guest is ours, and the operator's wish comes too late.
-            if self.cancel.is_cancelled() && self.commit_seen.is_none() {
-                return Err(EngineError::Cancelled);
-            }
-            match self.events.recv_timeout(limits::TICK) {
-                Ok(Event { connection, .. }) if connection != self.connection => {}
-                Ok(event) => return Ok(Some(event)),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(EngineError::Panicked("control"));
-                }
-            }
-            // Then the guest never runs here, and the source need not wait to hear it.
-            if self.commit_seen.is_none() && self.vm.has_ended() {
-                return Err(EngineError::Ended("destination"));
-            }
-            // Once all pages are in place only the control connection counts.
-            if let (false, Some(error)) = (self.pages_complete, self.barriers.failure()) {
-                return Err(error);
-            }
-            if until.is_some_and(|until| Instant::now() >= until) {
-                return Ok(None);
-            }
-        }
-    }
-
-    /// The next message of the source within `limit`.
-    fn next_message(&mut self, limit: Duration) -> Result<Message, EngineError> {
-        match self.next_event(Some(Instant::now() + limit))? {
-            Some(Event { message, .. }) => match message? {
-                Message::Abort { code, text } => {
-                    Err(EngineError::Aborted { peer: PEER, code, text })
-                }
-                message => Ok(message),
-            },
-            None => Err(EngineError::Timeout { what: "the source", limit }),
-        }
+    fn await_offer(&mut self) -> Result<Accepted, EngineError> {
+        let offered = await_offer(&mut self.session, self.vm, self.options, self.notice)?;
+        self.runs = offered.offer.running;
+        self.measures.verified = offered.offer.verify;
+        Ok(offered)
     }
 
     /// What the source says next, as an input.
-    fn await_peer(&mut self) -> Result<Input, EngineError> {
-        match self.next_event(self.linger_until)? {
-            Some(Event { message, .. }) => self.input_of(message?),
-            None => {
-                Err(EngineError::Timeout { what: "the source's farewell", limit: limits::LINGER })
-            }
-        }
-    }
-
-    fn input_of(&mut self, message: Message) -> Result<Input, EngineError> {
-        Ok(match message {
+    fn await_peer(&mut self, stage: &Stage) -> Result<Input, EngineError> {
+        // Once all pages are in place only the control connection counts.
+        let lanes = stage.lanes().filter(|_| !self.pages_complete);
+        let broken = || lanes.and_then(Lanes::failure);
+        Ok(match self.session.next_message(self.vm, self.notice, broken)? {
             Message::RoundEnd { round } => {
                 self.round = round;
-                let cancel = self.cancel;
-                self.barriers.wait(round.into(), || cancel.is_cancelled())?;
+                if let Some(lanes) = stage.lanes() {
+                    lanes.await_round(round, || self.session.is_cancelled())?;
+                }
                 Input::RoundEnd
             }
             Message::Prepare => Input::Prepare,
@@ -528,101 +318,52 @@ impl Destination<'_> {
                 Input::StateEnd
             }
             Message::Farewell => Input::Farewell,
-            Message::Commit => {
-                self.commit_seen = Some(Instant::now());
-                Input::Commit
-            }
-            Message::Abort { code, text } => {
-                return Err(EngineError::Aborted { peer: PEER, code, text });
-            }
-            other => {
-                let what = format!("it said {:?} out of place", other.kind());
-                return Err(EngineError::Protocol { peer: PEER, what });
-            }
+            Message::Commit => Input::Commit,
+            other => return Err(out_of_place(&other)),
         })
     }
 
-    fn perform(&mut self, action: Action) -> Result<Option<Input>, EngineError> {
-        match action {
-            Action::SendAccept => {
-                let offered = Codecs(self.offer.as_ref().map_or(0, |offer| offer.codecs));
-                self.say(&Message::Accept { codecs: self.codecs.common(offered).0 })?;
-                self.accept_channels()?;
-            }
-            Action::SendRoundAck => {
-                // Behind the last round nobody has a sink any more.
-                if self.open_disks > 0 && self.last_round.ended() == self.open_disks {
-                    self.open_disks = 0;
-                    if let Some(vm) = self.vm.disk_destination() {
-                        vm.close_disks().map_err(EngineError::Vm)?;
-                    }
-                }
-                let flush = self.last_round.take_flush();
-                self.say(&Message::RoundAck { round: self.round, flush })?;
-                let received = ByteCount(self.received.load(Ordering::Relaxed));
-                (self.notice)(&Notice::Round { round: self.round, received });
-            }
-            Action::Prepare => {
+    fn perform(&mut self, stage: &mut Stage, action: Action) -> Result<Option<Input>, EngineError> {
+        use {Action as A, Stage as S};
+        match (action, &mut *stage) {
+            (A::SendAccept, S::Offered(_)) => self.accept(stage)?,
+            (A::SendRoundAck, S::Receiving(lanes)) => self.acknowledge(lanes)?,
+            (A::Prepare, _) => {
                 // Others may have filled the mount meanwhile. Soon the guest stops, and then it is
                 // too late to say so.
-                self.check_room()?;
-                self.sink = Some(self.vm.prepare().map_err(EngineError::Vm)?);
-                self.say(&Message::Prepared)?;
+                check_room(&self.ram, self.vm, self.options.overcommit)?;
+                self.loading.prepare(self.vm)?;
+                self.session.say(&Message::Prepared)?;
             }
-            Action::SendDigests => self.send_digests()?,
-            Action::WriteState => self.write_state()?,
-            Action::FinishLoad => {
-                if self.open_disks > 0 {
-                    let what =
-                        "it sent all device state before the last round of its disks".to_owned();
-                    return Err(EngineError::Protocol { peer: PEER, what });
-                }
-                let began = Instant::now();
-                self.sink = None;
-                self.vm.finish_load().map_err(EngineError::Vm)?;
-                self.measures.load = began.elapsed();
-                return Ok(Some(Input::Loaded));
+            (A::SendDigests, S::Receiving(lanes)) => self.send_digests(lanes)?,
+            (A::WriteState, _) => {
+                let piece = std::mem::take(&mut self.state_piece);
+                self.loading.write(&piece, self.vm)?;
             }
-            Action::SendReady => {
-                self.say(&Message::Ready)?;
-                self.measures.disks_to_ready =
-                    self.last_round.disks_in_place().map(|at| at.elapsed());
+            (A::FinishLoad, S::Receiving(lanes)) => return self.finish_load(lanes).map(Some),
+            (A::SendReady, S::Receiving(lanes)) => {
+                self.session.say(&Message::Ready)?;
+                self.measures.disks_to_ready = lanes.since_disks_in_place();
             }
-            Action::RunGuest => {
-                if self.vm.has_ended() {
-                    return Err(EngineError::Ended("destination"));
-                }
-                if self.offer.as_ref().is_some_and(|offer| offer.running) {
-                    self.vm.taking_over().map_err(EngineError::Vm)?;
-                    self.faults
-                        .kill
-                        .filter(|it| *it == Fault::KillBeforeRun)
-                        .inspect(|it| it.strike());
-                    self.vm.run().map_err(|error| match error {
-                        RunError::NeverRan(error) => EngineError::Vm(error),
-                        RunError::Unknown(error) => EngineError::Uncertain(error),
-                    })?;
-                    self.measures.running = true;
-                }
-                self.measures.resume = self.commit_seen.map_or(Duration::ZERO, |at| at.elapsed());
-                self.measures.total = self.accepted.elapsed();
-                return Ok(Some(Input::Started));
-            }
-            Action::SendRunning => {
-                self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
-                let said = self.say(&Message::Running);
+            (A::RunGuest, _) => return self.run_guest().map(Some),
+            (A::SendRunning, _) => {
+                self.session.linger();
+                let said = self.session.say(&Message::Running);
                 // Switches learn the new place; a guest without a network card has nothing to
                 // announce.
                 let _ = self.vm.announce();
                 said?;
             }
-            Action::AwaitResolve => self.await_resolve()?,
-            Action::DiscardGuest => {
-                self.sink = None;
-                self.close_channels();
+            (A::AwaitResolve, _) => self.session.await_resolve(self.notice)?,
+            (A::DiscardGuest, stage) => {
+                self.loading.end();
+                match stage {
+                    S::Receiving(lanes) => lanes.end(),
+                    S::Offered(_) | S::Nothing => *stage = S::Nothing,
+                }
                 self.vm.discard().map_err(EngineError::Uncertain)?;
             }
-            Action::SendDiscarded => {
+            (A::SendDiscarded, _) => {
                 let message = match &self.cause {
                     Some((_, cause)) => {
                         Message::Abort { code: cause.abort_code(), text: cause.to_string() }
@@ -631,87 +372,36 @@ impl Destination<'_> {
                 };
                 // Best effort: a source that does not hear it asks, or notices that the link is
                 // gone.
-                let _ = self.say(&message);
+                let _ = self.session.say(&message);
             }
+            // The state machine knows no such order.
+            _ => return Err(EngineError::Panicked("main")),
         }
         Ok(None)
     }
 
-    fn accept_channels(&mut self) -> Result<(), EngineError> {
-        let channels = usize::from(self.offer.as_ref().map_or(0, |offer| offer.channels));
-        let all = channels + self.disks.len();
-        let mut streams: Vec<Option<Stream>> = (0..all).map(|_| None).collect();
-        let until = Instant::now() + limits::CONNECT;
-        while streams.iter().any(Option::is_none) {
-            let Some((greeting, stream)) = self.next_of_session(until)? else {
-                return Err(EngineError::Timeout {
-                    what: "the data channels",
-                    limit: limits::CONNECT,
-                });
-            };
-            let slot = match greeting.role {
-                Role::Channel(number) => streams.get_mut(usize::from(number)),
-                _ => None,
-            };
-            match slot {
-                Some(slot) if slot.is_none() => *slot = Some(stream),
-                _ => (self.notice)(&Notice::Refused(
-                    "a channel that the offer does not have".to_owned(),
-                )),
-            }
-        }
-        self.barriers = Arc::new(Barriers::new(all));
-        let memory = |number| -> Box<dyn PageSink> {
-            Box::new(MemoryPlace {
-                number,
-                channels,
-                blocks: Arc::clone(&self.ram),
-                order: Arc::clone(&self.order),
-                any_channel: self.faults.any_channel,
-            })
-        };
-        let mut places: Vec<Box<dyn PageSink>> = (0..channels).map(memory).collect();
-        for (disk, sink) in self.disks.drain(..) {
-            let number = self.order.len() + places.len() - channels;
-            places.push(Box::new(DiskPlace::new(number, disk, sink, Arc::clone(&self.last_round))));
-        }
-        for (number, (stream, place)) in streams.into_iter().flatten().zip(places).enumerate() {
-            let handle = stream.try_clone().map_err(link_error(PEER))?;
-            let channel = Channel {
-                number,
-                reader: FrameReader::new(stream, PEER),
-                place,
-                received: Arc::clone(&self.received),
-                barriers: Arc::clone(&self.barriers),
-                decompressor: Decompressor::new(),
-                pages: Vec::new(),
-                late: match self.faults.slow_channel {
-                    Some((slow, late)) if slow == number => late,
-                    _ => Duration::ZERO,
-                },
-            };
-            self.channels.push((handle, threads::start("channel", move || channel.run())?));
+    /// Accepts the offer, and its channels.
+    fn accept(&mut self, stage: &mut Stage) -> Result<(), EngineError> {
+        if let Stage::Offered(offered) = std::mem::take(stage) {
+            let codecs = self.options.codecs.common(Codecs(offered.offer.codecs)).0;
+            self.session.say(&Message::Accept { codecs })?;
+            let faults = self.options.faults;
+            let lanes = Lanes::accept(&self.session, &self.ram, offered, faults, self.notice)?;
+            *stage = Stage::Receiving(lanes);
         }
         Ok(())
     }
 
-    fn write_state(&mut self) -> Result<(), EngineError> {
-        let piece = std::mem::take(&mut self.state_piece);
-        let Some(sink) = &mut self.sink else {
-            return Err(EngineError::Protocol {
-                peer: PEER,
-                what: "it sent device state too early".to_owned(),
-            });
-        };
-        sink.write_all(&piece).map_err(|error| {
-            // The machine closed its end: why, it knows better.
-            self.sink = None;
-            self.vm.finish_load().err().map_or(EngineError::State(error), EngineError::Vm)
-        })
+    fn acknowledge(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
+        lanes.close_disks(self.vm).map_err(EngineError::Vm)?;
+        let flush = lanes.take_flush();
+        self.session.say(&Message::RoundAck { round: self.round, flush })?;
+        (self.notice)(&Notice::Round { round: self.round, received: lanes.received() });
+        Ok(())
     }
 
-    fn send_digests(&mut self) -> Result<(), EngineError> {
-        for (number, own) in self.order.iter().enumerate() {
+    fn send_digests(&self, lanes: &Lanes) -> Result<(), EngineError> {
+        for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];
             let chunks = digests::chunks(block.pages());
             for first in (0..chunks).step_by(DIGESTS_PER_MESSAGE) {
@@ -720,96 +410,45 @@ impl Destination<'_> {
                     first..chunks.min(first + DIGESTS_PER_MESSAGE),
                     |_, _| {},
                 )?;
-                self.say(&Message::Digests { block: number as u32, first: first as u32, digests })?;
+                let (block, first) = (number as u32, first as u32);
+                self.session.say(&Message::Digests { block, first, digests })?;
             }
         }
         Ok(())
     }
 
-    /// Waits for the source to come back and makes its new connection the control connection.
-    fn await_resolve(&mut self) -> Result<(), EngineError> {
-        (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
-        let until = *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER);
-        loop {
-            let Some((greeting, mut stream)) = self.next_of_session(until)? else {
-                return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
-            };
-            if greeting.role == Role::Resolve {
-                send_greeting(
-                    &mut stream,
-                    Greeting { session: self.session, role: Role::Resolve },
-                    PEER,
-                )?;
-                return self.use_control(stream);
-            }
-            (self.notice)(&Notice::Refused("a connection out of place".to_owned()));
+    fn finish_load(&mut self, lanes: &Lanes) -> Result<Input, EngineError> {
+        if !lanes.disks_are_closed() {
+            let what = "it sent all device state before the last round of its disks".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
         }
+        let began = Instant::now();
+        self.loading.end();
+        while self.vm.poll_load().map_err(EngineError::Vm)?.is_pending() {
+            self.session.heed()?;
+        }
+        self.measures.load = began.elapsed();
+        Ok(Input::Loaded)
     }
 
-    /// Ends all threads. Returns why the source gave up, if it said so after the link was seen to
-    /// break: its channels end before its last word is read.
-    fn shut_down(&mut self) -> Option<(AbortCode, String)> {
-        if let Some(control) = &self.control {
-            control.finish();
+    fn run_guest(&mut self) -> Result<Input, EngineError> {
+        if self.vm.has_ended() {
+            return Err(EngineError::Ended("destination"));
         }
-        self.door = None;
-        let mut last_words = None;
-        let until = Instant::now() + limits::ABORT;
-        // Nothing to wait for once all is said.
-        let expects = self.control.is_some() && self.cause.is_some();
-        while expects && last_words.is_none() && Instant::now() < until {
-            match self.events.recv_timeout(limits::TICK) {
-                Ok(Event { message: Ok(Message::Abort { code, text }), .. }) => {
-                    last_words = Some((code, text));
-                }
-                Ok(Event { message: Err(_), connection }) if connection == self.connection => break,
-                Ok(_) | Err(_) => {}
-            }
+        if self.runs {
+            self.vm.taking_over().map_err(EngineError::Vm)?;
+            let kill = self.options.faults.kill;
+            kill.filter(|it| *it == Fault::KillBeforeRun).inspect(|it| it.strike());
+            self.vm.run().map_err(|error| match error {
+                RunError::NeverRan(error) => EngineError::Vm(error),
+                RunError::Unknown(error) => EngineError::Uncertain(error),
+            })?;
+            self.measures.running = true;
         }
-        self.close_channels();
-        last_words
+        self.measures.resume = self.session.since_commit();
+        self.measures.total = self.session.elapsed();
+        Ok(Input::Started)
     }
-
-    /// Ends all channels; whatever disks were open are closed.
-    fn close_channels(&mut self) {
-        self.disks.clear();
-        for (stream, _) in &self.channels {
-            stream.shut_down();
-        }
-        for (_, thread) in self.channels.drain(..) {
-            let _ = thread.join();
-        }
-    }
-}
-
-/// The source's answer to a question that was just asked.
-fn answer_of(
-    events: &Receiver<Event>,
-    current: u32,
-    cancel: &Cancel,
-) -> Result<Vec<u8>, EngineError> {
-    let until = Instant::now() + limits::QUESTION;
-    while Instant::now() < until {
-        if cancel.is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
-        match events.recv_timeout(limits::TICK) {
-            Ok(Event { connection, .. }) if connection != current => {}
-            Ok(Event { message, .. }) => match message? {
-                Message::Answer(answer) => return Ok(answer),
-                Message::Abort { code, text } => {
-                    return Err(EngineError::Aborted { peer: PEER, code, text });
-                }
-                other => {
-                    let what = format!("it said {:?} when it was asked a question", other.kind());
-                    return Err(EngineError::Protocol { peer: PEER, what });
-                }
-            },
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return Err(EngineError::Panicked("control")),
-        }
-    }
-    Err(EngineError::Timeout { what: "the source to answer a question", limit: limits::QUESTION })
 }
 
 fn phase_of(state: State) -> Phase {

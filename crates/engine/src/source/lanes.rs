@@ -1,7 +1,8 @@
 //! The data channels, of memory and of disks, behind one handle: orders go out to their threads
 //! here, and their reports come in through the session's queue.
 //!
-//! Invariant: no thread of a channel outlives the handle, which ends and joins them all.
+//! Invariant: no thread of a channel outlives the handle, which ends and joins them all. Only in a
+//! panic they are not waited for, since whoever stands in for this process waits for its end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -53,7 +54,9 @@ impl<O: Send + 'static> Lane<O> {
     fn join(self) {
         drop(self.orders);
         self.stream.shut_down();
-        let _ = self.thread.join();
+        if !std::thread::panicking() {
+            let _ = self.thread.join();
+        }
     }
 }
 

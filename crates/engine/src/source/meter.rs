@@ -232,3 +232,45 @@ impl Meter {
         self.measures
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_the_downtime_add_up() {
+        let mut meter = Meter::begin(2);
+        meter.tracked(&[], Duration::ZERO);
+        // The vCPUs stopped a while ago: what passed since is the first part.
+        let stopped = Instant::now() - Duration::from_millis(30);
+        meter.guest_stopped(stopped);
+        for part in [Part::Copy, Part::Verify, Part::Save, Part::Load, Part::Handover] {
+            std::thread::sleep(Duration::from_millis(2));
+            meter.part_ended(part);
+        }
+        let parts = meter.measures.parts;
+        let all = [parts.drain, parts.copy, parts.verify, parts.save, parts.load, parts.handover];
+        assert!(parts.drain >= Duration::from_millis(30), "{parts:?}");
+        assert!(all[1..].iter().all(|part| *part >= Duration::from_millis(2)), "{parts:?}");
+        assert_eq!(all.iter().sum::<Duration>(), meter.mark - stopped);
+    }
+
+    #[test]
+    fn what_lies_between_rounds_belongs_to_the_one_that_comes() {
+        let mut meter = Meter::begin(1);
+        meter.begin_round(ByteCount(100));
+        assert_eq!(meter.gap(), Duration::ZERO);
+        assert_eq!(meter.sent_in_round(ByteCount(130)), ByteCount(30));
+        meter.end_round();
+        std::thread::sleep(Duration::from_millis(5));
+        meter.begin_round(ByteCount(130));
+        meter.begin_sending();
+        assert!(meter.gap() >= Duration::from_millis(5) && meter.idle() >= meter.gap());
+        assert!(meter.in_round() >= meter.gap());
+        // The least round trip counts, and the last flush.
+        meter.acknowledged(Duration::from_millis(7), Duration::from_millis(3));
+        meter.acknowledged(Duration::from_millis(9), Duration::ZERO);
+        assert_eq!(meter.round_trip(), Duration::from_millis(7));
+        assert_eq!(meter.flush(), Duration::from_millis(3));
+    }
+}

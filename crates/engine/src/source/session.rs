@@ -6,6 +6,7 @@
 //! report is one event for each order. From COMMIT on a wish to cancel is not heard, and from the
 //! last piece of device state on the machine may end.
 
+use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
@@ -99,6 +100,8 @@ pub(super) struct Session {
     /// messages are limited.
     events: Receiver<Event>,
     events_in: Sender<Event>,
+    /// Events that came within a long call, for who waits for them.
+    kept: VecDeque<Event>,
     /// Who reads the destination takes a place here for each message, and waits for one; who looks
     /// at it gives it back.
     places: Receiver<()>,
@@ -130,6 +133,7 @@ impl Session {
             fault,
             events,
             events_in,
+            kept: VecDeque::new(),
             places,
             places_in,
             control: None,
@@ -225,7 +229,10 @@ impl Session {
     }
 
     /// The next event of any kind, within `limit`.
-    fn event(&self, limit: Duration) -> Result<Event, RecvTimeoutError> {
+    fn event(&mut self, limit: Duration) -> Result<Event, RecvTimeoutError> {
+        if let Some(event) = self.kept.pop_front() {
+            return Ok(event);
+        }
         let event = self.events.recv_timeout(limit);
         if matches!(event, Ok(Event::Peer { .. })) {
             let _ = self.places.try_recv();
@@ -234,7 +241,7 @@ impl Session {
     }
 
     /// An event that is there already.
-    pub(super) fn pending(&self) -> Option<Event> {
+    pub(super) fn pending(&mut self) -> Option<Event> {
         self.event(Duration::ZERO).ok()
     }
 
@@ -314,6 +321,20 @@ impl Session {
     /// Waits for `time` and expects nothing.
     pub(super) fn pause(&mut self, vm: &dyn SourceVm, time: Duration) -> Result<(), EngineError> {
         self.next_event(vm, time)?.map_or(Ok(()), |event| Err(event.out_of_place()))
+    }
+
+    /// Within a long call: hears what [`Self::next_event`] hears, and whatever the destination says
+    /// or that it is lost. Waits for nothing. What our threads report is kept for who waits for it.
+    pub(super) fn heed(&mut self, vm: &dyn SourceVm) -> Result<(), EngineError> {
+        let mut kept = VecDeque::new();
+        while let Some(event) = self.next_event(vm, Duration::ZERO)? {
+            match event {
+                Event::Peer { .. } => return Err(event.out_of_place()),
+                report => kept.push_back(report),
+            }
+        }
+        self.kept.append(&mut kept);
+        Ok(())
     }
 
     /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.

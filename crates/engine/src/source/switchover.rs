@@ -5,6 +5,7 @@
 //! round.
 
 use std::sync::Arc;
+use std::task::Poll;
 
 use godwit_protocol::source::Input;
 use godwit_wire::Message;
@@ -33,7 +34,12 @@ impl Switchover {
     }
 
     pub(super) fn stop_guest(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
-        let stopped = source.vm.stop().map_err(EngineError::Vm)?;
+        let stopped = loop {
+            match source.vm.poll_stop().map_err(EngineError::Vm)? {
+                Poll::Ready(stopped) => break stopped,
+                Poll::Pending => source.session.heed(source.vm)?,
+            }
+        };
         source.meter.guest_stopped(stopped);
         self.copying.guest_stopped(source);
         source.session.hold(source.vm, Fault::HoldStopped)?;

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::sync::Arc;
+use std::task::Poll;
 
 use godwit_memory::RamBlock;
 
@@ -46,6 +47,17 @@ pub trait DestinationVm {
     /// # Errors
     /// When that is not certain.
     fn discard(&mut self) -> Result<(), VmError>;
+
+    /// The same as [`Self::finish_load`], which may take long, in steps: is called again while it
+    /// is pending, and waits for half of [`limits::TICK`](crate::limits::TICK) at the most. Between
+    /// the calls the engine hears a wish to cancel, and a source that gives up or is lost;
+    /// [`Self::discard`] then ends it.
+    ///
+    /// # Errors
+    /// As [`Self::finish_load`].
+    fn poll_load(&mut self) -> Result<Poll<()>, VmError> {
+        self.finish_load().map(Poll::Ready)
+    }
 
     /// Disks that a source may fill; `None` where none can be received.
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {

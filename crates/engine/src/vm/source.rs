@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
@@ -69,6 +70,18 @@ pub trait SourceVm {
     /// # Errors
     /// When it could not be ended. It never runs the guest again in any case.
     fn retire(&mut self, keep: bool) -> Result<(), VmError>;
+
+    /// The same as [`Self::stop`], which may take long, in steps: begins it when it is called
+    /// first, and is called again while it is pending. It waits for half of
+    /// [`limits::TICK`](crate::limits::TICK) at the most. Between the calls the engine hears a wish
+    /// to cancel, a link that breaks, and the end of the machine; [`Self::resume`] then brings the
+    /// guest back from wherever it was.
+    ///
+    /// # Errors
+    /// As [`Self::stop`].
+    fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
+        self.stop().map(Poll::Ready)
+    }
 
     /// How the guest is slowed down; `None`, and it never is, where the VMM cannot.
     fn brake(&mut self) -> Option<&mut dyn Brake> {

@@ -1,0 +1,308 @@
+//! The source, once one was found: the control connection to it, and the wait for what it says, for
+//! the operator's wish to cancel, and for the end of the machine.
+//!
+//! Invariants: control connections are numbered, and what an earlier one ended with is no event.
+//! Once COMMIT was seen the guest is ours: a wish to cancel and the end of the machine are not
+//! heard here any more.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::time::{Duration, Instant};
+
+use godwit_wire::{AbortCode, Greeting, Message, QUESTION_LIMIT, Role, SessionId};
+
+use super::Notice;
+use super::channel::PEER;
+use super::door::{self, Door};
+use crate::address::{Listener, Stream};
+use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
+use crate::vm::DestinationVm;
+use crate::{Cancel, EngineError, limits};
+
+/// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
+const EVENTS_LIMIT: usize = 32;
+
+/// What the source said on one of its control connections, or why it says no more.
+pub(super) struct Event {
+    connection: u32,
+    message: Result<Message, EngineError>,
+}
+
+pub(super) struct Session<'a> {
+    id: SessionId,
+    cancel: &'a Cancel,
+    events: Receiver<Event>,
+    events_in: SyncSender<Event>,
+    /// Who else comes.
+    door: Door,
+    control: Arc<ControlWriter>,
+    connection: u32,
+    began: Instant,
+    /// When COMMIT was seen.
+    committed: Option<Instant>,
+    /// How long to be there for a source that did not hear that the guest runs here.
+    linger_until: Option<Instant>,
+}
+
+impl<'a> Session<'a> {
+    /// Waits for a source, for as long as `wait` says.
+    pub(super) fn accept(
+        listener: &Listener,
+        wait: Option<Duration>,
+        cancel: &'a Cancel,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Self, EngineError> {
+        let until = wait.map(|wait| Instant::now() + wait);
+        let (id, mut stream) = loop {
+            match next_connection(listener, until, cancel, notice)? {
+                (greeting, stream) if greeting.role == Role::Control => {
+                    break (greeting.session, stream);
+                }
+                _ => notice(&Notice::Refused("a connection of an unknown session".to_owned())),
+            }
+        };
+        let began = Instant::now();
+        let door = Door::open(listener, id, stream.peer())?;
+        send_greeting(&mut stream, Greeting { session: id, role: Role::Control }, PEER)?;
+        let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
+        let read = stream.try_clone().map_err(link_error(PEER))?;
+        let control = Arc::new(ControlWriter::new(stream, PEER)?);
+        let mut session = Self {
+            id,
+            cancel,
+            events,
+            events_in,
+            door,
+            control,
+            connection: 0,
+            began,
+            committed: None,
+            linger_until: None,
+        };
+        session.listen_to(read)?;
+        Ok(session)
+    }
+
+    /// Reads what the source says over `read` from now on.
+    fn listen_to(&mut self, read: Stream) -> Result<(), EngineError> {
+        say_alive(&self.control)?;
+        self.connection += 1;
+        let (events, connection) = (self.events_in.clone(), self.connection);
+        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
+    }
+
+    /// Since the source was found.
+    pub(super) fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Since COMMIT was seen.
+    pub(super) fn since_commit(&self) -> Duration {
+        self.committed.map_or(Duration::ZERO, |at| at.elapsed())
+    }
+
+    /// Whether the operator wishes an end.
+    pub(super) fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
+
+    pub(super) fn say(&self, message: &Message) -> Result<(), EngineError> {
+        self.control.send(message)
+    }
+
+    /// The next connection of the session; `None` at `until`.
+    pub(super) fn next_connection(
+        &self,
+        until: Instant,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Option<(Greeting, Stream)>, EngineError> {
+        self.door.next(until, self.cancel, notice)
+    }
+
+    /// What the source says next, waited for as long as the link stands, or for as long as a source
+    /// in doubt is waited for. `broken` tells why channels are gone, while that matters.
+    pub(super) fn next_message(
+        &mut self,
+        vm: &dyn DestinationVm,
+        notice: &mut dyn FnMut(&Notice),
+        broken: impl Fn() -> Option<EngineError>,
+    ) -> Result<Message, EngineError> {
+        let said = self.message_until(vm, self.linger_until, notice, broken)?;
+        let what = "the source's farewell";
+        let message = said.ok_or(EngineError::Timeout { what, limit: limits::LINGER })?;
+        if message == Message::Commit {
+            self.committed = Some(Instant::now());
+        }
+        Ok(message)
+    }
+
+    /// The first message of the source.
+    pub(super) fn first_message(
+        &mut self,
+        vm: &dyn DestinationVm,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Message, EngineError> {
+        let limit = limits::GREETING;
+        let said = self.message_until(vm, Some(Instant::now() + limit), notice, || None)?;
+        said.ok_or(EngineError::Timeout { what: "the source", limit })
+    }
+
+    fn message_until(
+        &self,
+        vm: &dyn DestinationVm,
+        until: Option<Instant>,
+        notice: &mut dyn FnMut(&Notice),
+        broken: impl Fn() -> Option<EngineError>,
+    ) -> Result<Option<Message>, EngineError> {
+        loop {
+            self.door.tell(notice);
+            // Once COMMIT was seen the guest is ours, and the operator's wish comes too late.
+            if self.cancel.is_cancelled() && self.committed.is_none() {
+                return Err(EngineError::Cancelled);
+            }
+            if let Some(message) = self.event(limits::TICK)? {
+                return not_aborted(message).map(Some);
+            }
+            // Then the guest never runs here, and the source need not wait to hear it.
+            if self.committed.is_none() && vm.has_ended() {
+                return Err(EngineError::Ended("destination"));
+            }
+            if let Some(error) = broken() {
+                return Err(error);
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Within a long call before COMMIT: hears a wish to cancel, and a source that gives up or is
+    /// lost. Waits for nothing.
+    pub(super) fn heed(&self) -> Result<(), EngineError> {
+        if self.cancel.is_cancelled() {
+            return Err(EngineError::Cancelled);
+        }
+        match self.event(Duration::ZERO)?.map(not_aborted).transpose()? {
+            Some(other) => Err(out_of_place(&other)),
+            None => Ok(()),
+        }
+    }
+
+    /// What the source says within `limit`. What an earlier connection ended with is of no
+    /// interest.
+    fn event(&self, limit: Duration) -> Result<Option<Message>, EngineError> {
+        match self.events.recv_timeout(limit) {
+            Ok(Event { connection, message }) if connection == self.connection => message.map(Some),
+            Ok(_) | Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Panicked("control")),
+        }
+    }
+
+    /// Has a question of our adapter answered by the source's.
+    pub(super) fn ask(&self, question: &[u8]) -> Result<Vec<u8>, EngineError> {
+        if question.len() > QUESTION_LIMIT {
+            return Err(EngineError::Panicked("main"));
+        }
+        self.say(&Message::Question(question.to_vec()))?;
+        let until = Instant::now() + limits::QUESTION;
+        while Instant::now() < until {
+            if self.cancel.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            match self.event(limits::TICK)?.map(not_aborted).transpose()? {
+                Some(Message::Answer(answer)) => return Ok(answer),
+                Some(other) => {
+                    let what = format!("it said {:?} when it was asked a question", other.kind());
+                    return Err(EngineError::Protocol { peer: PEER, what });
+                }
+                None => {}
+            }
+        }
+        let what = "the source to answer a question";
+        Err(EngineError::Timeout { what, limit: limits::QUESTION })
+    }
+
+    /// From now on the source is waited for, in case that it asks again.
+    pub(super) fn linger(&mut self) -> Instant {
+        *self.linger_until.get_or_insert_with(|| Instant::now() + limits::LINGER)
+    }
+
+    /// Waits for the source to come back and makes its new connection the control connection.
+    pub(super) fn await_resolve(
+        &mut self,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<(), EngineError> {
+        notice(&Notice::AwaitingSource { limit: limits::LINGER });
+        let until = self.linger();
+        loop {
+            let Some((greeting, mut stream)) = self.next_connection(until, notice)? else {
+                return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
+            };
+            if greeting.role == Role::Resolve {
+                let greeting = Greeting { session: self.id, role: Role::Resolve };
+                send_greeting(&mut stream, greeting, PEER)?;
+                let read = stream.try_clone().map_err(link_error(PEER))?;
+                self.control.replace(stream)?;
+                return self.listen_to(read);
+            }
+            notice(&Notice::Refused("a connection out of place".to_owned()));
+        }
+    }
+
+    /// Says no more, and accepts nobody. Returns why the source gave up, if that `matters` and it
+    /// says so after the link was seen to break: its channels end before its last word is read.
+    pub(super) fn end(self, matters: bool) -> Option<(AbortCode, String)> {
+        self.control.finish();
+        drop(self.door);
+        let until = Instant::now() + limits::ABORT;
+        while matters && Instant::now() < until {
+            match self.events.recv_timeout(limits::TICK) {
+                Ok(Event { message: Ok(Message::Abort { code, text }), .. }) => {
+                    return Some((code, text));
+                }
+                Ok(Event { message: Err(_), connection }) if connection == self.connection => break,
+                Ok(_) | Err(_) => {}
+            }
+        }
+        None
+    }
+}
+
+/// What a message that nobody waits for means.
+pub(super) fn out_of_place(message: &Message) -> EngineError {
+    let what = format!("it said {:?} out of place", message.kind());
+    EngineError::Protocol { peer: PEER, what }
+}
+
+fn not_aborted(message: Message) -> Result<Message, EngineError> {
+    match message {
+        Message::Abort { code, text } => Err(EngineError::Aborted { peer: PEER, code, text }),
+        message => Ok(message),
+    }
+}
+
+/// The next connection that greets as one of godwit's; others are refused.
+fn next_connection(
+    listener: &Listener,
+    until: Option<Instant>,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(Greeting, Stream), EngineError> {
+    let began = Instant::now();
+    loop {
+        let accepted =
+            listener.accept(until, || cancel.is_cancelled()).map_err(link_error(PEER))?;
+        let Some(mut stream) = accepted else {
+            if cancel.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            let limit =
+                until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
+            return Err(EngineError::Timeout { what: "a connection of the source", limit });
+        };
+        match door::greet(&mut stream) {
+            Ok(greeting) => return Ok((greeting, stream)),
+            Err(error) => notice(&Notice::Refused(error.to_string())),
+        }
+    }
+}
