@@ -22,6 +22,14 @@ const CID_ANY: u32 = u32::MAX;
 const BACKLOG: i32 = 128;
 
 /// Where a destination listens.
+///
+/// ```
+/// use godwit_engine::address::Address;
+///
+/// assert_eq!("tcp:west:4444".parse(), Ok(Address::Tcp("west:4444".to_owned())));
+/// assert_eq!("vsock:3:4444".parse(), Ok(Address::Vsock(3, 4444)));
+/// assert_eq!(Address::Unix("/run/vm1".into()).to_string(), "unix:/run/vm1");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// `HOST:PORT`, also written `tcp:HOST:PORT`.
@@ -33,6 +41,17 @@ pub enum Address {
 }
 
 /// A text that is no address.
+///
+/// ```
+/// use godwit_engine::address::Address;
+///
+/// let error = ":4444".parse::<Address>().unwrap_err();
+/// assert_eq!(
+///     error.to_string(),
+///     "':4444' is not an address: write HOST:4444, \
+///      or 0.0.0.0:4444 to listen on all addresses of this host"
+/// );
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not an address: write {example}", example = example(.0))]
 pub struct AddressError(String);
@@ -95,6 +114,16 @@ impl fmt::Display for Address {
 }
 
 /// One connection, whatever it goes over.
+///
+/// ```
+/// use std::io::Write;
+/// use godwit_engine::address::{Listener, Stream};
+///
+/// let listener = Listener::bind(&"127.0.0.1:0".parse()?)?;
+/// let mut stream = Stream::connect(&listener.address()?)?;
+/// stream.write_all(b"hello")?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct Stream(Socket);
 
@@ -211,6 +240,15 @@ impl Write for Stream {
 
 /// A listening socket, and other handles to the same one; a unix socket's file is removed with the
 /// last of them.
+///
+/// ```
+/// use godwit_engine::address::{Address, Listener};
+///
+/// // Port 0: any. Which, is asked.
+/// let listener = Listener::bind(&"127.0.0.1:0".parse()?)?;
+/// assert!(matches!(listener.address()?, Address::Tcp(at) if !at.ends_with(":0")));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Listener(Arc<Listening>);
 

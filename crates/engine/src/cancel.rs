@@ -4,6 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A wish to stop, shared with whoever may have it (a signal handler). Cloning shares it.
+///
+/// ```
+/// use godwit_engine::Cancel;
+///
+/// let cancel = Cancel::default();
+/// let handler = cancel.clone();
+/// handler.cancel();
+/// assert!(cancel.is_cancelled());
+/// ```
 #[derive(Clone, Debug, Default)]
 pub struct Cancel(Arc<AtomicBool>);
 

@@ -7,6 +7,15 @@ use std::str::FromStr;
 use godwit_codec::{Codec, CodecId};
 
 /// How pages are compressed: `auto`, `none`, `lz4`, `lz4:ACCELERATION`, `zstd`, `zstd:LEVEL`.
+///
+/// ```
+/// use godwit_engine::compression::{Codecs, Compression};
+///
+/// let compression: Compression = "zstd:3".parse()?;
+/// assert_eq!(compression.to_string(), "zstd:3");
+/// assert_eq!(Compression::Auto.codecs(), Codecs::ALL);
+/// # Ok::<(), String>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Compression {
     /// By segment, from what is seen of link, processor and pages.
@@ -50,6 +59,14 @@ impl Compression {
 }
 
 /// A set of codecs: a bit for each, by its number. Pages as they are need no bit.
+///
+/// ```
+/// use godwit_codec::CodecId;
+/// use godwit_engine::compression::Codecs;
+///
+/// let common = Codecs::ALL.common(Codecs::of(CodecId::Lz4));
+/// assert!(common.contains(CodecId::Lz4) && !common.contains(CodecId::Zstd));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Codecs(pub u32);
 

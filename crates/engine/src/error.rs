@@ -16,6 +16,12 @@ use godwit_wire::{AbortCode, WireError};
 use crate::vm::VmError;
 
 /// Why a migration ended.
+///
+/// ```
+/// use godwit_engine::EngineError;
+///
+/// assert_eq!(EngineError::Cancelled.to_string(), "cancelled");
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
@@ -249,6 +255,10 @@ impl From<Unexpected> for EngineError {
 }
 
 /// How far a migration had come.
+///
+/// ```
+/// assert_eq!(godwit_engine::Phase::StopAndCopy.to_string(), "stop-and-copy");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Connecting, comparing, attaching.
@@ -273,6 +283,16 @@ impl fmt::Display for Phase {
 }
 
 /// Where the guest is after a failure.
+///
+/// ```
+/// use godwit_engine::Survivor;
+///
+/// /// Whether an operator has to do something.
+/// fn needs_somebody(survivor: Survivor) -> bool {
+///     !matches!(survivor, Survivor::Source)
+/// }
+/// assert!(needs_somebody(Survivor::Unknown));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Survivor {
     /// At the source, as it was before.
@@ -288,6 +308,17 @@ pub enum Survivor {
 }
 
 /// The answer to the operator: what went wrong, when, and where the guest is now.
+///
+/// ```
+/// use godwit_engine::{EngineError, Failure, Phase, Survivor};
+///
+/// let failure = Failure {
+///     phase: Phase::PreCopy,
+///     survivor: Survivor::Source,
+///     cause: EngineError::Cancelled,
+/// };
+/// assert_eq!(failure.to_string(), "cancelled (during pre-copy)");
+/// ```
 #[derive(Debug)]
 pub struct Failure {
     /// How far it had come.

@@ -20,6 +20,17 @@ use crate::compression::Compression;
 use crate::report::Progress;
 
 /// The handle. Cloning shares it.
+///
+/// ```
+/// use godwit_engine::handle::MigrationHandle;
+///
+/// let handle = MigrationHandle::default();
+/// // Another thread changes what the one that migrates goes by.
+/// let set = |name: &str, value: &str| handle.set(&[(name.to_owned(), value.to_owned())]);
+/// set("max-bandwidth", "1Gbit")?;
+/// assert!(set("max-bandwidth", "fast").is_err());
+/// # Ok::<(), godwit_engine::handle::HandleError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct MigrationHandle {
     cancel: Cancel,
@@ -44,6 +55,13 @@ struct Live {
 }
 
 /// The settings that are the engine's own.
+///
+/// ```
+/// use godwit_engine::handle::Own;
+///
+/// let own = Own::default();
+/// assert_eq!((own.max_bandwidth, own.compression.to_string().as_str()), (None, "auto"));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Own {
     /// The most that is sent; `None`: all that the link carries.
@@ -93,11 +111,23 @@ impl Own {
 }
 
 /// All that can be set, the policy's and the engine's own, in the order in which help shows it.
+///
+/// ```
+/// let names: Vec<&str> = godwit_engine::handle::all_settings().map(|about| about.name).collect();
+/// assert!(names.contains(&"downtime-limit") && names.contains(&"max-bandwidth"));
+/// ```
 pub fn all_settings() -> impl Iterator<Item = &'static About> {
     Settings::TABLE.about().chain(Own::TABLE.about())
 }
 
 /// Why a change was refused. Nothing has changed.
+///
+/// ```
+/// use godwit_engine::handle::{HandleError, MigrationHandle};
+///
+/// // Nothing runs yet whose end could be foretold.
+/// assert_eq!(MigrationHandle::default().switch_over(false), Err(HandleError::NotYet));
+/// ```
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HandleError {

@@ -21,6 +21,17 @@ const GROWTH: f64 = 1.5;
 const SAMPLED: u64 = 16_384;
 
 /// What was seen.
+///
+/// ```
+/// use godwit_engine::measure::Measured;
+///
+/// /// Pages that the guest makes dirty each second, as last seen.
+/// fn dirty_rate(measured: &Measured) -> Option<f64> {
+///     measured.dirty.last().map(|(seconds, pages)| *pages as f64 / seconds)
+/// }
+/// let measured = Measured { dirty: vec![(0.5, 100)], ..Measured::default() };
+/// assert_eq!(dirty_rate(&measured), Some(200.0));
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// All memory, in bytes.
@@ -46,6 +57,18 @@ pub struct Measured {
 ///
 /// # Errors
 /// When it cannot be tracked, or `cancel` was wished. The guest is as before.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::vm::SourceVm;
+/// use godwit_engine::{Cancel, EngineError};
+///
+/// fn data(vm: &mut dyn SourceVm) -> Result<u64, EngineError> {
+///     let measured =
+///         godwit_engine::measure::measure(vm, Duration::from_secs(2), &Cancel::default())?;
+///     Ok(measured.data_bytes)
+/// }
+/// ```
 pub fn measure(
     vm: &mut dyn SourceVm,
     time: Duration,

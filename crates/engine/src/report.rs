@@ -10,6 +10,13 @@ use godwit_units::{ByteCount, PageCount, Rate};
 use serde::{Deserialize, Serialize};
 
 /// What is going on.
+///
+/// ```
+/// use godwit_engine::report::Stage;
+///
+/// assert_eq!(serde_json::to_string(&Stage::PreCopy)?, "\"pre-copy\"");
+/// # Ok::<(), serde_json::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stage {
@@ -22,6 +29,15 @@ pub enum Stage {
 }
 
 /// A look at a migration in progress.
+///
+/// ```
+/// use godwit_engine::report::Progress;
+///
+/// fn line(progress: &Progress) -> String {
+///     let Progress { round, sent, remaining, .. } = progress;
+///     format!("round {round}: {sent} sent, {remaining} left")
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Since the start.
@@ -79,6 +95,14 @@ fn all_parts() -> u16 {
 }
 
 /// A disk that moves along, as it is now.
+///
+/// ```
+/// use godwit_engine::report::DiskProgress;
+///
+/// fn line(disk: &DiskProgress) -> String {
+///     format!("{}: {} of {} sent", disk.name, disk.sent, disk.size)
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DiskProgress {
     /// Its name.
@@ -98,6 +122,15 @@ pub struct DiskProgress {
 }
 
 /// A disk that moved along.
+///
+/// ```
+/// use godwit_engine::report::{DiskMeasures, Measures};
+///
+/// fn sent(measures: &Measures) -> u64 {
+///     measures.disks.iter().map(|disk: &DiskMeasures| disk.sent.0).sum()
+/// }
+/// assert_eq!(sent(&Measures::default()), 0);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DiskMeasures {
     /// Its name.
@@ -120,6 +153,15 @@ pub struct DiskMeasures {
 }
 
 /// A time with bounds.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::report::RemainingTime;
+///
+/// let [low, mid, high] = [4, 5, 8].map(Duration::from_secs);
+/// let remaining = RemainingTime { low, mid, high };
+/// assert!(remaining.low <= remaining.mid && remaining.mid <= remaining.high);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RemainingTime {
     /// At least.
@@ -141,6 +183,14 @@ impl From<godwit_policy::RemainingTime> for RemainingTime {
 }
 
 /// One round as it was.
+///
+/// ```
+/// use godwit_engine::report::RoundMeasures;
+/// use godwit_units::PageCount;
+///
+/// let round = RoundMeasures { round: 1, data: PageCount(512), ..RoundMeasures::default() };
+/// assert_eq!((round.data + round.zero).0, 512);
+/// ```
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct RoundMeasures {
     /// Its number.
@@ -186,6 +236,16 @@ pub struct RoundMeasures {
 }
 
 /// Where the downtime went.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::report::DowntimeParts;
+///
+/// fn whole(parts: &DowntimeParts) -> Duration {
+///     parts.drain + parts.copy + parts.verify + parts.save + parts.load + parts.handover
+/// }
+/// assert_eq!(whole(&DowntimeParts::default()), Duration::ZERO);
+/// ```
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct DowntimeParts {
     /// From the stop of the vCPUs until all devices were drained.
@@ -209,6 +269,17 @@ pub struct DowntimeParts {
 }
 
 /// The measures of a finished migration, as the source saw it.
+///
+/// ```
+/// use godwit_engine::report::Measures;
+/// use godwit_units::format_duration;
+///
+/// fn line(measures: &Measures) -> String {
+///     let [total, downtime] = [measures.total, measures.downtime].map(format_duration);
+///     format!("moved in {total}, gone for {downtime}")
+/// }
+/// assert_eq!(line(&Measures::default()), "moved in 0s, gone for 0s");
+/// ```
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Measures {
     /// Connecting, comparing and starting to track.

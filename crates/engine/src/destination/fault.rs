@@ -5,6 +5,14 @@ use godwit_protocol::destination::Action;
 use rustix::process::{Signal, getpid, kill_process};
 
 /// When this process is to be killed.
+///
+/// ```
+/// use godwit_engine::destination::{Fault, Faults, Options};
+///
+/// let faults = Faults { kill: Some(Fault::KillBeforeRun), ..Faults::default() };
+/// let options = Options { faults, ..Options::default() };
+/// assert!(!options.overcommit);
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// When the machine is ready to load.

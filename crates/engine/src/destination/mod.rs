@@ -44,6 +44,19 @@ use offer::{Accepted, await_offer, check_room};
 use session::{Session, out_of_place};
 
 /// What is told while receiving.
+///
+/// ```
+/// use godwit_engine::destination::Notice;
+///
+/// fn tell(notice: &Notice) {
+///     match notice {
+///         Notice::Refused(why) => eprintln!("refused a connection: {why}; still waiting"),
+///         Notice::Accepted { ram, disks } => eprintln!("{ram} and {} disks to come", disks.len()),
+///         _ => {}
+///     }
+/// }
+/// tell(&Notice::Refused("it does not speak the protocol".to_owned()));
+/// ```
 #[derive(Clone, Debug)]
 pub enum Notice {
     /// A connection was refused; waiting goes on.
@@ -75,6 +88,16 @@ pub enum Notice {
 }
 
 /// The destination's measures of a finished migration.
+///
+/// ```
+/// use godwit_engine::destination::Received;
+/// use godwit_units::format_duration;
+///
+/// fn line(received: &Received) -> String {
+///     format!("{} in {}", received.bytes, format_duration(received.total))
+/// }
+/// assert_eq!(line(&Received::default()), "0B in 0s");
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Received {
     /// Bytes received over the data channels.
@@ -95,6 +118,14 @@ pub struct Received {
 }
 
 /// How a guest is to be taken in.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::destination::Options;
+///
+/// let options = Options { wait: Some(Duration::from_secs(3600)), ..Options::default() };
+/// assert!(options.disks.is_none());
+/// ```
 #[derive(Clone, Debug)]
 pub struct Options {
     /// How long a source is waited for; `None`: for ever.
@@ -123,6 +154,14 @@ impl Default for Options {
 }
 
 /// Faults made up on purpose.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::destination::Faults;
+///
+/// let faults = Faults { slow_channel: Some((0, Duration::from_millis(1))), ..Faults::default() };
+/// assert_ne!(faults, Faults::default());
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// A channel, by its number (those of disks behind those of memory), that places each of its
@@ -139,6 +178,20 @@ pub struct Faults {
 ///
 /// # Errors
 /// Says what failed, when, and what became of the guest.
+///
+/// ```
+/// use godwit_engine::address::Listener;
+/// use godwit_engine::vm::DestinationVm;
+/// use godwit_engine::{Cancel, Failure, destination};
+///
+/// fn take_in(vm: &mut dyn DestinationVm, listener: &Listener) -> Result<(), Failure> {
+///     let (options, cancel) = (destination::Options::default(), Cancel::default());
+///     let received =
+///         destination::receive(vm, listener, &options, &cancel, &mut |notice| println!("{notice:?}"))?;
+///     println!("the guest is here, after {:?}", received.total);
+///     Ok(())
+/// }
+/// ```
 pub fn receive(
     vm: &mut dyn DestinationVm,
     listener: &Listener,

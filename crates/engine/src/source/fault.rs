@@ -6,6 +6,15 @@ use godwit_protocol::source::Action;
 use rustix::process::{Signal, getpid, kill_process};
 
 /// A fault to make up.
+///
+/// ```
+/// use godwit_engine::source::{Fault, Options};
+///
+/// let options = Options::new("west:4444".parse()?);
+/// let options = Options { fault: Some(Fault::LoseCommit), ..options };
+/// assert!(options.fingerprints);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.

@@ -63,6 +63,14 @@ const PEER: &str = "destination";
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in
 /// [`MigrationHandle`].
+///
+/// ```
+/// use godwit_engine::source::Options;
+///
+/// let options = Options { verify: true, ..Options::new("west:4444".parse()?) };
+/// assert_eq!(options.channels, 2);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Where the destination listens.
@@ -95,6 +103,22 @@ impl Options {
 /// # Errors
 /// Says what failed, when, and where the guest is. Before the handover it is where it was, as it
 /// was.
+///
+/// ```
+/// use godwit_engine::handle::MigrationHandle;
+/// use godwit_engine::vm::SourceVm;
+/// use godwit_engine::{Survivor, source};
+///
+/// fn send_away(vm: &mut dyn SourceVm, to: &str) -> Result<(), Box<dyn std::error::Error>> {
+///     let (options, handle) = (source::Options::new(to.parse()?), MigrationHandle::default());
+///     match source::migrate(vm, &options, &handle, &mut |progress| println!("{progress:?}")) {
+///         Ok(measures) => println!("it was gone for {:?}", measures.downtime),
+///         Err(failure) if failure.survivor == Survivor::Source => println!("still here: {failure}"),
+///         Err(failure) => return Err(failure.into()),
+///     }
+///     Ok(())
+/// }
+/// ```
 pub fn migrate(
     vm: &mut dyn SourceVm,
     options: &Options,

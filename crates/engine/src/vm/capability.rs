@@ -12,6 +12,36 @@ use godwit_units::{ByteCount, Rate};
 use super::VmError;
 
 /// Slowing the guest down, so that a migration ends.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::vm::{Brake, VmError};
+///
+/// /// A guest of one vCPU, which waits while it is held.
+/// struct Vcpu {
+///     held: f64,
+/// }
+///
+/// impl Brake for Vcpu {
+///     fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+///         self.held = share;
+///         Ok(())
+///     }
+///
+///     fn vcpu_time(&self) -> Option<Duration> {
+///         None
+///     }
+///
+///     fn vcpus(&self) -> usize {
+///         1
+///     }
+/// }
+///
+/// let mut vcpu = Vcpu { held: 0.0 };
+/// vcpu.throttle(0.5)?;
+/// assert!(vcpu.govern(Some(1000.0)).is_err(), "it has no write governor");
+/// # Ok::<(), VmError>(())
+/// ```
 pub trait Brake {
     /// Keeps the vCPUs from running for `share` of the time (0.0 to 0.99), from now on and until
     /// the guest is stopped; 0.0 removes the throttle.
@@ -61,6 +91,16 @@ pub trait Brake {
 }
 
 /// Disks that move along with the guest.
+///
+/// ```
+/// use godwit_engine::vm::DiskVm;
+/// use godwit_units::ByteCount;
+///
+/// /// All that moves along.
+/// fn size(vm: &dyn DiskVm) -> ByteCount {
+///     vm.disks().iter().map(|disk| disk.size).sum()
+/// }
+/// ```
 pub trait DiskVm {
     /// The disks that are to move along, in the order in which all calls below have them; empty
     /// where storage is shared.
@@ -122,6 +162,23 @@ pub trait DiskVm {
 }
 
 /// A guest that says which of its pages are free.
+///
+/// ```
+/// use std::sync::Arc;
+/// use godwit_balloon::FreeHints;
+/// use godwit_engine::vm::FreePages;
+///
+/// /// A guest whose balloon has no such queue.
+/// struct NoQueue;
+///
+/// impl FreePages for NoQueue {
+///     fn start_free_page_hints(&mut self, _: &Arc<FreeHints>) -> bool {
+///         false
+///     }
+///
+///     fn stop_free_page_hints(&mut self) {}
+/// }
+/// ```
 pub trait FreePages {
     /// Asks the guest to hint free pages, from now on, to `hints`. Only called after
     /// [`SourceVm::start_tracking`](super::SourceVm::start_tracking): no hint may be older than the
@@ -136,6 +193,19 @@ pub trait FreePages {
 }
 
 /// Devices that write guest memory by direct I/O.
+///
+/// ```
+/// use godwit_engine::vm::{DirectIo, VmError};
+///
+/// /// Reads that a disk has under way, one thread each.
+/// struct Reads(Vec<std::thread::JoinHandle<()>>);
+///
+/// impl DirectIo for Reads {
+///     fn drain(&mut self) -> Result<(), VmError> {
+///         self.0.drain(..).try_for_each(|read| read.join()).map_err(|_| "a read has died".into())
+///     }
+/// }
+/// ```
 pub trait DirectIo {
     /// Waits until all direct I/O has landed that was in flight when this was called. Only called
     /// where there is such.
@@ -146,6 +216,24 @@ pub trait DirectIo {
 }
 
 /// Disks that a source may fill, at the destination.
+///
+/// ```
+/// use godwit_disk::{Disk, DiskChoice, DiskSink};
+/// use godwit_engine::vm::{DiskDestination, VmError};
+///
+/// /// A machine whose disks nobody may fill yet.
+/// struct Closed;
+///
+/// impl DiskDestination for Closed {
+///     fn open_disks(
+///         &mut self,
+///         wanted: &[Disk],
+///         _: &DiskChoice,
+///     ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+///         Err(format!("{} disks are wanted, and none may be filled", wanted.len()).into())
+///     }
+/// }
+/// ```
 pub trait DiskDestination {
     /// Opens the disks that the source wants to send, in its order. Only those that `allowed` names
     /// may be opened, by whatever name it has for them ([`DiskChoice::allow`]): anybody who reaches

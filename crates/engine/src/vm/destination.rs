@@ -9,6 +9,16 @@ use godwit_memory::RamBlock;
 use super::{Ask, DiskDestination, RunError, VmError};
 
 /// A VM that waits to take a guest in. The first seven functions are every VM's.
+///
+/// ```
+/// use godwit_engine::vm::DestinationVm;
+/// use godwit_units::ByteCount;
+///
+/// /// Guest memory that it has room for. A whole adapter is in `examples/embed.rs`.
+/// fn memory(vm: &dyn DestinationVm) -> ByteCount {
+///     vm.ram().iter().map(|block| block.pages().bytes()).sum()
+/// }
+/// ```
 pub trait DestinationVm {
     /// The kind of machine.
     fn machine(&self) -> &'static str;

@@ -18,6 +18,15 @@ pub type VmError = Box<dyn std::error::Error + Send + Sync>;
 
 /// What a switchover costs beside what the engine measures itself, as far as a machine can tell
 /// beforehand.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::vm::SwitchoverCosts;
+///
+/// // A machine that stands still as soon as it is told to.
+/// let costs = SwitchoverCosts { lead: Duration::ZERO, ..SwitchoverCosts::default() };
+/// assert_eq!(costs.state, Duration::from_millis(15));
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SwitchoverCosts {
     /// From the call of [`SourceVm::stop`] until the guest stands still.
@@ -37,6 +46,16 @@ impl Default for SwitchoverCosts {
 pub type Ask<'a> = dyn FnMut(&[u8]) -> Result<Vec<u8>, VmError> + 'a;
 
 /// Why a guest could not be run.
+///
+/// ```
+/// use godwit_engine::vm::RunError;
+///
+/// /// Whether the source may have its guest back.
+/// fn may_go_back(error: &RunError) -> bool {
+///     matches!(error, RunError::NeverRan(_))
+/// }
+/// assert!(!may_go_back(&RunError::Unknown("no answer".into())));
+/// ```
 #[derive(Debug)]
 pub enum RunError {
     /// It has not executed a single instruction here.

@@ -12,6 +12,15 @@ use super::{Brake, DirectIo, DiskVm, FreePages, SwitchoverCosts, VmError};
 
 /// A VM that is to leave this host. The first ten functions are every VM's; the others have answers
 /// that fit a VM without the capability, or one that needs no care.
+///
+/// ```
+/// use godwit_engine::vm::SourceVm;
+///
+/// /// What it can do beside being moved. A whole adapter is in `examples/embed.rs`.
+/// fn abilities(vm: &mut dyn SourceVm) -> [bool; 3] {
+///     [vm.brake().is_some(), vm.moving_disks().is_some(), vm.free_pages().is_some()]
+/// }
+/// ```
 pub trait SourceVm {
     /// The kind of machine; its device state is understood by the same kind only.
     fn machine(&self) -> &'static str;
