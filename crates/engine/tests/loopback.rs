@@ -193,7 +193,7 @@ fn what_is_shown_is_in_force_after_a_fall_back() {
     // Regression: the policy fell back to another throttle, and `status` went on to show
     // `governor`.
     let settings = Settings {
-        downtime_limit: Duration::from_secs(10),
+        downtime_limit: Duration::from_secs(3600),
         throttle: ThrottleMode::Governor,
         ..Settings::default()
     };
