@@ -85,3 +85,38 @@ fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     let list: Vec<String> = names.map(|name| format!("'{name}'")).collect();
     if list.is_empty() { "none".to_owned() } else { list.join(", ") }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use godwit_units::PageCount;
+    use godwit_wire::BlockOffer;
+
+    use super::*;
+
+    #[test]
+    fn blocks_are_matched_by_name_and_those_that_do_not_fit_are_named() {
+        let block = |name: &str, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
+        let blocks = [block("a", 4), block("b", 8)];
+        let offer = |offered: &[(&str, u64)]| Offer {
+            channels: 2,
+            codecs: 0,
+            verify: false,
+            running: true,
+            machine: "test".to_owned(),
+            blocks: offered
+                .iter()
+                .map(|(name, pages)| BlockOffer {
+                    name: (*name).to_owned(),
+                    pages: PageCount(*pages),
+                })
+                .collect(),
+            disks: Vec::new(),
+        };
+        let fit = |offered: &[(&str, u64)]| fit(&offer(offered), "test", &blocks);
+        assert_eq!(fit(&[("b", 8), ("a", 4)]), Ok(vec![1, 0]));
+        assert!(fit(&[("a", 4)]).unwrap_err().contains("has not ('b')"));
+        assert!(fit(&[("a", 4), ("c", 8)]).unwrap_err().contains("(it has 'a', 'b')"));
+        assert!(fit(&[("a", 4), ("b", 4)]).unwrap_err().contains("16KiB at the source and 32KiB"));
+    }
+}
