@@ -408,6 +408,34 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_local_listener_that_is_busy_is_waited_for() {
+        let path = std::env::temp_dir().join(format!("godwit-busy-{}", std::process::id()));
+        let address = Address::Unix(path);
+        let listener = Listener::bind(&address).unwrap();
+        // More than its queue takes before the first of them is accepted.
+        let callers = BACKLOG as usize + 10;
+        let connected = std::sync::atomic::AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let calling = scope.spawn(|| {
+                let call = |_| {
+                    let stream = Stream::connect(&address);
+                    connected.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                    stream
+                };
+                (0..callers).map(call).collect::<Result<Vec<_>, _>>()
+            });
+            while connected.load(std::sync::atomic::Ordering::Relaxed) < BACKLOG as usize {
+                std::thread::yield_now();
+            }
+            let until = Some(Instant::now() + std::time::Duration::from_secs(60));
+            for _ in 0..callers {
+                listener.accept(until, || false).unwrap().unwrap();
+            }
+            assert_eq!(calling.join().unwrap().unwrap().len(), callers);
+        });
+    }
+
+    #[test]
     fn addresses_round_trip() {
         for text in
             ["host:4444", "127.0.0.1:0", "[::1]:7", "unix:/run/x", "vsock:2:4444", "vsock:any:1"]
