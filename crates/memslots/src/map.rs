@@ -205,7 +205,8 @@ impl SlotMap {
 ///
 /// let mut slots = MemSlots::new();
 /// let result = slots.update(|edit| {
-///     edit.insert(Slot { id: SlotId(7), gfn: Gfn(0x100), pages: PageCount(16), ..Slot::default() })?;
+///     let slot = Slot { id: SlotId(7), gfn: Gfn(0x100), ..Slot::default() };
+///     edit.insert(Slot { pages: PageCount(16), ..slot })?;
 ///     edit.remove(SlotId(8))
 /// });
 /// assert!(result.is_err());

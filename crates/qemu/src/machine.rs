@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_track::{Writer, mappings_of, other_writers, threads_of};
+use godwit_track::{AddressSpace, Writer, other_writers, threads_of};
 
 use crate::QemuError;
 use crate::monitor::commands::{
@@ -87,7 +87,8 @@ impl Machine {
     /// file since. Needs the right to look into the process, without which later checks would find
     /// nothing.
     pub(crate) fn check_mappings(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
-        blocks.iter().try_for_each(|block| mappings_of(self.pid, block).map(|_| ()))?;
+        let space = AddressSpace::of(self.pid)?;
+        blocks.iter().try_for_each(|block| space.mappings_of(block).map(drop))?;
         Ok(())
     }
 

@@ -14,7 +14,7 @@
 use std::path::Path;
 
 use godwit_memory::{ProcessBacking, RamBlock};
-use godwit_track::{Mapped, mapped_at, mappings_of};
+use godwit_track::{AddressSpace, Mapped};
 use godwit_units::ByteCount;
 
 use crate::QemuError;
@@ -90,12 +90,13 @@ fn in_shared_files(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
 fn in_process(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuError> {
     let listed = machine.qmp.run(&Human { command_line: "info ramblock" })?;
     let Some(listed) = parse(&listed) else { return Ok(None) };
+    let space = AddressSpace::of(machine.pid)?;
     let mut blocks = Vec::new();
     for Listed { name, size, address } in listed {
         let unreachable =
             |what: &str| QemuError::RamUnreachable { block: name.clone(), what: what.to_owned() };
         let pages = size.whole_pages().ok_or_else(|| unreachable("is not whole pages"))?;
-        let block = match mapped_at(machine.pid, address, size)? {
+        let block = match space.at(address, size) {
             Mapped::Private => {
                 let backing = ProcessBacking::open(machine.pid, address, size.0)
                     .map_err(|source| unreachable(&format!("cannot be read: {source}")))?;
@@ -112,7 +113,6 @@ fn in_process(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuError>
                 return Err(unreachable("is not mapped in the process as QEMU says"));
             }
         };
-        mappings_of(machine.pid, &block)?;
         blocks.push(block);
     }
     Ok(Some(blocks))

@@ -39,7 +39,7 @@ pub use kvm::{
     DirtyRingSize, KvmDirtyRings, KvmLogCalls, KvmLogTracker, KvmRingTracker, LogMode,
     clear_dirty_log,
 };
-pub use mappings::{BlockMapping, Mapped, Writer, mapped_at, mappings_of, other_writers};
+pub use mappings::{AddressSpace, BlockMapping, Mapped, Writer, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
 #[cfg(feature = "vm-memory")]
 pub use rust_vmm::VhostLogRegion;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use godwit_memory::{Place, RamBlock};
 use godwit_units::{ByteCount, Hva, PAGE_SIZE, PageCount, PageRun};
-use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, MemoryMaps, Process};
 
 use crate::TrackError;
 
@@ -29,11 +29,11 @@ pub struct BlockMapping {
 /// What is at an address of a process.
 ///
 /// ```
-/// use godwit_track::{Mapped, TrackError, mapped_at};
+/// use godwit_track::{AddressSpace, Mapped, TrackError};
 /// use godwit_units::ByteCount;
 ///
-/// let process = std::process::id() as i32;
-/// assert_eq!(mapped_at(process, 0, ByteCount(4096))?, Mapped::Nowhere);
+/// let own = AddressSpace::of(std::process::id().cast_signed())?;
+/// assert_eq!(own.at(0, ByteCount(4096)), Mapped::Nowhere);
 /// # Ok::<(), TrackError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,51 +99,114 @@ fn is_shared_write(map: &MemoryMap, key: FileKey) -> bool {
         && map.perms.contains(MMPermissions::WRITE | MMPermissions::SHARED)
 }
 
-/// Where the process `pid` maps `block` writable, in the order of the block's pages: a file shared,
-/// memory of its own as a whole.
-///
-/// # Errors
-/// When `/proc/PID/maps` cannot be read, or not every page of the block is mapped exactly once.
+/// What a process has mapped, as it was when this was made (`/proc/PID/maps`).
 ///
 /// ```
-/// use godwit_memory::RamBlock;
-/// use godwit_track::{TrackError, mappings_of};
-/// use godwit_units::PageCount;
+/// use godwit_track::{AddressSpace, Mapped, TrackError};
+/// use godwit_units::ByteCount;
 ///
-/// let block = RamBlock::anonymous("ram", PageCount(16))?;
-/// // Nothing of this process maps it.
-/// let found = mappings_of(std::process::id() as i32, &block);
-/// assert!(matches!(found, Err(TrackError::NotMapped { .. })));
-/// # Ok::<(), godwit_memory::MemoryError>(())
+/// let memory = vec![7_u8; 1 << 20];
+/// let own = AddressSpace::of(std::process::id().cast_signed())?;
+/// assert_eq!(own.at(memory.as_ptr() as u64, ByteCount(1 << 19)), Mapped::Private);
+/// # Ok::<(), TrackError>(())
 /// ```
-pub fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
-    let not_mapped = || TrackError::NotMapped { pid, block: block.name().to_owned() };
-    let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
-    let mut found: Vec<BlockMapping> = match block.place() {
-        Ok(Place::File { device, inode, offset }) => {
-            let key = file_key(device, inode).ok_or_else(not_mapped)?;
-            let file_pages = PageRun::new(offset / PAGE_SIZE, block.pages().0);
-            let shared = maps.iter().filter(|map| is_shared_write(map, key));
-            shared.filter_map(|map| part_of_file(map, file_pages)).collect()
+#[derive(Debug)]
+pub struct AddressSpace {
+    pid: i32,
+    maps: MemoryMaps,
+}
+
+impl AddressSpace {
+    /// That of process `pid`.
+    ///
+    /// # Errors
+    /// When `/proc/PID/maps` cannot be read.
+    pub fn of(pid: i32) -> Result<Self, TrackError> {
+        let maps = Process::new(pid).and_then(|process| process.maps());
+        Ok(Self { pid, maps: maps.map_err(proc_error(pid, "maps"))? })
+    }
+
+    /// Where `block` is mapped writable, in the order of its pages: a file shared, memory of the
+    /// process's own as a whole.
+    ///
+    /// # Errors
+    /// When not every page of the block is mapped exactly once.
+    ///
+    /// ```
+    /// use godwit_memory::RamBlock;
+    /// use godwit_track::{AddressSpace, TrackError};
+    /// use godwit_units::PageCount;
+    ///
+    /// let block = RamBlock::anonymous("ram", PageCount(16))?;
+    /// // Nothing of this process maps it.
+    /// let found = AddressSpace::of(std::process::id().cast_signed())?.mappings_of(&block);
+    /// assert!(matches!(found, Err(TrackError::NotMapped { .. })));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn mappings_of(&self, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
+        let Self { pid, maps } = self;
+        let not_mapped = || TrackError::NotMapped { pid: *pid, block: block.name().to_owned() };
+        let mut found: Vec<BlockMapping> = match block.place() {
+            Ok(Place::File { device, inode, offset }) => {
+                let key = file_key(device, inode).ok_or_else(not_mapped)?;
+                let file_pages = PageRun::new(offset / PAGE_SIZE, block.pages().0);
+                let shared = maps.iter().filter(|map| is_shared_write(map, key));
+                shared.filter_map(|map| part_of_file(map, file_pages)).collect()
+            }
+            Ok(Place::Process { pid: owner, address }) if owner == *pid => {
+                let end = address.saturating_add(block.pages().bytes().0);
+                maps.iter().filter_map(|map| part_of_process(map, address, end)).collect()
+            }
+            _ => return Err(not_mapped()),
+        };
+        found.sort_by_key(|mapping| mapping.pages.start);
+        let mut next = 0;
+        for mapping in &found {
+            if mapping.pages.start.0 != next {
+                return Err(not_mapped());
+            }
+            next = mapping.pages.end().0;
         }
-        Ok(Place::Process { pid: owner, address }) if owner == pid => {
-            let end = address.saturating_add(block.pages().bytes().0);
-            maps.iter().filter_map(|map| part_of_process(map, address, end)).collect()
-        }
-        _ => return Err(not_mapped()),
-    };
-    found.sort_by_key(|mapping| mapping.pages.start);
-    let mut next = 0;
-    for mapping in &found {
-        if mapping.pages.start.0 != next {
+        if PageCount(next) != block.pages() {
             return Err(not_mapped());
         }
-        next = mapping.pages.end().0;
+        Ok(found)
     }
-    if PageCount(next) != block.pages() {
-        return Err(not_mapped());
+
+    /// What is mapped at `address`, for all of `size`.
+    #[must_use]
+    pub fn at(&self, address: u64, size: ByteCount) -> Mapped {
+        let Self { pid, maps } = self;
+        let Some(end) = address.checked_add(size.0) else { return Mapped::Nowhere };
+        let mut parts = maps.iter().filter(|map| map.address.0 < end && map.address.1 > address);
+        let Some(first) = parts.next() else { return Mapped::Nowhere };
+        let writable = |map: &MemoryMap| map.perms.contains(MMPermissions::WRITE);
+        // The kernel divides what is advised differently.
+        let mut reached = first.address.1;
+        let alike = parts.all(|map| {
+            let follows = map.address.0 == std::mem::replace(&mut reached, map.address.1);
+            let same = (map.dev, map.inode, map.perms) == (first.dev, first.inode, first.perms);
+            let goes_on =
+                map.inode == 0 || map.offset == first.offset + (map.address.0 - first.address.0);
+            follows && same && goes_on
+        });
+        if !alike || !writable(first) || first.address.0 > address || reached < end {
+            return Mapped::Nowhere;
+        }
+        let shared = first.perms.contains(MMPermissions::SHARED);
+        match (shared, first.inode) {
+            (false, 0) => Mapped::Private,
+            (false, _) => match &first.pathname {
+                MMapPath::Path(path) => Mapped::PrivateFile { path: path.display().to_string() },
+                _ => Mapped::PrivateFile { path: "a file".to_owned() },
+            },
+            (true, _) => {
+                let (start, end) = first.address;
+                let file = format!("/proc/{pid}/map_files/{start:x}-{end:x}").into();
+                Mapped::Shared { file, offset: first.offset + (address - start) }
+            }
+        }
     }
-    Ok(found)
 }
 
 /// What `map` maps of the block that is these pages of the file.
@@ -165,54 +228,6 @@ fn part_of_process(map: &MemoryMap, first: u64, end: u64) -> Option<BlockMapping
     (private && map.inode == 0 && from < to).then(|| BlockMapping {
         pages: PageRun::new((from - first) / PAGE_SIZE, (to - from) / PAGE_SIZE),
         address: Hva(from),
-    })
-}
-
-/// What process `pid` has mapped at `address`, for all of `size`.
-///
-/// # Errors
-/// When `/proc/PID/maps` cannot be read.
-///
-/// ```
-/// use godwit_track::{Mapped, mapped_at};
-/// use godwit_units::ByteCount;
-///
-/// let memory = vec![7_u8; 1 << 20];
-/// let own = std::process::id().cast_signed();
-/// let mapped = mapped_at(own, memory.as_ptr() as u64, ByteCount(1 << 19))?;
-/// assert_eq!(mapped, Mapped::Private);
-/// # Ok::<(), godwit_track::TrackError>(())
-/// ```
-pub fn mapped_at(pid: i32, address: u64, size: ByteCount) -> Result<Mapped, TrackError> {
-    let maps = Process::new(pid).and_then(|p| p.maps()).map_err(proc_error(pid, "maps"))?;
-    let Some(end) = address.checked_add(size.0) else { return Ok(Mapped::Nowhere) };
-    let mut parts = maps.iter().filter(|map| map.address.0 < end && map.address.1 > address);
-    let Some(first) = parts.next() else { return Ok(Mapped::Nowhere) };
-    let writable = |map: &MemoryMap| map.perms.contains(MMPermissions::WRITE);
-    // The kernel divides what is advised differently.
-    let mut reached = first.address.1;
-    let alike = parts.all(|map| {
-        let follows = map.address.0 == std::mem::replace(&mut reached, map.address.1);
-        let same = (map.dev, map.inode, map.perms) == (first.dev, first.inode, first.perms);
-        let goes_on =
-            map.inode == 0 || map.offset == first.offset + (map.address.0 - first.address.0);
-        follows && same && goes_on
-    });
-    if !alike || !writable(first) || first.address.0 > address || reached < end {
-        return Ok(Mapped::Nowhere);
-    }
-    let shared = first.perms.contains(MMPermissions::SHARED);
-    Ok(match (shared, first.inode) {
-        (false, 0) => Mapped::Private,
-        (false, _) => match &first.pathname {
-            MMapPath::Path(path) => Mapped::PrivateFile { path: path.display().to_string() },
-            _ => Mapped::PrivateFile { path: "a file".to_owned() },
-        },
-        (true, _) => {
-            let (start, end) = first.address;
-            let file = format!("/proc/{pid}/map_files/{start:x}-{end:x}").into();
-            Mapped::Shared { file, offset: first.offset + (address - start) }
-        }
     })
 }
 

@@ -33,7 +33,7 @@ use godwit_units::{PageCount, PageIndex, PageRun};
 use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
 use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
-use crate::mappings::{BlockMapping, mappings_of, open_pagemap};
+use crate::mappings::{AddressSpace, BlockMapping, open_pagemap};
 use crate::partial::loses_nothing;
 use crate::protected::{Protected, Then};
 use crate::uapi;
@@ -110,9 +110,10 @@ impl PagemapTracker {
     /// As [`Self::start`].
     pub fn start_by(approach: Approach, pid: i32, blocks: &[RamBlock]) -> Result<Self, TrackError> {
         kernel_support()?;
+        let space = AddressSpace::of(pid)?;
         let mappings = blocks
             .iter()
-            .map(|block| mappings_of(pid, block))
+            .map(|block| space.mappings_of(block))
             .collect::<Result<Vec<_>, TrackError>>()?;
         let pagemap = open_pagemap(pid)?;
         let names: Vec<&str> = blocks.iter().map(RamBlock::name).collect();

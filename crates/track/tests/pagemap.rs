@@ -13,7 +13,9 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_memory::{ProcessBacking, RamBlock};
-use godwit_track::{DirtyTracker, PagemapTracker, TrackError, mappings_of, other_writers};
+use godwit_track::{
+    AddressSpace, BlockMapping, DirtyTracker, PagemapTracker, TrackError, other_writers,
+};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 const PAGES: u64 = 5000;
@@ -76,6 +78,10 @@ enum Memory {
 }
 
 const KINDS: [Memory; 2] = [Memory::File, Memory::Private];
+
+fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackError> {
+    AddressSpace::of(pid)?.mappings_of(block)
+}
 
 struct Writer {
     child: Child,

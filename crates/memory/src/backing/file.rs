@@ -13,11 +13,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 use super::huge::HugeFile;
-use super::{Backing, Place, Space};
-
-/// Bytes that are overwritten together.
-const PIECE: usize = 64 << 10;
-static ZEROS: [u8; PIECE] = [0; PIECE];
+use super::{Backing, Place, Space, write_zeros};
 
 /// A file that holds a block.
 #[derive(Debug)]
@@ -76,19 +72,13 @@ impl Backing for FileBacking {
             let (at, end) = (self.offset + at, self.offset + end);
             return huge.zero(&self.file, at, end, self.keep_allocated);
         }
-        let Some(mut at) = self.data_from(at, end)? else { return Ok(()) };
-        if !self.keep_allocated {
-            // Holes among what follows stay holes; to look for them would cost more.
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            rustix::fs::fallocate(&self.file, flags, self.offset + at, end - at)?;
-            return Ok(());
+        let Some(at) = self.data_from(at, end)? else { return Ok(()) };
+        if self.keep_allocated {
+            return write_zeros(self, at, end);
         }
-        while at < end {
-            let length = (end - at).min(PIECE as u64);
-            self.file.write_all_at(&ZEROS[..length as usize], self.offset + at)?;
-            at += length;
-        }
-        Ok(())
+        // Holes among what follows stay holes; to look for them would cost more.
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.file, flags, self.offset + at, end - at)?)
     }
 
     fn data_from(&self, at: u64, end: u64) -> io::Result<Option<u64>> {

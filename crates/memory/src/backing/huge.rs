@@ -13,11 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use godwit_units::ByteCount;
 use rustix::fs::FallocateFlags;
 
+use super::{PIECE, ZEROS};
 use crate::mapping::WritableMapping;
-
-/// Bytes that are looked at together to see whether they are zero.
-const LOOK: usize = 64 << 10;
-static ZEROS: [u8; LOOK] = [0; LOOK];
 
 /// Bytes in huge pages of `page` bytes that nobody has or has reserved.
 pub(crate) fn unreserved(page: u64) -> ByteCount {
@@ -95,9 +92,9 @@ impl HugeFile {
 
     /// Overwrites what is not zero yet; reading a hole does not fill it.
     fn clear(&self, file: &File, mut at: u64, end: u64) -> io::Result<()> {
-        let mut buffer = [0; LOOK];
+        let mut buffer = [0; PIECE];
         while at < end {
-            let part = &mut buffer[..(end - at).min(LOOK as u64) as usize];
+            let part = &mut buffer[..(end - at).min(PIECE as u64) as usize];
             file.read_exact_at(part, at)?;
             if part.iter().any(|&byte| byte != 0) {
                 self.write(file, &ZEROS[..part.len()], at)?;

@@ -111,3 +111,17 @@ pub trait Backing: fmt::Debug + Send + Sync {
         None
     }
 }
+
+/// Bytes that are looked at or overwritten together.
+const PIECE: usize = 64 << 10;
+static ZEROS: [u8; PIECE] = [0; PIECE];
+
+/// Overwrites the bytes from `at` to `end` with zeros.
+fn write_zeros(backing: &dyn Backing, mut at: u64, end: u64) -> io::Result<()> {
+    while at < end {
+        let length = (end - at).min(PIECE as u64);
+        backing.write(at, &ZEROS[..length as usize])?;
+        at += length;
+    }
+    Ok(())
+}

@@ -17,12 +17,9 @@ use godwit_units::PAGE_SIZE;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags};
 
-use super::{Backing, Place};
+use super::{Backing, Place, write_zeros};
 use crate::pagemap::{Looked, PageRegion, scan};
 
-/// Bytes that are overwritten together.
-const PIECE: usize = 64 << 10;
-static ZEROS: [u8; PIECE] = [0; PIECE];
 /// Regions asked for in one scan.
 const REGIONS: usize = 64;
 
@@ -168,14 +165,7 @@ impl Backing for ProcessBacking {
     }
 
     fn zero(&self, at: u64, end: u64) -> io::Result<()> {
-        self.filled(at, end, &mut |mut from, to| {
-            while from < to {
-                let length = (to - from).min(PIECE as u64);
-                self.write(from, &ZEROS[..length as usize])?;
-                from += length;
-            }
-            Ok(true)
-        })
+        self.filled(at, end, &mut |from, to| write_zeros(self, from, to).map(|()| true))
     }
 
     fn data_from(&self, at: u64, end: u64) -> io::Result<Option<u64>> {
