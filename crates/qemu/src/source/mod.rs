@@ -7,8 +7,8 @@
 //!   open_state      capabilities, getfd (a socket pair)    a socket pair
 //!   stop            migrate fd:… -> the guest stops,       stop -> the guest stops, devices drain
 //!                   devices drain -> pre-switchover
-//!   release_state   migrate-continue -> the state flows,   add-fd, xen-save-devices-state -> a memfd,
-//!                   end of file -> completed               which is passed on
+//!   release_state   migrate-continue -> the state flows,   xen-save-devices-state -> a memfd of
+//!                   end of file -> completed               add-fd's, which is passed on
 //!   resume          migrate_cancel or cont, from           cont
 //!                   wherever it was; settings put back
 //! ```
@@ -16,6 +16,9 @@
 //! A throttle or the write governor may be in force from the start to the moment the guest has
 //! stopped. Invariant: it is gone after `resume`, `retire`, a `stop` that failed, and when this is
 //! dropped.
+
+mod capabilities;
+mod stop;
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -27,12 +30,12 @@ use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskRound};
+use godwit_disk::DiskChoice;
 use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
-use godwit_units::{ByteCount, Rate, format_duration};
-use godwit_vcpu_throttle::{Measures, VcpuThrottle, vcpu_time};
+use godwit_units::ByteCount;
+use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
@@ -40,18 +43,17 @@ use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
-use crate::governor;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
-use crate::monitor::commands::{
-    AnnounceSelf, CloseFd, Migrate, MigrateContinue, QueryMigrate, Quit, Stop, Transaction,
-};
-use crate::monitor::{Event, Monitor, QmpError, Queued, Seen};
+use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
+use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::ram::{Ram, StateBy};
 use crate::settings::Settings;
 use crate::userfaultfd;
-use crate::way_back::{self, TOLD_AFTER};
+use crate::way_back;
+
+use stop::UnderWay;
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -122,18 +124,6 @@ pub struct QemuSource {
     fate: Fate,
     /// Hears of waits that are long.
     told: fn(&str),
-}
-
-/// A stop under way.
-#[derive(Debug)]
-struct UnderWay {
-    since: Instant,
-    /// The command that QEMU answers at its end; `None` where it is QEMU's migration that stops.
-    command: Option<Queued>,
-    /// When the vCPUs stopped.
-    stopped: Option<Instant>,
-    /// Whether it was told that it takes long.
-    told: bool,
 }
 
 impl QemuSource {
@@ -346,124 +336,6 @@ impl QemuSource {
         self.state_by
     }
 
-    /// What comes before the guest is told to stop, either way.
-    fn prepare_stop(&mut self) -> Result<(), QemuError> {
-        // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
-        // throttle have failed, the guest runs freely and stops all the sooner.
-        let _ = self.throttle.set_short(true);
-        // What was plugged in since the start would have written unseen.
-        self.check_unchanged()?;
-        self.note(|left| left.stage = Stage::Stopping)?;
-        self.take_events();
-        self.stopping = true;
-        Ok(())
-    }
-
-    /// Begins to stop the guest.
-    fn begin_stop(&mut self) -> Result<UnderWay, QemuError> {
-        self.prepare_stop()?;
-        let qmp = &mut *self.machine.qmp;
-        let command = match self.state_by {
-            StateBy::Saving => Some(qmp.start(&Stop)?),
-            StateBy::Migration => {
-                qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
-                None
-            }
-        };
-        Ok(UnderWay { since: Instant::now(), command, stopped: None, told: false })
-    }
-
-    /// Stops the guest; `None` if that takes longer than [`STEP`], and this is to be called again.
-    fn stop_in_steps(&mut self) -> Result<Option<Instant>, QemuError> {
-        let mut stop = match self.stop.take() {
-            Some(stop) => stop,
-            None => self.begin_stop()?,
-        };
-        let limit = self.limits.stop;
-        let step = STEP.min(limit.saturating_sub(stop.since.elapsed()));
-        let stopped = match stop.command.take() {
-            Some(command) => {
-                let stopped = self.await_command(&command, step);
-                stop.command = Some(command);
-                stopped
-            }
-            None => self.await_migration(&mut stop, step),
-        };
-        let Err(QemuError::Qmp(QmpError::Timeout { during, .. })) = stopped else {
-            return stopped.map(Some);
-        };
-        let taken = stop.since.elapsed();
-        if taken >= limit {
-            return Err(QmpError::Timeout { during, limit }.into());
-        }
-        if taken >= TOLD_AFTER && !std::mem::replace(&mut stop.told, true) {
-            (self.told)(&stops_late(limit));
-        }
-        self.stop = Some(stop);
-        Ok(None)
-    }
-
-    /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
-    fn await_command(&mut self, stop: &Queued, limit: Duration) -> Result<Instant, QemuError> {
-        self.machine.qmp.answer(stop, limit)?;
-        let answered = Instant::now();
-        // Its event comes before the answer.
-        let mut stopped = None;
-        for event in self.machine.qmp.take_events()? {
-            self.fate.take(&event);
-            if event.name == "STOP" {
-                stopped.get_or_insert(event.at);
-                self.fate.stands_still();
-            }
-        }
-        match stopped {
-            Some(at) => Ok(at),
-            None if !self.was_running => Ok(answered),
-            None => Err(self.stopped_by_another()),
-        }
-    }
-
-    /// Something else has stopped the guest since it was looked at last, so it is not ours to run.
-    fn stopped_by_another(&mut self) -> QemuError {
-        self.was_running = false;
-        self.fate.stands_still();
-        QemuError::Changed("the guest stopped")
-    }
-
-    /// Waits for the end of a stop by QEMU's migration. The throttle ends with the event that says
-    /// that the guest has stopped.
-    fn await_migration(
-        &mut self,
-        stop: &mut UnderWay,
-        limit: Duration,
-    ) -> Result<Instant, QemuError> {
-        let Self { machine, throttle, tracker, fate, .. } = self;
-        let qmp = &mut *machine.qmp;
-        let mut look = |event: &Event| {
-            fate.take(event);
-            if event.name == "STOP" {
-                stop.stopped.get_or_insert(event.at);
-                fate.stands_still();
-                let _ = throttle.set(0.0);
-                if let Some(tracker) = tracker.upgrade() {
-                    tracker.answer_at_once();
-                }
-            }
-            let reached = migration_event(event);
-            match reached.as_str() {
-                "pre-switchover" | "failed" | "completed" | "cancelled" => Seen::Awaited,
-                _ => Seen::TakenIn,
-            }
-        };
-        let reached = qmp.watch("pre-switchover", limit, &mut look)?;
-        match (migration_event(&reached).as_str(), stop.stopped) {
-            ("pre-switchover", Some(at)) => Ok(at),
-            ("pre-switchover", None) if !self.was_running => Ok(reached.at),
-            ("pre-switchover", None) => Err(self.stopped_by_another()),
-            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
-        }
-    }
-
     /// Takes in what QEMU has told by now. A connection that fails is noticed by whoever uses it
     /// next.
     fn take_events(&mut self) {
@@ -628,12 +500,6 @@ pub(crate) fn failure_words(qmp: &mut dyn Monitor, otherwise: &str) -> String {
         words if words.is_empty() => otherwise.to_owned(),
         words => words,
     }
-}
-
-/// What is told of a wait for the guest to stop.
-fn stops_late(limit: Duration) -> String {
-    let limit = format_duration(limit);
-    format!("QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}")
 }
 
 const SILENT: &str = "it gives no reason; see its standard error";
@@ -815,126 +681,6 @@ impl SourceVm for QemuSource {
 
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
         if self.direct_io { Some(self) } else { None }
-    }
-}
-
-impl Brake for QemuSource {
-    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
-        if share == 0.0 {
-            // Not by way of the monitor, which may be what has failed.
-            return Ok(self.throttle.set(share)?);
-        }
-        // vCPUs may have been plugged or unplugged.
-        match self.machine.vcpu_threads() {
-            Ok(threads) => self.vcpus = threads,
-            Err(error) => {
-                self.remove_throttle();
-                return Err(QemuError::from(error).into());
-            }
-        }
-        self.throttle.set_threads(&self.vcpus)?;
-        Ok(self.throttle.set(share)?)
-    }
-
-    fn cannot_govern(&self) -> Option<String> {
-        governor::refusal(self.machine.pid, &self.ram)
-    }
-
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
-        let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
-        if first_writes.is_some() {
-            self.vcpus = self.machine.vcpu_threads()?;
-            governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
-        }
-        Ok(tracker.govern(first_writes)?)
-    }
-
-    fn governor_measures(&self) -> GovernorMeasures {
-        self.tracker.upgrade().map_or(self.governed, |tracker| tracker.governor_measures())
-    }
-
-    fn vcpu_time(&self) -> Option<Duration> {
-        let mut threads = self.vcpus.clone();
-        threads.sort_unstable();
-        threads.dedup();
-        vcpu_time(self.machine.pid, &threads)
-    }
-
-    fn vcpus(&self) -> usize {
-        self.vcpus.len()
-    }
-}
-
-impl DiskVm for QemuSource {
-    fn limit_disks(&mut self, limits: &[Rate]) -> Result<(), VmError> {
-        if limits.is_empty() {
-            return Ok(self.lift_disk_limits()?);
-        }
-        let nodes = self.moving.iter().map(|found| found.node.as_str());
-        let limits: Vec<(&str, Rate)> = nodes.zip(limits.iter().copied()).collect();
-        self.disk_limits.plan(&mut *self.machine.qmp, &limits)?;
-        let planned = self.disk_limits.clone();
-        self.note(|left| left.limits = planned)?;
-        Ok(self.disk_limits.apply(&mut *self.machine.qmp)?)
-    }
-
-    fn disks(&self) -> Vec<Disk> {
-        self.moving
-            .iter()
-            .map(|found| Disk { name: found.name.clone(), size: found.size })
-            .collect()
-    }
-
-    fn start_disk_tracking(&mut self) -> Result<(), VmError> {
-        if !self.moving.is_empty() {
-            self.note(|left| left.disks = true)?;
-            self.tracking =
-                Some(Tracking::start(&mut self.machine, &self.moving, &self.granularity)?);
-        }
-        Ok(())
-    }
-
-    fn disk_granularity(&self) -> Vec<ByteCount> {
-        self.tracking.as_ref().map_or_else(Vec::new, Tracking::granularity)
-    }
-
-    fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        if self.moving.is_empty() {
-            return Ok(Vec::new());
-        }
-        let (tracking, qmp) = self.tracking()?;
-        Ok(tracking.round(qmp)?)
-    }
-
-    fn disk_progress(&mut self) -> Result<(), VmError> {
-        match &mut self.tracking {
-            Some(tracking) => Ok(tracking.progress(&mut *self.machine.qmp)?),
-            None => Ok(()),
-        }
-    }
-
-    fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
-        if self.moving.is_empty() {
-            return Ok(Vec::new());
-        }
-        let (tracking, qmp) = self.tracking()?;
-        Ok(tracking.dirty(qmp)?)
-    }
-
-    fn disk_writes(&mut self) -> Option<Vec<ByteCount>> {
-        if self.moving.is_empty() {
-            return None;
-        }
-        disks::written(&mut *self.machine.qmp, &self.moving).ok()
-    }
-}
-
-impl DirectIo for QemuSource {
-    fn drain(&mut self) -> Result<(), VmError> {
-        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction
-        // in blockdev.c).
-        self.machine.qmp.run(&Transaction::default())?;
-        Ok(())
     }
 }
 

@@ -1,0 +1,152 @@
+//! Stopping the guest, by QEMU's migration or by a command, in steps short enough that others are
+//! heard in between.
+
+use std::time::{Duration, Instant};
+
+use godwit_units::format_duration;
+
+use super::{FD_NAME, QemuSource, SILENT, STEP, failure_words, migration_event};
+use crate::QemuError;
+use crate::guard::Stage;
+use crate::monitor::commands::{Migrate, Stop};
+use crate::monitor::{Event, QmpError, Queued, Seen};
+use crate::ram::StateBy;
+use crate::way_back::TOLD_AFTER;
+
+/// A stop under way.
+#[derive(Debug)]
+pub(super) struct UnderWay {
+    since: Instant,
+    /// The command that QEMU answers at its end; `None` where it is QEMU's migration that stops.
+    command: Option<Queued>,
+    /// When the vCPUs stopped.
+    stopped: Option<Instant>,
+    /// Whether it was told that it takes long.
+    told: bool,
+}
+
+impl QemuSource {
+    /// What comes before the guest is told to stop, either way.
+    fn prepare_stop(&mut self) -> Result<(), QemuError> {
+        // QEMU needs its big lock for this, which a vCPU may hold while it stands still. Should the
+        // throttle have failed, the guest runs freely and stops all the sooner.
+        let _ = self.throttle.set_short(true);
+        // What was plugged in since the start would have written unseen.
+        self.check_unchanged()?;
+        self.note(|left| left.stage = Stage::Stopping)?;
+        self.take_events();
+        self.stopping = true;
+        Ok(())
+    }
+
+    /// Begins to stop the guest.
+    fn begin_stop(&mut self) -> Result<UnderWay, QemuError> {
+        self.prepare_stop()?;
+        let qmp = &mut *self.machine.qmp;
+        let command = match self.state_by {
+            StateBy::Saving => Some(qmp.start(&Stop)?),
+            StateBy::Migration => {
+                qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
+                None
+            }
+        };
+        Ok(UnderWay { since: Instant::now(), command, stopped: None, told: false })
+    }
+
+    /// Stops the guest; `None` if that takes longer than [`STEP`], and this is to be called again.
+    pub(super) fn stop_in_steps(&mut self) -> Result<Option<Instant>, QemuError> {
+        let mut stop = match self.stop.take() {
+            Some(stop) => stop,
+            None => self.begin_stop()?,
+        };
+        let limit = self.limits.stop;
+        let step = STEP.min(limit.saturating_sub(stop.since.elapsed()));
+        let stopped = match stop.command.take() {
+            Some(command) => {
+                let stopped = self.await_command(&command, step);
+                stop.command = Some(command);
+                stopped
+            }
+            None => self.await_migration(&mut stop, step),
+        };
+        let Err(QemuError::Qmp(QmpError::Timeout { during, .. })) = stopped else {
+            return stopped.map(Some);
+        };
+        let taken = stop.since.elapsed();
+        if taken >= limit {
+            return Err(QmpError::Timeout { during, limit }.into());
+        }
+        if taken >= TOLD_AFTER && !std::mem::replace(&mut stop.told, true) {
+            (self.told)(&stops_late(limit));
+        }
+        self.stop = Some(stop);
+        Ok(None)
+    }
+
+    /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
+    fn await_command(&mut self, stop: &Queued, limit: Duration) -> Result<Instant, QemuError> {
+        self.machine.qmp.answer(stop, limit)?;
+        let answered = Instant::now();
+        // Its event comes before the answer.
+        let mut stopped = None;
+        for event in self.machine.qmp.take_events()? {
+            self.fate.take(&event);
+            if event.name == "STOP" {
+                stopped.get_or_insert(event.at);
+                self.fate.stands_still();
+            }
+        }
+        match stopped {
+            Some(at) => Ok(at),
+            None if !self.was_running => Ok(answered),
+            None => Err(self.stopped_by_another()),
+        }
+    }
+
+    /// Something else has stopped the guest since it was looked at last, so it is not ours to run.
+    fn stopped_by_another(&mut self) -> QemuError {
+        self.was_running = false;
+        self.fate.stands_still();
+        QemuError::Changed("the guest stopped")
+    }
+
+    /// Waits for the end of a stop by QEMU's migration. The throttle ends with the event that says
+    /// that the guest has stopped.
+    fn await_migration(
+        &mut self,
+        stop: &mut UnderWay,
+        limit: Duration,
+    ) -> Result<Instant, QemuError> {
+        let Self { machine, throttle, tracker, fate, .. } = self;
+        let qmp = &mut *machine.qmp;
+        let mut look = |event: &Event| {
+            fate.take(event);
+            if event.name == "STOP" {
+                stop.stopped.get_or_insert(event.at);
+                fate.stands_still();
+                let _ = throttle.set(0.0);
+                if let Some(tracker) = tracker.upgrade() {
+                    tracker.answer_at_once();
+                }
+            }
+            let reached = migration_event(event);
+            match reached.as_str() {
+                "pre-switchover" | "failed" | "completed" | "cancelled" => Seen::Awaited,
+                _ => Seen::TakenIn,
+            }
+        };
+        let reached = qmp.watch("pre-switchover", limit, &mut look)?;
+        match (migration_event(&reached).as_str(), stop.stopped) {
+            ("pre-switchover", Some(at)) => Ok(at),
+            ("pre-switchover", None) if !self.was_running => Ok(reached.at),
+            ("pre-switchover", None) => Err(self.stopped_by_another()),
+            _ => Err(QemuError::State { action: "save", words: failure_words(qmp, SILENT) }),
+        }
+    }
+}
+
+/// What is told of a wait for the guest to stop.
+fn stops_late(limit: Duration) -> String {
+    let limit = format_duration(limit);
+    format!("QEMU is to stop the guest and still flushes its disks; waiting for it, up to {limit}")
+}
