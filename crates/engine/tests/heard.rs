@@ -21,7 +21,7 @@ use godwit_policy::Settings;
 use godwit_track::DirtyTracker;
 use godwit_wire::AbortCode;
 
-use machine::{Destination, Found, Source, blocks, options};
+use machine::{Destination, Source, options};
 
 /// How long a machine that was told to hang does so when nobody ends it. No test gets near it.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -175,18 +175,7 @@ struct Ends {
 /// source.
 fn fail(ends: &Ends, stop: Option<Hang>, load: Option<Hang>) -> (Failure, Failure) {
     let source = Source::start(LIMIT, Vec::new());
-    let destination = Destination {
-        ram: blocks(),
-        source_ram: source.ram(),
-        source_disks: Vec::new(),
-        images: Vec::new(),
-        found: Arc::<Mutex<Found>>::default(),
-        refuse_to_load: false,
-        differs: false,
-        while_preparing: Box::new(|| {}),
-        while_loading: Box::new(|| {}),
-        while_starting: Box::new(|| {}),
-    };
+    let destination = Destination::of(&source);
     let mut source = SlowSource { source, hang: stop, ended: Arc::clone(&ends.machine) };
     let mut destination = SlowDestination { destination, hang: load };
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();

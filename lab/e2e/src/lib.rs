@@ -101,6 +101,19 @@ pub fn check_moved(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Waits until QEMU has ended in `vm`, whose guest has left.
+///
+/// # Errors
+/// When it does not.
+pub fn await_quit(vm: &mut TestVm) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while vm.is_alive() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ensure!(!vm.is_alive(), "the source QEMU did not quit");
+    Ok(())
+}
+
 /// Waits until no godwit has to do with `vm` any more, the guardian of one that was killed among
 /// them.
 ///

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use godwit_e2e::{LIMIT, Pair, check_moved, check_settings, oldest};
+use godwit_e2e::{LIMIT, Pair, await_quit, check_moved, check_settings, oldest};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
     BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, QemuBuild, VmConfig, builds_for,
@@ -30,11 +30,7 @@ fn moves(test: &str, mode: Mode) -> anyhow::Result<()> {
         ensure!(seen.switchover.is_some(), "the guest was not seen to move");
         ensure!(migrate.last()["verified"] == true);
         ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
-        let ended = Instant::now() + LIMIT;
-        while pair.source.is_alive() && Instant::now() < ended {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        ensure!(!pair.source.is_alive(), "the source QEMU did not quit");
+        await_quit(&mut pair.source)?;
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! VMs that nobody has prepared: RAM that no file with a name holds.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
+use godwit_e2e::{LIMIT, Link, Pair, await_copying, await_quit, check_moved, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
@@ -34,11 +34,7 @@ fn moves(test: &str, mode: Mode, backend: Backend) -> anyhow::Result<()> {
         ensure!(migrate.last()["verified"] == true, "{}", migrate.last());
         ensure!(receive.last()["outcome"] == "running", "{}", receive.last());
         ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
-        let ended = Instant::now() + LIMIT;
-        while pair.source.is_alive() && Instant::now() < ended {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        ensure!(!pair.source.is_alive(), "the source QEMU did not quit");
+        await_quit(&mut pair.source)?;
     }
     Ok(())
 }

@@ -187,7 +187,7 @@ pub struct Faults {
 /// fn take_in(vm: &mut dyn DestinationVm, listener: &Listener) -> Result<(), Failure> {
 ///     let (options, cancel) = (destination::Options::default(), Cancel::default());
 ///     let received =
-///         destination::receive(vm, listener, &options, &cancel, &mut |notice| println!("{notice:?}"))?;
+///         destination::receive(vm, listener, &options, &cancel, &mut |it| println!("{it:?}"))?;
 ///     println!("the guest is here, after {:?}", received.total);
 ///     Ok(())
 /// }

@@ -113,7 +113,7 @@ impl Options {
 ///     let (options, handle) = (source::Options::new(to.parse()?), MigrationHandle::default());
 ///     match source::migrate(vm, &options, &handle, &mut |progress| println!("{progress:?}")) {
 ///         Ok(measures) => println!("it was gone for {:?}", measures.downtime),
-///         Err(failure) if failure.survivor == Survivor::Source => println!("still here: {failure}"),
+///         Err(failed) if failed.survivor == Survivor::Source => println!("still here: {failed}"),
 ///         Err(failure) => return Err(failure.into()),
 ///     }
 ///     Ok(())
