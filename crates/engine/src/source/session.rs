@@ -17,7 +17,7 @@ use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
 
 use super::PEER;
 use super::abort::Aborter;
-use super::fault::Fault;
+use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::new_session;
 use crate::address::{Address, Stream};
@@ -95,7 +95,7 @@ pub(super) struct Session {
     to: Address,
     id: SessionId,
     cancel: Cancel,
-    fault: Option<Fault>,
+    made_up: MadeUp,
     /// What the threads report. All but the destination report once for each order, so only its
     /// messages are limited.
     events: Receiver<Event>,
@@ -123,14 +123,14 @@ pub(super) struct Session {
 
 impl Session {
     /// A session with the destination at `to`, which is not connected to yet.
-    pub(super) fn new(to: &Address, cancel: &Cancel, fault: Option<Fault>) -> io::Result<Self> {
+    pub(super) fn new(to: &Address, cancel: &Cancel, made_up: MadeUp) -> io::Result<Self> {
         let (events_in, events) = mpsc::channel();
         let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
         Ok(Self {
             to: to.clone(),
             id: new_session()?,
             cancel: cancel.clone(),
-            fault,
+            made_up,
             events,
             events_in,
             kept: VecDeque::new(),
@@ -337,10 +337,14 @@ impl Session {
         Ok(())
     }
 
+    pub(super) fn made_up(&self) -> MadeUp {
+        self.made_up
+    }
+
     /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
     pub(super) fn hold(&mut self, vm: &dyn SourceVm, fault: Fault) -> Result<(), EngineError> {
         let until = Instant::now() + HOLD;
-        while self.fault == Some(fault) && Instant::now() < until {
+        while self.made_up.is(fault) && Instant::now() < until {
             self.pause(vm, limits::TICK)?;
         }
         Ok(())
@@ -366,12 +370,12 @@ impl Session {
         // From here on, whatever happens, the guest is not ours: not even when sending fails, for
         // part of it may have arrived.
         self.committed = true;
-        let fault = self.fault.filter(|_| self.resolve_until.is_none());
-        if fault == Some(Fault::LoseCommit) {
+        let first = self.resolve_until.is_none();
+        if first && self.made_up.is(Fault::LoseCommit) {
             self.cut();
         }
         self.say(&Message::Commit)?;
-        if fault == Some(Fault::CutAfterCommit) {
+        if first && self.made_up.is(Fault::CutAfterCommit) {
             self.cut();
         }
         Ok(())
@@ -417,7 +421,7 @@ impl Session {
     /// Tells the destination that it need not wait for questions. Without this word it stays for
     /// [`limits::LINGER`], so where the link broke just now, a new connection is tried.
     pub(super) fn say_farewell(&mut self) {
-        if self.fault == Some(Fault::LoseFarewell) {
+        if self.made_up.is(Fault::LoseFarewell) {
             self.cut();
         }
         if self.say(&Message::Farewell).is_err()
