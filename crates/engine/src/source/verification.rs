@@ -60,7 +60,9 @@ pub(super) fn compare(
                 hints.skipped(number, run, zero);
             }
         };
-        own.push(digests::digests(block, 0..digests::chunks(block.pages()), zeroed)?);
+        let (all, interrupt) = (0..digests::chunks(block.pages()), session.interrupt());
+        let digests = digests::digests(block, all, interrupt, zeroed)?;
+        own.push(digests.ok_or(EngineError::Interrupted)?);
     }
     if fault == Some(Fault::WrongDigest) {
         own[0][0] ^= 1;
