@@ -193,6 +193,7 @@ pub fn receive(
             return Err(Failure { phase: Phase::Setup, survivor, cause });
         }
     };
+    vm.heed(session.interrupt());
     let destination = Destination {
         ram: vm.ram(),
         vm,
@@ -312,6 +313,13 @@ impl Destination<'_> {
 
     /// Keeps the first failure, and says which input it is.
     fn failed(&mut self, state: State, error: EngineError) -> Input {
+        let error = match error {
+            EngineError::Vm(_)
+            | EngineError::Layout(_)
+            | EngineError::State(_)
+            | EngineError::Interrupted => self.session.interruption().unwrap_or(error),
+            error => error,
+        };
         let input = match &error {
             EngineError::Link { .. } | EngineError::Silent { .. } => Input::LinkLost,
             EngineError::Aborted { .. } => Input::Aborted,
@@ -399,6 +407,7 @@ impl Destination<'_> {
                     S::Receiving(lanes) => lanes.end(),
                     S::Offered(_) | S::Nothing => *stage = S::Nothing,
                 }
+                self.session.interrupt().silence();
                 self.vm.discard().map_err(EngineError::Uncertain)?;
             }
             (A::SendDiscarded, _) => {
@@ -446,8 +455,10 @@ impl Destination<'_> {
                 let digests = digests::digests(
                     block,
                     first..chunks.min(first + DIGESTS_PER_MESSAGE),
+                    self.session.interrupt(),
                     |_, _| {},
                 )?;
+                let digests = digests.ok_or(EngineError::Interrupted)?;
                 let (block, first) = (number as u32, first as u32);
                 self.session.say(&Message::Digests { block, first, digests })?;
             }
@@ -462,9 +473,7 @@ impl Destination<'_> {
         }
         let began = Instant::now();
         self.loading.end();
-        while self.vm.poll_load().map_err(EngineError::Vm)?.is_pending() {
-            self.session.heed()?;
-        }
+        self.vm.finish_load().map_err(EngineError::Vm)?;
         self.measures.load = began.elapsed();
         Ok(Input::Loaded)
     }

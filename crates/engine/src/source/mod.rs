@@ -145,6 +145,7 @@ pub fn migrate(
     let meter = Meter::begin(options.channels);
     let session =
         Session::new(&options.to, handle.cancel(), MadeUp::of(options)).map_err(unarmed)?;
+    vm.heed(session.interrupt());
     let setup = Setup::new(vm, options, handle).map_err(unarmed)?;
     let ending = Ending::default();
     let source = Source { ram: vm.ram(), vm, options, handle, progress, session, meter, ending };
@@ -246,6 +247,12 @@ impl Source<'_> {
     }
 
     fn note(&mut self, state: State, error: EngineError) {
+        let error = match error {
+            EngineError::Vm(_) | EngineError::Interrupted => {
+                self.session.interruption(self.vm).unwrap_or(error)
+            }
+            error => error,
+        };
         tracing::warn!(?state, %error, "failed");
         self.ending.note(state, error, self.vm, self.session.is_committed());
     }
@@ -398,6 +405,7 @@ impl Source<'_> {
         if let Some(copying) = stage.copying() {
             copying.stop();
         }
+        self.session.interrupt().silence();
         let resumed = self.vm.resume();
         self.ending.brought_back(resumed);
     }

@@ -59,7 +59,9 @@ pub(super) fn compare(
                 hints.skipped(number, run, zero);
             }
         };
-        own.push(digests::digests(block, 0..digests::chunks(block.pages()), zeroed)?);
+        let (all, interrupt) = (0..digests::chunks(block.pages()), session.interrupt());
+        let digests = digests::digests(block, all, interrupt, zeroed)?;
+        own.push(digests.ok_or(EngineError::Interrupted)?);
     }
     if session.made_up().is(Fault::WrongDigest) {
         own[0][0] ^= 1;
