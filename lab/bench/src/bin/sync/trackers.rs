@@ -112,7 +112,7 @@ pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<
             line += &format!(" {text:>16}");
             figures.insert(
                 percent.to_string(),
-                json!({ "harvest_ms": harvest, "us_per_first_write": write }),
+                json!({ "harvest_ms": harvest, "us_per_write_fault": write }),
             );
         }
         println!("{line}");
