@@ -18,6 +18,7 @@ use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
 use crate::disk::DiskImage;
 use crate::guest::{GuestConfig, GuestFiles};
+use crate::guest_ram::GuestRam;
 use crate::kvm;
 use crate::leftovers::Place;
 use crate::qemu_build::QemuBuild;
@@ -219,6 +220,27 @@ impl TestVm {
     #[must_use]
     pub fn ram_file(&self) -> &Path {
         self.place.ram()
+    }
+
+    /// Where an observer finds its RAM.
+    ///
+    /// # Errors
+    /// When QEMU does not tell: older ones do not, where no file holds it.
+    pub fn ram(&mut self) -> anyhow::Result<GuestRam> {
+        if matches!(self.config.backend, Backend::SharedFile | Backend::PrivateFile) {
+            return Ok(self.ram_file().into());
+        }
+        let command = json!({ "command-line": "info ramblock" });
+        let listed = self.qmp.execute("human-monitor-command", command)?;
+        let listed = listed.as_str().unwrap_or_default();
+        let line = listed.lines().map(str::trim).find(|line| line.starts_with("mem "));
+        let address = line.and_then(|line| {
+            // Name, page size with its unit, offset, used, total, address.
+            let digits = line.split_whitespace().nth(6)?.strip_prefix("0x")?;
+            u64::from_str_radix(digits, 16).ok()
+        });
+        let address = address.with_context(|| format!("no address of 'mem' in: {listed}"))?;
+        Ok(GuestRam::Process { pid: self.pid(), address, size: self.config.guest.memory.0 })
     }
 
     /// QEMU's process.

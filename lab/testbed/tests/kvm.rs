@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use godwit_guest_workload::settings::Mode;
 use godwit_guest_workload::stamp::Page;
 use godwit_testbed::{
-    Backend, BeaconPlace, GuestConfig, QemuBuild, TestVm, VmConfig, kvm_builds_for, longest_pause,
+    Backend, BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig,
+    kvm_builds_for, longest_pause, own_migration,
 };
 use godwit_vcpu_throttle::VcpuThrottle;
 
@@ -102,5 +103,29 @@ fn a_throttle_slows_a_guest_on_kvm() {
         // Others use the processors, too, so the bounds are far apart.
         assert!(slow < free / 3.0 && after > slow * 2.0, "{free} {slow} {after}");
         assert_eq!(vm.bugs(), [""; 0]);
+    }
+}
+
+#[test]
+fn an_observer_sees_a_guest_move_whose_ram_is_anonymous() {
+    let test = "an_observer_sees_a_guest_move_whose_ram_is_anonymous";
+    for build in kvm_builds_for(test).into_iter().filter(|build| build.version.0 >= 8) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let config = config.with_backend(Backend::Anonymous).on_kvm();
+        let mut source = TestVm::source(&config).unwrap();
+        let mut destination = TestVm::destination(&config).unwrap();
+        source.wait_ready(LIMIT).unwrap();
+        let (here, there) = (source.ram().unwrap(), destination.ram().unwrap());
+        let place = BeaconPlace::find(here.clone()).unwrap();
+        let observer = Observer::start(place, here, there).unwrap();
+
+        let own = own_migration(&mut source, &mut destination, Style::Plain, LIMIT).unwrap();
+
+        destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
+        let seen = observer.finish().unwrap();
+        let gap = seen.switchover.expect("it was not seen to move");
+        println!("{build}: {gap:?}, by QEMU's own word {:?}", own.downtime);
+        assert!(gap.at_least > Duration::ZERO && !seen.ran_on_both, "{seen:?}");
+        assert_eq!([source.bugs(), destination.bugs()].concat(), [""; 0]);
     }
 }
