@@ -170,8 +170,7 @@ enum ModeName {
     Sequential,
     /// Free pages and take others for them all the time; the working set is what is in use
     Churn,
-    /// Work for a second, then fault for good
-    #[value(hide = true)]
+    /// Work for a second, then fault for good, to see how that is told
     Crash,
 }
 

@@ -7,7 +7,9 @@ use godwit_disk::{Disk, DiskChoice, check_granularity};
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
-use godwit_engine::source::{Fault, Options};
+#[cfg(feature = "test-hooks")]
+use godwit_engine::source::Fault;
+use godwit_engine::source::Options;
 use godwit_engine::{EngineError, Failure, Phase, Survivor};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
@@ -90,6 +92,7 @@ pub struct MigrateRequest {
     /// Leave the machine stopped instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, by its number.
+    #[cfg(feature = "test-hooks")]
     pub fault: Option<u8>,
     /// Disks that move along: none, all, or names with commas between.
     #[serde(default = "none")]
@@ -127,6 +130,7 @@ impl MigrateRequest {
             channels: options.channels,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
+            #[cfg(feature = "test-hooks")]
             fault: options.fault.map(|fault| fault as u8),
             disks: disks.choice.to_string(),
             disk_granularity: disks.granularity.map(|size| size.0),
@@ -154,17 +158,24 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
+        let mut options = Options::new(to);
+        options.verify = self.verify;
+        options.channels = self.channels;
+        options.fingerprints = self.fingerprints;
+        options.keep_source = self.keep_source;
+        #[cfg(feature = "test-hooks")]
+        {
+            options.fault = self.fault();
+        }
+        Ok(options)
+    }
+
+    /// Not those that kill: they would end the machine.
+    #[cfg(feature = "test-hooks")]
+    fn fault(&self) -> Option<Fault> {
         let known =
             [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
-        let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
-        Ok(Options {
-            to,
-            verify: self.verify,
-            channels: self.channels,
-            fingerprints: self.fingerprints,
-            keep_source: self.keep_source,
-            fault: self.fault.and_then(fault),
-        })
+        known.into_iter().find(|fault| Some(*fault as u8) == self.fault)
     }
 }
 

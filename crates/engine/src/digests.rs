@@ -13,6 +13,8 @@ use godwit_memory::{DataHint, MemoryError, RamBlock};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use godwit_wire::digest;
 
+use crate::Interrupt;
+
 /// Pages in a chunk: 1 MiB, which fits a core's second-level cache.
 pub(crate) const CHUNK_PAGES: u64 = 256;
 const CHUNK_BYTES: usize = (CHUNK_PAGES * PAGE_SIZE) as usize;
@@ -70,7 +72,7 @@ pub(crate) fn cost_of_page(blocks: &[RamBlock]) -> Result<Duration, MemoryError>
     let sample = first..(first + SAMPLE).min(chunks(block.pages()));
     let pages = sample.len() as u64 * CHUNK_PAGES;
     let began = Instant::now();
-    digests(block, sample, |_, _| {})?;
+    digests(block, sample, &Interrupt::default(), |_, _| {})?;
     Ok(began.elapsed().div_f64(pages as f64))
 }
 
@@ -78,12 +80,13 @@ pub(crate) fn cost_of_page(blocks: &[RamBlock]) -> Result<Duration, MemoryError>
 type Zeroed<'a> = dyn Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync + 'a;
 
 /// The digests of the chunks `wanted` of `block`, in order, where the pages that `zeroed` names
-/// count as zero.
+/// count as zero; `None` if it was interrupted.
 pub(crate) fn digests(
     block: &RamBlock,
     wanted: Range<usize>,
+    interrupt: &Interrupt,
     zeroed: impl Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync,
-) -> Result<Vec<u128>, MemoryError> {
+) -> Result<Option<Vec<u128>>, MemoryError> {
     /// Chunks a thread takes at once.
     const BATCH: usize = 16;
     let total = wanted.len();
@@ -93,7 +96,7 @@ pub(crate) fn digests(
         let mut done = Vec::new();
         loop {
             let first = next.fetch_add(BATCH, Ordering::Relaxed);
-            if first >= total {
+            if first >= total || interrupt.is_raised() {
                 return Ok(done);
             }
             let batch = first..total.min(first + BATCH);
@@ -116,17 +119,20 @@ pub(crate) fn digests(
         parts
     });
     let mut result = vec![0; total];
+    let mut computed = 0;
     for part in parts {
         for (first, digests) in part? {
             result[first..first + digests.len()].copy_from_slice(&digests);
+            computed += digests.len();
         }
     }
-    Ok(result)
+    Ok((computed == total).then_some(result))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Cancel;
 
     /// Two chunks and a half: data in the first and the last, and none between them.
     fn block() -> RamBlock {
@@ -135,6 +141,14 @@ mod tests {
         block.write(PageIndex(7), &[1; PAGE_SIZE as usize]).unwrap();
         block.write(PageIndex(2 * CHUNK_PAGES + 3), &[2; PAGE_SIZE as usize]).unwrap();
         block
+    }
+
+    fn computed(
+        block: &RamBlock,
+        wanted: Range<usize>,
+        zeroed: impl Fn(PageRun, &mut dyn FnMut(PageIndex)) + Sync,
+    ) -> Vec<u128> {
+        digests(block, wanted, &Interrupt::default(), zeroed).unwrap().unwrap()
     }
 
     fn bytes(block: &RamBlock, start: u64, pages: u64) -> Vec<u8> {
@@ -153,17 +167,16 @@ mod tests {
             // The last chunk ends with its block.
             digest(&bytes(&block, 2 * CHUNK_PAGES, CHUNK_PAGES / 2)),
         ];
-        assert_eq!(digests(&block, 0..3, |_, _| {}).unwrap(), expected);
-        assert_eq!(digests(&block, 1..3, |_, _| {}).unwrap(), expected[1..]);
-        assert_eq!(digests(&block, 1..1, |_, _| {}).unwrap(), []);
+        assert_eq!(computed(&block, 0..3, |_, _| {}), expected);
+        assert_eq!(computed(&block, 1..3, |_, _| {}), expected[1..]);
+        assert_eq!(computed(&block, 1..1, |_, _| {}), []);
     }
 
     #[test]
     fn a_bit_anywhere_in_a_block_shows_in_the_digest_of_its_chunk_alone() {
         let (one, other) = (block(), block());
         other.write(PageIndex(2 * CHUNK_PAGES + CHUNK_PAGES / 2 - 1), &[0x80]).unwrap();
-        let (one, other) = (digests(&one, 0..3, |_, _| {}), digests(&other, 0..3, |_, _| {}));
-        let (one, other) = (one.unwrap(), other.unwrap());
+        let (one, other) = (computed(&one, 0..3, |_, _| {}), computed(&other, 0..3, |_, _| {}));
         assert_eq!(one[..2], other[..2]);
         assert_ne!(one[2], other[2]);
     }
@@ -175,11 +188,19 @@ mod tests {
         for chunk in 0..count {
             block.write(PageIndex(chunk * CHUNK_PAGES), &[1 + chunk as u8; 64]).unwrap();
         }
-        let found = digests(&block, 0..count as usize, |_, _| {}).unwrap();
+        let found = computed(&block, 0..count as usize, |_, _| {});
         let expected: Vec<u128> = (0..count)
             .map(|chunk| digest(&bytes(&block, chunk * CHUNK_PAGES, CHUNK_PAGES)))
             .collect();
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn who_is_interrupted_has_no_digests() {
+        let cancel = Cancel::default();
+        cancel.cancel();
+        let found = digests(&block(), 0..3, &Interrupt::new(&cancel), |_, _| {});
+        assert_eq!(found.unwrap(), None);
     }
 
     #[test]
@@ -194,7 +215,7 @@ mod tests {
         };
         let zeros = digest(&vec![0; CHUNK_BYTES]);
         let half = digest(&vec![0; CHUNK_BYTES / 2]);
-        assert_eq!(digests(&block, 0..3, zeroed).unwrap(), [zeros, zeros, half]);
+        assert_eq!(computed(&block, 0..3, zeroed), [zeros, zeros, half]);
     }
 
     #[test]

@@ -121,6 +121,10 @@ pub enum EngineError {
     /// The VMs do not fit together.
     #[error("{0}")]
     Layout(String),
+    /// A long call ended for another reason than its own, which is told instead wherever it is
+    /// known.
+    #[error("it was interrupted")]
+    Interrupted,
     /// A wait reached its limit.
     #[error("{what} did not come within {}", format_duration(*limit))]
     Timeout {

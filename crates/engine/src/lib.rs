@@ -23,6 +23,7 @@ mod digests;
 mod error;
 pub mod handle;
 mod holder;
+mod interrupt;
 mod limiter;
 pub mod limits;
 mod link;
@@ -34,3 +35,4 @@ pub mod vm;
 
 pub use cancel::Cancel;
 pub use error::{EngineError, Failure, Phase, Survivor};
+pub use interrupt::Interrupt;

@@ -50,11 +50,13 @@ pub(crate) fn send_greeting(
     stream.write_all(&greeting.encode()).map_err(link_error(peer))
 }
 
-/// Receives a greeting within `limit`; afterwards reads have no limit.
+/// Receives a greeting within `limit`, unless it is to `stop` meanwhile, which counts as a
+/// cancellation; afterwards reads have no limit.
 pub(crate) fn receive_greeting(
     stream: &mut Stream,
     peer: Peer,
     limit: Duration,
+    stop: impl Fn() -> bool,
 ) -> Result<Greeting, EngineError> {
     let io = link_error(peer);
     let until = Instant::now() + limit;
@@ -63,12 +65,18 @@ pub(crate) fn receive_greeting(
     while filled < GREETING_LEN {
         // One limit for all of it, also for a peer that sends a byte now and then.
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        stream.set_read_limit(Some(left)).map_err(&io)?;
-        match stream.read(&mut bytes[filled..]).map_err(&io)? {
+        stream.set_read_limit(Some(left.min(limits::TICK / 2))).map_err(&io)?;
+        match stream.read(&mut bytes[filled..]) {
             // A stranger that says little is told by what it said.
-            0 if filled >= 8 => break,
-            0 => return Err(io(io::ErrorKind::UnexpectedEof.into())),
-            n => filled += n,
+            Ok(0) if filled >= 8 => break,
+            Ok(0) => return Err(io(io::ErrorKind::UnexpectedEof.into())),
+            Ok(n) => filled += n,
+            Err(_) if stop() => return Err(EngineError::Cancelled),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < until => {
+                continue;
+            }
+            Err(error) => return Err(io(error)),
         }
         // Text protocols talk first and then wait: do not wait for 40 bytes of them.
         if filled >= 8

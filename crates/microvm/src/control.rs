@@ -328,6 +328,7 @@ impl Host {
         cancel_at_end(reader, cancel.clone());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
+        #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
         let options = destination::Options {
             wait: request.wait_ms.map(Duration::from_millis),
             codecs,

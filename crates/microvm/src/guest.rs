@@ -80,7 +80,7 @@ pub enum GuestMode {
     /// working set is what it has at a time, out of all memory that it has filled. It tells a
     /// balloon of what is free.
     Churn,
-    /// Works for a second and then triple-faults, for tests.
+    /// Works for a second and then triple-faults, to show how that is told.
     Crash,
 }
 

@@ -4,15 +4,15 @@
 //! waited. From `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its
 //! incoming migration fails.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice, DiskSink};
+use godwit_engine::Interrupt;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 
@@ -22,10 +22,10 @@ use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
-use crate::monitor::{COMMAND_LIMIT, QmpError, Seen};
+use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::ram::Ram;
 use crate::settings::Settings;
-use crate::source::{FD_NAME, STEP, announce, failure_words, migration_event};
+use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
 const LOAD_LIMIT: Duration = Duration::from_secs(30);
@@ -45,20 +45,39 @@ pub struct QemuDestination {
     settings: Option<Settings>,
     /// Whether it was told to load: it then ends with this attempt.
     prepared: bool,
-    /// The wait for the end of the load.
-    loading: Option<Loading>,
+    /// What ends the long calls.
+    interrupt: Interrupt,
     /// The disks that are being received.
     receiving: Option<Receiving>,
     /// What sees to the machine when this process is killed.
     guard: Option<Guard>,
 }
 
-/// A load under way, all of whose device state was written.
-#[derive(Debug)]
-struct Loading {
-    since: Instant,
-    /// Whether QEMU has run the guest.
-    ran: bool,
+/// Where device state is written to.
+struct StateSink {
+    stream: UnixStream,
+    interrupt: Interrupt,
+}
+
+impl Write for StateSink {
+    /// A QEMU that reads nothing is waited for as long as [`WRITE_LIMIT`], or until nobody waits.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let began = Instant::now();
+        loop {
+            match self.stream.write(bytes) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    if self.interrupt.is_raised() || began.elapsed() >= WRITE_LIMIT {
+                        return Err(error);
+                    }
+                }
+                written => return written,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 impl QemuDestination {
@@ -92,7 +111,7 @@ impl QemuDestination {
             ram: Arc::new(ram),
             settings: None,
             prepared: false,
-            loading: None,
+            interrupt: Interrupt::default(),
             receiving: None,
             guard: None,
         })
@@ -150,6 +169,11 @@ impl DestinationVm for QemuDestination {
         self.machine.pid.unsigned_abs()
     }
 
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.interrupt = interrupt.clone();
+        self.machine.qmp.heed(interrupt);
+    }
+
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
         compare::compare(&mut self.machine, ask)
     }
@@ -157,7 +181,7 @@ impl DestinationVm for QemuDestination {
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
         let (ours, theirs) = UnixStream::pair()
             .map_err(|source| QemuError::System { step: "socketpair", source })?;
-        ours.set_write_timeout(Some(WRITE_LIMIT))
+        ours.set_write_timeout(Some(STEP))
             .map_err(|source| QemuError::System { step: "SO_SNDTIMEO", source })?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
@@ -173,23 +197,16 @@ impl DestinationVm for QemuDestination {
         // What came before the load says nothing of it.
         qmp.take_events()?;
         qmp.run(&MigrateIncoming { uri: &format!("fd:{FD_NAME}") })?;
-        Ok(Box::new(ours))
+        Ok(Box::new(StateSink { stream: ours, interrupt: self.interrupt.clone() }))
     }
 
     fn finish_load(&mut self) -> Result<(), VmError> {
-        while self.poll_load()?.is_pending() {}
-        Ok(())
-    }
-
-    fn poll_load(&mut self) -> Result<Poll<()>, VmError> {
-        let fresh = || Loading { since: Instant::now(), ran: false };
-        let mut loading = self.loading.take().unwrap_or_else(fresh);
+        let mut ran = false;
         let qmp = &mut *self.machine.qmp;
         let ended = |words: &str| QemuError::State { action: "load", words: words.to_owned() };
-        let left = LOAD_LIMIT.saturating_sub(loading.since.elapsed());
         let what = "the end of its incoming migration";
-        let reached = qmp.watch(what, STEP.min(left), &mut |event| {
-            loading.ran |= event.name == "RESUME";
+        let reached = qmp.watch(what, LOAD_LIMIT, &mut |event| {
+            ran |= event.name == "RESUME";
             let ended = migration_event(event);
             if matches!(ended.as_str(), "failed" | "completed") {
                 Seen::Awaited
@@ -200,19 +217,10 @@ impl DestinationVm for QemuDestination {
         match reached {
             // Told to stop while it waited, it must not have started by itself. The event tells, at
             // no cost in downtime.
-            Ok(_) if loading.ran => {
-                Err(ended("it ran the guest although it was told not to").into())
-            }
-            Ok(event) if migration_event(&event) == "completed" => Ok(Poll::Ready(())),
+            Ok(_) if ran => Err(ended("it ran the guest although it was told not to").into()),
+            Ok(event) if migration_event(&event) == "completed" => Ok(()),
             Ok(_) => Err(ended(&failure_words(qmp, EXITED)).into()),
             Err(QmpError::Closed { .. }) => Err(ended(EXITED).into()),
-            Err(QmpError::Timeout { .. }) if loading.since.elapsed() < LOAD_LIMIT => {
-                self.loading = Some(loading);
-                Ok(Poll::Pending)
-            }
-            Err(QmpError::Timeout { during, .. }) => {
-                Err(QmpError::Timeout { during, limit: LOAD_LIMIT }.into())
-            }
             Err(error) => Err(error.into()),
         }
     }

@@ -33,14 +33,26 @@ const CONFIGURATION: u8 = 7;
 const CAPABILITIES: [&[u8]; 5] =
     [b"\x05\x1a", b"configuration/capabilities", b"\0\0\0\x01\0\0\0\x01", b"\x0f", IGNORED];
 const IGNORED: &[u8] = b"x-ignore-shared";
+/// The set of descriptors that the memfd is put into: no number that QEMU gives by itself, as it
+/// takes the lowest (monitor/fds.c), nor one that a management tool is likely to count up to.
+const FD_SET: i64 = 0x676f_6477;
 /// QEMU_VM_VMDESCRIPTION, and no bytes of it.
 const NO_DESCRIPTION: [u8; 5] = [6, 0, 0, 0, 0];
 
-/// Has QEMU save its devices, and returns the stream that a destination loads. The guest must have
-/// been stopped.
-pub(crate) fn save(machine: &mut Machine, limit: Duration) -> Result<Vec<u8>, QemuError> {
+/// The machine type, versioned, as a migration names it.
+pub(crate) fn machine_type(machine: &mut Machine) -> Result<String, QemuError> {
+    let class = machine.qmp.run(&QomGet::<String>::new("/machine", "type"))?;
+    Ok(class.strip_suffix("-machine").unwrap_or(&class).to_owned())
+}
+
+/// Has QEMU save its devices, and returns the stream that a destination loads, of a machine of this
+/// type. The guest must have been stopped.
+pub(crate) fn save(
+    machine: &mut Machine,
+    machine_type: &str,
+    limit: Duration,
+) -> Result<Vec<u8>, QemuError> {
     let system = |step| move |source| QemuError::System { step, source };
-    let machine_type = machine.qmp.run(&QomGet::<String>::new("/machine", "type"))?;
     let memfd = memfd_create("godwit-devices", MemfdFlags::CLOEXEC)
         .map_err(|errno| system("memfd_create")(errno.into()))?;
     let mut file = File::from(memfd);
@@ -48,15 +60,21 @@ pub(crate) fn save(machine: &mut Machine, limit: Duration) -> Result<Vec<u8>, Qe
     // (monitor_fdset_dup_fd_add).
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let writer = File::options().write(true).open(path).map_err(system("opening a memfd"))?;
-    let set = machine.qmp.add_fd(writer.as_fd())?;
-    let save = SaveDevices { filename: &format!("/dev/fdset/{set}"), live: true };
-    let saved = machine.qmp.start(&save).and_then(|queued| machine.qmp.answer(&queued, limit));
-    let removed = machine.qmp.run_if_known(&RemoveFd { fdset_id: set });
+    let save = SaveDevices { filename: &format!("/dev/fdset/{FD_SET}"), live: true };
+    let qmp = &mut *machine.qmp;
+    // A godwit that was killed may have left one there, which QEMU would write to instead.
+    qmp.start(&RemoveFd { fdset_id: FD_SET })?;
+    let saved = qmp.add_fd(FD_SET, writer.as_fd()).and_then(|()| {
+        let queued = qmp.start(&save)?;
+        qmp.answer(&queued, limit)
+    });
+    // A QEMU that has not answered comes to this, too, when it goes on.
+    let remove = qmp.start(&RemoveFd { fdset_id: FD_SET })?;
     saved?;
-    removed?;
+    qmp.answer(&remove, qmp.limit())?;
     let mut devices = Vec::new();
     file.read_to_end(&mut devices).map_err(system("reading a memfd"))?;
-    stream(&devices, machine_type.trim_end_matches("-machine")).ok_or_else(|| QemuError::State {
+    stream(&devices, machine_type).ok_or_else(|| QemuError::State {
         action: "save",
         words: "what it wrote does not begin as a migration does".to_owned(),
     })

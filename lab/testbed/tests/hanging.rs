@@ -4,16 +4,20 @@
 //! The limits are shorter than those of the product, in the same order.
 #![allow(clippy::unwrap_used)]
 
+use std::io::Read;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
+use godwit_engine::{Cancel, Interrupt};
 use godwit_guest_workload::settings::Mode;
-use godwit_qemu::{Limits, QemuSource};
+use godwit_qemu::{Limits, QemuError, QemuSource};
 use godwit_testbed::{
-    DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for, images_for,
+    Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for,
+    images_for,
 };
 use godwit_units::ByteCount;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -113,6 +117,82 @@ fn who_waits_for_storage_is_told() {
             "{told:?}"
         );
         assert_eq!(vm.status().unwrap(), "running");
+    }
+}
+
+/// The calls of a switchover up to and including number `last`, within which `cancel` comes and
+/// QEMU stands still; what that one said.
+fn interrupted(source: &mut QemuSource, vm: &TestVm, last: usize, cancel: &Cancel) -> String {
+    let pid = Pid::from_raw(vm.pid()).unwrap();
+    let mut reader = None;
+    for call in 0..=last {
+        if call == last {
+            kill_process(pid, Signal::STOP).unwrap();
+        }
+        let said = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(SHORT / 2);
+                if call == last {
+                    cancel.cancel();
+                }
+            });
+            match call {
+                0 => source.open_state().map(|mut state| {
+                    // While nobody reads it, QEMU may answer nothing.
+                    reader = Some(std::thread::spawn(move || {
+                        state.read_to_end(&mut Vec::new()).unwrap()
+                    }));
+                }),
+                1 => source.stop().map(drop),
+                _ => source.release_state(),
+            }
+        });
+        if call == last {
+            kill_process(pid, Signal::CONT).unwrap();
+            source.heed(&Interrupt::default());
+            source.resume().unwrap();
+            reader.map(|reader| reader.join().unwrap());
+            return said.err().map_or("it needs no answer".to_owned(), |error| error.to_string());
+        }
+        said.unwrap();
+    }
+    unreachable!("the last call returns")
+}
+
+#[test]
+fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
+    // Mutations: a monitor does not look at the interrupt, and it is an answer that did not come;
+    // the set of descriptors is not removed when the devices are saved too late.
+    for build in qemus("nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use") {
+        // What asks QEMU for something, with RAM in a file and without.
+        let calls: [(Backend, &[usize]); 2] =
+            [(Backend::SharedFile, &[0, 1, 2]), (Backend::Anonymous, &[0, 1, 2])];
+        for (backend, calls) in calls {
+            let config =
+                VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_backend(backend);
+            let mut vm = TestVm::source(&config).unwrap();
+            vm.wait_ready(LIMIT).unwrap();
+            for &last in calls {
+                let case = format!("{build}, {backend:?}, call {last}");
+                let mut source = match QemuSource::open(&vm.qmp_socket()) {
+                    Err(QemuError::RamNotShared { .. }) => break,
+                    opened => opened.unwrap(),
+                };
+                let cancel = Cancel::default();
+                source.heed(&Interrupt::new(&cancel));
+
+                let said = interrupted(&mut source, &vm, last, &cancel);
+                drop(source);
+
+                assert!(said.contains("not waited for any longer"), "{case}: {said}");
+                assert_eq!(vm.status().unwrap(), "running", "{case}");
+                assert_eq!(capabilities_on(&mut vm), [Value::Null; 0], "{case}");
+                let sets = vm.qmp().execute("query-fdsets", Value::Null).unwrap();
+                assert_eq!(sets, json!([]), "{case}");
+            }
+            vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
+            assert_eq!(vm.bugs(), [""; 0]);
+        }
     }
 }
 

@@ -110,10 +110,10 @@ impl Drop for Door {
     }
 }
 
-/// Receives the greeting of a source that has connected. One of another version is told ours, and
-/// says so to its operator.
-pub(super) fn greet(stream: &mut Stream) -> Result<Greeting, EngineError> {
-    receive_greeting(stream, PEER, limits::GREETING).inspect_err(|error| {
+/// Receives the greeting of a source that has connected, unless it is to `stop` meanwhile. One of
+/// another version is told ours, and says so to its operator.
+pub(super) fn greet(stream: &mut Stream, stop: impl Fn() -> bool) -> Result<Greeting, EngineError> {
+    receive_greeting(stream, PEER, limits::GREETING, stop).inspect_err(|error| {
         if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
             let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
             let _ = send_greeting(stream, greeting, PEER);
@@ -155,7 +155,7 @@ impl Keeper {
         if self.stopped() {
             return;
         }
-        let greeting = greet(&mut stream);
+        let greeting = greet(&mut stream, || self.stopped());
         self.visit(None);
         let refused = match greeting {
             Ok(greeting) if greeting.session == self.session => {

@@ -17,7 +17,7 @@ use super::door::{self, Door};
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
 use crate::vm::DestinationVm;
-use crate::{Cancel, EngineError, limits};
+use crate::{Cancel, EngineError, Interrupt, limits};
 
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
 const EVENTS_LIMIT: usize = 32;
@@ -31,6 +31,7 @@ pub(super) struct Event {
 pub(super) struct Session<'a> {
     id: SessionId,
     cancel: &'a Cancel,
+    interrupt: Interrupt,
     events: Receiver<Event>,
     events_in: SyncSender<Event>,
     /// Who else comes.
@@ -70,6 +71,7 @@ impl<'a> Session<'a> {
         let mut session = Self {
             id,
             cancel,
+            interrupt: Interrupt::new(cancel),
             events,
             events_in,
             door,
@@ -88,7 +90,15 @@ impl<'a> Session<'a> {
         say_alive(&self.control)?;
         self.connection += 1;
         let (events, connection) = (self.events_in.clone(), self.connection);
-        read_messages(read, PEER, move |message| events.send(Event { connection, message }).is_ok())
+        let interrupt = self.interrupt.clone();
+        read_messages(read, PEER, move |message| {
+            let over = matches!(message, Err(_) | Ok(Message::Abort { .. }));
+            let told = events.send(Event { connection, message }).is_ok();
+            if over {
+                interrupt.raise();
+            }
+            told
+        })
     }
 
     /// Since the source was found.
@@ -132,6 +142,7 @@ impl<'a> Session<'a> {
         let message = said.ok_or(EngineError::Timeout { what, limit: limits::LINGER })?;
         if message == Message::Commit {
             self.committed = Some(Instant::now());
+            self.interrupt.silence();
         }
         Ok(message)
     }
@@ -176,16 +187,32 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Within a long call before COMMIT: hears a wish to cancel, and a source that gives up or is
-    /// lost. Waits for nothing.
-    pub(super) fn heed(&self) -> Result<(), EngineError> {
+    /// What a long call was interrupted by, as far as something was. What the source said before
+    /// it gave up is of no interest any more.
+    pub(super) fn interruption(&self) -> Option<EngineError> {
+        if !self.interrupt.is_raised() {
+            return None;
+        }
         if self.cancel.is_cancelled() {
-            return Err(EngineError::Cancelled);
+            return Some(EngineError::Cancelled);
         }
-        match self.event(Duration::ZERO)?.map(not_aborted).transpose()? {
-            Some(other) => Err(out_of_place(&other)),
-            None => Ok(()),
+        while let Ok(Event { connection, message }) = self.events.try_recv() {
+            match message {
+                _ if connection != self.connection => {}
+                Err(error) => return Some(error),
+                Ok(message) => {
+                    if let Err(error) = not_aborted(message) {
+                        return Some(error);
+                    }
+                }
+            }
         }
+        None
+    }
+
+    /// What ends the long calls of the machine.
+    pub(super) fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
     }
 
     /// What the source says within `limit`. What an earlier connection ended with is of no
@@ -300,8 +327,9 @@ fn next_connection(
                 until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
             return Err(EngineError::Timeout { what: "a connection of the source", limit });
         };
-        match door::greet(&mut stream) {
+        match door::greet(&mut stream, || cancel.is_cancelled()) {
             Ok(greeting) => return Ok((greeting, stream)),
+            Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
             Err(error) => notice(&Notice::Refused(error.to_string())),
         }
     }

@@ -17,7 +17,7 @@ use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
 
 use super::PEER;
 use super::abort::Aborter;
-use super::fault::Fault;
+use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::new_session;
 use crate::address::{Address, Stream};
@@ -25,7 +25,7 @@ use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
 use crate::vm::SourceVm;
-use crate::{Cancel, EngineError, limits};
+use crate::{Cancel, EngineError, Interrupt, limits, threads};
 
 /// Messages of the destination that may wait to be looked at. All it says unasked is a few; digests
 /// of 1 TiB are 256.
@@ -95,7 +95,8 @@ pub(super) struct Session {
     to: Address,
     id: SessionId,
     cancel: Cancel,
-    fault: Option<Fault>,
+    interrupt: Interrupt,
+    made_up: MadeUp,
     /// What the threads report. All but the destination report once for each order, so only its
     /// messages are limited.
     events: Receiver<Event>,
@@ -123,14 +124,15 @@ pub(super) struct Session {
 
 impl Session {
     /// A session with the destination at `to`, which is not connected to yet.
-    pub(super) fn new(to: &Address, cancel: &Cancel, fault: Option<Fault>) -> io::Result<Self> {
+    pub(super) fn new(to: &Address, cancel: &Cancel, made_up: MadeUp) -> io::Result<Self> {
         let (events_in, events) = mpsc::channel();
         let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
         Ok(Self {
             to: to.clone(),
             id: new_session()?,
             cancel: cancel.clone(),
-            fault,
+            interrupt: Interrupt::new(cancel),
+            made_up,
             events,
             events_in,
             kept: VecDeque::new(),
@@ -148,42 +150,33 @@ impl Session {
 
     /// Makes the control connection.
     pub(super) fn connect(&mut self) -> Result<(), EngineError> {
-        let stream = self.dial(Role::Control)?;
+        let stream = self.dial_and_heed(Role::Control)?;
         self.use_control(stream)
     }
 
     /// Makes the connection of data channel `number`; twice, as one is to end it by.
     pub(super) fn connect_channel(&self, number: u8) -> Result<(Stream, Stream), EngineError> {
-        let stream = self.dial(Role::Channel(number))?;
+        let stream = self.dial_and_heed(Role::Channel(number))?;
         let handle = stream.try_clone().map_err(link_error(PEER))?;
         Ok((stream, handle))
     }
 
-    /// A new connection to the destination, which has answered the greeting as one; a data channel
-    /// is not answered.
-    fn dial(&self, role: Role) -> Result<Stream, EngineError> {
-        let address = &self.to;
-        let mut stream = Stream::connect(address)
-            .map_err(|source| EngineError::Connect { address: address.to_string(), source })?;
-        send_greeting(&mut stream, Greeting { session: self.id, role }, PEER)?;
-        if matches!(role, Role::Channel(_)) {
-            return Ok(stream);
-        }
-        let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
-        let greeting = receive_greeting(&mut stream, PEER, limit).map_err(|error| match error {
-            EngineError::Link { source, .. }
-                if role == Role::Control && source.kind() == io::ErrorKind::TimedOut =>
-            {
-                EngineError::NoGreeting { address: address.to_string(), limit }
+    /// A new connection as [`dial`] makes it, in a thread that is left behind when the operator
+    /// cancels: a name server and a host that do not answer take long.
+    fn dial_and_heed(&self, role: Role) -> Result<Stream, EngineError> {
+        let (to, id) = (self.to.clone(), self.id);
+        let (dialled, wait) = mpsc::channel();
+        threads::start("connect", move || drop(dialled.send(dial(&to, id, role))))?;
+        loop {
+            match wait.recv_timeout(limits::TICK / 2) {
+                Ok(stream) => return stream,
+                Err(RecvTimeoutError::Timeout) if !self.cancel.is_cancelled() => {}
+                Err(RecvTimeoutError::Timeout) => return Err(EngineError::Cancelled),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(EngineError::Panicked("connect"));
+                }
             }
-            error => error,
-        })?;
-        if greeting.session != self.id {
-            let what =
-                "it answered for another session: it is busy with another migration".to_owned();
-            return Err(EngineError::Protocol { peer: PEER, what });
         }
-        Ok(stream)
     }
 
     /// Makes `stream` the control connection, with a thread that reads it.
@@ -206,10 +199,18 @@ impl Session {
         self.ended = false;
         let (events, places, connection) =
             (self.events_in.clone(), self.places_in.clone(), self.connection);
+        let interrupt = self.interrupt.clone();
         read_messages(read, PEER, move |message| {
-            places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok()
+            let over = matches!(message, Err(_) | Ok(Message::Abort { .. }));
+            let told =
+                places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok();
+            if over {
+                interrupt.raise();
+            }
+            told
         })
     }
+
     /// The writing end of the control connection.
     pub(super) fn control(&self) -> Result<&Arc<ControlWriter>, EngineError> {
         let control = self.control.as_ref().map(|control| &control.writer);
@@ -323,24 +324,51 @@ impl Session {
         self.next_event(vm, time)?.map_or(Ok(()), |event| Err(event.out_of_place()))
     }
 
-    /// Within a long call: hears what [`Self::next_event`] hears, and whatever the destination says
-    /// or that it is lost. Waits for nothing. What our threads report is kept for who waits for it.
-    pub(super) fn heed(&mut self, vm: &dyn SourceVm) -> Result<(), EngineError> {
-        let mut kept = VecDeque::new();
-        while let Some(event) = self.next_event(vm, Duration::ZERO)? {
-            match event {
-                Event::Peer { .. } => return Err(event.out_of_place()),
-                report => kept.push_back(report),
-            }
+    /// What a long call was interrupted by, as far as something was. Waits for nothing, and keeps
+    /// what else was reported for who waits for it.
+    pub(super) fn interruption(&mut self, vm: &dyn SourceVm) -> Option<EngineError> {
+        if !self.interrupt.is_raised() {
+            return None;
         }
-        self.kept.append(&mut kept);
-        Ok(())
+        if self.cancel.is_cancelled() {
+            return Some(EngineError::Cancelled);
+        }
+        if vm.has_ended() {
+            return Some(EngineError::Ended("source"));
+        }
+        let mut kept = VecDeque::new();
+        let cause = loop {
+            match self.pending() {
+                None => break None,
+                Some(Event::Peer { connection, .. }) if connection != self.connection => {}
+                Some(event @ Event::Peer { message: Err(_), .. }) => {
+                    self.ended = true;
+                    break Some(event.out_of_place());
+                }
+                Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) => {
+                    break Some(event.out_of_place());
+                }
+                Some(other) => kept.push_back(other),
+            }
+        };
+        kept.append(&mut self.kept);
+        self.kept = kept;
+        cause
+    }
+
+    /// What ends the long calls of the machine.
+    pub(super) fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
+    pub(super) fn made_up(&self) -> MadeUp {
+        self.made_up
     }
 
     /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
     pub(super) fn hold(&mut self, vm: &dyn SourceVm, fault: Fault) -> Result<(), EngineError> {
         let until = Instant::now() + HOLD;
-        while self.fault == Some(fault) && Instant::now() < until {
+        while self.made_up.is(fault) && Instant::now() < until {
             self.pause(vm, limits::TICK)?;
         }
         Ok(())
@@ -366,12 +394,13 @@ impl Session {
         // From here on, whatever happens, the guest is not ours: not even when sending fails, for
         // part of it may have arrived.
         self.committed = true;
-        let fault = self.fault.filter(|_| self.resolve_until.is_none());
-        if fault == Some(Fault::LoseCommit) {
+        self.interrupt.silence();
+        let first = self.resolve_until.is_none();
+        if first && self.made_up.is(Fault::LoseCommit) {
             self.cut();
         }
         self.say(&Message::Commit)?;
-        if fault == Some(Fault::CutAfterCommit) {
+        if first && self.made_up.is(Fault::CutAfterCommit) {
             self.cut();
         }
         Ok(())
@@ -398,7 +427,7 @@ impl Session {
         }
         self.cut();
         loop {
-            match self.dial(Role::Resolve) {
+            match dial(&self.to, self.id, Role::Resolve) {
                 Ok(stream) => {
                     self.use_control(stream)?;
                     return Ok(Resolved::Reconnected);
@@ -417,11 +446,13 @@ impl Session {
     /// Tells the destination that it need not wait for questions. Without this word it stays for
     /// [`limits::LINGER`], so where the link broke just now, a new connection is tried.
     pub(super) fn say_farewell(&mut self) {
-        if self.fault == Some(Fault::LoseFarewell) {
+        if self.made_up.is(Fault::LoseFarewell) {
             self.cut();
         }
         if self.say(&Message::Farewell).is_err()
-            && self.dial(Role::Resolve).and_then(|stream| self.use_control(stream)).is_ok()
+            && dial(&self.to, self.id, Role::Resolve)
+                .and_then(|stream| self.use_control(stream))
+                .is_ok()
         {
             let _ = self.say(&Message::Farewell);
         }
@@ -471,4 +502,30 @@ impl Session {
             control.writer.shut_down();
         }
     }
+}
+
+/// A new connection of session `id` to the destination at `to`, which has answered the greeting as
+/// one; a data channel is not answered.
+fn dial(to: &Address, id: SessionId, role: Role) -> Result<Stream, EngineError> {
+    let mut stream = Stream::connect(to)
+        .map_err(|source| EngineError::Connect { address: to.to_string(), source })?;
+    send_greeting(&mut stream, Greeting { session: id, role }, PEER)?;
+    if matches!(role, Role::Channel(_)) {
+        return Ok(stream);
+    }
+    let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
+    let greeting =
+        receive_greeting(&mut stream, PEER, limit, || false).map_err(|error| match error {
+            EngineError::Link { source, .. }
+                if role == Role::Control && source.kind() == io::ErrorKind::TimedOut =>
+            {
+                EngineError::NoGreeting { address: to.to_string(), limit }
+            }
+            error => error,
+        })?;
+    if greeting.session != id {
+        let what = "it answered for another session: it is busy with another migration".to_owned();
+        return Err(EngineError::Protocol { peer: PEER, what });
+    }
+    Ok(stream)
 }

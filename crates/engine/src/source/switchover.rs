@@ -5,7 +5,6 @@
 //! round.
 
 use std::sync::Arc;
-use std::task::Poll;
 
 use godwit_protocol::source::Input;
 use godwit_wire::Message;
@@ -34,12 +33,7 @@ impl Switchover {
     }
 
     pub(super) fn stop_guest(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
-        let stopped = loop {
-            match source.vm.poll_stop().map_err(EngineError::Vm)? {
-                Poll::Ready(stopped) => break stopped,
-                Poll::Pending => source.session.heed(source.vm)?,
-            }
-        };
+        let stopped = source.vm.stop().map_err(EngineError::Vm)?;
         source.meter.guest_stopped(stopped);
         self.copying.guest_stopped(source);
         source.session.hold(source.vm, Fault::HoldStopped)?;

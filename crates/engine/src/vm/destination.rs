@@ -2,11 +2,11 @@
 
 use std::io::Write;
 use std::sync::Arc;
-use std::task::Poll;
 
 use godwit_memory::RamBlock;
 
 use super::{Ask, DiskDestination, RunError, VmError};
+use crate::Interrupt;
 
 /// A VM that waits to take a guest in. The first seven functions are every VM's.
 ///
@@ -58,15 +58,10 @@ pub trait DestinationVm {
     /// When that is not certain.
     fn discard(&mut self) -> Result<(), VmError>;
 
-    /// The same as [`Self::finish_load`], which may take long, in steps: is called again while it
-    /// is pending, and waits for half of [`limits::TICK`](crate::limits::TICK) at the most. Between
-    /// the calls the engine hears a wish to cancel, and a source that gives up or is lost;
-    /// [`Self::discard`] then ends it.
-    ///
-    /// # Errors
-    /// As [`Self::finish_load`].
-    fn poll_load(&mut self) -> Result<Poll<()>, VmError> {
-        self.finish_load().map(Poll::Ready)
+    /// Called before all else, as [`SourceVm::heed`](super::SourceVm::heed) is; a call that ended
+    /// because `interrupt` was raised is followed by [`Self::discard`].
+    fn heed(&mut self, interrupt: &Interrupt) {
+        let _ = interrupt;
     }
 
     /// Disks that a source may fill; `None` where none can be received.

@@ -2,13 +2,13 @@
 
 use std::io::Read;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_memory::RamBlock;
 use godwit_track::DirtyTracker;
 
 use super::{Brake, DirectIo, DiskVm, FreePages, SwitchoverCosts, VmError};
+use crate::Interrupt;
 
 /// A VM that is to leave this host. The first ten functions are every VM's; the others have answers
 /// that fit a VM without the capability, or one that needs no care.
@@ -80,16 +80,12 @@ pub trait SourceVm {
     /// When it could not be ended. It never runs the guest again in any case.
     fn retire(&mut self, keep: bool) -> Result<(), VmError>;
 
-    /// The same as [`Self::stop`], which may take long, in steps: begins it when it is called
-    /// first, and is called again while it is pending. It waits for half of
-    /// [`limits::TICK`](crate::limits::TICK) at the most. Between the calls the engine hears a wish
-    /// to cancel, a link that breaks, and the end of the machine; [`Self::resume`] then brings the
-    /// guest back from wherever it was.
-    ///
-    /// # Errors
-    /// As [`Self::stop`].
-    fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
-        self.stop().map(Poll::Ready)
+    /// Called before all else. An adapter whose calls may take longer than
+    /// [`limits::TICK`](crate::limits::TICK), as they do where a process has to answer, keeps
+    /// `interrupt`, looks at it within its waits, and ends a call with an error when it is raised;
+    /// [`Self::resume`] then brings the guest back from wherever it was.
+    fn heed(&mut self, interrupt: &Interrupt) {
+        let _ = interrupt;
     }
 
     /// How the guest is slowed down; `None`, and it never is, where the VMM cannot.

@@ -20,6 +20,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use godwit_engine::Interrupt;
 use godwit_units::format_duration;
 use serde_json::{Value, json};
 
@@ -29,6 +30,9 @@ pub use qmp::Qmp;
 /// How long a command may take before the monitor counts as dead. QEMU answers from its main loop,
 /// which a slow disk can hold up for seconds.
 pub const COMMAND_LIMIT: Duration = Duration::from_secs(20);
+
+/// How often a wait looks whether it was interrupted.
+pub(crate) const STEP: Duration = Duration::from_millis(50);
 
 /// QEMU's version: major, minor, micro; all 0 where it is not known.
 pub type Version = (u64, u64, u64);
@@ -95,6 +99,12 @@ pub enum QmpError {
         version: Version,
         /// What is missing or different.
         source: serde_json::Error,
+    },
+    /// Nobody waits for the answer any more.
+    #[error("QEMU was not waited for any longer during {during}")]
+    Interrupted {
+        /// What was being waited for.
+        during: String,
     },
     /// Something that is not QMP came over the socket, or the connection failed.
     #[error("the monitor connection failed during {during}: {source}")]
@@ -176,6 +186,11 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
     /// From now on commands are waited for so long, and no more for [`COMMAND_LIMIT`].
     fn set_limit(&mut self, limit: Duration);
 
+    /// From now on a wait ends with [`QmpError::Interrupted`] within a tenth of a second once
+    /// `interrupt` is raised. What QEMU was told to do it may do all the same, as after a
+    /// [`QmpError::Timeout`].
+    fn heed(&mut self, interrupt: &Interrupt);
+
     /// Writes a command without waiting for its answer, with `fd` beside it if there is one. QEMU
     /// carries commands out in the order in which they were written.
     fn queue(
@@ -252,17 +267,15 @@ impl dyn Monitor + '_ {
         self.answer(&queued, self.limit()).map(drop)
     }
 
-    /// Runs `add-fd`: hands `fd` to QEMU, which opens it as `/dev/fdset/N` where a file's name is
-    /// wanted. Returns the N.
+    /// Runs `add-fd`: hands `fd` to QEMU, which opens it as `/dev/fdset/N`, where N is `set`, where
+    /// a file's name is wanted.
     ///
     /// # Errors
     /// As [`Self::run`].
-    pub(crate) fn add_fd(&mut self, fd: BorrowedFd<'_>) -> Result<i64, QmpError> {
-        let queued = self.queue("add-fd", json!({ "opaque": "godwit" }), Some(fd))?;
-        let answer = self.answer(&queued, self.limit())?;
-        let version = self.version();
-        let unclear = |source| QmpError::Unclear { command: "add-fd", version, source };
-        serde_json::from_value(answer["fdset-id"].clone()).map_err(unclear)
+    pub(crate) fn add_fd(&mut self, set: i64, fd: BorrowedFd<'_>) -> Result<(), QmpError> {
+        let arguments = json!({ "fdset-id": set, "opaque": "godwit" });
+        let queued = self.queue("add-fd", arguments, Some(fd))?;
+        self.answer(&queued, self.limit()).map(drop)
     }
 }
 

@@ -11,12 +11,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use godwit_engine::Interrupt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
-use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, Seen, Version};
+use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, STEP, Seen, Version};
 
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
@@ -35,6 +36,7 @@ pub struct Qmp {
     next_id: u64,
     version: Version,
     limit: Duration,
+    interrupt: Interrupt,
     /// What comes may still be answers to somebody else, or the rest of one.
     taken_over: bool,
 }
@@ -85,6 +87,7 @@ impl Qmp {
             next_id: 0,
             version: (0, 0, 0),
             limit: COMMAND_LIMIT,
+            interrupt: Interrupt::default(),
             taken_over: false,
         }
     }
@@ -342,11 +345,15 @@ impl Qmp {
             if let Some(message) = self.next_line(during)? {
                 return Ok(message);
             }
+            if self.interrupt.is_raised() {
+                return Err(QmpError::Interrupted { during: during.to_owned() });
+            }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !self.read_more(during, left)? {
+            if left.is_zero() {
                 let limit = deadline.duration_since(started);
                 return Err(QmpError::Timeout { during: during.to_owned(), limit });
             }
+            self.read_more(during, left.min(STEP))?;
         }
     }
 
@@ -411,6 +418,10 @@ impl Monitor for Qmp {
 
     fn set_limit(&mut self, limit: Duration) {
         self.limit = limit;
+    }
+
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.interrupt = interrupt.clone();
     }
 
     /// QEMU carries out commands in the order in which they were written, also those that reach it

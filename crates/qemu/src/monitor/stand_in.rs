@@ -7,6 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use godwit_engine::Interrupt;
 use serde_json::{Value, json};
 
 use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, Seen, Version};
@@ -58,6 +59,8 @@ impl Monitor for StandIn {
     }
 
     fn set_limit(&mut self, _limit: Duration) {}
+
+    fn heed(&mut self, _interrupt: &Interrupt) {}
 
     fn queue(
         &mut self,

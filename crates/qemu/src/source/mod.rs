@@ -27,10 +27,10 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, Weak};
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use godwit_disk::DiskChoice;
+use godwit_engine::Interrupt;
 use godwit_engine::vm::{Brake, DirectIo, DiskVm, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, kernel_support};
@@ -53,12 +53,8 @@ use crate::settings::Settings;
 use crate::userfaultfd;
 use crate::way_back;
 
-use stop::UnderWay;
-
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
-/// What one step of a long wait may take, so that others are heard in between.
-pub(crate) const STEP: Duration = Duration::from_millis(50);
 const SAVE_LIMIT: Duration = Duration::from_secs(30);
 /// From the end of the monitor's connection to the end of QEMU's process, which may have much
 /// memory to give back.
@@ -98,10 +94,10 @@ pub struct QemuSource {
     state: Option<UnixStream>,
     /// The other end, where it is not QEMU that writes to it.
     saved_to: Option<UnixStream>,
+    /// The machine type, asked for before the guest is stopped.
+    machine_type: String,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
     stopping: bool,
-    /// The stop, as long as it is waited for.
-    stop: Option<UnderWay>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -200,8 +196,8 @@ impl QemuSource {
             settings: None,
             state: None,
             saved_to: None,
+            machine_type: String::new(),
             stopping: false,
-            stop: None,
             released: false,
         })
     }
@@ -356,7 +352,6 @@ impl QemuSource {
     }
 
     fn bring_back(&mut self) -> Result<(), QemuError> {
-        self.stop = None;
         self.saved_to = None;
         if let Some(state) = self.state.take() {
             let _ = state.shutdown(Shutdown::Both);
@@ -529,6 +524,10 @@ impl SourceVm for QemuSource {
         fate.words(ended, || machine.run_state().unwrap_or_default())
     }
 
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.machine.qmp.heed(interrupt);
+    }
+
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
         let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
         compare::answer(&mut self.machine, question, &self.terms, &moving)
@@ -566,6 +565,7 @@ impl SourceVm for QemuSource {
             guard.renew(&self.machine)?;
         }
         if self.state_by == StateBy::Saving {
+            self.machine_type = device_state::machine_type(&mut self.machine)?;
             (self.state, self.saved_to) = (Some(handle), Some(theirs));
             return Ok(Box::new(ours));
         }
@@ -579,26 +579,15 @@ impl SourceVm for QemuSource {
     }
 
     fn stop(&mut self) -> Result<Instant, VmError> {
-        loop {
-            if let Poll::Ready(stopped) = self.poll_stop()? {
-                return Ok(stopped);
-            }
-        }
-    }
-
-    fn poll_stop(&mut self) -> Result<Poll<Instant>, VmError> {
-        let stopped = self.stop_in_steps();
-        if let Ok(None) = stopped {
-            return Ok(Poll::Pending);
-        }
+        let stopped = self.stop_guest();
         self.remove_throttle();
-        Ok(stopped?.map_or(Poll::Pending, Poll::Ready))
+        Ok(stopped?)
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
         if self.state_by == StateBy::Saving {
-            let devices = device_state::save(&mut self.machine, SAVE_LIMIT)?;
+            let devices = device_state::save(&mut self.machine, &self.machine_type, SAVE_LIMIT)?;
             // It is read all the while, and ends with this end.
             let passed = self.saved_to.take().map_or(Ok(()), |mut to| to.write_all(&devices));
             passed.map_err(|source| QemuError::System { step: "passing the state on", source })?;

@@ -1,11 +1,10 @@
-//! Stopping the guest, by QEMU's migration or by a command, in steps short enough that others are
-//! heard in between.
+//! Stopping the guest, by QEMU's migration or by a command.
 
 use std::time::{Duration, Instant};
 
 use godwit_units::format_duration;
 
-use super::{FD_NAME, QemuSource, SILENT, STEP, failure_words, migration_event};
+use super::{FD_NAME, QemuSource, SILENT, failure_words, migration_event};
 use crate::QemuError;
 use crate::guard::Stage;
 use crate::monitor::commands::{Migrate, Stop};
@@ -13,16 +12,12 @@ use crate::monitor::{Event, QmpError, Queued, Seen};
 use crate::ram::StateBy;
 use crate::way_back::TOLD_AFTER;
 
-/// A stop under way.
-#[derive(Debug)]
-pub(super) struct UnderWay {
-    since: Instant,
-    /// The command that QEMU answers at its end; `None` where it is QEMU's migration that stops.
-    command: Option<Queued>,
-    /// When the vCPUs stopped.
-    stopped: Option<Instant>,
-    /// Whether it was told that it takes long.
-    told: bool,
+/// What ends when the guest has stopped.
+enum Stopping {
+    /// QEMU's migration.
+    Migration,
+    /// A command, with its answer.
+    Command(Queued),
 }
 
 impl QemuSource {
@@ -40,47 +35,50 @@ impl QemuSource {
     }
 
     /// Begins to stop the guest.
-    fn begin_stop(&mut self) -> Result<UnderWay, QemuError> {
+    fn begin_stop(&mut self) -> Result<Stopping, QemuError> {
         self.prepare_stop()?;
         let qmp = &mut *self.machine.qmp;
-        let command = match self.state_by {
-            StateBy::Saving => Some(qmp.start(&Stop)?),
+        Ok(match self.state_by {
+            StateBy::Saving => Stopping::Command(qmp.start(&Stop)?),
             StateBy::Migration => {
                 qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
-                None
+                Stopping::Migration
             }
-        };
-        Ok(UnderWay { since: Instant::now(), command, stopped: None, told: false })
+        })
     }
 
-    /// Stops the guest; `None` if that takes longer than [`STEP`], and this is to be called again.
-    pub(super) fn stop_in_steps(&mut self) -> Result<Option<Instant>, QemuError> {
-        let mut stop = match self.stop.take() {
-            Some(stop) => stop,
-            None => self.begin_stop()?,
-        };
+    /// Stops the guest; returns when it stopped.
+    pub(super) fn stop_guest(&mut self) -> Result<Instant, QemuError> {
+        let stopping = self.begin_stop()?;
         let limit = self.limits.stop;
-        let step = STEP.min(limit.saturating_sub(stop.since.elapsed()));
-        let stopped = match stop.command.take() {
-            Some(command) => {
-                let stopped = self.await_command(&command, step);
-                stop.command = Some(command);
-                stopped
+        let first = TOLD_AFTER.min(limit);
+        let mut at = None;
+        match self.await_stop(&stopping, &mut at, first) {
+            Err(QemuError::Qmp(QmpError::Timeout { .. })) if first < limit => {
+                (self.told)(&stops_late(limit));
+                self.await_stop(&stopping, &mut at, limit - first)
             }
-            None => self.await_migration(&mut stop, step),
-        };
-        let Err(QemuError::Qmp(QmpError::Timeout { during, .. })) = stopped else {
-            return stopped.map(Some);
-        };
-        let taken = stop.since.elapsed();
-        if taken >= limit {
-            return Err(QmpError::Timeout { during, limit }.into());
+            stopped => stopped,
         }
-        if taken >= TOLD_AFTER && !std::mem::replace(&mut stop.told, true) {
-            (self.told)(&stops_late(limit));
+        .map_err(|error| match error {
+            QemuError::Qmp(QmpError::Timeout { during, .. }) => {
+                QmpError::Timeout { during, limit }.into()
+            }
+            error => error,
+        })
+    }
+
+    /// Waits for the end of a stop; in `at` is when the vCPUs stopped, as soon as they have.
+    fn await_stop(
+        &mut self,
+        stopping: &Stopping,
+        at: &mut Option<Instant>,
+        limit: Duration,
+    ) -> Result<Instant, QemuError> {
+        match stopping {
+            Stopping::Migration => self.await_migration(at, limit),
+            Stopping::Command(command) => self.await_command(command, limit),
         }
-        self.stop = Some(stop);
-        Ok(None)
     }
 
     /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
@@ -114,7 +112,7 @@ impl QemuSource {
     /// that the guest has stopped.
     fn await_migration(
         &mut self,
-        stop: &mut UnderWay,
+        stopped: &mut Option<Instant>,
         limit: Duration,
     ) -> Result<Instant, QemuError> {
         let Self { machine, throttle, tracker, fate, .. } = self;
@@ -122,7 +120,7 @@ impl QemuSource {
         let mut look = |event: &Event| {
             fate.take(event);
             if event.name == "STOP" {
-                stop.stopped.get_or_insert(event.at);
+                stopped.get_or_insert(event.at);
                 fate.stands_still();
                 let _ = throttle.set(0.0);
                 if let Some(tracker) = tracker.upgrade() {
@@ -136,7 +134,7 @@ impl QemuSource {
             }
         };
         let reached = qmp.watch("pre-switchover", limit, &mut look)?;
-        match (migration_event(&reached).as_str(), stop.stopped) {
+        match (migration_event(&reached).as_str(), *stopped) {
             ("pre-switchover", Some(at)) => Ok(at),
             ("pre-switchover", None) if !self.was_running => Ok(reached.at),
             ("pre-switchover", None) => Err(self.stopped_by_another()),
