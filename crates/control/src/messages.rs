@@ -31,6 +31,14 @@ pub enum Request {
         /// Whole pages; the rest is left off.
         bytes: u64,
     },
+    /// Plug memory in.
+    Plug {
+        /// How much; whole pages.
+        bytes: u64,
+        /// In how many memory slots.
+        #[serde(default = "one")]
+        slots: usize,
+    },
     /// Move the guest away.
     Migrate(MigrateRequest),
     /// Track the guest's writes for so many milliseconds and tell what was seen.
@@ -109,6 +117,10 @@ pub struct DiskWish {
     pub choice: DiskChoice,
     /// In blocks of what size.
     pub granularity: Option<ByteCount>,
+}
+
+fn one() -> usize {
+    1
 }
 
 fn none() -> String {
@@ -190,6 +202,8 @@ pub enum Answer {
     Refused { error: String },
     /// What the machine is and does.
     Status(Status),
+    /// Memory was plugged in, as the block of this name, at this guest address.
+    Plugged(Plugged),
     /// A look at a migration in progress.
     Progress(Box<Progress>),
     /// The migration that was asked about.
@@ -235,7 +249,7 @@ pub struct MigrationLook {
 /// The machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// running, paused, incoming, leaving, arriving or gone.
+    /// running, paused, incoming, leaving, arriving, plugging or gone.
     pub state: String,
     /// The VMM's process.
     pub pid: u32,
@@ -252,6 +266,19 @@ pub struct Status {
     /// The guest's balloon, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonStatus>,
+}
+
+/// Memory that was plugged in.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plugged {
+    /// The name of the RAM block.
+    pub block: String,
+    /// Where the guest sees it.
+    pub gpa: u64,
+    /// Its size.
+    pub bytes: u64,
+    /// How many memory slots the machine has now.
+    pub slots: usize,
 }
 
 /// A balloon, as it is seen from outside.

@@ -4,6 +4,7 @@
 //!   0x0800    segment descriptors (the VMM sets the registers; a firmware needs all of them)
 //!   0x1000    boot block
 //!   0x2000    top-level page table
+//!   0x3000    what was plugged in
 //!   0x10000   task segment: which ports may be used, namely all
 //!   0x100000  the program, with its stacks
 //!   then      page tables, and memory to be stamped, in every block
@@ -26,7 +27,8 @@ use crate::MicrovmError;
 use crate::boot_block::{
     BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
     MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH,
-    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PROGRAM, TABLE_ADDRESS as ADDRESS,
+    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PLUGGED, PROGRAM,
+    TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -128,7 +130,7 @@ impl BootMemory for GuestRam {
     }
 
     fn stretches(&self) -> Vec<(u64, u64)> {
-        self.places().map(|(_, gpa, size)| (gpa, size)).collect()
+        self.plans().into_iter().map(|plan| (plan.gpa, plan.size.0)).collect()
     }
 }
 
@@ -207,6 +209,22 @@ pub(crate) fn place(
     };
     ram.write(BOOT_BLOCK, &boot_bytes(&block)).ok_or_else(misplaced)?;
     Ok(entry)
+}
+
+/// Maps a block that was plugged in at `gpa` for the guest, and tells it of the block. Page tables
+/// that this takes come out of the block itself. The guest may run: an entry that was absent is
+/// cached nowhere.
+pub(crate) fn plug(ram: &GuestRam, gpa: u64, size: u64) -> Option<()> {
+    let mut memory = Memory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
+    memory.map_one_to_one(gpa / GIB..(gpa + size).div_ceil(GIB))?;
+    let (start, pages) = *memory.free.first()?;
+    let mut count = [0; 8];
+    ram.read(PLUGGED, &mut count)?;
+    let count = u64::from_le_bytes(count);
+    let entry = PLUGGED + 8 + 16 * count;
+    ram.store(entry, start)?;
+    ram.store(entry + 8, pages)?;
+    ram.store(PLUGGED, count + 1)
 }
 
 /// The boot block field by field, as `repr(C)` lays it out; a test compares.
@@ -292,11 +310,20 @@ impl<'a> Memory<'a> {
     fn map_all(&mut self) -> Option<()> {
         let ends = self.ram.stretches().into_iter().map(|(gpa, size)| gpa + size);
         let top = ends.max()?.max(HOLE.end);
-        for gib in 0..top.div_ceil(GIB) {
+        self.map_one_to_one(0..top.div_ceil(GIB))
+    }
+
+    /// Maps these GiB one to one, with large pages, as far as they are not mapped yet.
+    fn map_one_to_one(&mut self, all: std::ops::Range<u64>) -> Option<()> {
+        for gib in all {
             let entries: Vec<u64> =
                 (0..512).map(|page| (gib * GIB + page * (2 << 20)) | LARGE_PAGE).collect();
             let table = self.table(gib * GIB, 2)?;
-            self.put(table, &entries)?;
+            let mut first = [0; 8];
+            self.ram.read(table, &mut first)?;
+            if first == [0; 8] {
+                self.put(table, &entries)?;
+            }
         }
         Some(())
     }
@@ -397,7 +424,7 @@ pub(crate) fn enter(vcpu: &VcpuFd, number: u32, entry: u64) -> Result<(), Microv
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{check, plain};
+    use crate::layout::{BlockPlan, check, plain};
 
     fn ram(mib: u64) -> GuestRam {
         GuestRam::new(&check(plain(ByteCount(mib << 20), None)).unwrap()).unwrap()
@@ -449,8 +476,8 @@ mod tests {
             assert_eq!(entry & 0xfff, PAGE);
             assert!(frames.insert(entry & ADDRESS), "page {page}");
         }
-        for (name, gpa, size) in ram.places() {
-            let inside = frames.range(gpa..gpa + size).count();
+        for BlockPlan { name, gpa, size, .. } in ram.plans() {
+            let inside = frames.range(gpa..gpa + size.0).count();
             assert!(inside > 1000, "{inside} in {name}");
         }
         assert!(memory.window(GENERATIONS_WINDOW, 8000).is_none());

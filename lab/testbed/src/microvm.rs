@@ -79,6 +79,19 @@ impl MicroVm {
         serde_json::from_str(&line).with_context(|| format!("answered {line:?}"))
     }
 
+    /// Waits until its guest has told here of `blocks` blocks of memory that were plugged in and
+    /// that it has stamped.
+    ///
+    /// # Errors
+    /// When it does not within `limit`.
+    pub fn wait_plugged(&self, blocks: usize, limit: Duration) -> anyhow::Result<()> {
+        self.console.wait("plugged memory in use", limit, |console| {
+            let lines = console.lines();
+            (lines.iter().filter(|line| line.starts_with("PLUGGED ")).count() >= blocks)
+                .then_some(())
+        })
+    }
+
     /// The state it says it is in.
     ///
     /// # Errors
