@@ -31,14 +31,18 @@ demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof th
 	$(CARGO) build --quiet --release --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo && \
 	target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS)
 
+# Tests make up faults by options that only this feature brings. Programs and tests are built by one
+# command, since features that tests ask for would else have everything compiled a second time.
+TEST_BUILD := --workspace --features godwit-cli/test-hooks --bins --tests --examples
+
 .PHONY: test
 test: guest qemu ## run all tests, those with real QEMUs and guests among them
-	@$(CARGO) build --workspace --bins
+	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
 
 .PHONY: test-long
 test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (two minutes)
-	@$(CARGO) build --workspace --bins
+	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh --ignored --test-threads=1
 
 # `make mutants MUTANTS='--package godwit-qemu --shard 0/40'` for another slice; see docs/testing.md.
@@ -54,7 +58,7 @@ GODWIT_SOAK ?= 40
 
 .PHONY: soak
 soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
-	@$(CARGO) build --workspace --bins
+	@$(CARGO) build --workspace --bins --features godwit-cli/test-hooks
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
@@ -92,6 +96,14 @@ BENCH_QEMU ?= --rounds 5 --moves 50
 bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest under QEMU 7.2
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin qemu
 	@$(CARGO) run --quiet --release --package godwit-bench --bin qemu -- $(BENCH_QEMU)
+
+# `make bench-any BENCH_ANY='--only idle-1 --rounds 1'` for a part; see the program's own usage line.
+BENCH_ANY ?=
+
+.PHONY: bench-any
+bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against each of QEMU's fast ways (needs 20 GiB)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin any
+	@$(CARGO) run --quiet --release --package godwit-bench --bin any -- $(BENCH_ANY)
 
 # `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
 BENCH_BULK ?=

@@ -6,7 +6,7 @@ set -euo pipefail
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 status=0
-"${CARGO:-cargo}" test --workspace --no-fail-fast -- "$@" 2>&1 | tee "$log" || status=$?
+"${CARGO:-cargo}" test --workspace --features godwit-cli/test-hooks --no-fail-fast -- "$@" 2>&1 | tee "$log" || status=$?
 skipped=$(grep -c '^SKIPPED' "$log" || true)
 echo
 if [ "$skipped" -gt 0 ]; then

@@ -2,9 +2,10 @@
 //! belongs.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Each crate depends only on rows above its own.
 const ROWS: [&[&str]; 8] = [
@@ -168,6 +169,27 @@ fn the_command_carries_nothing_of_the_lab() {
     let manifest = fs::read_to_string(root().join("crates/cli/Cargo.toml")).unwrap();
     for name in ["godwit-testbed", "godwit-guest-workload", "lzzzz", "libz-sys", "flate2"] {
         assert!(!manifest.contains(name), "crates/cli/Cargo.toml names {name}");
+    }
+}
+
+/// What makes up faults for tests is in no build that does not ask for it.
+#[test]
+fn what_ships_has_no_test_hooks() {
+    let built_with_hooks = |more: &[&str]| {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["tree", "--offline", "--workspace", "--edges", "no-dev", "--prefix", "none"]);
+        let output = cargo.args(["--format", "{p} {f}"]).args(more).current_dir(root()).output();
+        let text = String::from_utf8(output.unwrap().stdout).unwrap();
+        assert!(text.contains("godwit-engine"), "{text}");
+        let lines = text.lines().filter(|line| line.contains("test-hooks"));
+        lines.map(|line| line.split(' ').next().unwrap().to_owned()).collect::<BTreeSet<_>>()
+    };
+    let asked = built_with_hooks(&["--features", "godwit-cli/test-hooks"]);
+    assert_eq!(asked.len(), 4, "cli, control, engine, track: {asked:?}");
+    assert_eq!(built_with_hooks(&[]), BTreeSet::new());
+    for file in sources(&root().join("crates")) {
+        let hidden = fs::read_to_string(&file).unwrap().contains("#[doc(hidden)]");
+        assert!(!hidden, "{}: what is public is documented", file.display());
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 use godwit_control::client;
-use godwit_control::messages::Request;
+use godwit_control::messages::{Plugged, Request};
 use godwit_engine::Cancel;
 use godwit_microvm::control as server;
 use godwit_microvm::{
@@ -42,6 +42,8 @@ pub(crate) enum Command {
     Resume(Socket),
     /// Ask the guest of a machine with a balloon to give memory back to the host
     Balloon(Balloon),
+    /// Plug memory into a machine while its guest runs, or while it waits for one
+    Plug(Plug),
     /// End a machine
     Quit(Socket),
 }
@@ -65,6 +67,26 @@ pub(crate) struct Balloon {
     /// microvm status` tells how much it has given
     #[arg(value_name = "SIZE")]
     size: ByteCount,
+}
+
+/// What memory to plug in.
+#[derive(Debug, Args)]
+#[command(after_help = GRAMMAR)]
+pub(crate) struct Plug {
+    #[command(flatten)]
+    socket: Socket,
+
+    /// How much, 1MiB or more
+    #[arg(value_name = "SIZE")]
+    size: ByteCount,
+
+    /// Memory slots that it is to have
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    slots: usize,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 /// What machine to run.
@@ -170,8 +192,7 @@ enum ModeName {
     Sequential,
     /// Free pages and take others for them all the time; the working set is what is in use
     Churn,
-    /// Work for a second, then fault for good
-    #[value(hide = true)]
+    /// Work for a second, then fault for good, to see how that is told
     Crash,
 }
 
@@ -197,6 +218,7 @@ pub(crate) fn run(command: &Command) -> ExitCode {
             );
             told(path, &request, &asked)
         }
+        Command::Plug(arguments) => plug(arguments),
         Command::Quit(socket) => told(&socket.path, &Request::Quit, "the machine ends"),
     };
     outcome.unwrap_or_else(|error| {
@@ -210,6 +232,30 @@ fn told(path: &std::path::Path, request: &Request, now: &str) -> Result<ExitCode
     client::command(path, request)?;
     let label = format!("microvm:{}: ", path.display());
     println!("{}", layout::wrap(&label, now, 2, layout::width(&std::io::stdout())));
+    Ok(ExitCode::SUCCESS)
+}
+
+fn plug(arguments: &Plug) -> Result<ExitCode, MicrovmError> {
+    let (path, json) = (&arguments.socket.path, arguments.json);
+    let plugged = match client::plug(path, arguments.size, arguments.slots) {
+        Ok(plugged) => plugged,
+        Err(error) => {
+            output::refusal(&error, json);
+            return Ok(ExitCode::from(FAILED));
+        }
+    };
+    if json {
+        output::json_line(&serde_json::to_value(&plugged).unwrap_or_default());
+        return Ok(ExitCode::SUCCESS);
+    }
+    let Plugged { block, gpa, bytes, slots } = plugged;
+    let text = format!(
+        "{} plugged in at {gpa:#x} as block '{block}'; it has {slots} memory slots now. A machine \
+         that is to take the guest in needs the same memory: plug it in there, too",
+        ByteCount(bytes)
+    );
+    let label = format!("microvm:{}: ", path.display());
+    println!("{}", layout::wrap(&label, &text, 2, layout::width(&std::io::stdout())));
     Ok(ExitCode::SUCCESS)
 }
 

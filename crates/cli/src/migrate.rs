@@ -4,14 +4,14 @@ use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use godwit_control::client;
 use godwit_control::messages::{Cost, DiskWish};
 use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
-use godwit_engine::source::{Fault, Options, migrate};
+use godwit_engine::source::{Options, migrate};
 use godwit_qemu::{QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
@@ -93,59 +93,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     json: bool,
 
-    /// Make up a fault, for tests
-    #[arg(long, hide = true)]
-    fault: Option<FaultName>,
-}
-
-/// The engine's faults by name.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum FaultName {
-    CutAfterCommit,
-    LoseCommit,
-    WrongDigest,
-    LoseFarewell,
-    TrustTracker,
-    HoldStopped,
-    HoldReady,
-    KillAfterPrepare,
-    KillAfterStop,
-    KillInLastRound,
-    KillAfterRelease,
-    KillAfterLastRound,
-    KillAfterDigests,
-    KillAfterState,
-    KillAfterReady,
-    KillBeforeCommit,
-    KillAfterCommit,
-    KillAfterFarewell,
-    PanicAfterStop,
-}
-
-impl From<FaultName> for Fault {
-    fn from(name: FaultName) -> Self {
-        match name {
-            FaultName::CutAfterCommit => Self::CutAfterCommit,
-            FaultName::LoseCommit => Self::LoseCommit,
-            FaultName::WrongDigest => Self::WrongDigest,
-            FaultName::LoseFarewell => Self::LoseFarewell,
-            FaultName::TrustTracker => Self::TrustTracker,
-            FaultName::HoldStopped => Self::HoldStopped,
-            FaultName::HoldReady => Self::HoldReady,
-            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
-            FaultName::KillAfterStop => Self::KillAfterStop,
-            FaultName::KillInLastRound => Self::KillInLastRound,
-            FaultName::KillAfterRelease => Self::KillAfterRelease,
-            FaultName::KillAfterLastRound => Self::KillAfterLastRound,
-            FaultName::KillAfterDigests => Self::KillAfterDigests,
-            FaultName::KillAfterState => Self::KillAfterState,
-            FaultName::KillAfterReady => Self::KillAfterReady,
-            FaultName::KillBeforeCommit => Self::KillBeforeCommit,
-            FaultName::KillAfterCommit => Self::KillAfterCommit,
-            FaultName::KillAfterFarewell => Self::KillAfterFarewell,
-            FaultName::PanicAfterStop => Self::PanicAfterStop,
-        }
-    }
+    #[cfg(feature = "test-hooks")]
+    #[command(flatten)]
+    hooks: crate::hooks::Migrate,
 }
 
 fn channels(text: &str) -> Result<u8, String> {
@@ -192,14 +142,13 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
-    let options = Options {
-        to: arguments.to.clone(),
-        verify: arguments.verify,
-        channels: arguments.channels,
-        fingerprints: arguments.fingerprints,
-        keep_source: arguments.keep_source,
-        fault: arguments.fault.map(Into::into),
-    };
+    let mut options = Options::new(arguments.to.clone());
+    options.verify = arguments.verify;
+    options.channels = arguments.channels;
+    options.fingerprints = arguments.fingerprints;
+    options.keep_source = arguments.keep_source;
+    #[cfg(feature = "test-hooks")]
+    arguments.hooks.put_into(&mut options);
     let disks =
         DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());

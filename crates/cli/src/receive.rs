@@ -4,13 +4,13 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use godwit_control::client;
 use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Fault, Faults, Notice, Options, Received, receive};
+use godwit_engine::destination::{Notice, Options, Received, receive};
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
@@ -62,47 +62,13 @@ pub(crate) struct Arguments {
     #[arg(long)]
     overcommit: bool,
 
-    /// Make up a fault, for tests: the number of a channel that places every frame so late, as
-    /// NUMBER:TIME
-    #[arg(long, hide = true, value_parser = slow_channel)]
-    slow_channel: Option<(usize, Duration)>,
-
-    /// Make up a fault, for tests
-    #[arg(long, hide = true)]
-    fault: Option<FaultName>,
+    #[cfg(feature = "test-hooks")]
+    #[command(flatten)]
+    hooks: crate::hooks::Receive,
 
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
-}
-
-/// The engine's faults by name.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-#[expect(clippy::enum_variant_names, reason = "they are the words of the command line")]
-enum FaultName {
-    KillAfterPrepare,
-    KillAfterLoad,
-    KillAfterReady,
-    KillBeforeRun,
-    KillAfterRun,
-}
-
-impl From<FaultName> for Fault {
-    fn from(name: FaultName) -> Self {
-        match name {
-            FaultName::KillAfterPrepare => Self::KillAfterPrepare,
-            FaultName::KillAfterLoad => Self::KillAfterLoad,
-            FaultName::KillAfterReady => Self::KillAfterReady,
-            FaultName::KillBeforeRun => Self::KillBeforeRun,
-            FaultName::KillAfterRun => Self::KillAfterRun,
-        }
-    }
-}
-
-fn slow_channel(text: &str) -> Result<(usize, Duration), String> {
-    let (number, late) = text.split_once(':').ok_or("write NUMBER:TIME")?;
-    let number = number.parse().map_err(|_| "the number of a channel")?;
-    Ok((number, parse_duration(late).map_err(|error| error.to_string())?))
 }
 
 /// Runs the command.
@@ -152,14 +118,15 @@ fn take_in(
                 RequestError::Refused(error.into())
             })?;
             tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
-            let kill = arguments.fault.map(Fault::from);
-            let faults = Faults { slow_channel: arguments.slow_channel, kill, ..Faults::default() };
+            #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
             let options = Options {
                 wait,
                 codecs: arguments.compression.codecs(),
                 disks: arguments.disks.clone(),
                 overcommit: arguments.overcommit,
-                faults,
+                #[cfg(feature = "test-hooks")]
+                faults: arguments.hooks.faults(),
+                ..Options::default()
             };
             let received =
                 receive(&mut vm, &listener, &options, cancel, notice).map_err(|failure| {

@@ -26,11 +26,14 @@ use rustix::process::{PidfdFlags, pidfd_open};
 
 use crate::ControlError;
 use crate::messages::{
-    Answer, Cost, DiskWish, MigrateRequest, MigrationLook, ReceiveRequest, Request, Status,
+    Answer, Cost, DiskWish, MigrateRequest, MigrationLook, Plugged, ReceiveRequest, Request, Status,
 };
 
 /// An answer to a request that does nothing big.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
+/// An answer to a request for tens of thousands of memory slots, of which KVM takes one after the
+/// other while vCPUs run.
+const PLUG_LIMIT: Duration = Duration::from_secs(120);
 /// An answer of a machine that is asked before anything else whether it is one.
 const THERE_LIMIT: Duration = Duration::from_secs(5);
 /// The measures of a long migration, with all its rounds, are the longest line.
@@ -192,6 +195,19 @@ fn is_there(path: &Path, cancel: &Cancel) -> Result<(), ControlError> {
 pub fn status(path: &Path) -> Result<Status, ControlError> {
     match ask(path, &Request::Status)? {
         Answer::Status(status) => Ok(status),
+        _ => Err(other(path)),
+    }
+}
+
+/// Has the machine plug `size` of memory in, in `slots` memory slots.
+///
+/// # Errors
+/// When it refuses: nothing has changed then.
+pub fn plug(path: &Path, size: ByteCount, slots: usize) -> Result<Plugged, ControlError> {
+    let mut connection = Connection::open(path, &Request::Plug { bytes: size.0, slots })?;
+    match connection.next(&Cancel::default(), Some(PLUG_LIMIT))? {
+        Answer::Plugged(plugged) => Ok(plugged),
+        Answer::Refused { error } => Err(connection.problem(&error)),
         _ => Err(other(path)),
     }
 }

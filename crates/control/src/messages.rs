@@ -7,7 +7,9 @@ use godwit_disk::{Disk, DiskChoice, check_granularity};
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
-use godwit_engine::source::{Fault, Options};
+#[cfg(feature = "test-hooks")]
+use godwit_engine::source::Fault;
+use godwit_engine::source::Options;
 use godwit_engine::{EngineError, Failure, Phase, Survivor};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
@@ -28,6 +30,14 @@ pub enum Request {
     Balloon {
         /// Whole pages; the rest is left off.
         bytes: u64,
+    },
+    /// Plug memory in.
+    Plug {
+        /// How much; whole pages.
+        bytes: u64,
+        /// In how many memory slots.
+        #[serde(default = "one")]
+        slots: usize,
     },
     /// Move the guest away.
     Migrate(MigrateRequest),
@@ -90,6 +100,7 @@ pub struct MigrateRequest {
     /// Leave the machine stopped instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, by its number.
+    #[cfg(feature = "test-hooks")]
     pub fault: Option<u8>,
     /// Disks that move along: none, all, or names with commas between.
     #[serde(default = "none")]
@@ -106,6 +117,10 @@ pub struct DiskWish {
     pub choice: DiskChoice,
     /// In blocks of what size.
     pub granularity: Option<ByteCount>,
+}
+
+fn one() -> usize {
+    1
 }
 
 fn none() -> String {
@@ -127,6 +142,7 @@ impl MigrateRequest {
             channels: options.channels,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
+            #[cfg(feature = "test-hooks")]
             fault: options.fault.map(|fault| fault as u8),
             disks: disks.choice.to_string(),
             disk_granularity: disks.granularity.map(|size| size.0),
@@ -154,17 +170,24 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
+        let mut options = Options::new(to);
+        options.verify = self.verify;
+        options.channels = self.channels;
+        options.fingerprints = self.fingerprints;
+        options.keep_source = self.keep_source;
+        #[cfg(feature = "test-hooks")]
+        {
+            options.fault = self.fault();
+        }
+        Ok(options)
+    }
+
+    /// Not those that kill: they would end the machine.
+    #[cfg(feature = "test-hooks")]
+    fn fault(&self) -> Option<Fault> {
         let known =
             [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
-        let fault = |number: u8| known.into_iter().find(|fault| *fault as u8 == number);
-        Ok(Options {
-            to,
-            verify: self.verify,
-            channels: self.channels,
-            fingerprints: self.fingerprints,
-            keep_source: self.keep_source,
-            fault: self.fault.and_then(fault),
-        })
+        known.into_iter().find(|fault| Some(*fault as u8) == self.fault)
     }
 }
 
@@ -179,6 +202,8 @@ pub enum Answer {
     Refused { error: String },
     /// What the machine is and does.
     Status(Status),
+    /// Memory was plugged in, as the block of this name, at this guest address.
+    Plugged(Plugged),
     /// A look at a migration in progress.
     Progress(Box<Progress>),
     /// The migration that was asked about.
@@ -224,7 +249,7 @@ pub struct MigrationLook {
 /// The machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// running, paused, incoming, leaving, arriving or gone.
+    /// running, paused, incoming, leaving, arriving, plugging or gone.
     pub state: String,
     /// The VMM's process.
     pub pid: u32,
@@ -241,6 +266,19 @@ pub struct Status {
     /// The guest's balloon, if it has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub balloon: Option<BalloonStatus>,
+}
+
+/// Memory that was plugged in.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plugged {
+    /// The name of the RAM block.
+    pub block: String,
+    /// Where the guest sees it.
+    pub gpa: u64,
+    /// Its size.
+    pub bytes: u64,
+    /// How many memory slots the machine has now.
+    pub slots: usize,
 }
 
 /// A balloon, as it is seen from outside.

@@ -26,6 +26,7 @@ mod heartbeat;
 mod main_loop;
 #[path = "../../../lab/guest-workload/src/pace.rs"]
 mod pace;
+mod plugged;
 mod serial;
 #[path = "../../../lab/guest-workload/src/stamp.rs"]
 mod stamp;

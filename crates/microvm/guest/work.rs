@@ -1,5 +1,5 @@
-//! The main loop on the bare machine: a `MainLoop` on every vCPU, with the disk and the balloon
-//! that vCPU 0 sees to.
+//! The main loop on the bare machine: a `MainLoop` on every vCPU, with the disk, the balloon and
+//! the plugged memory that vCPU 0 sees to.
 //!
 //! Keeps two promises: one heartbeat speaks for all vCPUs together; and each vCPU has a part of the
 //! buffer to itself, so no page is read while it is written.
@@ -18,12 +18,14 @@ use crate::churn::Churn;
 use crate::disk::DiskWork;
 use crate::heartbeat::READY;
 use crate::main_loop::{Counts, Machine, MainLoop, Work};
+use crate::plugged::Plugged;
 use crate::stamp::Page;
 use crate::workload::{Bug, Order, Workload};
 use crate::{PageCount, cpu, serial};
 
 const DISK_MICROS: u64 = 10_000;
 const BALLOON_MICROS: u64 = 1_000;
+const PLUGGED_MICROS: u64 = 1_000;
 
 /// What one vCPU did, for the heartbeat; a cache line each.
 #[repr(align(64))]
@@ -160,6 +162,8 @@ struct Cpu {
     disk: Option<DiskWork>,
     next_disk: u64,
     next_balloon: u64,
+    plugged: Plugged,
+    next_plugged: u64,
     started: u64,
 }
 
@@ -176,7 +180,16 @@ impl Cpu {
                 "{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"
             ));
         }
-        Self { number, boot, disk, next_disk: 0, next_balloon: 0, started: cpu::ticks() }
+        Self {
+            number,
+            boot,
+            disk,
+            next_disk: 0,
+            next_balloon: 0,
+            plugged: Plugged::new(),
+            next_plugged: 0,
+            started: cpu::ticks(),
+        }
     }
 }
 
@@ -203,6 +216,10 @@ impl Machine<Part> for Cpu {
             if let Some(disk) = &mut self.disk {
                 bugs = disk.turn();
             }
+        }
+        if now >= self.next_plugged && self.number == 0 {
+            self.next_plugged = now + PLUGGED_MICROS;
+            bugs += self.plugged.turn(self.boot.mode != MODE_IDLE);
         }
         if now >= self.next_balloon && self.boot.balloon != 0 {
             self.next_balloon = now + BALLOON_MICROS;

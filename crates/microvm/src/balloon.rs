@@ -10,6 +10,7 @@ use godwit_control::messages::BalloonStatus;
 use godwit_memory::RamBlock;
 use godwit_units::{Gpa, PAGE_SIZE, PageCount, PageRun};
 
+use crate::layout::BlockPlan;
 use crate::ram::GuestRam;
 use crate::{StateError, blob};
 
@@ -32,12 +33,13 @@ impl Discard for Puncher<'_> {
 
 impl BalloonDevice {
     pub(crate) fn new(features: Features, ram: &GuestRam) -> Self {
-        let region = |(block, (_, gpa, size)): (usize, (&str, u64, u64))| Region {
-            start: Gpa(gpa),
+        // What is plugged in later is not the balloon's: the guest gives nothing of it.
+        let region = |(block, plan): (usize, BlockPlan)| Region {
+            start: Gpa(plan.gpa),
             block,
-            run: PageRun::new(0, size / PAGE_SIZE),
+            run: PageRun::new(0, plan.size.0 / PAGE_SIZE),
         };
-        let regions = ram.places().enumerate().map(region).collect();
+        let regions = ram.plans().into_iter().enumerate().map(region).collect();
         Self { features, balloon: Mutex::new(Balloon::new(features, regions)) }
     }
 
@@ -59,7 +61,7 @@ impl BalloonDevice {
             self.balloon().write(
                 offset,
                 u32::from_le_bytes(bytes),
-                ram.memory(),
+                ram.now().devices(),
                 &mut Puncher(&blocks),
             );
         }
@@ -81,7 +83,7 @@ impl BalloonDevice {
             free_bytes: value(Statistic::MEMORY_FREE),
             memory_bytes: value(Statistic::MEMORY),
         };
-        balloon.ask_for_statistics(ram.memory());
+        balloon.ask_for_statistics(ram.now().devices());
         status
     }
 

@@ -9,7 +9,7 @@ pub const BOOT_BLOCK: u64 = 0x1000;
 /// Where the program is linked to; below it are boot block, descriptor table and page tables.
 pub const PROGRAM: u64 = 0x10_0000;
 /// What the page begins with; it changes with the layout.
-pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0002;
+pub const BOOT_MAGIC: u64 = 0x6f64_7769_7420_0003;
 /// The most vCPUs that the guest has stacks for.
 pub const MAX_CPUS: u32 = 32;
 /// The port at which the guest sleeps for so many microseconds. A guest with interrupts would halt;
@@ -18,6 +18,12 @@ pub const MAX_CPUS: u32 = 32;
 pub const SLEEP_PORT: u16 = 0x608;
 /// Where the page tables begin.
 pub const PAGE_TABLES: u64 = 0x2000;
+/// Where the guest finds the blocks that were plugged in, as a guest physical address: how many
+/// there are, and of each its first address and its pages, 8 bytes each. The count comes last, so
+/// that what it counts is there.
+pub const PLUGGED: u64 = 0x3000;
+/// The most of them.
+pub const MAX_PLUGGED: usize = 16;
 /// The bits of an entry that are an address.
 pub const TABLE_ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// The virtual address at which the pages to be stamped follow each other without seams, wherever

@@ -11,7 +11,9 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use godwit_control::messages::{Answer, Cost, MigrateRequest, ReceiveRequest, Request, Status};
+use godwit_control::messages::{
+    Answer, Cost, MigrateRequest, Plugged, ReceiveRequest, Request, Status,
+};
 use godwit_control::steer::{Socket, bind, steer};
 use godwit_engine::address::Listener;
 use godwit_engine::compression::Compression;
@@ -26,6 +28,8 @@ use crate::{Machine, MachineEvent, MicrovmError};
 
 /// Requests are short.
 const LONGEST_REQUEST: u64 = 64 << 10;
+/// To who wants something meanwhile.
+const PLUGGING: &str = "it is given more memory just now: wait until that is done";
 /// A client that does not read for so long is given up; the migration goes on.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
@@ -40,6 +44,8 @@ pub enum State {
     Leaving,
     /// On its way in.
     Arriving,
+    /// As before; memory is being plugged in.
+    Plugging,
     /// Elsewhere, or not known to be here: it never runs here again.
     Gone,
 }
@@ -108,6 +114,7 @@ impl Host {
             Ok(Request::Pause) => self.pause(),
             Ok(Request::Resume) => self.resume(),
             Ok(Request::Balloon { bytes }) => self.set_balloon(ByteCount(bytes)),
+            Ok(Request::Plug { bytes, slots }) => self.plug(ByteCount(bytes), slots),
             Ok(Request::Quit) => {
                 line.say(&Answer::Done);
                 let _ = self.events.send(MachineEvent::Quit);
@@ -151,6 +158,7 @@ impl Host {
             State::Here => ("running a guest of its own", "start the machine with --incoming"),
             State::Incoming => ("waiting for a guest", "are source and destination exchanged?"),
             State::Leaving | State::Arriving => ("migrating", "wait for that, or cancel it"),
+            State::Plugging => ("given more memory just now", "wait until that is done"),
             State::Gone => {
                 ("left by its guest", "the guest runs elsewhere; end this machine with quit")
             }
@@ -166,6 +174,7 @@ impl Host {
             State::Incoming => "incoming",
             State::Leaving => "leaving",
             State::Arriving => "arriving",
+            State::Plugging => "plugging",
             State::Gone => "gone",
         };
         let blocks = machine.ram().blocks();
@@ -191,6 +200,7 @@ impl Host {
                 .machine
                 .stop()
                 .map_or_else(|error| refused(error.to_string()), |_| Answer::Done),
+            State::Plugging => refused(PLUGGING.to_owned()),
             _ => refused("there is no guest of its own to pause, or it migrates".to_owned()),
         }
     }
@@ -205,6 +215,7 @@ impl Host {
             State::Gone => {
                 refused("the guest has gone elsewhere: it must not run twice".to_owned())
             }
+            State::Plugging => refused(PLUGGING.to_owned()),
             _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
         }
     }
@@ -223,6 +234,31 @@ impl Host {
             false => refused(
                 "the machine has no balloon: start it with --balloon hints or reporting".to_owned(),
             ),
+        }
+    }
+
+    /// Not during a migration or a measurement: both sides have agreed on blocks by then, and a
+    /// tracker knows those that there were at its start. Neither begins before the end.
+    fn plug(&self, size: ByteCount, slots: usize) -> Answer {
+        let before = *self.state();
+        let taken = match before {
+            State::Here | State::Incoming => self.take(before, State::Plugging),
+            _ => self.take(State::Here, State::Plugging),
+        };
+        if let Err(error) = taken {
+            return refused(error.to_string());
+        }
+        // A guest that is to come was told of its memory where it comes from.
+        let result = self.machine.plug(size, slots, before == State::Here);
+        *self.state() = before;
+        match result {
+            Ok(block) => Answer::Plugged(Plugged {
+                block: block.name,
+                gpa: block.gpa,
+                bytes: block.size.0,
+                slots: self.machine.slots().len(),
+            }),
+            Err(error) => refused(error.to_string()),
         }
     }
 
@@ -328,6 +364,7 @@ impl Host {
         cancel_at_end(reader, cancel.clone());
         let meter = Meter::start(&self.machine);
         let mut vm = MicrovmDestination::new(&self.machine);
+        #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
         let options = destination::Options {
             wait: request.wait_ms.map(Duration::from_millis),
             codecs,

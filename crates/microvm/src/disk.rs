@@ -180,7 +180,7 @@ impl Disk {
         let Ok(bytes) = <[u8; 4]>::try_from(bytes) else { return };
         let mut transport = self.transport();
         if let Effect::Notified(queue) = transport.write(offset, u32::from_le_bytes(bytes)) {
-            transport.work(queue, ram.memory(), |pieces| self.request(pieces, ram));
+            transport.work(queue, ram.now().devices(), |pieces| self.request(pieces, ram));
         }
     }
 

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use godwit_memory::NoRoom;
 use godwit_units::ByteCount;
 
 /// Why the machine cannot be had, or does not go on.
@@ -52,6 +53,16 @@ pub enum MicrovmError {
         wanted: usize,
         /// How many there are.
         available: usize,
+    },
+    /// More memory than can be had.
+    #[error("{size} cannot be plugged in: this host has {room} to spare{limit}: plug less")]
+    Room {
+        /// How much was asked for.
+        size: ByteCount,
+        /// How much there is.
+        room: ByteCount,
+        /// What limits it, in words.
+        limit: String,
     },
     /// vCPUs that cannot be had.
     #[error("{wanted} vCPUs do not do: use 1 to {most}")]
@@ -124,6 +135,18 @@ pub enum MicrovmError {
         /// What to do.
         cure: &'static str,
     },
+}
+
+impl MicrovmError {
+    /// For memory of `size` that is to be plugged in, and `problem`, which stands against it.
+    pub(crate) fn room(size: ByteCount, problem: NoRoom) -> Self {
+        let (room, limit) = match problem {
+            NoRoom::Group { room, limit, .. } => (room, format!(" ({})", limit.display())),
+            NoRoom::Host { room, .. } => (room, String::new()),
+            other => return Self::Layout(other.to_string()),
+        };
+        Self::Room { size, room, limit }
+    }
 }
 
 /// Why a state blob cannot be loaded. The machine is as before.

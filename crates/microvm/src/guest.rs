@@ -1,9 +1,10 @@
 //! Getting the guest program into memory, and the vCPUs to its first instruction.
 //!
 //! ```text
-//!   0x0800    segment descriptors
+//!   0x0800    segment descriptors (the VMM sets the registers; a firmware needs all of them)
 //!   0x1000    boot block
 //!   0x2000    top-level page table
+//!   0x3000    what was plugged in
 //!   0x10000   task segment: which ports may be used, namely all
 //!   0x100000  the program, with its stacks
 //!   then      page tables, and memory to be stamped, in every block
@@ -26,14 +27,15 @@ use crate::MicrovmError;
 use crate::boot_block::{
     BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
     MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH,
-    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PROGRAM, TABLE_ADDRESS as ADDRESS,
+    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PLUGGED, PROGRAM,
+    TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
 use crate::ram::GuestRam;
 
 /// The guest program, built by this crate's build script.
-const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/microvm-guest"));
+pub const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/microvm-guest"));
 const DESCRIPTORS: u64 = 0x800;
 const GIB: u64 = 1 << 30;
 /// Present, writable, for everyone, accessed; for pages dirty, and large ones.
@@ -45,6 +47,18 @@ const LARGE_PAGE: u64 = 0xe7;
 const TASK: u64 = 0x10000;
 const PORT_MAP: u16 = 104;
 const TASK_SIZE: u32 = PORT_MAP as u32 + 8192 + 1;
+
+/// Flat segments for 64-bit code and for data of ring 3, the task segment, which takes two places,
+/// and, for a firmware on its way there, code and data of ring 0 (SDM volume 3, 3.4.5 and 8.2.3).
+const GDT: [u64; 7] = [
+    0,
+    0x00af_fb00_0000_ffff,
+    0x00cf_f300_0000_ffff,
+    0x0000_8900_0000_0000 | TASK << 16 | (TASK_SIZE - 1) as u64,
+    0,
+    0x00af_9b00_0000_ffff,
+    0x00cf_9300_0000_ffff,
+];
 
 /// How the guest spends its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -68,7 +82,7 @@ pub enum GuestMode {
     /// working set is what it has at a time, out of all memory that it has filled. It tells a
     /// balloon of what is free.
     Churn,
-    /// Works for a second and then triple-faults, for tests.
+    /// Works for a second and then triple-faults, to show how that is told.
     Crash,
 }
 
@@ -92,9 +106,53 @@ pub(crate) struct Devices {
     pub(crate) balloon: Option<Features>,
 }
 
+/// Guest memory before the guest runs, all of it zero.
+pub trait BootMemory {
+    /// Writes `bytes` at guest address `gpa`; `None` if that is not all memory.
+    #[must_use]
+    fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()>;
+
+    /// Reads what was written; `None` as above.
+    #[must_use]
+    fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()>;
+
+    /// Guest address and size of each stretch of memory.
+    fn stretches(&self) -> Vec<(u64, u64)>;
+}
+
+impl BootMemory for GuestRam {
+    fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
+        Self::write(self, gpa, bytes)
+    }
+
+    fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
+        Self::read(self, gpa, bytes)
+    }
+
+    fn stretches(&self) -> Vec<(u64, u64)> {
+        self.plans().into_iter().map(|plan| (plan.gpa, plan.size.0)).collect()
+    }
+}
+
+/// Puts the guest program and what it needs into `ram`, for a machine of another VMM that has
+/// neither disk nor balloon for it, and a time-stamp counter of `tsc_khz`. Returns where the
+/// program is entered: in 64-bit mode and ring 3, the vCPU's number in rdi, by way of the
+/// descriptors and the page tables that are placed, too ([`BOOT_BLOCK`]'s module says where).
+///
+/// # Errors
+/// When it does not fit.
+pub fn place_guest(
+    ram: &dyn BootMemory,
+    plan: &GuestPlan,
+    cpus: u32,
+    tsc_khz: u32,
+) -> Result<u64, MicrovmError> {
+    place(ram, plan, cpus, Devices::default(), tsc_khz)
+}
+
 /// Puts the program and what it needs into `ram`.
 pub(crate) fn place(
-    ram: &GuestRam,
+    ram: &dyn BootMemory,
     plan: &GuestPlan,
     cpus: u32,
     devices: Devices,
@@ -103,12 +161,8 @@ pub(crate) fn place(
     let misplaced =
         || MicrovmError::Layout("the guest program does not fit into the first block".to_owned());
     let (entry, end) = place_program(ram).ok_or_else(misplaced)?;
-    // A flat 64-bit code segment and a data segment, both of ring 3 (SDM volume 3, 3.4.5).
-    for (number, descriptor) in
-        [0_u64, 0x00af_fb00_0000_ffff, 0x00cf_f300_0000_ffff].into_iter().enumerate()
-    {
-        ram.write(DESCRIPTORS + 8 * number as u64, &descriptor.to_le_bytes())
-            .ok_or_else(misplaced)?;
+    for (at, descriptor) in (DESCRIPTORS..).step_by(8).zip(GDT) {
+        ram.write(at, &descriptor.to_le_bytes()).ok_or_else(misplaced)?;
     }
     ram.write(TASK + 102, &PORT_MAP.to_le_bytes()).ok_or_else(misplaced)?;
     ram.write(TASK + u64::from(TASK_SIZE) - 1, &[0xff]).ok_or_else(misplaced)?;
@@ -157,6 +211,22 @@ pub(crate) fn place(
     Ok(entry)
 }
 
+/// Maps a block that was plugged in at `gpa` for the guest, and tells it of the block. Page tables
+/// that this takes come out of the block itself. The guest may run: an entry that was absent is
+/// cached nowhere.
+pub(crate) fn plug(ram: &GuestRam, gpa: u64, size: u64) -> Option<()> {
+    let mut memory = Memory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
+    memory.map_one_to_one(gpa / GIB..(gpa + size).div_ceil(GIB))?;
+    let (start, pages) = *memory.free.first()?;
+    let mut count = [0; 8];
+    ram.read(PLUGGED, &mut count)?;
+    let count = u64::from_le_bytes(count);
+    let entry = PLUGGED + 8 + 16 * count;
+    ram.store(entry, start)?;
+    ram.store(entry + 8, pages)?;
+    ram.store(PLUGGED, count + 1)
+}
+
 /// The boot block field by field, as `repr(C)` lays it out; a test compares.
 fn boot_bytes(block: &BootBlock) -> Vec<u8> {
     let BootBlock {
@@ -182,7 +252,7 @@ fn boot_bytes(block: &BootBlock) -> Vec<u8> {
 }
 
 /// Copies the program's segments; its entry and its end.
-fn place_program(ram: &GuestRam) -> Option<(u64, u64)> {
+fn place_program(ram: &dyn BootMemory) -> Option<(u64, u64)> {
     let word = |at: usize, len: usize| {
         let bytes = IMAGE.get(at..at + len)?;
         Some(bytes.iter().rev().fold(0_u64, |value, &byte| value << 8 | u64::from(byte)))
@@ -206,20 +276,21 @@ fn place_program(ram: &GuestRam) -> Option<(u64, u64)> {
 
 /// Memory that is still free, and the page tables made of it.
 struct Memory<'a> {
-    ram: &'a GuestRam,
+    ram: &'a dyn BootMemory,
     /// Guest address and pages of each free stretch.
     free: Vec<(u64, u64)>,
 }
 
 impl<'a> Memory<'a> {
     /// All memory above `low` in the first block, and all of the others.
-    fn new(ram: &'a GuestRam, low: u64) -> Option<Self> {
+    fn new(ram: &'a dyn BootMemory, low: u64) -> Option<Self> {
         let low = low.next_multiple_of(PAGE_SIZE);
         let stretch = |gpa: u64, size: u64| match gpa {
             0 => Some((low, size.checked_sub(low)? / PAGE_SIZE)),
             _ => Some((gpa, size / PAGE_SIZE)),
         };
-        let free = ram.places().map(|(_, gpa, size)| stretch(gpa, size)).collect::<Option<_>>()?;
+        let stretches = ram.stretches().into_iter();
+        let free = stretches.map(|(gpa, size)| stretch(gpa, size)).collect::<Option<_>>()?;
         Some(Self { ram, free })
     }
 
@@ -237,12 +308,22 @@ impl<'a> Memory<'a> {
 
     /// Maps all memory and all devices one to one, with large pages.
     fn map_all(&mut self) -> Option<()> {
-        let top = self.ram.places().map(|(_, gpa, size)| gpa + size).max()?.max(HOLE.end);
-        for gib in 0..top.div_ceil(GIB) {
+        let ends = self.ram.stretches().into_iter().map(|(gpa, size)| gpa + size);
+        let top = ends.max()?.max(HOLE.end);
+        self.map_one_to_one(0..top.div_ceil(GIB))
+    }
+
+    /// Maps these GiB one to one, with large pages, as far as they are not mapped yet.
+    fn map_one_to_one(&mut self, all: std::ops::Range<u64>) -> Option<()> {
+        for gib in all {
             let entries: Vec<u64> =
                 (0..512).map(|page| (gib * GIB + page * (2 << 20)) | LARGE_PAGE).collect();
             let table = self.table(gib * GIB, 2)?;
-            self.put(table, &entries)?;
+            let mut first = [0; 8];
+            self.ram.read(table, &mut first)?;
+            if first == [0; 8] {
+                self.put(table, &entries)?;
+            }
         }
         Some(())
     }
@@ -343,7 +424,7 @@ pub(crate) fn enter(vcpu: &VcpuFd, number: u32, entry: u64) -> Result<(), Microv
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::{check, plain};
+    use crate::layout::{BlockPlan, check, plain};
 
     fn ram(mib: u64) -> GuestRam {
         GuestRam::new(&check(plain(ByteCount(mib << 20), None)).unwrap()).unwrap()
@@ -395,8 +476,8 @@ mod tests {
             assert_eq!(entry & 0xfff, PAGE);
             assert!(frames.insert(entry & ADDRESS), "page {page}");
         }
-        for (name, gpa, size) in ram.places() {
-            let inside = frames.range(gpa..gpa + size).count();
+        for BlockPlan { name, gpa, size, .. } in ram.plans() {
+            let inside = frames.range(gpa..gpa + size.0).count();
             assert!(inside > 1000, "{inside} in {name}");
         }
         assert!(memory.window(GENERATIONS_WINDOW, 8000).is_none());

@@ -10,7 +10,7 @@ use std::str::FromStr;
 use godwit_units::{ByteCount, PAGE_SIZE, ParseError};
 
 use crate::MicrovmError;
-use crate::boot_block::DISK_MMIO;
+use crate::boot_block::{DISK_MMIO, MAX_PLUGGED};
 
 /// From here to 4 GiB are devices, the local APIC and what KVM keeps for itself on Intel
 /// processors.
@@ -19,7 +19,7 @@ pub(crate) const HOLE: std::ops::Range<u64> = 0xc000_0000..0x1_0000_0000;
 pub(crate) const TSS: u64 = 0xfffb_d000;
 pub(crate) const IDENTITY_MAP: u64 = 0xfffb_c000;
 /// Guest addresses end here: the page tables that the guest starts with reach no further.
-const TOP: u64 = 64 << 30;
+pub(crate) const TOP: u64 = 64 << 30;
 /// The program and its tables need so much of the first block.
 const LEAST_LOW: u64 = 16 << 20;
 
@@ -106,6 +106,39 @@ pub fn plain(memory: ByteCount, path: Option<PathBuf>) -> Vec<BlockPlan> {
     blocks
 }
 
+/// What blocks are called that are plugged in, with a number behind.
+const PLUGGED: &str = "plugged";
+/// Less than this could not hold its own page tables and something to stamp.
+const LEAST_PLUGGED: u64 = 1 << 20;
+
+/// The block for `size` of memory that is plugged in beside `blocks`: behind all others, in the
+/// guest, and above the hole.
+///
+/// # Errors
+/// When there is no room for it, or there are too many.
+pub(crate) fn plugged(blocks: &[BlockPlan], size: ByteCount) -> Result<BlockPlan, MicrovmError> {
+    let number = blocks.iter().filter(|block| block.name.starts_with(PLUGGED)).count();
+    if number >= MAX_PLUGGED {
+        return Err(MicrovmError::Layout(format!(
+            "{MAX_PLUGGED} blocks are plugged in, and there can be no more: plug larger ones"
+        )));
+    }
+    if size.0 < LEAST_PLUGGED {
+        let least = ByteCount(LEAST_PLUGGED);
+        return Err(MicrovmError::Layout(format!("{size} is too little: plug at least {least}")));
+    }
+    let end = blocks.iter().map(|block| block.gpa + block.size.0).max().unwrap_or(0);
+    let block = BlockPlan {
+        name: format!("{PLUGGED}{number}"),
+        size,
+        gpa: end.max(HOLE.end).next_multiple_of(2 << 20),
+        host_offset: 0,
+        path: None,
+    };
+    check([blocks, std::slice::from_ref(&block)].concat())?;
+    Ok(block)
+}
+
 /// Checks that `blocks` can be built, and puts them in the order of their guest addresses.
 ///
 /// # Errors
@@ -179,6 +212,27 @@ mod tests {
         {
             assert!(wrong.parse::<BlockPlan>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn what_is_plugged_in_goes_behind_all_others() {
+        let mut blocks = check(plain(ByteCount(5 << 30), None)).unwrap();
+        let size = ByteCount(20 << 20);
+        for number in 0..16 {
+            let block = plugged(&blocks, size).unwrap();
+            assert_eq!(
+                (block.name.clone(), block.gpa),
+                (format!("plugged{number}"), (6 << 30) + number * (20 << 20))
+            );
+            blocks.push(block);
+        }
+        let refused = |blocks: &[BlockPlan], size| plugged(blocks, size).unwrap_err().to_string();
+        assert!(refused(&blocks, size).contains("plug larger ones"));
+        let low = [plan("name=low,size=16MiB,gpa=0")];
+        assert_eq!(plugged(&low, size).unwrap().gpa, 4 << 30);
+        assert!(refused(&low, ByteCount(60 << 30 | 4096)).contains("ends beyond 64GiB"));
+        assert!(refused(&low, ByteCount((1 << 20) + 1)).contains("whole pages"));
+        assert!(refused(&low, ByteCount(4096)).contains("plug at least 1MiB"));
     }
 
     #[test]

@@ -8,14 +8,15 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_balloon::{Features, FreeHints};
 use godwit_control::messages::BalloonStatus;
-use godwit_memslots::{MemSlots, SlotMap};
+use godwit_memory::host_holds;
+use godwit_memslots::{MemSlots, Slot, SlotMap, SlotReader};
 use godwit_track::DirtyTracker;
-use godwit_units::PageCount;
+use godwit_units::{ByteCount, PageCount};
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
 use kvm_ioctls::{Cap, Kvm, VmFd};
 use zerocopy::{FromBytes, IntoBytes};
@@ -70,7 +71,12 @@ pub struct Machine {
     vcpus: Vcpus,
     vm: VmFd,
     bus: Arc<Bus>,
-    slots: MemSlots,
+    /// The memory map. Only what plugs memory changes it, and only by whole blocks.
+    slots: Mutex<MemSlots>,
+    /// For those who look, and never wait for what is plugged in just now.
+    reader: SlotReader,
+    /// The most that KVM has.
+    most_slots: usize,
     tracking: Tracking,
     msrs: Vec<u32>,
     running: AtomicBool,
@@ -97,12 +103,10 @@ impl Machine {
         let disk = plan.disk.as_deref().map(Disk::open).transpose()?;
         let ram = Arc::new(GuestRam::new(&blocks)?);
         let vm = create_vm(&system)?;
-        let slots = ram.slots(plan.slots)?;
-        let (wanted, available) = (slots.map().len(), system.get_nr_memslots());
-        if wanted > available {
-            return Err(MicrovmError::Slots { wanted, available });
-        }
-        slots::show(&vm, slots.map(), &ram)?;
+        let (mut slots, most_slots) = (MemSlots::new(), system.get_nr_memslots());
+        let cut = ram.now().slots(plan.slots);
+        add_slots(&mut slots, most_slots, &cut, || slots::show(&vm, &cut, &ram.now()))?;
+        let (reader, slots) = (slots.reader(), Mutex::new(slots));
         // Dirty rings must be asked for before the first vCPU is made.
         let tracking = Tracking::choose(plan.tracker, &vm)?;
 
@@ -118,7 +122,7 @@ impl Machine {
         if let Some(guest) = guest {
             let tsc_khz = first.get_tsc_khz().map_err(kvm("KVM_GET_TSC_KHZ"))?;
             let devices = Devices { disk: disk.is_some(), balloon: plan.balloon };
-            let entry = guest::place(&ram, guest, plan.cpus, devices, tsc_khz)?;
+            let entry = guest::place(&*ram, guest, plan.cpus, devices, tsc_khz)?;
             for (number, vcpu) in (0..).zip(&vcpus) {
                 guest::enter(vcpu, number, entry)?;
             }
@@ -135,7 +139,8 @@ impl Machine {
             let _ = bus.rings.set(rings);
         }
         let vcpus = Vcpus::start(vcpus, &bus, events)?;
-        Ok(Self { vcpus, bus, vm, slots, tracking, msrs, running: AtomicBool::new(false) })
+        let running = AtomicBool::new(false);
+        Ok(Self { vcpus, bus, vm, slots, reader, most_slots, tracking, msrs, running })
     }
 
     /// Its memory.
@@ -144,10 +149,41 @@ impl Machine {
         &self.bus.ram
     }
 
-    /// Its memory slots.
+    /// Its memory slots, as they are.
     #[must_use]
-    pub fn slots(&self) -> &SlotMap {
-        self.slots.map()
+    pub fn slots(&self) -> Arc<SlotMap> {
+        self.reader.clone().snapshot()
+    }
+
+    /// Plugs `size` of memory in, in `slots` memory slots (at least one, at most one for each
+    /// page), whether the guest runs or not; `tell`: it is told to use it. Returns the new block.
+    ///
+    /// Nobody may track the machine's writes, or be about to: a tracker goes by the blocks and
+    /// slots that there were when it was started. The owner of the machine sees to that.
+    pub(crate) fn plug(
+        &self,
+        size: ByteCount,
+        slots: usize,
+        tell: bool,
+    ) -> Result<BlockPlan, MicrovmError> {
+        let mut map = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let ram = &self.bus.ram;
+        let plan = layout::plugged(&ram.plans(), size)?;
+        let memory = ram.with(&plan)?;
+        if let Err(problem) = host_holds(memory.blocks(), std::process::id()) {
+            return Err(MicrovmError::room(size, problem));
+        }
+        let first = map.map().len() as u32;
+        let cut = memory.slots_of_last(slots, first);
+        add_slots(&mut map, self.most_slots, &cut, || slots::show(&self.vm, &cut, &memory))?;
+        // Devices see it before the guest knows of it.
+        ram.replace(memory);
+        if tell {
+            guest::plug(ram, plan.gpa, plan.size.0).ok_or_else(|| {
+                MicrovmError::Layout(format!("the guest cannot be told of block '{}'", plan.name))
+            })?;
+        }
+        Ok(plan)
     }
 
     /// How its writes are tracked, in words.
@@ -167,7 +203,7 @@ impl Machine {
     /// # Errors
     /// When the kernel refuses.
     pub fn start_tracking(&self) -> Result<Arc<dyn DirtyTracker>, MicrovmError> {
-        self.tracking.start(&self.vm, &self.slots.map().to_vec(), &self.bus)
+        self.tracking.start(&self.vm, &self.slots().to_vec(), &self.bus)
     }
 
     /// Whether the guest has a driver that hints free pages.
@@ -333,7 +369,8 @@ impl Machine {
                 format!("balloon hints={hints} reporting={reporting}\n")
             }
         };
-        for (name, gpa, size) in self.bus.ram.places() {
+        for BlockPlan { name, gpa, size, .. } in self.bus.ram.plans() {
+            let size = size.0;
             text += &format!("block {name} at {gpa:#x} of {size:#x}\n");
         }
         text
@@ -352,11 +389,31 @@ impl Machine {
         };
         Err(StateError::Misfit(format!(
             "the source has {}, this machine has {}: start both with the same --cpus, --memory, \
-             --block, --disk and --balloon",
+             --block, --disk and --balloon, and plug the same memory in",
             differ(&theirs, &own),
             differ(&own, &theirs)
         )))
     }
+}
+
+/// Puts `new` slots into `map`, once `show` has told KVM of them. If KVM or the map refuses,
+/// nothing is changed.
+fn add_slots(
+    map: &mut MemSlots,
+    available: usize,
+    new: &[Slot],
+    show: impl FnOnce() -> Result<(), MicrovmError>,
+) -> Result<(), MicrovmError> {
+    let wanted = map.map().len() + new.len();
+    if wanted > available {
+        return Err(MicrovmError::Slots { wanted, available });
+    }
+    map.update(|edit| {
+        for slot in new {
+            edit.insert(*slot)?;
+        }
+        show()
+    })
 }
 
 fn open_kvm() -> Result<Kvm, MicrovmError> {

@@ -1,18 +1,21 @@
 //! The guest's memory in this process: mapped files, and copies in and out for devices, by
 //! vm-memory.
 //!
-//! Invariant: what a device writes is marked as dirty *after* the data has landed, so that whoever
-//! harvests the mark and then reads the page reads the data.
+//! Memory may be plugged in while the guest runs. Invariants: what a device writes is marked as
+//! dirty *after* the data has landed, so that whoever harvests the mark and then reads the page
+//! reads the data; and a block that is there stays where it is, with its number, as long as anyone
+//! can refer to it.
 #![allow(unsafe_code)]
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use godwit_memory::RamBlock;
-use godwit_memslots::{MemSlots, Slot, SlotEdit, SlotError, SlotFlags, SlotId};
+use godwit_memslots::{Slot, SlotFlags, SlotId};
 use godwit_track::{BlockMapping, VhostLog, VhostLogRegion};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
@@ -22,17 +25,22 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 use crate::MicrovmError;
 use crate::error::system;
-use crate::layout::BlockPlan;
+use crate::layout::{BlockPlan, TOP};
 
 const HUGE: u64 = 2 << 20;
 
 /// All memory of the guest.
 pub struct GuestRam {
+    now: RwLock<Arc<Memory>>,
+    device_log: Arc<VhostLog>,
+}
+
+/// The blocks that there are at one moment.
+pub(crate) struct Memory {
     blocks: Arc<Vec<RamBlock>>,
     /// As devices see it: refers to what `placed` has mapped, and goes before it.
-    memory: GuestMemoryMmap<VhostLogRegion>,
-    placed: Vec<Placed>,
-    device_log: Arc<VhostLog>,
+    devices: GuestMemoryMmap<VhostLogRegion>,
+    placed: Vec<Arc<Placed>>,
 }
 
 /// One block, mapped.
@@ -54,7 +62,7 @@ unsafe impl Sync for Placed {}
 
 impl std::fmt::Debug for GuestRam {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("GuestRam").field("blocks", &self.blocks).finish_non_exhaustive()
+        f.debug_struct("GuestRam").field("blocks", &self.blocks()).finish_non_exhaustive()
     }
 }
 
@@ -64,35 +72,42 @@ impl GuestRam {
     /// # Errors
     /// When a file cannot be made, used or mapped.
     pub fn new(plans: &[BlockPlan]) -> Result<Self, MicrovmError> {
-        let (mut blocks, mut placed) = (Vec::new(), Vec::new());
-        for plan in plans {
-            let one = Placed::new(plan)?;
-            let path = match &plan.path {
-                Some(path) => path.clone(),
-                None => PathBuf::from(format!("/proc/self/fd/{}", one.file.as_raw_fd())),
-            };
-            blocks.push(RamBlock::open(&plan.name, &path, 0, plan.size, false)?);
-            placed.push(one);
-        }
-        let top = placed.iter().map(|placed| placed.gpa + placed.size).max().unwrap_or(0);
-        let device_log = VhostLog::new(PageCount(top / PAGE_SIZE))?;
-        let mut by_address: Vec<_> = placed.iter().collect();
-        by_address.sort_by_key(|placed| placed.gpa);
-        let regions = by_address.into_iter().map(|placed| placed.region(&device_log));
-        let memory = GuestMemoryMmap::from_regions(regions.collect::<Result<_, _>>()?);
-        let memory = memory.map_err(|error| MicrovmError::Layout(error.to_string()))?;
-        Ok(Self { blocks: Arc::new(blocks), memory, placed, device_log })
+        let placed = plans.iter().map(|plan| Ok(Arc::new(Placed::new(plan)?)));
+        let placed = placed.collect::<Result<_, MicrovmError>>()?;
+        // For all that may ever be plugged in: a bit for each page there could be, of which those
+        // that nobody marks take no memory.
+        let device_log = VhostLog::new(PageCount(TOP / PAGE_SIZE))?;
+        let now = RwLock::new(Arc::new(Memory::of(placed, &device_log)?));
+        Ok(Self { now, device_log })
+    }
+
+    /// The blocks as they are, to keep.
+    pub(crate) fn now(&self) -> Arc<Memory> {
+        Arc::clone(&self.now.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Makes and maps one more block, `plan`, which was checked with the others. Nobody sees it
+    /// before the result was given to [`Self::replace`].
+    pub(crate) fn with(&self, plan: &BlockPlan) -> Result<Memory, MicrovmError> {
+        let mut placed = self.now().placed.clone();
+        placed.push(Arc::new(Placed::new(plan)?));
+        Memory::of(placed, &self.device_log)
+    }
+
+    /// Shows everyone `memory`, which has all blocks that there are and more.
+    pub(crate) fn replace(&self, memory: Memory) {
+        *self.now.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(memory);
     }
 
     /// The RAM blocks, for the engine.
     #[must_use]
     pub fn blocks(&self) -> Arc<Vec<RamBlock>> {
-        Arc::clone(&self.blocks)
+        Arc::clone(&self.now().blocks)
     }
 
-    /// Each block's name, guest address and size.
-    pub(crate) fn places(&self) -> impl Iterator<Item = (&str, u64, u64)> {
-        self.placed.iter().map(|placed| (placed.plan.name.as_str(), placed.gpa, placed.size))
+    /// The blocks as they were asked for.
+    pub(crate) fn plans(&self) -> Vec<BlockPlan> {
+        self.now().placed.iter().map(|placed| placed.plan.clone()).collect()
     }
 
     /// Paths by which another process can open the RAM files while this one lives.
@@ -102,50 +117,14 @@ impl GuestRam {
             Some(path) => path.clone(),
             None => PathBuf::from(format!("/proc/{own}/fd/{}", placed.file.as_raw_fd())),
         };
-        self.placed.iter().map(path).collect()
+        self.now().placed.iter().map(|placed| path(placed)).collect()
     }
 
     /// Removes the names of the RAM files. What is mapped stays as it is.
     pub fn remove_names(&self) {
-        for path in self.placed.iter().filter_map(|placed| placed.plan.path.as_ref()) {
+        for path in self.plans().into_iter().filter_map(|plan| plan.path) {
             let _ = std::fs::remove_file(path);
         }
-    }
-
-    /// The memory slots: at least one for each block, and `wanted` in all where the blocks have
-    /// that many pages.
-    ///
-    /// # Errors
-    /// When blocks overlap, in the guest.
-    pub fn slots(&self, wanted: usize) -> Result<MemSlots, SlotError> {
-        let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
-        let mut slots = MemSlots::new();
-        slots.update(|edit| self.cut(wanted, total, edit))?;
-        Ok(slots)
-    }
-
-    /// Cuts the blocks, of `total` pages, into slots.
-    fn cut(&self, wanted: usize, total: u64, slots: &mut SlotEdit) -> Result<(), SlotError> {
-        let mut id = 0;
-        for (block, placed) in self.placed.iter().enumerate() {
-            let pages = placed.size / PAGE_SIZE;
-            let share = (u128::from(pages) * wanted as u128 / u128::from(total))
-                .clamp(1, pages.into()) as u64;
-            for number in 0..share {
-                let (first, end) = (pages * number / share, pages * (number + 1) / share);
-                slots.insert(Slot {
-                    id: SlotId(id),
-                    flags: SlotFlags::NONE,
-                    gfn: Gpa(placed.gpa + first * PAGE_SIZE).frame(),
-                    pages: PageCount(end - first),
-                    hva: Hva(placed.base.as_ptr() as u64 + first * PAGE_SIZE),
-                    block: block as u32,
-                    first: PageIndex(first),
-                })?;
-                id += 1;
-            }
-        }
-        Ok(())
     }
 
     /// Where each block is mapped in this process.
@@ -154,7 +133,7 @@ impl GuestRam {
             pages: PageRun::new(0, placed.size / PAGE_SIZE),
             address: Hva(placed.base.as_ptr() as u64),
         };
-        self.placed.iter().map(|placed| vec![mapping(placed)]).collect()
+        self.now().placed.iter().map(|placed| vec![mapping(placed)]).collect()
     }
 
     /// The log of what devices wrote, for a tracker. Page tables see device writes by themselves;
@@ -163,27 +142,97 @@ impl GuestRam {
         &self.device_log
     }
 
-    /// The memory as devices see it.
-    #[must_use]
-    pub fn memory(&self) -> &GuestMemoryMmap<VhostLogRegion> {
-        &self.memory
-    }
-
     /// Copies guest memory at `gpa` to `bytes`; `None` if it is not all memory. The guest may write
     /// it meanwhile: the copy then holds some mixture, which is what a device sees too.
     #[must_use]
     pub fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
-        self.memory.read_slice(bytes, GuestAddress(gpa)).ok()
+        self.now().devices.read_slice(bytes, GuestAddress(gpa)).ok()
     }
 
     /// Copies `bytes` to guest memory at `gpa` and marks the pages; `None` if it is not all memory.
     #[must_use]
     pub fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
-        self.memory.write_slice(bytes, GuestAddress(gpa)).ok()
+        self.now().devices.write_slice(bytes, GuestAddress(gpa)).ok()
+    }
+
+    /// Stores `value` at `gpa`, after all that was written before as the guest sees it; `None` if
+    /// that is no memory.
+    #[must_use]
+    pub(crate) fn store(&self, gpa: u64, value: u64) -> Option<()> {
+        self.now().devices.store(value, GuestAddress(gpa), Ordering::Release).ok()
+    }
+}
+
+impl Memory {
+    /// Memory in `placed`, whose devices mark what they write in `log`.
+    fn of(placed: Vec<Arc<Placed>>, log: &Arc<VhostLog>) -> Result<Self, MicrovmError> {
+        let blocks = placed.iter().map(|placed| placed.block()).collect::<Result<_, _>>()?;
+        let mut by_address: Vec<_> = placed.iter().collect();
+        by_address.sort_by_key(|placed| placed.gpa);
+        let regions = by_address.into_iter().map(|placed| placed.region(log));
+        let devices = GuestMemoryMmap::from_regions(regions.collect::<Result<_, _>>()?);
+        let devices = devices.map_err(|error| MicrovmError::Layout(error.to_string()))?;
+        Ok(Self { blocks: Arc::new(blocks), devices, placed })
+    }
+
+    /// The RAM blocks.
+    pub(crate) fn blocks(&self) -> &[RamBlock] {
+        &self.blocks
+    }
+
+    /// As devices see it.
+    pub(crate) fn devices(&self) -> &GuestMemoryMmap<VhostLogRegion> {
+        &self.devices
+    }
+
+    /// Cuts all blocks into slots: at least one for each, and `wanted` in all where the blocks have
+    /// that many pages.
+    pub(crate) fn slots(&self, wanted: usize) -> Vec<Slot> {
+        let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
+        let mut slots = Vec::new();
+        for (block, placed) in self.placed.iter().enumerate() {
+            let pages = u128::from(placed.size / PAGE_SIZE);
+            let share = pages * wanted as u128 / u128::from(total);
+            slots.extend(placed.slots(block, share as usize, slots.len() as u32));
+        }
+        slots
+    }
+
+    /// Cuts the last block into `wanted` slots, whose numbers begin with `id`.
+    pub(crate) fn slots_of_last(&self, wanted: usize, id: u32) -> Vec<Slot> {
+        let last = self.placed.iter().enumerate().next_back();
+        last.map_or_else(Vec::new, |(block, placed)| placed.slots(block, wanted, id).collect())
     }
 }
 
 impl Placed {
+    /// The same for the engine.
+    fn block(&self) -> Result<RamBlock, MicrovmError> {
+        let path = match &self.plan.path {
+            Some(path) => path.clone(),
+            None => PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
+        };
+        Ok(RamBlock::open(&self.plan.name, &path, 0, self.plan.size, false)?)
+    }
+
+    /// The same, which is block number `block`, in `wanted` slots of about one size: at least one,
+    /// and at most one for each page.
+    fn slots(&self, block: usize, wanted: usize, id: u32) -> impl Iterator<Item = Slot> {
+        let pages = self.size / PAGE_SIZE;
+        let count = (wanted as u64).clamp(1, pages);
+        let cut =
+            move |number: u64| (u128::from(pages) * u128::from(number) / u128::from(count)) as u64;
+        (0..count).map(move |number| Slot {
+            id: SlotId(id + number as u32),
+            flags: SlotFlags::NONE,
+            gfn: Gpa(self.gpa + cut(number) * PAGE_SIZE).frame(),
+            pages: PageCount(cut(number + 1) - cut(number)),
+            hva: Hva(self.base.as_ptr() as u64 + cut(number) * PAGE_SIZE),
+            block: block as u32,
+            first: PageIndex(cut(number)),
+        })
+    }
+
     /// The same for vm-memory; what goes through it is marked in `log`.
     fn region(&self, log: &Arc<VhostLog>) -> Result<GuestRegionMmap<VhostLogRegion>, MicrovmError> {
         let refused =
@@ -313,15 +362,15 @@ mod tests {
     #[test]
     fn slots_tile_the_blocks_at_any_alignment() {
         let ram = ram();
-        let slots = ram.slots(100).unwrap().map().to_vec();
+        let slots = ram.now().slots(100);
         let of = |block| slots.iter().filter(move |slot| slot.block == block);
         assert_eq!(of(0).map(|slot| slot.pages.0).sum::<u64>(), 256);
         assert_eq!(of(1).map(|slot| slot.pages.0).sum::<u64>(), 5);
         assert_eq!(of(1).next().unwrap().gfn.0, 0x203);
         assert_eq!(of(1).next().unwrap().hva.0 % HUGE, 0x5000);
         assert!((95..=100).contains(&slots.len()), "{}", slots.len());
-        assert_eq!(ram.slots(0).unwrap().map().len(), 2);
-        assert_eq!(ram.slots(10_000).unwrap().map().len(), 261);
+        assert_eq!(ram.now().slots(0).len(), 2);
+        assert_eq!(ram.now().slots(10_000).len(), 261);
     }
 
     #[test]
@@ -330,7 +379,7 @@ mod tests {
         let ram = ram();
         ram.write(0x1000, &[1; 4096]).unwrap();
         let sizes: Vec<_> = ram.blocks().iter().map(RamBlock::pages).collect();
-        let slots = ram.slots(7).unwrap().map().to_vec();
+        let slots = ram.now().slots(7);
         let tracker = VhostLogTracker::start(ram.device_log(), &sizes, &slots).unwrap();
         ram.write(0x20_3ffe, b"seam").unwrap();
         ram.write(0x2000, &[1; 4096]).unwrap();

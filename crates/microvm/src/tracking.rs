@@ -105,8 +105,9 @@ impl Tracking {
                 return Ok(Arc::new(PagemapTracker::start_own(&bus.ram.mappings())?));
             }
             (Self::Ring(_), Some(rings)) => {
-                // SAFETY: the machine made these slots in this VM and never changes them; it
-                // outlives the migration that the tracker belongs to.
+                // SAFETY: the machine made these slots in this VM and never changes them, and it
+                // adds none while it is tracked; it outlives the migration that the tracker belongs
+                // to.
                 Box::new(unsafe { KvmRingTracker::start(rings, &sizes, slots) }?)
             }
             // SAFETY: as above.

@@ -126,7 +126,7 @@ impl PagemapTracker {
         let mut directories: Vec<_> = ordinary.filter_map(|block| block.path()?.parent()).collect();
         directories.dedup();
         if directories.into_iter().any(|directory| loses_nothing(Some(directory)) == Some(false)) {
-            tracker.protect_once()?;
+            tracker.protect_all()?;
         }
         Ok(tracker)
     }
@@ -142,7 +142,7 @@ impl PagemapTracker {
         kernel_support()?;
         let tracker = Self::begin_own(blocks)?;
         if loses_nothing(None) == Some(false) {
-            tracker.protect_once()?;
+            tracker.protect_all()?;
         }
         Ok(tracker)
     }
@@ -151,11 +151,7 @@ impl PagemapTracker {
     /// entry for each 4 KiB. From then on nothing is mapped in huge pages, and no harvest in parts
     /// has any to split: for kernels that lose writes in doing so (`partial`). Costs the guest the
     /// huge pages until tracking ends.
-    ///
-    /// # Errors
-    /// When the kernel refuses, or has no memory for the page tables.
-    #[doc(hidden)]
-    pub fn protect_once(&self) -> Result<(), TrackError> {
+    fn protect_all(&self) -> Result<(), TrackError> {
         for (block, mapped) in self.protected.blocks.iter().enumerate() {
             for mapping in mapped {
                 let bytes = mapping.pages.count.bytes().0;
@@ -301,8 +297,17 @@ impl PagemapTracker {
         self.governed.get().map(|governed| governed.governor.stopped()).unwrap_or_default()
     }
 
+    /// Works as on a kernel that loses writes in huge pages: for tests on kernels that do not.
+    ///
+    /// # Errors
+    /// When the kernel refuses, or has no memory for the page tables.
+    #[cfg(feature = "test-hooks")]
+    pub fn protect_once(&self) -> Result<(), TrackError> {
+        self.protect_all()
+    }
+
     /// Has the governor's handler do nothing for a while: a fault made up for tests.
-    #[doc(hidden)]
+    #[cfg(feature = "test-hooks")]
     pub fn stall_governor(&self, time: std::time::Duration) {
         if let Some(governed) = self.governed.get() {
             governed.governor.stall(time);

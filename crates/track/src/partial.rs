@@ -8,7 +8,7 @@
 //! what a discard drops. It takes memory that comes in huge pages as the guest's does: a file
 //! without a name beside the RAM file.
 //!
-//! The way round it is `PagemapTracker::protect_once`.
+//! The way round it is `PagemapTracker::protect_all`.
 #![allow(unsafe_code)]
 
 use std::fs::File;

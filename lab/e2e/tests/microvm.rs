@@ -11,6 +11,7 @@ use godwit_testbed::{
     kvm_for,
 };
 use rustix::process::Signal;
+use serde_json::json;
 
 /// Slow enough that a pre-copy lasts for seconds.
 const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
@@ -140,6 +141,123 @@ fn odd_blocks_many_slots_two_vcpus_and_a_disk() -> anyhow::Result<()> {
     }
     std::fs::remove_file(image)?;
     Ok(())
+}
+
+/// Runs `godwit microvm plug` on `vm`: its exit code, what it said, what it complained of.
+fn plug(vm: &MicroVm, rest: &[&str]) -> anyhow::Result<(Option<i32>, String, String)> {
+    let socket = vm.control_socket().display().to_string();
+    let output = Godwit::built()?.run(&[&["microvm", "plug", &socket], rest].concat())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    Ok((output.status.code(), text(&output.stdout), text(&output.stderr)))
+}
+
+/// The same for what must succeed; its answer in JSON.
+fn plugged(vm: &MicroVm, rest: &[&str]) -> anyhow::Result<serde_json::Value> {
+    let (code, told, errors) = plug(vm, &[rest, &["--json"]].concat())?;
+    ensure!(code == Some(0), "{rest:?}: {code:?} {errors}");
+    Ok(serde_json::from_str(&told)?)
+}
+
+/// What this host has left of memory and swap (proc(5)), in bytes.
+fn spare_memory() -> anyhow::Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let field = |name: &str| {
+        let words = text.lines().find_map(|line| line.strip_prefix(name))?;
+        words.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+    };
+    Ok((field("MemAvailable:").unwrap_or(0) + field("SwapFree:").unwrap_or(0)) << 10)
+}
+
+#[test]
+fn memory_that_is_plugged_in_moves_and_grows_on() -> anyhow::Result<()> {
+    for tracker in ["kvm-log", "kvm-ring", "pagemap"] {
+        let options = [SMALL, &["--tracker", tracker]].concat();
+        let test = "memory_that_is_plugged_in_moves_and_grows_on";
+        let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
+        let told = plugged(&pair.source, &["32MiB", "--slots", "3"])?;
+        assert_eq!(
+            told,
+            json!({"block": "plugged0", "gpa": 4_u64 << 30, "bytes": 32 << 20, "slots": 4})
+        );
+        pair.source.wait_plugged(1, LIMIT)?;
+        // A machine without that memory is no place for the guest.
+        let (migrate, _) = pair.migrate(&[])?;
+        check_refused(&migrate, 1, &["'plugged0' of the source does not exist"])?;
+        // Slots are each host's own.
+        plugged(&pair.destination, &["32MiB"])?;
+
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+
+        pair.check_moved(&migrate)?;
+        plugged(&pair.destination, &["16MiB"])?;
+        pair.destination.wait_plugged(1, LIMIT)?;
+        pair.destination.wait_for_heartbeats_after(std::time::Instant::now(), 3, LIMIT)?;
+        ensure!(pair.destination.bugs().is_empty(), "{:?}", pair.destination.bugs());
+    }
+    Ok(())
+}
+
+#[test]
+fn thousands_of_slots_are_plugged_in_while_the_guest_runs() -> anyhow::Result<()> {
+    let options = [
+        ["--memory", "128MiB"],
+        ["--slots", "1000"],
+        ["--mode", "full"],
+        ["--working-set", "8MiB"],
+        ["--cpus", "2"],
+    ]
+    .concat();
+    let test = "thousands_of_slots_are_plugged_in_while_the_guest_runs";
+    let Some(pair) = MicroPair::start(test, &options)? else { return Ok(()) };
+    for vm in [&pair.source, &pair.destination] {
+        assert_eq!(plugged(vm, &["48MiB", "--slots", "5000"])?["slots"], 6000);
+        assert_eq!(plugged(vm, &["1MiB", "--slots", "9999"])?["slots"], 6256, "one for each page");
+    }
+    pair.source.wait_plugged(2, LIMIT)?;
+    // What cannot be is refused in a line, and nothing has changed.
+    for (size, slots, words) in [
+        ("160MiB", "40000", "46256 memory slots were asked for, but this KVM has "),
+        ("63GiB", "1", "ends beyond 64GiB"),
+        ("4KiB", "1", "plug at least 1MiB"),
+        ("1025KiB", "1", "whole pages of 4 KiB"),
+    ] {
+        let (code, told, errors) = plug(&pair.source, &[size, "--slots", slots])?;
+        ensure!(code == Some(1) && told.is_empty(), "{size}: {code:?} {told}");
+        ensure!(errors.contains(words) && errors.lines().count() == 1, "{size}: {errors}");
+    }
+    if spare_memory()? < 50 << 30 {
+        let (code, _, errors) = plug(&pair.source, &["58GiB"])?;
+        ensure!(code == Some(1) && errors.contains("to spare"), "{errors}");
+        ensure!(errors.contains("plug less") && errors.lines().count() == 1, "{errors}");
+    }
+    assert_eq!(pair.source.ask("status")?["slots"], 6256);
+
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+
+    pair.check_moved(&migrate)
+}
+
+#[test]
+fn nothing_is_plugged_in_while_writes_are_tracked() -> anyhow::Result<()> {
+    let test = "nothing_is_plugged_in_while_writes_are_tracked";
+    let Some(pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate = pair.godwit.migrate(&pair.source, &address, SLOW)?;
+    await_copying(&migrate)?;
+    for vm in [&pair.source, &pair.destination] {
+        let (code, _, errors) = plug(vm, &["16MiB"])?;
+        ensure!(code == Some(1) && errors.contains("is migrating: wait for that"), "{errors}");
+    }
+    migrate.signal(Signal::INT)?;
+    ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+    receive.wait(LIMIT)?;
+    pair.check_untouched()?;
+    // Once that is over, it is.
+    for vm in [&pair.source, &pair.destination] {
+        plugged(vm, &["16MiB"])?;
+    }
+    pair.source.wait_plugged(1, LIMIT)?;
+    pair.second_attempt()
 }
 
 #[test]

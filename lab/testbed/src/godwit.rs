@@ -38,8 +38,8 @@ impl Godwit {
         let found = places.into_iter().find(|path| path.is_file());
         let program = found.with_context(|| {
             format!(
-                "there is no godwit beside {}: run `cargo build --bin godwit` (with --release for \
-                 a release)",
+                "there is no godwit beside {}: run `cargo build --bin godwit --features \
+                 test-hooks` (with --release for a release)",
                 this.display()
             )
         })?;
@@ -145,6 +145,23 @@ impl Godwit {
         self.start(Command::new(&self.program), "migrate", vm, &["--to", to], options)
     }
 
+    /// What ships knows none of the options that make up faults; so does a program that was built
+    /// as it ships.
+    fn check_hooks(&self, options: &[&str]) -> anyhow::Result<()> {
+        let asked = ["--fault", "--slow-channel"].iter().any(|hook| options.contains(hook));
+        if asked {
+            let output = self.run(&["migrate", "--fault"])?;
+            let unknown = String::from_utf8_lossy(&output.stderr).contains("unexpected argument");
+            ensure!(
+                !unknown,
+                "{} was built without what makes up faults: run `cargo build --bin godwit \
+                 --features test-hooks`",
+                self.program.display()
+            );
+        }
+        Ok(())
+    }
+
     fn start(
         &self,
         mut program: Command,
@@ -153,6 +170,7 @@ impl Godwit {
         peer: &[&str],
         options: &[&str],
     ) -> anyhow::Result<Running> {
+        self.check_hooks(options)?;
         let place = Place::new()?;
         let errors =
             File::create(place.file("stderr")).context("cannot create a file for errors")?;

@@ -17,19 +17,8 @@ use crate::console::Console;
 use crate::godwit::Godwit;
 use crate::leftovers::Place;
 use crate::machine::Movable;
-use crate::skip::skip;
 
 const START_LIMIT: Duration = Duration::from_secs(30);
-
-/// Whether microvms can run here. If not, says on standard error that the test `test` is skipped.
-#[must_use]
-pub fn kvm_for(test: &str) -> bool {
-    let usable = File::options().read(true).write(true).open("/dev/kvm");
-    if let Err(error) = &usable {
-        skip(test, format_args!("/dev/kvm cannot be opened: {error}"));
-    }
-    usable.is_ok()
-}
 
 /// A running microvm; dropping it ends it.
 #[derive(Debug)]
@@ -88,6 +77,19 @@ impl MicroVm {
         let mut line = String::new();
         BufReader::new(stream).read_line(&mut line)?;
         serde_json::from_str(&line).with_context(|| format!("answered {line:?}"))
+    }
+
+    /// Waits until its guest has told here of `blocks` blocks of memory that were plugged in and
+    /// that it has stamped.
+    ///
+    /// # Errors
+    /// When it does not within `limit`.
+    pub fn wait_plugged(&self, blocks: usize, limit: Duration) -> anyhow::Result<()> {
+        self.console.wait("plugged memory in use", limit, |console| {
+            let lines = console.lines();
+            (lines.iter().filter(|line| line.starts_with("PLUGGED ")).count() >= blocks)
+                .then_some(())
+        })
     }
 
     /// The state it says it is in.

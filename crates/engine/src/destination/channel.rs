@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use godwit_codec::{CodecId, Decompressor};
 use godwit_units::PageRun;
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
+use super::fault::MadeUp;
 use crate::EngineError;
 use crate::link::{FrameReader, wire_error};
 
@@ -53,8 +53,7 @@ pub(super) struct Channel {
     pub(super) decompressor: Decompressor,
     /// The bytes of the pages of a compressed frame.
     pub(super) pages: Vec<u8>,
-    /// A fault made up: frames are placed so late.
-    pub(super) late: Duration,
+    pub(super) made_up: MadeUp,
 }
 
 impl Channel {
@@ -87,9 +86,7 @@ impl Channel {
         let frame = PageFrame::decode(&header, payload).map_err(wire_error(PEER))?;
         let number = frame.block as usize;
         self.place.check(number)?;
-        if !self.late.is_zero() {
-            std::thread::sleep(self.late);
-        }
+        self.made_up.delay(self.number);
         let raw = if frame.codec == 0 {
             frame.data
         } else {
@@ -113,12 +110,14 @@ impl Channel {
 mod tests {
     use std::io::Write;
     use std::os::unix::net::UnixStream;
+    use std::time::Duration;
 
     use godwit_memory::RamBlock;
     use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
     use godwit_wire::PageFrameBuilder;
 
     use super::super::memory::MemoryPlace;
+    use super::super::{Faults, Options};
     use super::*;
     use crate::address::Stream;
 
@@ -150,7 +149,7 @@ mod tests {
             barriers: Arc::clone(barriers),
             decompressor: Decompressor::new(),
             pages: Vec::new(),
-            late: Duration::ZERO,
+            made_up: MadeUp::of(&Options::default()),
         }
     }
 
@@ -158,6 +157,9 @@ mod tests {
     /// the new one over `second`. Channel 0 is late. Returns what the page holds in the end, and
     /// the error of a channel, if there was one.
     fn race(first: usize, second: usize, any_channel: bool) -> (u8, Option<EngineError>) {
+        let slow_channel = Some((0, Duration::from_millis(400)));
+        let faults = Faults { slow_channel, ..Faults::default() };
+        let late = Options { faults, ..Options::default() };
         let blocks = block();
         let barriers = Arc::new(Barriers::new(2));
         let mut sending = Vec::new();
@@ -166,7 +168,7 @@ mod tests {
             let (ours, theirs) = UnixStream::pair().unwrap();
             sending.push(ours);
             let mut channel = channel(number, 2, theirs, &blocks, &barriers, any_channel);
-            channel.late = Duration::from_millis(if number == 0 { 400 } else { 0 });
+            channel.made_up = MadeUp::of(&late);
             threads.push(std::thread::spawn(move || channel.run()));
         }
         let mut builder = PageFrameBuilder::new();

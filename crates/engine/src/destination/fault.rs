@@ -1,8 +1,16 @@
-//! Kills made up on purpose, where nothing outside could make them at the right moment. This
-//! process then ends as by SIGKILL: nothing of it is run any more.
+//! Faults made up on purpose, where nothing outside could make them at the right moment. Those that
+//! kill end this process as SIGKILL does: nothing of it is run any more.
+//!
+//! Only a build with the feature `test-hooks` can be told of one. Without it [`MadeUp`] has no size
+//! and is no fault, so the compiler leaves out what would follow.
+
+#[cfg(feature = "test-hooks")]
+use std::time::Duration;
 
 use godwit_protocol::destination::Action;
 use rustix::process::{Signal, getpid, kill_process};
+
+use super::Options;
 
 /// When this process is to be killed.
 ///
@@ -14,6 +22,10 @@ use rustix::process::{Signal, getpid, kill_process};
 /// assert!(!options.overcommit);
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    not(feature = "test-hooks"),
+    expect(unreachable_pub, clippy::enum_variant_names, reason = "nobody can name one")
+)]
 pub enum Fault {
     /// When the machine is ready to load.
     KillAfterPrepare = 1,
@@ -27,23 +39,81 @@ pub enum Fault {
     KillAfterRun = 5,
 }
 
-impl Fault {
-    /// Ends this process if that is to be when `action` was carried out.
-    pub(super) fn strike_after(self, action: Action) {
-        let strikes = match action {
-            Action::Prepare => self == Self::KillAfterPrepare,
-            Action::FinishLoad => self == Self::KillAfterLoad,
-            Action::SendReady => self == Self::KillAfterReady,
-            Action::RunGuest => self == Self::KillAfterRun,
-            _ => false,
-        };
-        if strikes {
-            self.strike();
+/// Faults made up on purpose.
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::destination::Faults;
+///
+/// let faults = Faults { slow_channel: Some((0, Duration::from_millis(1))), ..Faults::default() };
+/// assert_ne!(faults, Faults::default());
+/// ```
+#[cfg(feature = "test-hooks")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// A channel, by its number (those of disks behind those of memory), that places each of its
+    /// frames only after this time.
+    pub slow_channel: Option<(usize, Duration)>,
+    /// This process is killed.
+    pub kill: Option<Fault>,
+}
+
+/// The faults that a migration makes up, if any.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MadeUp {
+    #[cfg(feature = "test-hooks")]
+    faults: Faults,
+}
+
+impl MadeUp {
+    #[cfg(feature = "test-hooks")]
+    pub(super) fn of(options: &Options) -> Self {
+        Self { faults: options.faults }
+    }
+
+    #[cfg(not(feature = "test-hooks"))]
+    pub(super) fn of(_: &Options) -> Self {
+        Self {}
+    }
+
+    #[cfg(feature = "test-hooks")]
+    fn kill(self) -> Option<Fault> {
+        self.faults.kill
+    }
+
+    #[cfg(not(feature = "test-hooks"))]
+    fn kill(self) -> Option<Fault> {
+        None
+    }
+
+    /// Keeps channel `number` from placing its next frame for a while, if it is the slow one.
+    #[cfg(feature = "test-hooks")]
+    pub(super) fn delay(self, number: usize) {
+        if let Some((slow, late)) = self.faults.slow_channel
+            && slow == number
+        {
+            std::thread::sleep(late);
         }
     }
 
-    /// Ends this process.
-    pub(super) fn strike(self) {
-        let _ = kill_process(getpid(), Signal::KILL);
+    #[cfg(not(feature = "test-hooks"))]
+    pub(super) fn delay(self, _: usize) {}
+
+    /// Ends this process if that is to be when `action` was carried out.
+    pub(super) fn strike_after(self, action: Action) {
+        self.strike_if(match action {
+            Action::Prepare => Fault::KillAfterPrepare,
+            Action::FinishLoad => Fault::KillAfterLoad,
+            Action::SendReady => Fault::KillAfterReady,
+            Action::RunGuest => Fault::KillAfterRun,
+            _ => return,
+        });
+    }
+
+    /// Ends this process if that is the fault.
+    pub(super) fn strike_if(self, fault: Fault) {
+        if self.kill() == Some(fault) {
+            let _ = kill_process(getpid(), Signal::KILL);
+        }
     }
 }

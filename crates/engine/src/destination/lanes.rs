@@ -14,13 +14,14 @@ use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
 use godwit_wire::Role;
 
+use super::Notice;
 use super::barriers::Barriers;
 use super::channel::{Channel, PEER, PageSink};
 use super::disk::{DiskPlace, LastRound};
+use super::fault::MadeUp;
 use super::memory::MemoryPlace;
 use super::offer::Accepted;
 use super::session::Session;
-use super::{Faults, Notice};
 use crate::address::Stream;
 use crate::link::{FrameReader, link_error};
 use crate::vm::{DestinationVm, VmError};
@@ -42,7 +43,7 @@ impl Lanes {
         session: &Session<'_>,
         ram: &Arc<Vec<RamBlock>>,
         accepted: Accepted,
-        faults: Faults,
+        made_up: MadeUp,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Self, EngineError> {
         let Accepted { offer, order, disks } = accepted;
@@ -62,7 +63,8 @@ impl Lanes {
                 channels,
                 blocks: Arc::clone(ram),
                 order: Arc::clone(&lanes.order),
-                any_channel: faults.any_channel,
+                #[cfg(test)]
+                any_channel: false,
             })
         };
         let mut places: Vec<Box<dyn PageSink>> = (0..channels).map(memory).collect();
@@ -81,10 +83,7 @@ impl Lanes {
                 barriers: Arc::clone(&lanes.barriers),
                 decompressor: Decompressor::new(),
                 pages: Vec::new(),
-                late: match faults.slow_channel {
-                    Some((slow, late)) if slow == number => late,
-                    _ => Duration::ZERO,
-                },
+                made_up,
             };
             lanes.channels.push((handle, threads::start("channel", move || channel.run())?));
         }

@@ -20,6 +20,7 @@ pub(super) struct MemoryPlace {
     /// The source's number of a block -> ours.
     pub(super) order: Arc<Vec<usize>>,
     /// A fault made up: pages are taken over any channel.
+    #[cfg(test)]
     pub(super) any_channel: bool,
 }
 
@@ -53,7 +54,11 @@ impl PageSink for MemoryPlace {
         content: Content,
         bytes: &[u8],
     ) -> Result<(), EngineError> {
-        if !self.any_channel && !belongs(number, run, self.number, self.channels) {
+        #[cfg(test)]
+        let any_channel = self.any_channel;
+        #[cfg(not(test))]
+        let any_channel = false;
+        if !any_channel && !belongs(number, run, self.number, self.channels) {
             let what =
                 format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
             return Err(EngineError::Protocol { peer: PEER, what });

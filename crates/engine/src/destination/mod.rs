@@ -37,11 +37,14 @@ use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor};
 
 use channel::PEER;
-pub use fault::Fault;
+use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
 use offer::{Accepted, await_offer, check_room};
 use session::{Session, out_of_place};
+
+#[cfg(feature = "test-hooks")]
+pub use fault::{Fault, Faults};
 
 /// What is told while receiving.
 ///
@@ -138,6 +141,7 @@ pub struct Options {
     /// VM, has left.
     pub overcommit: bool,
     /// Faults to make up, for tests.
+    #[cfg(feature = "test-hooks")]
     pub faults: Faults,
 }
 
@@ -148,29 +152,10 @@ impl Default for Options {
             codecs: Codecs::ALL,
             disks: DiskChoice::None,
             overcommit: false,
+            #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
         }
     }
-}
-
-/// Faults made up on purpose.
-///
-/// ```
-/// use std::time::Duration;
-/// use godwit_engine::destination::Faults;
-///
-/// let faults = Faults { slow_channel: Some((0, Duration::from_millis(1))), ..Faults::default() };
-/// assert_ne!(faults, Faults::default());
-/// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Faults {
-    /// A channel, by its number (those of disks behind those of memory), that places each of its
-    /// frames only after this time.
-    pub slow_channel: Option<(usize, Duration)>,
-    /// Pages are taken over any channel.
-    pub any_channel: bool,
-    /// This process is killed.
-    pub kill: Option<Fault>,
 }
 
 /// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and
@@ -292,7 +277,7 @@ impl Destination<'_> {
                 let _action = tracing::debug_span!("action", ?action).entered();
                 match self.perform(&mut stage, action) {
                     Ok(input) => {
-                        self.options.faults.kill.inspect(|fault| fault.strike_after(action));
+                        MadeUp::of(self.options).strike_after(action);
                         follow = input.or(follow);
                     }
                     Err(error) => {
@@ -448,8 +433,8 @@ impl Destination<'_> {
         if let Stage::Offered(offered) = std::mem::take(stage) {
             let codecs = self.options.codecs.common(Codecs(offered.offer.codecs)).0;
             self.session.say(&Message::Accept { codecs })?;
-            let faults = self.options.faults;
-            let lanes = Lanes::accept(&self.session, &self.ram, offered, faults, self.notice)?;
+            let made_up = MadeUp::of(self.options);
+            let lanes = Lanes::accept(&self.session, &self.ram, offered, made_up, self.notice)?;
             *stage = Stage::Receiving(lanes);
         }
         Ok(())
@@ -500,8 +485,7 @@ impl Destination<'_> {
         }
         if self.runs {
             self.vm.taking_over().map_err(EngineError::Vm)?;
-            let kill = self.options.faults.kill;
-            kill.filter(|it| *it == Fault::KillBeforeRun).inspect(|it| it.strike());
+            MadeUp::of(self.options).strike_if(fault::Fault::KillBeforeRun);
             self.vm.run().map_err(|error| match error {
                 RunError::NeverRan(error) => EngineError::Vm(error),
                 RunError::Unknown(error) => EngineError::Uncertain(error),

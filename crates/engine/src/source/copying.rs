@@ -350,8 +350,7 @@ impl Copying {
     /// Compares the digests of all memory.
     pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
         let free = self.free.hints().map(Arc::as_ref);
-        let fault = source.options.fault;
-        verification::compare(&mut source.session, source.vm, &source.ram, free, fault)
+        verification::compare(&mut source.session, source.vm, &source.ram, free)
     }
 
     /// Tells whoever looks how the migration stands.

@@ -1,9 +1,13 @@
 //! Faults made up on purpose, where nothing outside could make them at the right moment.
 //!
-//! Those that kill end this process as SIGKILL does: nothing of it is run any more.
+//! Those that kill end this process as SIGKILL does: nothing of it is run any more. Only a build
+//! with the feature `test-hooks` can be told of one. Without it [`MadeUp`] has no size and is no
+//! fault, so the compiler leaves out what would follow.
 
 use godwit_protocol::source::Action;
 use rustix::process::{Signal, getpid, kill_process};
+
+use super::Options;
 
 /// A fault to make up.
 ///
@@ -16,6 +20,7 @@ use rustix::process::{Signal, getpid, kill_process};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "test-hooks"), expect(unreachable_pub, reason = "nobody can name one"))]
 pub enum Fault {
     /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
     CutAfterCommit = 1,
@@ -62,7 +67,7 @@ impl Fault {
     fn is_after(self, action: Action) -> bool {
         match action {
             Action::SendPrepare => self == Self::KillAfterPrepare,
-            Action::StopGuest => matches!(self, Self::KillAfterStop | Self::PanicAfterStop),
+            Action::StopGuest => self == Self::KillAfterStop || self == Self::PanicAfterStop,
             Action::StartLastRound(_) => self == Self::KillInLastRound,
             Action::ReleaseState => self == Self::KillAfterRelease,
             Action::CopyLastRound(_) => self == Self::KillAfterLastRound,
@@ -74,15 +79,56 @@ impl Fault {
         }
     }
 
-    pub(super) fn strike_after(self, action: Action) {
-        if self.is_after(action) {
-            self.strike();
+    /// Ends this process.
+    fn strike(self) {
+        assert!(self != Self::PanicAfterStop, "made up");
+        let _ = kill_process(getpid(), Signal::KILL);
+    }
+}
+
+/// The fault that a migration makes up, if any.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct MadeUp {
+    #[cfg(feature = "test-hooks")]
+    fault: Option<Fault>,
+}
+
+impl MadeUp {
+    #[cfg(feature = "test-hooks")]
+    pub(super) fn of(options: &Options) -> Self {
+        Self { fault: options.fault }
+    }
+
+    #[cfg(not(feature = "test-hooks"))]
+    pub(super) fn of(_: &Options) -> Self {
+        Self {}
+    }
+
+    #[cfg(feature = "test-hooks")]
+    fn fault(self) -> Option<Fault> {
+        self.fault
+    }
+
+    #[cfg(not(feature = "test-hooks"))]
+    fn fault(self) -> Option<Fault> {
+        None
+    }
+
+    pub(super) fn is(self, fault: Fault) -> bool {
+        self.fault() == Some(fault)
+    }
+
+    /// Ends this process if that is the fault.
+    pub(super) fn strike_if(self, fault: Fault) {
+        if self.is(fault) {
+            fault.strike();
         }
     }
 
-    /// Ends this process.
-    pub(super) fn strike(self) {
-        assert!(self != Self::PanicAfterStop, "made up");
-        let _ = kill_process(getpid(), Signal::KILL);
+    /// Ends this process if that is to be when `action` was carried out.
+    pub(super) fn strike_after(self, action: Action) {
+        if let Some(fault) = self.fault().filter(|fault| fault.is_after(action)) {
+            fault.strike();
+        }
     }
 }

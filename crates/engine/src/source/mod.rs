@@ -52,7 +52,7 @@ use crate::{EngineError, Failure, Phase, Survivor, limits};
 
 use copying::Copying;
 use ending::Ending;
-pub use fault::Fault;
+use fault::MadeUp;
 use meter::{Meter, Part};
 use session::{Resolved, Session};
 use setup::Setup;
@@ -60,6 +60,9 @@ use state_relay::StateRelay;
 use switchover::Switchover;
 
 const PEER: &str = "destination";
+
+#[cfg(feature = "test-hooks")]
+pub use fault::Fault;
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in
 /// [`MigrationHandle`].
@@ -85,6 +88,7 @@ pub struct Options {
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
     /// A fault to make up, for tests.
+    #[cfg(feature = "test-hooks")]
     pub fault: Option<Fault>,
 }
 
@@ -92,7 +96,15 @@ impl Options {
     /// What suits most: two channels, fingerprints, no comparison, and a source that ends.
     #[must_use]
     pub fn new(to: Address) -> Self {
-        Self { to, verify: false, channels: 2, fingerprints: true, keep_source: false, fault: None }
+        Self {
+            to,
+            verify: false,
+            channels: 2,
+            fingerprints: true,
+            keep_source: false,
+            #[cfg(feature = "test-hooks")]
+            fault: None,
+        }
     }
 }
 
@@ -131,7 +143,8 @@ pub fn migrate(
         cause: EngineError::Random(source),
     };
     let meter = Meter::begin(options.channels);
-    let session = Session::new(&options.to, handle.cancel(), options.fault).map_err(unarmed)?;
+    let session =
+        Session::new(&options.to, handle.cancel(), MadeUp::of(options)).map_err(unarmed)?;
     vm.heed(session.interrupt());
     let setup = Setup::new(vm, options, handle).map_err(unarmed)?;
     let ending = Ending::default();
@@ -256,7 +269,7 @@ impl Source<'_> {
         for action in actions {
             let _action = tracing::debug_span!("action", ?action).entered();
             follow = self.perform(stage, *action)?.or(follow);
-            self.options.fault.inspect(|fault| fault.strike_after(*action));
+            self.session.made_up().strike_after(*action);
         }
         match follow {
             Some(input) => Ok(input),
@@ -350,27 +363,20 @@ impl Source<'_> {
     /// The destination could run the guest: the last moment in which a failure leaves it ours, and
     /// the one to make sure that nobody runs it here once COMMIT is sent.
     fn is_ready(&mut self) -> Result<(), EngineError> {
-        self.session.hold(self.vm, Fault::HoldReady)?;
+        self.session.hold(self.vm, fault::Fault::HoldReady)?;
         self.meter.part_ended(Part::Load);
-        self.strike(Fault::KillAfterReady);
+        self.session.made_up().strike_if(fault::Fault::KillAfterReady);
         if !self.vm.has_ended() {
             self.check_fate()?;
         }
         self.vm.handing_over().map_err(EngineError::Vm)?;
-        self.strike(Fault::KillBeforeCommit);
+        self.session.made_up().strike_if(fault::Fault::KillBeforeCommit);
         Ok(())
     }
 
     /// Ends the migration where nothing is left to be moved.
     fn check_fate(&mut self) -> Result<(), EngineError> {
         self.vm.befallen().map_or(Ok(()), |words| Err(EngineError::Befallen(words)))
-    }
-
-    /// Ends this process if that is the fault to make up.
-    fn strike(&self, fault: Fault) {
-        if self.options.fault == Some(fault) {
-            fault.strike();
-        }
     }
 
     /// Connects to the destination again, to ask who runs the guest.

@@ -17,7 +17,7 @@ use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
 
 use super::PEER;
 use super::abort::Aborter;
-use super::fault::Fault;
+use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::new_session;
 use crate::address::{Address, Stream};
@@ -96,7 +96,7 @@ pub(super) struct Session {
     id: SessionId,
     cancel: Cancel,
     interrupt: Interrupt,
-    fault: Option<Fault>,
+    made_up: MadeUp,
     /// What the threads report. All but the destination report once for each order, so only its
     /// messages are limited.
     events: Receiver<Event>,
@@ -124,7 +124,7 @@ pub(super) struct Session {
 
 impl Session {
     /// A session with the destination at `to`, which is not connected to yet.
-    pub(super) fn new(to: &Address, cancel: &Cancel, fault: Option<Fault>) -> io::Result<Self> {
+    pub(super) fn new(to: &Address, cancel: &Cancel, made_up: MadeUp) -> io::Result<Self> {
         let (events_in, events) = mpsc::channel();
         let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
         Ok(Self {
@@ -132,7 +132,7 @@ impl Session {
             id: new_session()?,
             cancel: cancel.clone(),
             interrupt: Interrupt::new(cancel),
-            fault,
+            made_up,
             events,
             events_in,
             kept: VecDeque::new(),
@@ -361,10 +361,14 @@ impl Session {
         &self.interrupt
     }
 
+    pub(super) fn made_up(&self) -> MadeUp {
+        self.made_up
+    }
+
     /// Where this fault is to be made up: stays for [`HOLD`], or until something goes wrong.
     pub(super) fn hold(&mut self, vm: &dyn SourceVm, fault: Fault) -> Result<(), EngineError> {
         let until = Instant::now() + HOLD;
-        while self.fault == Some(fault) && Instant::now() < until {
+        while self.made_up.is(fault) && Instant::now() < until {
             self.pause(vm, limits::TICK)?;
         }
         Ok(())
@@ -391,12 +395,12 @@ impl Session {
         // part of it may have arrived.
         self.committed = true;
         self.interrupt.silence();
-        let fault = self.fault.filter(|_| self.resolve_until.is_none());
-        if fault == Some(Fault::LoseCommit) {
+        let first = self.resolve_until.is_none();
+        if first && self.made_up.is(Fault::LoseCommit) {
             self.cut();
         }
         self.say(&Message::Commit)?;
-        if fault == Some(Fault::CutAfterCommit) {
+        if first && self.made_up.is(Fault::CutAfterCommit) {
             self.cut();
         }
         Ok(())
@@ -442,7 +446,7 @@ impl Session {
     /// Tells the destination that it need not wait for questions. Without this word it stays for
     /// [`limits::LINGER`], so where the link broke just now, a new connection is tried.
     pub(super) fn say_farewell(&mut self) {
-        if self.fault == Some(Fault::LoseFarewell) {
+        if self.made_up.is(Fault::LoseFarewell) {
             self.cut();
         }
         if self.say(&Message::Farewell).is_err()

@@ -50,7 +50,7 @@ impl Setup {
         if direct_io && self.fingerprints.is_none() {
             return Err(EngineError::DirectIo);
         }
-        self.direct_io = direct_io && source.options.fault != Some(Fault::TrustTracker);
+        self.direct_io = direct_io && !source.session.made_up().is(Fault::TrustTracker);
         let most = [
             ("RAM blocks", source.ram.len(), BLOCKS_LIMIT),
             ("disks to move", self.disks.len(), DISKS_LIMIT),

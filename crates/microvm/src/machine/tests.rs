@@ -200,6 +200,20 @@ fn a_machine_takes_as_many_slots_as_kvm_has() {
     rig.output.wait_for("HB n=1 ");
 }
 
+#[test]
+fn of_slots_that_kvm_refuses_in_part_none_stays() {
+    let name = "of_slots_that_kvm_refuses_in_part_none_stays";
+    let Some(rig) = rig(name, &plan(1), None) else { return };
+    let ram = rig.machine.ram();
+    let more = layout::plugged(&ram.plans(), ByteCount(1 << 20)).unwrap();
+    let memory = ram.with(&more).unwrap();
+    let mut overlapping = memory.slots_of_last(3, 100);
+    overlapping[2].gfn = overlapping[0].gfn;
+    slots::show(&rig.machine.vm, &overlapping, &memory).unwrap_err();
+    // KVM takes no slot of a number that it has in another size.
+    slots::show(&rig.machine.vm, &memory.slots_of_last(2, 100), &memory).unwrap();
+}
+
 /// How the guest fares for a while.
 #[derive(Clone, Copy, Debug)]
 struct Pace {

@@ -107,6 +107,7 @@ struct Shared {
     /// When the handler was last seen at work, in milliseconds since the beginning.
     beat: AtomicU64,
     /// The handler is to do nothing for so many milliseconds: for tests.
+    #[cfg(feature = "test-hooks")]
     stall: AtomicU64,
     over: AtomicBool,
     counts: Counts,
@@ -179,6 +180,7 @@ impl Governor {
             vcpus: Mutex::new(vcpus.to_vec()),
             memory,
             beat: AtomicU64::new(0),
+            #[cfg(feature = "test-hooks")]
             stall: AtomicU64::new(0),
             over: AtomicBool::new(false),
             counts: Counts::default(),
@@ -225,6 +227,7 @@ impl Governor {
     }
 
     /// Has the handler do nothing for a while: a fault made up for tests of the watchdog.
+    #[cfg(feature = "test-hooks")]
     pub(crate) fn stall(&self, time: Duration) {
         self.shared.stall.store(time.as_millis() as u64, Ordering::Relaxed);
         self.shared.ring();
