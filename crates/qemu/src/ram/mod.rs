@@ -73,8 +73,8 @@ impl Ram {
 }
 
 /// `own`, the RAM of a destination, arranged for a source that has blocks of these names: with what
-/// `own` lacks, as far as QEMU tells where it is, and without what comes with the device state. What
-/// does not fit then is for others to say.
+/// `own` lacks, as far as QEMU tells where it is, and without what comes with the device state.
+/// What does not fit then is for others to say.
 pub(crate) fn fitted(
     machine: &mut Machine,
     own: &[RamBlock],
