@@ -97,6 +97,14 @@ bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest un
 	@$(CARGO) build --quiet --release --workspace --bin godwit --bin qemu
 	@$(CARGO) run --quiet --release --package godwit-bench --bin qemu -- $(BENCH_QEMU)
 
+# `make bench-any BENCH_ANY='--only idle-1 --rounds 1'` for a part; see the program's own usage line.
+BENCH_ANY ?=
+
+.PHONY: bench-any
+bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against each of QEMU's fast ways (needs 20 GiB)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin any
+	@$(CARGO) run --quiet --release --package godwit-bench --bin any -- $(BENCH_ANY)
+
 # `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
 BENCH_BULK ?=
 

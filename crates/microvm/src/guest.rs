@@ -1,7 +1,7 @@
 //! Getting the guest program into memory, and the vCPUs to its first instruction.
 //!
 //! ```text
-//!   0x0800    segment descriptors
+//!   0x0800    segment descriptors (the VMM sets the registers; a firmware needs all of them)
 //!   0x1000    boot block
 //!   0x2000    top-level page table
 //!   0x3000    what was plugged in
@@ -35,7 +35,7 @@ use crate::layout::HOLE;
 use crate::ram::GuestRam;
 
 /// The guest program, built by this crate's build script.
-const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/microvm-guest"));
+pub const IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/microvm-guest"));
 const DESCRIPTORS: u64 = 0x800;
 const GIB: u64 = 1 << 30;
 /// Present, writable, for everyone, accessed; for pages dirty, and large ones.
@@ -47,6 +47,18 @@ const LARGE_PAGE: u64 = 0xe7;
 const TASK: u64 = 0x10000;
 const PORT_MAP: u16 = 104;
 const TASK_SIZE: u32 = PORT_MAP as u32 + 8192 + 1;
+
+/// Flat segments for 64-bit code and for data of ring 3, the task segment, which takes two places,
+/// and, for a firmware on its way there, code and data of ring 0 (SDM volume 3, 3.4.5 and 8.2.3).
+const GDT: [u64; 7] = [
+    0,
+    0x00af_fb00_0000_ffff,
+    0x00cf_f300_0000_ffff,
+    0x0000_8900_0000_0000 | TASK << 16 | (TASK_SIZE - 1) as u64,
+    0,
+    0x00af_9b00_0000_ffff,
+    0x00cf_9300_0000_ffff,
+];
 
 /// How the guest spends its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
@@ -94,9 +106,53 @@ pub(crate) struct Devices {
     pub(crate) balloon: Option<Features>,
 }
 
+/// Guest memory before the guest runs, all of it zero.
+pub trait BootMemory {
+    /// Writes `bytes` at guest address `gpa`; `None` if that is not all memory.
+    #[must_use]
+    fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()>;
+
+    /// Reads what was written; `None` as above.
+    #[must_use]
+    fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()>;
+
+    /// Guest address and size of each stretch of memory.
+    fn stretches(&self) -> Vec<(u64, u64)>;
+}
+
+impl BootMemory for GuestRam {
+    fn write(&self, gpa: u64, bytes: &[u8]) -> Option<()> {
+        Self::write(self, gpa, bytes)
+    }
+
+    fn read(&self, gpa: u64, bytes: &mut [u8]) -> Option<()> {
+        Self::read(self, gpa, bytes)
+    }
+
+    fn stretches(&self) -> Vec<(u64, u64)> {
+        self.plans().into_iter().map(|plan| (plan.gpa, plan.size.0)).collect()
+    }
+}
+
+/// Puts the guest program and what it needs into `ram`, for a machine of another VMM that has
+/// neither disk nor balloon for it, and a time-stamp counter of `tsc_khz`. Returns where the
+/// program is entered: in 64-bit mode and ring 3, the vCPU's number in rdi, by way of the
+/// descriptors and the page tables that are placed, too ([`BOOT_BLOCK`]'s module says where).
+///
+/// # Errors
+/// When it does not fit.
+pub fn place_guest(
+    ram: &dyn BootMemory,
+    plan: &GuestPlan,
+    cpus: u32,
+    tsc_khz: u32,
+) -> Result<u64, MicrovmError> {
+    place(ram, plan, cpus, Devices::default(), tsc_khz)
+}
+
 /// Puts the program and what it needs into `ram`.
 pub(crate) fn place(
-    ram: &GuestRam,
+    ram: &dyn BootMemory,
     plan: &GuestPlan,
     cpus: u32,
     devices: Devices,
@@ -105,12 +161,8 @@ pub(crate) fn place(
     let misplaced =
         || MicrovmError::Layout("the guest program does not fit into the first block".to_owned());
     let (entry, end) = place_program(ram).ok_or_else(misplaced)?;
-    // A flat 64-bit code segment and a data segment, both of ring 3 (SDM volume 3, 3.4.5).
-    for (number, descriptor) in
-        [0_u64, 0x00af_fb00_0000_ffff, 0x00cf_f300_0000_ffff].into_iter().enumerate()
-    {
-        ram.write(DESCRIPTORS + 8 * number as u64, &descriptor.to_le_bytes())
-            .ok_or_else(misplaced)?;
+    for (at, descriptor) in (DESCRIPTORS..).step_by(8).zip(GDT) {
+        ram.write(at, &descriptor.to_le_bytes()).ok_or_else(misplaced)?;
     }
     ram.write(TASK + 102, &PORT_MAP.to_le_bytes()).ok_or_else(misplaced)?;
     ram.write(TASK + u64::from(TASK_SIZE) - 1, &[0xff]).ok_or_else(misplaced)?;
@@ -200,7 +252,7 @@ fn boot_bytes(block: &BootBlock) -> Vec<u8> {
 }
 
 /// Copies the program's segments; its entry and its end.
-fn place_program(ram: &GuestRam) -> Option<(u64, u64)> {
+fn place_program(ram: &dyn BootMemory) -> Option<(u64, u64)> {
     let word = |at: usize, len: usize| {
         let bytes = IMAGE.get(at..at + len)?;
         Some(bytes.iter().rev().fold(0_u64, |value, &byte| value << 8 | u64::from(byte)))
@@ -224,21 +276,21 @@ fn place_program(ram: &GuestRam) -> Option<(u64, u64)> {
 
 /// Memory that is still free, and the page tables made of it.
 struct FreeMemory<'a> {
-    ram: &'a GuestRam,
+    ram: &'a dyn BootMemory,
     /// Guest address and pages of each free stretch.
     free: Vec<(u64, u64)>,
 }
 
 impl<'a> FreeMemory<'a> {
     /// All memory above `low` in the first block, and all of the others.
-    fn new(ram: &'a GuestRam, low: u64) -> Option<Self> {
+    fn new(ram: &'a dyn BootMemory, low: u64) -> Option<Self> {
         let low = low.next_multiple_of(PAGE_SIZE);
         let stretch = |gpa: u64, size: u64| match gpa {
             0 => Some((low, size.checked_sub(low)? / PAGE_SIZE)),
             _ => Some((gpa, size / PAGE_SIZE)),
         };
-        let free = ram.plans().into_iter().map(|plan| stretch(plan.gpa, plan.size.0));
-        let free = free.collect::<Option<_>>()?;
+        let stretches = ram.stretches().into_iter();
+        let free = stretches.map(|(gpa, size)| stretch(gpa, size)).collect::<Option<_>>()?;
         Some(Self { ram, free })
     }
 
@@ -256,8 +308,8 @@ impl<'a> FreeMemory<'a> {
 
     /// Maps all memory and all devices one to one, with large pages.
     fn map_all(&mut self) -> Option<()> {
-        let plans = self.ram.plans();
-        let top = plans.iter().map(|plan| plan.gpa + plan.size.0).max()?.max(HOLE.end);
+        let ends = self.ram.stretches().into_iter().map(|(gpa, size)| gpa + size);
+        let top = ends.max()?.max(HOLE.end);
         self.map_one_to_one(0..top.div_ceil(GIB))
     }
 

@@ -34,7 +34,7 @@ pub use destination::MicrovmDestination;
 pub use godwit_balloon::Features as BalloonFeatures;
 
 pub use error::{MicrovmError, StateError};
-pub use guest::{GuestMode, GuestPlan};
+pub use guest::{BootMemory, GuestMode, GuestPlan, IMAGE as GUEST_IMAGE, place_guest};
 pub use layout::{BlockPlan, plain as plain_layout};
 pub use machine::{Machine, MachineEvent, MachinePlan};
 pub use ram::GuestRam;

@@ -122,7 +122,7 @@ impl Machine {
         if let Some(guest) = guest {
             let tsc_khz = first.get_tsc_khz().map_err(kvm("KVM_GET_TSC_KHZ"))?;
             let devices = Devices { disk: disk.is_some(), balloon: plan.balloon };
-            let entry = guest::place(&ram, guest, plan.cpus, devices, tsc_khz)?;
+            let entry = guest::place(&*ram, guest, plan.cpus, devices, tsc_khz)?;
             for (number, vcpu) in (0..).zip(&vcpus) {
                 guest::enter(vcpu, number, entry)?;
             }

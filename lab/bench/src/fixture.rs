@@ -80,7 +80,7 @@ pub struct Fixture {
     pub destination: VmConfig,
     /// When it is moved.
     pub settled: Settled,
-    /// Whether an observer looks on, which reads the beacon in the RAM files.
+    /// Whether an observer looks on, which reads the beacon in the RAM of both.
     pub observed: bool,
     /// How long it looks on before the move.
     pub lead: Duration,
@@ -150,8 +150,8 @@ impl Fixture {
             Settled::For(time) => std::thread::sleep(time),
         }
         let observer = if self.observed {
-            let place = BeaconPlace::find(source.ram_file())?;
-            Some(Observer::start(place, source.ram_file(), destination.ram_file())?)
+            let (here, there) = (source.ram()?, destination.ram()?);
+            Some(Observer::start(BeaconPlace::find(here.clone())?, here, there)?)
         } else {
             None
         };

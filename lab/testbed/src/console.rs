@@ -84,6 +84,11 @@ impl Console {
         self.lock().lines.iter().map(|line| line.text.clone()).collect()
     }
 
+    /// What came after the last complete line.
+    pub(crate) fn tail(&self) -> String {
+        self.lock().tail.clone()
+    }
+
     /// What the guest's disk threads told, each second, and when it arrived.
     pub(crate) fn disk_seconds(&self) -> Vec<(Instant, DiskSecond)> {
         let parse = |line: &Line| Some((line.at, DiskSecond::of_line(&line.text)?));

@@ -17,19 +17,8 @@ use crate::console::Console;
 use crate::godwit::Godwit;
 use crate::leftovers::Place;
 use crate::machine::Movable;
-use crate::skip::skip;
 
 const START_LIMIT: Duration = Duration::from_secs(30);
-
-/// Whether microvms can run here. If not, says on standard error that the test `test` is skipped.
-#[must_use]
-pub fn kvm_for(test: &str) -> bool {
-    let usable = File::options().read(true).write(true).open("/dev/kvm");
-    if let Err(error) = &usable {
-        skip(test, format_args!("/dev/kvm cannot be opened: {error}"));
-    }
-    usable.is_ok()
-}
 
 /// A running microvm; dropping it ends it.
 #[derive(Debug)]

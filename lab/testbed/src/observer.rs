@@ -1,14 +1,11 @@
-//! The observer: looks at the guest's beacon from outside, in the RAM files of both sides.
+//! The observer: looks at the guest's beacon from outside, in the RAM of both sides.
 //!
 //! Keeps three promises. It disturbs little: it sleeps between samples, maps one page of the
 //! source's file and only for reading, and never fills a hole of the destination's file. It takes
 //! the time around each look, and drops a look that was interrupted. And it believes only a beacon
 //! that moves. What follows from the samples is `gap`'s and `trace`'s.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -18,10 +15,9 @@ use anyhow::{Context, anyhow, ensure};
 use godwit_guest_workload::beacon::{COUNTER_OFFSET, HEADER_LEN, is_beacon};
 use godwit_memory::Mapping;
 use godwit_units::{ByteCount, PAGE_SIZE};
-use rustix::fs::SeekFrom;
-use rustix::io::Errno;
 
 use crate::gap::{GapFinder, Observation};
+use crate::guest_ram::{GuestRam, OpenRam};
 use crate::progress_trace::ProgressTrace;
 
 const INTERVAL: Duration = Duration::from_micros(100);
@@ -37,58 +33,47 @@ pub struct BeaconPlace {
 }
 
 impl BeaconPlace {
-    /// Looks for the beacon in `ram_file`.
+    /// Looks for the beacon in `ram`.
     ///
     /// # Errors
-    /// When there is none, or several and none or more than one of them moves, or the file cannot
+    /// When there is none, or several and none or more than one of them moves, or the memory cannot
     /// be read.
-    pub fn find(ram_file: &Path) -> anyhow::Result<Self> {
-        let file = open(ram_file)?;
-        let mut found =
-            candidates(&file).with_context(|| format!("cannot search {}", ram_file.display()))?;
+    pub fn find(ram: impl Into<GuestRam>) -> anyhow::Result<Self> {
+        let ram = ram.into();
+        let open = ram.open()?;
+        let mut found = candidates(&open).with_context(|| format!("cannot search {ram:?}"))?;
         if found.len() > 1 {
-            let before = counts(&file, &found)?;
+            let before = counts(&open, &found)?;
             std::thread::sleep(Duration::from_millis(20));
-            let after = counts(&file, &found)?;
+            let after = counts(&open, &found)?;
             let mut moved = before.iter().zip(&after).map(|(before, after)| before != after);
             found.retain(|_| moved.next() == Some(true));
         }
         match found[..] {
             [offset] => Ok(Self { offset }),
-            [] => Err(anyhow!("there is no beacon in {}: is the guest ready?", ram_file.display())),
-            _ => Err(anyhow!("there are {} beacons in {}", found.len(), ram_file.display())),
+            [] => Err(anyhow!("there is no beacon in {ram:?}: is the guest ready?")),
+            _ => Err(anyhow!("there are {} beacons in {ram:?}", found.len())),
         }
     }
-
-    fn map(self, file: &File) -> anyhow::Result<Mapping> {
-        Mapping::read_only(file, self.offset, ByteCount(PAGE_SIZE))
-            .context("cannot map the beacon page")
-    }
 }
 
-fn open(ram_file: &Path) -> anyhow::Result<File> {
-    File::open(ram_file).with_context(|| format!("cannot open the RAM file {}", ram_file.display()))
-}
-
-fn counts(file: &File, offsets: &[u64]) -> io::Result<Vec<u64>> {
+fn counts(ram: &OpenRam, offsets: &[u64]) -> io::Result<Vec<u64>> {
     let count = |offset: &u64| {
         let mut word = [0; 8];
-        file.read_exact_at(&mut word, offset + COUNTER_OFFSET as u64)?;
+        ram.read(offset + COUNTER_OFFSET as u64, &mut word)?;
         Ok(u64::from_le_bytes(word))
     };
     offsets.iter().map(count).collect()
 }
 
 /// The offsets of all pages that start like a beacon. Holes are passed over.
-fn candidates(file: &File) -> io::Result<Vec<u64>> {
-    let end = file.metadata()?.len();
+fn candidates(ram: &OpenRam) -> io::Result<Vec<u64>> {
     let (mut found, mut chunk, mut at) = (Vec::new(), vec![0; CHUNK], 0);
-    while let Some(data) = seek(file, SeekFrom::Data(at))? {
-        let hole = seek(file, SeekFrom::Hole(data))?.unwrap_or(end);
-        at = data;
-        while at < hole {
-            let len = usize::try_from(hole - at).map_or(CHUNK, |left| left.min(CHUNK));
-            file.read_exact_at(&mut chunk[..len], at)?;
+    while let Some(data) = ram.data(at)? {
+        at = data.start;
+        while at < data.end {
+            let len = usize::try_from(data.end - at).map_or(CHUNK, |left| left.min(CHUNK));
+            ram.read(at, &mut chunk[..len])?;
             let pages =
                 (at..).step_by(PAGE_SIZE as usize).zip(chunk[..len].chunks(PAGE_SIZE as usize));
             found.extend(
@@ -100,15 +85,6 @@ fn candidates(file: &File) -> io::Result<Vec<u64>> {
     Ok(found)
 }
 
-/// `None` past the last data.
-fn seek(file: &File, target: SeekFrom) -> io::Result<Option<u64>> {
-    match rustix::fs::seek(file, target) {
-        Ok(at) => Ok(Some(at)),
-        Err(Errno::NXIO) => Ok(None),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
 /// Samples the beacon of a guest until told to stop.
 #[derive(Debug)]
 pub struct Observer {
@@ -118,17 +94,21 @@ pub struct Observer {
 }
 
 impl Observer {
-    /// Begins to sample the beacon at `place` in the two RAM files.
+    /// Begins to sample the beacon at `place` in the RAM of both sides.
     ///
     /// # Errors
-    /// When a file cannot be opened or mapped.
-    pub fn start(place: BeaconPlace, source: &Path, destination: &Path) -> anyhow::Result<Self> {
-        let source = place.map(&open(source)?)?;
-        let destination = Arrival { file: open(destination)?, place };
+    /// When it cannot be opened or mapped.
+    pub fn start(
+        place: BeaconPlace,
+        source: impl Into<GuestRam>,
+        destination: impl Into<GuestRam>,
+    ) -> anyhow::Result<Self> {
+        let source = Departure::new(source.into().open()?, place)?;
+        let destination = destination.into().open()?;
         let ending = Arc::new(AtomicBool::new(false));
         let flag = Arc::clone(&ending);
         let started = Instant::now();
-        let sampling = move || sample(&source, &destination, started, &flag);
+        let sampling = move || sample(&source, &destination, place, started, &flag);
         let thread = std::thread::Builder::new().name("beacon".to_owned()).spawn(sampling)?;
         Ok(Self { ending, started, thread: Some(thread) })
     }
@@ -167,25 +147,40 @@ impl Drop for Observer {
     }
 }
 
-/// The beacon page of the destination, which is a hole until something is written there, and under
-/// post-copy once more later. It is read and never mapped: reading a hole through a mapping would
-/// fill it.
-struct Arrival {
-    file: File,
-    place: BeaconPlace,
+/// The counter at the source: where it is in a file, its page is mapped.
+enum Departure {
+    Mapped(Mapping),
+    Process { ram: OpenRam, at: u64 },
 }
 
-impl Arrival {
-    fn word(&self, offset: usize) -> Option<u64> {
-        let mut word = [0; 8];
-        let read = self.file.read_exact_at(&mut word, self.place.offset + offset as u64);
-        read.ok().map(|()| u64::from_le_bytes(word)).filter(|word| *word > 0)
+impl Departure {
+    fn new(ram: OpenRam, place: BeaconPlace) -> anyhow::Result<Self> {
+        match ram {
+            OpenRam::File(file) => {
+                let page = Mapping::read_only(&file, place.offset, ByteCount(PAGE_SIZE));
+                Ok(Self::Mapped(page.context("cannot map the beacon page")?))
+            }
+            ram @ OpenRam::Process { .. } => {
+                Ok(Self::Process { ram, at: place.offset + COUNTER_OFFSET as u64 })
+            }
+        }
+    }
+
+    /// Of a QEMU that has ended it is 0, as of a guest that does not count any more.
+    fn count(&self) -> u64 {
+        match self {
+            Self::Mapped(page) => page.word(COUNTER_OFFSET),
+            Self::Process { ram, at } => ram.word(*at).unwrap_or(0),
+        }
     }
 }
 
+/// The destination's page is a hole until something is written there, and under post-copy once more
+/// later. It is read and never mapped.
 fn sample(
-    source: &Mapping,
-    destination: &Arrival,
+    source: &Departure,
+    destination: &OpenRam,
+    place: BeaconPlace,
     started: Instant,
     ending: &AtomicBool,
 ) -> (Observation, ProgressTrace) {
@@ -195,8 +190,8 @@ fn sample(
     let (mut finder, mut trace) = (GapFinder::default(), ProgressTrace::default());
     while !ending.load(Ordering::Relaxed) {
         let before = Instant::now();
-        let there = destination.word(COUNTER_OFFSET);
-        let here = source.word(COUNTER_OFFSET);
+        let there = destination.word(place.offset + COUNTER_OFFSET as u64);
+        let here = source.count();
         if before.elapsed() <= LOOK_LIMIT {
             let at = before.duration_since(started);
             finder.sample(at, here, there);
@@ -209,6 +204,8 @@ fn sample(
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
     use godwit_guest_workload::beacon::{check_word, magic};
@@ -254,9 +251,11 @@ mod tests {
     fn a_beacon_is_found_only_at_the_start_of_a_page() {
         let (path, file) = TestFile::new("find");
         light(&file, 4096 + 512);
-        assert!(BeaconPlace::find(&path.0).unwrap_err().to_string().contains("is the guest ready"));
+        assert!(
+            BeaconPlace::find(&*path.0).unwrap_err().to_string().contains("is the guest ready")
+        );
         light(&file, PLACE);
-        assert_eq!(BeaconPlace::find(&path.0).unwrap(), BeaconPlace { offset: PLACE });
+        assert_eq!(BeaconPlace::find(&*path.0).unwrap(), BeaconPlace { offset: PLACE });
     }
 
     #[test]
@@ -275,7 +274,7 @@ mod tests {
                 }
             }
         });
-        let place = BeaconPlace::find(&path.0);
+        let place = BeaconPlace::find(&*path.0);
         counting.store(false, Ordering::Relaxed);
         guest.join().unwrap();
         assert_eq!(place.unwrap(), BeaconPlace { offset: PLACE });
@@ -292,9 +291,10 @@ mod tests {
                 std::thread::sleep(Duration::from_micros(200));
             }
         };
-        let observer = Observer::start(BeaconPlace { offset: PLACE }, &here.0, &there.0).unwrap();
+        let observer = Observer::start(BeaconPlace { offset: PLACE }, &*here.0, &*there.0).unwrap();
         count_on(&source, 1..50);
-        assert_eq!(seek(&destination, SeekFrom::Data(0)).unwrap(), None);
+        let looked = GuestRam::from(&*there.0).open().unwrap();
+        assert_eq!(looked.data(0).unwrap(), None);
         std::thread::sleep(Duration::from_millis(30));
         count_on(&destination, 50..100);
 

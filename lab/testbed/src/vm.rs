@@ -18,6 +18,8 @@ use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
 use crate::disk::DiskImage;
 use crate::guest::{GuestConfig, GuestFiles};
+use crate::guest_ram::GuestRam;
+use crate::kvm;
 use crate::leftovers::Place;
 use crate::qemu_build::QemuBuild;
 
@@ -39,6 +41,19 @@ pub enum Backend {
     Memfd,
 }
 
+/// What runs the guest's instructions, and so which guest it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Accelerator {
+    /// QEMU, and the guest is Linux.
+    #[default]
+    Tcg,
+    /// The processor, and the guest is the microvm's program.
+    Kvm,
+    /// QEMU, and the guest is that program, in memory that somebody has filled: on its way to the
+    /// state that guests on KVM start from.
+    Firmware,
+}
+
 /// Which machine to start.
 #[derive(Clone, Debug)]
 pub struct VmConfig {
@@ -46,7 +61,9 @@ pub struct VmConfig {
     pub build: QemuBuild,
     /// The guest in it.
     pub guest: GuestConfig,
-    /// Virtual processors; the guest's work is done on one of them.
+    /// What runs the guest.
+    pub accelerator: Accelerator,
+    /// Virtual processors. Linux does its work on one of them, the guest on KVM on all.
     pub cpus: u32,
     /// Where its RAM is.
     pub backend: Backend,
@@ -61,7 +78,15 @@ impl VmConfig {
     #[must_use]
     pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
         let (build, backend) = (build.clone(), Backend::default());
-        Self { build, guest, cpus: 1, backend, ram_in: None, extra: Vec::new() }
+        let accelerator = Accelerator::default();
+        Self { build, guest, accelerator, cpus: 1, backend, ram_in: None, extra: Vec::new() }
+    }
+
+    /// The same on KVM, with a guest of its own that does the same work.
+    #[must_use]
+    pub fn on_kvm(mut self) -> Self {
+        self.accelerator = Accelerator::Kvm;
+        self
     }
 
     /// The same with RAM elsewhere.
@@ -110,7 +135,28 @@ impl TestVm {
     /// # Errors
     /// When the guest's files are missing or QEMU does not come up.
     pub fn source(config: &VmConfig) -> anyhow::Result<Self> {
-        Self::start(config, &[])
+        if config.accelerator != Accelerator::Kvm {
+            return Self::start(config, &[], &|_| Ok(()));
+        }
+        let state = kvm::State::of(&config.build, &config.guest, config.cpus)?;
+        if !state.is_kept() {
+            Self::save(config, &state).context("cannot make what guests on KVM start from")?;
+        }
+        let mut vm = Self::destination(config)?;
+        let loaded = state.load(&mut vm.qmp);
+        loaded.with_context(|| format!("cannot start the guest on KVM: {}", vm.errors().trim()))?;
+        Ok(vm)
+    }
+
+    /// Makes the state that a machine like `config` starts from, in one without what is added.
+    fn save(config: &VmConfig, state: &kvm::State<'_>) -> anyhow::Result<()> {
+        let bare = VmConfig {
+            accelerator: Accelerator::Firmware,
+            cpus: config.cpus,
+            ..VmConfig::new(&config.build, config.guest)
+        };
+        let mut vm = Self::start(&bare, &[], &|ram| state.fill(ram))?;
+        state.save(&mut vm.qmp, &vm.console)
     }
 
     /// Starts a machine that waits for a guest to arrive.
@@ -118,21 +164,21 @@ impl TestVm {
     /// # Errors
     /// As [`Self::source`].
     pub fn destination(config: &VmConfig) -> anyhow::Result<Self> {
-        Self::start(config, &["-incoming", "defer"])
+        Self::start(config, &["-incoming", "defer"], &|_| Ok(()))
     }
 
-    fn start(config: &VmConfig, role: &[&str]) -> anyhow::Result<Self> {
-        let files = GuestFiles::find()?;
+    fn start(
+        config: &VmConfig,
+        role: &[&str],
+        fill: &dyn Fn(&Path) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Self> {
         let place = Place::with_ram_in(config.ram_in.as_deref())?;
+        fill(place.ram())?;
         let errors =
             File::create(place.file("stderr")).context("cannot create a file for QEMU's errors")?;
         let child = Command::new(&config.build.program)
             .args(arguments(config, &place))
-            .arg("-kernel")
-            .arg(&files.kernel)
-            .arg("-initrd")
-            .arg(&files.initramfs)
-            .args(["-append", &config.guest.command_line()])
+            .args(guest_arguments(config, &place)?)
             .args(role)
             .args(&config.extra)
             .stdin(Stdio::null())
@@ -174,6 +220,27 @@ impl TestVm {
     #[must_use]
     pub fn ram_file(&self) -> &Path {
         self.place.ram()
+    }
+
+    /// Where an observer finds its RAM.
+    ///
+    /// # Errors
+    /// When QEMU does not tell: older ones do not, where no file holds it.
+    pub fn ram(&mut self) -> anyhow::Result<GuestRam> {
+        if matches!(self.config.backend, Backend::SharedFile | Backend::PrivateFile) {
+            return Ok(self.ram_file().into());
+        }
+        let command = json!({ "command-line": "info ramblock" });
+        let listed = self.qmp.execute("human-monitor-command", command)?;
+        let listed = listed.as_str().unwrap_or_default();
+        let line = listed.lines().map(str::trim).find(|line| line.starts_with("mem "));
+        let address = line.and_then(|line| {
+            // Name, page size with its unit, offset, used, total, address.
+            let digits = line.split_whitespace().nth(6)?.strip_prefix("0x")?;
+            u64::from_str_radix(digits, 16).ok()
+        });
+        let address = address.with_context(|| format!("no address of 'mem' in: {listed}"))?;
+        Ok(GuestRam::Process { pid: self.pid(), address, size: self.config.guest.memory.0 })
     }
 
     /// QEMU's process.
@@ -267,10 +334,14 @@ impl TestVm {
         self.console.lines()
     }
 
-    /// What QEMU itself complained of.
+    /// What QEMU itself complained of, but for having more vCPUs than the host has processors.
     #[must_use]
     pub fn errors(&self) -> String {
-        std::fs::read_to_string(self.place.file("stderr")).unwrap_or_default()
+        let errors = std::fs::read_to_string(self.place.file("stderr")).unwrap_or_default();
+        let lines = errors.split_inclusive('\n');
+        lines
+            .filter(|line| !line.contains("exceeds the recommended cpus supported by KVM"))
+            .collect()
     }
 
     /// Ends QEMU at once, as a crash would.
@@ -328,6 +399,28 @@ impl Drop for Started {
     }
 }
 
+/// What the machine boots, and what runs it.
+fn guest_arguments(config: &VmConfig, place: &Place) -> anyhow::Result<Vec<String>> {
+    let accelerator = match config.accelerator {
+        Accelerator::Tcg => {
+            let files = GuestFiles::find()?;
+            let (kernel, initramfs) = (files.kernel.display(), files.initramfs.display());
+            let append = config.guest.command_line();
+            let words = ["-accel", "tcg", "-kernel", &kernel.to_string(), "-initrd"];
+            let more = [&initramfs.to_string(), "-append", &append];
+            return Ok(words.into_iter().chain(more).map(str::to_owned).collect());
+        }
+        Accelerator::Kvm => "kvm",
+        Accelerator::Firmware => "tcg",
+    };
+    let firmware = place.file("firmware");
+    std::fs::write(&firmware, kvm::FIRMWARE).context("cannot write the firmware")?;
+    let firmware = firmware.display().to_string();
+    // Not every KVM shows SSE3, and QEMU complains where it is missing.
+    let words = ["-accel", accelerator, "-cpu", "qemu64,pni=off", "-bios", &firmware];
+    Ok(words.map(str::to_owned).to_vec())
+}
+
 fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
     let size = config.guest.memory.0;
     let path = place.ram().display();
@@ -343,7 +436,6 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
     };
     let socket = |name: &str| format!("unix:{},server=on,wait=off", place.file(name).display());
     let words = [
-        ["-accel", "tcg"],
         ["-machine", "q35,memory-backend=mem"],
         ["-object", &backend],
         ["-m", &format!("{}M", size >> 20)],

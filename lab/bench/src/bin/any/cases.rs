@@ -1,0 +1,162 @@
+//! The cases: how much memory, and how busy; and what is to be reached in each.
+
+use anyhow::ensure;
+use godwit_bench::report::{Better, Report};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
+use godwit_units::ByteCount;
+
+use crate::moves::{Contestant, Row, TABLE, median_of, medians, one_move};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// What a move takes beside the memory that is filled, both sides together: the guest's kernel,
+/// four processes, and what this host needs itself.
+const BESIDE: u64 = GIB;
+
+/// The names of all cases.
+pub(crate) const NAMES: [&str; 4] = ["idle-1", "busy-1", "full-4", "large-12"];
+
+/// One case.
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    what: &'static str,
+    memory: u64,
+    fill: u64,
+    /// Page writes a second; `None`: it idles.
+    rate: Option<u64>,
+    working_set: u64,
+}
+
+pub(crate) const CASES: [Case; 4] = [
+    Case {
+        name: NAMES[0],
+        what: "1 GiB, half of it filled, idle",
+        memory: GIB,
+        fill: 512 * MIB,
+        rate: None,
+        working_set: 128 * MIB,
+    },
+    Case {
+        name: NAMES[1],
+        what: "1 GiB, half of it filled, 2,000 pages/s over 128 MiB",
+        memory: GIB,
+        fill: 512 * MIB,
+        rate: Some(2000),
+        working_set: 128 * MIB,
+    },
+    Case {
+        name: NAMES[2],
+        what: "4 GiB, full, 20,000 pages/s over 1 GiB",
+        memory: 4 * GIB,
+        fill: 3712 * MIB,
+        rate: Some(20_000),
+        working_set: GIB,
+    },
+    Case {
+        name: NAMES[3],
+        what: "12 GiB, 9 of it filled, 2,000 pages/s over 128 MiB",
+        memory: 12 * GIB,
+        fill: 9 * GIB,
+        rate: Some(2000),
+        working_set: 128 * MIB,
+    },
+];
+
+/// What runs the guest.
+#[derive(Clone, Copy)]
+pub(crate) struct Under {
+    pub(crate) name: &'static str,
+    pub(crate) accelerator: Accelerator,
+}
+
+impl Case {
+    fn config(&self, build: &QemuBuild, under: Under) -> VmConfig {
+        let guest = GuestConfig {
+            memory: ByteCount(self.memory),
+            mode: if self.rate.is_some() { Mode::Rate } else { Mode::Idle },
+            rate: self.rate.unwrap_or(0),
+            working_set: ByteCount(self.working_set),
+            fill: ByteCount(self.fill),
+            ..GuestConfig::standard()
+        };
+        let config = VmConfig::new(build, guest).with_backend(Backend::Anonymous);
+        VmConfig { accelerator: under.accelerator, ..config }
+    }
+
+    /// Both sides are on this host: a run that swaps, or has something killed, says nothing.
+    fn check_room(&self) -> anyhow::Result<()> {
+        let meminfo = <procfs::Meminfo as procfs::Current>::current()?;
+        let available = meminfo.mem_available.unwrap_or(meminfo.mem_free);
+        let needed = 2 * self.fill + BESIDE;
+        ensure!(
+            available >= needed,
+            "{} of memory are available, and both sides need {}: end what else runs here, or \
+             choose cases with --only",
+            ByteCount(available),
+            ByteCount(needed)
+        );
+        Ok(())
+    }
+}
+
+/// Runs one case and enters its figures and targets into `report`.
+pub(crate) fn compare(
+    case: &Case,
+    under: Under,
+    rounds: usize,
+    (build, godwit): (&QemuBuild, &Godwit),
+    report: &mut Report,
+) -> anyhow::Result<Vec<Row>> {
+    println!("\n{}: {}, {build} under {}, {rounds} rounds", case.name, case.what, under.name);
+    TABLE.print_head();
+    let config = case.config(build, under);
+    let mut order = Contestant::ALL;
+    let mut rows = Vec::new();
+    for _ in 0..rounds {
+        for contestant in order {
+            case.check_room()?;
+            let row = one_move(contestant, (case.name, under.name), &config, godwit)?;
+            TABLE.print(&row);
+            rows.push(row);
+        }
+        order.rotate_left(1);
+    }
+    println!("medians:");
+    let medians: Vec<Row> = Contestant::ALL.map(|who| medians(&rows, who)).to_vec();
+    medians.iter().for_each(|row| TABLE.print(row));
+    report.figure(&format!("{} {}", case.name, under.name), serde_json::to_value(&medians)?);
+    targets(case, under, &rows, report);
+    Ok(rows)
+}
+
+/// Total time and work at most those of multifd, downtime at most that of whichever is shorter;
+/// with as many channels as are best for the figure.
+fn targets(case: &Case, under: Under, rows: &[Row], report: &mut Report) {
+    type Figure = (&'static str, fn(&Row) -> f64, &'static [Contestant]);
+    const FIGURES: [Figure; 3] = [
+        ("total time", |row| row.total_ms, &Contestant::MULTIFD),
+        ("CPU", |row| row.cpu_s, &Contestant::MULTIFD),
+        ("downtime", |row| row.downtime_ms, &Contestant::QEMU),
+    ];
+    let Under { name: under, .. } = under;
+    for (what, figure, rivals) in FIGURES {
+        let best = rivals.iter().map(|&who| median_of(rows, who, figure)).fold(f64::NAN, f64::min);
+        let ratio = median_of(rows, Contestant::Godwit, figure) / best;
+        let name = format!("{} {under}: godwit / QEMU's best: {what}", case.name);
+        report.target(name, ratio, 1.0, Better::Lower);
+    }
+    if case.rate.is_none() {
+        let downtime = median_of(rows, Contestant::Godwit, |row| row.downtime_ms);
+        let name = format!("{} {under}: godwit's downtime, ms", case.name);
+        report.target(name, downtime, 20.0, Better::Lower);
+    }
+}
+
+/// What is to be reached in all cases together.
+pub(crate) fn targets_of_all(rows: &[Row], report: &mut Report) {
+    let stop = median_of(rows, Contestant::Godwit, |row| row.tracking_stop_ms);
+    report.target("stop of a thread by tracking, all moves, ms", stop, 0.5, Better::Lower);
+    let bugs = rows.iter().map(|row| row.bugs).sum::<usize>();
+    report.target("BUG lines of guests, all moves", bugs as f64, 0.0, Better::Lower);
+}

@@ -1,0 +1,179 @@
+//! One move, by one of the contestants, and its figures.
+
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use godwit_bench::fixture::{Fixture, Moved};
+use godwit_bench::godwit::Attempt;
+use godwit_bench::report;
+use godwit_bench::table::{Column, Table, figure};
+use godwit_testbed::{Godwit, Style, VmConfig, own_migration};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// To fill 9 GiB takes minutes under TCG.
+const LIMIT: Duration = Duration::from_secs(900);
+const MIB: f64 = 1_048_576.0;
+
+/// Who moves the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Contestant {
+    Plain,
+    Multifd2,
+    Multifd4,
+    Godwit,
+}
+
+impl Contestant {
+    pub(crate) const ALL: [Self; 4] = [Self::Plain, Self::Multifd2, Self::Multifd4, Self::Godwit];
+    pub(crate) const QEMU: [Self; 3] = [Self::Plain, Self::Multifd2, Self::Multifd4];
+    pub(crate) const MULTIFD: [Self; 2] = [Self::Multifd2, Self::Multifd4];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "QEMU plain",
+            Self::Multifd2 => "QEMU multifd 2",
+            Self::Multifd4 => "QEMU multifd 4",
+            Self::Godwit => "godwit",
+        }
+    }
+
+    /// By which of QEMU's ways; `None`: by godwit.
+    fn style(self) -> Option<Style> {
+        match self {
+            Self::Plain => Some(Style::Plain),
+            Self::Multifd2 => Some(Style::Multifd(2)),
+            Self::Multifd4 => Some(Style::Multifd(4)),
+            Self::Godwit => None,
+        }
+    }
+}
+
+/// The figures of one move.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Row {
+    case: &'static str,
+    under: &'static str,
+    contestant: &'static str,
+    pub(crate) total_ms: f64,
+    /// The guest's gap at the switchover, seen from outside.
+    pub(crate) downtime_ms: f64,
+    downtime_resolution_ms: f64,
+    /// The longest other gap, before or after.
+    stall_ms: f64,
+    sent_mib: f64,
+    /// Of source and destination QEMU, and of both godwits.
+    pub(crate) cpu_s: f64,
+    cpu_source_s: f64,
+    cpu_destination_s: f64,
+    cpu_godwit_s: f64,
+    passes: u64,
+    /// How long a thread of QEMU was stopped to start the tracking; of godwit only.
+    pub(crate) tracking_stop_ms: f64,
+    /// What the contestant says of itself.
+    own_words: Value,
+    pub(crate) bugs: usize,
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+/// Starts a guest like `config` for `case`, and has `contestant` move it.
+pub(crate) fn one_move(
+    contestant: Contestant,
+    (case, under): (&'static str, &'static str),
+    config: &VmConfig,
+    godwit: &Godwit,
+) -> anyhow::Result<Row> {
+    let mut fixture = Fixture::new(config.clone(), LIMIT);
+    let outcome = fixture.one_move(|source, destination| {
+        if let Some(style) = contestant.style() {
+            let own = own_migration(source, destination, style, LIMIT)?;
+            return Ok(Moved::by_qemu(&own));
+        }
+        // The source QEMU must live on to be asked what it used.
+        let options = ["--downtime-limit", "300ms", "--keep-source"];
+        let attempt = Attempt::within(LIMIT, godwit, source, destination, &options)?;
+        let (migrate, receive) = attempt.moved()?;
+        let own_words = json!({ "migrate": migrate.last(), "receive": receive.last() });
+        Ok(Moved::by_godwit(&attempt, own_words))
+    });
+    let outcome =
+        outcome.with_context(|| format!("{} did not move the guest", contestant.name()))?;
+    let seen = outcome.seen.switchover;
+    ensure!(seen.is_some(), "the guest was not seen to move");
+    let gap = |length: Option<Duration>| length.map_or(f64::NAN, millis);
+    let [source, destination] = outcome.cpu;
+    let moved = outcome.moved;
+    let stop = moved.own_words["migrate"]["tracking_stop_us"].as_f64();
+    Ok(Row {
+        case,
+        under,
+        contestant: contestant.name(),
+        total_ms: millis(moved.wall),
+        downtime_ms: gap(seen.map(|gap| gap.length)),
+        downtime_resolution_ms: gap(seen.map(|gap| gap.resolution)),
+        stall_ms: gap(outcome.seen.stall.map(|gap| gap.length)),
+        sent_mib: moved.sent / MIB,
+        cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
+        cpu_source_s: source.as_secs_f64(),
+        cpu_destination_s: destination.as_secs_f64(),
+        cpu_godwit_s: moved.godwit_cpu.as_secs_f64(),
+        passes: moved.rounds,
+        tracking_stop_ms: stop.map_or(f64::NAN, |micros| micros / 1e3),
+        own_words: moved.own_words,
+        bugs: outcome.bugs,
+    })
+}
+
+fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
+    rows.iter().filter(move |row| row.contestant == contestant.name())
+}
+
+pub(crate) fn median_of(rows: &[Row], contestant: Contestant, figure: impl Fn(&Row) -> f64) -> f64 {
+    report::median_of(of(rows, contestant), figure)
+}
+
+pub(crate) fn medians(rows: &[Row], contestant: Contestant) -> Row {
+    let median = |figure: fn(&Row) -> f64| median_of(rows, contestant, figure);
+    let (case, under) = rows.first().map_or(("", ""), |row| (row.case, row.under));
+    Row {
+        case,
+        under,
+        contestant: contestant.name(),
+        total_ms: median(|row| row.total_ms),
+        downtime_ms: median(|row| row.downtime_ms),
+        downtime_resolution_ms: median(|row| row.downtime_resolution_ms),
+        stall_ms: median(|row| row.stall_ms),
+        sent_mib: median(|row| row.sent_mib),
+        cpu_s: median(|row| row.cpu_s),
+        cpu_source_s: median(|row| row.cpu_source_s),
+        cpu_destination_s: median(|row| row.cpu_destination_s),
+        cpu_godwit_s: median(|row| row.cpu_godwit_s),
+        passes: median(|row| row.passes as f64) as u64,
+        tracking_stop_ms: median(|row| row.tracking_stop_ms),
+        own_words: Value::Null,
+        bugs: of(rows, contestant).map(|row| row.bugs).sum(),
+    }
+}
+
+pub(crate) const TABLE: Table<Row> = Table(&[
+    Column { head: "", width: 14, cell: |row| row.contestant.to_owned() },
+    Column { head: "total ms", width: 8, cell: |row| figure(row.total_ms, 0) },
+    Column { head: "downtime ms", width: 13, cell: downtime },
+    Column { head: "stall ms", width: 8, cell: |row| figure(row.stall_ms, 1) },
+    Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 1) },
+    Column { head: "passes", width: 6, cell: |row| row.passes.to_string() },
+    Column { head: "CPU s src+dst+godwit", width: 20, cell: shares },
+    Column { head: "= CPU", width: 6, cell: |row| figure(row.cpu_s, 2) },
+    Column { head: "track ms", width: 8, cell: |row| figure(row.tracking_stop_ms, 2) },
+]);
+
+fn downtime(row: &Row) -> String {
+    format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms)
+}
+
+fn shares(row: &Row) -> String {
+    format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s)
+}

@@ -1,0 +1,184 @@
+//! VMs of stock QEMU on KVM, whose guest runs at the processor's own speed: millions of page writes
+//! a second, where one under TCG makes some ten thousand.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{
+    LIMIT, Pair, await_alone, await_copying, await_quit, check_moved, check_untouched,
+};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Backend, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, kvm_builds_for};
+use godwit_units::ByteCount;
+use rustix::process::Signal;
+use serde_json::Value;
+
+/// So slow that the guest outruns it, however busy this host is.
+const SLOW: [&str; 4] = ["--max-bandwidth", "20MiB/s", "--compression", "none"];
+
+/// VGA memory and firmware are RAM blocks, too, where they are.
+fn config(build: &QemuBuild, mode: Mode, backend: Backend) -> VmConfig {
+    let guest = GuestConfig { fill: ByteCount(32 << 20), ..GuestConfig::small(mode) };
+    let config = VmConfig::new(build, guest).with_backend(backend).on_kvm();
+    config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci"])
+}
+
+/// QEMUs that tell where RAM is: from 8.0 on.
+fn builds(test: &str, backend: Backend) -> Vec<QemuBuild> {
+    let mut builds = kvm_builds_for(test);
+    builds.retain(|build| build.version.0 >= 8 || backend == Backend::SharedFile);
+    builds
+}
+
+/// Memory of `vm` that is in huge pages of anonymous memory.
+fn in_huge_pages(vm: &TestVm) -> anyhow::Result<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", vm.pid()))?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("AnonHugePages:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()).context("no AnonHugePages")?;
+    Ok(kib.parse::<u64>()? << 10)
+}
+
+/// Whether this host gives huge pages to whoever asks for them, as QEMU does for RAM.
+fn has_huge_pages() -> bool {
+    let enabled = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    enabled.is_ok_and(|text| !text.contains("[never]"))
+}
+
+/// It runs there, on KVM, and its memory arrived as it was.
+fn check_arrived(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
+    check_moved(pair, migrate)?;
+    ensure!(migrate.last()["verified"] == true, "{}", migrate.last());
+    ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
+    let kvm = pair.destination.qmp().execute("query-kvm", Value::Null)?;
+    ensure!(kvm["enabled"] == true, "{kvm}");
+    await_quit(&mut pair.source)
+}
+
+fn moves(test: &str, mode: Mode, backend: Backend, cpus: u32) -> anyhow::Result<()> {
+    for build in builds(test, backend) {
+        let config = VmConfig { cpus, ..config(&build, mode, backend) };
+        let mut pair = Pair::start(&config)?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_arrived(&mut pair, &migrate).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+#[test]
+fn an_idle_guest_on_kvm_in_a_ram_file() -> anyhow::Result<()> {
+    moves("an_idle_guest_on_kvm_in_a_ram_file", Mode::Idle, Backend::SharedFile, 1)
+}
+
+#[test]
+fn a_writing_guest_on_kvm_in_a_memfd() -> anyhow::Result<()> {
+    moves("a_writing_guest_on_kvm_in_a_memfd", Mode::Rate, Backend::Memfd, 1)
+}
+
+#[test]
+fn a_guest_on_kvm_with_four_processors() -> anyhow::Result<()> {
+    moves("a_guest_on_kvm_with_four_processors", Mode::Rate, Backend::Anonymous, 4)
+}
+
+#[test]
+fn anonymous_huge_pages_on_kvm_arrive_as_huge_pages() -> anyhow::Result<()> {
+    let test = "anonymous_huge_pages_on_kvm_arrive_as_huge_pages";
+    for build in builds(test, Backend::Anonymous) {
+        let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        let fill = pair.source.config().guest.fill.0;
+        let before = in_huge_pages(&pair.source)?;
+        ensure!(before >= fill || !has_huge_pages(), "{before} bytes in huge pages at the source");
+
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+
+        check_arrived(&mut pair, &migrate)?;
+        let after = in_huge_pages(&pair.destination)?;
+        ensure!(after >= before / 2, "{after} bytes in huge pages arrived of {before}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_on_kvm_at_full_speed_is_throttled_and_arrives() -> anyhow::Result<()> {
+    let test = "a_guest_on_kvm_at_full_speed_is_throttled_and_arrives";
+    for build in builds(test, Backend::Anonymous) {
+        let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
+        let throttled = ["--throttle", "direct", "--verify"];
+        let (migrate, _) = pair.migrate(&[&SLOW[..], &throttled].concat())?;
+        check_arrived(&mut pair, &migrate).with_context(|| build.to_string())?;
+        ensure!(migrate.last()["throttled_ms"].as_f64() > Some(0.0), "{}", migrate.last());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_on_kvm_at_full_speed_is_governed_and_arrives() -> anyhow::Result<()> {
+    let test = "a_guest_on_kvm_at_full_speed_is_governed_and_arrives";
+    for build in builds(test, Backend::Anonymous) {
+        let config = VmConfig { cpus: 2, ..config(&build, Mode::Full, Backend::Anonymous) };
+        let mut pair = Pair::start(&config)?;
+        let governed = ["--throttle", "governor", "--downtime-limit", "200ms", "--verify"];
+        let (migrate, _) = pair.migrate(&[&SLOW[..], &governed].concat())?;
+        check_arrived(&mut pair, &migrate)?;
+        ensure!(migrate.last()["first_writes_delayed"].as_u64() > Some(0), "{}", migrate.last());
+    }
+    Ok(())
+}
+
+/// The most writes a second that it has told of.
+fn fastest(vm: &TestVm) -> u64 {
+    vm.heartbeats().iter().map(|beat| beat.heartbeat.rate).max().unwrap_or(0)
+}
+
+/// Waits until the guest writes about as fast as it did: nothing holds it any more.
+fn await_speed(vm: &TestVm, free: u64) -> anyhow::Result<()> {
+    let (began, until) = (Instant::now(), Instant::now() + LIMIT);
+    loop {
+        let beats = vm.heartbeats();
+        if beats.iter().any(|beat| beat.at > began && beat.heartbeat.rate > free / 2) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < until, "it never wrote {free} times a second again: {beats:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> anyhow::Result<()> {
+    let test = "a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed";
+    for build in builds(test, Backend::Anonymous) {
+        let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
+        let free = fastest(&pair.source);
+
+        // While it copies, and holds the guest: Ctrl-C, and kill -9.
+        for signal in [Signal::INT, Signal::KILL] {
+            let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+            let held = ["--throttle", "direct", "--downtime-limit", "30ms"];
+            let options = [&SLOW[..], &held].concat();
+            let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+            await_copying(&migrate)?;
+            migrate.wait_for("a throttle", LIMIT, |line| line["throttle"].as_f64() > Some(0.0))?;
+            migrate.signal(signal)?;
+            let migrate = migrate.wait(LIMIT)?;
+            ensure!(!migrate.status.success(), "{}", migrate.last());
+            check_untouched(&mut pair.source).with_context(|| format!("{signal:?}"))?;
+            await_speed(&pair.source, free).with_context(|| format!("{signal:?}"))?;
+            drop(receive);
+        }
+
+        // With the guest stopped: the guardian brings it back.
+        for fault in ["kill-after-stop", "kill-after-state"] {
+            let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+            let options = ["--downtime-limit", "10s", "--fault", fault];
+            let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+            migrate.wait(LIMIT)?;
+            await_alone(&pair.source)?;
+            check_untouched(&mut pair.source).with_context(|| fault.to_owned())?;
+            await_speed(&pair.source, free).with_context(|| fault.to_owned())?;
+            pair.destination = TestVm::destination(pair.source.config())?;
+        }
+
+        let (migrate, _) = pair.migrate(&["--verify", "--downtime-limit", "10s"])?;
+        check_arrived(&mut pair, &migrate)?;
+    }
+    Ok(())
+}
