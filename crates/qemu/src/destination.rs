@@ -4,6 +4,7 @@
 //! waited. From `migrate-incoming` on it cannot be used for another attempt: QEMU exits when its
 //! incoming migration fails.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -23,7 +24,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
-use crate::ram::Ram;
+use crate::ram::{self, Ram};
 use crate::settings::Settings;
 use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
@@ -98,7 +99,7 @@ impl QemuDestination {
                 state: format!("its incoming migration is '{migration}' already"),
             });
         }
-        let ram = Ram::open(&mut machine)?.blocks;
+        let ram = Ram::of_destination(&mut machine)?;
         // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both
         // files would still agree. The other way round, another machine's memory must not be
         // overwritten.
@@ -163,6 +164,14 @@ impl DestinationVm for QemuDestination {
 
     fn ram(&self) -> Arc<Vec<RamBlock>> {
         Arc::clone(&self.ram)
+    }
+
+    fn offered(&mut self, blocks: &BTreeSet<&str>) -> Result<(), VmError> {
+        if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
+            self.machine.check_mappings(&ram)?;
+            self.ram = Arc::new(ram);
+        }
+        Ok(())
     }
 
     fn pid(&self) -> u32 {

@@ -20,6 +20,7 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::QemuError;
+use crate::device_ram::{self, DeviceRam};
 use crate::machine::Machine;
 use crate::monitor::commands::{QomGet, RemoveFd, SaveDevices};
 
@@ -50,6 +51,7 @@ pub(crate) fn machine_type(machine: &mut Machine) -> Result<String, QemuError> {
 pub(crate) fn save(
     machine: &mut Machine,
     machine_type: &str,
+    ram: &[DeviceRam],
     limit: Duration,
 ) -> Result<Vec<u8>, QemuError> {
     let system = |step| move |source| QemuError::System { step, source };
@@ -74,14 +76,15 @@ pub(crate) fn save(
     qmp.answer(&remove, qmp.limit())?;
     let mut devices = Vec::new();
     file.read_to_end(&mut devices).map_err(system("reading a memfd"))?;
-    stream(&devices, machine_type).ok_or_else(|| QemuError::State {
+    let ram = device_ram::section(ram)?;
+    stream(&devices, machine_type, &ram).ok_or_else(|| QemuError::State {
         action: "save",
         words: "what it wrote does not begin as a migration does".to_owned(),
     })
 }
 
-/// What `devices` lacks of a migration's stream, added.
-fn stream(devices: &[u8], machine_type: &str) -> Option<Vec<u8>> {
+/// What `devices` lacks of a migration's stream, added; `ram` is a section or none.
+fn stream(devices: &[u8], machine_type: &str, ram: &[u8]) -> Option<Vec<u8>> {
     let sections = devices.strip_prefix(&HEADER)?;
     let length = u32::try_from(machine_type.len()).ok()?;
     let mut stream = HEADER.to_vec();
@@ -89,6 +92,7 @@ fn stream(devices: &[u8], machine_type: &str) -> Option<Vec<u8>> {
     stream.extend(length.to_be_bytes());
     stream.extend(machine_type.as_bytes());
     stream.extend(CAPABILITIES.concat());
+    stream.extend(ram);
     stream.extend(sections);
     stream.extend(NO_DESCRIPTION);
     Some(stream)
@@ -100,16 +104,16 @@ mod tests {
 
     #[test]
     fn the_configuration_comes_first_and_a_description_last() {
-        let stream = stream(b"QEVM\0\0\0\x03\x04rest\0", "pc-q35-10.0").unwrap();
+        let stream = stream(b"QEVM\0\0\0\x03\x04rest\0", "pc-q35-10.0", b"\x01ram").unwrap();
         let expected = b"QEVM\0\0\0\x03\x07\0\0\0\x0bpc-q35-10.0\
             \x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared\
-            \x04rest\0\x06\0\0\0\0";
+            \x01ram\x04rest\0\x06\0\0\0\0";
         assert_eq!(stream, expected.as_slice());
     }
 
     #[test]
     fn what_is_no_stream_of_that_version_is_refused() {
-        assert_eq!(stream(b"QEVM\0\0\0\x04\x04", "pc"), None);
-        assert_eq!(stream(b"QEV", "pc"), None);
+        assert_eq!(stream(b"QEVM\0\0\0\x04\x04", "pc", b""), None);
+        assert_eq!(stream(b"QEV", "pc", b""), None);
     }
 }

@@ -46,15 +46,14 @@ pub enum QemuError {
         /// Why, and the cure where there is one.
         what: String,
     },
-    /// Guest RAM is not in a shared named file.
+    /// A source sends what an old QEMU cannot be sent from outside.
     #[error(
-        "{what}, and QEMU before 8.0 does not tell where it is: start QEMU with -object \
-         memory-backend-file,id=mem,size=SIZE,share=on,mem-path=/dev/shm/NAME -machine \
-         memory-backend=mem"
+        "QEMU before 8.0 does not tell where it has the RAM of devices that the source sends ({}): \
+         take the guest in with QEMU 8.0 or newer", blocks.join(", ")
     )]
-    RamNotShared {
-        /// Which RAM, and what it is instead.
-        what: String,
+    OldDestination {
+        /// The RAM blocks.
+        blocks: Vec<String>,
     },
     /// The source is not in a state to migrate from.
     #[error("the source QEMU is in the state '{state}': {cure}")]

@@ -13,6 +13,7 @@
 
 mod compare;
 mod destination;
+mod device_ram;
 mod device_state;
 mod disk_limits;
 mod disks;

@@ -7,16 +7,11 @@ use godwit_e2e::{LIMIT, Link, Pair, await_copying, await_quit, check_moved, chec
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
+    skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
-
-/// QEMUs that tell where RAM is: from 8.0 on.
-fn builds(test: &str) -> Vec<QemuBuild> {
-    let mut builds = builds_for(test);
-    builds.retain(|build| build.version.0 >= 8);
-    builds
-}
+use serde_json::json;
 
 /// Where its RAM is, and what is plugged in: VGA memory and firmware are RAM blocks, too.
 fn config(build: &QemuBuild, mode: Mode, backend: Backend) -> VmConfig {
@@ -25,7 +20,7 @@ fn config(build: &QemuBuild, mode: Mode, backend: Backend) -> VmConfig {
 }
 
 fn moves(test: &str, mode: Mode, backend: Backend) -> anyhow::Result<()> {
-    for build in builds(test) {
+    for build in builds_for(test) {
         let mut pair = Pair::start(&config(&build, mode, backend))?;
 
         let (migrate, receive) = pair.migrate(&["--verify"])?;
@@ -70,7 +65,7 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds(test) {
+    for build in builds_for(test) {
         let image = DiskImage::create("raw", ByteCount(16 << 20))?;
         let mut pair = pair(&build, &image)?;
 
@@ -114,7 +109,7 @@ fn whatever_fails_the_guest_runs_on_with_its_disk() -> anyhow::Result<()> {
 
 #[test]
 fn a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused() -> anyhow::Result<()> {
-    for build in builds("a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused") {
+    for build in builds_for("a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused") {
         let mut pair = Pair::start(&config(&build, Mode::Rate, Backend::Anonymous))?;
         pair.source.qmp().execute("stop", serde_json::Value::Null)?;
         let (migrate, _) = pair.migrate(&["--verify", "--keep-source"])?;
@@ -128,22 +123,93 @@ fn a_source_that_is_kept_stands_and_a_paused_guest_arrives_paused() -> anyhow::R
 }
 
 #[test]
-fn both_sides_have_ram_of_other_names() -> anyhow::Result<()> {
-    for build in builds("both_sides_have_ram_of_other_names") {
-        let source = config(&build, Mode::Idle, Backend::Anonymous);
-        let mut pair =
-            Pair::start_apart(&source, &config(&build, Mode::Idle, Backend::SharedFile))?;
-        let (migrate, _) = pair.migrate(&[])?;
-        ensure!(migrate.status.code() == Some(1), "{} {}", migrate.status, migrate.errors);
-        ensure!(migrate.errors.contains("RAM block"), "{}", migrate.errors);
-        check_untouched(&mut pair.source)?;
+fn a_guest_moves_between_kinds_of_ram() -> anyhow::Result<()> {
+    let kinds = [Backend::SharedFile, Backend::Anonymous, Backend::Memfd];
+    for build in builds_for("a_guest_moves_between_kinds_of_ram") {
+        let config = |kind| config(&build, Mode::Rate, kind);
+        let mut pair = Pair::start_apart(&config(kinds[0]), &config(kinds[1]))?;
+        // The destination of each is the source of the next.
+        for next in [2, 0, 2, 1, 0] {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            check_moved(&mut pair, &migrate).with_context(|| {
+                let kinds = [&pair.source, &pair.destination].map(|vm| vm.config().backend);
+                format!("{build}: {kinds:?}")
+            })?;
+            let next = TestVm::destination(&config(kinds[next]))?;
+            pair.source = std::mem::replace(&mut pair.destination, next);
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of the VGA memory, wherever the guest has it.
+fn vga_memory(vm: &mut TestVm) -> anyhow::Result<Vec<u8>> {
+    let tree = human(vm, "info mtree -f")?;
+    let line =
+        tree.lines().find(|line| line.contains("ram): vga.vram")).context("no VGA memory")?;
+    let address = line.trim().split('-').next().context("no address")?;
+    let file = vm.qmp_socket().with_file_name("vga-memory");
+    let address = u64::from_str_radix(address, 16)?;
+    let save = json!({ "val": address, "size": 16 << 20, "filename": file });
+    vm.qmp().execute("pmemsave", save)?;
+    Ok(std::fs::read(file)?)
+}
+
+fn human(vm: &mut TestVm, line: &str) -> anyhow::Result<String> {
+    let said = vm.qmp().execute("human-monitor-command", json!({ "command-line": line }))?;
+    Ok(said.as_str().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn vga_memory_arrives() -> anyhow::Result<()> {
+    for build in builds_for("vga_memory_arrives") {
+        let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        let before = vga_memory(&mut pair.source)?;
+        let fresh = before.iter().all(|byte| *byte == 0);
+        ensure!(!fresh, "{build}: the firmware has shown nothing");
+
+        let (migrate, _) = pair.migrate(&["--keep-source"])?;
+
+        ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
+        let after = vga_memory(&mut pair.destination)?;
+        let first = before.iter().zip(&after).position(|(a, b)| a != b);
+        ensure!(first.is_none(), "{build}: VGA memory differs at byte {first:?}");
+        ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     }
     Ok(())
 }
 
 #[test]
+fn a_guest_with_anonymous_ram_moves_to_a_newer_qemu() -> anyhow::Result<()> {
+    let test = "a_guest_with_anonymous_ram_moves_to_a_newer_qemu";
+    let builds = builds_for(test);
+    let old = builds.iter().find(|build| build.version.0 < 8);
+    let new = builds.iter().find(|build| build.version.0 >= 8);
+    let (Some(old), Some(new)) = (old, new) else {
+        skip(test, "it needs a QEMU before 8.0 and one since");
+        return Ok(());
+    };
+    let config = |build: &QemuBuild| {
+        config(build, Mode::Rate, Backend::Anonymous).with_extra(&["-machine", "pc-q35-7.2"])
+    };
+    let mut pair = Pair::start_apart(&config(old), &config(new))?;
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    check_moved(&mut pair, &migrate)?;
+    ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
+
+    // Back it cannot go, and the words say why.
+    pair.source = TestVm::destination(&config(old))?;
+    std::mem::swap(&mut pair.source, &mut pair.destination);
+    let (migrate, _) = pair.migrate(&[])?;
+    ensure!(migrate.status.code() == Some(1), "{} {}", migrate.status, migrate.errors);
+    let words = "take the guest in with QEMU 8.0 or newer";
+    ensure!(migrate.errors.contains(words), "{}", migrate.errors);
+    check_untouched(&mut pair.source)
+}
+
+#[test]
 fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()> {
-    for build in builds("the_writes_of_a_guest_with_anonymous_ram_are_governed") {
+    for build in builds_for("the_writes_of_a_guest_with_anonymous_ram_are_governed") {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         let governed = ["--max-bandwidth", "40MiB/s", "--throttle", "governor"];
         let options = [&governed[..], &["--downtime-limit", "200ms", "--verify"]].concat();
@@ -158,7 +224,7 @@ fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()>
 
 #[test]
 fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
-    for build in builds("a_plan_tells_which_way_the_device_state_takes") {
+    for build in builds_for("a_plan_tells_which_way_the_device_state_takes") {
         for (backend, way) in [(Backend::Anonymous, "saving"), (Backend::SharedFile, "migration")] {
             let mut vm = TestVm::source(&config(&build, Mode::Idle, backend))?;
             vm.wait_ready(LIMIT)?;
@@ -175,7 +241,7 @@ fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
 
 #[test]
 fn every_step_is_told_to_who_asks() -> anyhow::Result<()> {
-    for build in builds("every_step_is_told_to_who_asks") {
+    for build in builds_for("every_step_is_told_to_who_asks") {
         let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
         let (migrate, _) = pair.migrate(&["--log", "debug"])?;
         check_moved(&mut pair, &migrate)?;
@@ -194,7 +260,7 @@ fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
     if !images_for(test) {
         return Ok(());
     }
-    for build in builds(test) {
+    for build in builds_for(test) {
         let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
         let (from, to) = (image()?, image()?);
         let mut config = config(&build, Mode::Rate, Backend::Anonymous);

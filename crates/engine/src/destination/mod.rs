@@ -335,6 +335,7 @@ impl Destination<'_> {
 
     fn await_offer(&mut self) -> Result<Accepted, EngineError> {
         let offered = await_offer(&mut self.session, self.vm, self.options, self.notice)?;
+        self.ram = self.vm.ram();
         self.runs = offered.offer.running;
         self.measures.verified = offered.offer.verify;
         Ok(offered)

@@ -33,6 +33,8 @@ pub(super) fn await_offer(
         let what = "it did not begin with an offer".to_owned();
         return Err(EngineError::Protocol { peer: PEER, what });
     };
+    let names = offer.blocks.iter().map(|block| block.name.as_str()).collect();
+    vm.offered(&names).map_err(EngineError::Vm)?;
     let ram = vm.ram();
     let order = layout::fit(&offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;

@@ -1,5 +1,6 @@
 //! A VM that waits to take a guest in.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::sync::Arc;
 
@@ -62,6 +63,17 @@ pub trait DestinationVm {
     /// because `interrupt` was raised is followed by [`Self::discard`].
     fn heed(&mut self, interrupt: &Interrupt) {
         let _ = interrupt;
+    }
+
+    /// The source has RAM blocks of these names. Comes before [`Self::compare`], and [`Self::ram`]
+    /// is asked for again behind it: an adapter that can reach its RAM in more than one way chooses
+    /// the one that fits. What does not fit then is refused by the engine.
+    ///
+    /// # Errors
+    /// When the machine refuses.
+    fn offered(&mut self, blocks: &BTreeSet<&str>) -> Result<(), VmError> {
+        let _ = blocks;
+        Ok(())
     }
 
     /// Disks that a source may fill; `None` where none can be received.

@@ -39,6 +39,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
+use crate::device_ram::DeviceRam;
 use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
@@ -75,6 +76,7 @@ pub struct QemuSource {
     limits: Limits,
     ram: Arc<Vec<RamBlock>>,
     state_by: StateBy,
+    device_ram: Vec<DeviceRam>,
     was_running: bool,
     /// What it took to look at this QEMU, which is looked at again before the guest is stopped.
     looked: Duration,
@@ -157,7 +159,7 @@ impl QemuSource {
             return Err(QemuError::SourceState { state: migration, cure });
         }
         let looking = Instant::now();
-        let Ram { blocks: ram, state_by } = Ram::open(&mut machine)?;
+        let Ram { blocks: ram, state_by, device_ram } = Ram::of_source(&mut machine)?;
         machine.check_mappings(&ram)?;
         machine.check_source()?;
         let vcpus = machine.vcpu_threads()?;
@@ -188,6 +190,7 @@ impl QemuSource {
             limits: Limits::default(),
             ram: Arc::new(ram),
             state_by,
+            device_ram,
             was_running: state == "running",
             parts,
             nested_refused: false,
@@ -456,7 +459,9 @@ impl QemuSource {
         if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
-        let now = Ram::open(&mut self.machine)?.blocks;
+        let Ram { blocks: now, device_ram, .. } = Ram::of_source(&mut self.machine)?;
+        // Where the guest has it may have changed.
+        self.device_ram = device_ram;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
@@ -587,7 +592,10 @@ impl SourceVm for QemuSource {
     fn release_state(&mut self) -> Result<(), VmError> {
         self.released = true;
         if self.state_by == StateBy::Saving {
-            let devices = device_state::save(&mut self.machine, &self.machine_type, SAVE_LIMIT)?;
+            let devices = {
+                let Self { machine, machine_type, device_ram, .. } = self;
+                device_state::save(machine, machine_type, device_ram, SAVE_LIMIT)?
+            };
             // It is read all the while, and ends with this end.
             let passed = self.saved_to.take().map_or(Ok(()), |mut to| to.write_all(&devices));
             passed.map_err(|source| QemuError::System { step: "passing the state on", source })?;

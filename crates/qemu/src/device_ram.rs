@@ -1,0 +1,130 @@
+//! RAM of devices as a part of the device state: what a QEMU before 8.0 has mapped for its guest,
+//! and whose destination cannot be asked where it has the same (there the guest has mapped nothing
+//! yet).
+//!
+//! It goes as QEMU's own migration would send it: one section of the kind `ram`, of stream version
+//! 4, with the blocks and their lengths at its start and every page that was ever touched at its
+//! end (migration/ram.c, `ram_save_setup`, `save_zero_page_to_file` and `save_normal_page`; QEMU
+//! 7.2 to 10.0 read it alike). Only what is named there is checked and filled, so the guest's main
+//! memory, which has come another way, is not.
+
+use godwit_memory::{DataHint, MemoryError, RamBlock};
+use godwit_units::{ByteCount, PAGE_SIZE};
+
+/// QEMU_VM_SECTION_START, QEMU_VM_SECTION_END and QEMU_VM_SECTION_FOOTER (migration/savevm.h).
+const START: u8 = 1;
+const END: u8 = 3;
+const FOOTER: u8 = 0x7e;
+/// The section's number: far from those that QEMU gives, which are those of the device sections.
+const NUMBER: u32 = 0x676f_6477;
+/// The section's name, instance and version.
+const NAME: &[u8] = b"\x03ram\0\0\0\0\0\0\0\x04";
+/// RAM_SAVE_FLAG_*: a page of one byte, the list of blocks, a page, the end of a part.
+const ZERO: u64 = 0x02;
+const SIZES: u64 = 0x04;
+const PAGE: u64 = 0x08;
+const OVER: u64 = 0x10;
+/// The page's block is that of the one before.
+const CONTINUED: u64 = 0x20;
+const PAGE_BYTES: usize = PAGE_SIZE as usize;
+
+/// RAM of a device.
+#[derive(Debug)]
+pub(crate) struct DeviceRam {
+    pub(crate) block: RamBlock,
+    /// What of it is in use, in whole pages.
+    pub(crate) used: ByteCount,
+}
+
+/// The section with all of `ram`; nothing where there is none. The guest must stand still.
+pub(crate) fn section(ram: &[DeviceRam]) -> Result<Vec<u8>, MemoryError> {
+    if ram.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut out = vec![START];
+    out.extend(NUMBER.to_be_bytes());
+    out.extend(NAME);
+    let total: u64 = ram.iter().map(|it| it.used.0).sum();
+    out.extend((total | SIZES).to_be_bytes());
+    for DeviceRam { block, used } in ram {
+        out.extend(name(block));
+        out.extend(used.0.to_be_bytes());
+        // Where the block is to the guest, which is asked of blocks that are shared alone
+        // (x-ignore-shared).
+        out.extend(0_u64.to_be_bytes());
+    }
+    let footer = [&[FOOTER][..], &NUMBER.to_be_bytes()].concat();
+    out.extend(OVER.to_be_bytes());
+    out.extend(&footer);
+    out.push(END);
+    out.extend(NUMBER.to_be_bytes());
+    for it in ram {
+        pages(it, &mut out)?;
+    }
+    out.extend(OVER.to_be_bytes());
+    out.extend(&footer);
+    Ok(out)
+}
+
+fn name(block: &RamBlock) -> Vec<u8> {
+    let name = &block.name().as_bytes()[..block.name().len().min(255)];
+    let mut out = vec![name.len() as u8];
+    out.extend(name);
+    out
+}
+
+/// Every page that was touched, those of zeros in short.
+fn pages(DeviceRam { block, used }: &DeviceRam, out: &mut Vec<u8>) -> Result<(), MemoryError> {
+    let mut continued = 0;
+    let mut buffer = Vec::new();
+    let mut hint = DataHint::default();
+    for run in block.data(block.all(), &mut hint) {
+        let run = run?;
+        buffer.resize(run.count.bytes().0 as usize, 0);
+        block.read(run.start, &mut buffer)?;
+        for (index, page) in buffer.chunks_exact(PAGE_BYTES).enumerate() {
+            let at = (run.start.0 + index as u64) * PAGE_SIZE;
+            if at >= used.0 {
+                return Ok(());
+            }
+            let zeros = page.iter().all(|byte| *byte == 0);
+            let flags = continued | if zeros { ZERO } else { PAGE };
+            out.extend((at | flags).to_be_bytes());
+            if continued == 0 {
+                out.extend(name(block));
+            }
+            out.extend(if zeros { &[0] } else { page });
+            continued = CONTINUED;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use godwit_units::{PageCount, PageIndex};
+
+    use super::*;
+
+    #[test]
+    fn a_section_is_what_qemu_reads() {
+        let block = RamBlock::anonymous("v", PageCount(8)).unwrap();
+        block.write(PageIndex(1), &[7; 4096]).unwrap();
+        block.write(PageIndex(2), &[0; 4096]).unwrap();
+        block.write(PageIndex(7), &[9; 4096]).unwrap();
+        let section = section(&[DeviceRam { block, used: ByteCount(6 * 4096) }]).unwrap();
+        let mut expected = b"\x01godw\x03ram\0\0\0\0\0\0\0\x04".to_vec();
+        expected.extend(b"\0\0\0\0\0\0\x60\x04\x01v\0\0\0\0\0\0\x60\0\0\0\0\0\0\0\0\0");
+        expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw\x03godw");
+        expected.extend(b"\0\0\0\0\0\0\x10\x08\x01v");
+        expected.extend([7; 4096]);
+        expected.extend(b"\0\0\0\0\0\0\x20\x22\0");
+        expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw");
+        assert_eq!(section, expected);
+    }
+
+    #[test]
+    fn without_such_ram_there_is_no_section() {
+        assert!(section(&[]).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,189 @@
+//! Where the guest's RAM is, and which way the device state has to take because of that.
+//!
+//! ```text
+//!   all RAM in named files that are mapped shared    its blocks are the back ends; all else that
+//!                                                    QEMU has in RAM blocks comes with its own
+//!                                                    migration, which leaves out shared files
+//!   any other RAM                                    is reached at its address in the process:
+//!                                                    QEMU's migration would carry it, so the
+//!                                                    devices are saved without one
+//!                                                    (`device_state`)
+//!     from QEMU 8.0 on                               every RAM block of QEMU's, VGA memory and
+//!                                                    firmware among them
+//!     before                                         the back ends; what else the guest has mapped
+//!                                                    goes with the device state (`device_ram`)
+//! ```
+//!
+//! A destination takes whichever of its blocks the source offers: what it has beside, and is no
+//! back end, comes with the device state.
+
+mod addresses;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use godwit_memory::{ProcessBacking, RamBlock};
+use godwit_track::{AddressSpace, Mapped};
+use godwit_units::ByteCount;
+
+use crate::QemuError;
+use crate::device_ram::DeviceRam;
+use crate::machine::Machine;
+use crate::monitor::QmpError;
+use crate::monitor::commands::{Memdev, QomGet, QueryMemdev, QueryMemorySize};
+
+use addresses::Listed;
+
+/// How QEMU hands out the state of its devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateBy {
+    /// By its own migration, which carries RAM that is not in shared files as well.
+    Migration,
+    /// By saving the devices alone.
+    Saving,
+}
+
+/// The RAM of a machine.
+#[derive(Debug)]
+pub(crate) struct Ram {
+    pub(crate) blocks: Vec<RamBlock>,
+    pub(crate) state_by: StateBy,
+    /// What goes with the device state, though QEMU does not save it there.
+    pub(crate) device_ram: Vec<DeviceRam>,
+}
+
+impl Ram {
+    /// All RAM of a source.
+    pub(crate) fn of_source(machine: &mut Machine) -> Result<Self, QemuError> {
+        match in_shared_files(machine)? {
+            Some(blocks) => {
+                Ok(Self { blocks, state_by: StateBy::Migration, device_ram: Vec::new() })
+            }
+            None => in_process(machine, true),
+        }
+    }
+
+    /// The RAM of a destination, before it is known what is offered.
+    pub(crate) fn of_destination(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
+        match in_shared_files(machine)? {
+            Some(blocks) => Ok(blocks),
+            None => Ok(in_process(machine, false)?.blocks),
+        }
+    }
+}
+
+/// `own`, the RAM of a destination, arranged for a source that has blocks of these names: with what
+/// `own` lacks, as far as QEMU tells where it is, and without what comes with the device state.
+/// What does not fit then is for others to say.
+pub(crate) fn fitted(
+    machine: &mut Machine,
+    own: &[RamBlock],
+    offered: &BTreeSet<&str>,
+) -> Result<Option<Vec<RamBlock>>, QemuError> {
+    let names: BTreeSet<&str> = own.iter().map(RamBlock::name).collect();
+    if names == *offered {
+        return Ok(None);
+    }
+    let back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
+    let listed = addresses::list(machine)?;
+    let all: BTreeSet<&str> = listed.iter().map(|block| block.name.as_str()).collect();
+    if !back_ends.iter().all(|name| offered.contains(name.as_str()))
+        || !offered.iter().all(|name| all.contains(name))
+    {
+        return Ok(None);
+    }
+    let listed = listed.into_iter().filter(|block| offered.contains(block.name.as_str()));
+    let parted: (Vec<Listed>, Vec<Listed>) =
+        listed.partition(|block| back_ends.contains(&block.name));
+    let listed: Vec<Listed> = match parted {
+        (_, other) if other.iter().any(|block| block.address.is_none()) => {
+            let blocks = other.into_iter().map(|block| block.name).collect();
+            return Err(QemuError::OldDestination { blocks });
+        }
+        (main, other) if main.iter().any(|block| block.address.is_none()) => {
+            addresses::ask(machine, main)?.into_iter().chain(other).collect()
+        }
+        (main, other) => main.into_iter().chain(other).collect(),
+    };
+    at_addresses(machine, listed).map(Some)
+}
+
+fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {
+    machine.qmp.run(&QueryMemdev)
+}
+
+/// The RAM, if all of it is in named files that are mapped shared.
+fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuError> {
+    let mut blocks = Vec::new();
+    for Memdev { id, size, share, prealloc } in back_ends(machine)? {
+        let object = format!("/objects/{id}");
+        // Only memory-backend-file has the property; asking the others is refused.
+        let path = machine.qmp.run_if_known(&QomGet::<String>::new(&object, "mem-path"))?;
+        let Some(path) = path.filter(|_| share) else { return Ok(None) };
+        let path = machine.path_here(Path::new(&path));
+        // In a directory its file has no name.
+        if path.is_dir() {
+            return Ok(None);
+        }
+        // Since QEMU 8.1; before, a block begins at the start of its file.
+        let offset = machine.qmp.run_if_known(&QomGet::<u64>::new(&object, "offset"))?.unwrap_or(0);
+        blocks.push(RamBlock::open(&id, &path, offset, ByteCount(size), prealloc)?);
+    }
+    let shared: u64 = blocks.iter().map(|block| block.pages().bytes().0).sum();
+    let summary = machine.qmp.run(&QueryMemorySize)?;
+    let total = summary.base_memory.saturating_add(summary.plugged_memory);
+    Ok((total <= shared).then_some(blocks))
+}
+
+/// RAM by its addresses. Of a source also what the guest's devices have, where that is not reached
+/// as a block.
+fn in_process(machine: &mut Machine, is_source: bool) -> Result<Ram, QemuError> {
+    let mut listed = addresses::list(machine)?;
+    let mut device_ram = Vec::new();
+    if listed.iter().any(|block| block.address.is_none()) {
+        let back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
+        let (main, other) = listed.into_iter().partition(|block| back_ends.contains(&block.name));
+        listed = addresses::ask(machine, main)?;
+        if is_source {
+            let other: Vec<Listed> = addresses::ask(machine, other)?;
+            let (other, used): (Vec<_>, Vec<_>) =
+                other.into_iter().map(|block| (block.clone(), block.used)).unzip();
+            let blocks = at_addresses(machine, other)?;
+            let blocks = blocks.into_iter().zip(used);
+            device_ram = blocks.map(|(block, used)| DeviceRam { block, used }).collect();
+        }
+    }
+    let blocks = at_addresses(machine, listed)?;
+    Ok(Ram { blocks, state_by: StateBy::Saving, device_ram })
+}
+
+/// The blocks that these addresses in the process are.
+fn at_addresses(machine: &Machine, listed: Vec<Listed>) -> Result<Vec<RamBlock>, QemuError> {
+    let space = AddressSpace::of(machine.pid)?;
+    let mut blocks = Vec::new();
+    for Listed { name, size, address, .. } in listed {
+        let unreachable =
+            |what: &str| QemuError::RamUnreachable { block: name.clone(), what: what.to_owned() };
+        let pages = size.whole_pages().ok_or_else(|| unreachable("is not whole pages"))?;
+        let address = address.ok_or_else(|| unreachable(addresses::UNKNOWN))?;
+        let block = match space.at(address, size) {
+            Mapped::Private => {
+                let backing = ProcessBacking::open(machine.pid, address, size.0)
+                    .map_err(|source| unreachable(&format!("cannot be read: {source}")))?;
+                RamBlock::new(&name, Box::new(backing), pages)
+            }
+            Mapped::Shared { file, offset } => RamBlock::open(&name, &file, offset, size, false)?,
+            Mapped::PrivateFile { path } => {
+                return Err(unreachable(&format!(
+                    "is a private mapping of {path}: godwit cannot tell what of it the guest has \
+                     changed; give the back end share=on, or no mem-path"
+                )));
+            }
+            Mapped::Nowhere => {
+                return Err(unreachable("is not mapped in the process as QEMU says"));
+            }
+        };
+        blocks.push(block);
+    }
+    Ok(blocks)
+}
