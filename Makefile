@@ -101,7 +101,7 @@ bench-qemu: ## compare with QEMU's own migration; fifty moves of a busy guest un
 BENCH_ANY ?=
 
 .PHONY: bench-any
-bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against each of QEMU's fast ways (needs 20 GiB)
+bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against each of QEMU's fast ways (needs 22 GiB)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin any
 	@$(CARGO) run --quiet --release --package godwit-bench --bin any -- $(BENCH_ANY)
 

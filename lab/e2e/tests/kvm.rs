@@ -163,6 +163,8 @@ fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> a
             check_untouched(&mut pair.source).with_context(|| format!("{signal:?}"))?;
             await_speed(&pair.source, free).with_context(|| format!("{signal:?}"))?;
             drop(receive);
+            // It may have been told to load already, and then it has ended.
+            pair.destination = TestVm::destination(pair.source.config())?;
         }
 
         // With the guest stopped: the guardian brings it back.

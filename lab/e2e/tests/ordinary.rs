@@ -218,7 +218,7 @@ fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()>
         let (migrate, _) = pair.migrate(&options)?;
 
         check_moved(&mut pair, &migrate)?;
-        ensure!(migrate.last()["first_writes_delayed"].as_u64() > Some(0), "{}", migrate.last());
+        ensure!(migrate.last()["write_faults_delayed"].as_u64() > Some(0), "{}", migrate.last());
     }
     Ok(())
 }
