@@ -13,23 +13,31 @@ help: ## list the targets
 	    line = line " " words[i]; \
 	  } print line }' $(MAKEFILE_LIST)
 
-# DEMO=qemu and DEMO=microvm choose the kind of VM. Without a choice it is QEMU, and a microvm where neither QEMU nor the
-# Linux guest can be had. Arguments for `godwit-demo` go into DEMO_ARGUMENTS.
+# DEMO=qemu, DEMO=kvm and DEMO=microvm choose the kind of VM. Without a choice it is QEMU, under emulation and then, where
+# there is KVM, on that; and a microvm where neither QEMU nor the Linux guest can be had. Arguments for `godwit-demo` go
+# into DEMO_ARGUMENTS.
 DEMO ?=
 DEMO_ARGUMENTS ?=
 
 .PHONY: demo
-demo: ## move a running guest between two VMs (DEMO=qemu|microvm), with proof that its memory arrived exact
-	@machine='$(DEMO)'; \
-	case "$$machine" in ''|qemu|microvm) ;; *) echo "DEMO=$$machine: it must be qemu or microvm; arguments go into DEMO_ARGUMENTS" >&2; exit 2;; esac; \
-	if [ "$$machine" != microvm ]; then \
-	  if $(MAKE) --no-print-directory guest qemu; then machine=qemu; \
-	  elif [ -z "$$machine" ]; then machine=microvm; echo "no QEMU to be had: using microvms"; \
+demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proof that its memory arrived exact
+	@machines='$(DEMO)'; \
+	case "$$machines" in ''|qemu|kvm|microvm) ;; *) echo "DEMO=$$machines: it must be qemu, kvm or microvm; arguments go into DEMO_ARGUMENTS" >&2; exit 2;; esac; \
+	if [ "$$machines" != microvm ]; then \
+	  if $(MAKE) --no-print-directory guest qemu; then \
+	    if [ -z "$$machines" ]; then \
+	      if [ -w /dev/kvm ]; then machines='qemu kvm'; \
+	      else machines=qemu; echo "no right to /dev/kvm, or no KVM: the guest runs under emulation alone"; fi; \
+	    fi; \
+	  elif [ -z "$$machines" ]; then machines=microvm; echo "no QEMU to be had: using microvms"; \
 	  else exit 1; fi; \
 	fi; \
 	echo "building godwit"; \
-	$(CARGO) build --quiet --release --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo && \
-	target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS)
+	$(CARGO) build --quiet --release --package godwit-cli --package godwit-demo --bin godwit --bin godwit-demo || exit 1; \
+	for machine in $$machines; do \
+	  [ "$$machine" = "$${machines%% *}" ] || echo; \
+	  target/release/godwit-demo --machine $$machine $(DEMO_ARGUMENTS) || exit $$?; \
+	done
 
 # Tests make up faults by options that only this feature brings. Programs and tests are built by one
 # command, since features that tests ask for would else have everything compiled a second time.

@@ -1,7 +1,7 @@
 //! `godwit-demo`: the main job on this machine, with witnesses.
 //!
 //! What it says about the guest comes from outside of godwit: from the guest's own console and from
-//! an observer that looks at a counter of the guest in both RAM files. The migration itself is the
+//! an observer that looks at a counter of the guest in the RAM of both sides. The migration itself is the
 //! two commands, run as processes.
 
 #![forbid(unsafe_code)]
@@ -21,8 +21,8 @@ use godwit_terminal::output::{self, json_line};
 use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};
 use godwit_terminal::progress::Table;
 use godwit_testbed::{
-    BeaconPlace, Beat, Godwit, GuestConfig, MicroVm, Movable, Observer, QemuBuild, Running, TestVm,
-    VmConfig, builds, end_children, longest_pause,
+    Backend, BeaconPlace, Beat, Godwit, GuestConfig, GuestRam, MicroVm, Movable, Observer,
+    QemuBuild, Running, TestVm, VmConfig, builds, end_children, longest_pause,
 };
 use godwit_units::{ByteCount, GRAMMAR, TypedRate, format_duration};
 use serde_json::{Value, json};
@@ -38,8 +38,8 @@ const INDENT: &str = "  ";
 /// Show it: two VMs on this machine, a guest that checks itself, and a migration between them.
 ///
 /// The guest stamps its memory, re-reads and checks it all the time and says BUG if anything is
-/// wrong. The VMs are QEMUs with a Linux guest (`make demo` provides both), or, where there is no
-/// QEMU, microvms, which need only /dev/kvm.
+/// wrong. The VMs are QEMUs, with a Linux guest under emulation (`make demo` provides both) or with
+/// a small guest on KVM, or, where there is no QEMU, microvms, which need only /dev/kvm.
 #[derive(Debug, Parser)]
 #[command(name = "godwit-demo", version, max_term_width = 80, after_help = GRAMMAR)]
 struct Arguments {
@@ -67,6 +67,10 @@ struct Arguments {
     #[arg(long, default_value = "newest")]
     qemu: QemuChoice,
 
+    /// Where a QEMU has the guest's RAM
+    #[arg(long, default_value = "anonymous")]
+    ram: RamName,
+
     /// The most that is sent, as for `godwit migrate`
     #[arg(long, value_name = "RATE")]
     max_bandwidth: Option<TypedRate>,
@@ -88,8 +92,21 @@ enum ModeName {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum MachineName {
+    /// A QEMU with a Linux guest under emulation
     Qemu,
+    /// A QEMU with a small guest on KVM
+    Kvm,
     Microvm,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum RamName {
+    /// Memory of the process, as QEMU has it without a word
+    Anonymous,
+    /// A file without a name
+    Memfd,
+    /// A file on a tmpfs
+    File,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -169,7 +186,13 @@ fn choose(choice: QemuChoice) -> anyhow::Result<QemuBuild> {
 }
 
 /// The two machines, source and destination, and what kind they are.
-type Machines = (String, Box<dyn Movable>, Box<dyn Movable>);
+struct Machines {
+    name: String,
+    source: Box<dyn Movable>,
+    destination: Box<dyn Movable>,
+    /// Where their RAM is, to an observer.
+    ram: [GuestRam; 2],
+}
 
 fn machines(
     arguments: &Arguments,
@@ -181,13 +204,27 @@ fn machines(
     let choice = arguments.machine.unwrap_or_else(|| {
         if builds().is_empty() { MachineName::Microvm } else { MachineName::Qemu }
     });
-    if choice == MachineName::Qemu {
-        let config = VmConfig::new(&choose(arguments.qemu)?, guest);
-        let name = config.build.to_string();
-        say(&format!("starting a source and a destination, {size} each: {name}"));
-        let machines = (TestVm::source(&config)?, TestVm::destination(&config)?);
-        say("booting Linux in the source; its init fills and stamps half of its memory");
-        return Ok((name, Box::new(machines.0), Box::new(machines.1)));
+    if choice != MachineName::Microvm {
+        let (backend, ram) = match arguments.ram {
+            RamName::Anonymous => (Backend::Anonymous, "anonymous RAM"),
+            RamName::Memfd => (Backend::Memfd, "RAM in a memfd"),
+            RamName::File => (Backend::SharedFile, "RAM in a shared file"),
+        };
+        let mut config = VmConfig::new(&choose(arguments.qemu)?, guest).with_backend(backend);
+        let mut name = config.build.to_string();
+        if choice == MachineName::Kvm {
+            (config, name) = (config.on_kvm(), format!("{name} on KVM"));
+        }
+        say(&format!("starting a source and a destination, {size} of {ram} each: {name}"));
+        let (mut source, mut destination) =
+            (TestVm::source(&config)?, TestVm::destination(&config)?);
+        say(match choice {
+            MachineName::Kvm => "the source's guest fills and stamps half of its memory",
+            _ => "booting Linux in the source; its init fills and stamps half of its memory",
+        });
+        let ram = [source.ram()?, destination.ram()?];
+        let (source, destination) = (Box::new(source), Box::new(destination));
+        return Ok(Machines { name, source, destination, ram });
     }
     if arguments.machine.is_none() {
         say("there is no QEMU here (`make qemu` installs one): using microvms instead");
@@ -202,7 +239,9 @@ fn machines(
     let source = MicroVm::start(godwit, &options)?;
     let destination = MicroVm::start(godwit, &["--memory", &memory, "--incoming"])?;
     say("the source's guest fills and stamps half of its memory");
-    Ok(("microvm".to_owned(), Box::new(source), Box::new(destination)))
+    let ram = [source.ram_file().into(), destination.ram_file().into()];
+    let (source, destination) = (Box::new(source), Box::new(destination));
+    Ok(Machines { name: "microvm".to_owned(), source, destination, ram })
 }
 
 fn demo(arguments: &Arguments) -> anyhow::Result<()> {
@@ -214,12 +253,13 @@ fn demo(arguments: &Arguments) -> anyhow::Result<()> {
         }
     };
     let godwit = Godwit::built()?;
-    let (name, source, destination) = machines(arguments, &godwit, &say)?;
+    let Machines { name, source, destination, ram: [source_ram, destination_ram] } =
+        machines(arguments, &godwit, &say)?;
     let (source, destination) = (&*source, &*destination);
     source.wait_ready(BOOT_LIMIT)?;
     source.wait_for_heartbeats_after(Instant::now(), BEATS + 1, BOOT_LIMIT)?;
-    let place = BeaconPlace::find(source.ram_file())?;
-    let observer = Observer::start(place, source.ram_file(), destination.ram_file())?;
+    let place = BeaconPlace::find(source_ram.clone())?;
+    let observer = Observer::start(place, source_ram, destination_ram)?;
     say("the guest is at work; its last heartbeats:");
     show_beats(&source.heartbeats(), 2, &say);
 
