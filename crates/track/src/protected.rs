@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
 
 use godwit_memory::pagemap::{
@@ -14,6 +15,8 @@ use crate::TrackError;
 use crate::attach::Attachment;
 use crate::mappings::BlockMapping;
 
+/// What an entry of a huge page maps.
+const HUGE: u64 = 2 << 20;
 /// Regions asked for in one scan: 24 bytes each, on the stack.
 const REGIONS: usize = 512;
 
@@ -49,11 +52,11 @@ impl Protected {
     ) -> Result<PageIndex, TrackError> {
         let failed = |source: io::Error| TrackError::Scan { block, source };
         let flags = match then {
-            Then::Protect => PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
-            Then::Nothing => PM_SCAN_CHECK_WPASYNC,
+            Then::Protect | Then::Nothing => PM_SCAN_CHECK_WPASYNC,
             Then::NothingIfGoverned => 0,
         };
-        let mut regions = [PageRegion::default(); REGIONS];
+        let (mut seen, mut regions) =
+            ([PageRegion::default(); REGIONS], [PageRegion::default(); REGIONS]);
         let mut left = limit;
         for mapping in &self.blocks[block] {
             let Some(part) = mapping.pages.intersect(within) else { continue };
@@ -65,17 +68,32 @@ impl Protected {
             let mut at = to_address(part.start.0);
             let end = to_address(part.end().0);
             while at < end {
-                let pagemap = self.pagemap.as_fd();
+                let mut report = |regions: &[PageRegion]| {
+                    for region in regions {
+                        let (start, end) = (to_page(region.start), to_page(region.end));
+                        found(PageRun::new(start, end - start));
+                        left = left.saturating_sub(end - start);
+                    }
+                    left
+                };
+                let most = report(&[]);
                 let (filled, walked) =
-                    scan(pagemap, Looked::Written, at..end, flags, left, &mut regions)
-                        .map_err(failed)?;
-                for region in &regions[..filled] {
-                    let (start, end) = (to_page(region.start), to_page(region.end));
-                    found(PageRun::new(start, end - start));
-                    left = left.saturating_sub(end - start);
-                }
-                if walked <= at || walked > end {
-                    return Err(failed(io::Error::other("PAGEMAP_SCAN made no progress")));
+                    self.walk(at..end, flags, most, &mut seen).map_err(failed)?;
+                if then != Then::Protect {
+                    report(&seen[..filled]);
+                } else {
+                    for mut spot in spots(&seen[..filled], at..walked) {
+                        while spot.start < spot.end {
+                            let (flags, most) = (flags | PM_SCAN_WP_MATCHING, report(&[]));
+                            let (filled, walked) = self
+                                .walk(spot.clone(), flags, most, &mut regions)
+                                .map_err(failed)?;
+                            spot.start = walked;
+                            if report(&regions[..filled]) == 0 && limit > 0 {
+                                return Ok(PageIndex(to_page(walked)));
+                            }
+                        }
+                    }
                 }
                 at = walked;
                 if limit > 0 && left == 0 {
@@ -84,5 +102,63 @@ impl Protected {
             }
         }
         Ok(within.end())
+    }
+
+    /// One scan for what was written, which gets somewhere.
+    fn walk(
+        &self,
+        range: Range<u64>,
+        flags: u64,
+        limit: u64,
+        regions: &mut [PageRegion],
+    ) -> io::Result<(usize, u64)> {
+        let pagemap = self.pagemap.as_fd();
+        let (filled, walked) =
+            scan(pagemap, Looked::Written, range.clone(), flags, limit, regions)?;
+        if walked <= range.start || walked > range.end {
+            return Err(io::Error::other("PAGEMAP_SCAN made no progress"));
+        }
+        Ok((filled, walked))
+    }
+}
+
+/// The parts of `walked` to be protected, where `seen` was found: whole entries of huge pages, so
+/// that none is split by this.
+///
+/// A scan that protects tells KVM of the whole range it was given, whatever it finds there
+/// (`do_pagemap_scan` in fs/proc/task_mmu.c, mmu_notifier_invalidate_range_start), and KVM takes all
+/// of it out of the guest's page tables: the guest then faults on each page that it only reads. So
+/// what nobody wrote to is looked at and left alone.
+fn spots(seen: &[PageRegion], walked: Range<u64>) -> Vec<Range<u64>> {
+    let mut spots: Vec<Range<u64>> = Vec::new();
+    for region in seen {
+        let start = (region.start - region.start % HUGE).max(walked.start);
+        let end = region.end.next_multiple_of(HUGE).min(walked.end);
+        match spots.last_mut() {
+            Some(last) if start <= last.end => last.end = end.max(last.end),
+            _ => spots.push(start..end),
+        }
+    }
+    spots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_protected_is_whole_huge_pages_within_what_was_walked() {
+        let region = |start: u64, end: u64| PageRegion { start, end, categories: 0 };
+        let page = PAGE_SIZE;
+        // Two in one huge page and its neighbour, one further away, and the ends of the walk.
+        let seen = [
+            region(HUGE + page, HUGE + 2 * page),
+            region(2 * HUGE - page, 2 * HUGE + page),
+            region(7 * HUGE + page, 7 * HUGE + 3 * page),
+        ];
+        let walked = HUGE + page..7 * HUGE + 4 * page;
+        let expected = [HUGE + page..3 * HUGE, 7 * HUGE..7 * HUGE + 4 * page];
+        assert_eq!(spots(&seen, walked), expected);
+        assert!(spots(&[], 0..HUGE).is_empty());
     }
 }

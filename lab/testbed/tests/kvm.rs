@@ -4,15 +4,20 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use godwit_engine::vm::SourceVm;
 use godwit_guest_workload::settings::Mode;
 use godwit_guest_workload::stamp::Page;
+use godwit_qemu::QemuSource;
 use godwit_testbed::{
-    Backend, BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig,
-    kvm_builds_for, longest_pause, own_migration,
+    Backend, BeaconPlace, GuestConfig, Mount, Observer, QemuBuild, Style, TestVm, VmConfig,
+    kvm_builds_for, longest_pause, own_migration, skip,
 };
+use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_vcpu_throttle::VcpuThrottle;
+use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -127,5 +132,56 @@ fn an_observer_sees_a_guest_move_whose_ram_is_anonymous() {
         println!("{build}: {gap:?}, by QEMU's own word {:?}", own.downtime);
         assert!(gap.at_least > Duration::ZERO && !seen.ran_on_both, "{seen:?}");
         assert_eq!([source.bugs(), destination.bugs()].concat(), [""; 0]);
+    }
+}
+
+/// Pages of `vm` that KVM has in the guest's page tables now, as debugfs at `debug` tells.
+fn mapped_by_kvm(debug: &Path, vm: &TestVm) -> u64 {
+    let own = format!("{}-", vm.pid());
+    let dirs = std::fs::read_dir(debug.join("kvm")).unwrap().flatten();
+    let dir = dirs
+        .map(|dir| dir.path())
+        .find(|dir| dir.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&own)));
+    let dir = dir.unwrap();
+    let count = |name: &str| {
+        std::fs::read_to_string(dir.join(name)).unwrap().trim().parse::<u64>().unwrap()
+    };
+    count("pages_4k") + 512 * count("pages_2m")
+}
+
+#[test]
+fn a_harvest_leaves_alone_what_nobody_wrote() {
+    // Mutation: all of a block is scanned and protected in one step. Then nothing is mapped.
+    let test = "a_harvest_leaves_alone_what_nobody_wrote";
+    for build in kvm_builds_for(test).iter().filter(|build| build.version.0 >= 8) {
+        let debug = match Mount::new("debugfs", "defaults") {
+            Ok(debug) => debug,
+            Err(error) => return skip(test, error),
+        };
+        let guest = GuestConfig { fill: ByteCount(32 << 20), ..GuestConfig::small(Mode::Rate) };
+        let config = VmConfig::new(build, guest).with_backend(Backend::Anonymous).on_kvm();
+        let mut vm = TestVm::source(&config).unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
+        let ram = source.ram();
+        let tracker = source.start_tracking().unwrap();
+        let harvest = || {
+            let mut found = 0;
+            for (number, block) in ram.iter().enumerate() {
+                let count = &mut |run: PageRun| found += run.count.0;
+                tracker.harvest(number, block.all(), PageCount(0), count).unwrap();
+            }
+            found
+        };
+        // What it reads comes back, and then nothing changes any more.
+        harvest();
+        vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
+        vm.qmp().execute("stop", Value::Null).unwrap();
+        harvest();
+        let before = mapped_by_kvm(debug.dir(), &vm);
+        assert!(before > 1000, "the guest has come to use its memory: {before} pages");
+        assert_eq!(harvest(), 0, "it stands still");
+        let after = mapped_by_kvm(debug.dir(), &vm);
+        assert!(after * 10 > before * 9, "{before} pages were mapped, and then {after}");
     }
 }
