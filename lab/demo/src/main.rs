@@ -153,9 +153,7 @@ fn guest(arguments: &Arguments) -> anyhow::Result<GuestConfig> {
         rate: arguments.rate,
         working_set: arguments.working_set,
         fill,
-        disk: DiskWork::default(),
-        build: BuildWork::default(),
-        address: None,
+        ..GuestConfig::standard()
     })
 }
 
