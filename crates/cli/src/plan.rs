@@ -292,7 +292,7 @@ fn as_text(
 ) -> String {
     let (seconds, pages) = measured.dirty.last().copied().unwrap_or_default();
     let governor = if measured.can_govern {
-        "yes: the first writes to clean pages can be rationed where the guest outruns the link"
+        "yes: a guest that outruns the link can be held to a dirty-rate limit"
     } else {
         "no: a guest that outruns the link has its processors throttled"
     };
@@ -336,7 +336,7 @@ fn as_text(
     if tables {
         let legend = "total: from the start until the guest runs at the destination; range: the \
                       same over a link a fifth faster or slower; slowed: the most that is taken \
-                      from the guest's processors, or governed: its first writes are rationed; \
+                      from the guest's processors, or governed: held to a dirty-rate limit; \
                       lost: how much of the guest's work that and the downtime cost";
         text += &format!("\n{}\n", layout::wrap("", legend, 2, width));
     }

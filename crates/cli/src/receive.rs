@@ -36,7 +36,8 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
-    /// connected to, or microvm:PATH, where PATH is the machine's control socket
+    /// connected to; pid:N, a QEMU by its process, which has such a monitor; or microvm:PATH, where
+    /// PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 

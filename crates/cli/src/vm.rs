@@ -35,9 +35,18 @@ impl FromStr for VmName {
         match text.split_once(':') {
             Some(("qemu", path)) if !path.is_empty() => Ok(Self::Qemu(path.into())),
             Some(("microvm", path)) if !path.is_empty() => Ok(Self::Microvm(path.into())),
+            Some(("pid", number)) => match number.parse() {
+                Ok(pid) if pid > 0 => match godwit_qemu::monitor_of(pid) {
+                    Ok(path) => Ok(Self::Qemu(path)),
+                    Err(error @ QemuError::MonitorsInUse { .. }) => Err(in_use(error)),
+                    Err(error) => Err(error.to_string()),
+                },
+                _ => Err(format!("'{number}' is no process number: write pid:1234")),
+            },
             _ => {
                 let cure = "write qemu:PATH, where PATH is the unix socket of a QMP monitor (QEMU \
-                            option -qmp unix:PATH,server=on,wait=off), or microvm:PATH, where PATH \
+                            option -qmp unix:PATH,server=on,wait=off), pid:N, where N is the \
+                            process of a QEMU that has such a monitor, or microvm:PATH, where PATH \
                             is the control socket (godwit microvm run --control PATH)";
                 Err(cure.to_owned())
             }
@@ -47,22 +56,34 @@ impl FromStr for VmName {
 
 /// Why the QEMU behind the monitor `path` was refused; where the monitor is busy, with whom.
 pub(crate) fn refused_qemu(path: &Path, error: QemuError) -> Box<dyn Error> {
-    match (&error, busy_with(path)) {
-        (QemuError::Qmp(QmpError::NoGreeting { .. }), Some((pid, command))) => {
-            let cure = match command.as_str() {
-                "migrate" => {
-                    format!("wait for it, or end it with `godwit cancel --migration {pid}`")
-                }
-                _ => format!("wait for it, or end it (kill {pid})"),
-            };
-            let path = path.display();
-            format!(
-                "process {pid} (godwit {command}) is at work at the monitor {path} already: {cure}"
-            )
-            .into()
+    match &error {
+        QemuError::Qmp(QmpError::NoGreeting { .. }) => {
+            busy_godwit(path).map_or_else(|| error.into(), Into::into)
         }
         _ => error.into(),
     }
+}
+
+/// Why no monitor of a QEMU can be had; where another godwit has one, which.
+fn in_use(error: QemuError) -> String {
+    let busy = match &error {
+        QemuError::MonitorsInUse { paths, .. } => paths.iter().find_map(|path| busy_godwit(path)),
+        _ => None,
+    };
+    busy.unwrap_or_else(|| error.to_string())
+}
+
+/// Which godwit is at work at the monitor `path`, and what to do, in words.
+fn busy_godwit(path: &Path) -> Option<String> {
+    let (pid, command) = busy_with(path)?;
+    let cure = match command.as_str() {
+        "migrate" => format!("wait for it, or end it with `godwit cancel --migration {pid}`"),
+        _ => format!("wait for it, or end it (kill {pid})"),
+    };
+    let path = path.display();
+    Some(format!(
+        "process {pid} (godwit {command}) is at work at the monitor {path} already: {cure}"
+    ))
 }
 
 /// Another godwit that was started for the QEMU behind the monitor `path`: its process, and what it
@@ -76,16 +97,25 @@ fn busy_with(path: &Path) -> Option<(u32, String)> {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let words: Vec<_> = line.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
         let godwit = words.first()?.rsplit('/').next() == Some("godwit");
-        let vm = words
-            .iter()
-            .find_map(|word| word.strip_prefix("--vm=").unwrap_or(word).strip_prefix("qemu:"))?;
-        // A relative path is one of that process, whose directory may be another.
-        let theirs = match Path::new(vm).is_absolute() {
-            true => real(Path::new(vm)),
-            false => real(&std::fs::read_link(format!("/proc/{pid}/cwd")).ok()?.join(vm)),
+        let vm = |kind: &str| {
+            words.iter().find_map(|word| {
+                let name = word.strip_prefix("--vm=").unwrap_or(word);
+                name.strip_prefix(kind).map(str::to_owned)
+            })
         };
-        (godwit && theirs == wanted)
-            .then(|| (pid, words.get(1).map(ToString::to_string).unwrap_or_default()))
+        let has_it = match (vm("qemu:"), vm("pid:")) {
+            // A relative path is one of that process, whose directory may be another.
+            (Some(vm), _) if !Path::new(&vm).is_absolute() => {
+                real(&std::fs::read_link(format!("/proc/{pid}/cwd")).ok()?.join(vm)) == wanted
+            }
+            (Some(vm), _) => real(Path::new(&vm)) == wanted,
+            (None, Some(number)) => {
+                let monitors = godwit_qemu::monitors_of(number.parse().ok()?).unwrap_or_default();
+                monitors.iter().any(|(path, in_use)| *in_use && real(path) == wanted)
+            }
+            (None, None) => false,
+        };
+        (godwit && has_it).then(|| (pid, words.get(1).map(ToString::to_string).unwrap_or_default()))
     })
 }
 

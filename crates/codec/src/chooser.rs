@@ -44,7 +44,7 @@ const MARGIN: f64 = 0.97;
 
 /// What to do with the next batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Plan {
+pub enum Step {
     /// Compress the first [`SAMPLE_LEN`] bytes of it with this codec, tell [`Chooser::sampled`],
     /// forget the result, and ask again. It comes for each codec once at the most before the batch
     /// is sent.
@@ -174,10 +174,10 @@ impl Chooser {
     ///
     /// # Panics
     /// When there is no such segment: a mistake of the caller.
-    pub fn plan(&mut self, segment: usize) -> Plan {
+    pub fn step(&mut self, segment: usize) -> Step {
         if self.link.rate().is_none() {
             self.segments[segment].pass();
-            return Plan::Send(Codec::None);
+            return Step::Send(Codec::None);
         }
         let known = self.segments[segment];
         let (mut best, mut least) = (0, self.price(0, 1.0));
@@ -204,7 +204,7 @@ impl Chooser {
             }
         }
         if let Some(codec) = sample {
-            return Plan::Sample(codec);
+            return Step::Sample(codec);
         }
         self.segments[segment].pass();
         if self.link.probing() {
@@ -212,7 +212,7 @@ impl Chooser {
         } else {
             self.last = best;
         }
-        Plan::Send(CANDIDATES[best])
+        Step::Send(CANDIDATES[best])
     }
 
     /// Takes in what became of a sample.

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::{CodecError, Fault};
+use crate::{CodecError, Corruption};
 
 /// A codec with its parameter, as the sender uses it. Printed and parsed as `none`, `lz4`, `lz4:8`,
 /// `zstd`, `zstd:3`.
@@ -129,8 +129,8 @@ impl FromStr for Codec {
 
 impl CodecError {
     /// What is wrong with input that `codec` was to decode.
-    pub(crate) fn corrupt(codec: CodecId, fault: Fault) -> Self {
-        Self::Corrupt { codec, fault }
+    pub(crate) fn corrupt(codec: CodecId, corruption: Corruption) -> Self {
+        Self::Corrupt { codec, corruption }
     }
 }
 

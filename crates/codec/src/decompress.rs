@@ -3,7 +3,7 @@
 use zstd_safe::DCtx;
 
 use crate::compress::{LENGTH_LEN, STORED};
-use crate::{BATCH_LIMIT, BLOCK_LEN, CodecError, CodecId, Fault};
+use crate::{BATCH_LIMIT, BLOCK_LEN, CodecError, CodecId, Corruption};
 
 /// Decompresses; one for each channel thread.
 pub struct Decompressor {
@@ -49,7 +49,8 @@ impl Decompressor {
         if length > BATCH_LIMIT {
             return Err(CodecError::TooLarge { length });
         }
-        let wrong = |found| CodecError::corrupt(codec, Fault::Length { expected: length, found });
+        let wrong =
+            |found| CodecError::corrupt(codec, Corruption::Length { expected: length, found });
         match codec {
             CodecId::None if input.len() == length => output.copy_from_slice(input),
             CodecId::None => return Err(wrong(input.len())),
@@ -116,34 +117,38 @@ impl Decompressor {
         // window.
         context.decompress(output, input).map_err(|code| {
             let reason = zstd_safe::get_error_name(code);
-            CodecError::corrupt(CodecId::Zstd, Fault::Said { reason })
+            CodecError::corrupt(CodecId::Zstd, Corruption::Said { reason })
         })
     }
 }
 
 fn lz4(input: &[u8], output: &mut [u8]) -> Result<(), CodecError> {
-    let corrupt = |fault| CodecError::corrupt(CodecId::Lz4, fault);
+    let corrupt = |corruption| CodecError::corrupt(CodecId::Lz4, corruption);
     let mut rest = input;
     for block in output.chunks_mut(BLOCK_LEN) {
         let at = input.len() - rest.len();
-        let cut = || corrupt(Fault::Cut { at });
+        let cut = || corrupt(Corruption::Cut { at });
         let (prefix, behind) = rest.split_first_chunk::<LENGTH_LEN>().ok_or_else(cut)?;
         let word = u32::from_le_bytes(*prefix);
         let length = (word & !STORED) as usize;
         let (body, behind) = behind.split_at_checked(length).ok_or_else(cut)?;
         if word & STORED != 0 {
             if length != block.len() {
-                return Err(corrupt(Fault::Length { expected: block.len(), found: length }));
+                return Err(corrupt(Corruption::Length { expected: block.len(), found: length }));
             }
             block.copy_from_slice(body);
         } else {
             let found = lzzzz::lz4::decompress(body, block)
-                .map_err(|_| corrupt(Fault::Malformed { at }))?;
+                .map_err(|_| corrupt(Corruption::Malformed { at }))?;
             if found != block.len() {
-                return Err(corrupt(Fault::Length { expected: block.len(), found }));
+                return Err(corrupt(Corruption::Length { expected: block.len(), found }));
             }
         }
         rest = behind;
     }
-    if rest.is_empty() { Ok(()) } else { Err(corrupt(Fault::Cut { at: input.len() - rest.len() })) }
+    if rest.is_empty() {
+        Ok(())
+    } else {
+        Err(corrupt(Corruption::Cut { at: input.len() - rest.len() }))
+    }
 }

@@ -28,12 +28,12 @@ pub enum CodecError {
         codec: Codec,
     },
     /// Input is not what the codec makes, or not of these pages.
-    #[error("corrupt {codec} data: {fault}")]
+    #[error("corrupt {codec} data: {corruption}")]
     Corrupt {
         /// The codec.
         codec: CodecId,
         /// What is wrong.
-        fault: Fault,
+        corruption: Corruption,
     },
     /// More than [`crate::BATCH_LIMIT`] at once: a mistake of the caller, or a lie of the peer.
     #[error(
@@ -55,7 +55,7 @@ pub enum CodecError {
 /// What is wrong with compressed input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Fault {
+pub enum Corruption {
     /// It makes fewer or more bytes than the pages have.
     #[error("it holds {found} bytes where the pages have {expected}")]
     Length {

@@ -49,11 +49,11 @@ mod error;
 pub mod synthetic;
 mod zero;
 
-pub use chooser::{Batch, Chooser, Plan, SAMPLE_LEN, Sampled};
+pub use chooser::{Batch, Chooser, SAMPLE_LEN, Sampled, Step};
 pub use codec::{Codec, CodecId};
 pub use compress::{Compressor, worth};
 pub use decompress::Decompressor;
-pub use error::{CodecError, Fault};
+pub use error::{CodecError, Corruption};
 pub use zero::{content_runs, is_zero};
 
 /// Most bytes that are compressed or decompressed at once.

@@ -68,9 +68,10 @@ pub struct Progress {
     pub remaining_time: Option<RemainingTime>,
     /// Share of time in which the vCPUs are kept from running.
     pub throttle: f64,
-    /// Clean pages that the guest may make dirty each second, if it is governed.
+    /// The dirty-rate limit: clean pages that the guest may make dirty each second, if it is
+    /// governed.
     #[serde(default)]
-    pub first_writes: Option<f64>,
+    pub dirty_rate_limit: Option<f64>,
     /// The guest's speed under that, as a share of its speed without, if it can be seen.
     pub guest_speed: Option<f64>,
     /// Hot segments that are left for later.
@@ -309,9 +310,9 @@ pub struct Measures {
     /// How long it ran under 10 % of its speed.
     #[serde(rename = "under_tenth_ms", with = "milliseconds")]
     pub under_tenth: Duration,
-    /// First writes of the guest that had to wait for the write governor.
-    #[serde(rename = "first_writes_delayed", default)]
-    pub first_writes_delayed: u64,
+    /// Write faults of the guest that had to wait for the write governor.
+    #[serde(default)]
+    pub write_faults_delayed: u64,
     /// How long its vCPUs waited for it, summed up.
     #[serde(rename = "vcpus_waited_ms", with = "milliseconds", default)]
     pub vcpus_waited: Duration,

@@ -168,7 +168,7 @@ pub(crate) fn place(
     }
     ram.write(TASK + 102, &PORT_MAP.to_le_bytes()).ok_or_else(misplaced)?;
     ram.write(TASK + u64::from(TASK_SIZE) - 1, &[0xff]).ok_or_else(misplaced)?;
-    let mut memory = Memory::new(ram, end).ok_or_else(misplaced)?;
+    let mut memory = FreeMemory::new(ram, end).ok_or_else(misplaced)?;
     memory.map_all().ok_or_else(misplaced)?;
     let free = memory.free();
     // Each page that is stamped takes 8 bytes of generations and 8 bytes of page table; the rest is
@@ -218,7 +218,7 @@ pub(crate) fn place(
 /// that this takes come out of the block itself. The guest may run: an entry that was absent is
 /// cached nowhere.
 pub(crate) fn plug(ram: &GuestRam, gpa: u64, size: u64) -> Option<()> {
-    let mut memory = Memory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
+    let mut memory = FreeMemory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
     memory.map_one_to_one(gpa / GIB..(gpa + size).div_ceil(GIB))?;
     let (start, pages) = *memory.free.first()?;
     let mut count = [0; 8];
@@ -278,13 +278,13 @@ fn place_program(ram: &dyn BootMemory) -> Option<(u64, u64)> {
 }
 
 /// Memory that is still free, and the page tables made of it.
-struct Memory<'a> {
+struct FreeMemory<'a> {
     ram: &'a dyn BootMemory,
     /// Guest address and pages of each free stretch.
     free: Vec<(u64, u64)>,
 }
 
-impl<'a> Memory<'a> {
+impl<'a> FreeMemory<'a> {
     /// All memory above `low` in the first block, and all of the others.
     fn new(ram: &'a dyn BootMemory, low: u64) -> Option<Self> {
         let low = low.next_multiple_of(PAGE_SIZE);
@@ -466,7 +466,7 @@ mod tests {
         ];
         let ram = GuestRam::new(&check(plans.map(|text| text.parse().unwrap()).to_vec()).unwrap())
             .unwrap();
-        let mut memory = Memory::new(&ram, 2 << 20).unwrap();
+        let mut memory = FreeMemory::new(&ram, 2 << 20).unwrap();
         memory.map_all().unwrap();
         memory.window(PAGES_WINDOW, 4000).unwrap();
         let mut frames = std::collections::BTreeSet::new();

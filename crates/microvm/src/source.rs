@@ -212,12 +212,12 @@ impl Brake for MicrovmSource<'_> {
             .then(|| "it takes page tables as tracker (--tracker pagemap)".to_owned())
     }
 
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+    fn govern(&mut self, dirty_rate_limit: Option<f64>) -> Result<(), VmError> {
         let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
-        if first_writes.is_some() {
+        if dirty_rate_limit.is_some() {
             tracker.prepare_own_governor(self.machine.vcpu_threads())?;
         }
-        Ok(tracker.govern(first_writes)?)
+        Ok(tracker.govern(dirty_rate_limit)?)
     }
 
     fn governor_measures(&self) -> GovernorMeasures {

@@ -163,7 +163,7 @@ impl Policy {
             self.throttle = Throttle::default();
             self.governor = Governor::default();
             self.plan.throttle = 0.0;
-            self.plan.first_writes = None;
+            self.plan.dirty_rate_limit = None;
         }
         self.plan.throttle = self.plan.throttle.min(self.settings.max_throttle);
         if self.settings.delay_hot_percent == 0 {
@@ -194,7 +194,7 @@ impl Policy {
         let before = self.plan.clone();
         if !tick.can_govern {
             self.governor.withdraw();
-            self.plan.first_writes = None;
+            self.plan.dirty_rate_limit = None;
         }
         if self.rounds == 0 {
             self.hot.look(tick.dirty, self.guest.segment_pages(), self.settings.delay_hot_percent);
@@ -327,7 +327,7 @@ impl Policy {
         }
         self.plan = Plan {
             throttle: self.throttle.value().min(self.settings.max_throttle),
-            first_writes: self.governor.budget(),
+            dirty_rate_limit: self.governor.budget(),
             delayed: spared.unwrap_or_else(|| self.hot.delayed().clone()),
             memory_share: self.settings.memory_share.unwrap_or(share),
             disk_limit,
@@ -343,7 +343,7 @@ impl Policy {
         let bytes = (tick.remaining.0 as f64 + growth) * self.page_bytes;
         let last = self.last_bandwidth(self.bandwidth.average());
         let expected = downtime::expected(ByteCount(bytes as u64), last, self.fixed);
-        (self.plan.throttle > 0.0 || self.plan.first_writes.is_some())
+        (self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some())
             && !self.disks
             && !self.at_once
             && expected.is_some_and(|expected| expected <= self.limit().mul_f64(AIM))
@@ -351,7 +351,8 @@ impl Policy {
 
     /// Pages that a guest under `throttle` dirties anew in a time.
     fn growth(&self, classes: &[Class], time: Duration, throttle: f64) -> f64 {
-        let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * time.as_secs_f64());
+        let most =
+            self.plan.dirty_rate_limit.map_or(f64::INFINITY, |rate| rate * time.as_secs_f64());
         let time = time.as_secs_f64() * self.guest.speed(throttle);
         let free: f64 = classes
             .iter()
@@ -369,7 +370,7 @@ impl Policy {
 
     /// A look at segments, in the model and in the count of what was dirtied in this round.
     fn look(&mut self, dirty: &[u32], time: Duration, throttle: f64) {
-        if self.plan.first_writes.is_some() {
+        if self.plan.dirty_rate_limit.is_some() {
             self.guest.note(dirty);
         } else {
             self.guest.look(dirty, time, throttle);
@@ -408,7 +409,7 @@ impl Policy {
             }
         };
         let lead = round.lead.as_secs_f64();
-        let most = self.plan.first_writes.map_or(f64::INFINITY, |rate| rate * lead);
+        let most = self.plan.dirty_rate_limit.map_or(f64::INFINITY, |rate| rate * lead);
         (written / age.max(1e-3) * lead).min(most)
     }
 
@@ -494,7 +495,7 @@ impl Policy {
         previous: Option<PageCount>,
         transfer: Duration,
     ) -> bool {
-        if self.plan.throttle > 0.0 || self.plan.first_writes.is_some() {
+        if self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some() {
             return true;
         }
         self.searched += 1;

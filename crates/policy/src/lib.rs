@@ -41,7 +41,7 @@ mod throttle;
 pub use bandwidth::Bandwidth;
 pub use decide::Policy;
 pub use observe::{
-    Advice, Decision, Delayed, DiskRound, Estimate, Plan, RemainingTime, Round, Tick,
+    Advice, Decision, Delayed, DiskStatistics, Estimate, Plan, RemainingTime, Round, Tick,
 };
 pub use settings::{
     About, DiskLimit, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value,

@@ -66,24 +66,25 @@ pub struct Round<'a> {
     /// The guest's speed in this round, as a share of what it was before the migration, if it can
     /// be seen.
     pub guest_speed: Option<f64>,
-    /// Whether the machine offers a write governor ([`Plan::first_writes`]).
+    /// Whether the machine offers a write governor ([`Plan::dirty_rate_limit`]).
     pub can_govern: bool,
     /// What happened to disks, if disks move.
-    pub disk: Option<DiskRound>,
+    pub disk: Option<DiskStatistics>,
 }
 
 /// What was seen of disks in one round.
 ///
 /// ```
-/// use godwit_policy::{DiskRound, Round};
+/// use godwit_policy::{DiskStatistics, Round};
 /// use godwit_units::ByteCount;
 ///
-/// let disk = DiskRound { full_pass: true, sent: ByteCount(64 << 20), ..DiskRound::default() };
+/// let sent = ByteCount(64 << 20);
+/// let disk = DiskStatistics { full_pass: true, sent, ..DiskStatistics::default() };
 /// let round = Round { disk: Some(disk), ..Round::default() };
 /// assert!(round.disk.is_some_and(|disk| disk.full_pass));
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct DiskRound {
+pub struct DiskStatistics {
     /// Whether a disk was still in its first, full pass at the end of the round.
     pub full_pass: bool,
     /// Bytes of disks put on the wire.
@@ -146,9 +147,10 @@ pub struct Plan {
     /// Share of time in which the processors of the guest do not run, 0.0 to 0.99. It stays in
     /// force through the preparation of the switchover, until the guest stands still.
     pub throttle: f64,
-    /// How many clean pages the guest may make dirty each second, in segments that are harvested
-    /// from now on; `None`: it is not governed. Stays in force as `throttle` does.
-    pub first_writes: Option<f64>,
+    /// The dirty-rate limit: how many clean pages the guest may make dirty each second, in segments
+    /// that are harvested from now on; `None`: it is not governed. Stays in force as `throttle`
+    /// does.
+    pub dirty_rate_limit: Option<f64>,
     /// Segments not to be sent now.
     pub delayed: Delayed,
     /// While disks move: the parts of the link's time that memory gets for each 1024 that disks
@@ -165,7 +167,7 @@ impl Default for Plan {
     fn default() -> Self {
         Self {
             throttle: 0.0,
-            first_writes: None,
+            dirty_rate_limit: None,
             delayed: Delayed::default(),
             memory_share: 1024,
             disk_limit: None,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use godwit_units::Rate;
 
-use crate::observe::DiskRound;
+use crate::observe::DiskStatistics;
 use crate::settings::DiskLimit;
 
 /// A round that leaves more than this share of what the one before left has not clearly shrunk.
@@ -53,7 +53,7 @@ impl Share {
     /// unknown. Counted in full beside memory, although they may overlap.
     pub(crate) fn transfer(
         &mut self,
-        disk: &DiskRound,
+        disk: &DiskStatistics,
         time: Duration,
         lead: Duration,
     ) -> Option<Duration> {
@@ -73,7 +73,7 @@ impl Share {
     /// `enough` are the bytes that fit into the downtime.
     pub(crate) fn round(
         &mut self,
-        disk: &DiskRound,
+        disk: &DiskStatistics,
         seconds: f64,
         enough: f64,
         allowed: DiskLimit,
@@ -113,7 +113,7 @@ impl Share {
     /// The limit after a round of `seconds`: a step lower when the round did not shrink. Where
     /// storage is what is slow, the guest feels that already: no lower than makes rounds halve, and
     /// a step higher again when that is more.
-    fn adapted(&mut self, disk: &DiskRound, seconds: f64) -> Option<Rate> {
+    fn adapted(&mut self, disk: &DiskStatistics, seconds: f64) -> Option<Rate> {
         let slow_storage = disk.storage.as_secs_f64() > WAITED * seconds;
         let halves = slow_storage.then(|| halving_limit(disk, seconds)).flatten();
         let limit = self.limit.map(Rate::bytes_per_second);
@@ -132,7 +132,7 @@ impl Share {
 
     /// A step below what the guest wrote, or below what became dirty where that is not seen; but
     /// never above the limit in force.
-    fn lower(&self, disk: &DiskRound, seconds: f64) -> f64 {
+    fn lower(&self, disk: &DiskStatistics, seconds: f64) -> f64 {
         let written = if disk.written.0 > 0 { disk.written } else { disk.remaining };
         let written = written.per(seconds).bytes_per_second();
         LOWER * self.limit.map_or(written, |limit| limit.bytes_per_second().min(written.max(LEAST)))
@@ -147,7 +147,7 @@ impl Share {
 /// The limit at which the guest makes dirty the share [`HALVED`] of what was sent in the same time:
 /// what it writes makes more dirty than its own length, as blocks are sent whole. `None` where
 /// writes are not seen.
-fn halving_limit(disk: &DiskRound, seconds: f64) -> Option<f64> {
+fn halving_limit(disk: &DiskStatistics, seconds: f64) -> Option<f64> {
     if disk.written.0 == 0 || disk.remaining.0 == 0 || disk.sent.0 == 0 {
         return None;
     }

@@ -25,7 +25,7 @@ use crate::machine::Machine;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::ram::{self, Ram};
-use crate::settings::Settings;
+use crate::settings::MigrationSettings;
 use crate::source::{FD_NAME, announce, failure_words, migration_event};
 
 /// Loading takes milliseconds; a device that opens a slow disk may take longer.
@@ -43,7 +43,7 @@ const EXITED: &str = "it has exited; see its standard error (do the options of b
 pub struct QemuDestination {
     machine: Machine,
     ram: Arc<Vec<RamBlock>>,
-    settings: Option<Settings>,
+    settings: Option<MigrationSettings>,
     /// Whether it was told to load: it then ends with this attempt.
     prepared: bool,
     /// What ends the long calls.
@@ -195,7 +195,7 @@ impl DestinationVm for QemuDestination {
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
-        let settings = Settings::look(&mut *self.machine.qmp)?;
+        let settings = MigrationSettings::look(&mut *self.machine.qmp)?;
         self.note(|left| (left.stage, left.settings) = (Stage::Loading, Some(settings.clone())))?;
         self.prepared = true;
         let qmp = &mut *self.machine.qmp;

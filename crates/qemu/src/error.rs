@@ -46,6 +46,38 @@ pub enum QemuError {
         /// Why, and the cure where there is one.
         what: String,
     },
+    /// A process cannot be looked at.
+    #[error(
+        "process {pid} cannot be looked at ({why}): is it running, and godwit root or its user?"
+    )]
+    NoProcess {
+        /// Its number.
+        pid: i32,
+        /// Why.
+        why: String,
+    },
+    /// A process that was named as a QEMU has no monitor.
+    #[error(
+        "process {pid} has no QMP monitor on a unix socket: is it a QEMU? Give it one with -qmp \
+         unix:PATH,server=on,wait=off"
+    )]
+    NoMonitor {
+        /// The process.
+        pid: i32,
+    },
+    /// Somebody else is connected to each of its monitors.
+    #[error(
+        "each QMP monitor of process {pid} is in use ({}): whoever is connected holds it, which is \
+         libvirt where the path is one of libvirt's; give QEMU one more -qmp option, for godwit \
+         alone, or disconnect the other",
+        paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+    )]
+    MonitorsInUse {
+        /// The process.
+        pid: i32,
+        /// The monitors.
+        paths: Vec<PathBuf>,
+    },
     /// A source sends what an old QEMU cannot be sent from outside.
     #[error(
         "QEMU before 8.0 does not tell where it has the RAM of devices that the source sends ({}): \

@@ -45,12 +45,12 @@ fn parameters() -> Map<String, Value> {
 
 /// Capabilities and parameters as they were found, as far as they have to be changed.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Settings {
+pub(crate) struct MigrationSettings {
     capabilities: Vec<Capability>,
     parameters: Map<String, Value>,
 }
 
-impl Settings {
+impl MigrationSettings {
     /// Looks what is not as it is needed. Changes nothing.
     pub(crate) fn look(qmp: &mut dyn Monitor) -> Result<Self, QemuError> {
         let found = qmp.run(&QueryCapabilities)?;

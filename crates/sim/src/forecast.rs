@@ -31,7 +31,7 @@ pub struct Forecast {
     pub downtime: f64,
     /// The highest throttle.
     pub throttle: f64,
-    /// Whether the guest's first writes will be rationed.
+    /// Whether the guest will be held to a dirty-rate limit.
     pub governed: bool,
     /// Seconds of the guest's work lost.
     pub lost_work: f64,

@@ -152,9 +152,9 @@ impl Memory {
         }
     }
 
-    /// The share of its speed that is left to a guest that may make `first_writes` clean pages
+    /// The share of its speed that is left to a guest that may make `dirty_rate_limit` clean pages
     /// dirty each second: all of its work waits for them, in proportion.
-    pub(crate) fn governed_speed(&self, first_writes: f64, factor: f64) -> f64 {
+    pub(crate) fn governed_speed(&self, dirty_rate_limit: f64, factor: f64) -> f64 {
         let mut wanted = 0.0;
         for region in &self.regions {
             let segments = &self.segments[region.first..region.first + region.count];
@@ -175,7 +175,7 @@ impl Memory {
                 wanted += region.rate * clean;
             }
         }
-        (first_writes / (wanted * factor).max(1e-9)).min(1.0)
+        (dirty_rate_limit / (wanted * factor).max(1e-9)).min(1.0)
     }
 
     /// A round begins.

@@ -93,7 +93,7 @@ pub struct Outcome {
     pub under_50: f64,
     /// The highest throttle.
     pub throttle: f64,
-    /// Whether its first writes were ever rationed.
+    /// Whether it was ever held to a dirty-rate limit.
     pub governed: bool,
     /// The lowest limit of disk writes, bytes each second.
     pub disk_limit: Option<f64>,

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use godwit_policy::{Decision, Delayed, DiskRound, Plan, Policy, Round, ThrottleMode, Tick};
+use godwit_policy::{Decision, Delayed, DiskStatistics, Plan, Policy, Round, ThrottleMode, Tick};
 use godwit_units::{ByteCount, PageCount};
 
 use crate::disk::Disk;
@@ -68,10 +68,10 @@ impl<'a> Source<'a> {
         if self.stopped.is_some() {
             return 0.0;
         }
-        match self.plan.first_writes.filter(|_| self.scenario.vcpus != Vcpus::Deaf) {
-            Some(first_writes) => {
+        match self.plan.dirty_rate_limit.filter(|_| self.scenario.vcpus != Vcpus::Deaf) {
+            Some(dirty_rate_limit) => {
                 let factor = guest::factor(&self.scenario.guest.phases, self.now);
-                self.memory.governed_speed(first_writes, factor)
+                self.memory.governed_speed(dirty_rate_limit, factor)
             }
             None => self.scenario.vcpus.speed(self.plan.throttle),
         }
@@ -128,7 +128,7 @@ impl<'a> Source<'a> {
             self.plan =
                 Plan { delayed: Delayed::default(), memory_share: 1024, ..self.plan.clone() };
         }
-        self.memory.govern(self.plan.first_writes.is_some());
+        self.memory.govern(self.plan.dirty_rate_limit.is_some());
         if !self.midway {
             self.memory.begin();
         }
@@ -264,7 +264,7 @@ impl<'a> Source<'a> {
 
     fn point(&mut self) {
         self.outcome.throttle = self.outcome.throttle.max(self.plan.throttle);
-        self.outcome.governed |= self.plan.first_writes.is_some();
+        self.outcome.governed |= self.plan.dirty_rate_limit.is_some();
         self.outcome.points.push(Point {
             at: self.now,
             throttle: self.plan.throttle,
@@ -289,7 +289,7 @@ impl<'a> Source<'a> {
 
     /// Whether the guest is slowed down.
     pub(crate) fn holds_back(&self) -> bool {
-        self.plan.throttle > 0.0 || self.plan.first_writes.is_some()
+        self.plan.throttle > 0.0 || self.plan.dirty_rate_limit.is_some()
     }
 
     /// Asks the policy at the end of a round; `prepared` says that nothing but the stop is to
@@ -303,7 +303,7 @@ impl<'a> Source<'a> {
         let flush = if self.disk.is_some() { self.scenario.flush } else { Duration::ZERO };
         let verification =
             if self.scenario.verify { self.scenario.verification } else { Duration::ZERO };
-        let disk = self.disk.as_ref().map(|disk| DiskRound {
+        let disk = self.disk.as_ref().map(|disk| DiskStatistics {
             full_pass: disk.full_pass && disk.pending() > 0.0,
             sent: ByteCount(row.disk_sent as u64),
             remaining: ByteCount(disk.remaining() as u64),

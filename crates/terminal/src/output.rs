@@ -162,8 +162,8 @@ fn remarks(progress: &Progress) -> Vec<(&'static str, String)> {
     if progress.throttle > 0.0 {
         remarks.push(("slowed", format!("throttled by {:.0} %{seen}", progress.throttle * 100.0)));
     }
-    if let Some(rate) = progress.first_writes {
-        remarks.push(("slowed", format!("governed: {rate:.0} first writes a second{seen}")));
+    if let Some(rate) = progress.dirty_rate_limit {
+        remarks.push(("slowed", format!("held to {rate:.0} dirty pages a second{seen}")));
     }
     for disk in &progress.disks {
         let pass = if disk.full_pass { "in its full pass" } else { "in rounds" };
@@ -278,10 +278,10 @@ fn slower_text(measures: &Measures) -> String {
         let comma = if more.is_empty() { "" } else { ", " };
         text += &format!("; slowed for {}{comma}{more}", format_duration(measures.throttled));
     }
-    if measures.first_writes_delayed > 0 {
+    if measures.write_faults_delayed > 0 {
         text += &format!(
-            "; {} first writes waited, vCPUs for {} together, the longest {}",
-            measures.first_writes_delayed,
+            "; {} write faults waited, vCPUs for {} together, the longest {}",
+            measures.write_faults_delayed,
             format_duration(measures.vcpus_waited),
             format_duration(measures.longest_wait),
         );

@@ -36,7 +36,7 @@ const COLUMNS: [Shown; 14] = [
     }),
     shown(Column::number("in bits", 11), 8, |now| known(now.bandwidth, Rate::in_bits)),
     shown(Column::number("writes", 12), 9, |now| {
-        known(now.first_writes, |rate| format!("{rate:.0}/s"))
+        known(now.dirty_rate_limit, |rate| format!("{rate:.0}/s"))
     }),
     shown(Column::number("disk limit", 13), 10, |now| {
         known(now.disk_limit, |rate| rate.to_string())
@@ -78,7 +78,7 @@ fn disks_left(now: &Progress) -> String {
 }
 
 fn slowed(now: &Progress) -> String {
-    match now.first_writes {
+    match now.dirty_rate_limit {
         Some(_) if now.throttle == 0.0 => "governed".to_owned(),
         _ if now.throttle > 0.0 => format!("{:.0} %", now.throttle * 100.0),
         _ => "-".to_owned(),
@@ -169,7 +169,7 @@ mod tests {
             expected_downtime: Some(time),
             remaining_time: Some(RemainingTime { low: time, mid: time, high: time }),
             throttle: 0.999,
-            first_writes: Some(12_345_678.0),
+            dirty_rate_limit: Some(12_345_678.0),
             guest_speed: Some(1.0),
             delayed_segments: 4096,
             disks: if disks { vec![disk(bytes); 3] } else { Vec::new() },

@@ -80,9 +80,9 @@ impl Governed {
     }
 
     /// Whether segments are to be governed from their next harvest on, and at which rate.
-    pub(crate) fn govern(&self, first_writes: Option<f64>) {
-        self.governor.set_rate(first_writes.unwrap_or(f64::INFINITY));
-        self.wanted.store(first_writes.is_some(), Ordering::Relaxed);
+    pub(crate) fn govern(&self, dirty_rate_limit: Option<f64>) {
+        self.governor.set_rate(dirty_rate_limit.unwrap_or(f64::INFINITY));
+        self.wanted.store(dirty_rate_limit.is_some(), Ordering::Relaxed);
     }
 
     pub(crate) fn count(&self) -> usize {

@@ -16,7 +16,7 @@
 //! process too) and direct I/O that lands after the page was harvested (the adapter refuses disks
 //! that do it).
 //!
-//! Segments may be governed instead (`governor`, `governed`): then their first writes wait for an
+//! Segments may be governed instead (`governor`, `governed`): then their write faults wait for an
 //! answer.
 //!
 //! A whole page table that was never filled (2 MiB of untouched memory) is not reported either,
@@ -245,11 +245,11 @@ impl PagemapTracker {
         Ok(())
     }
 
-    /// From now on, the guest may make `first_writes` clean pages dirty each second; infinite: as
-    /// many as it likes. That holds for segments from their next harvest on, when they are handed
-    /// to the governor: what is written before that harvest is sent with it and costs nothing. With
-    /// `None` they go back, likewise at their next harvest, and until then their writers are
-    /// answered at once.
+    /// From now on, the guest may make `dirty_rate_limit` clean pages dirty each second; infinite:
+    /// as many as it likes. That holds for segments from their next harvest on, when they are
+    /// handed to the governor: what is written before that harvest is sent with it and costs
+    /// nothing. With `None` they go back, likewise at their next harvest, and until then their
+    /// writers are answered at once.
     ///
     /// A segment that is handed over or back is reported as dirty as a whole once, as what is
     /// written in that moment is not seen: whoever remembers what was sent finds out which pages
@@ -258,13 +258,13 @@ impl PagemapTracker {
     /// Does nothing before [`Self::prepare_governor`].
     ///
     /// # Errors
-    /// When `first_writes` is a rate and a segment could not be handed over before: then no more
-    /// are, and the writers of those that are governed are answered at once.
-    pub fn govern(&self, first_writes: Option<f64>) -> Result<(), TrackError> {
+    /// When `dirty_rate_limit` is a rate and a segment could not be handed over before: then no
+    /// more are, and the writers of those that are governed are answered at once.
+    pub fn govern(&self, dirty_rate_limit: Option<f64>) -> Result<(), TrackError> {
         let Some(governed) = self.governed.get() else { return Ok(()) };
-        governed.govern(first_writes);
+        governed.govern(dirty_rate_limit);
         match governed.failure() {
-            Some(words) if first_writes.is_some() => {
+            Some(words) if dirty_rate_limit.is_some() => {
                 self.answer_at_once();
                 Err(TrackError::NotHandedOver(words))
             }

@@ -230,18 +230,19 @@ fn harvest(tracker: &PagemapTracker, within: PageRun) -> Vec<PageRun> {
     runs
 }
 
-/// Harvests all again and again; how many first writes the guest was allowed in a second.
+/// Harvests all again and again; how many pages the guest was allowed to make dirty in a
+/// second.
 fn rate_under(tracker: &PagemapTracker, time: Duration) -> f64 {
-    let (began, before) = (Instant::now(), tracker.governor_measures().first_writes);
+    let (began, before) = (Instant::now(), tracker.governor_measures().dirtied);
     while began.elapsed() < time {
         std::thread::sleep(Duration::from_millis(5));
         harvest(tracker, ALL);
     }
-    (tracker.governor_measures().first_writes - before) as f64 / began.elapsed().as_secs_f64()
+    (tracker.governor_measures().dirtied - before) as f64 / began.elapsed().as_secs_f64()
 }
 
 #[test]
-fn first_writes_come_at_the_rate_that_is_set() {
+fn pages_become_dirty_at_the_rate_that_is_set() {
     let governed = Governed::start("rate", 2);
     let Some(tracker) = governed.track() else { return };
     for wanted in [500.0, 4000.0] {
@@ -261,14 +262,14 @@ fn what_the_governor_lets_through_is_what_a_harvest_finds() {
     let Some(tracker) = governed.track() else { return };
     tracker.govern(Some(3000.0)).unwrap();
     harvest(&tracker, ALL);
-    let before = tracker.governor_measures().first_writes;
+    let before = tracker.governor_measures().dirtied;
     let mut found = 0;
     for _ in 0..20 {
         std::thread::sleep(Duration::from_millis(5));
         found += harvest(&tracker, ALL).iter().map(|run| run.count.0).sum::<u64>();
     }
     // Between the harvest and the count a few more are let through.
-    let allowed = tracker.governor_measures().first_writes - before;
+    let allowed = tracker.governor_measures().dirtied - before;
     assert!(allowed.abs_diff(found) <= allowed / 10 + 60, "{allowed} allowed, {found} found");
 }
 

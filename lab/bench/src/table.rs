@@ -40,6 +40,43 @@ pub fn figure(value: f64, digits: usize) -> String {
     if value.is_nan() { "-".to_owned() } else { format!("{value:.digits$}") }
 }
 
+/// Prints a table in Markdown, columns aligned, where columns are known only when it runs.
+pub fn markdown(title: &str, head: &[String], rows: &[Vec<String>]) {
+    println!("\n### {title}\n");
+    let width = |column: usize| {
+        rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max()
+    };
+    let widths: Vec<usize> = (0..head.len()).map(|column| width(column).unwrap_or(0)).collect();
+    let line = |cells: &[String]| {
+        let cells: Vec<String> = cells
+            .iter()
+            .zip(&widths)
+            .enumerate()
+            .map(
+                |(i, (cell, &width))| {
+                    if i == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+                },
+            )
+            .collect();
+        println!("| {} |", cells.join(" | "));
+    };
+    line(head);
+    println!(
+        "|{}|",
+        widths
+            .iter()
+            .enumerate()
+            .map(|(i, width)| if i == 0 {
+                "-".repeat(width + 2)
+            } else {
+                "-".repeat(width + 1) + ":"
+            })
+            .collect::<Vec<_>>()
+            .join("|")
+    );
+    rows.iter().for_each(|row| line(row));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

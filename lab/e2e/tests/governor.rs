@@ -25,14 +25,14 @@ fn busy(build: &QemuBuild) -> VmConfig {
 }
 
 fn is_governed(line: &Value) -> bool {
-    line["first_writes"].as_f64() > Some(0.0)
+    line["dirty_rate_limit"].as_f64() > Some(0.0)
 }
 
 /// It was governed, waited, and was never throttled.
 fn check_governed(migrate: &Ended) -> anyhow::Result<()> {
     let last = migrate.last();
     ensure!(migrate.lines.iter().any(is_governed), "{last}");
-    ensure!(last["first_writes_delayed"].as_u64() > Some(0), "{last}");
+    ensure!(last["write_faults_delayed"].as_u64() > Some(0), "{last}");
     ensure!(last["vcpus_waited_ms"].as_f64() > Some(0.0), "{last}");
     let throttled = |line: &&Value| line["throttle"].as_f64() > Some(0.0);
     ensure!(!migrate.lines.iter().any(|line| throttled(&line)), "{last}");

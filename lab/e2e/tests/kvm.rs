@@ -119,7 +119,7 @@ fn a_guest_on_kvm_at_full_speed_is_governed_and_arrives() -> anyhow::Result<()> 
         let governed = ["--throttle", "governor", "--downtime-limit", "200ms", "--verify"];
         let (migrate, _) = pair.migrate(&[&SLOW[..], &governed].concat())?;
         check_arrived(&mut pair, &migrate)?;
-        ensure!(migrate.last()["first_writes_delayed"].as_u64() > Some(0), "{}", migrate.last());
+        ensure!(migrate.last()["write_faults_delayed"].as_u64() > Some(0), "{}", migrate.last());
     }
     Ok(())
 }

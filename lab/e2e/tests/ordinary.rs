@@ -1,5 +1,6 @@
 //! VMs that nobody has prepared: RAM that no file with a name holds.
 
+use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
@@ -217,7 +218,7 @@ fn the_writes_of_a_guest_with_anonymous_ram_are_governed() -> anyhow::Result<()>
         let (migrate, _) = pair.migrate(&options)?;
 
         check_moved(&mut pair, &migrate)?;
-        ensure!(migrate.last()["first_writes_delayed"].as_u64() > Some(0), "{}", migrate.last());
+        ensure!(migrate.last()["write_faults_delayed"].as_u64() > Some(0), "{}", migrate.last());
     }
     Ok(())
 }
@@ -234,6 +235,38 @@ fn a_plan_tells_which_way_the_device_state_takes() -> anyhow::Result<()> {
             let plan: serde_json::Value = serde_json::from_slice(&output.stdout)?;
             ensure!(plan["device_state"] == way, "{backend:?}: {}", plan["device_state"]);
             check_untouched(&mut vm)?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_is_found_by_its_process() -> anyhow::Result<()> {
+    // Mutation: sockets are not looked at for who is connected. Then the test's own is taken.
+    for build in builds_for("a_vm_is_found_by_its_process") {
+        let mut vm = TestVm::source(&config(&build, Mode::Idle, Backend::Anonymous))?;
+        vm.wait_ready(LIMIT)?;
+        let name = format!("pid:{}", vm.pid());
+        let godwit = Godwit::built()?;
+        let plan = ["plan", "--vm", &name, "--for", "1s"];
+        godwit.done(&plan)?;
+        check_untouched(&mut vm)?;
+
+        // The second of the two is the test's; so now both are in use.
+        let holder = UnixStream::connect(vm.qmp_socket())?;
+        let refused = godwit.run(&plan)?;
+        drop(holder);
+        let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+        ensure!(refused.status.code() == Some(2), "{}: {words}", refused.status);
+        let all = ["each QMP monitor of process", "in use", &vm.qmp_socket().display().to_string()];
+        for part in all {
+            ensure!(words.contains(part), "'{part}' is not in: {words}");
+        }
+        let own = format!("pid:{}", std::process::id());
+        for (name, part) in [(own.as_str(), "has no QMP monitor"), ("pid:x", "no process number")] {
+            let refused = godwit.run(&["plan", "--vm", name])?;
+            let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+            ensure!(words.contains(part), "'{part}' is not in: {words}");
         }
     }
     Ok(())

@@ -126,9 +126,9 @@ fn auto(link: Link, memory: Memory<'_>) -> f64 {
             let before = model.now;
             let mut cpu = model.read(raw);
             let codec = loop {
-                let codec = match chooser.plan(segment) {
-                    Plan::Sample(codec) => codec,
-                    Plan::Send(codec) => break codec,
+                let codec = match chooser.step(segment) {
+                    Step::Sample(codec) => codec,
+                    Step::Send(codec) => break codec,
                 };
                 let raw = raw.min(SAMPLE_LEN);
                 let (made, took) = model.compress(data, cost::position(codec).unwrap(), raw);
@@ -219,25 +219,25 @@ fn raw_batch(elapsed: Duration, cpu: Duration) -> Batch {
 
 #[test]
 fn nothing_is_tried_before_the_link_is_known() {
-    let plan = Chooser::new(2, &CodecId::ALL).plan(1);
-    assert_eq!(plan, Plan::Send(Codec::None));
+    let step = Chooser::new(2, &CodecId::ALL).step(1);
+    assert_eq!(step, Step::Send(Codec::None));
 }
 
 #[test]
 fn a_limit_is_believed_before_the_link_is_known() {
     let mut chooser = Chooser::new(2, &CodecId::ALL);
     chooser.limit(Some(6e6));
-    assert!(matches!(chooser.plan(1), Plan::Sample(_)));
+    assert!(matches!(chooser.step(1), Step::Sample(_)));
     // Without it the link has to be seen again.
     chooser.limit(None);
-    assert_eq!(chooser.plan(1), Plan::Send(Codec::None));
+    assert_eq!(chooser.step(1), Step::Send(Codec::None));
 }
 
 #[test]
 fn what_the_peer_does_not_know_is_not_chosen() {
     let mut chooser = started(&[CodecId::None, CodecId::Lz4], 12e6);
     for _ in 0..100 {
-        let (Plan::Sample(codec) | Plan::Send(codec)) = chooser.plan(0);
+        let (Step::Sample(codec) | Step::Send(codec)) = chooser.step(0);
         assert_eq!(codec.id(), CodecId::Lz4);
         let took = Duration::from_micros(10);
         let made = Some(SAMPLE_LEN / 3);
@@ -250,7 +250,7 @@ fn what_does_not_compress_is_looked_at_less_and_less() {
     let mut chooser = started(&CodecId::ALL, 117e6);
     let mut samples = [0; 2];
     for index in 0..4096 {
-        while let Plan::Sample(codec) = chooser.plan(0) {
+        while let Step::Sample(codec) = chooser.step(0) {
             samples[index / 2048] += 1;
             let took = Duration::from_micros(5);
             chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made: None, took });
@@ -267,11 +267,11 @@ fn without_an_idle_processor_less_is_compressed() {
             let took = Duration::from_secs_f64(cost * 1e-9 * SAMPLE_LEN as f64);
             chooser.sampled(&Sampled { segment: 0, codec, raw: SAMPLE_LEN, made, took });
         }
-        chooser.plan(0)
+        chooser.step(0)
     };
     let mut chooser = started(&CodecId::ALL, 400e6);
-    assert_ne!(text(&mut chooser), Plan::Send(Codec::None));
+    assert_ne!(text(&mut chooser), Step::Send(Codec::None));
     let mut chooser = started(&CodecId::ALL, 400e6);
     chooser.idle(0.0);
-    assert_eq!(text(&mut chooser), Plan::Send(Codec::None));
+    assert_eq!(text(&mut chooser), Step::Send(Codec::None));
 }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::synthetic::Image;
-use crate::{CodecId, Decompressor, Fault};
+use crate::{CodecId, Corruption, Decompressor};
 
 const CODECS: [Codec; 5] = [
     Codec::Lz4 { acceleration: 1 },
@@ -95,12 +95,12 @@ fn corruption_is_named() {
     let second = LENGTH_LEN + u32::from_le_bytes(lz4[..4].try_into().unwrap()) as usize;
 
     let cut = decompressor.decompress(CodecId::Lz4, &lz4[..lz4.len() - 1], &mut placed);
-    assert_eq!(cut, Err(CodecError::corrupt(CodecId::Lz4, Fault::Cut { at: second })));
+    assert_eq!(cut, Err(CodecError::corrupt(CodecId::Lz4, Corruption::Cut { at: second })));
 
     let mut longer = lz4.clone();
     longer.push(0);
     let cut = decompressor.decompress(CodecId::Lz4, &longer, &mut placed);
-    assert_eq!(cut, Err(CodecError::corrupt(CodecId::Lz4, Fault::Cut { at: lz4.len() })));
+    assert_eq!(cut, Err(CodecError::corrupt(CodecId::Lz4, Corruption::Cut { at: lz4.len() })));
 
     let mut mangled = lz4.clone();
     mangled[second + LENGTH_LEN..second + LENGTH_LEN + 600].fill(0xff);

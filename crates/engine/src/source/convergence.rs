@@ -114,7 +114,7 @@ impl Convergence {
         if !vm.was_running() {
             return;
         }
-        if let Err(error) = self.slowdown.govern(vm, plan.first_writes) {
+        if let Err(error) = self.slowdown.govern(vm, plan.dirty_rate_limit) {
             self.fall_back(&error.to_string());
         }
         if let Err(error) = self.slowdown.throttle(vm, plan.throttle) {
@@ -281,7 +281,7 @@ impl Convergence {
             expected_downtime: estimate.and_then(|estimate| estimate.expected_downtime),
             remaining_time: estimate.and_then(|estimate| estimate.remaining_time).map(Into::into),
             throttle: self.slowdown.share(),
-            first_writes: self.slowdown.first_writes(),
+            dirty_rate_limit: self.slowdown.dirty_rate_limit(),
             guest_speed: self.slowdown.guest_speed(),
             disks: disks.progress(),
             memory_share: self.link_share.share(),

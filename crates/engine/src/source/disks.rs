@@ -233,7 +233,7 @@ impl Disks {
         &mut self,
         vm: &mut dyn DiskVm,
         round: &mut RoundMeasures,
-    ) -> Result<godwit_policy::DiskRound, VmError> {
+    ) -> Result<godwit_policy::DiskStatistics, VmError> {
         self.look(vm)?;
         self.round_time = round.time;
         let full_pass =
@@ -246,7 +246,7 @@ impl Disks {
         let remaining =
             self.list.iter().map(|moving| moving.dirty + moving.left.unwrap_or_default()).sum();
         (round.disk_remaining, round.disk_written) = (remaining, written);
-        Ok(godwit_policy::DiskRound {
+        Ok(godwit_policy::DiskStatistics {
             full_pass,
             sent: round.disk_sent,
             remaining,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use godwit_codec::{Batch, Chooser, Codec, Compressor, Plan, SAMPLE_LEN, Sampled, worth};
+use godwit_codec::{Batch, Chooser, Codec, Compressor, SAMPLE_LEN, Sampled, Step, worth};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{Added, Content, FRAME_PAGES, HEADER_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT};
 
@@ -216,9 +216,9 @@ impl FrameSender {
     /// The codec for the pages in the frame being built, after what samples are asked for.
     fn choose(&mut self, segment: usize) -> Codec {
         loop {
-            let codec = match self.chooser.plan(segment) {
-                Plan::Sample(codec) => codec,
-                Plan::Send(codec) => return codec,
+            let codec = match self.chooser.step(segment) {
+                Step::Sample(codec) => codec,
+                Step::Send(codec) => return codec,
             };
             let data = self.builder.data();
             let data = &data[..data.len().min(SAMPLE_LEN)];

@@ -221,7 +221,7 @@ impl Meter {
         measures.lost = losses.lost;
         measures.under_half = losses.under_half;
         measures.under_tenth = losses.under_tenth;
-        measures.first_writes_delayed = governor.delayed;
+        measures.write_faults_delayed = governor.delayed;
         measures.vcpus_waited = governor.waited;
         measures.longest_wait = governor.longest_wait;
         measures.sent = sent + measures.device_state;

@@ -16,7 +16,7 @@ pub(super) struct Slowdown {
     /// The throttle in force.
     throttle: f64,
     /// The governor's rate in force.
-    first_writes: Option<f64>,
+    dirty_rate_limit: Option<f64>,
     speed: Speed,
     /// The guest's speed under the throttle in force, as last seen.
     guest_speed: Option<f64>,
@@ -31,7 +31,7 @@ impl Slowdown {
     /// The guest's speed since the last sample, which counts in [`Self::losses`].
     pub(super) fn sample(&mut self, vm: &mut dyn SourceVm) -> Option<f64> {
         let vcpu_time: Option<Duration> = vm.brake().and_then(|brake| brake.vcpu_time());
-        let governed = self.first_writes.is_some();
+        let governed = self.dirty_rate_limit.is_some();
         let speed = self.speed.sample(Instant::now(), vcpu_time, self.throttle, governed);
         if speed.is_some() || !self.is_on() {
             self.guest_speed = speed;
@@ -56,27 +56,27 @@ impl Slowdown {
     pub(super) fn govern(
         &mut self,
         vm: &mut dyn SourceVm,
-        first_writes: Option<f64>,
+        dirty_rate_limit: Option<f64>,
     ) -> Result<(), VmError> {
-        if first_writes.is_none() && self.first_writes.is_none() {
+        if dirty_rate_limit.is_none() && self.dirty_rate_limit.is_none() {
             return Ok(());
         }
         self.sample(vm);
-        let governed = brake(vm).and_then(|brake| brake.govern(first_writes));
-        tracing::info!(?first_writes, failed = governed.is_err(), "governed");
-        self.first_writes = if governed.is_ok() { first_writes } else { None };
+        let governed = brake(vm).and_then(|brake| brake.govern(dirty_rate_limit));
+        tracing::info!(?dirty_rate_limit, failed = governed.is_err(), "governed");
+        self.dirty_rate_limit = if governed.is_ok() { dirty_rate_limit } else { None };
         governed
     }
 
     /// The guest stands still, and nothing slows it down any more.
     pub(super) fn guest_stopped(&mut self, vm: &mut dyn SourceVm) {
         self.sample(vm);
-        (self.throttle, self.first_writes, self.guest_speed) = (0.0, None, None);
+        (self.throttle, self.dirty_rate_limit, self.guest_speed) = (0.0, None, None);
     }
 
     /// Whether the guest is slowed down.
     pub(super) fn is_on(&self) -> bool {
-        self.throttle != 0.0 || self.first_writes.is_some()
+        self.throttle != 0.0 || self.dirty_rate_limit.is_some()
     }
 
     /// The throttle in force.
@@ -85,8 +85,8 @@ impl Slowdown {
     }
 
     /// The governor's rate in force.
-    pub(super) fn first_writes(&self) -> Option<f64> {
-        self.first_writes
+    pub(super) fn dirty_rate_limit(&self) -> Option<f64> {
+        self.dirty_rate_limit
     }
 
     /// The guest's speed, as last seen.

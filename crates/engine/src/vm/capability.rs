@@ -60,7 +60,7 @@ pub trait Brake {
         Some("this kind of machine has no write governor".to_owned())
     }
 
-    /// Lets the guest make `first_writes` clean pages dirty each second, in segments that are
+    /// Lets the guest make `dirty_rate_limit` clean pages dirty each second, in segments that are
     /// harvested from now on, until the guest is stopped; `None` lets it write freely.
     /// [`SourceVm::resume`](super::SourceVm::resume), [`SourceVm::retire`](super::SourceVm::retire)
     /// and the end of the adapter let it write freely, too, and so does the end of this process,
@@ -70,8 +70,8 @@ pub trait Brake {
     /// # Errors
     /// When it cannot be governed, or has not been in full since some moment after the last call:
     /// the guest writes freely.
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
-        match (first_writes, self.cannot_govern()) {
+    fn govern(&mut self, dirty_rate_limit: Option<f64>) -> Result<(), VmError> {
+        match (dirty_rate_limit, self.cannot_govern()) {
             (Some(_), Some(why)) => Err(why.into()),
             _ => Ok(()),
         }

@@ -243,11 +243,11 @@ fn a_governor_that_is_lost_within_a_round_is_in_the_plan_no_more() {
     policy.tick(&look(100, &none));
     policy.tick(&look(200, &hot));
     policy.round(&Round { can_govern: true, ..adaptive_round(&hot, 0.0) });
-    assert!(policy.plan().first_writes.is_some(), "{:?}", policy.plan());
+    assert!(policy.plan().dirty_rate_limit.is_some(), "{:?}", policy.plan());
     policy.tick(&look(100, &hot));
-    assert!(policy.plan().first_writes.is_some(), "{:?}", policy.plan());
+    assert!(policy.plan().dirty_rate_limit.is_some(), "{:?}", policy.plan());
     policy.tick(&Tick { can_govern: false, ..look(200, &hot) });
-    assert_eq!(policy.plan().first_writes, None);
+    assert_eq!(policy.plan().dirty_rate_limit, None);
 }
 
 #[test]

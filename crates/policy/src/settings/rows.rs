@@ -116,8 +116,9 @@ pub(super) const ROWS: Table<Settings> = Table(&[
             words: &ThrottleMode::NAMES,
             default: "adaptive",
             felt: Felt::AtOnce,
-            meaning: "how a guest that outruns the link is slowed down; adaptive: its first writes \
-                      are rationed where that can be done, else its processors are throttled",
+            meaning: "how a guest that outruns the link is slowed down; adaptive: it is held \
+                      to a dirty-rate limit where that can be done, else its processors are \
+                      throttled",
             option: true,
         },
         put: |settings, value| {

@@ -3,12 +3,12 @@
 use super::*;
 use godwit_units::ByteCount;
 
-fn disk(full_pass: bool, remaining: u64) -> DiskRound {
-    DiskRound {
+fn disk(full_pass: bool, remaining: u64) -> DiskStatistics {
+    DiskStatistics {
         full_pass,
         remaining: ByteCount(remaining),
         written: ByteCount(100 << 20),
-        ..DiskRound::default()
+        ..DiskStatistics::default()
     }
 }
 
@@ -45,7 +45,7 @@ fn writes_are_limited_further_with_each_round_that_does_not_shrink() {
 fn a_limit_is_lowered_from_what_the_guest_writes_under_it() {
     let mut share = Share::default();
     let mut limits = |written: u64| {
-        let disk = DiskRound { written: ByteCount(written << 20), ..disk(false, 1000 << 20) };
+        let disk = DiskStatistics { written: ByteCount(written << 20), ..disk(false, 1000 << 20) };
         share.round(&disk, 1.0, 0.0, DiskLimit::Auto).1.map(|limit| limit.to_string())
     };
     assert_eq!(limits(100), None);
@@ -58,7 +58,7 @@ fn where_storage_is_slow_the_limit_is_loosened_as_far_as_rounds_still_halve() {
     let mut share = Share::default();
     // 100 MiB/s are written, which make twice as much dirty; storage is read at `sent` MiB/s.
     let mut limits = |sent: u64, written: u64, waited: u64| {
-        let disk = DiskRound {
+        let disk = DiskStatistics {
             full_pass: false,
             sent: ByteCount(sent << 20),
             remaining: ByteCount((2 * written) << 20),
@@ -84,7 +84,7 @@ fn a_guest_that_writes_little_is_not_limited_because_memory_takes_its_time() {
     let mut share = Share::default();
     let second = Duration::from_secs(1);
     // 100 MiB in a second is what the link carries.
-    let sent = DiskRound { sent: ByteCount(100 << 20), ..disk(true, 0) };
+    let sent = DiskStatistics { sent: ByteCount(100 << 20), ..disk(true, 0) };
     share.transfer(&sent, second, Duration::ZERO);
     let mut limit =
         |remaining: u64| share.round(&disk(false, remaining << 20), 2.0, 0.0, DiskLimit::Auto).1;
@@ -104,11 +104,11 @@ fn limits_may_be_forbidden_or_given() {
     }
 }
 /// Disks of which `sent` MiB were sent and `remaining` MiB remain.
-fn mib(sent: u64, remaining: u64) -> DiskRound {
-    DiskRound {
+fn mib(sent: u64, remaining: u64) -> DiskStatistics {
+    DiskStatistics {
         sent: ByteCount(sent << 20),
         remaining: ByteCount(remaining << 20),
-        ..DiskRound::default()
+        ..DiskStatistics::default()
     }
 }
 
@@ -140,7 +140,7 @@ fn the_best_rate_of_disks_is_forgotten_slowly() {
     let rate_after = |sent: u64| {
         let mut share = Share::default();
         share.transfer(&mib(100, 0), SECOND, Duration::ZERO);
-        let disk = DiskRound { sent: ByteCount(sent), ..mib(0, 0) };
+        let disk = DiskStatistics { sent: ByteCount(sent), ..mib(0, 0) };
         share.transfer(&disk, SECOND, Duration::ZERO);
         (share.rate / 1_048_576.0 * 100.0).round() / 100.0
     };
@@ -206,7 +206,7 @@ fn storage_that_is_waited_for_over_half_of_a_round_is_what_is_slow() {
     // 100 MiB written make 200 MiB dirty; half of the 200 MiB sent a second are 50 MiB/s of writes.
     let limit = |storage: u64, before: Option<f64>| {
         let mut share = Share { stuck: 1, limit: before.map(mib_a_second), ..Share::default() };
-        let disk = DiskRound {
+        let disk = DiskStatistics {
             written: ByteCount(200 << 20),
             storage: Duration::from_millis(storage),
             ..mib(400, 400)
@@ -230,20 +230,20 @@ fn mib_a_second(mib: f64) -> Rate {
 
 #[test]
 fn the_rate_at_which_rounds_halve_needs_to_have_seen_writes() {
-    let seen = DiskRound { written: ByteCount(100), ..mib(0, 0) };
-    let seen = DiskRound { sent: ByteCount(600), remaining: ByteCount(300), ..seen };
+    let seen = DiskStatistics { written: ByteCount(100), ..mib(0, 0) };
+    let seen = DiskStatistics { sent: ByteCount(600), remaining: ByteCount(300), ..seen };
     // Three times as much becomes dirty as is written: half of 300 bytes a second, by three.
     assert_eq!(halving_limit(&seen, 2.0), Some(50.0));
-    assert_eq!(halving_limit(&DiskRound { written: ByteCount(0), ..seen }, 2.0), None);
-    assert_eq!(halving_limit(&DiskRound { sent: ByteCount(0), ..seen }, 2.0), None);
-    assert_eq!(halving_limit(&DiskRound { remaining: ByteCount(0), ..seen }, 2.0), None);
+    assert_eq!(halving_limit(&DiskStatistics { written: ByteCount(0), ..seen }, 2.0), None);
+    assert_eq!(halving_limit(&DiskStatistics { sent: ByteCount(0), ..seen }, 2.0), None);
+    assert_eq!(halving_limit(&DiskStatistics { remaining: ByteCount(0), ..seen }, 2.0), None);
 }
 
 #[test]
 fn where_writes_are_not_seen_what_became_dirty_counts() {
     let lower = |limit: Option<f64>, written: u64| {
         let share = Share { limit: limit.map(mib_a_second), ..Share::default() };
-        let disk = DiskRound { written: ByteCount(written << 20), ..mib(0, 40) };
+        let disk = DiskStatistics { written: ByteCount(written << 20), ..mib(0, 40) };
         (share.lower(&disk, 2.0) / 1_048_576.0 * 10.0).round() / 10.0
     };
     assert_eq!(lower(None, 0), 14.0);
@@ -255,7 +255,7 @@ fn where_writes_are_not_seen_what_became_dirty_counts() {
 #[test]
 fn slow_storage_lowers_no_limit_of_rounds_that_shrink() {
     let mut share = Share { limit: Some(mib_a_second(60.0)), ..Share::default() };
-    let disk = DiskRound {
+    let disk = DiskStatistics {
         written: ByteCount(100 << 20),
         storage: Duration::from_millis(900),
         ..mib(200, 200)

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::disk_limits::DiskLimits;
 use crate::mark::{Mark, start_time};
 use crate::run_directory;
-use crate::settings::Settings;
+use crate::settings::MigrationSettings;
 
 /// How far godwit has come, as far as it matters to whoever stands in for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub(crate) struct Left {
     pub(crate) stage: Stage,
     /// Whether the guest ran when godwit came.
     pub(crate) was_running: bool,
-    pub(crate) settings: Option<Settings>,
+    pub(crate) settings: Option<MigrationSettings>,
     pub(crate) limits: DiskLimits,
     /// Whether there may be bitmaps, exports or a server with godwit's mark.
     pub(crate) disks: bool,
@@ -94,7 +94,7 @@ impl Left {
             "boot": qemu.boot,
             "stage": self.stage.word(),
             "was_running": self.was_running,
-            "settings": self.settings.as_ref().map(Settings::to_json),
+            "settings": self.settings.as_ref().map(MigrationSettings::to_json),
             "limits": self.limits.to_json(),
             "disks": self.disks,
         })
@@ -104,7 +104,7 @@ impl Left {
         let stage = Stage::ALL.into_iter().find(|stage| value["stage"] == stage.word())?;
         let settings = match &value["settings"] {
             Value::Null => None,
-            settings => Some(Settings::from_json(settings)?),
+            settings => Some(MigrationSettings::from_json(settings)?),
         };
         Some(Self {
             stage,
@@ -276,7 +276,7 @@ mod tests {
     use super::*;
 
     fn left() -> Left {
-        let settings = Settings::from_json(&json!({
+        let settings = MigrationSettings::from_json(&json!({
             "capabilities": [{ "capability": "events", "state": false }],
             "parameters": { "downtime-limit": 300 },
         }));

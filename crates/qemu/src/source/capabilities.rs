@@ -37,13 +37,13 @@ impl Brake for QemuSource {
         governor::refusal(self.machine.pid, &self.ram)
     }
 
-    fn govern(&mut self, first_writes: Option<f64>) -> Result<(), VmError> {
+    fn govern(&mut self, dirty_rate_limit: Option<f64>) -> Result<(), VmError> {
         let Some(tracker) = self.tracker.upgrade() else { return Ok(()) };
-        if first_writes.is_some() {
+        if dirty_rate_limit.is_some() {
             self.vcpus = self.machine.vcpu_threads()?;
             governor::prepare(&mut self.machine, &tracker, &self.vcpus)?;
         }
-        Ok(tracker.govern(first_writes)?)
+        Ok(tracker.govern(dirty_rate_limit)?)
     }
 
     fn governor_measures(&self) -> GovernorMeasures {

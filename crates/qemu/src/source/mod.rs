@@ -50,7 +50,7 @@ use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::ram::{Ram, StateBy};
-use crate::settings::Settings;
+use crate::settings::MigrationSettings;
 use crate::userfaultfd;
 use crate::way_back;
 
@@ -91,7 +91,7 @@ pub struct QemuSource {
     /// Whether a disk writes guest memory by direct I/O.
     direct_io: bool,
     tracking_stop: Duration,
-    settings: Option<Settings>,
+    settings: Option<MigrationSettings>,
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
     /// The other end, where it is not QEMU that writes to it.
@@ -574,7 +574,7 @@ impl SourceVm for QemuSource {
             (self.state, self.saved_to) = (Some(handle), Some(theirs));
             return Ok(Box::new(ours));
         }
-        let settings = Settings::look(&mut *self.machine.qmp)?;
+        let settings = MigrationSettings::look(&mut *self.machine.qmp)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
         let settings = self.settings.insert(settings);
         settings.apply(&mut *self.machine.qmp).map_err(QemuError::from)?;

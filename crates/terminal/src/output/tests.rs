@@ -26,7 +26,7 @@ fn measures() -> Measures {
         lost: LONG,
         under_half: LONG,
         under_tenth: LONG,
-        first_writes_delayed: u64::MAX,
+        write_faults_delayed: u64::MAX,
         vcpus_waited: LONG,
         longest_wait: LONG,
         tracking_stop: LONG,
@@ -67,7 +67,7 @@ fn times_that_say_nothing_are_left_out() {
         downtime: Duration::from_nanos(1_999_999_842),
         tracking_stop: Duration::ZERO,
         throttled: Duration::ZERO,
-        first_writes_delayed: 0,
+        write_faults_delayed: 0,
         parts: godwit_engine::report::DowntimeParts {
             drain: Duration::from_nanos(496),
             save: Duration::from_micros(250),

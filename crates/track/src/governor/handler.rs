@@ -98,7 +98,7 @@ fn gone(shared: &Shared) -> bool {
 
 fn count(shared: &Shared, grant: Grant) {
     let counts = &shared.counts;
-    counts.first_writes.fetch_add(grant.pages, Ordering::Relaxed);
+    counts.dirtied.fetch_add(grant.pages, Ordering::Relaxed);
     if grant.waited > AT_ONCE {
         let waited = grant.waited.as_nanos() as u64;
         counts.delayed.fetch_add(1, Ordering::Relaxed);

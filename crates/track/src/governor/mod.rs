@@ -1,4 +1,4 @@
-//! The write governor: the first writes to protected pages wait for an answer, and answers come at
+//! The write governor: write faults on protected pages wait for an answer, and answers come at
 //! a rate that is set.
 //!
 //! ```text
@@ -49,15 +49,15 @@ use crate::mappings::BlockMapping;
 /// fn held_back(tracker: &PagemapTracker) -> Result<(), TrackError> {
 ///     tracker.govern(Some(10_000.0))?;
 ///     let measures = tracker.governor_measures();
-///     println!("{} of {} waited", measures.delayed, measures.first_writes);
+///     println!("{} of {} waited", measures.delayed, measures.dirtied);
 ///     Ok(())
 /// }
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GovernorMeasures {
-    /// First writes of the guest that it let through, in pages.
-    pub first_writes: u64,
-    /// Of the faults they came as, those that had to wait for the rate.
+    /// Clean pages that it let the guest make dirty.
+    pub dirtied: u64,
+    /// Of the write faults they came as, those that had to wait for the rate.
     pub delayed: u64,
     /// How long the guest's threads waited for the rate, summed up.
     pub waited: Duration,
@@ -72,7 +72,7 @@ pub struct GovernorMeasures {
 /// Counts that the threads add to.
 #[derive(Debug, Default)]
 struct Counts {
-    first_writes: AtomicU64,
+    dirtied: AtomicU64,
     delayed: AtomicU64,
     waited: AtomicU64,
     longest: AtomicU64,
@@ -199,7 +199,7 @@ impl Governor {
         Ok(())
     }
 
-    /// Allows `rate` first writes (pages) a second from now on; infinite: no limit.
+    /// Allows `rate` clean pages to become dirty each second from now on; infinite: no limit.
     pub(crate) fn set_rate(&self, rate: f64) {
         self.shared.rate.store(rate.max(0.0).to_bits(), Ordering::Relaxed);
         self.shared.ring();
@@ -237,7 +237,7 @@ impl Governor {
         let counts = &self.shared.counts;
         let take = |count: &AtomicU64| count.load(Ordering::Relaxed);
         GovernorMeasures {
-            first_writes: take(&counts.first_writes),
+            dirtied: take(&counts.dirtied),
             delayed: take(&counts.delayed),
             waited: Duration::from_nanos(take(&counts.waited)),
             longest_wait: Duration::from_nanos(take(&counts.longest)),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{BeaconPlace, Godwit, MicroVm, Movable, Observer, kvm_for};
 use serde_json::{Value, json};
 
@@ -36,6 +37,28 @@ struct Options {
     tracker: String,
 }
 
+/// One move, in milliseconds.
+struct Row {
+    number: usize,
+    downtime: f64,
+    /// What it consists of.
+    parts: [f64; PARTS.len()],
+    gap: f64,
+    total: f64,
+}
+
+const TABLE: Table<Row> = Table(&[
+    Column { head: "move", width: 4, cell: |row| row.number.to_string() },
+    Column { head: "downtime", width: 9, cell: |row| figure(row.downtime, 2) },
+    Column { head: "= drain", width: 8, cell: |row| figure(row.parts[0], 2) },
+    Column { head: "last pages", width: 11, cell: |row| figure(row.parts[1], 2) },
+    Column { head: "save", width: 6, cell: |row| figure(row.parts[2], 2) },
+    Column { head: "load", width: 6, cell: |row| figure(row.parts[3], 2) },
+    Column { head: "handover", width: 9, cell: |row| figure(row.parts[4], 2) },
+    Column { head: "guest's gap", width: 12, cell: |row| figure(row.gap, 2) },
+    Column { head: "total", width: 8, cell: |row| figure(row.total, 1) },
+]);
+
 fn main() -> anyhow::Result<()> {
     let Options { moves, memory, mode, tracker } = Options::parse();
     if !kvm_for("bench microvm") {
@@ -47,7 +70,7 @@ fn main() -> anyhow::Result<()> {
     source.wait_ready(LIMIT)?;
     let place = BeaconPlace::find(source.ram_file())?;
     println!("{memory} {mode} guest, {tracker}: {moves} moves over loopback, times in ms\n");
-    println!("move  downtime  (drain  last pages   save   load  handover)  guest's gap    total");
+    TABLE.print_head();
     let (mut downtimes, mut gaps, mut totals, mut list) =
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for number in 1..=moves {
@@ -67,11 +90,7 @@ fn main() -> anyhow::Result<()> {
         let ms = |key: &str| last[key].as_f64().unwrap_or(f64::NAN);
         let parts = PARTS.map(ms);
         let (downtime, total) = (ms("downtime_ms"), ms("total_ms"));
-        let [drain, copy, save, load, handover] = parts;
-        println!(
-            "{number:>4}  {downtime:>8.2}  ({drain:>5.2}  {copy:>10.2}  {save:>5.2}  {load:>5.2}  \
-             {handover:>8.2})  {gap:>11.2}  {total:>7.1}"
-        );
+        TABLE.print(&Row { number, downtime, parts, gap, total });
         let bugs = [source.bugs(), destination.bugs()].concat();
         ensure!(bugs.is_empty(), "{bugs:?}");
         let named = PARTS.iter().zip(parts).map(|(name, value)| ((*name).to_owned(), json!(value)));

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for,
@@ -51,6 +52,27 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// One move by each, in milliseconds.
+struct Row {
+    qemu: f64,
+    parts: [f64; PARTS.len()],
+    behind: [f64; BEHIND.len()],
+}
+
+const TABLE: Table<Row> = Table(&[
+    Column { head: "QEMU", width: 6, cell: |row| figure(row.qemu, 1) },
+    Column { head: "godwit", width: 7, cell: |row| figure(row.behind[0], 1) },
+    Column { head: "| downtime", width: 10, cell: |row| figure(row.parts[0], 1) },
+    Column { head: "= drain", width: 7, cell: |row| figure(row.parts[1], 1) },
+    Column { head: "copy", width: 6, cell: |row| figure(row.parts[2], 1) },
+    Column { head: "save", width: 6, cell: |row| figure(row.parts[3], 1) },
+    Column { head: "load", width: 6, cell: |row| figure(row.parts[4], 1) },
+    Column { head: "handover", width: 8, cell: |row| figure(row.parts[5], 1) },
+    Column { head: "| to answer", width: 11, cell: |row| figure(row.behind[1], 1) },
+    Column { head: "= vCPU ran", width: 10, cell: |row| figure(row.behind[2], 1) },
+    Column { head: "waited", width: 7, cell: |row| figure(row.behind[3], 1) },
+]);
+
 fn measure(
     report: &mut Report,
     lan: &Lan,
@@ -70,21 +92,13 @@ fn measure(
         "\n{build}, ms: the client's silence, by QEMU itself and by godwit, and what godwit's \
          consists of"
     );
-    println!(
-        "  QEMU  godwit | downtime (drain  copy  save  load  handover)  to answer (vCPU ran  \
-         waited)"
-    );
+    TABLE.print_head();
     let (mut own, mut list) = (Vec::new(), Vec::new());
     for _ in 0..moves {
         let silence = by_qemu(lan, &config, &mut source)?;
         let row = by_godwit(lan, &config, &mut source)?;
         let of = |key: &str| row[key].as_f64().unwrap_or(f64::NAN);
-        let ([down, drain, copy, save, load, hand], [heard, answer, ran, waited]) =
-            (PARTS.map(of), BEHIND.map(of));
-        println!(
-            "{silence:>6.1}  {heard:>6.1} | {down:>8.1} ({drain:>5.1} {copy:>5.1} {save:>5.1} \
-             {load:>5.1} {hand:>9.1})  {answer:>9.1} ({ran:>8.1} {waited:>7.1})"
-        );
+        TABLE.print(&Row { qemu: silence, parts: PARTS.map(of), behind: BEHIND.map(of) });
         own.push(silence);
         list.push(row);
     }

@@ -1,13 +1,13 @@
 //! What rounds and ticks make of what is seen, up to the plan.
 
-use crate::observe::DiskRound;
+use crate::observe::DiskStatistics;
 
 use super::*;
 
 #[test]
 fn an_estimate_is_what_the_round_showed() {
     let mut policy = Policy::new(OFF());
-    let disk = DiskRound { sent: ByteCount(50 * MIB), ..DiskRound::default() };
+    let disk = DiskStatistics { sent: ByteCount(50 * MIB), ..DiskStatistics::default() };
     // 50 MiB of memory and as much of disks in a second of sending; 100 MiB are 25,600 pages.
     let seen = Round { idle: SECOND, disk: Some(disk), ..round(2000, 50, 25_600) };
     let (_, estimate) = policy.round(&seen);
@@ -15,7 +15,8 @@ fn an_estimate_is_what_the_round_showed() {
     assert_eq!(estimate.dirty_rate.to_string(), "50MiB/s", "over all of the round");
     assert_eq!(estimate.expected_downtime, Some(Duration::from_millis(1010)));
     // Disks are counted in full beside memory: 95 MiB at 95 % of 100 MiB/s.
-    let disk = DiskRound { sent: ByteCount(100 * MIB), remaining: ByteCount(95 * MIB), ..disk };
+    let disk =
+        DiskStatistics { sent: ByteCount(100 * MIB), remaining: ByteCount(95 * MIB), ..disk };
     let mut policy = Policy::new(OFF());
     let (_, estimate) = policy.round(&Round { disk: Some(disk), ..round(1000, 0, 0) });
     assert_eq!(estimate.expected_downtime.map(|time| time.as_millis()), Some(1010));
@@ -88,7 +89,7 @@ fn a_delay_ends_when_a_tenth_of_memory_remains() {
 
 #[test]
 fn a_guest_is_not_throttled_while_memory_waits_for_disks() {
-    let plan = |disk: DiskRound| {
+    let plan = |disk: DiskStatistics| {
         let mut policy = throttled();
         let hot = busy(3);
         let Decision::NextRound(plan) =
@@ -98,25 +99,25 @@ fn a_guest_is_not_throttled_while_memory_waits_for_disks() {
         };
         (plan.memory_share, plan.throttle > 0.0)
     };
-    let much = DiskRound {
+    let much = DiskStatistics {
         remaining: ByteCount(1 << 40),
         sent: ByteCount(1 << 20),
-        ..DiskRound::default()
+        ..DiskStatistics::default()
     };
-    assert_eq!(plan(DiskRound { full_pass: true, ..much }), (0, false));
+    assert_eq!(plan(DiskStatistics { full_pass: true, ..much }), (0, false));
     assert_eq!(plan(much), (1, false));
     // When disks have as good as nothing left, memory is what is waited for.
-    assert_eq!(plan(DiskRound { remaining: ByteCount(4096), ..much }), (1024, true));
+    assert_eq!(plan(DiskStatistics { remaining: ByteCount(4096), ..much }), (1024, true));
 }
 
 #[test]
 fn disks_that_fill_half_of_what_fits_are_little() {
     let share = |remaining: u64| {
         let mut policy = Policy::new(OFF());
-        let disk = |remaining: u64| DiskRound {
+        let disk = |remaining: u64| DiskStatistics {
             remaining: ByteCount(remaining),
             sent: ByteCount(50 * MIB),
-            ..DiskRound::default()
+            ..DiskStatistics::default()
         };
         // 100 MiB/s with memory: 24.5 MiB in 245 ms, which is 85 % of the limit less 10 ms.
         let seen = |disk| Round { disk: Some(disk), ..round(1000, 50, 1 << 20) };
@@ -145,7 +146,9 @@ fn a_round_ends_within_it_when_what_remains_fits_into_85_percent_of_the_limit() 
         ends(&policy, 199)
     };
     assert!(!with(|policy| policy.plan.throttle = 0.0), "a guest that is not slowed may wait");
-    assert!(with(|policy| (policy.plan.throttle, policy.plan.first_writes) = (0.0, Some(500.0))));
+    assert!(with(
+        |policy| (policy.plan.throttle, policy.plan.dirty_rate_limit) = (0.0, Some(500.0))
+    ));
     assert!(!with(|policy| policy.disks = true), "disks have a round of their own");
     assert!(!with(|policy| policy.at_once = true), "nothing is left to pass by");
     policy.page_bytes = 2048.0;
@@ -271,6 +274,6 @@ fn a_guest_that_is_throttled_is_not_handed_over_to_the_governor() {
     assert!(policy.plan().throttle > 0.9);
     let hot = busy(3);
     policy.round(&Round { can_govern: true, ..adaptive_round(&hot, 0.9) });
-    assert_eq!(policy.plan().first_writes, None);
+    assert_eq!(policy.plan().dirty_rate_limit, None);
     assert!(policy.plan().throttle > 0.9);
 }

@@ -1,6 +1,6 @@
 //! What the decision is made of, with the numbers of the documents (docs/convergence.md).
 
-use crate::observe::DiskRound;
+use crate::observe::DiskStatistics;
 use crate::settings::DiskLimit;
 
 use super::*;
@@ -18,7 +18,7 @@ fn growth_is_what_is_clean_and_written_in_the_time() {
     let odd = [Class { dirty: 1001.0, ..CLASS[0] }];
     assert_eq!(policy.growth(&odd, SECOND, 0.0), 0.0);
     // A governed guest makes no more dirty than it may.
-    policy.plan.first_writes = Some(100.0);
+    policy.plan.dirty_rate_limit = Some(100.0);
     assert_eq!(policy.growth(&CLASS, 2 * SECOND, 0.0), 200.0);
     assert!(near(policy.growth(&CLASS, SECOND / 10, 0.99), clean(0.001)));
 }
@@ -42,7 +42,7 @@ fn unseen_growth_goes_at_the_pace_since_the_harvests() {
     assert!(near(policy.growth_at_most(&dirty), 55.0));
     policy.plan.delayed = Delayed::new([1]);
     assert!(near(policy.growth_at_most(&dirty), 35.0));
-    policy.plan.first_writes = Some(100.0);
+    policy.plan.dirty_rate_limit = Some(100.0);
     assert!(near(policy.growth_at_most(&dirty), 10.0));
     // A round of no length has none of any length before it.
     let short = Round {
@@ -166,9 +166,9 @@ fn the_minimum_is_where_a_round_no_longer_brings_three_quarters() {
     assert!(!minimum(1, Some(1000), 501, 7));
     assert!(minimum(1, Some(1000), 501, 8), "eight rounds are enough");
     // A guest that is slowed or governed is not kept.
-    let held = |throttle, first_writes| {
+    let held = |throttle, dirty_rate_limit| {
         let mut policy = Policy::new(Settings::default());
-        policy.plan = Plan { throttle, first_writes, ..Plan::default() };
+        policy.plan = Plan { throttle, dirty_rate_limit, ..Plan::default() };
         policy.is_minimum(PageCount(1), Some(PageCount(1000)), SECOND)
     };
     assert_eq!([held(0.1, None), held(0.0, Some(500.0)), held(0.0, None)], [true, true, false]);
@@ -221,7 +221,7 @@ fn what_may_still_help_is_waited_for_five_times_as_long() {
     );
     // A limit of disk writes that may fall further.
     let mut disks = stuck(OFF(), 60, 3);
-    let disk = DiskRound { remaining: ByteCount(1 << 30), ..DiskRound::default() };
+    let disk = DiskStatistics { remaining: ByteCount(1 << 30), ..DiskStatistics::default() };
     disks.share.round(&disk, 1.0, 0.0, DiskLimit::Auto);
     disks.share.round(&disk, 1.0, 0.0, DiskLimit::Auto);
     assert!(!disks.is_hopeless());

@@ -5,6 +5,7 @@ use std::hint::black_box;
 
 use godwit_bench::report::{Better, Report, machine, median};
 use godwit_bench::sys::thread_time;
+use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_codec::{Codec, Compressor, delta, is_zero, worth};
 use godwit_fingerprints::Key;
@@ -35,6 +36,11 @@ fn sum(bytes: &[u8]) -> u64 {
     words.iter().fold(0, |sum: u64, word| sum.wrapping_add(u64::from_ne_bytes(*word)))
 }
 
+const SPEEDS: Table<(&str, f64)> = Table(&[
+    Column { head: "", width: 19, cell: |row| row.0.to_owned() },
+    Column { head: "GB/s", width: 8, cell: |row| figure(row.1, 2) },
+]);
+
 fn looks(report: &mut Report) {
     // Written, and not known to the compiler: it must be memory, not the kernel's one page of zeros
     // in a cache.
@@ -61,10 +67,15 @@ fn looks(report: &mut Report) {
         }));
     }
     let speed = |times: &[f64]| SIZE as f64 / 1e9 / median(times);
-    println!("reading memory      {:>8.2} GB/s", speed(&read));
-    println!("zero pages found    {:>8.2} GB/s", speed(&zero));
-    println!("data pages found    {:>8.2} GB/s", speed(&busy));
-    println!("fingerprints        {:>8.2} GB/s", speed(&print));
+    SPEEDS.print_head();
+    for (name, times) in [
+        ("reading memory", &read),
+        ("zero pages found", &zero),
+        ("data pages found", &busy),
+        ("fingerprints", &print),
+    ] {
+        SPEEDS.print(&(name, speed(times)));
+    }
     let ratios: Vec<f64> = read.iter().zip(&zero).map(|(read, zero)| read / zero).collect();
     report.figure("read_gb_per_second", speed(&read));
     report.figure("zero_gb_per_second", speed(&zero));
@@ -78,6 +89,14 @@ fn looks(report: &mut Report) {
     );
 }
 
+const DELTAS: Table<(u64, [f64; 4])> = Table(&[
+    Column { head: "8-byte words changed", width: 26, cell: |row| row.0.to_string() },
+    Column { head: "LZ4, out/in", width: 13, cell: |row| figure(row.1[0], 3) },
+    Column { head: "delta, out/in", width: 13, cell: |row| figure(row.1[1], 3) },
+    Column { head: "LZ4 MB/s", width: 13, cell: |row| figure(row.1[2], 0) },
+    Column { head: "delta MB/s", width: 13, cell: |row| figure(row.1[3], 0) },
+]);
+
 /// Pages in which `words` words of 8 bytes changed, as counters, stamps and pointers do, sent as
 /// they are and as deltas.
 fn deltas(report: &mut Report) -> anyhow::Result<()> {
@@ -85,10 +104,8 @@ fn deltas(report: &mut Report) -> anyhow::Result<()> {
     let lz4 = Codec::Lz4 { acceleration: 1 };
     let old = Image::TwoToOne.bytes(1, 256 * BATCH);
     let mut rows = Vec::new();
-    println!(
-        "\n{:<26}{:>14}{:>14}{:>14}{:>14}",
-        "8-byte words changed", "LZ4, out/in", "delta, out/in", "LZ4 MB/s", "delta MB/s"
-    );
+    println!();
+    DELTAS.print_head();
     for words in [1_u64, 4, 16, 64, 256] {
         let mut new = old.clone();
         let mut rng = fastrand::Rng::with_seed(words);
@@ -128,13 +145,8 @@ fn deltas(report: &mut Report) -> anyhow::Result<()> {
         }
         let ratio = |bytes: usize| bytes as f64 / old.len() as f64;
         let speed = |time: f64| old.len() as f64 / 1e6 / time;
-        println!(
-            "{words:<26}{:>14.3}{:>14.3}{:>14.0}{:>14.0}",
-            ratio(plain),
-            ratio(small),
-            speed(plain_time),
-            speed(small_time)
-        );
+        let row = [ratio(plain), ratio(small), speed(plain_time), speed(small_time)];
+        DELTAS.print(&(words, row));
         rows.push(json!({
             "words": words, "plain_ratio": ratio(plain), "delta_ratio": ratio(small),
             "plain_mb_per_second": speed(plain_time), "delta_mb_per_second": speed(small_time),

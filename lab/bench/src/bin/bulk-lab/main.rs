@@ -26,6 +26,7 @@ use serde_json::json;
 
 use crate::ways::{RECEIVES, Receive, SENDS, Send};
 use godwit_bench::sys::{self, Mapping};
+use godwit_bench::table::{Column, Table, figure};
 
 /// Streams take turns in pieces of so many bytes, as channels do.
 const SEGMENT: usize = 16 << 20;
@@ -173,28 +174,38 @@ fn main() -> anyhow::Result<()> {
     print(&settings, &runs)
 }
 
+/// A combination, its GB/s, and the processor seconds for each GiB of both ends and together.
+const TABLE: Table<(Combination, f64, [f64; 3])> = Table(&[
+    Column { head: "send", width: 9, cell: |row| row.0.send.0.to_owned() },
+    Column { head: "receive", width: 9, cell: |row| row.0.receive.0.to_owned() },
+    Column { head: "streams", width: 7, cell: |row| row.0.streams.to_string() },
+    Column { head: "frame", width: 7, cell: |row| (row.0.frame >> 10).to_string() },
+    Column {
+        head: "buffers",
+        width: 8,
+        cell: |row| match row.0.buffer {
+            0 => "default".to_owned(),
+            buffer => (buffer >> 10).to_string(),
+        },
+    },
+    Column { head: "GB/s", width: 8, cell: |row| figure(row.1, 2) },
+    Column { head: "sender", width: 9, cell: |row| figure(row.2[0], 3) },
+    Column { head: "receiver", width: 9, cell: |row| figure(row.2[1], 3) },
+    Column { head: "CPU s/GiB", width: 9, cell: |row| figure(row.2[2], 3) },
+]);
+
 fn print(settings: &Settings, runs: &[Vec<Run>]) -> anyhow::Result<()> {
     let gib = settings.size as f64 / f64::from(1 << 30);
     let mut report = Report::new("bulk-lab");
     let mut rows = Vec::new();
-    println!(
-        "{:<10}{:<10}{:>8}{:>8}{:>9}{:>9}{:>10}{:>10}{:>10}",
-        "send", "receive", "streams", "frame", "buffers", "GB/s", "sender", "receiver", "CPU s/GiB"
-    );
+    TABLE.print_head();
     for (combination, runs) in settings.combinations.iter().zip(runs) {
         let of = |pick: fn(&Run) -> f64| median(&runs.iter().map(pick).collect::<Vec<f64>>());
         let speed = settings.size as f64 / 1e9 / of(|run| run.wall);
         let (sender, receiver) = (of(|run| run.sender) / gib, of(|run| run.receiver) / gib);
         let both = of(|run| run.sender + run.receiver) / gib;
         let Combination { send, receive, streams, frame, buffer } = *combination;
-        println!(
-            "{:<10}{:<10}{streams:>8}{:>8}{:>9}{speed:>9.2}\
-             {sender:>10.3}{receiver:>10.3}{both:>10.3}",
-            send.0,
-            receive.0,
-            frame >> 10,
-            if buffer == 0 { "default".to_owned() } else { (buffer >> 10).to_string() },
-        );
+        TABLE.print(&(*combination, speed, [sender, receiver, both]));
         rows.push(json!({
             "send": send.0, "receive": receive.0, "streams": streams,
             "frame_bytes": frame, "buffer_bytes": buffer, "gb_per_second": speed,

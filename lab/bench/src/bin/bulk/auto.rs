@@ -1,6 +1,7 @@
 //! `compression=auto` against each fixed choice.
 
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_engine::compression::Compression;
 use serde_json::json;
@@ -18,11 +19,38 @@ const LINKS: [(&str, Option<&str>, usize, usize); 3] = [
     ("100 Mbit/s", Some("100Mbit"), 64, 1),
 ];
 
+/// One memory over one link.
+struct Row {
+    link: &'static str,
+    memory: &'static str,
+    mib: usize,
+    /// Seconds and MiB on the wire of each choice.
+    choices: [(f64, f64); CHOICES.len()],
+    ratio: f64,
+}
+
+impl Row {
+    fn choice(&self, who: usize) -> String {
+        let (seconds, mib) = self.choices[who];
+        format!("{seconds:.3} ({mib:>4.0})")
+    }
+}
+
+const TABLE: Table<Row> = Table(&[
+    Column { head: "link", width: 11, cell: |row| row.link.to_owned() },
+    Column { head: "memory", width: 11, cell: |row| row.memory.to_owned() },
+    Column { head: "MiB", width: 5, cell: |row| row.mib.to_string() },
+    Column { head: CHOICES[0], width: 14, cell: |row| row.choice(0) },
+    Column { head: CHOICES[1], width: 14, cell: |row| row.choice(1) },
+    Column { head: CHOICES[2], width: 14, cell: |row| row.choice(2) },
+    Column { head: CHOICES[3], width: 14, cell: |row| row.choice(3) },
+    Column { head: CHOICES[4], width: 14, cell: |row| row.choice(4) },
+    Column { head: "auto/best", width: 9, cell: |row| figure(row.ratio, 3) },
+]);
+
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     println!("\ncompression: seconds in all (MiB on the wire), 2 channels");
-    print!("{:<12}{:<12}{:>5}", "link", "memory", "MiB");
-    CHOICES.iter().for_each(|choice| print!("{choice:>15}"));
-    println!("{:>10}", "auto/best");
+    TABLE.print_head();
     let mut rows = Vec::new();
     for (link, limit, mib, rounds) in LINKS {
         let limit = limit.map(str::parse).transpose().map_err(anyhow::Error::msg)?;
@@ -44,11 +72,10 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
             let of = |who: usize, pick: fn(&Cost) -> f64| {
                 median(&runs[who].iter().map(pick).collect::<Vec<f64>>())
             };
-            print!("{link:<12}{name:<12}{mib:>5}");
-            let mut row = serde_json::Map::new();
+            let (mut row, mut choices) = (serde_json::Map::new(), [(0.0, 0.0); CHOICES.len()]);
             for (who, choice) in CHOICES.iter().enumerate() {
                 let (wall, sent) = (of(who, |cost| cost.wall), of(who, |cost| cost.sent as f64));
-                print!("{wall:>8.3} ({:>4.0})", sent / f64::from(1 << 20));
+                choices[who] = (wall, sent / f64::from(1 << 20));
                 let cpu = of(who, |cost| cost.cpu);
                 row.insert(
                     (*choice).to_owned(),
@@ -59,7 +86,7 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
                 .map(|who| of(who, |cost| cost.wall))
                 .fold(f64::INFINITY, f64::min);
             let ratio = of(0, |cost| cost.wall) / best;
-            println!("{ratio:>10.3}");
+            TABLE.print(&Row { link, memory: name, mib, choices, ratio });
             rows.push(
                 json!({ "link": link, "memory": name, "mib": mib, "choices": row, "ratio": ratio }),
             );

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_units::Rate;
 use serde_json::json;
@@ -15,9 +16,17 @@ use crate::machine::{Ram, Way, transfer};
 const LOOK: Duration = Duration::from_millis(20);
 const WINDOW: f64 = 1.0;
 
+const TABLE: Table<(&str, &str, [f64; 3])> = Table(&[
+    Column { head: "limit", width: 12, cell: |row| row.0.to_owned() },
+    Column { head: "compression", width: 11, cell: |row| row.1.to_owned() },
+    Column { head: "least", width: 9, cell: |row| figure(row.2[0], 3) },
+    Column { head: "mean", width: 9, cell: |row| figure(row.2[1], 3) },
+    Column { head: "most", width: 9, cell: |row| figure(row.2[2], 3) },
+]);
+
 pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
     println!("\nmax-bandwidth: bytes a second in windows of a second and more, against the limit");
-    println!("{:<12}{:>12}{:>10}{:>10}{:>10}", "limit", "compression", "least", "mean", "most");
+    TABLE.print_head();
     let mut rows = Vec::new();
     for (name, rate, compression, image, mib) in [
         ("100 Mbit/s", "100Mbit", "none", Image::Random, 64),
@@ -42,7 +51,7 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
             }
         }
         let mean = share(&seen[0], &seen[seen.len() - 1]);
-        println!("{name:<12}{compression:>12}{least:>10.3}{mean:>10.3}{most:>10.3}");
+        TABLE.print(&(name, compression, [least, mean, most]));
         rows.push(json!({
             "limit": name, "compression": compression, "least": least, "mean": mean, "most": most,
         }));

@@ -8,6 +8,7 @@ use std::time::Instant;
 use anyhow::{anyhow, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::sys::Mapping;
+use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_testbed::Mount;
 use serde_json::json;
@@ -19,6 +20,12 @@ use crate::machine::{Cost, Ram, Way, process_time, transfer, transfer_into};
 const SEGMENT: usize = 16 << 20;
 const PIECE: usize = 1 << 20;
 const STREAMS: usize = 2;
+
+const TABLE: Table<(&str, f64, f64)> = Table(&[
+    Column { head: "", width: 24, cell: |row| row.0.to_owned() },
+    Column { head: "GiB/s", width: 7, cell: |row| figure(row.1, 2) },
+    Column { head: "CPU s/GiB", width: 11, cell: |row| figure(row.2, 3) },
+]);
 
 pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Result<()> {
     let gib = size as f64 / f64::from(1 << 30);
@@ -46,12 +53,12 @@ pub(crate) fn run(report: &mut Report, size: usize, rounds: usize) -> anyhow::Re
         median(&pairs.map(|(who, to)| pick(who) / pick(to)).collect::<Vec<_>>())
     };
     let mut rows = Vec::new();
-    println!("{:<24}{:>8}{:>12}", "", "GiB/s", "CPU s/GiB");
+    TABLE.print_head();
     for (who, name) in
         ["plain send and recv", "godwit", "godwit, fingerprints off"].into_iter().enumerate()
     {
         let (speed, cpu) = (gib / of(who, |cost| cost.wall), of(who, |cost| cost.cpu) / gib);
-        println!("{name:<24}{speed:>8.2}{cpu:>12.3}");
+        TABLE.print(&(name, speed, cpu));
         let walls: Vec<f64> = runs[who].iter().map(|cost| cost.wall).collect();
         rows.push(json!({ "name": name, "gib_per_second": speed, "cpu_s_per_gib": cpu,
             "seconds": walls }));
@@ -95,7 +102,7 @@ fn in_huge_pages(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     let gib = SIZE as f64 / f64::from(1 << 30);
     let of = |pick: fn(&Cost) -> f64| median(&runs.iter().map(pick).collect::<Vec<_>>());
     let (speed, cpu) = (gib / of(|cost| cost.wall), of(|cost| cost.cpu) / gib);
-    println!("{:<24}{speed:>8.2}{cpu:>12.3}", "godwit, huge=within_size");
+    TABLE.print(&("godwit, huge=within_size", speed, cpu));
     report.figure("huge_pages", json!({ "gib_per_second": speed, "cpu_s_per_gib": cpu }));
     report.target("huge=within_size at the destination: CPU s/GiB", cpu, 0.9, Better::Lower);
     report.target(

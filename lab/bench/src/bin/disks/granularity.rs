@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_disk::{Writes, granularity_for};
 use godwit_guest_workload::settings::DiskWork;
 use godwit_testbed::{DiskImage, TestVm, VmConfig};
@@ -22,28 +23,32 @@ use crate::setup::{DISK, LIMIT, MIB, build, guest};
 /// Bytes that the guest writes each second.
 const RATE: u64 = 2_000_000;
 /// Sizes of writes in KiB, and what was published for dirty blocks of 64 KiB.
-const TABLE: [(u64, f64); 7] =
+const PUBLISHED: [(u64, f64); 7] =
     [(4, 14.5), (8, 7.6), (16, 3.6), (32, 1.9), (64, 1.0), (128, 1.0), (256, 1.0)];
 /// For what an interval of a second may mean.
 const ALLOWANCE: f64 = 1.05;
 const SPANS: [u64; 2] = [1024 * MIB, 64 * MIB];
 const FIXED: [u64; 3] = [MIB, 64 << 10, 4 << 10];
 
+/// The size of writes in KiB, dirty bytes for each size of block, and the size chosen in KiB.
+const TABLE: Table<(u64, [f64; 4], u64)> = Table(&[
+    Column { head: "write", width: 8, cell: |row| format!("{} K", row.0) },
+    Column { head: "1 MiB", width: 8, cell: |row| figure(row.1[0], 1) },
+    Column { head: "64 KiB", width: 8, cell: |row| figure(row.1[1], 2) },
+    Column { head: "4 KiB", width: 8, cell: |row| figure(row.1[2], 2) },
+    Column { head: "auto (size)", width: 16, cell: |row| format!("{:.2} ({} K)", row.1[3], row.2) },
+]);
+
 pub(crate) fn run(options: &Options, report: &mut Report) -> anyhow::Result<()> {
     let mut figures = Vec::new();
     for span in SPANS {
         println!("over {} MiB, dirty bytes in a second for each written:", span / MIB);
-        println!(
-            "{:>8} {:>8} {:>8} {:>8} {:>16}",
-            "write", "1 MiB", "64 KiB", "4 KiB", "auto (size)"
-        );
-        for (block, published) in TABLE {
+        TABLE.print_head();
+        for (block, published) in PUBLISHED {
             let row = row(block << 10, span, options.rounds + 5)?;
             let [large, medium, small, auto] = row.times;
             let chosen = row.chosen >> 10;
-            println!(
-                "{block:>6} K {large:>8.1} {medium:>8.2} {small:>8.2} {auto:>8.2} ({chosen} K)"
-            );
+            TABLE.print(&(block, row.times, chosen));
             figures.push(json!({
                 "span_mib": span / MIB, "write_kib": block, "1MiB": large, "64KiB": medium,
                 "4KiB": small, "auto": auto, "auto_kib": chosen,

@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::sys::thread_time;
+use godwit_bench::table::{Column, Table, figure};
 use godwit_bitmap::{DirtyBitmap, LayeredBitmap};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use serde_json::json;
@@ -44,6 +45,12 @@ fn cost(f: impl FnOnce() -> (u64, u64)) -> (f64, (u64, u64)) {
     ((thread_time() - before).as_secs_f64() * 1e3, found)
 }
 
+const TABLE: Table<(&str, f64, f64)> = Table(&[
+    Column { head: "", width: 34, cell: |row| row.0.to_owned() },
+    Column { head: "CPU ms", width: 10, cell: |row| figure(row.1, 3) },
+    Column { head: "saved %", width: 10, cell: |row| figure(row.2, 2) },
+]);
+
 pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
     let mut flat = DirtyBitmap::new(BLOCKS);
     let mut layered = LayeredBitmap::new(BLOCKS);
@@ -80,14 +87,14 @@ pub(crate) fn run(_: &Options, report: &mut Report) -> anyhow::Result<()> {
         flat.count(),
         began.elapsed()
     );
-    println!("{:<34} {:>10} {:>10}", "", "CPU ms", "saved %");
+    TABLE.print_head();
     let saved = |cost: f64| (1.0 - cost / each) * 100.0;
     for (name, cost) in [
         ("each block tested", each),
         ("next run, flat (QEMU)", next),
         ("next run, layered (microvm)", layers),
     ] {
-        println!("{name:<34} {cost:>10.3} {:>10.2}", saved(cost));
+        TABLE.print(&(name, cost, saved(cost)));
     }
     report.figure(
         "search",

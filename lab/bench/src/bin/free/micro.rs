@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{Godwit, MicroVm, Movable, kvm_for};
 use serde_json::json;
 
@@ -31,7 +32,7 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
     }
     let godwit = Godwit::built()?;
     println!("\nmicrovm: 1 GiB guest, 128 MiB in use, {} moves over loopback", rounds * MOVES);
-    println!("{:<28} {:>9} {:>9} {:>12}", "", "total ms", "sent MiB", "hinted MiB");
+    TABLE.print_head();
     let mut totals = [const { Vec::new() }; WAYS.len()];
     let mut list = Vec::new();
     for _ in 0..rounds * MOVES {
@@ -48,12 +49,7 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
                 list.iter().filter(|row| row["way"] == *name).filter_map(|row| row[key].as_f64());
             median(&own.collect::<Vec<_>>())
         };
-        println!(
-            "{name:<28} {:>9.1} {:>9.1} {:>12.1}",
-            median(totals),
-            of("sent_mib"),
-            of("hinted_mib")
-        );
+        TABLE.print(&(name, [median(totals), of("sent_mib"), of("hinted_mib")]));
     }
     report.figure("microvm_hints_to_one_piece", median(&totals[0]) / median(&totals[3]));
     let ratio = median(&totals[0]) / median(&totals[1]);
@@ -62,6 +58,14 @@ pub(crate) fn compare(rounds: usize, report: &mut Report) -> anyhow::Result<()> 
     report.figure("microvm", list);
     Ok(())
 }
+
+/// Medians of what [`one_move`] returns.
+const TABLE: Table<(&str, [f64; 3])> = Table(&[
+    Column { head: "", width: 28, cell: |row| row.0.to_owned() },
+    Column { head: "total ms", width: 9, cell: |row| figure(row.1[0], 1) },
+    Column { head: "sent MiB", width: 9, cell: |row| figure(row.1[1], 1) },
+    Column { head: "hinted MiB", width: 12, cell: |row| figure(row.1[2], 1) },
+]);
 
 /// Total time, MiB sent and MiB hinted of one move.
 fn one_move(godwit: &Godwit, options: &[&str]) -> anyhow::Result<[f64; 3]> {

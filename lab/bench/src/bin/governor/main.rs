@@ -1,7 +1,7 @@
 //! The benchmark of the write governor.
 //!
 //! Part `hold`: a Linux guest in a real QEMU that writes as fast as it can, at rates from 1,000 to
-//! 50,000 first writes a second, with QEMU's monitor asked all the while; and one that only
+//! 50,000 pages made dirty a second, with QEMU's monitor asked all the while; and one that only
 //! computes and reads. Part `own`: what an answer costs a writer, and what it costs a process of 16
 //! GiB to change hands. Part `killed`: a governor is killed with thousands of writers waiting. Part
 //! `moves`: guests that outrun the link, moved by Godwit with its governor and with its vCPU

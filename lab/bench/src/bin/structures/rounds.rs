@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use godwit_bench::report::median;
+use godwit_bench::table::markdown;
 
 /// Contenders and their times, one for each round.
 pub(crate) struct Rounds<'a> {
@@ -40,7 +41,7 @@ pub(crate) fn table_with_ratios(
         std::iter::once(name.clone()).chain(cells).collect()
     };
     let rows: Vec<Vec<String>> = names.iter().enumerate().map(row).collect();
-    table(title, &head, &rows);
+    markdown(title, &head, &rows);
 }
 
 impl<'a> Rounds<'a> {
@@ -114,41 +115,4 @@ pub(crate) fn short(value: f64) -> String {
         v if v >= 0.0995 => format!("{v:.2}"),
         v => format!("{v:.4}"),
     }
-}
-
-/// Prints a table in Markdown, columns aligned.
-pub(crate) fn table(title: &str, head: &[String], rows: &[Vec<String>]) {
-    println!("\n### {title}\n");
-    let width = |column: usize| {
-        rows.iter().chain([&head.to_vec()]).map(|row| row[column].chars().count()).max()
-    };
-    let widths: Vec<usize> = (0..head.len()).map(|column| width(column).unwrap_or(0)).collect();
-    let line = |cells: &[String]| {
-        let cells: Vec<String> = cells
-            .iter()
-            .zip(&widths)
-            .enumerate()
-            .map(
-                |(i, (cell, &width))| {
-                    if i == 0 { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
-                },
-            )
-            .collect();
-        println!("| {} |", cells.join(" | "));
-    };
-    line(head);
-    println!(
-        "|{}|",
-        widths
-            .iter()
-            .enumerate()
-            .map(|(i, width)| if i == 0 {
-                "-".repeat(width + 2)
-            } else {
-                "-".repeat(width + 1) + ":"
-            })
-            .collect::<Vec<_>>()
-            .join("|")
-    );
-    rows.iter().for_each(|row| line(row));
 }

@@ -6,13 +6,14 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use godwit_bench::report::{Better, Report};
+use godwit_bench::table::markdown;
 use godwit_bitmap::{AtomicDirtyBitmap, CodePath};
 use godwit_units::{PageCount, PageRun};
 use serde_json::json;
 
 use crate::chart::Chart;
 use crate::pattern::Pattern;
-use crate::rounds::{Rounds, short, table, timed};
+use crate::rounds::{Rounds, short, timed};
 
 /// 384 MiB of bits.
 const PAGES: PageCount = PageCount(384 << 23);
@@ -179,7 +180,7 @@ impl Figures {
                 std::iter::once(contender.clone()).chain(cells).collect()
             })
             .collect();
-        table(title, &head, &rows);
+        markdown(title, &head, &rows);
         for (pattern, column) in &self.columns {
             let figures: serde_json::Map<String, serde_json::Value> = self
                 .contenders

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, anyhow};
 use godwit_bench::report::{Better, Report};
+use godwit_bench::table::markdown;
 use godwit_memslots::{MemSlots, Slot, SlotFlags, SlotId};
 use godwit_units::{Gfn, Hva, PAGE_SIZE, PageCount, PageIndex};
 use serde_json::json;
@@ -16,7 +17,7 @@ use vm_memory::{
 
 use crate::chart::Chart;
 use crate::pattern::rng;
-use crate::rounds::{Rounds, short, table, timed};
+use crate::rounds::{Rounds, short, timed};
 
 const ROUNDS: usize = 25;
 /// Pages in each slot.
@@ -136,7 +137,7 @@ pub(crate) fn run(report: &mut Report) -> anyhow::Result<()> {
                 vec![row.what.clone(), short(row.godwit), beside(row.vm_memory), beside(row.arrays)]
             })
             .collect();
-        table(&format!("{n} memory slots, ns each (times as long as Godwit)"), &head, &cells);
+        markdown(&format!("{n} memory slots, ns each (times as long as Godwit)"), &head, &cells);
         let figures: serde_json::Map<String, serde_json::Value> = rows
             .iter()
             .map(|row| {

@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_memory::{FIRST_HARVEST, NEXT_HARVEST, segments};
 use godwit_track::bare::BareMachine;
 use godwit_track::{DirtyTracker, LogMode, VhostLog, VhostLogTracker, clear_dirty_log};
@@ -151,18 +152,24 @@ fn clears_of_a_round(options: Options, percent: u64, first: bool) -> anyhow::Res
     Ok((tracker.calls().clears - before) as f64 / (options.mib as f64 / 1024.0))
 }
 
+/// By the share that is dirty.
+const CLEARS: Table<(&str, [f64; 3])> = Table(&[
+    Column { head: "", width: 24, cell: |row| row.0.to_owned() },
+    Column { head: "1 %", width: 8, cell: |row| figure(row.1[0], 0) },
+    Column { head: "10 %", width: 8, cell: |row| figure(row.1[1], 0) },
+    Column { head: "100 %", width: 8, cell: |row| figure(row.1[2], 0) },
+]);
+
 /// What a migration makes of it: its channels share memory segment by segment, and each clears its
 /// own.
 fn clears_of_a_migration(options: Options, report: &mut Report) -> anyhow::Result<()> {
-    println!(
-        "\nclears of one round of a migration, for each GiB\n{:<24} {:>8} {:>8} {:>8}",
-        "", "1 %", "10 %", "100 %"
-    );
+    println!("\nclears of one round of a migration, for each GiB");
+    CLEARS.print_head();
     for (first, name) in [(true, "the first round"), (false, "each further round")] {
         let [one, ten, all] =
             [1, 10, 100].map(|percent| clears_of_a_round(options, percent, first));
         let (one, ten, all) = (one?, ten?, all?);
-        println!("{name:<24} {one:>8.0} {ten:>8.0} {all:>8.0}");
+        CLEARS.print(&(name, [one, ten, all]));
         let key = format!("clears_a_gib_{}", if first { "first" } else { "next" });
         report.figure(&key, json!({ "1": one, "10": ten, "100": all }));
         if !first {
@@ -173,27 +180,28 @@ fn clears_of_a_migration(options: Options, report: &mut Report) -> anyhow::Resul
     Ok(())
 }
 
+/// How blocks lie, how much is dirty, and what was measured.
+const PARTS: Table<(Alignment, u64, Parts)> = Table(&[
+    Column { head: "blocks", width: 12, cell: |row| row.0.name().to_owned() },
+    Column { head: "dirty", width: 6, cell: |row| format!("{} %", row.1) },
+    Column { head: "from KVM", width: 8, cell: |row| figure(median(&row.2.fetch), 2) },
+    Column { head: "devices", width: 8, cell: |row| figure(median(&row.2.device), 2) },
+    Column { head: "merge + clear", width: 14, cell: |row| figure(median(&row.2.merged), 2) },
+    Column { head: "clears", width: 8, cell: |row| row.2.merged_clears.to_string() },
+    Column { head: "clear by page", width: 16, cell: |row| figure(median(&row.2.per_page), 1) },
+    Column { head: "clears", width: 8, cell: |row| row.2.per_page_clears.to_string() },
+    Column { head: "whole", width: 8, cell: |row| figure(row.2.whole(&row.2.merged), 2) },
+    Column { head: "by page", width: 8, cell: |row| figure(row.2.whole(&row.2.per_page), 1) },
+]);
+
 pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<()> {
     let clears = clears_for_4_mib()?;
     println!("clears for 4 MiB of misaligned dirty memory: {clears} (one a page: 1024)");
     report.figure("clears_for_4_mib", json!({ "merged": clears, "per_page": 1024 }));
     report.target("clears for 4 MiB of misaligned dirty memory", clears as f64, 1.0, Better::Lower);
     clears_of_a_migration(options, report)?;
-    println!(
-        "\nparts of one synchronisation of {} MiB, ms\n{:<12} {:>6} {:>8} {:>8} {:>14} {:>8} \
-         {:>16} {:>8} {:>8} {:>8}",
-        options.mib,
-        "blocks",
-        "dirty",
-        "from KVM",
-        "devices",
-        "merge + clear",
-        "clears",
-        "clear by page",
-        "clears",
-        "whole",
-        "by page"
-    );
+    println!("\nparts of one synchronisation of {} MiB, ms", options.mib);
+    PARTS.print_head();
     for percent in [10, 50] {
         let mut settings = Vec::new();
         for alignment in [Alignment::Aligned, Alignment::Misaligned] {
@@ -201,15 +209,7 @@ pub(crate) fn measure(options: Options, report: &mut Report) -> anyhow::Result<(
             let (merged, per_page) = (median(&parts.merged), median(&parts.per_page));
             let (whole, whole_per_page) =
                 (parts.whole(&parts.merged), parts.whole(&parts.per_page));
-            println!(
-                "{:<12} {percent:>4} % {:>8.2} {:>8.2} {merged:>14.2} {:>8} {per_page:>16.1} {:>8} \
-                 {whole:>8.2} {whole_per_page:>8.1}",
-                alignment.name(),
-                median(&parts.fetch),
-                median(&parts.device),
-                parts.merged_clears,
-                parts.per_page_clears,
-            );
+            PARTS.print(&(alignment, percent, parts.clone()));
             report.figure(
                 &format!("parts_{}_{percent}", alignment.name()),
                 json!({

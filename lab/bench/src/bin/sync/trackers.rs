@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_bench::report::{Report, median};
+use godwit_bench::table::{Column, Table, figure};
 use godwit_memory::{SEGMENT_PAGES, segments};
 use godwit_track::bare::{BareMachine, Wander};
 use godwit_track::{DirtyTracker, LogMode, PagemapTracker};
@@ -75,23 +76,37 @@ fn round(tracker: &dyn DirtyTracker, machine: &BareMachine) -> anyhow::Result<u6
     Ok(pages)
 }
 
+const PERCENT: [u64; 4] = [0, 1, 10, 50];
+
+/// A tracker, and for each share of dirty pages the harvest and the guest's time.
+const HARVESTS: Table<(&str, [(f64, f64); PERCENT.len()])> = Table(&[
+    Column { head: "tracker", width: 28, cell: |row| row.0.to_owned() },
+    Column { head: "0 %", width: 16, cell: |row| figure(row.1[0].0, 3) },
+    Column { head: "1 %", width: 16, cell: |row| both(row.1[1]) },
+    Column { head: "10 %", width: 16, cell: |row| both(row.1[2]) },
+    Column { head: "50 %", width: 16, cell: |row| both(row.1[3]) },
+]);
+
+fn both((harvest, write): (f64, f64)) -> String {
+    format!("{harvest:.2} ({write:.2})")
+}
+
 /// What a harvest of all memory costs, at 0, 1, 10 and 50 % of dirty pages.
 pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<()> {
-    const PERCENT: [u64; 4] = [0, 1, 10, 50];
     println!(
         "\nharvest of {} MiB in segments of {} pages, ms (and guest time to dirty a page, \
          microseconds)",
         options.mib, SEGMENT_PAGES
     );
-    println!("{:<28} {:>16} {:>16} {:>16} {:>16}", "tracker", "0 %", "1 %", "10 %", "50 %");
+    HARVESTS.print_head();
     for kind in KINDS.into_iter().skip(1) {
         let machine = kind.machine(options.mib)?;
         let Some(tracker) = kind.start(&machine)? else { continue };
         machine.touch(0, &(0..total(&machine) as u32).collect::<Vec<_>>())?;
         round(tracker.as_ref(), &machine)?;
-        let mut line = format!("{:<28}", kind.name());
+        let mut row = (kind.name(), [(f64::NAN, f64::NAN); PERCENT.len()]);
         let mut figures = serde_json::Map::new();
-        for percent in PERCENT {
+        for (percent, cell) in PERCENT.into_iter().zip(&mut row.1) {
             let dirty = some(total(&machine), percent);
             let (mut harvests, mut writes) = (Vec::new(), Vec::new());
             for _ in 0..options.rounds {
@@ -104,22 +119,23 @@ pub(crate) fn harvests(options: Options, report: &mut Report) -> anyhow::Result<
                 ensure!(pages == dirty.len() as u64, "{}: {pages} of {}", kind.name(), dirty.len());
             }
             let (harvest, write) = (median(&harvests), median(&writes));
-            let text = if percent == 0 {
-                format!("{harvest:.3}")
-            } else {
-                format!("{harvest:.2} ({write:.2})")
-            };
-            line += &format!(" {text:>16}");
+            *cell = (harvest, write);
             figures.insert(
                 percent.to_string(),
-                json!({ "harvest_ms": harvest, "us_per_first_write": write }),
+                json!({ "harvest_ms": harvest, "us_per_write_fault": write }),
             );
         }
-        println!("{line}");
+        HARVESTS.print(&row);
         report.figure(&format!("harvest, {}", kind.name()), figures);
     }
     Ok(())
 }
+
+const SPEEDS: Table<(&str, f64, f64)> = Table(&[
+    Column { head: "tracker", width: 28, cell: |row| row.0.to_owned() },
+    Column { head: "writes/s", width: 16, cell: |row| figure(row.1, 0) },
+    Column { head: "of untracked", width: 16, cell: |row| figure(row.2 * 100.0, 1) + " %" },
+]);
 
 /// How much slower a guest is that writes at full speed, harvested twice a second.
 pub(crate) fn slowdown(options: Options, report: &mut Report) -> anyhow::Result<()> {
@@ -164,11 +180,11 @@ pub(crate) fn slowdown(options: Options, report: &mut Report) -> anyhow::Result<
         options.mib / PART,
         EVERY.as_millis()
     );
-    println!("{:<28} {:>16} {:>16}", "tracker", "writes/s", "of untracked");
+    SPEEDS.print_head();
     let free = median(&rates[0]);
     for (kind, rates) in KINDS.into_iter().zip(&rates) {
         let rate = median(rates);
-        println!("{:<28} {rate:>16.0} {:>14.1} %", kind.name(), rate / free * 100.0);
+        SPEEDS.print(&(kind.name(), rate, rate / free));
         report.figure(
             &format!("speed, {}", kind.name()),
             json!({ "writes_per_s": rate, "of_free": rate / free }),

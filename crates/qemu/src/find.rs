@@ -1,0 +1,164 @@
+//! The monitor of a QEMU of which only the process is known.
+//!
+//! Its command line says which of its sockets are QMP monitors; no other socket is connected to, as
+//! that may be the guest's serial line or its agent.
+
+use std::path::{Path, PathBuf};
+
+use procfs::net::{UnixNetEntry, UnixState};
+use procfs::process::{FDTarget, Process};
+
+use crate::QemuError;
+
+/// The unix socket of a QMP monitor of QEMU process `pid` that nobody is connected to.
+///
+/// # Errors
+/// When there is no such process, it has no QMP monitor on a unix socket, or all are in use: says
+/// what to do.
+pub fn monitor_of(pid: i32) -> Result<PathBuf, QemuError> {
+    let monitors = monitors_of(pid)?;
+    if monitors.is_empty() {
+        return Err(QemuError::NoMonitor { pid });
+    }
+    match monitors.iter().find(|(_, in_use)| !in_use) {
+        Some((path, _)) => Ok(path.clone()),
+        None => {
+            let paths = monitors.into_iter().map(|(path, _)| path).collect();
+            Err(QemuError::MonitorsInUse { pid, paths })
+        }
+    }
+}
+
+/// The unix sockets of all QMP monitors of process `pid`, and of each whether somebody is connected
+/// to it.
+///
+/// # Errors
+/// When there is no such process, or it may not be looked at.
+pub fn monitors_of(pid: i32) -> Result<Vec<(PathBuf, bool)>, QemuError> {
+    let failed = |source: procfs::ProcError| QemuError::NoProcess { pid, why: source.to_string() };
+    let process = Process::new(pid).map_err(failed)?;
+    let line: Vec<String> = process.cmdline().map_err(failed)?;
+    let sockets = process.unix().map_err(failed)?;
+    let path = |monitor| match monitor {
+        Monitor::Path(path) => Some(path),
+        Monitor::Descriptor(number) => path_of(&process, number, &sockets),
+    };
+    let told = |path: PathBuf| (here(&process, &path), is_in_use(&path, &sockets));
+    Ok(monitors(&line).into_iter().filter_map(path).map(told).collect())
+}
+
+/// A monitor on a command line.
+#[derive(Debug, PartialEq, Eq)]
+enum Monitor {
+    Path(PathBuf),
+    /// A socket that whoever started QEMU has made.
+    Descriptor(u32),
+}
+
+/// The QMP monitors on unix sockets that a command line asks for (qemu-options.hx: -qmp,
+/// -qmp-pretty, and -mon with -chardev).
+fn monitors(line: &[String]) -> Vec<Monitor> {
+    let option = |word: &str| word.trim_start_matches('-').to_owned();
+    let pairs: Vec<(String, &str)> =
+        line.windows(2).map(|pair| (option(&pair[0]), pair[1].as_str())).collect();
+    let mut found = Vec::new();
+    for (name, value) in &pairs {
+        match name.as_str() {
+            "qmp" | "qmp-pretty" => {
+                let path = value.strip_prefix("unix:").map(|rest| parts(rest).swap_remove(0));
+                found.extend(path.map(|path| Monitor::Path(path.into())));
+            }
+            "mon" => {
+                let mode = parts(value);
+                if !mode.iter().any(|part| part == "mode=control") {
+                    continue;
+                }
+                let Some(id) = key(&mode, "chardev").or_else(|| mode.first().cloned()) else {
+                    continue;
+                };
+                let chardevs = pairs.iter().filter(|(name, _)| name == "chardev");
+                let chardev = chardevs
+                    .map(|(_, value)| parts(value))
+                    .find(|parts| parts[0] == "socket" && key(parts, "id").as_ref() == Some(&id));
+                found.extend(chardev.and_then(|parts| {
+                    let descriptor = key(&parts, "fd").and_then(|fd| fd.parse().ok());
+                    let path = key(&parts, "path").map(|path| Monitor::Path(path.into()));
+                    path.or(descriptor.map(Monitor::Descriptor))
+                }));
+            }
+            _ => {}
+        }
+    }
+    found
+}
+
+/// The parts between commas, of which two are one that belongs to the text (qemu-option.c).
+fn parts(value: &str) -> Vec<String> {
+    let whole = value.replace(",,", "\0");
+    whole.split(',').map(|part| part.replace('\0', ",")).collect()
+}
+
+fn key(parts: &[String], key: &str) -> Option<String> {
+    parts.iter().find_map(|part| part.strip_prefix(key)?.strip_prefix('=').map(str::to_owned))
+}
+
+/// The path of the socket that a process has as descriptor `number`.
+fn path_of(process: &Process, number: u32, sockets: &[UnixNetEntry]) -> Option<PathBuf> {
+    let FDTarget::Socket(inode) = process.fd_from_fd(number.cast_signed()).ok()?.target else {
+        return None;
+    };
+    sockets.iter().find(|socket| socket.inode == inode)?.path.clone()
+}
+
+/// Whether somebody is connected to the socket `path`: QEMU's end has its name, too.
+fn is_in_use(path: &Path, sockets: &[UnixNetEntry]) -> bool {
+    let connected = |socket: &&UnixNetEntry| matches!(socket.state, UnixState::CONNECTED);
+    sockets.iter().filter(connected).any(|socket| socket.path.as_deref() == Some(path))
+}
+
+/// The path as this process reaches it, across directories and mount namespaces.
+fn here(process: &Process, path: &Path) -> PathBuf {
+    let base = if path.is_absolute() { "root" } else { "cwd" };
+    let root = PathBuf::from(format!("/proc/{}/{base}", process.pid));
+    let through = root.join(path.strip_prefix("/").unwrap_or(path));
+    if path.is_absolute() && path.exists() || !through.exists() {
+        path.to_owned()
+    } else {
+        std::fs::canonicalize(&through).unwrap_or(through)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn monitors_are_those_that_the_command_line_asks_for() {
+        // As an operator, Proxmox and libvirt start it.
+        let found = |line| monitors(&words(line));
+        let path = |path: &str| Monitor::Path(path.into());
+        assert_eq!(
+            found("qemu -qmp unix:/run/a,,b.qmp,server=on,wait=off -qmp tcp:localhost:1 -m 1"),
+            [path("/run/a,b.qmp")]
+        );
+        let two = "kvm -chardev socket,id=qmp,path=/run/1.qmp,server=on,wait=off -mon \
+                   chardev=qmp,mode=control -chardev socket,path=/run/1.serial,id=serial0 \
+                   -mon chardev=serial0,mode=readline -chardev \
+                   socket,id=charmonitor,fd=33,server=on,wait=off -mon \
+                   chardev=charmonitor,id=monitor,mode=control";
+        assert_eq!(found(two), [path("/run/1.qmp"), Monitor::Descriptor(33)]);
+        let other = "qemu -monitor unix:/run/hmp,server=on -serial unix:/run/s -mon";
+        assert_eq!(found(other), []);
+    }
+
+    #[test]
+    fn a_process_without_a_monitor_is_said_to_have_none() {
+        let own = std::process::id().cast_signed();
+        assert!(matches!(monitor_of(own), Err(QemuError::NoMonitor { .. })));
+        assert!(matches!(monitor_of(i32::MAX), Err(QemuError::NoProcess { .. })));
+    }
+}
