@@ -152,8 +152,8 @@ pub enum SettingsError {
     Address(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, order, working_set, fill, disk_write, disk_read, \
-         disk_block, disk_span, disk_threads, jobs, past and address"
+        "godwit.{0} is no setting: use mode, rate, order, working_set, fill, disk_write, \
+         disk_read, disk_block, disk_span, disk_threads, jobs, past and address"
     )]
     Unknown(String),
 }
