@@ -12,7 +12,7 @@ use crate::balloon;
 use crate::beacon::Beacon;
 use crate::boot_block::{
     BootBlock, GENERATIONS_WINDOW, MAX_CPUS, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE,
-    MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
+    MODE_MIXED, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_SEQUENTIAL, PAGES_WINDOW,
 };
 use crate::churn::Churn;
 use crate::disk::DiskWork;
@@ -107,6 +107,7 @@ pub fn run(number: usize, boot: &'static BootBlock) -> ! {
             }
             MODE_RATE => guest.turn_rate(),
             MODE_FULL => guest.turn_full(),
+            MODE_MIXED => guest.turn_mixed(),
             MODE_CHURN if boot.rate == 0 => guest.turn_full(),
             MODE_CHURN => guest.turn_rate(),
             _ => panic!("mode {} is unknown", boot.mode),
@@ -173,8 +174,9 @@ impl Cpu {
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
             unsafe { (*BEACON.0.get()).light() };
-            let mode =
-                ["idle", "rate", "full", "crash", "churn"].get(boot.mode as usize).unwrap_or(&"?");
+            let mode = ["idle", "rate", "full", "crash", "churn", "mixed"]
+                .get(boot.mode as usize)
+                .unwrap_or(&"?");
             let (fill, working_set) = (boot.fill, boot.working_set);
             serial::print(format_args!(
                 "{READY} mode={mode} pages={fill} working_set_pages={working_set}\n"

@@ -50,6 +50,8 @@ pub const MODE_FULL: u32 = 2;
 pub const MODE_CRASH: u32 = 3;
 /// Frees and takes back pages all the time, and checks those that it has.
 pub const MODE_CHURN: u32 = 4;
+/// Writes and counts for 5 ms, checks and counts for 5 ms, by turns.
+pub const MODE_MIXED: u32 = 5;
 
 /// The balloon takes hints.
 pub const BALLOON_HINTS: u64 = 1;

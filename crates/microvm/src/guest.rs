@@ -26,8 +26,8 @@ use kvm_ioctls::VcpuFd;
 use crate::MicrovmError;
 use crate::boot_block::{
     BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
-    MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH,
-    ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PLUGGED, PROGRAM,
+    MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_MIXED, MODE_RATE, ORDER_HOT_COLD,
+    ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PLUGGED, PROGRAM,
     TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
@@ -70,6 +70,8 @@ pub enum GuestMode {
     Rate,
     /// Writes as fast as it can, at random.
     Full,
+    /// Writes for 5 ms, at random, and only checks for 5 ms, by turns.
+    Mixed,
     /// Writes by Zipf's law: few pages often, many seldom. At the rate, or with rate 0 as fast as
     /// it can.
     HotCold,
@@ -185,6 +187,7 @@ pub(crate) fn place(
         GuestMode::Idle => (MODE_IDLE, ORDER_RANDOM),
         GuestMode::Rate => (MODE_RATE, ORDER_RANDOM),
         GuestMode::Full => (MODE_FULL, ORDER_RANDOM),
+        GuestMode::Mixed => (MODE_MIXED, ORDER_RANDOM),
         GuestMode::HotCold => (paced, ORDER_HOT_COLD),
         GuestMode::HotTenth => (paced, ORDER_HOT_TENTH),
         GuestMode::Sequential => (paced, ORDER_SEQUENTIAL),

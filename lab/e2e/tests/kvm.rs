@@ -184,3 +184,30 @@ fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> a
     }
     Ok(())
 }
+
+/// Moves a guest on KVM so often in a row, each time into a new QEMU, with its memory compared.
+fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
+    for build in builds(test, Backend::Anonymous) {
+        let mut config = VmConfig { cpus: 2, ..config(&build, Mode::Rate, Backend::Anonymous) };
+        config.guest.rate = 50_000;
+        let mut pair = Pair::start(&config)?;
+        for number in 1..=times {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            check_arrived(&mut pair, &migrate).with_context(|| format!("move {number}"))?;
+            let next = TestVm::destination(&config)?;
+            pair.source = std::mem::replace(&mut pair.destination, next);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn three_moves_in_a_row_on_kvm() -> anyhow::Result<()> {
+    repeat("three_moves_in_a_row_on_kvm", 3)
+}
+
+#[test]
+#[ignore = "takes two minutes: make test-long"]
+fn a_hundred_moves_in_a_row_on_kvm() -> anyhow::Result<()> {
+    repeat("a_hundred_moves_in_a_row_on_kvm", 100)
+}

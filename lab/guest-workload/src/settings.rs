@@ -10,6 +10,8 @@ use std::str::FromStr;
 
 use godwit_units::{ByteCount, PAGE_SIZE};
 
+use crate::workload::Order;
+
 /// How the guest spends its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mode {
@@ -133,6 +135,9 @@ pub enum SettingsError {
     /// Not a number.
     #[error("godwit.rate={0} is not a number of pages a second")]
     Rate(String),
+    /// Not an order.
+    #[error("godwit.order={0} is unknown: use random, hot-cold, hot-tenth or sequential")]
+    Order(String),
     /// Not a number of threads.
     #[error("godwit.disk_threads={0}: use 1 to 64")]
     Threads(String),
@@ -147,8 +152,8 @@ pub enum SettingsError {
     Address(String),
     /// A setting nobody knows, probably misspelt.
     #[error(
-        "godwit.{0} is no setting: use mode, rate, working_set, fill, disk_write, disk_read, \
-         disk_block, disk_span, disk_threads, jobs, past and address"
+        "godwit.{0} is no setting: use mode, rate, order, working_set, fill, disk_write, \
+         disk_read, disk_block, disk_span, disk_threads, jobs, past and address"
     )]
     Unknown(String),
 }
@@ -160,6 +165,8 @@ pub struct Settings {
     pub mode: Mode,
     /// Pages written per second in [`Mode::Rate`].
     pub rate: u64,
+    /// In which order pages are written.
+    pub order: Order,
     /// The part of the buffer that is written.
     pub working_set: ByteCount,
     /// The whole buffer, stamped at start and checked all the time.
@@ -180,7 +187,7 @@ impl FromStr for Settings {
             (Mode::Idle, 2000, ByteCount(128 << 20), None);
         let mut disk = DiskWork::default();
         let mut build = BuildWork::default();
-        let mut address = None;
+        let (mut address, mut order) = (None, Order::default());
         let size =
             |key, value: &str| value.parse().map_err(|source| SettingsError::Size { key, source });
         for word in command_line.split_ascii_whitespace() {
@@ -189,6 +196,11 @@ impl FromStr for Settings {
                 Some(("mode", value)) => mode = value.parse()?,
                 Some(("rate", value)) => {
                     rate = value.parse().map_err(|_| SettingsError::Rate(value.to_owned()))?;
+                }
+                Some(("order", value)) => {
+                    let all = [Order::Random, Order::HotCold, Order::HotTenth, Order::Sequential];
+                    let found = all.into_iter().find(|order| order.to_string() == value);
+                    order = found.ok_or_else(|| SettingsError::Order(value.to_owned()))?;
                 }
                 Some(("working_set", value)) => working_set = size("working_set", value)?,
                 Some(("fill", value)) => fill = Some(size("fill", value)?),
@@ -218,20 +230,23 @@ impl FromStr for Settings {
             }
         }
         let fill = fill.unwrap_or(working_set).max(working_set);
-        Ok(Self { mode, rate, working_set, fill, disk, build, address })
+        Ok(Self { mode, rate, order, working_set, fill, disk, build, address })
     }
 }
 
 impl fmt::Display for Settings {
     /// As words of a kernel command line; sizes in bytes, which are never rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { mode, rate, working_set, fill, disk, build, address } = self;
+        let Self { mode, rate, order, working_set, fill, disk, build, address } = self;
         let (working_set, fill) = (working_set.0, fill.0);
         write!(
             f,
             "godwit.mode={mode} godwit.rate={rate} godwit.working_set={working_set}B \
              godwit.fill={fill}B"
         )?;
+        if *order != Order::default() {
+            write!(f, " godwit.order={order}")?;
+        }
         if *build != BuildWork::default() {
             write!(f, " godwit.jobs={} godwit.past={}B", build.jobs, build.past.0)?;
         }
@@ -265,6 +280,7 @@ mod tests {
             Settings {
                 mode: Mode::Rate,
                 rate: 5000,
+                order: Order::Random,
                 working_set: ByteCount(64 << 20),
                 fill: ByteCount(1 << 30),
                 disk: DiskWork::default(),
@@ -290,6 +306,18 @@ mod tests {
         assert_eq!(settings.disk, disk);
         assert_eq!(settings.to_string().parse(), Ok(settings));
         assert!("".parse::<Settings>().unwrap().disk.is_idle());
+    }
+
+    #[test]
+    fn pages_are_written_at_random_unless_told() {
+        for order in [Order::HotCold, Order::HotTenth, Order::Sequential] {
+            let settings: Settings = format!("godwit.order={order}").parse().unwrap();
+            assert_eq!(settings.order, order);
+            assert_eq!(settings.to_string().parse(), Ok(settings));
+        }
+        assert_eq!("".parse::<Settings>().unwrap().order, Order::Random);
+        let error = "godwit.order=cold".parse::<Settings>().unwrap_err().to_string();
+        assert!(error.contains("hot-tenth or sequential"), "{error}");
     }
 
     #[test]

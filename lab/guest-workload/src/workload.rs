@@ -54,6 +54,17 @@ pub enum Order {
     Sequential,
 }
 
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Random => "random",
+            Self::HotCold => "hot-cold",
+            Self::HotTenth => "hot-tenth",
+            Self::Sequential => "sequential",
+        })
+    }
+}
+
 /// The buffer, what it should hold, and how much was done.
 ///
 /// The buffer is a `Vec` in a program that has a heap ([`crate::heap`]), and a slice of bare memory

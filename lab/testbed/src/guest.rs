@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 use godwit_guest_workload::settings::{BuildWork, CardAddress, DiskWork, Mode, Settings};
+use godwit_guest_workload::workload::Order;
 use godwit_units::ByteCount;
 
 /// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a
@@ -58,6 +59,8 @@ pub struct GuestConfig {
     pub mode: Mode,
     /// Pages written a second in rate mode.
     pub rate: u64,
+    /// In which order pages are written.
+    pub order: Order,
     /// The part of the buffer that is written.
     pub working_set: ByteCount,
     /// The buffer that is stamped and checked.
@@ -79,6 +82,7 @@ impl GuestConfig {
             memory: ByteCount(1024 * MIB),
             mode: Mode::Rate,
             rate: 2000,
+            order: Order::Random,
             working_set: ByteCount(128 * MIB),
             fill: ByteCount(512 * MIB),
             disk: DiskWork::default(),
@@ -103,7 +107,8 @@ impl GuestConfig {
     /// The kernel command line.
     #[must_use]
     pub fn command_line(&self) -> String {
-        let Self { memory: _, mode, rate, working_set, fill, disk, build, address } = *self;
-        format!("{KERNEL} {}", Settings { mode, rate, working_set, fill, disk, build, address })
+        let Self { memory: _, mode, rate, order, working_set, fill, disk, build, address } = *self;
+        let settings = Settings { mode, rate, order, working_set, fill, disk, build, address };
+        format!("{KERNEL} {settings}")
     }
 }

@@ -36,6 +36,13 @@ const MAPPED_RAM: (u32, u32, u32) = (9, 0, 0);
 /// The firmware, which this crate's build script has built.
 pub(crate) const FIRMWARE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/firmware"));
 
+/// The code that puts the program into memory, of which a state holds what it did.
+const PLACED_BY: [&str; 3] = [
+    include_str!("kvm/image.rs"),
+    include_str!("../../../crates/microvm/src/guest.rs"),
+    include_str!("../../../crates/microvm/src/boot_block.rs"),
+];
+
 /// The saved state that VMs of one kind start from.
 #[derive(Debug)]
 pub(crate) struct State<'a> {
@@ -119,7 +126,7 @@ fn dir() -> PathBuf {
 /// What the names of all states begin with that hold this program.
 fn program() -> String {
     let mut program = DefaultHasher::new();
-    (FIRMWARE, GUEST_IMAGE).hash(&mut program);
+    (FIRMWARE, GUEST_IMAGE, PLACED_BY).hash(&mut program);
     format!("{:016x}-", program.finish())
 }
 

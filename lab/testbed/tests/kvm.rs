@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use godwit_engine::vm::SourceVm;
 use godwit_guest_workload::settings::Mode;
 use godwit_guest_workload::stamp::Page;
+use godwit_guest_workload::workload::Order;
 use godwit_qemu::QemuSource;
 use godwit_testbed::{
     Backend, BeaconPlace, GuestConfig, Mount, Observer, QemuBuild, Style, TestVm, VmConfig,
@@ -39,7 +40,7 @@ fn speed(vm: &TestVm) -> f64 {
 #[test]
 fn the_guest_on_kvm_works_in_every_mode() {
     for build in kvm_builds_for("the_guest_on_kvm_works_in_every_mode") {
-        for (mode, cpus) in [(Mode::Idle, 1), (Mode::Rate, 2), (Mode::Full, 4)] {
+        for (mode, cpus) in [(Mode::Idle, 1), (Mode::Rate, 2), (Mode::Mixed, 2), (Mode::Full, 4)] {
             let vm = ready(&build, mode, cpus);
             let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
             let (first, last) = (beats[0].heartbeat, beats[beats.len() - 1].heartbeat);
@@ -183,5 +184,27 @@ fn a_harvest_leaves_alone_what_nobody_wrote() {
         assert_eq!(harvest(), 0, "it stands still");
         let after = mapped_by_kvm(debug.dir(), &vm);
         assert!(after * 10 > before * 9, "{before} pages were mapped, and then {after}");
+    }
+}
+
+#[test]
+fn a_guest_on_kvm_writes_in_the_order_it_is_told() {
+    for build in kvm_builds_for("a_guest_on_kvm_writes_in_the_order_it_is_told") {
+        let guest =
+            GuestConfig { rate: 4000, order: Order::HotTenth, ..GuestConfig::small(Mode::Rate) };
+        let vm = TestVm::source(&VmConfig::new(&build, guest).on_kvm()).unwrap();
+        vm.wait_ready(LIMIT).unwrap();
+        let last = || {
+            let beats = vm.wait_for_heartbeats_after(Instant::now(), 1, LIMIT).unwrap();
+            beats[beats.len() - 1].heartbeat.writes
+        };
+        let (ram, before) = (std::fs::read(vm.ram_file()).unwrap(), last());
+        vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT).unwrap();
+        let (after, later) = (last(), std::fs::read(vm.ram_file()).unwrap());
+        let pages = ram.chunks(4096).zip(later.chunks(4096));
+        let written = pages.filter(|(old, new)| old != new).count() as u64;
+        println!("{build}: {written} pages in {} writes", after - before);
+        // At random it would be two pages of three writes.
+        assert!(written > 100 && written < (after - before) / 2, "{written}");
     }
 }

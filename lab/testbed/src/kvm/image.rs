@@ -9,6 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use godwit_guest_workload::settings::{BuildWork, DiskWork, Mode};
+use godwit_guest_workload::workload::Order;
 use godwit_microvm::{BootMemory, GuestMode, GuestPlan, place_guest};
 
 use crate::guest::GuestConfig;
@@ -32,18 +33,30 @@ pub(crate) fn fill(ram: &Path, guest: &GuestConfig, cpus: u32, tsc_khz: u32) -> 
 }
 
 fn plan(guest: &GuestConfig) -> anyhow::Result<GuestPlan> {
-    let mode = match guest.mode {
-        Mode::Idle => GuestMode::Idle,
-        Mode::Rate => GuestMode::Rate,
-        Mode::Full => GuestMode::Full,
-        Mode::Mixed => bail!("the guest on KVM has no mode 'mixed'"),
+    let (mode, rate) = match (guest.mode, guest.order) {
+        (Mode::Idle, _) => (GuestMode::Idle, 0),
+        (Mode::Rate, Order::Random) => (GuestMode::Rate, guest.rate),
+        (Mode::Full, Order::Random) => (GuestMode::Full, 0),
+        (Mode::Mixed, Order::Random) => (GuestMode::Mixed, 0),
+        (Mode::Mixed, order) => {
+            bail!("the guest on KVM in mode 'mixed' writes at random, not {order}")
+        }
+        // Of these, rate 0 is full speed.
+        (mode, order) => {
+            let mode_of = match order {
+                Order::HotTenth => GuestMode::HotTenth,
+                Order::Sequential => GuestMode::Sequential,
+                Order::HotCold | Order::Random => GuestMode::HotCold,
+            };
+            (mode_of, if mode == Mode::Rate { guest.rate.max(1) } else { 0 })
+        }
     };
     let idle = (DiskWork::default(), BuildWork::default(), None);
     if (guest.disk, guest.build, guest.address) != idle {
         bail!("the guest on KVM uses neither disks nor networks, and has no processes");
     }
     let (fill, working_set) = (Some(guest.fill), Some(guest.working_set));
-    Ok(GuestPlan { mode, rate: guest.rate, fill, working_set })
+    Ok(GuestPlan { mode, rate, fill, working_set })
 }
 
 struct Memory {

@@ -15,6 +15,7 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 pub(crate) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBool) {
     let pages = |bytes: ByteCount| PageCount(bytes.0.div_ceil(PAGE_SIZE));
     let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
+    let workload = workload.in_order(settings.order);
     if settings.mode == Mode::Idle {
         // Without this a sleep takes 50 µs longer than asked for.
         if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1)) {
