@@ -126,9 +126,9 @@ impl Protected {
 /// that none is split by this.
 ///
 /// A scan that protects tells KVM of the whole range it was given, whatever it finds there
-/// (`do_pagemap_scan` in fs/proc/task_mmu.c, mmu_notifier_invalidate_range_start), and KVM takes all
-/// of it out of the guest's page tables: the guest then faults on each page that it only reads. So
-/// what nobody wrote to is looked at and left alone.
+/// (`do_pagemap_scan` in fs/proc/task_mmu.c, mmu_notifier_invalidate_range_start), and KVM takes
+/// all of it out of the guest's page tables: the guest then faults on each page that it only reads.
+/// So what nobody wrote to is looked at and left alone.
 fn spots(seen: &[PageRegion], walked: Range<u64>) -> Vec<Range<u64>> {
     let mut spots: Vec<Range<u64>> = Vec::new();
     for region in seen {

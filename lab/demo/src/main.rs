@@ -1,8 +1,8 @@
 //! `godwit-demo`: the main job on this machine, with witnesses.
 //!
 //! What it says about the guest comes from outside of godwit: from the guest's own console and from
-//! an observer that looks at a counter of the guest in the RAM of both sides. The migration itself is the
-//! two commands, run as processes.
+//! an observer that looks at a counter of the guest in the RAM of both sides. The migration itself
+//! is the two commands, run as processes.
 
 #![forbid(unsafe_code)]
 
