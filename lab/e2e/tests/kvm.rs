@@ -23,13 +23,6 @@ fn config(build: &QemuBuild, mode: Mode, backend: Backend) -> VmConfig {
     config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci"])
 }
 
-/// QEMUs that tell where RAM is: from 8.0 on.
-fn builds(test: &str, backend: Backend) -> Vec<QemuBuild> {
-    let mut builds = kvm_builds_for(test);
-    builds.retain(|build| build.version.0 >= 8 || backend == Backend::SharedFile);
-    builds
-}
-
 /// Memory of `vm` that is in huge pages of anonymous memory.
 fn in_huge_pages(vm: &TestVm) -> anyhow::Result<u64> {
     let rollup = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", vm.pid()))?;
@@ -55,7 +48,7 @@ fn check_arrived(pair: &mut Pair, migrate: &Ended) -> anyhow::Result<()> {
 }
 
 fn moves(test: &str, mode: Mode, backend: Backend, cpus: u32) -> anyhow::Result<()> {
-    for build in builds(test, backend) {
+    for build in kvm_builds_for(test) {
         let config = VmConfig { cpus, ..config(&build, mode, backend) };
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
@@ -82,7 +75,7 @@ fn a_guest_on_kvm_with_four_processors() -> anyhow::Result<()> {
 #[test]
 fn anonymous_huge_pages_on_kvm_arrive_as_huge_pages() -> anyhow::Result<()> {
     let test = "anonymous_huge_pages_on_kvm_arrive_as_huge_pages";
-    for build in builds(test, Backend::Anonymous) {
+    for build in kvm_builds_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Idle, Backend::Anonymous))?;
         let fill = pair.source.config().guest.fill.0;
         let before = in_huge_pages(&pair.source)?;
@@ -100,7 +93,7 @@ fn anonymous_huge_pages_on_kvm_arrive_as_huge_pages() -> anyhow::Result<()> {
 #[test]
 fn a_guest_on_kvm_at_full_speed_is_throttled_and_arrives() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_at_full_speed_is_throttled_and_arrives";
-    for build in builds(test, Backend::Anonymous) {
+    for build in kvm_builds_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         let throttled = ["--throttle", "direct", "--verify"];
         let (migrate, _) = pair.migrate(&[&SLOW[..], &throttled].concat())?;
@@ -113,7 +106,7 @@ fn a_guest_on_kvm_at_full_speed_is_throttled_and_arrives() -> anyhow::Result<()>
 #[test]
 fn a_guest_on_kvm_at_full_speed_is_governed_and_arrives() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_at_full_speed_is_governed_and_arrives";
-    for build in builds(test, Backend::Anonymous) {
+    for build in kvm_builds_for(test) {
         let config = VmConfig { cpus: 2, ..config(&build, Mode::Full, Backend::Anonymous) };
         let mut pair = Pair::start(&config)?;
         let governed = ["--throttle", "governor", "--downtime-limit", "200ms", "--verify"];
@@ -145,7 +138,7 @@ fn await_speed(vm: &TestVm, free: u64) -> anyhow::Result<()> {
 #[test]
 fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> anyhow::Result<()> {
     let test = "a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed";
-    for build in builds(test, Backend::Anonymous) {
+    for build in kvm_builds_for(test) {
         let mut pair = Pair::start(&config(&build, Mode::Full, Backend::Anonymous))?;
         let free = fastest(&pair.source);
 
@@ -187,7 +180,7 @@ fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> a
 
 /// Moves a guest on KVM so often in a row, each time into a new QEMU, with its memory compared.
 fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
-    for build in builds(test, Backend::Anonymous) {
+    for build in kvm_builds_for(test) {
         let mut config = VmConfig { cpus: 2, ..config(&build, Mode::Rate, Backend::Anonymous) };
         config.guest.rate = 50_000;
         let mut pair = Pair::start(&config)?;

@@ -7,8 +7,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, await_quit, check_moved, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
-    skip,
+    Backend, DiskImage, Godwit, GuestConfig, HugePages, QemuBuild, TestVm, VmConfig, builds_for,
+    images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -137,6 +137,50 @@ fn a_guest_moves_between_kinds_of_ram() -> anyhow::Result<()> {
                 format!("{build}: {kinds:?}")
             })?;
             let next = TestVm::destination(&config(kinds[next]))?;
+            pair.source = std::mem::replace(&mut pair.destination, next);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn several_nodes_and_what_is_plugged_in_move() -> anyhow::Result<()> {
+    // A DIMM, and a virtio-mem device with half of what it may have plugged in.
+    let plugged = [
+        "-m",
+        "slots=2,maxmem=2G",
+        "-object",
+        "memory-backend-ram,id=dimm0,size=128M",
+        "-device",
+        "pc-dimm,memdev=dimm0",
+        "-object",
+        "memory-backend-ram,id=vmem0,size=256M,reserve=off",
+        "-device",
+        "virtio-mem-pci,memdev=vmem0,requested-size=128M",
+    ];
+    for build in builds_for("several_nodes_and_what_is_plugged_in_move") {
+        let config = config(&build, Mode::Rate, Backend::Nodes).with_extra(&plugged);
+        let mut pair = Pair::start(&config)?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        ensure!(migrate.last()["verified"] == true, "{}", migrate.last());
+        ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_moves_into_huge_pages_and_out_of_them() -> anyhow::Result<()> {
+    let test = "a_guest_moves_into_huge_pages_and_out_of_them";
+    let small = GuestConfig::small(Mode::Rate).memory;
+    for build in builds_for(test) {
+        let Some(_huge) = HugePages::for_test(test, small) else { return Ok(()) };
+        let config = |backend| config(&build, Mode::Rate, backend);
+        let mut pair = Pair::start_apart(&config(Backend::Anonymous), &config(Backend::HugeMemfd))?;
+        for next in [Backend::Anonymous, Backend::Memfd] {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            check_moved(&mut pair, &migrate).with_context(|| format!("{build}: {next:?}"))?;
+            let next = TestVm::destination(&config(next))?;
             pair.source = std::mem::replace(&mut pair.destination, next);
         }
     }

@@ -39,6 +39,10 @@ pub enum Backend {
     Anonymous,
     /// Shared memory without a name.
     Memfd,
+    /// The same in huge pages of 2 MiB, which must be there.
+    HugeMemfd,
+    /// Anonymous memory of two NUMA nodes.
+    Nodes,
 }
 
 /// What runs the guest's instructions, and so which guest it is.
@@ -433,10 +437,21 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
         }
         Backend::Anonymous => format!("memory-backend-ram,id=mem,size={size},reserve=off"),
         Backend::Memfd => format!("memory-backend-memfd,id=mem,size={size},share=on"),
+        Backend::HugeMemfd => format!(
+            "memory-backend-memfd,id=mem,size={size},share=on,hugetlb=on,hugetlbsize=2M,reserve=off"
+        ),
+        Backend::Nodes => format!("memory-backend-ram,id=mem,size={},reserve=off", size / 2),
+    };
+    let half = backend.replace("id=mem,", "id=mem1,");
+    let (machine, nodes): (_, &[&str]) = match config.backend {
+        Backend::Nodes => {
+            ("q35", &["-numa", "node,memdev=mem", "-object", &half, "-numa", "node,memdev=mem1"])
+        }
+        _ => ("q35,memory-backend=mem", &[]),
     };
     let socket = |name: &str| format!("unix:{},server=on,wait=off", place.file(name).display());
     let words = [
-        ["-machine", "q35,memory-backend=mem"],
+        ["-machine", machine],
         ["-object", &backend],
         ["-m", &format!("{}M", size >> 20)],
         ["-smp", &config.cpus.to_string()],
@@ -448,5 +463,5 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
         ["-pidfile", &place.pid_file().display().to_string()],
     ];
     let flags = ["-nodefaults", "-no-reboot"];
-    words.iter().flatten().chain(&flags).map(|&word| word.to_owned()).collect()
+    words.iter().flatten().chain(nodes).chain(&flags).map(|&word| word.to_owned()).collect()
 }
