@@ -83,6 +83,9 @@ fuzz: ## arbitrary bytes and rings for whatever listens to others: frames, NBD r
 check: ## format, lints and the tests that need no QEMU
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --quiet --workspace --all-targets -- --deny warnings
+	@# What ships is built without what only tests ask for.
+	@$(CARGO) clippy --quiet --workspace --lib --bins -- --deny warnings
+	@$(CARGO) clippy --quiet --package godwit-cli --features test-hooks --all-targets -- --deny warnings
 	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed && echo "all checks passed"
 
 .PHONY: guest

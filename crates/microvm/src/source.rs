@@ -128,7 +128,11 @@ impl SourceVm for MicrovmSource<'_> {
 
     fn switchover_costs(&self) -> SwitchoverCosts {
         // As measured (docs/benchmarks.md), with room for a busy host.
-        SwitchoverCosts { lead: Duration::from_millis(2), state: Duration::from_millis(3) }
+        SwitchoverCosts {
+            lead: Duration::from_millis(2),
+            state: Duration::from_millis(3),
+            ..SwitchoverCosts::default()
+        }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {

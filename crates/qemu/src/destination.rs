@@ -99,7 +99,7 @@ impl QemuDestination {
                 state: format!("its incoming migration is '{migration}' already"),
             });
         }
-        let ram = Ram::of_destination(&mut machine)?;
+        let ram = Ram::main(&mut machine)?;
         // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both
         // files would still agree. The other way round, another machine's memory must not be
         // overwritten.
@@ -169,6 +169,7 @@ impl DestinationVm for QemuDestination {
     fn offered(&mut self, blocks: &BTreeSet<&str>) -> Result<(), VmError> {
         if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
             self.machine.check_mappings(&ram)?;
+            self.machine.check_writers(&ram)?;
             self.ram = Arc::new(ram);
         }
         Ok(())
@@ -341,6 +342,7 @@ pub(crate) fn end(machine: &mut Machine) -> Result<(), QemuError> {
 
 impl Drop for QemuDestination {
     fn drop(&mut self) {
+        self.machine.qmp.heed(&Interrupt::default());
         // The guardian waits for the end of this process.
         if self.guard.is_some() && std::thread::panicking() {
             return;

@@ -9,7 +9,7 @@
 //! memory, which has come another way, is not.
 
 use godwit_memory::{DataHint, MemoryError, RamBlock};
-use godwit_units::{ByteCount, PAGE_SIZE};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 /// QEMU_VM_SECTION_START, QEMU_VM_SECTION_END and QEMU_VM_SECTION_FOOTER (migration/savevm.h).
 const START: u8 = 1;
@@ -27,6 +27,8 @@ const OVER: u64 = 0x10;
 /// The page's block is that of the one before.
 const CONTINUED: u64 = 0x20;
 const PAGE_BYTES: usize = PAGE_SIZE as usize;
+/// Pages that are read at once.
+const PIECE: usize = 256;
 
 /// RAM of a device.
 #[derive(Debug)]
@@ -66,6 +68,12 @@ pub(crate) fn section(ram: &[DeviceRam]) -> Result<Vec<u8>, MemoryError> {
     Ok(out)
 }
 
+/// What of `ram` holds bytes, as far as that can be told: about the length of a section with it.
+pub(crate) fn allocated(ram: &[DeviceRam]) -> ByteCount {
+    let pages = ram.iter().filter_map(|it| it.block.allocated().ok());
+    pages.sum::<PageCount>().bytes()
+}
+
 fn name(block: &RamBlock) -> Vec<u8> {
     let name = &block.name().as_bytes()[..block.name().len().min(255)];
     let mut out = vec![name.len() as u8];
@@ -73,37 +81,42 @@ fn name(block: &RamBlock) -> Vec<u8> {
     out
 }
 
-/// Every page that was touched, those of zeros in short.
+/// Every page, those of zeros in short.
 fn pages(DeviceRam { block, used }: &DeviceRam, out: &mut Vec<u8>) -> Result<(), MemoryError> {
     let mut continued = 0;
+    let mut page_out = |out: &mut Vec<u8>, page: u64, bytes: Option<&[u8]>| {
+        let flags = continued | if bytes.is_some() { PAGE } else { ZERO };
+        out.extend(((page * PAGE_SIZE) | flags).to_be_bytes());
+        if continued == 0 {
+            out.extend(name(block));
+        }
+        out.extend(bytes.unwrap_or(&[0]));
+        continued = CONTINUED;
+    };
+    let end = used.0 / PAGE_SIZE;
+    let mut next = 0;
     let mut buffer = Vec::new();
     let mut hint = DataHint::default();
-    for run in block.data(block.all(), &mut hint) {
+    for run in block.data(PageRun::new(0, end), &mut hint) {
         let run = run?;
-        buffer.resize(run.count.bytes().0 as usize, 0);
-        block.read(run.start, &mut buffer)?;
-        for (index, page) in buffer.chunks_exact(PAGE_BYTES).enumerate() {
-            let at = (run.start.0 + index as u64) * PAGE_SIZE;
-            if at >= used.0 {
-                return Ok(());
+        (next..run.start.0).for_each(|page| page_out(out, page, None));
+        for start in (run.start.0..run.end().0).step_by(PIECE) {
+            let count = (PIECE as u64).min(run.end().0 - start);
+            buffer.resize(PageCount(count).bytes().0 as usize, 0);
+            block.read(PageIndex(start), &mut buffer)?;
+            for (page, bytes) in (start..).zip(buffer.chunks_exact(PAGE_BYTES)) {
+                let zeros = bytes.iter().all(|byte| *byte == 0);
+                page_out(out, page, Some(bytes).filter(|_| !zeros));
             }
-            let zeros = page.iter().all(|byte| *byte == 0);
-            let flags = continued | if zeros { ZERO } else { PAGE };
-            out.extend((at | flags).to_be_bytes());
-            if continued == 0 {
-                out.extend(name(block));
-            }
-            out.extend(if zeros { &[0] } else { page });
-            continued = CONTINUED;
         }
+        next = run.end().0;
     }
+    (next..end).for_each(|page| page_out(out, page, None));
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use godwit_units::{PageCount, PageIndex};
-
     use super::*;
 
     #[test]
@@ -116,9 +129,12 @@ mod tests {
         let mut expected = b"\x01godw\x03ram\0\0\0\0\0\0\0\x04".to_vec();
         expected.extend(b"\0\0\0\0\0\0\x60\x04\x01v\0\0\0\0\0\0\x60\0\0\0\0\0\0\0\0\0");
         expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw\x03godw");
-        expected.extend(b"\0\0\0\0\0\0\x10\x08\x01v");
+        expected.extend(b"\0\0\0\0\0\0\0\x02\x01v\0");
+        expected.extend(b"\0\0\0\0\0\0\x10\x28");
         expected.extend([7; 4096]);
-        expected.extend(b"\0\0\0\0\0\0\x20\x22\0");
+        for page in 2..6 {
+            expected.extend([0, 0, 0, 0, 0, 0, page << 4, 0x22, 0]);
+        }
         expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw");
         assert_eq!(section, expected);
     }

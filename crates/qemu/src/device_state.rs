@@ -13,8 +13,9 @@
 //! has live state of its own, such as VFIO, would be left out, and is refused before.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Cursor, Read};
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -39,6 +40,31 @@ const IGNORED: &[u8] = b"x-ignore-shared";
 const FD_SET: i64 = 0x676f_6477;
 /// QEMU_VM_VMDESCRIPTION, and no bytes of it.
 const NO_DESCRIPTION: [u8; 5] = [6, 0, 0, 0, 0];
+
+/// A stream that is all there at once, and may be read later, or never: nobody waits for it.
+pub(crate) fn passed_on() -> (Sender<Vec<u8>>, impl Read + Send) {
+    let (to, from) = mpsc::channel();
+    (to, PassedOn { from, bytes: Cursor::default() })
+}
+
+struct PassedOn {
+    from: Receiver<Vec<u8>>,
+    bytes: Cursor<Vec<u8>>,
+}
+
+impl Read for PassedOn {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let count = self.bytes.read(buffer)?;
+            if count > 0 || buffer.is_empty() {
+                return Ok(count);
+            }
+            // It ends with the other end.
+            let Ok(more) = self.from.recv() else { return Ok(0) };
+            self.bytes = Cursor::new(more);
+        }
+    }
+}
 
 /// The machine type, versioned, as a migration names it.
 pub(crate) fn machine_type(machine: &mut Machine) -> Result<String, QemuError> {
@@ -109,6 +135,20 @@ mod tests {
             \x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared\
             \x01ram\x04rest\0\x06\0\0\0\0";
         assert_eq!(stream, expected.as_slice());
+    }
+
+    #[test]
+    fn a_stream_of_any_length_is_handed_on_without_a_reader() {
+        // Mutation: it goes through a socket, and this waits for ever.
+        let (to, mut from) = passed_on();
+        to.send(vec![7; 100 << 20]).unwrap();
+        drop(to);
+        let mut read = Vec::new();
+        from.read_to_end(&mut read).unwrap();
+        assert_eq!((read.len(), from.read(&mut [0]).unwrap()), (100 << 20, 0));
+        let (to, from) = passed_on();
+        drop(from);
+        assert!(to.send(vec![7]).is_err());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Its command line says which of its sockets are QMP monitors; no other socket is connected to, as
 //! that may be the guest's serial line or its agent.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use procfs::net::{UnixNetEntry, UnixState};
@@ -43,7 +44,7 @@ pub fn monitors_of(pid: i32) -> Result<Vec<(PathBuf, bool)>, QemuError> {
         Monitor::Path(path) => Some(path),
         Monitor::Descriptor(number) => path_of(&process, number, &sockets),
     };
-    let told = |path: PathBuf| (here(&process, &path), is_in_use(&path, &sockets));
+    let told = |path: PathBuf| (here(&process, &path), is_in_use(&process, &path, &sockets));
     Ok(monitors(&line).into_iter().filter_map(path).map(told).collect())
 }
 
@@ -110,21 +111,39 @@ fn path_of(process: &Process, number: u32, sockets: &[UnixNetEntry]) -> Option<P
     sockets.iter().find(|socket| socket.inode == inode)?.path.clone()
 }
 
-/// Whether somebody is connected to the socket `path`: QEMU's end has its name, too.
-fn is_in_use(path: &Path, sockets: &[UnixNetEntry]) -> bool {
-    let connected = |socket: &&UnixNetEntry| matches!(socket.state, UnixState::CONNECTED);
-    sockets.iter().filter(connected).any(|socket| socket.path.as_deref() == Some(path))
+/// Whether somebody is connected to the monitor `path` of `process`, whose end has that name, too;
+/// or whether it is not known to be this process's: its name was given to another since.
+fn is_in_use(process: &Process, path: &Path, sockets: &[UnixNetEntry]) -> bool {
+    let own: BTreeSet<u64> = process
+        .fd()
+        .into_iter()
+        .flatten()
+        .filter_map(|descriptor| match descriptor.ok()?.target {
+            FDTarget::Socket(inode) => Some(inode),
+            _ => None,
+        })
+        .collect();
+    let named = || sockets.iter().filter(|socket| socket.path.as_deref() == Some(path));
+    let is = |socket: &UnixNetEntry, connected: bool| {
+        matches!(socket.state, UnixState::CONNECTED) == connected
+    };
+    let connected = named().any(|socket| is(socket, true) && own.contains(&socket.inode));
+    let another = path.is_absolute()
+        && named().any(|socket| is(socket, false) && !own.contains(&socket.inode));
+    connected || another
 }
 
 /// The path as this process reaches it, across directories and mount namespaces.
 fn here(process: &Process, path: &Path) -> PathBuf {
+    let of = |pid: &str, what: &str| std::fs::read_link(format!("/proc/{pid}/{what}")).ok();
+    let number = process.pid.to_string();
+    let same = ["ns/mnt", "root"].iter().all(|what| of(&number, what) == of("self", what));
     let base = if path.is_absolute() { "root" } else { "cwd" };
-    let root = PathBuf::from(format!("/proc/{}/{base}", process.pid));
-    let through = root.join(path.strip_prefix("/").unwrap_or(path));
-    if path.is_absolute() && path.exists() || !through.exists() {
-        path.to_owned()
-    } else {
-        std::fs::canonicalize(&through).unwrap_or(through)
+    let through = PathBuf::from(format!("/proc/{number}/{base}"));
+    match (same, of(&number, "cwd")) {
+        (true, Some(_)) if path.is_absolute() => path.to_owned(),
+        (true, Some(directory)) => directory.join(path),
+        _ => through.join(path.strip_prefix("/").unwrap_or(path)),
     }
 }
 

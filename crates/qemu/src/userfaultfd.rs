@@ -54,14 +54,17 @@ pub(crate) fn by_device<T>(
     make: impl FnOnce(Way) -> Result<T, TrackError>,
 ) -> Result<T, QemuError> {
     let Ok(device) = File::open(DEVICE) else { return Err(refused.into()) };
-    machine.qmp.pass_fd(FD_NAME, device.as_fd())?;
-    let made = match number_in(machine.pid) {
-        Some(number) => make(Way::Device(number)),
-        None => Err(refused),
-    };
-    // Nothing of ours stays, whatever came of it.
-    machine.qmp.run(&CloseFd { fdname: FD_NAME })?;
-    Ok(made?)
+    let pid = machine.pid;
+    machine.qmp.uninterrupted(|qmp| {
+        qmp.pass_fd(FD_NAME, device.as_fd())?;
+        let made = match number_in(pid) {
+            Some(number) => make(Way::Device(number)),
+            None => Err(refused),
+        };
+        // Nothing of ours stays, whatever came of it.
+        qmp.run(&CloseFd { fdname: FD_NAME })?;
+        Ok(made?)
+    })
 }
 
 /// The number of the device's descriptor in process `pid`.

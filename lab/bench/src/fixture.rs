@@ -86,6 +86,8 @@ pub struct Fixture {
     pub lead: Duration,
     /// Heartbeats of a guest that must still be well afterwards.
     pub beats_after: usize,
+    /// How long it looks on after them.
+    pub tail: Duration,
     /// Nothing that is waited for takes longer.
     pub limit: Duration,
     /// A guest that did not leave, to be used again.
@@ -124,6 +126,7 @@ impl Fixture {
             observed: true,
             lead: Duration::ZERO,
             beats_after: 3,
+            tail: Duration::ZERO,
             limit,
             left: None,
         }
@@ -165,6 +168,7 @@ impl Fixture {
         here.wait_for_heartbeats_after(Instant::now(), self.beats_after, self.limit)?;
         let (seen, trace) = match observer {
             Some(observer) => {
+                std::thread::sleep(self.tail);
                 let (seen, trace) = observer.finish_with_course()?;
                 (seen, Some(trace))
             }

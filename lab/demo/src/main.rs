@@ -67,9 +67,10 @@ struct Arguments {
     #[arg(long, default_value = "newest")]
     qemu: QemuChoice,
 
-    /// Where a QEMU has the guest's RAM
-    #[arg(long, default_value = "anonymous")]
-    ram: RamName,
+    /// Where a QEMU has the guest's RAM [default: anonymous, file with a QEMU before 8.0, whose
+    /// memory the observer does not find]
+    #[arg(long)]
+    ram: Option<RamName>,
 
     /// The most that is sent, as for `godwit migrate`
     #[arg(long, value_name = "RATE")]
@@ -203,12 +204,14 @@ fn machines(
         if builds().is_empty() { MachineName::Microvm } else { MachineName::Qemu }
     });
     if choice != MachineName::Microvm {
-        let (backend, ram) = match arguments.ram {
+        let build = choose(arguments.qemu)?;
+        let usual = if build.version.0 < 8 { RamName::File } else { RamName::Anonymous };
+        let (backend, ram) = match arguments.ram.unwrap_or(usual) {
             RamName::Anonymous => (Backend::Anonymous, "anonymous RAM"),
             RamName::Memfd => (Backend::Memfd, "RAM in a memfd"),
             RamName::File => (Backend::SharedFile, "RAM in a shared file"),
         };
-        let mut config = VmConfig::new(&choose(arguments.qemu)?, guest).with_backend(backend);
+        let mut config = VmConfig::new(&build, guest).with_backend(backend);
         let mut name = config.build.to_string();
         if choice == MachineName::Kvm {
             (config, name) = (config.on_kvm(), format!("{name} on KVM"));

@@ -8,6 +8,7 @@ use std::io::Read;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use godwit_disk::DiskChoice;
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Interrupt};
 use godwit_guest_workload::settings::Mode;
@@ -164,15 +165,12 @@ fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
     // Mutations: a monitor does not look at the interrupt, and it is an answer that did not come;
     // the set of descriptors is not removed when the devices are saved too late.
     for build in qemus("nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use") {
-        // What asks QEMU for something, with RAM in a file and without.
-        let calls: [(Backend, &[usize]); 2] =
-            [(Backend::SharedFile, &[0, 1, 2]), (Backend::Anonymous, &[0, 1, 2])];
-        for (backend, calls) in calls {
+        for backend in [Backend::SharedFile, Backend::Anonymous] {
             let config =
                 VmConfig::new(&build, GuestConfig::small(Mode::Idle)).with_backend(backend);
             let mut vm = TestVm::source(&config).unwrap();
             vm.wait_ready(LIMIT).unwrap();
-            for &last in calls {
+            for last in 0..3 {
                 let case = format!("{build}, {backend:?}, call {last}");
                 let mut source = QemuSource::open(&vm.qmp_socket()).unwrap();
                 let cancel = Cancel::default();
@@ -190,6 +188,41 @@ fn nobody_waits_for_a_qemu_that_stands_still_once_that_is_of_no_use() {
             vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT).unwrap();
             assert_eq!(vm.bugs(), [""; 0]);
         }
+    }
+}
+
+#[test]
+fn nothing_stays_of_a_tracking_of_disks_that_nobody_waited_for() {
+    // Mutation: what takes it back is interrupted as well. Then bitmaps stay.
+    for build in qemus("nothing_stays_of_a_tracking_of_disks_that_nobody_waited_for") {
+        let (mut vm, disk) = hung(&build);
+        let source = QemuSource::open(&vm.qmp_socket()).unwrap();
+        let mut source = source.with_disks(&DiskChoice::All, Some(ByteCount(65536))).unwrap();
+        let cancel = Cancel::default();
+        source.heed(&Interrupt::new(&cancel));
+
+        // QEMU makes the bitmaps when its disks are drained, which is when the storage answers.
+        let started = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(SHORT / 2);
+                cancel.cancel();
+                std::thread::sleep(SHORT * 2);
+                disk.answer().unwrap();
+            });
+            source.moving_disks().unwrap().start_disk_tracking()
+        });
+        source.heed(&Interrupt::default());
+        source.resume().unwrap();
+
+        let told = started.unwrap_err().to_string();
+        assert!(told.contains("not waited for any longer"), "{build}: {told}");
+        let nodes = vm.qmp().execute("query-named-block-nodes", Value::Null).unwrap();
+        let bitmaps = nodes.as_array().unwrap().iter().map(|node| &node["dirty-bitmaps"]);
+        let left: Vec<&Value> = bitmaps.filter(|bitmaps| !bitmaps.is_null()).collect();
+        assert!(left.iter().all(|bitmaps| **bitmaps == json!([])), "{build}: {left:?}");
+        let exports = vm.qmp().execute("query-block-exports", Value::Null).unwrap();
+        assert_eq!(exports, json!([]), "{build}");
+        assert_eq!(vm.status().unwrap(), "running");
     }
 }
 

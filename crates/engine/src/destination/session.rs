@@ -19,8 +19,9 @@ use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_gree
 use crate::vm::DestinationVm;
 use crate::{Cancel, EngineError, Interrupt, limits};
 
-/// Events that may wait: pieces of device state mostly, 256 KiB each at the most.
-const EVENTS_LIMIT: usize = 32;
+/// Events that may wait: pieces of device state mostly, 256 KiB each at the most. While more than
+/// these wait, the source's last word is not read.
+const EVENTS_LIMIT: usize = 256;
 
 /// What the source said on one of its control connections, or why it says no more.
 pub(super) struct Event {

@@ -210,7 +210,10 @@ impl Convergence {
         let look_time = look_began.elapsed();
         let last_look = self.segments.last_look(look.spent, lanes.memory());
         let costs = vm.switchover_costs();
-        let fixed = last_look + costs.state + meter.flush() + meter.round_trip() * TURNS;
+        let bandwidth = self.estimate.as_ref().map(|estimate| estimate.bandwidth);
+        let carried = bandwidth.and_then(|rate| rate.time_for(costs.bytes)).unwrap_or_default();
+        let state = costs.state + carried;
+        let fixed = last_look + state + meter.flush() + meter.round_trip() * TURNS;
         // Once both machines are ready nothing lies between.
         let prepare = if prepared { Duration::ZERO } else { meter.round_trip() };
         round.remaining = look.remaining;

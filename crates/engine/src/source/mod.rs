@@ -145,8 +145,8 @@ pub fn migrate(
     let meter = Meter::begin(options.channels);
     let session =
         Session::new(&options.to, handle.cancel(), MadeUp::of(options)).map_err(unarmed)?;
-    vm.heed(session.interrupt());
     let setup = Setup::new(vm, options, handle).map_err(unarmed)?;
+    vm.heed(session.interrupt());
     let ending = Ending::default();
     let source = Source { ram: vm.ram(), vm, options, handle, progress, session, meter, ending };
     source.run(Stage::Setup(setup))

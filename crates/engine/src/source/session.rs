@@ -161,17 +161,19 @@ impl Session {
         Ok((stream, handle))
     }
 
-    /// A new connection as [`dial`] makes it, in a thread that is left behind when the operator
-    /// cancels: a name server and a host that do not answer take long.
+    /// A new connection as [`dial`] makes it, in a thread that is left behind when nobody
+    /// waits any more: a name server and a host that do not answer take long.
     fn dial_and_heed(&self, role: Role) -> Result<Stream, EngineError> {
-        let (to, id) = (self.to.clone(), self.id);
+        let (to, id, interrupt) = (self.to.clone(), self.id, self.interrupt.clone());
         let (dialled, wait) = mpsc::channel();
-        threads::start("connect", move || drop(dialled.send(dial(&to, id, role))))?;
+        // Who was given up must not take the destination's place for a source.
+        let stop = move || interrupt.is_raised();
+        threads::start("connect", move || drop(dialled.send(dial(&to, id, role, stop))))?;
         loop {
             match wait.recv_timeout(limits::TICK / 2) {
                 Ok(stream) => return stream,
-                Err(RecvTimeoutError::Timeout) if !self.cancel.is_cancelled() => {}
-                Err(RecvTimeoutError::Timeout) => return Err(EngineError::Cancelled),
+                Err(RecvTimeoutError::Timeout) if !self.interrupt.is_raised() => {}
+                Err(RecvTimeoutError::Timeout) => return Err(EngineError::Interrupted),
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(EngineError::Panicked("connect"));
                 }
@@ -427,7 +429,7 @@ impl Session {
         }
         self.cut();
         loop {
-            match dial(&self.to, self.id, Role::Resolve) {
+            match dial(&self.to, self.id, Role::Resolve, || false) {
                 Ok(stream) => {
                     self.use_control(stream)?;
                     return Ok(Resolved::Reconnected);
@@ -450,7 +452,7 @@ impl Session {
             self.cut();
         }
         if self.say(&Message::Farewell).is_err()
-            && dial(&self.to, self.id, Role::Resolve)
+            && dial(&self.to, self.id, Role::Resolve, || false)
                 .and_then(|stream| self.use_control(stream))
                 .is_ok()
         {
@@ -506,16 +508,24 @@ impl Session {
 
 /// A new connection of session `id` to the destination at `to`, which has answered the greeting as
 /// one; a data channel is not answered.
-fn dial(to: &Address, id: SessionId, role: Role) -> Result<Stream, EngineError> {
+fn dial(
+    to: &Address,
+    id: SessionId,
+    role: Role,
+    stop: impl Fn() -> bool,
+) -> Result<Stream, EngineError> {
     let mut stream = Stream::connect(to)
         .map_err(|source| EngineError::Connect { address: to.to_string(), source })?;
+    if stop() {
+        return Err(EngineError::Interrupted);
+    }
     send_greeting(&mut stream, Greeting { session: id, role }, PEER)?;
     if matches!(role, Role::Channel(_)) {
         return Ok(stream);
     }
     let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
     let greeting =
-        receive_greeting(&mut stream, PEER, limit, || false).map_err(|error| match error {
+        receive_greeting(&mut stream, PEER, limit, stop).map_err(|error| match error {
             EngineError::Link { source, .. }
                 if role == Role::Control && source.kind() == io::ErrorKind::TimedOut =>
             {

@@ -9,6 +9,8 @@ mod source;
 
 use std::time::Duration;
 
+use godwit_units::ByteCount;
+
 pub use capability::{Brake, DirectIo, DiskDestination, DiskVm, FreePages};
 pub use destination::DestinationVm;
 pub use source::SourceVm;
@@ -33,12 +35,15 @@ pub struct SwitchoverCosts {
     pub lead: Duration,
     /// Saving the device state, loading it, and running the guest.
     pub state: Duration,
+    /// What the device state has beyond the usual few hundred KiB, which the link has to carry.
+    pub bytes: ByteCount,
 }
 
 impl Default for SwitchoverCosts {
     /// What is usual.
     fn default() -> Self {
-        Self { lead: Duration::from_millis(10), state: Duration::from_millis(15) }
+        let (lead, state) = (Duration::from_millis(10), Duration::from_millis(15));
+        Self { lead, state, bytes: ByteCount::ZERO }
     }
 }
 

@@ -51,11 +51,16 @@ impl Server {
         let path = dir.join(SOCKET);
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).map_err(failed)?;
-        let qmp = &mut *machine.qmp;
+        machine.qmp.uninterrupted(|qmp| server.begin(qmp, &listener))
+    }
+
+    /// Has QEMU listen. Whether it does has to be known: a server that is somebody else's must not
+    /// be stopped.
+    fn begin(self, qmp: &mut dyn Monitor, listener: &UnixListener) -> Result<Self, QemuError> {
         qmp.pass_fd(FD_NAME, listener.as_fd())?;
         let addr = json!({ "type": "fd", "data": { "str": FD_NAME } });
         match qmp.run(&NbdServerStart { addr }) {
-            Ok(_) => Ok(server),
+            Ok(_) => Ok(self),
             Err(QmpError::Refused { description, .. }) => {
                 // Only a server that starts takes the descriptor.
                 let _ = qmp.run(&CloseFd { fdname: FD_NAME });

@@ -43,7 +43,7 @@ impl Receiving {
             Ok(sinks) => Ok((receiving, sinks)),
             Err(error) => {
                 // The error is the news; whatever else fails now follows from it.
-                let _ = receiving.close(&mut *machine.qmp);
+                let _ = machine.qmp.uninterrupted(|qmp| receiving.close(qmp));
                 Err(error)
             }
         }

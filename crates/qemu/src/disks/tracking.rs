@@ -90,7 +90,7 @@ impl Tracking {
             Ok(()) => Ok(tracking),
             Err(error) => {
                 // The error is the news; whatever else fails now follows from it.
-                let _ = tracking.end(&mut *machine.qmp);
+                let _ = machine.qmp.uninterrupted(|qmp| tracking.end(qmp));
                 Err(error)
             }
         }

@@ -191,6 +191,9 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
     /// [`QmpError::Timeout`].
     fn heed(&mut self, interrupt: &Interrupt);
 
+    /// What ends a wait now.
+    fn interrupt(&self) -> &Interrupt;
+
     /// Writes a command without waiting for its answer, with `fd` beside it if there is one. QEMU
     /// carries commands out in the order in which they were written.
     fn queue(
@@ -219,6 +222,16 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
 }
 
 impl dyn Monitor + '_ {
+    /// Does `work` to its end, whoever gives up meanwhile: what takes back something in QEMU, or
+    /// could not be taken back half done.
+    pub(crate) fn uninterrupted<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
+        let interrupt = self.interrupt().clone();
+        self.heed(&Interrupt::default());
+        let done = work(self);
+        self.heed(&interrupt);
+        done
+    }
+
     /// Runs a command and returns what QEMU answers.
     ///
     /// # Errors

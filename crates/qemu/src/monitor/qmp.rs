@@ -424,6 +424,10 @@ impl Monitor for Qmp {
         self.interrupt = interrupt.clone();
     }
 
+    fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
     /// QEMU carries out commands in the order in which they were written, also those that reach it
     /// while its main loop stands still, as long as this connection stands: it forgets them when
     /// the connection ends before (`monitor_qmp_event` in `monitor/qmp.c`). The descriptor goes

@@ -17,6 +17,7 @@ use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, Seen, Version};
 pub(crate) struct StandIn {
     answers: HashMap<String, Value>,
     queued: VecDeque<Value>,
+    interrupt: Interrupt,
     /// What it was told to do, and with what.
     pub(crate) told: Vec<(String, Value)>,
 }
@@ -60,7 +61,13 @@ impl Monitor for StandIn {
 
     fn set_limit(&mut self, _limit: Duration) {}
 
-    fn heed(&mut self, _interrupt: &Interrupt) {}
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.interrupt = interrupt.clone();
+    }
+
+    fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
 
     fn queue(
         &mut self,

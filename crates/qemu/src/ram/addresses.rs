@@ -54,8 +54,9 @@ fn parse(text: &str) -> Option<Vec<Listed>> {
     words.filter(|words| !unnamed(words)).map(line).collect()
 }
 
-/// Finds the addresses of `blocks` by where the guest has them; without what nothing can have
-/// changed since it was loaded from a file: ROMs that are not mapped.
+/// Finds the addresses of `blocks` by where the guest has them; without ROMs that are not mapped.
+/// They hold what was loaded from a file, but for the ACPI tables, which QEMU makes anew on the
+/// firmware's first look at them: the destination's own stand in for these.
 pub(super) fn ask(machine: &mut Machine, blocks: Vec<Listed>) -> Result<Vec<Listed>, QemuError> {
     let ambiguous = |block: &Listed| QemuError::RamUnreachable {
         block: block.name.clone(),
@@ -69,17 +70,20 @@ pub(super) fn ask(machine: &mut Machine, blocks: Vec<Listed>) -> Result<Vec<List
         if found.iter().any(|other| region_of(&other.name) == region) {
             return Err(ambiguous(&block));
         }
-        let Some(part) = map.lines().find_map(|line| part(line, region)) else {
-            if is_rom(&block.name) {
-                continue;
+        // A place in another view (that of SMM, or of a device behind an IOMMU) may be another's in
+        // the one that is asked.
+        let mut address = None;
+        for part in map.lines().filter_map(|line| part(line, region)) {
+            let command = format!("gpa2hva {:#x}", part.guest);
+            let told = machine.qmp.run(&Human { command_line: &command })?;
+            address = host_address(&told, region).and_then(|host| host.checked_sub(part.offset));
+            if address.is_some() {
+                break;
             }
-            found.push(block);
-            continue;
-        };
-        let command = format!("gpa2hva {:#x}", part.guest);
-        let told = machine.qmp.run(&Human { command_line: &command })?;
-        let address = host_address(&told, region).and_then(|host| host.checked_sub(part.offset));
-        found.push(Listed { address, ..block });
+        }
+        if address.is_some() || !is_rom(&block.name) {
+            found.push(Listed { address, ..block });
+        }
     }
     Ok(found)
 }
@@ -114,7 +118,7 @@ fn part(line: &str, region: &str) -> Option<Part> {
     let kind = kind.rsplit_once(", ")?.1;
     let name = name.strip_suffix(" KVM").unwrap_or(name);
     let (name, offset) = name.rsplit_once(" @").unwrap_or((name, "0"));
-    if name != region || !matches!(kind, "ram" | "rom" | "romd") {
+    if name != region || !matches!(kind, "ram" | "rom" | "romd" | "nv-ram") {
         return None;
     }
     let guest = u64::from_str_radix(range.split_once('-')?.0, 16).ok()?;

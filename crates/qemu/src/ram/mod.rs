@@ -63,8 +63,9 @@ impl Ram {
         }
     }
 
-    /// The RAM of a destination, before it is known what is offered.
-    pub(crate) fn of_destination(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
+    /// The RAM that is moved as blocks: of a source, and of a destination before it is known what
+    /// is offered.
+    pub(crate) fn main(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
         match in_shared_files(machine)? {
             Some(blocks) => Ok(blocks),
             None => Ok(in_process(machine, false)?.blocks),
@@ -84,9 +85,11 @@ pub(crate) fn fitted(
     if names == *offered {
         return Ok(None);
     }
-    let back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
+    let mut back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
     let listed = addresses::list(machine)?;
     let all: BTreeSet<&str> = listed.iter().map(|block| block.name.as_str()).collect();
+    // What no device uses is in no list, and no RAM of the machine's.
+    back_ends.retain(|name| all.contains(name.as_str()) || names.contains(name.as_str()));
     if !back_ends.iter().all(|name| offered.contains(name.as_str()))
         || !offered.iter().all(|name| all.contains(name))
     {

@@ -21,11 +21,12 @@ mod capabilities;
 mod stop;
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -39,7 +40,7 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
-use crate::device_ram::DeviceRam;
+use crate::device_ram::{self, DeviceRam};
 use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
@@ -95,7 +96,7 @@ pub struct QemuSource {
     /// Another handle to our end of the state stream, to end it.
     state: Option<UnixStream>,
     /// The other end, where it is not QEMU that writes to it.
-    saved_to: Option<UnixStream>,
+    saved_to: Option<Sender<Vec<u8>>>,
     /// The machine type, asked for before the guest is stopped.
     machine_type: String,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
@@ -459,9 +460,9 @@ impl QemuSource {
         if let Some(gone) = self.parts.difference(&parts).next() {
             return Err(QemuError::NotTheSame(format!("{gone} was removed")));
         }
-        let Ram { blocks: now, device_ram, .. } = Ram::of_source(&mut self.machine)?;
-        // Where the guest has it may have changed.
-        self.device_ram = device_ram;
+        // The RAM of devices stays where it is as long as these are there, wherever the guest has
+        // it mapped: one that was reset a moment ago has not yet.
+        let now = Ram::main(&mut self.machine)?;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
@@ -557,23 +558,26 @@ impl SourceVm for QemuSource {
             StateBy::Migration => OWN_BLOCKS,
             StateBy::Saving => Duration::ZERO,
         };
-        SwitchoverCosts { lead: self.looked + processes + own_blocks, ..SwitchoverCosts::default() }
+        let lead = self.looked + processes + own_blocks;
+        let bytes = device_ram::allocated(&self.device_ram);
+        SwitchoverCosts { lead, bytes, ..SwitchoverCosts::default() }
     }
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
-        let (ours, theirs) = UnixStream::pair()
-            .map_err(|source| QemuError::System { step: "socketpair", source })?;
-        let handle =
-            ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         self.check_processes()?;
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
         if self.state_by == StateBy::Saving {
             self.machine_type = device_state::machine_type(&mut self.machine)?;
-            (self.state, self.saved_to) = (Some(handle), Some(theirs));
-            return Ok(Box::new(ours));
+            let (saved_to, state) = device_state::passed_on();
+            self.saved_to = Some(saved_to);
+            return Ok(Box::new(state));
         }
+        let (ours, theirs) = UnixStream::pair()
+            .map_err(|source| QemuError::System { step: "socketpair", source })?;
+        let handle =
+            ours.try_clone().map_err(|source| QemuError::System { step: "dup", source })?;
         let settings = MigrationSettings::look(&mut *self.machine.qmp)?;
         self.note(|left| left.settings = Some(settings.clone()))?;
         let settings = self.settings.insert(settings);
@@ -596,9 +600,9 @@ impl SourceVm for QemuSource {
                 let Self { machine, machine_type, device_ram, .. } = self;
                 device_state::save(machine, machine_type, device_ram, SAVE_LIMIT)?
             };
-            // It is read all the while, and ends with this end.
-            let passed = self.saved_to.take().map_or(Ok(()), |mut to| to.write_all(&devices));
-            passed.map_err(|source| QemuError::System { step: "passing the state on", source })?;
+            // Nobody has to have read it by now: it may be more than is taken before the last round
+            // has ended. Who read it may also be gone, which is found out by whoever waits for it.
+            let _ = self.saved_to.take().map(|to| to.send(devices));
             return Ok(());
         }
         self.machine.qmp.run(&MigrateContinue { state: "pre-switchover" })?;
@@ -684,6 +688,7 @@ impl SourceVm for QemuSource {
 impl Drop for QemuSource {
     /// Whoever only looked, gave up without a word or is in doubt leaves nothing behind either.
     fn drop(&mut self) {
+        self.machine.qmp.heed(&Interrupt::default());
         // The guardian waits for the end of this process, and the guest may stand still meanwhile.
         if self.guard.is_some() && std::thread::panicking() {
             return;

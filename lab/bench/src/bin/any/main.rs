@@ -5,8 +5,10 @@
 //! limit, a downtime limit of 300 ms; a freshly started guest for each move; each round begins with
 //! another contestant. A move is over when the guest runs at the destination, by QEMU's own time
 //! stamp. The work counted is that of all threads but the guest's processors, in both QEMUs and in
-//! both godwit processes. What the guest felt is seen from outside, the same way for everybody. The
-//! targets are ratios against QEMU's best way, figure by figure, and were fixed before any run.
+//! both godwit processes. What the guest felt is seen from outside, the same way for everybody, and
+//! for some seconds longer than the move takes. The targets are ratios against multifd (time, work)
+//! and against QEMU's best way (downtime, the guest's loss), figure by figure, and were fixed
+//! before any full run.
 
 mod cases;
 mod moves;

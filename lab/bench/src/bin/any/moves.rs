@@ -11,6 +11,11 @@ use godwit_testbed::{Godwit, Style, VmConfig, own_migration};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+/// The guest's own speed is that over this time before the move.
+const BEFORE: Duration = Duration::from_secs(2);
+/// It is looked at for so long after the move: where the host keeps page tables of its own for the
+/// guest, these are filled again while it runs.
+const AFTER: Duration = Duration::from_secs(5);
 /// To fill 9 GiB takes minutes under TCG.
 const LIMIT: Duration = Duration::from_secs(900);
 const MIB: f64 = 1_048_576.0;
@@ -61,6 +66,9 @@ pub(crate) struct Row {
     downtime_resolution_ms: f64,
     /// The longest other gap, before or after.
     stall_ms: f64,
+    /// What the guest did not do from the beginning of the move to [`AFTER`] its end, in seconds of
+    /// its work before.
+    pub(crate) lost_s: f64,
     sent_mib: f64,
     /// Of source and destination QEMU, and of both godwits.
     pub(crate) cpu_s: f64,
@@ -86,7 +94,7 @@ pub(crate) fn one_move(
     config: &VmConfig,
     godwit: &Godwit,
 ) -> anyhow::Result<Row> {
-    let mut fixture = Fixture::new(config.clone(), LIMIT);
+    let mut fixture = Fixture { lead: BEFORE, tail: AFTER, ..Fixture::new(config.clone(), LIMIT) };
     let outcome = fixture.one_move(|source, destination| {
         if let Some(style) = contestant.style() {
             let own = own_migration(source, destination, style, LIMIT)?;
@@ -105,7 +113,10 @@ pub(crate) fn one_move(
     ensure!(seen.is_some(), "the guest was not seen to move");
     let gap = |length: Option<Duration>| length.map_or(f64::NAN, millis);
     let [source, destination] = outcome.cpu;
-    let moved = outcome.moved;
+    let (moved, from) = (outcome.moved, outcome.began);
+    let trace = outcome.trace.unwrap_or_default();
+    let speed = trace.rate(from.saturating_sub(BEFORE), from);
+    let loss = trace.loss(from, from + moved.wall + AFTER, speed);
     let stop = moved.own_words["migrate"]["tracking_stop_us"].as_f64();
     Ok(Row {
         case,
@@ -115,6 +126,7 @@ pub(crate) fn one_move(
         downtime_ms: gap(seen.map(|gap| gap.length)),
         downtime_resolution_ms: gap(seen.map(|gap| gap.resolution)),
         stall_ms: gap(outcome.seen.stall.map(|gap| gap.length)),
+        lost_s: loss.work.as_secs_f64(),
         sent_mib: moved.sent / MIB,
         cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
         cpu_source_s: source.as_secs_f64(),
@@ -146,6 +158,7 @@ pub(crate) fn medians(rows: &[Row], contestant: Contestant) -> Row {
         downtime_ms: median(|row| row.downtime_ms),
         downtime_resolution_ms: median(|row| row.downtime_resolution_ms),
         stall_ms: median(|row| row.stall_ms),
+        lost_s: median(|row| row.lost_s),
         sent_mib: median(|row| row.sent_mib),
         cpu_s: median(|row| row.cpu_s),
         cpu_source_s: median(|row| row.cpu_source_s),
@@ -163,6 +176,7 @@ pub(crate) const TABLE: Table<Row> = Table(&[
     Column { head: "total ms", width: 8, cell: |row| figure(row.total_ms, 0) },
     Column { head: "downtime ms", width: 13, cell: downtime },
     Column { head: "stall ms", width: 8, cell: |row| figure(row.stall_ms, 1) },
+    Column { head: "lost s", width: 6, cell: |row| figure(row.lost_s, 2) },
     Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 1) },
     Column { head: "passes", width: 6, cell: |row| row.passes.to_string() },
     Column { head: "CPU s src+dst+godwit", width: 20, cell: shares },
