@@ -202,6 +202,22 @@ fn a_machine_takes_as_many_slots_as_kvm_has() {
 }
 
 #[test]
+fn a_guest_that_writes_is_given_as_many_slots_as_kvm_has() {
+    let name = "a_guest_that_writes_is_given_as_many_slots_as_kvm_has";
+    let Some(rig) = rig(name, &plan(2), Some(GuestMode::Full)) else { return };
+    rig.machine.run();
+    rig.output.wait_for("HB n=2 ");
+    let most = Kvm::new().unwrap().get_nr_memslots();
+    let block = rig.machine.plug(ByteCount(144 << 20), most - rig.machine.slots().len()).unwrap();
+    assert!(rig.machine.tell(&block));
+    assert_eq!(rig.machine.slots().len(), most);
+    let printed = rig.output.wait_for("PLUGGED pages=");
+    assert!(!printed.contains("BUG"), "{printed}");
+    let error = rig.machine.plug(ByteCount(1 << 20), 1).unwrap_err().to_string();
+    assert!(error.contains("slots were asked for, but this KVM has"), "{error}");
+}
+
+#[test]
 fn of_slots_that_kvm_refuses_in_part_none_stays() {
     let name = "of_slots_that_kvm_refuses_in_part_none_stays";
     let Some(rig) = rig(name, &plan(1), None) else { return };
