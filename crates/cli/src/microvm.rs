@@ -244,11 +244,14 @@ fn plug(arguments: &Plug) -> Result<ExitCode, MicrovmError> {
             return Ok(ExitCode::from(FAILED));
         }
     };
+    if let Some(warning) = &plugged.warning {
+        eprintln!("godwit: plugged in, but {warning}");
+    }
     if json {
         output::json_line(&serde_json::to_value(&plugged).unwrap_or_default());
         return Ok(ExitCode::SUCCESS);
     }
-    let Plugged { block, gpa, bytes, slots } = plugged;
+    let Plugged { block, gpa, bytes, slots, warning: _ } = plugged;
     let text = format!(
         "{} plugged in at {gpa:#x} as block '{block}'; it has {slots} memory slots now. A machine \
          that is to take the guest in needs the same memory: plug it in there, too",

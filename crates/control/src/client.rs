@@ -202,13 +202,32 @@ pub fn status(path: &Path) -> Result<Status, ControlError> {
 /// Has the machine plug `size` of memory in, in `slots` memory slots.
 ///
 /// # Errors
-/// When it refuses: nothing has changed then.
+/// When it refuses: nothing has changed then; or does not answer in time, and may be at it still.
 pub fn plug(path: &Path, size: ByteCount, slots: usize) -> Result<Plugged, ControlError> {
+    plug_within(path, size, slots, PLUG_LIMIT)
+}
+
+fn plug_within(
+    path: &Path,
+    size: ByteCount,
+    slots: usize,
+    limit: Duration,
+) -> Result<Plugged, ControlError> {
+    let cancel = Cancel::default();
+    is_there(path, &cancel)?;
     let mut connection = Connection::open(path, &Request::Plug { bytes: size.0, slots })?;
-    match connection.next(&Cancel::default(), Some(PLUG_LIMIT))? {
-        Answer::Plugged(plugged) => Ok(plugged),
-        Answer::Refused { error } => Err(connection.problem(&error)),
-        _ => Err(other(path)),
+    let began = Instant::now();
+    match connection.next(&cancel, Some(limit)) {
+        Ok(Answer::Plugged(plugged)) => Ok(plugged),
+        Ok(Answer::Refused { error }) => Err(connection.problem(&error)),
+        Ok(_) => Err(other(path)),
+        // To plug it in once more would give the guest twice as much.
+        Err(_) if began.elapsed() > limit => Err(connection.problem(&format!(
+            "has not answered within {}, and may be plugging the memory in still: ask `godwit \
+             microvm status` what it has before you plug again",
+            format_duration(limit)
+        ))),
+        Err(error) => Err(error),
     }
 }
 
@@ -380,6 +399,29 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+
+    #[test]
+    fn a_plug_that_takes_too_long_is_not_to_be_repeated_blindly() {
+        let path = std::env::temp_dir().join(format!("godwit-slow-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).unwrap();
+        let machine = std::thread::spawn(move || {
+            let (mut first, _) = listener.accept().unwrap();
+            first.write_all(b"{\"answer\":\"done\"}\n").unwrap();
+            let (second, _) = listener.accept().unwrap();
+            let mut request = String::new();
+            BufReader::new(&second).read_line(&mut request).unwrap();
+            (second, request)
+        });
+        let refused = plug_within(&path, ByteCount(4096), 1, Duration::from_millis(50));
+        let (_second, request) = machine.join().unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(request.contains("\"plug\""), "{request}");
+        let words = refused.unwrap_err().to_string();
+        assert!(
+            words.contains("within 50ms") && words.contains("status` what it has before"),
+            "{words}"
+        );
+    }
 
     #[test]
     fn who_takes_connections_and_says_nothing_is_refused_within_seconds() {

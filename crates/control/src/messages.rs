@@ -66,6 +66,7 @@ pub enum Request {
 
 /// How to take a guest in; the engine's options.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ReceiveRequest {
     /// Where to listen.
     pub listen: String,
@@ -82,8 +83,10 @@ pub struct ReceiveRequest {
     pub overcommit: bool,
 }
 
-/// How to move the guest away; the engine's options.
+/// How to move the guest away; the engine's options. One that is not known here is refused: a
+/// migration without what was asked for would be another one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
     /// Where the destination listens.
     pub to: String,
@@ -101,6 +104,7 @@ pub struct MigrateRequest {
     pub keep_source: bool,
     /// A fault to make up, by its number.
     #[cfg(feature = "test-hooks")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fault: Option<u8>,
     /// Disks that move along: none, all, or names with commas between.
     #[serde(default = "none")]
@@ -279,6 +283,9 @@ pub struct Plugged {
     pub bytes: u64,
     /// How many memory slots the machine has now.
     pub slots: usize,
+    /// What is wrong although it is there, in words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub warning: Option<String>,
 }
 
 /// A balloon, as it is seen from outside.
@@ -462,6 +469,27 @@ mod tests {
             ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
+    }
+
+    #[test]
+    fn what_is_not_known_here_is_refused_and_not_left_out() {
+        // Regression: a machine without test hooks moved its guest as if no fault had been asked
+        // for.
+        for line in [
+            r#"{"command":"receive","listen":"[::1]:0","wait_ms":null"#,
+            r#"{"command":"migrate","to":"[::1]:1","verify":true,"channels":1,"keep_source":true"#,
+            r#"{"command":"plug","bytes":4096"#,
+        ] {
+            assert!(serde_json::from_str::<Request>(&format!("{line}}}")).is_ok(), "{line}");
+            let refused = serde_json::from_str::<Request>(&format!("{line},\"hurry\":1}}"));
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("unknown field `hurry`"), "{error}");
+        }
+        // So who asks for no fault does not speak of any.
+        let options = Options::new("127.0.0.1:7000".parse().unwrap());
+        let request = MigrateRequest::new(&options, Vec::new(), &DiskWish::default());
+        let line = serde_json::to_string(&Request::Migrate(request)).unwrap();
+        assert!(!line.contains("fault"), "{line}");
     }
 
     #[test]

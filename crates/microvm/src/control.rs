@@ -30,6 +30,9 @@ use crate::{Machine, MachineEvent, MicrovmError};
 const LONGEST_REQUEST: u64 = 64 << 10;
 /// To who wants something meanwhile.
 const PLUGGING: &str = "it is given more memory just now: wait until that is done";
+/// To who has plugged memory in that the guest will not use.
+const UNTOLD: &str = "the guest does not know of it: its list of plugged blocks or its page \
+                      tables, which are in its own memory, make no sense";
 /// A client that does not read for so long is given up; the migration goes on.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
@@ -85,6 +88,18 @@ pub fn serve(
         }
     });
     Ok(socket)
+}
+
+/// While memory is plugged in. The state before comes back however that ends.
+struct Plugging<'a> {
+    state: &'a Mutex<State>,
+    before: State,
+}
+
+impl Drop for Plugging<'_> {
+    fn drop(&mut self) {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = self.before;
+    }
 }
 
 /// One connection's sending side.
@@ -226,8 +241,10 @@ impl Host {
         if size > memory {
             return refused(format!("the guest has {memory}, and cannot give {size}"));
         }
-        if *self.state() != State::Here {
-            return refused("there is no guest of its own to ask, or it migrates".to_owned());
+        match *self.state() {
+            State::Here => {}
+            State::Plugging => return refused(PLUGGING.to_owned()),
+            _ => return refused("there is no guest of its own to ask, or it migrates".to_owned()),
         }
         match self.machine.set_balloon(PageCount(size.0 / PAGE_SIZE)) {
             true => Answer::Done,
@@ -248,18 +265,20 @@ impl Host {
         if let Err(error) = taken {
             return refused(error.to_string());
         }
+        let _plugging = Plugging { state: &self.state, before };
+        let block = match self.machine.plug(size, slots) {
+            Ok(block) => block,
+            Err(error) => return refused(error.to_string()),
+        };
         // A guest that is to come was told of its memory where it comes from.
-        let result = self.machine.plug(size, slots, before == State::Here);
-        *self.state() = before;
-        match result {
-            Ok(block) => Answer::Plugged(Plugged {
-                block: block.name,
-                gpa: block.gpa,
-                bytes: block.size.0,
-                slots: self.machine.slots().len(),
-            }),
-            Err(error) => refused(error.to_string()),
-        }
+        let told = before == State::Incoming || self.machine.tell(&block);
+        Answer::Plugged(Plugged {
+            block: block.name,
+            gpa: block.gpa,
+            bytes: block.size.0,
+            slots: self.machine.slots().len(),
+            warning: (!told).then(|| UNTOLD.to_owned()),
+        })
     }
 
     fn measure(&self, time_ms: u64, reader: impl BufRead + Send + 'static) -> Answer {
@@ -435,4 +454,24 @@ fn own_memory() -> u64 {
             .unwrap_or(0)
     };
     (field("RssAnon:") + field("RssFile:")) * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+
+    #[test]
+    fn a_plug_that_panics_leaves_the_machine_as_it_was() {
+        for before in [State::Here, State::Incoming] {
+            let state = Mutex::new(State::Plugging);
+            let panics = || {
+                let _plugging = Plugging { state: &state, before };
+                panic!("on the way");
+            };
+            assert!(catch_unwind(AssertUnwindSafe(panics)).is_err());
+            assert_eq!(*state.lock().unwrap(), before);
+        }
+    }
 }

@@ -26,9 +26,9 @@ use kvm_ioctls::VcpuFd;
 use crate::MicrovmError;
 use crate::boot_block::{
     BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
-    MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_MIXED, MODE_RATE, ORDER_HOT_COLD,
-    ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW, PLUGGED, PROGRAM,
-    TABLE_ADDRESS as ADDRESS,
+    MAX_PLUGGED, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_MIXED, MODE_RATE,
+    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW,
+    PLUGGED, PROGRAM, TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -217,13 +217,19 @@ pub(crate) fn place(
 /// Maps a block that was plugged in at `gpa` for the guest, and tells it of the block. Page tables
 /// that this takes come out of the block itself. The guest may run: an entry that was absent is
 /// cached nowhere.
+///
+/// The list and the page tables lie in memory that the guest writes, so nothing that they say is
+/// taken for granted: `None` if they lead nowhere. What is written then is the guest's memory.
 pub(crate) fn plug(ram: &GuestRam, gpa: u64, size: u64) -> Option<()> {
-    let mut memory = FreeMemory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
-    memory.map_one_to_one(gpa / GIB..(gpa + size).div_ceil(GIB))?;
-    let (start, pages) = *memory.free.first()?;
     let mut count = [0; 8];
     ram.read(PLUGGED, &mut count)?;
     let count = u64::from_le_bytes(count);
+    if count >= MAX_PLUGGED as u64 {
+        return None;
+    }
+    let mut memory = FreeMemory { ram, free: vec![(gpa, size / PAGE_SIZE)] };
+    memory.map_one_to_one(gpa / GIB..(gpa + size).div_ceil(GIB))?;
+    let (start, pages) = *memory.free.first()?;
     let entry = PLUGGED + 8 + 16 * count;
     ram.store(entry, start)?;
     ram.store(entry + 8, pages)?;

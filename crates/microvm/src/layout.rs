@@ -117,19 +117,20 @@ const LEAST_PLUGGED: u64 = 1 << 20;
 /// # Errors
 /// When there is no room for it, or there are too many.
 pub(crate) fn plugged(blocks: &[BlockPlan], size: ByteCount) -> Result<BlockPlan, MicrovmError> {
-    let number = blocks.iter().filter(|block| block.name.starts_with(PLUGGED)).count();
-    if number >= MAX_PLUGGED {
-        return Err(MicrovmError::Layout(format!(
+    let mut names = (0..MAX_PLUGGED).map(|number| format!("{PLUGGED}{number}"));
+    let free = names.find(|name| blocks.iter().all(|block| block.name != *name));
+    let name = free.ok_or_else(|| {
+        MicrovmError::Layout(format!(
             "{MAX_PLUGGED} blocks are plugged in, and there can be no more: plug larger ones"
-        )));
-    }
+        ))
+    })?;
     if size.0 < LEAST_PLUGGED {
         let least = ByteCount(LEAST_PLUGGED);
         return Err(MicrovmError::Layout(format!("{size} is too little: plug at least {least}")));
     }
     let end = blocks.iter().map(|block| block.gpa + block.size.0).max().unwrap_or(0);
     let block = BlockPlan {
-        name: format!("{PLUGGED}{number}"),
+        name,
         size,
         gpa: end.max(HOLE.end).next_multiple_of(2 << 20),
         host_offset: 0,
@@ -228,6 +229,12 @@ mod tests {
         }
         let refused = |blocks: &[BlockPlan], size| plugged(blocks, size).unwrap_err().to_string();
         assert!(refused(&blocks, size).contains("plug larger ones"));
+        // Names that begin alike, or whose number is not the next, are nobody's reason to refuse.
+        let named = ["pluggedfish", "plugged1", "plugged0", "plugged3"];
+        let named = (0..).zip(named).map(|(number, name)| {
+            plan(&format!("name={name},size=16MiB,gpa={:#x}", number * (16 << 20)))
+        });
+        assert_eq!(plugged(&named.collect::<Vec<_>>(), size).unwrap().name, "plugged2");
         let low = [plan("name=low,size=16MiB,gpa=0")];
         assert_eq!(plugged(&low, size).unwrap().gpa, 4 << 30);
         assert!(refused(&low, ByteCount(60 << 30 | 4096)).contains("ends beyond 64GiB"));

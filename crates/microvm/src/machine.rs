@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use godwit_balloon::{Features, FreeHints};
 use godwit_control::messages::BalloonStatus;
 use godwit_memory::host_holds;
-use godwit_memslots::{MemSlots, Slot, SlotMap, SlotReader};
+use godwit_memslots::{SlotMap, SlotReader};
 use godwit_track::DirtyTracker;
 use godwit_units::{ByteCount, PageCount};
 use kvm_bindings::{KVM_CAP_SPLIT_IRQCHIP, kvm_clock_data, kvm_enable_cap};
@@ -28,13 +28,17 @@ use crate::disk::Disk;
 use crate::error::kvm;
 use crate::guest::{self, Devices, GuestPlan};
 use crate::layout::{self, BlockPlan, IDENTITY_MAP, TSS};
-use crate::ram::GuestRam;
+use crate::ram::{GuestRam, slot_count};
 use crate::serial::Serial;
 use crate::slots;
 use crate::tracking::{TrackerKind, Tracking};
 use crate::vcpu::{Bus, Vcpus};
 use crate::vcpu_state;
 use crate::{MicrovmError, StateError};
+
+mod map;
+
+use map::Map;
 
 /// What the machine says by itself.
 #[derive(Debug)]
@@ -71,12 +75,10 @@ pub struct Machine {
     vcpus: Vcpus,
     vm: VmFd,
     bus: Arc<Bus>,
-    /// The memory map. Only what plugs memory changes it, and only by whole blocks.
-    slots: Mutex<MemSlots>,
+    /// Only what plugs memory changes it, and only by whole blocks.
+    map: Mutex<Map>,
     /// For those who look, and never wait for what is plugged in just now.
     reader: SlotReader,
-    /// The most that KVM has.
-    most_slots: usize,
     tracking: Tracking,
     msrs: Vec<u32>,
     running: AtomicBool,
@@ -103,10 +105,12 @@ impl Machine {
         let disk = plan.disk.as_deref().map(Disk::open).transpose()?;
         let ram = Arc::new(GuestRam::new(&blocks)?);
         let vm = create_vm(&system)?;
-        let (mut slots, most_slots) = (MemSlots::new(), system.get_nr_memslots());
+        let mut map = Map::new(system.get_nr_memslots());
+        map.check_room(ram.now().slot_count(plan.slots))?;
         let cut = ram.now().slots(plan.slots);
-        add_slots(&mut slots, most_slots, &cut, || slots::show(&vm, &cut, &ram.now()))?;
-        let (reader, slots) = (slots.reader(), Mutex::new(slots));
+        // If that fails, the VM goes before the memory does.
+        map.add(&cut, || slots::show(&vm, &cut, &ram.now())).map_err(|refusal| refusal.error)?;
+        let (reader, map) = (map.slots.reader(), Mutex::new(map));
         // Dirty rings must be asked for before the first vCPU is made.
         let tracking = Tracking::choose(plan.tracker, &vm)?;
 
@@ -140,7 +144,7 @@ impl Machine {
         }
         let vcpus = Vcpus::start(vcpus, &bus, events)?;
         let running = AtomicBool::new(false);
-        Ok(Self { vcpus, bus, vm, slots, reader, most_slots, tracking, msrs, running })
+        Ok(Self { vcpus, bus, vm, map, reader, tracking, msrs, running })
     }
 
     /// Its memory.
@@ -156,34 +160,34 @@ impl Machine {
     }
 
     /// Plugs `size` of memory in, in `slots` memory slots (at least one, at most one for each
-    /// page), whether the guest runs or not; `tell`: it is told to use it. Returns the new block.
+    /// page), whether the guest runs or not. Returns the new block. If that fails, nothing is
+    /// changed.
     ///
     /// Nobody may track the machine's writes, or be about to: a tracker goes by the blocks and
     /// slots that there were when it was started. The owner of the machine sees to that.
-    pub(crate) fn plug(
-        &self,
-        size: ByteCount,
-        slots: usize,
-        tell: bool,
-    ) -> Result<BlockPlan, MicrovmError> {
-        let mut map = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn plug(&self, size: ByteCount, slots: usize) -> Result<BlockPlan, MicrovmError> {
+        let mut map = self.map.lock().unwrap_or_else(PoisonError::into_inner);
         let ram = &self.bus.ram;
         let plan = layout::plugged(&ram.plans(), size)?;
+        map.check_room(slot_count(size, slots))?;
         let memory = ram.with(&plan)?;
-        if let Err(problem) = host_holds(memory.blocks(), std::process::id()) {
+        // The new block only: what the others may still come to use was asked for by who started
+        // the machine, and is no reason against a small block.
+        let new = memory.blocks().last().map(std::slice::from_ref).unwrap_or_default();
+        if let Err(problem) = host_holds(new, std::process::id()) {
             return Err(MicrovmError::room(size, problem));
         }
-        let first = map.map().len() as u32;
-        let cut = memory.slots_of_last(slots, first);
-        add_slots(&mut map, self.most_slots, &cut, || slots::show(&self.vm, &cut, &memory))?;
-        // Devices see it before the guest knows of it.
-        ram.replace(memory);
-        if tell {
-            guest::plug(ram, plan.gpa, plan.size.0).ok_or_else(|| {
-                MicrovmError::Layout(format!("the guest cannot be told of block '{}'", plan.name))
-            })?;
-        }
+        let cut = memory.slots_of_last(slots, map.next);
+        let added = map.add(&cut, || slots::show(&self.vm, &cut, &memory));
+        map.settle(added, memory).map(|memory| ram.replace(memory))?;
         Ok(plan)
+    }
+
+    /// Tells the guest, which may run, to use `block`, which was plugged in. Returns whether it can
+    /// be told: how is in its own memory, where it may have written anything.
+    #[must_use]
+    pub(crate) fn tell(&self, block: &BlockPlan) -> bool {
+        guest::plug(&self.bus.ram, block.gpa, block.size.0).is_some()
     }
 
     /// How its writes are tracked, in words.
@@ -394,26 +398,6 @@ impl Machine {
             differ(&own, &theirs)
         )))
     }
-}
-
-/// Puts `new` slots into `map`, once `show` has told KVM of them. If KVM or the map refuses,
-/// nothing is changed.
-fn add_slots(
-    map: &mut MemSlots,
-    available: usize,
-    new: &[Slot],
-    show: impl FnOnce() -> Result<(), MicrovmError>,
-) -> Result<(), MicrovmError> {
-    let wanted = map.map().len() + new.len();
-    if wanted > available {
-        return Err(MicrovmError::Slots { wanted, available });
-    }
-    map.update(|edit| {
-        for slot in new {
-            edit.insert(*slot)?;
-        }
-        show()
-    })
 }
 
 fn open_kvm() -> Result<Kvm, MicrovmError> {

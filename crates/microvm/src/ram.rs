@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use godwit_memory::RamBlock;
+use godwit_memory::{MemoryError, RamBlock};
 use godwit_memslots::{Slot, SlotFlags, SlotId};
 use godwit_track::{BlockMapping, VhostLog, VhostLogRegion};
 use godwit_units::{ByteCount, Gpa, Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
@@ -48,10 +48,16 @@ struct Placed {
     gpa: u64,
     size: u64,
     base: NonNull<u8>,
-    /// What was reserved around it.
-    reserved: (NonNull<u8>, usize),
+    /// What was reserved around it, and holds it.
+    _reserved: Reserved,
     file: File,
     plan: BlockPlan,
+}
+
+/// Address space, with what is mapped in it.
+struct Reserved {
+    start: NonNull<u8>,
+    length: usize,
 }
 
 // SAFETY: the mapping is shared memory, read and written by copies through raw pointers only; it is
@@ -59,6 +65,12 @@ struct Placed {
 unsafe impl Send for Placed {}
 // SAFETY: as above; no reference into the mapping is ever made.
 unsafe impl Sync for Placed {}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("blocks", &self.blocks).finish_non_exhaustive()
+    }
+}
 
 impl std::fmt::Debug for GuestRam {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -74,8 +86,7 @@ impl GuestRam {
     pub fn new(plans: &[BlockPlan]) -> Result<Self, MicrovmError> {
         let placed = plans.iter().map(|plan| Ok(Arc::new(Placed::new(plan)?)));
         let placed = placed.collect::<Result<_, MicrovmError>>()?;
-        // For all that may ever be plugged in: a bit for each page there could be, of which those
-        // that nobody marks take no memory.
+        // For all that may ever be plugged in: a bit for each page there could be, 2 MiB in all.
         let device_log = VhostLog::new(PageCount(TOP / PAGE_SIZE))?;
         let now = RwLock::new(Arc::new(Memory::of(placed, &device_log)?));
         Ok(Self { now, device_log })
@@ -188,14 +199,25 @@ impl Memory {
     /// Cuts all blocks into slots: at least one for each, and `wanted` in all where the blocks have
     /// that many pages.
     pub(crate) fn slots(&self, wanted: usize) -> Vec<Slot> {
-        let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
         let mut slots = Vec::new();
-        for (block, placed) in self.placed.iter().enumerate() {
-            let pages = u128::from(placed.size / PAGE_SIZE);
-            let share = pages * wanted as u128 / u128::from(total);
-            slots.extend(placed.slots(block, share as usize, slots.len() as u32));
+        for (block, (placed, share)) in self.shares(wanted).enumerate() {
+            slots.extend(placed.slots(block, share, slots.len() as u32));
         }
         slots
+    }
+
+    /// How many that makes.
+    pub(crate) fn slot_count(&self, wanted: usize) -> usize {
+        self.shares(wanted).map(|(placed, share)| slot_count(ByteCount(placed.size), share)).sum()
+    }
+
+    /// All blocks, and how many of the `wanted` slots come to each by its size.
+    fn shares(&self, wanted: usize) -> impl Iterator<Item = (&Placed, usize)> {
+        let total: u64 = self.placed.iter().map(|placed| placed.size / PAGE_SIZE).sum();
+        self.placed.iter().map(move |placed| {
+            let pages = u128::from(placed.size / PAGE_SIZE);
+            (&**placed, (pages * wanted as u128 / u128::from(total)) as usize)
+        })
     }
 
     /// Cuts the last block into `wanted` slots, whose numbers begin with `id`.
@@ -205,21 +227,29 @@ impl Memory {
     }
 }
 
+/// How many slots a block of `size` makes where `wanted` were asked for: at least one, and at most
+/// one for each page.
+pub(crate) fn slot_count(size: ByteCount, wanted: usize) -> usize {
+    (wanted as u64).clamp(1, (size.0 / PAGE_SIZE).max(1)) as usize
+}
+
 impl Placed {
-    /// The same for the engine.
+    /// The same for the engine: the file that is mapped, whatever has its name by now.
     fn block(&self) -> Result<RamBlock, MicrovmError> {
-        let path = match &self.plan.path {
-            Some(path) => path.clone(),
-            None => PathBuf::from(format!("/proc/self/fd/{}", self.file.as_raw_fd())),
-        };
-        Ok(RamBlock::open(&self.plan.name, &path, 0, self.plan.size, false)?)
+        let file = self.file.try_clone().map_err(system("duplicate a memory file's descriptor"))?;
+        let block = RamBlock::from_fd(&self.plan.name, file.into(), 0, self.plan.size);
+        Ok(block.map_err(|error| match (error, &self.plan.path) {
+            (MemoryError::Unsuitable { block, problem, .. }, Some(path)) => {
+                MemoryError::Unsuitable { block, path: path.clone(), problem }
+            }
+            (error, _) => error,
+        })?)
     }
 
-    /// The same, which is block number `block`, in `wanted` slots of about one size: at least one,
-    /// and at most one for each page.
+    /// The same, which is block number `block`, in [`slot_count`] slots of about one size.
     fn slots(&self, block: usize, wanted: usize, id: u32) -> impl Iterator<Item = Slot> {
         let pages = self.size / PAGE_SIZE;
-        let count = (wanted as u64).clamp(1, pages);
+        let count = slot_count(ByteCount(self.size), wanted) as u64;
         let cut =
             move |number: u64| (u128::from(pages) * u128::from(number) / u128::from(count)) as u64;
         (0..count).map(move |number| Slot {
@@ -242,8 +272,8 @@ impl Placed {
             MmapRegionBuilder::new_with_bitmap(size, VhostLogRegion::new(log, Gpa(self.gpa)))
                 .with_mmap_prot((ProtFlags::READ | ProtFlags::WRITE).bits().cast_signed())
                 .with_mmap_flags((MapFlags::SHARED | MapFlags::NORESERVE).bits().cast_signed());
-        // SAFETY: `base` and `size` are the mapping that `new` made. It is unmapped by the drop of
-        // `self`, and `GuestRam`, which holds both, drops the region first.
+        // SAFETY: `base` and `size` are the mapping that `new` made. It is unmapped when `self` is
+        // dropped, and `Memory`, which holds both, drops the region first.
         let region = unsafe { region.with_raw_mmap_pointer(self.base.as_ptr()) }.build();
         let region = region.map_err(|error| refused(error.to_string()))?;
         let end = || refused("it reaches beyond the last guest address".to_owned());
@@ -259,7 +289,7 @@ impl Placed {
                 .create(true)
                 .truncate(true)
                 .open(path)
-                .map_err(|source| godwit_memory::MemoryError::Open {
+                .map_err(|source| MemoryError::Open {
                     block: plan.name.clone(),
                     path: path.clone(),
                     source,
@@ -289,14 +319,15 @@ impl Placed {
             )
         }
         .map_err(system("reserve address space"))?;
-        let reserved = NonNull::new(reserved.cast::<u8>()).ok_or_else(too_large)?;
-        let start = (reserved.as_ptr() as u64).next_multiple_of(HUGE) + plan.host_offset;
-        let skip = (start - reserved.as_ptr() as u64) as usize;
+        let first = NonNull::new(reserved.cast::<u8>()).ok_or_else(too_large)?;
+        let reserved = Reserved { start: first, length };
+        let start = (first.as_ptr() as u64).next_multiple_of(HUGE) + plan.host_offset;
+        let skip = (start - first.as_ptr() as u64) as usize;
         // SAFETY: the range lies within what was just reserved, which nobody else knows of: at most
         // 2 MiB of alignment and less than 2 MiB of offset come before it.
         let mapped = unsafe {
             rustix::mm::mmap(
-                reserved.as_ptr().add(skip).cast(),
+                first.as_ptr().add(skip).cast(),
                 size as usize,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::FIXED | MapFlags::NORESERVE,
@@ -306,14 +337,7 @@ impl Placed {
         };
         let base = mapped.map_err(system("map a memory file"))?;
         let base = NonNull::new(base.cast::<u8>()).ok_or_else(too_large)?;
-        Ok(Self {
-            gpa: plan.gpa,
-            size,
-            base,
-            reserved: (reserved, length),
-            file,
-            plan: plan.clone(),
-        })
+        Ok(Self { gpa: plan.gpa, size, base, _reserved: reserved, file, plan: plan.clone() })
     }
 }
 
@@ -323,12 +347,11 @@ impl Drop for GuestRam {
     }
 }
 
-impl Drop for Placed {
+impl Drop for Reserved {
     fn drop(&mut self) {
-        // SAFETY: what `new` reserved, with the mapping in it; no reference into it exists. KVM
-        // drops its slots when the process unmaps what they show, and the guest has been ended
-        // before.
-        let _ = unsafe { rustix::mm::munmap(self.reserved.0.as_ptr().cast(), self.reserved.1) };
+        // SAFETY: what `Placed::new` reserved, with the mapping in it; no reference into it exists.
+        // No slot of KVM shows it: it is kept until the VM has gone, unless KVM never showed it.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }
 
@@ -360,6 +383,39 @@ mod tests {
     }
 
     #[test]
+    fn a_block_is_the_file_that_is_mapped_whatever_has_its_name() {
+        let path = PathBuf::from(format!("/dev/shm/godwit-ram-name-{}", std::process::id()));
+        let low = format!("name=low,size=1MiB,gpa=0,path={}", path.display());
+        let ram = GuestRam::new(&[low.parse().unwrap()]).unwrap();
+        let more = |number: u64| {
+            let plan = format!("name=more{number},size=1MiB,gpa={:#x}", number << 20);
+            ram.replace(ram.with(&plan.parse().unwrap()).unwrap());
+        };
+        std::fs::remove_file(&path).unwrap();
+        more(1);
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        more(2);
+        ram.write(0x1000, b"guest").unwrap();
+        let mut page = [0; 4096];
+        ram.blocks()[0].read(PageIndex(1), &mut page).unwrap();
+        assert_eq!(&page[..5], b"guest");
+    }
+
+    #[test]
+    fn a_file_on_a_disk_is_refused_by_its_name() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/ram-on-a-disk");
+        let on_tmpfs =
+            rustix::fs::statfs(env!("CARGO_MANIFEST_DIR")).unwrap().f_type == 0x0102_1994;
+        let plan = format!("name=low,size=1MiB,gpa=0,path={path}").parse().unwrap();
+        let made = GuestRam::new(&[plan]);
+        std::fs::remove_file(path).unwrap();
+        match made {
+            Ok(_) => assert!(on_tmpfs),
+            Err(error) => assert!(error.to_string().contains("ram-on-a-disk"), "{error}"),
+        }
+    }
+
+    #[test]
     fn slots_tile_the_blocks_at_any_alignment() {
         let ram = ram();
         let slots = ram.now().slots(100);
@@ -371,6 +427,12 @@ mod tests {
         assert!((95..=100).contains(&slots.len()), "{}", slots.len());
         assert_eq!(ram.now().slots(0).len(), 2);
         assert_eq!(ram.now().slots(10_000).len(), 261);
+        for wanted in [0, 1, 7, 100, 10_000] {
+            assert_eq!(ram.now().slot_count(wanted), ram.now().slots(wanted).len(), "{wanted}");
+        }
+        // Counting takes no memory for each.
+        assert_eq!(ram.now().slot_count(usize::MAX), 261);
+        assert_eq!(slot_count(ByteCount(1 << 20), usize::MAX), 256);
     }
 
     #[test]

@@ -6,7 +6,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    Backend, GuestConfig, Ksm, TestVm, VmConfig, builds_for, images_for, kvm_builds_for,
+    Backend, GuestConfig, Ksm, TestVm, VmConfig, builds_for, builds_since, images_for,
+    kvm_builds_for,
 };
 use godwit_units::ByteCount;
 
@@ -35,7 +36,7 @@ fn under_tcg(test: &str, moves: u32) -> anyhow::Result<()> {
         return Ok(());
     }
     let Some(ksm) = Ksm::for_test(test) else { return Ok(()) };
-    for build in builds_for(test).iter().filter(|build| build.version.0 >= 8) {
+    for build in &builds_since(8, builds_for(test), test) {
         let config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
         hops(&config.with_backend(Backend::Anonymous), moves, &ksm)?;
     }
@@ -43,9 +44,9 @@ fn under_tcg(test: &str, moves: u32) -> anyhow::Result<()> {
 }
 
 fn on_kvm(test: &str, moves: u32) -> anyhow::Result<()> {
-    let builds = kvm_builds_for(test);
+    let builds = builds_since(8, kvm_builds_for(test), test);
     let Some(ksm) = Ksm::for_test(test).filter(|_| !builds.is_empty()) else { return Ok(()) };
-    for build in builds.iter().filter(|build| build.version.0 >= 8) {
+    for build in &builds {
         let guest = GuestConfig { fill: ByteCount(64 << 20), ..GuestConfig::small(Mode::Rate) };
         let config = VmConfig::new(build, guest).with_backend(Backend::Anonymous);
         hops(&config.on_kvm(), moves, &ksm)?;

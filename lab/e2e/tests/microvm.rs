@@ -198,6 +198,27 @@ fn memory_that_is_plugged_in_moves_and_grows_on() -> anyhow::Result<()> {
 }
 
 #[test]
+fn memory_is_plugged_in_and_moves_whatever_has_the_ram_files_name() -> anyhow::Result<()> {
+    // Regression: each plug opened the RAM files by name, and a migration then read those files.
+    let test = "memory_is_plugged_in_and_moves_whatever_has_the_ram_files_name";
+    let Some(pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let file = pair.source.ram_file().to_owned();
+    let length = std::fs::metadata(&file)?.len();
+    std::fs::remove_file(&file)?;
+    plugged(&pair.source, &["16MiB"])?;
+    // Of the same length, and nobody's memory.
+    std::fs::File::create(&file)?.set_len(length)?;
+    plugged(&pair.source, &["16MiB"])?;
+    pair.source.wait_plugged(2, LIMIT)?;
+    plugged(&pair.destination, &["16MiB"])?;
+    plugged(&pair.destination, &["16MiB"])?;
+
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+
+    pair.check_moved(&migrate)
+}
+
+#[test]
 fn thousands_of_slots_are_plugged_in_while_the_guest_runs() -> anyhow::Result<()> {
     let options = [
         ["--memory", "128MiB"],

@@ -24,8 +24,8 @@ use serde_json::{Value, json};
 use crate::console::Console;
 use crate::guest::{GuestConfig, target_dir};
 use crate::leftovers::unique;
-use crate::qemu_build::{QemuBuild, builds};
-use crate::skip::{kvm_for, skip};
+use crate::qemu_build::{QemuBuild, told_builds};
+use crate::skip::kvm_for;
 
 /// What every vCPU prints when it waits.
 const WAITS: char = 'G';
@@ -174,9 +174,5 @@ pub fn kvm_builds_for(test: &str) -> Vec<QemuBuild> {
     if !kvm_for(test) {
         return Vec::new();
     }
-    let found = builds();
-    if found.is_empty() {
-        skip(test, "there is no QEMU: run `make qemu`");
-    }
-    found
+    told_builds(test)
 }

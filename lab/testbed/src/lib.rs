@@ -64,7 +64,7 @@ pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
 pub use pings::{Heard, Pings, Silence};
 pub use ports::Ports;
 pub use progress_trace::{Loss, ProgressTrace, WINDOW};
-pub use qemu_build::{QemuBuild, builds, builds_for};
+pub use qemu_build::{QemuBuild, builds, builds_for, builds_since};
 pub use remote_disk::RemoteDisk;
 pub use skip::{kvm_for, skip};
 pub use slow_reads::SlowReads;

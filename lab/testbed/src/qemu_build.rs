@@ -71,11 +71,33 @@ pub fn builds_for(test: &str) -> Vec<QemuBuild> {
         skip(test, missing);
         return Vec::new();
     }
+    told_builds(test)
+}
+
+/// All usable QEMUs; which of the two is missing is told aloud.
+pub(crate) fn told_builds(test: &str) -> Vec<QemuBuild> {
     let found = builds();
     if let Some(why) = missing(&found, QemuBuild::unpacked().is_some()) {
         skip(test, why);
     }
     found
+}
+
+/// Those of `builds` that the test `test` can run with since it needs version `major`. If there are
+/// others only, that is told aloud.
+#[must_use]
+pub fn builds_since(major: u32, builds: Vec<QemuBuild>, test: &str) -> Vec<QemuBuild> {
+    if let Some(why) = too_old(major, &builds) {
+        skip(test, why);
+    }
+    builds.into_iter().filter(|build| build.version.0 >= major).collect()
+}
+
+/// Why a test that needs version `major` runs with none of `builds`, if there are any.
+fn too_old(major: u32, builds: &[QemuBuild]) -> Option<String> {
+    let newest = builds.iter().max_by_key(|build| build.version)?;
+    (newest.version.0 < major)
+        .then(|| format!("{newest} is older than QEMU {major}: run `make qemu` for QEMU 10"))
 }
 
 /// Why a test runs with fewer QEMUs than the two that there should be; `unpacked`: the newer one is
@@ -104,5 +126,10 @@ mod tests {
         assert!(told.contains("no QEMU but QEMU 7.2.0") && told.contains("for QEMU 10"), "{told}");
         assert!(missing(&[qemu(10)], true).unwrap().contains("for the system's own"));
         assert!(missing(&[], false).unwrap().contains("there is no QEMU: run"));
+        assert_eq!(too_old(8, &[qemu(7), qemu(10)]), None);
+        assert!(too_old(8, &[qemu(7)]).unwrap().contains("QEMU 7.2.0 is older than QEMU 8"));
+        // Without any, that was told already.
+        assert_eq!(too_old(8, &[]), None);
+        assert_eq!(builds_since(8, vec![qemu(7), qemu(10)], "of two"), [qemu(10)]);
     }
 }

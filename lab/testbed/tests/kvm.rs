@@ -14,7 +14,7 @@ use godwit_guest_workload::workload::Order;
 use godwit_qemu::QemuSource;
 use godwit_testbed::{
     Backend, BeaconPlace, GuestConfig, Mount, Observer, QemuBuild, Style, TestVm, VmConfig,
-    kvm_builds_for, longest_pause, own_migration, skip,
+    builds_since, kvm_builds_for, longest_pause, own_migration, skip,
 };
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_vcpu_throttle::VcpuThrottle;
@@ -83,7 +83,7 @@ fn a_guest_on_kvm_tells_of_damage() {
 #[test]
 fn memory_that_the_guest_has_not_used_is_not_there() {
     let test = "memory_that_the_guest_has_not_used_is_not_there";
-    for build in kvm_builds_for(test).into_iter().filter(|build| build.version.0 >= 9) {
+    for build in builds_since(9, kvm_builds_for(test), test) {
         for backend in [Backend::Anonymous, Backend::SharedFile] {
             let guest = GuestConfig::small(Mode::Idle);
             let config = VmConfig::new(&build, guest).with_backend(backend).on_kvm();
@@ -115,7 +115,7 @@ fn a_throttle_slows_a_guest_on_kvm() {
 #[test]
 fn an_observer_sees_a_guest_move_whose_ram_is_anonymous() {
     let test = "an_observer_sees_a_guest_move_whose_ram_is_anonymous";
-    for build in kvm_builds_for(test).into_iter().filter(|build| build.version.0 >= 8) {
+    for build in builds_since(8, kvm_builds_for(test), test) {
         let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
         let config = config.with_backend(Backend::Anonymous).on_kvm();
         let mut source = TestVm::source(&config).unwrap();
@@ -154,7 +154,7 @@ fn mapped_by_kvm(debug: &Path, vm: &TestVm) -> u64 {
 fn a_harvest_leaves_alone_what_nobody_wrote() {
     // Mutation: all of a block is scanned and protected in one step. Then nothing is mapped.
     let test = "a_harvest_leaves_alone_what_nobody_wrote";
-    for build in kvm_builds_for(test).iter().filter(|build| build.version.0 >= 8) {
+    for build in &builds_since(8, kvm_builds_for(test), test) {
         let debug = match Mount::new("debugfs", "defaults") {
             Ok(debug) => debug,
             Err(error) => return skip(test, error),

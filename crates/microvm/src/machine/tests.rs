@@ -10,7 +10,8 @@ use godwit_memory::RamBlock;
 use godwit_units::{ByteCount, PageIndex};
 
 use super::*;
-use crate::{GuestMode, plain_layout};
+use crate::control::State;
+use crate::{GuestMode, boot_block, plain_layout};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -201,17 +202,85 @@ fn a_machine_takes_as_many_slots_as_kvm_has() {
 }
 
 #[test]
+fn a_guest_that_writes_is_given_as_many_slots_as_kvm_has() {
+    let name = "a_guest_that_writes_is_given_as_many_slots_as_kvm_has";
+    let Some(rig) = rig(name, &plan(2), Some(GuestMode::Full)) else { return };
+    rig.machine.run();
+    rig.output.wait_for("HB n=2 ");
+    let most = Kvm::new().unwrap().get_nr_memslots();
+    let block = rig.machine.plug(ByteCount(144 << 20), most - rig.machine.slots().len()).unwrap();
+    assert!(rig.machine.tell(&block));
+    assert_eq!(rig.machine.slots().len(), most);
+    let printed = rig.output.wait_for("PLUGGED pages=");
+    assert!(!printed.contains("BUG"), "{printed}");
+    let error = rig.machine.plug(ByteCount(1 << 20), 1).unwrap_err().to_string();
+    assert!(error.contains("slots were asked for, but this KVM has"), "{error}");
+}
+
+#[test]
 fn of_slots_that_kvm_refuses_in_part_none_stays() {
     let name = "of_slots_that_kvm_refuses_in_part_none_stays";
     let Some(rig) = rig(name, &plan(1), None) else { return };
     let ram = rig.machine.ram();
+    let shown = rig.machine.slots().len();
     let more = layout::plugged(&ram.plans(), ByteCount(1 << 20)).unwrap();
     let memory = ram.with(&more).unwrap();
     let mut overlapping = memory.slots_of_last(3, 100);
     overlapping[2].gfn = overlapping[0].gfn;
-    slots::show(&rig.machine.vm, &overlapping, &memory).unwrap_err();
+    let refusal = slots::show(&rig.machine.vm, &overlapping, &memory).unwrap_err();
+    assert!(!refusal.stuck);
     // KVM takes no slot of a number that it has in another size.
     slots::show(&rig.machine.vm, &memory.slots_of_last(2, 100), &memory).unwrap();
+    // Where KVM has memory already, there is none for a plug. The numbers are free again after it.
+    let plug = |machine: &Machine| machine.plug(ByteCount(1 << 20), 3).map(|block| block.gpa);
+    let error = plug(&rig.machine).unwrap_err().to_string();
+    assert!(error.contains("KVM_SET_USER_MEMORY_REGION failed"), "{error}");
+    assert_eq!((rig.machine.slots().len(), ram.blocks().len()), (shown, 1));
+    assert_eq!(rig.machine.map.lock().unwrap().next as usize, shown);
+}
+
+#[test]
+fn a_guest_whose_list_makes_no_sense_is_given_memory_all_the_same() {
+    use godwit_control::client;
+    // Regression: a count of 2^64 - 1 was multiplied, and ended the conversation with the machine
+    // in the state `plugging`; a table outside of memory was told as if nothing had changed.
+    let name = "a_guest_whose_list_makes_no_sense_is_given_memory_all_the_same";
+    let more = ByteCount(1 << 20);
+    let spoiled: [(u64, u64); 4] = [
+        (boot_block::PLUGGED, u64::MAX),
+        (boot_block::PLUGGED, 1 << 60),
+        (boot_block::PLUGGED, boot_block::MAX_PLUGGED as u64),
+        (boot_block::PAGE_TABLES, !0xfff),
+    ];
+    for (number, (address, value)) in spoiled.into_iter().enumerate() {
+        let Some(rig) = rig(name, &plan(1), Some(GuestMode::Idle)) else { return };
+        let machine = Arc::new(rig.machine);
+        let path =
+            std::env::temp_dir().join(format!("godwit-list-{}-{number}", std::process::id()));
+        let events = channel().0;
+        let _socket = crate::control::serve(&machine, State::Here, &path, &events).unwrap();
+        machine.ram().store(address, value).unwrap();
+
+        let plugged = client::plug(&path, more, 1).unwrap();
+
+        let warning = plugged.warning.expect("no warning");
+        assert!(warning.contains("the guest does not know of it"), "{warning}");
+        assert_eq!((&*plugged.block, plugged.slots), ("plugged0", 8));
+        let status = client::status(&path).unwrap();
+        assert_eq!((&*status.state, status.slots, status.ram.len()), ("paused", 8, 2));
+        machine.ram().store(boot_block::PLUGGED, 0).unwrap();
+        machine.ram().store(boot_block::PAGE_TABLES, 0).unwrap();
+        assert_eq!(client::plug(&path, more, 1).unwrap().warning, None);
+    }
+}
+
+#[test]
+fn of_more_slots_than_there_can_be_none_is_made_up() {
+    let name = "of_more_slots_than_there_can_be_none_is_made_up";
+    let Some(rig) = rig(name, &plan(1), None) else { return };
+    let error = rig.machine.plug(ByteCount(60 << 30), usize::MAX).unwrap_err().to_string();
+    let wanted = (60 << 30) / 4096 + rig.machine.slots().len();
+    assert!(error.starts_with(&format!("{wanted} memory slots were asked for")), "{error}");
 }
 
 /// How the guest fares for a while.
