@@ -135,9 +135,9 @@ pub(crate) fn compare(
 fn targets(case: &Case, under: Under, rows: &[Row], report: &mut Report) {
     type Figure = (&'static str, fn(&Row) -> f64, &'static str, &'static [Contestant]);
     const FIGURES: [Figure; 4] = [
-        ("total time", |row| row.total_ms, "multifd", &Contestant::MULTIFD),
-        ("CPU", |row| row.cpu_s, "multifd", &Contestant::MULTIFD),
-        ("downtime", |row| row.downtime_ms, "QEMU's best", &Contestant::QEMU),
+        ("total time", |row| row.figures.total_ms, "multifd", &Contestant::MULTIFD),
+        ("CPU", |row| row.figures.cpu_s, "multifd", &Contestant::MULTIFD),
+        ("downtime", |row| row.figures.downtime_ms, "QEMU's best", &Contestant::QEMU),
         ("guest's work lost", |row| row.lost_s, "QEMU's best", &Contestant::QEMU),
     ];
     let Under { name: under, .. } = under;
@@ -148,7 +148,7 @@ fn targets(case: &Case, under: Under, rows: &[Row], report: &mut Report) {
         report.target(name, ratio, 1.0, Better::Lower);
     }
     if case.rate.is_none() {
-        let downtime = median_of(rows, Contestant::Godwit, |row| row.downtime_ms);
+        let downtime = median_of(rows, Contestant::Godwit, |row| row.figures.downtime_ms);
         let name = format!("{} {under}: godwit's downtime, ms", case.name);
         report.target(name, downtime, 20.0, Better::Lower);
     }
@@ -158,6 +158,6 @@ fn targets(case: &Case, under: Under, rows: &[Row], report: &mut Report) {
 pub(crate) fn targets_of_all(rows: &[Row], report: &mut Report) {
     let stop = median_of(rows, Contestant::Godwit, |row| row.tracking_stop_ms);
     report.target("stop of a thread by tracking, all moves, ms", stop, 0.5, Better::Lower);
-    let bugs = rows.iter().map(|row| row.bugs).sum::<usize>();
+    let bugs = rows.iter().map(|row| row.figures.bugs).sum::<usize>();
     report.target("BUG lines of guests, all moves", bugs as f64, 0.0, Better::Lower);
 }

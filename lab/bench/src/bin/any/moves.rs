@@ -3,13 +3,14 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
+use godwit_bench::figures::Figures;
 use godwit_bench::fixture::{Fixture, Moved};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report;
 use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{Godwit, Style, VmConfig, own_migration};
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 /// The guest's own speed is that over this time before the move.
 const BEFORE: Duration = Duration::from_secs(2);
@@ -18,7 +19,6 @@ const BEFORE: Duration = Duration::from_secs(2);
 const AFTER: Duration = Duration::from_secs(5);
 /// To fill 9 GiB takes minutes under TCG.
 const LIMIT: Duration = Duration::from_secs(900);
-const MIB: f64 = 1_048_576.0;
 
 /// Who moves the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,37 +54,18 @@ impl Contestant {
     }
 }
 
-/// The figures of one move.
+/// One move of a case.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Row {
     case: &'static str,
     under: &'static str,
-    contestant: &'static str,
-    pub(crate) total_ms: f64,
-    /// The guest's gap at the switchover, seen from outside.
-    pub(crate) downtime_ms: f64,
-    downtime_resolution_ms: f64,
-    /// The longest other gap, before or after.
-    stall_ms: f64,
+    #[serde(flatten)]
+    pub(crate) figures: Figures,
     /// What the guest did not do from the beginning of the move to [`AFTER`] its end, in seconds of
     /// its work before.
     pub(crate) lost_s: f64,
-    sent_mib: f64,
-    /// Of source and destination QEMU, and of both godwits.
-    pub(crate) cpu_s: f64,
-    cpu_source_s: f64,
-    cpu_destination_s: f64,
-    cpu_godwit_s: f64,
-    passes: u64,
     /// How long a thread of QEMU was stopped to start the tracking; of godwit only.
     pub(crate) tracking_stop_ms: f64,
-    /// What the contestant says of itself.
-    own_words: Value,
-    pub(crate) bugs: usize,
-}
-
-fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
 }
 
 /// Starts a guest like `config` for `case`, and has `contestant` move it.
@@ -109,38 +90,23 @@ pub(crate) fn one_move(
     });
     let outcome =
         outcome.with_context(|| format!("{} did not move the guest", contestant.name()))?;
-    let seen = outcome.seen.switchover;
-    ensure!(seen.is_some(), "the guest was not seen to move");
-    let gap = |length: Option<Duration>| length.map_or(f64::NAN, millis);
-    let [source, destination] = outcome.cpu;
-    let (moved, from) = (outcome.moved, outcome.began);
+    ensure!(outcome.seen.switchover.is_some(), "the guest was not seen to move");
+    let figures = Figures::of(contestant.name(), &outcome);
     let trace = outcome.trace.unwrap_or_default();
-    let speed = trace.rate(from.saturating_sub(BEFORE), from);
-    let loss = trace.loss(from, from + moved.wall + AFTER, speed);
-    let stop = moved.own_words["migrate"]["tracking_stop_us"].as_f64();
+    let (from, to) = (outcome.began, outcome.began + outcome.moved.wall + AFTER);
+    let loss = trace.loss(from, to, trace.rate(from.saturating_sub(BEFORE), from));
+    let stop = figures.own_words["migrate"]["tracking_stop_us"].as_f64();
     Ok(Row {
         case,
         under,
-        contestant: contestant.name(),
-        total_ms: millis(moved.wall),
-        downtime_ms: gap(seen.map(|gap| gap.length)),
-        downtime_resolution_ms: gap(seen.map(|gap| gap.resolution)),
-        stall_ms: gap(outcome.seen.stall.map(|gap| gap.length)),
+        figures,
         lost_s: loss.work.as_secs_f64(),
-        sent_mib: moved.sent / MIB,
-        cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
-        cpu_source_s: source.as_secs_f64(),
-        cpu_destination_s: destination.as_secs_f64(),
-        cpu_godwit_s: moved.godwit_cpu.as_secs_f64(),
-        passes: moved.rounds,
         tracking_stop_ms: stop.map_or(f64::NAN, |micros| micros / 1e3),
-        own_words: moved.own_words,
-        bugs: outcome.bugs,
     })
 }
 
 fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
-    rows.iter().filter(move |row| row.contestant == contestant.name())
+    rows.iter().filter(move |row| row.figures.contestant == contestant.name())
 }
 
 pub(crate) fn median_of(rows: &[Row], contestant: Contestant, figure: impl Fn(&Row) -> f64) -> f64 {
@@ -153,41 +119,21 @@ pub(crate) fn medians(rows: &[Row], contestant: Contestant) -> Row {
     Row {
         case,
         under,
-        contestant: contestant.name(),
-        total_ms: median(|row| row.total_ms),
-        downtime_ms: median(|row| row.downtime_ms),
-        downtime_resolution_ms: median(|row| row.downtime_resolution_ms),
-        stall_ms: median(|row| row.stall_ms),
+        figures: Figures::medians(contestant.name(), rows.iter().map(|row| &row.figures)),
         lost_s: median(|row| row.lost_s),
-        sent_mib: median(|row| row.sent_mib),
-        cpu_s: median(|row| row.cpu_s),
-        cpu_source_s: median(|row| row.cpu_source_s),
-        cpu_destination_s: median(|row| row.cpu_destination_s),
-        cpu_godwit_s: median(|row| row.cpu_godwit_s),
-        passes: median(|row| row.passes as f64) as u64,
         tracking_stop_ms: median(|row| row.tracking_stop_ms),
-        own_words: Value::Null,
-        bugs: of(rows, contestant).map(|row| row.bugs).sum(),
     }
 }
 
 pub(crate) const TABLE: Table<Row> = Table(&[
-    Column { head: "", width: 14, cell: |row| row.contestant.to_owned() },
-    Column { head: "total ms", width: 8, cell: |row| figure(row.total_ms, 0) },
-    Column { head: "downtime ms", width: 13, cell: downtime },
-    Column { head: "stall ms", width: 8, cell: |row| figure(row.stall_ms, 1) },
+    Column { head: "", width: 14, cell: |row| row.figures.contestant.to_owned() },
+    Column { head: "total ms", width: 8, cell: |row| figure(row.figures.total_ms, 0) },
+    Column { head: "downtime ms", width: 13, cell: |row| row.figures.downtime() },
+    Column { head: "stall ms", width: 8, cell: |row| figure(row.figures.stall_ms, 1) },
     Column { head: "lost s", width: 6, cell: |row| figure(row.lost_s, 2) },
-    Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 1) },
-    Column { head: "passes", width: 6, cell: |row| row.passes.to_string() },
-    Column { head: "CPU s src+dst+godwit", width: 20, cell: shares },
-    Column { head: "= CPU", width: 6, cell: |row| figure(row.cpu_s, 2) },
+    Column { head: "sent MiB", width: 8, cell: |row| figure(row.figures.sent_mib, 1) },
+    Column { head: "passes", width: 6, cell: |row| row.figures.passes.to_string() },
+    Column { head: "CPU s src+dst+godwit", width: 20, cell: |row| row.figures.shares() },
+    Column { head: "= CPU", width: 6, cell: |row| figure(row.figures.cpu_s, 2) },
     Column { head: "track ms", width: 8, cell: |row| figure(row.tracking_stop_ms, 2) },
 ]);
-
-fn downtime(row: &Row) -> String {
-    format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms)
-}
-
-fn shares(row: &Row) -> String {
-    format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s)
-}

@@ -14,15 +14,15 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use godwit_bench::fixture::{Fixture, Moved, Outcome};
+use godwit_bench::figures::Figures;
+use godwit_bench::fixture::{Fixture, Moved};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{self, Better, Report};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_testbed::{
-    Backend, Gap, Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig, own_migration,
+    Backend, Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig, own_migration,
 };
-use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const DOWNTIME_LIMIT: [&str; 2] = ["--downtime-limit", "300ms"];
@@ -53,30 +53,6 @@ impl Contestant {
             Self::Plain | Self::Multifd | Self::Godwit => Backend::SharedFile,
         }
     }
-}
-
-/// The figures of one move.
-#[derive(Clone, Debug, Serialize)]
-struct Row {
-    contestant: &'static str,
-    total_ms: f64,
-    /// The guest's gap at the switchover, seen from outside.
-    downtime_ms: f64,
-    downtime_resolution_ms: f64,
-    /// The longest other gap, before or after.
-    stall_ms: f64,
-    /// When that gap ended, from the end of the switchover on; negative before it.
-    stall_at_ms: f64,
-    sent_mib: f64,
-    /// Processor time of the work: source and destination side of QEMU, and godwit's processes.
-    cpu_s: f64,
-    cpu_source_s: f64,
-    cpu_destination_s: f64,
-    cpu_godwit_s: f64,
-    passes: u64,
-    /// What the contestant says of itself.
-    own_words: Value,
-    bugs: usize,
 }
 
 /// Runs the comparison and enters figures and targets into `report`.
@@ -126,8 +102,8 @@ pub(crate) fn compare(rounds: usize, with_godwit: bool, report: &mut Report) -> 
     Ok(())
 }
 
-fn targets(rows: &[Row], report: &mut Report) {
-    type Figure = (&'static str, fn(&Row) -> f64);
+fn targets(rows: &[Figures], report: &mut Report) {
+    type Figure = (&'static str, fn(&Figures) -> f64);
     let figures: [Figure; 3] = [
         ("total time", |row| row.total_ms),
         ("processor time", |row| row.cpu_s),
@@ -140,7 +116,7 @@ fn targets(rows: &[Row], report: &mut Report) {
             report.target(format!("godwit / {}: {what}", rival.name()), ratio, 1.0, Better::Lower);
         }
     }
-    let cpu = |who| median_of(rows, who, |row: &Row| row.cpu_s);
+    let cpu = |who| median_of(rows, who, |row: &Figures| row.cpu_s);
     let ratio = cpu(Contestant::Godwit) / cpu(Contestant::Multifd);
     report.target("godwit / multifd: processor time, at most half", ratio, 0.5, Better::Lower);
     let worst = |key: &str, side: &str| {
@@ -165,15 +141,11 @@ fn worse(a: f64, b: f64) -> f64 {
 
 const MIB: f64 = 1_048_576.0;
 
-fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
-}
-
 fn one_move(
     contestant: Contestant,
     build: &QemuBuild,
     godwit: Option<&Godwit>,
-) -> anyhow::Result<Row> {
+) -> anyhow::Result<Figures> {
     let config = VmConfig::new(build, GuestConfig::standard()).with_backend(contestant.backend());
     let mut fixture = Fixture::new(config, LIMIT);
     fixture.observed = contestant.backend() == Backend::SharedFile;
@@ -191,31 +163,7 @@ fn one_move(
     })?;
     let seen = outcome.seen.switchover.is_some();
     ensure!(seen || !fixture.observed, "the guest was not seen to move");
-    Ok(row(contestant, outcome))
-}
-
-/// A gap that nobody observed is not a number, and null in the report.
-fn row(contestant: Contestant, outcome: Outcome) -> Row {
-    let gap = |gap: Option<Gap>, figure: fn(Gap) -> Duration| {
-        gap.map_or(f64::NAN, |gap| millis(figure(gap)))
-    };
-    let Outcome { moved, seen, cpu: [source, destination], bugs, .. } = outcome;
-    Row {
-        contestant: contestant.name(),
-        total_ms: millis(moved.wall),
-        downtime_ms: gap(seen.switchover, |gap| gap.length),
-        downtime_resolution_ms: gap(seen.switchover, |gap| gap.resolution),
-        stall_ms: gap(seen.stall, |gap| gap.length),
-        stall_at_ms: gap(seen.stall, |gap| gap.end) - gap(seen.switchover, |gap| gap.end),
-        sent_mib: moved.sent / MIB,
-        cpu_s: (source + destination + moved.godwit_cpu).as_secs_f64(),
-        cpu_source_s: source.as_secs_f64(),
-        cpu_destination_s: destination.as_secs_f64(),
-        cpu_godwit_s: moved.godwit_cpu.as_secs_f64(),
-        passes: moved.rounds,
-        own_words: moved.own_words,
-        bugs,
-    }
+    Ok(Figures::of(contestant.name(), &outcome))
 }
 
 fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyhow::Result<Moved> {
@@ -232,52 +180,25 @@ fn by_godwit(godwit: &Godwit, source: &TestVm, destination: &mut TestVm) -> anyh
     Ok(Moved::by_godwit(&attempt, own_words))
 }
 
-fn of(rows: &[Row], contestant: Contestant) -> impl Iterator<Item = &Row> {
+fn of(rows: &[Figures], contestant: Contestant) -> impl Iterator<Item = &Figures> {
     rows.iter().filter(move |row| row.contestant == contestant.name())
 }
 
-fn median_of(rows: &[Row], contestant: Contestant, figure: impl Fn(&Row) -> f64) -> f64 {
+fn median_of(rows: &[Figures], contestant: Contestant, figure: impl Fn(&Figures) -> f64) -> f64 {
     report::median_of(of(rows, contestant), figure)
 }
 
-fn medians(rows: &[Row], contestant: Contestant) -> Row {
-    let median = |figure: fn(&Row) -> f64| median_of(rows, contestant, figure);
-    Row {
-        contestant: contestant.name(),
-        total_ms: median(|row| row.total_ms),
-        downtime_ms: median(|row| row.downtime_ms),
-        downtime_resolution_ms: median(|row| row.downtime_resolution_ms),
-        stall_ms: median(|row| row.stall_ms),
-        stall_at_ms: median(|row| row.stall_at_ms),
-        sent_mib: median(|row| row.sent_mib),
-        cpu_s: median(|row| row.cpu_s),
-        cpu_source_s: median(|row| row.cpu_source_s),
-        cpu_destination_s: median(|row| row.cpu_destination_s),
-        cpu_godwit_s: median(|row| row.cpu_godwit_s),
-        passes: median(|row| row.passes as f64) as u64,
-        own_words: Value::Null,
-        bugs: of(rows, contestant).map(|row| row.bugs).sum(),
-    }
+fn medians(rows: &[Figures], contestant: Contestant) -> Figures {
+    Figures::medians(contestant.name(), rows.iter())
 }
 
-const TABLE: Table<Row> = Table(&[
+const TABLE: Table<Figures> = Table(&[
     Column { head: "", width: 18, cell: |row| row.contestant.to_owned() },
     Column { head: "total ms", width: 8, cell: |row| figure(row.total_ms, 0) },
-    Column { head: "downtime ms", width: 13, cell: downtime },
+    Column { head: "downtime ms", width: 13, cell: Figures::downtime },
     Column { head: "stall ms", width: 8, cell: |row| figure(row.stall_ms, 1) },
     Column { head: "sent MiB", width: 8, cell: |row| figure(row.sent_mib, 1) },
     Column { head: "passes", width: 6, cell: |row| row.passes.to_string() },
-    Column { head: "CPU s src+dst+godwit", width: 20, cell: shares },
+    Column { head: "CPU s src+dst+godwit", width: 20, cell: Figures::shares },
     Column { head: "= CPU", width: 6, cell: |row| figure(row.cpu_s, 2) },
 ]);
-
-fn downtime(row: &Row) -> String {
-    if row.downtime_ms.is_nan() {
-        return figure(row.downtime_ms, 1);
-    }
-    format!("{:.1} ±{:.1}", row.downtime_ms, row.downtime_resolution_ms)
-}
-
-fn shares(row: &Row) -> String {
-    format!("{:.2}+{:.2}+{:.2}", row.cpu_source_s, row.cpu_destination_s, row.cpu_godwit_s)
-}
