@@ -11,6 +11,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use godwit_nbd::Address;
+use procfs::process::Process;
 use serde_json::json;
 
 use crate::QemuError;
@@ -101,8 +102,8 @@ pub(crate) fn exports(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
 /// Whose server this QEMU runs, if it is a godwit's: told by the path of its socket, which the
 /// kernel keeps (`/proc/net/unix`).
 pub(crate) fn owner(pid: i32) -> Option<Mark> {
-    let sockets = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).ok()?;
-    let paths = sockets.lines().filter_map(|line| line.split_whitespace().nth(7));
+    let sockets = Process::new(pid).ok()?.unix().ok()?;
+    let paths = sockets.iter().filter_map(|socket| socket.path.as_ref()?.to_str());
     let end = format!("-nbd-{pid}/{SOCKET}");
     let ours = paths.filter_map(|path| path.strip_suffix(&end));
     let marks = ours.filter_map(|path| Mark::of(path.rsplit('/').next()?));

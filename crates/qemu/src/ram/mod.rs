@@ -85,7 +85,7 @@ pub(crate) fn fitted(
     if names == *offered {
         return Ok(None);
     }
-    let mut back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
+    let mut back_ends = back_end_names(machine)?;
     let listed = addresses::list(machine)?;
     let all: BTreeSet<&str> = listed.iter().map(|block| block.name.as_str()).collect();
     // What no device uses is in no list, and no RAM of the machine's.
@@ -115,6 +115,10 @@ fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {
     machine.qmp.run(&QueryMemdev)
 }
 
+fn back_end_names(machine: &mut Machine) -> Result<BTreeSet<String>, QmpError> {
+    Ok(back_ends(machine)?.into_iter().map(|back_end| back_end.id).collect())
+}
+
 /// The RAM, if all of it is in named files that are mapped shared.
 fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuError> {
     let mut blocks = Vec::new();
@@ -141,27 +145,28 @@ fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuE
 /// RAM by its addresses. Of a source also what the guest's devices have, where that is not reached
 /// as a block.
 fn in_process(machine: &mut Machine, is_source: bool) -> Result<Ram, QemuError> {
-    let mut listed = addresses::list(machine)?;
-    let mut device_ram = Vec::new();
-    if listed.iter().any(|block| block.address.is_none()) {
-        let back_ends: BTreeSet<String> = back_ends(machine)?.into_iter().map(|it| it.id).collect();
-        let (main, other) = listed.into_iter().partition(|block| back_ends.contains(&block.name));
-        listed = addresses::ask(machine, main)?;
-        if is_source {
-            let other: Vec<Listed> = addresses::ask(machine, other)?;
-            let (other, used): (Vec<_>, Vec<_>) =
-                other.into_iter().map(|block| (block.clone(), block.used)).unzip();
-            let blocks = at_addresses(machine, other)?;
-            let blocks = blocks.into_iter().zip(used);
-            device_ram = blocks.map(|(block, used)| DeviceRam { block, used }).collect();
-        }
+    let mut main = addresses::list(machine)?;
+    let mut other = Vec::new();
+    if main.iter().any(|block| block.address.is_none()) {
+        let back_ends = back_end_names(machine)?;
+        main.retain(|block| is_source || back_ends.contains(&block.name));
+        (main, other) = addresses::ask(machine, main)?
+            .into_iter()
+            .partition(|block| back_ends.contains(&block.name));
     }
-    let blocks = at_addresses(machine, listed)?;
+    let used: Vec<ByteCount> = other.iter().map(|block| block.used).collect();
+    let count = main.len();
+    let mut blocks = at_addresses(machine, main.into_iter().chain(other))?;
+    let device_ram = blocks.split_off(count).into_iter().zip(used);
+    let device_ram = device_ram.map(|(block, used)| DeviceRam { block, used }).collect();
     Ok(Ram { blocks, state_by: StateBy::Saving, device_ram })
 }
 
-/// The blocks that these addresses in the process are.
-fn at_addresses(machine: &Machine, listed: Vec<Listed>) -> Result<Vec<RamBlock>, QemuError> {
+/// The blocks that these addresses in the process are, in order.
+fn at_addresses(
+    machine: &Machine,
+    listed: impl IntoIterator<Item = Listed>,
+) -> Result<Vec<RamBlock>, QemuError> {
     let space = AddressSpace::of(machine.pid)?;
     let mut blocks = Vec::new();
     for Listed { name, size, address, .. } in listed {
