@@ -65,31 +65,31 @@ impl Protected {
                 |address: u64| mapping.pages.start.0 + (address - mapping.address.0) / PAGE_SIZE;
             let to_address =
                 |page: u64| mapping.address.0 + (page - mapping.pages.start.0) * PAGE_SIZE;
+            // Returns how many pages it reports.
+            let mut report = |regions: &[PageRegion]| {
+                let runs = regions.iter().map(|region| {
+                    let (start, end) = (to_page(region.start), to_page(region.end));
+                    PageRun::new(start, end - start)
+                });
+                runs.inspect(|run| found(*run)).map(|run| run.count.0).sum::<u64>()
+            };
             let mut at = to_address(part.start.0);
             let end = to_address(part.end().0);
             while at < end {
-                let mut report = |regions: &[PageRegion]| {
-                    for region in regions {
-                        let (start, end) = (to_page(region.start), to_page(region.end));
-                        found(PageRun::new(start, end - start));
-                        left = left.saturating_sub(end - start);
-                    }
-                    left
-                };
-                let most = report(&[]);
                 let (filled, walked) =
-                    self.walk(at..end, flags, most, &mut seen).map_err(failed)?;
+                    self.walk(at..end, flags, left, &mut seen).map_err(failed)?;
                 if then != Then::Protect {
-                    report(&seen[..filled]);
+                    left = left.saturating_sub(report(&seen[..filled]));
                 } else {
                     for mut spot in spots(&seen[..filled], at..walked) {
                         while spot.start < spot.end {
-                            let (flags, most) = (flags | PM_SCAN_WP_MATCHING, report(&[]));
+                            let flags = flags | PM_SCAN_WP_MATCHING;
                             let (filled, walked) = self
-                                .walk(spot.clone(), flags, most, &mut regions)
+                                .walk(spot.clone(), flags, left, &mut regions)
                                 .map_err(failed)?;
                             spot.start = walked;
-                            if report(&regions[..filled]) == 0 && limit > 0 {
+                            left = left.saturating_sub(report(&regions[..filled]));
+                            if limit > 0 && left == 0 {
                                 return Ok(PageIndex(to_page(walked)));
                             }
                         }

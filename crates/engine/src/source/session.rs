@@ -6,7 +6,6 @@
 //! report is one event for each order. From COMMIT on a wish to cancel is not heard, and from the
 //! last piece of device state on the machine may end.
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
@@ -101,8 +100,6 @@ pub(super) struct Session {
     /// messages are limited.
     events: Receiver<Event>,
     events_in: Sender<Event>,
-    /// Events that came within a long call, for who waits for them.
-    kept: VecDeque<Event>,
     /// Who reads the destination takes a place here for each message, and waits for one; who looks
     /// at it gives it back.
     places: Receiver<()>,
@@ -135,7 +132,6 @@ impl Session {
             made_up,
             events,
             events_in,
-            kept: VecDeque::new(),
             places,
             places_in,
             control: None,
@@ -233,9 +229,6 @@ impl Session {
 
     /// The next event of any kind, within `limit`.
     fn event(&mut self, limit: Duration) -> Result<Event, RecvTimeoutError> {
-        if let Some(event) = self.kept.pop_front() {
-            return Ok(event);
-        }
         let event = self.events.recv_timeout(limit);
         if matches!(event, Ok(Event::Peer { .. })) {
             let _ = self.places.try_recv();
@@ -326,8 +319,8 @@ impl Session {
         self.next_event(vm, time)?.map_or(Ok(()), |event| Err(event.out_of_place()))
     }
 
-    /// What a long call was interrupted by, as far as something was. Waits for nothing, and keeps
-    /// what else was reported for who waits for it.
+    /// What a long call was interrupted by, as far as something was. Waits for nothing. What else
+    /// was reported is of no interest any more: the migration has failed.
     pub(super) fn interruption(&mut self, vm: &dyn SourceVm) -> Option<EngineError> {
         if !self.interrupt.is_raised() {
             return None;
@@ -338,24 +331,20 @@ impl Session {
         if vm.has_ended() {
             return Some(EngineError::Ended("source"));
         }
-        let mut kept = VecDeque::new();
-        let cause = loop {
-            match self.pending() {
-                None => break None,
-                Some(Event::Peer { connection, .. }) if connection != self.connection => {}
-                Some(event @ Event::Peer { message: Err(_), .. }) => {
+        while let Some(event) = self.pending() {
+            match event {
+                Event::Peer { connection, .. } if connection != self.connection => {}
+                Event::Peer { message: Err(_), .. } => {
                     self.ended = true;
-                    break Some(event.out_of_place());
+                    return Some(event.out_of_place());
                 }
-                Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) => {
-                    break Some(event.out_of_place());
+                Event::Peer { message: Ok(Message::Abort { .. }), .. } => {
+                    return Some(event.out_of_place());
                 }
-                Some(other) => kept.push_back(other),
+                _ => {}
             }
-        };
-        kept.append(&mut self.kept);
-        self.kept = kept;
-        cause
+        }
+        None
     }
 
     /// What ends the long calls of the machine.
