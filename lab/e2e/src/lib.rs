@@ -57,6 +57,12 @@ impl Pair {
         Ok(Self { source, destination, godwit })
     }
 
+    /// Makes the destination the source of the next move, which goes to `next`. What was the source
+    /// is ended.
+    pub fn move_on(&mut self, next: TestVm) {
+        self.source = std::mem::replace(&mut self.destination, next);
+    }
+
     /// Runs both commands to their ends: migrate, receive. Disks that move may be filled.
     ///
     /// # Errors

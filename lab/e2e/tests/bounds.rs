@@ -57,6 +57,6 @@ fn it_is_not_ten_times_slower_than_it_was() -> anyhow::Result<()> {
 /// The destination becomes the source of the next move.
 fn go_on_from_there(pair: &mut Pair) -> anyhow::Result<()> {
     let next = TestVm::destination(pair.source.config())?;
-    pair.source = std::mem::replace(&mut pair.destination, next);
+    pair.move_on(next);
     Ok(())
 }

@@ -65,8 +65,7 @@ fn what_lands_late_is_found() -> anyhow::Result<()> {
                 let (migrate, _) = pair.migrate(&["--verify", "--max-bandwidth", "200MiB/s"])?;
                 check_moved(&mut pair, &migrate)
                     .with_context(|| format!("{build} {way}, move {number}"))?;
-                pair.source =
-                    std::mem::replace(&mut pair.destination, TestVm::destination(&config)?);
+                pair.move_on(TestVm::destination(&config)?);
             }
         }
     }
@@ -96,7 +95,7 @@ fn without_the_second_look_it_is_lost() -> anyhow::Result<()> {
             ensure!(migrate.errors.contains("NOT exact"), "{}", migrate.errors);
             return check_untouched(&mut pair.source);
         }
-        pair.source = std::mem::replace(&mut pair.destination, TestVm::destination(&config)?);
+        pair.move_on(TestVm::destination(&config)?);
     }
     bail!("twenty migrations without the second look, and nothing was lost: this does not test it")
 }

@@ -184,7 +184,7 @@ fn await_stop(pair: &mut Pair, godwit: &Running) {
 fn turn_round(pair: &mut Pair) -> anyhow::Result<()> {
     pair.destination.wait_for_heartbeats_after(Instant::now(), 1, LIMIT)?;
     let next = TestVm::destination(pair.source.config())?;
-    pair.source = std::mem::replace(&mut pair.destination, next);
+    pair.move_on(next);
     Ok(())
 }
 

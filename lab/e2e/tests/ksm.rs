@@ -25,7 +25,7 @@ fn hops(config: &VmConfig, moves: u32, ksm: &Ksm) -> anyhow::Result<()> {
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate).with_context(|| format!("move {number}"))?;
         let next = TestVm::destination(config)?;
-        pair.source = std::mem::replace(&mut pair.destination, next);
+        pair.move_on(next);
     }
     ensure!(twin.bugs().is_empty(), "{:?}", twin.bugs());
     Ok(())

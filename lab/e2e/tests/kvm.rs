@@ -197,7 +197,7 @@ fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
             let (migrate, _) = pair.migrate(&["--verify"])?;
             check_arrived(&mut pair, &migrate).with_context(|| format!("move {number}"))?;
             let next = TestVm::destination(&config)?;
-            pair.source = std::mem::replace(&mut pair.destination, next);
+            pair.move_on(next);
         }
     }
     Ok(())

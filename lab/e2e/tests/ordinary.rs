@@ -137,7 +137,7 @@ fn a_guest_moves_between_kinds_of_ram() -> anyhow::Result<()> {
                 format!("{build}: {kinds:?}")
             })?;
             let next = TestVm::destination(&config(kinds[next]))?;
-            pair.source = std::mem::replace(&mut pair.destination, next);
+            pair.move_on(next);
         }
     }
     Ok(())
@@ -181,7 +181,7 @@ fn a_guest_moves_into_huge_pages_and_out_of_them() -> anyhow::Result<()> {
             let (migrate, _) = pair.migrate(&["--verify"])?;
             check_moved(&mut pair, &migrate).with_context(|| format!("{build}: {next:?}"))?;
             let next = TestVm::destination(&config(next))?;
-            pair.source = std::mem::replace(&mut pair.destination, next);
+            pair.move_on(next);
         }
     }
     Ok(())

@@ -100,7 +100,7 @@ fn silences(
         let silence = heard.longest_silence(began, Instant::now());
         found.push(silence.as_ref().map(Silence::length).context("the client heard nothing")?);
         let next = TestVm::destination(&lan.attach(&config)?)?;
-        pair.source = std::mem::replace(&mut pair.destination, next);
+        pair.move_on(next);
     }
     Ok(found)
 }

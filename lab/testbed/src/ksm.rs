@@ -43,6 +43,15 @@ impl Ksm {
         Some(ksm)
     }
 
+    /// Pages of process `pid` that are merged.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn merged(&self, pid: i32) -> anyhow::Result<u64> {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?;
+        Ok(text.trim().parse()?)
+    }
+
     /// Waits until `count` pages of process `pid` are merged.
     ///
     /// # Errors
@@ -50,8 +59,7 @@ impl Ksm {
     pub fn wait_for(&self, pid: i32, count: u64, limit: Duration) -> anyhow::Result<()> {
         let until = Instant::now() + limit;
         loop {
-            let text = std::fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?;
-            let merged: u64 = text.trim().parse()?;
+            let merged = self.merged(pid)?;
             if merged >= count {
                 return Ok(());
             }

@@ -6,55 +6,20 @@
 //! without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
-use std::path::Path;
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use godwit_testbed::{Ksm, skip};
 use godwit_track::{BlockMapping, DirtyTracker, PagemapTracker};
 use godwit_units::{Hva, PAGE_SIZE, PageCount, PageRun};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-const KSM: &str = "/sys/kernel/mm/ksm";
 const PAGES: u64 = 8192;
+const BYTES: usize = (PAGES * PAGE_SIZE) as usize;
 const LIMIT: Duration = Duration::from_secs(60);
 /// How long the memory is written and copied with merges going on.
 const TIME: Duration = Duration::from_secs(3);
-
-/// KSM at full speed; dropping it puts back what was before.
-struct Ksm(Vec<(&'static str, String)>);
-
-impl Ksm {
-    fn at_full_speed(test: &str) -> Option<Self> {
-        let wanted = [("sleep_millisecs", "0"), ("pages_to_scan", "20000"), ("run", "1")];
-        let mut before = Vec::new();
-        for (name, value) in wanted {
-            let path = Path::new(KSM).join(name);
-            let was = std::fs::read_to_string(&path);
-            match was.and_then(|was| std::fs::write(path, value).map(|()| was)) {
-                Ok(was) => before.insert(0, (name, was)),
-                Err(error) => {
-                    eprintln!("SKIPPED {test}: no KSM here, or no right to it: {error}");
-                    drop(Self(before));
-                    return None;
-                }
-            }
-        }
-        Some(Self(before))
-    }
-
-    /// Whether the kernel has merged pages of this process.
-    fn has_merged() -> bool {
-        let text = std::fs::read_to_string("/proc/self/ksm_merging_pages").unwrap_or_default();
-        text.trim().parse::<u64>().unwrap_or(0) > 100
-    }
-}
-
-impl Drop for Ksm {
-    fn drop(&mut self) {
-        for (name, value) in &self.0 {
-            let _ = std::fs::write(Path::new(KSM).join(name), value);
-        }
-    }
-}
 
 /// Private memory that may be merged.
 struct Memory(*mut u8);
@@ -64,15 +29,13 @@ unsafe impl Sync for Memory {}
 
 impl Memory {
     fn new() -> Self {
-        let (length, access) = ((PAGES * PAGE_SIZE) as usize, libc::PROT_READ | libc::PROT_WRITE);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice; advice changes no bytes.
         let memory = unsafe {
-            let memory = libc::mmap(std::ptr::null_mut(), length, access, flags, -1, 0);
-            libc::madvise(memory, length, libc::MADV_MERGEABLE);
+            let memory = mmap_anonymous(null_mut(), BYTES, access, MapFlags::PRIVATE).unwrap();
+            madvise(memory, BYTES, Advice::LinuxMergeable).unwrap();
             memory
         };
-        assert_ne!(memory, libc::MAP_FAILED);
         Self(memory.cast())
     }
 
@@ -100,7 +63,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         // SAFETY: mapped in `new`, and nobody has a reference into it.
-        unsafe { libc::munmap(self.0.cast(), (PAGES * PAGE_SIZE) as usize) };
+        unsafe { munmap(self.0.cast(), BYTES).unwrap() };
     }
 }
 
@@ -109,7 +72,7 @@ fn no_write_is_lost_while_pages_are_merged() {
     // Mutation: what a harvest finds of every seventh page is not copied.
     let test = "no_write_is_lost_while_pages_are_merged";
     let memory = Memory::new();
-    let Some(_ksm) = Ksm::at_full_speed(test) else { return };
+    let Some(ksm) = Ksm::for_test(test) else { return };
     let pages = PageRun::new(0, PAGES);
     let mapping = BlockMapping { pages, address: Hva(memory.0 as u64) };
     // A third each of zeros, of pages that are equal, and of pages like no other.
@@ -124,9 +87,9 @@ fn no_write_is_lost_while_pages_are_merged() {
     }
     let tracker = match PagemapTracker::start_own(&[vec![mapping]]) {
         Ok(tracker) => tracker,
-        Err(error) => return eprintln!("SKIPPED {test}: {error}"),
+        Err(error) => return skip(test, error),
     };
-    let mut copy = vec![0; (PAGES * PAGE_SIZE / 8) as usize];
+    let mut copy = vec![0; BYTES / 8];
     let mut found = Vec::new();
     let mut round = |copy: &mut [u64]| {
         found.clear();
@@ -153,7 +116,7 @@ fn no_write_is_lost_while_pages_are_merged() {
         let mut merged = false;
         while began.elapsed() < LIMIT && !(merged && began.elapsed() > TIME) {
             round(&mut copy);
-            merged |= Ksm::has_merged();
+            merged |= ksm.merged(std::process::id().cast_signed()).unwrap() > 100;
         }
         over.store(true, Ordering::Relaxed);
         merged
