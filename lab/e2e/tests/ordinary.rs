@@ -354,3 +354,32 @@ fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+/// Moves a guest with anonymous RAM so often in a row, each time into a new QEMU, with its memory
+/// compared.
+fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
+    for build in builds_for(test) {
+        let config = config(&build, Mode::Rate, Backend::Anonymous);
+        let mut pair = Pair::start(&config)?;
+        for number in 1..=times {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            let moved = check_moved(&mut pair, &migrate);
+            moved.with_context(|| format!("{build}: move {number}"))?;
+            ensure!(migrate.last()["verified"] == true, "move {number}: {}", migrate.last());
+            let next = TestVm::destination(&config)?;
+            pair.move_on(next);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn three_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
+    repeat("three_moves_in_a_row_with_anonymous_ram", 3)
+}
+
+#[test]
+#[ignore = "takes five minutes: make test-long"]
+fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
+    repeat("a_hundred_moves_in_a_row_with_anonymous_ram", 100)
+}
