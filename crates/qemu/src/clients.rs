@@ -211,11 +211,11 @@ mod tests {
         // Who still waits holds nothing.
         assert!(named().iter().all(|socket| socket.inode == 0));
         let (theirs, _) = listener.accept().unwrap();
-        let peer = Some(inode(ours.as_raw_fd()));
-        let name = Some(path.clone());
-        assert_eq!(named(), [Socket { inode: inode(theirs.as_raw_fd()), name, peer }]);
+        let peer = inode(ours.as_raw_fd());
+        let (inode, name) = (inode(theirs.as_raw_fd()), Some(path.clone()));
+        assert_eq!(named(), [Socket { inode, name, peer: Some(peer) }]);
         let own = std::process::id().cast_signed();
-        assert!(holders(&[peer.unwrap()]).iter().any(|client| client.pid == own));
+        assert!(holders(&[peer]).iter().any(|client| client.pid == own));
         assert_eq!(of_monitor(&path), None, "it is this process itself");
         fs::remove_file(path).unwrap();
     }
