@@ -138,7 +138,7 @@ fn of_refusal(label: Option<&str>, filters: bool, kind: io::ErrorKind) -> String
             "its seccomp filter is the likely cause: let that allow userfaultfd(2), {device}"
         ),
         _ => format!(
-            "let whatever confines it (seccomp, SELinux, a container) allow userfaultfd(2), {device}"
+            "let what confines it (seccomp, SELinux, a container) allow userfaultfd(2), {device}"
         ),
     }
 }
@@ -225,7 +225,7 @@ mod tests {
         let context = Some("system_u:system_r:svirt_t:s0");
         assert!(cause(context, true, denied).contains("SELinux, which has it in the context"));
         assert!(cause(Some("libvirt-1 (enforce)"), true, denied).contains("seccomp filter is"));
-        assert!(cause(None, false, denied).contains("whatever confines it"));
+        assert!(cause(None, false, denied).contains("what confines it"));
     }
 
     #[test]
