@@ -1,5 +1,5 @@
-//! The network card: it is given an address and switched on, the kernel answers pings by itself, and
-//! a thread repeats to clients what they say.
+//! The network card: it is given an address and switched on, the kernel answers pings by itself,
+//! and a thread repeats to clients what they say.
 //!
 //! Without a tool in the image the kernel is asked over a netlink socket (rtnetlink(7)), in two
 //! messages. Only the first card is used. What is sent on it beyond answers is the kernel's doing.
