@@ -5,13 +5,15 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use godwit_testbed::{
     BeaconPlace, Observation, Observer, OwnMigration, ProgressTrace, TestVm, VmConfig,
 };
+use procfs::process::Process;
 use serde_json::{Value, json};
 
 use crate::godwit::Attempt;
+use crate::sys::Mapping;
 
 /// After so many heartbeats the guest's kernel has done what it does only once.
 const SETTLED: usize = 15;
@@ -116,6 +118,18 @@ pub struct Outcome {
     pub destination: TestVm,
 }
 
+/// Touches as much memory as the guest of `vm` takes, and gives it back. A hypervisor beneath this
+/// host may have taken what is free here: to have it back costs some twenty times what it costs to
+/// clear a page, and so whoever moves a guest first would pay for who comes later.
+fn warm_up(vm: &TestVm) -> anyhow::Result<()> {
+    let status = Process::new(vm.pid())?.status()?;
+    let taken = (status.vmrss.context("QEMU has ended")? << 10) * 3 / 2;
+    let memory = Mapping::anonymous(usize::try_from(taken)?)?;
+    // Huge pages where the host has them, as the destination will.
+    memory.advise(0, usize::try_from(taken)?, libc::MADV_HUGEPAGE)?;
+    Ok(memory.advise(0, usize::try_from(taken)?, libc::MADV_POPULATE_WRITE)?)
+}
+
 impl Fixture {
     /// For two machines like `config`, with an observer and a guest that has settled.
     pub fn new(config: VmConfig, limit: Duration) -> Self {
@@ -160,6 +174,7 @@ impl Fixture {
         };
         std::thread::sleep(self.lead);
 
+        warm_up(&source)?;
         let before = (source.cpu_time()?, destination.cpu_time()?);
         let began = observer.as_ref().map_or(Duration::ZERO, |it| it.started().elapsed());
         let moved = by(&mut source, &mut destination)?;
