@@ -10,6 +10,7 @@ use godwit_testbed::{
     BeaconPlace, Observation, Observer, OwnMigration, ProgressTrace, TestVm, VmConfig,
 };
 use procfs::process::Process;
+use procfs::{Current, Meminfo};
 use serde_json::{Value, json};
 
 use crate::godwit::Attempt;
@@ -118,16 +119,18 @@ pub struct Outcome {
     pub destination: TestVm,
 }
 
-/// Touches as much memory as the guest of `vm` takes, and gives it back. A hypervisor beneath this
-/// host may have taken what is free here: to have it back costs some twenty times what it costs to
-/// clear a page, and so whoever moves a guest first would pay for who comes later.
+/// Touches the memory that the guest of `vm` will take, and half of that again, and gives it back. A
+/// hypervisor beneath this host may have taken what is free here (free page reporting): to have it
+/// back costs some twenty times what it costs to clear a page, so it would be most of what is
+/// measured, and not the same for everybody.
 fn warm_up(vm: &TestVm) -> anyhow::Result<()> {
-    let status = Process::new(vm.pid())?.status()?;
-    let taken = (status.vmrss.context("QEMU has ended")? << 10) * 3 / 2;
-    let memory = Mapping::anonymous(usize::try_from(taken)?)?;
+    let taken = Process::new(vm.pid())?.status()?.vmrss.context("QEMU has ended")? << 10;
+    let free = Meminfo::current()?.mem_available.context("an old kernel")?;
+    let bytes = usize::try_from((taken * 3 / 2).min(free / 5 * 4))?;
+    let memory = Mapping::anonymous(bytes)?;
     // Huge pages where the host has them, as the destination will.
-    memory.advise(0, usize::try_from(taken)?, libc::MADV_HUGEPAGE)?;
-    Ok(memory.advise(0, usize::try_from(taken)?, libc::MADV_POPULATE_WRITE)?)
+    memory.advise(0, bytes, libc::MADV_HUGEPAGE)?;
+    Ok(memory.advise(0, bytes, libc::MADV_POPULATE_WRITE)?)
 }
 
 impl Fixture {
