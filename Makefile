@@ -49,7 +49,7 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@scripts/run-tests.sh
 
 .PHONY: test-long
-test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (four minutes)
+test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (ten minutes)
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh --ignored --test-threads=1
 

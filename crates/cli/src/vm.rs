@@ -57,7 +57,7 @@ impl FromStr for VmName {
 /// Why the QEMU behind the monitor `path` was refused; where the monitor is busy, with whom.
 pub(crate) fn refused_qemu(path: &Path, error: QemuError) -> Box<dyn Error> {
     match &error {
-        QemuError::Qmp(QmpError::NoGreeting { .. }) => {
+        QemuError::Qmp(QmpError::NoGreeting { .. }) | QemuError::MonitorBusy { .. } => {
             busy_godwit(path).map_or_else(|| error.into(), Into::into)
         }
         _ => error.into(),

@@ -10,6 +10,7 @@ use godwit_track::{TrackError, Writer};
 use godwit_units::ByteCount;
 use godwit_vcpu_throttle::ThrottleError;
 
+use crate::clients::Client;
 use crate::monitor::QmpError;
 
 /// What to do when the guardian does not start.
@@ -67,16 +68,30 @@ pub enum QemuError {
     },
     /// Somebody else is connected to each of its monitors.
     #[error(
-        "each QMP monitor of process {pid} is in use ({}): whoever is connected holds it, which is \
-         libvirt where the path is one of libvirt's; give QEMU one more -qmp option, for godwit \
-         alone, or disconnect the other",
-        paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ")
+        "each QMP monitor of process {pid} is in use ({}){}",
+        paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", "),
+        match client {
+            Some(client) => format!(" by {client}: {}", client.cure()),
+            None => ": whoever is connected holds it, which is libvirt where the path is one of \
+                     libvirt's; give QEMU one more -qmp option, for godwit alone, or disconnect \
+                     the other".to_owned(),
+        }
     )]
     MonitorsInUse {
         /// The process.
         pid: i32,
         /// The monitors.
         paths: Vec<PathBuf>,
+        /// Who is connected to one of them, where that can be seen.
+        client: Option<Client>,
+    },
+    /// Somebody else is connected to the monitor.
+    #[error("{client} is connected to the QMP monitor {}: {}", path.display(), client.cure())]
+    MonitorBusy {
+        /// The monitor.
+        path: PathBuf,
+        /// Who is.
+        client: Client,
     },
     /// A source sends what an old QEMU cannot be sent from outside.
     #[error(

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use procfs::net::{UnixNetEntry, UnixState};
 use procfs::process::{FDTarget, Process};
 
-use crate::QemuError;
+use crate::{QemuError, clients};
 
 /// The unix socket of a QMP monitor of QEMU process `pid` that nobody is connected to.
 ///
@@ -24,8 +24,9 @@ pub fn monitor_of(pid: i32) -> Result<PathBuf, QemuError> {
     match monitors.iter().find(|(_, in_use)| !in_use) {
         Some((path, _)) => Ok(path.clone()),
         None => {
-            let paths = monitors.into_iter().map(|(path, _)| path).collect();
-            Err(QemuError::MonitorsInUse { pid, paths })
+            let paths: Vec<PathBuf> = monitors.into_iter().map(|(path, _)| path).collect();
+            let client = paths.iter().find_map(|path| clients::of_monitor(path));
+            Err(QemuError::MonitorsInUse { pid, paths, client })
         }
     }
 }
@@ -40,11 +41,19 @@ pub fn monitors_of(pid: i32) -> Result<Vec<(PathBuf, bool)>, QemuError> {
     let process = Process::new(pid).map_err(failed)?;
     let line: Vec<String> = process.cmdline().map_err(failed)?;
     let sockets = process.unix().map_err(failed)?;
+    let own: BTreeSet<u64> = process
+        .fd()
+        .map_err(failed)?
+        .filter_map(|descriptor| match descriptor.ok()?.target {
+            FDTarget::Socket(inode) => Some(inode),
+            _ => None,
+        })
+        .collect();
     let path = |monitor| match monitor {
         Monitor::Path(path) => Some(path),
         Monitor::Descriptor(number) => path_of(&process, number, &sockets),
     };
-    let told = |path: PathBuf| (here(&process, &path), is_in_use(&process, &path, &sockets));
+    let told = |path: PathBuf| (here(&process, &path), is_in_use(&own, &path, &sockets));
     Ok(monitors(&line).into_iter().filter_map(path).map(told).collect())
 }
 
@@ -111,18 +120,10 @@ fn path_of(process: &Process, number: u32, sockets: &[UnixNetEntry]) -> Option<P
     sockets.iter().find(|socket| socket.inode == inode)?.path.clone()
 }
 
-/// Whether somebody is connected to the monitor `path` of `process`, whose end has that name, too;
-/// or whether it is not known to be this process's: its name was given to another since.
-fn is_in_use(process: &Process, path: &Path, sockets: &[UnixNetEntry]) -> bool {
-    let own: BTreeSet<u64> = process
-        .fd()
-        .into_iter()
-        .flatten()
-        .filter_map(|descriptor| match descriptor.ok()?.target {
-            FDTarget::Socket(inode) => Some(inode),
-            _ => None,
-        })
-        .collect();
+/// Whether somebody is connected to the monitor `path` of a process that has the sockets `own`, one
+/// of which is that end and has that name, too; or whether it is not known to be this process's:
+/// its name was given to another since.
+fn is_in_use(own: &BTreeSet<u64>, path: &Path, sockets: &[UnixNetEntry]) -> bool {
     let named = || sockets.iter().filter(|socket| socket.path.as_deref() == Some(path));
     let is = |socket: &UnixNetEntry, connected: bool| {
         matches!(socket.state, UnixState::CONNECTED) == connected

@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod clients;
 mod compare;
 mod destination;
 mod device_ram;
@@ -34,6 +35,7 @@ mod source;
 mod userfaultfd;
 mod way_back;
 
+pub use clients::Client;
 pub use destination::QemuDestination;
 pub use disks::ListedDisk;
 pub use error::QemuError;

@@ -26,13 +26,12 @@ pub enum TrackError {
         missing: &'static str,
     },
     /// The process may not be traced.
-    #[error(
-        "no right to trace process {pid}: run godwit as root or as the user that runs QEMU, with \
-         CAP_SYS_PTRACE where kernel.yama.ptrace_scope is not 0"
-    )]
+    #[error("no right to trace process {pid}: {cause}")]
     NotPermitted {
         /// The process.
         pid: i32,
+        /// What is likely in the way, and the cure.
+        cause: String,
     },
     /// Its thread does not stop.
     #[error(
@@ -60,16 +59,14 @@ pub enum TrackError {
         source: io::Error,
     },
     /// A filter or a security module is against it.
-    #[error(
-        "process {pid} may not make a userfaultfd ({source}): let its seccomp filter and its \
-         security module (SELinux, AppArmor) allow userfaultfd(2), or run godwit where it may open \
-         /dev/userfaultfd"
-    )]
+    #[error("process {pid} may not make a userfaultfd ({source}): {cause}")]
     Refused {
         /// The process.
         pid: i32,
         /// Why.
         source: io::Error,
+        /// What is likely in the way, and the cure.
+        cause: String,
     },
     /// The process may not handle faults of the kernel.
     #[error(

@@ -22,6 +22,7 @@ mod kvm;
 mod mappings;
 mod pagemap;
 mod partial;
+mod permission;
 mod protected;
 #[cfg(feature = "vm-memory")]
 mod rust_vmm;

@@ -8,6 +8,7 @@ use godwit_units::{ByteCount, Hva, PAGE_SIZE, PageCount, PageRun};
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, MemoryMaps, Process};
 
 use crate::TrackError;
+use crate::permission::not_permitted;
 
 /// A stretch of a RAM block and where a process maps it.
 ///
@@ -80,7 +81,7 @@ pub struct Writer {
 
 fn proc_error(pid: i32, what: &'static str) -> impl FnOnce(procfs::ProcError) -> TrackError {
     move |source| match source {
-        procfs::ProcError::PermissionDenied(_) => TrackError::NotPermitted { pid },
+        procfs::ProcError::PermissionDenied(_) => not_permitted(pid),
         source => TrackError::Proc { pid, what, source },
     }
 }

@@ -3,7 +3,9 @@
 use std::fs::Permissions;
 use std::io::Write;
 use std::net::TcpListener;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +17,8 @@ use godwit_e2e::{
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, images_for, skip,
+    Backend, DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, images_for,
+    skip,
 };
 use godwit_units::ByteCount;
 
@@ -227,6 +230,89 @@ fn a_qemu_whose_load_failed_is_started_again_as_told() -> anyhow::Result<()> {
         pair.destination = TestVm::destination(&more)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate)?;
+    }
+    Ok(())
+}
+
+/// A program of another name, which connects to the monitor and keeps it.
+struct Holder(std::process::Child);
+
+impl Holder {
+    fn of(socket: &Path, name: &str) -> anyhow::Result<Self> {
+        let connection = OwnedFd::from(UnixStream::connect(socket)?);
+        let mut sleep = Command::new("sleep");
+        Ok(Self(sleep.arg0(format!("/usr/sbin/{name}")).arg("600").stdin(connection).spawn()?))
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn who_holds_a_monitor_is_named_and_what_to_do() -> anyhow::Result<()> {
+    // Mutation: the other end of the connection is not looked for. Then nobody is named.
+    let test = "who_holds_a_monitor_is_named_and_what_to_do";
+    let builds = builds_for(test);
+    let Ok(build) = oldest(&builds) else { return Ok(()) };
+    let mut vm = TestVm::source(&VmConfig::new(build, GuestConfig::small(Mode::Idle)))?;
+    vm.wait_ready(LIMIT)?;
+    let godwit = Godwit::built()?;
+    let names = [vm.vm_name(), format!("pid:{}", vm.pid())];
+    let cases =
+        [("libvirtd", "libvirt keeps it"), ("qmp-shell", "wait until it lets go or end it")];
+    for (program, cure) in cases {
+        let holder = Holder::of(&vm.qmp_socket(), program)?;
+        for name in &names {
+            let refused = godwit.run(&["plan", "--vm", name, "--for", "1s"])?;
+            let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+            let whom = format!("process {} ({program})", holder.0.id());
+            for words in
+                [&whom, cure, "one more -qmp option", &vm.qmp_socket().display().to_string()]
+            {
+                ensure!(said.contains(words), "'{words}' is not in: {said}");
+            }
+        }
+    }
+    check_untouched(&mut vm)
+}
+
+/// Who may reach the monitor and not the process is told whose it is, also where no file holds
+/// the guest's memory.
+#[test]
+fn who_may_not_trace_is_told_why() -> anyhow::Result<()> {
+    let test = "who_may_not_trace_is_told_why";
+    if !rustix::process::getuid().is_root() {
+        skip(test, "only root can be another user for a moment");
+        return Ok(());
+    }
+    for build in builds_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
+        let mut vm = TestVm::source(&config.with_backend(Backend::Anonymous))?;
+        vm.wait_ready(LIMIT)?;
+        let godwit = Godwit::built()?;
+        let (name, socket) = (vm.vm_name(), vm.qmp_socket());
+        let open = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode));
+        open(socket.parent().context("no directory")?, 0o755)?;
+        open(&socket, 0o666)?;
+        let whose = format!("it belongs to user 0, and godwit runs as user {NOBODY}");
+        let right = format!("no right to trace process {}", vm.pid());
+        for arguments in
+            [&["migrate", "--vm", &name, "--to", "127.0.0.1:1"][..], &["plan", "--vm", &name]]
+        {
+            let said = as_nobody(&godwit, arguments)?;
+            for words in [&right, &whose, "run godwit as root or as the user that runs QEMU"] {
+                ensure!(said.contains(words), "{build}: '{words}' is not in: {said}");
+            }
+        }
+        // Its command line is open to all, what it has open is not.
+        let number = format!("pid:{}", vm.pid());
+        let said = as_nobody(&godwit, &["plan", "--vm", &number])?;
+        ensure!(said.contains("is it running, and godwit root or its user?"), "{said}");
+        check_untouched(&mut vm)?;
     }
     Ok(())
 }

@@ -7,8 +7,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Link, Pair, await_copying, check_moved, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, Network, QemuBuild, RemoteDisk, Running, TestVm, VmConfig,
-    builds_for, images_for,
+    Backend, DiskImage, Ended, GuestConfig, Network, QemuBuild, RemoteDisk, Running, TestVm,
+    VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 
@@ -203,9 +203,11 @@ fn a_destination_that_refuses_to_run_the_guest_says_why_and_the_source_has_it_ba
 
 #[test]
 fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
-    for build in builds_for("the_network_is_told_where_the_guest_is") {
+    let backends = [Backend::SharedFile, Backend::Anonymous];
+    let builds = builds_for("the_network_is_told_where_the_guest_is");
+    for (build, backend) in builds.iter().flat_map(|build| backends.map(|kind| (build, kind))) {
         let (here, there) = (Network::listen()?, Network::listen()?);
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let config = VmConfig::new(build, GuestConfig::small(Mode::Rate)).with_backend(backend);
         let mut source = config.clone();
         source.extra.extend(here.arguments());
         let mut destination = config;
@@ -230,7 +232,7 @@ fn the_network_is_told_where_the_guest_is() -> anyhow::Result<()> {
         std::thread::sleep(Duration::from_secs(1));
         // Five are QEMU's own, which it makes when it has loaded a guest and sends when that runs.
         let announced = there.announcements()?;
-        ensure!(announced > 5, "{build}: announced {announced} times");
+        ensure!(announced > 5, "{build}, {backend:?}: announced {announced} times");
         ensure!(receive.wait(LIMIT)?.status.success());
     }
     Ok(())

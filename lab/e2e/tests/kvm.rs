@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_alone, await_copying, await_quit, check_moved, check_untouched,
+    LIMIT, Pair, await_alone, await_copying, await_quit, check_moved, check_refused,
+    check_untouched,
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
@@ -13,7 +14,7 @@ use godwit_testbed::{
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// So slow that the guest outruns it, however busy this host is.
 const SLOW: [&str; 4] = ["--max-bandwidth", "20MiB/s", "--compression", "none"];
@@ -183,6 +184,62 @@ fn a_guest_on_kvm_whose_move_is_cancelled_or_killed_runs_on_at_full_speed() -> a
 
         let (migrate, _) = pair.migrate(&["--verify", "--downtime-limit", "10s"])?;
         check_arrived(&mut pair, &migrate)?;
+    }
+    Ok(())
+}
+
+/// A switch that is on in the CPU of `vm`, and in no word of CPUID.
+fn beyond_cpuid(vm: &mut TestVm) -> anyhow::Result<Option<&'static str>> {
+    let cpus = vm.qmp().execute("query-cpus-fast", Value::Null)?;
+    for name in ["rdctl-no", "mds-no", "taa-no", "skip-l1dfl-vmentry"] {
+        let asked = json!({ "path": cpus[0]["qom-path"], "property": name });
+        if vm.qmp().execute("qom-get", asked).is_ok_and(|on| on == true) {
+            return Ok(Some(name));
+        }
+    }
+    Ok(None)
+}
+
+#[test]
+fn another_processor_is_refused_with_its_features_and_the_same_one_is_not() -> anyhow::Result<()> {
+    // Mutation: switches that are in no word of CPUID are not compared. Then the last case moves.
+    let test = "another_processor_is_refused_with_its_features_and_the_same_one_is_not";
+    for build in kvm_builds_for(test) {
+        let with =
+            |cpu: &str| config(&build, Mode::Rate, Backend::Anonymous).with_extra(&["-cpu", cpu]);
+        let mut pair = Pair::start(&with("qemu64,pni=off"))?;
+        let refused = |pair: &mut Pair, cpu: &str, words: &[&str]| -> anyhow::Result<()> {
+            pair.destination = TestVm::destination(&with(cpu))?;
+            let (migrate, receive) = pair.migrate(&[])?;
+            let words = [words, &["the two VMs differ", "--allow-differences"]].concat();
+            check_refused(&migrate, 1, &words).with_context(|| format!("{build}: {cpu}"))?;
+            check_refused(&receive, 1, &words).with_context(|| format!("{build}: {cpu}"))?;
+            ensure!(pair.destination.status()? == "inmigrate", "{cpu}: it was touched");
+            check_untouched(&mut pair.source).with_context(|| format!("{build}: {cpu}"))
+        };
+        let (only_here, only_there) = ("cx16 only here", "cx16 only at the source");
+        refused(&mut pair, "qemu64,pni=off,cx16=off", &["[cpu.features]", only_there])?;
+        let model = "[cpu] CPU model: qemu64 at the source, host here (use -cpu qemu64)";
+        refused(&mut pair, "host,migratable=on", &[model])?;
+
+        pair.source = TestVm::source(&with("host,cx16=off"))?;
+        pair.source.wait_ready(LIMIT)?;
+        let hosts = "start both with a -cpu that both hosts have";
+        refused(&mut pair, "host", &["[cpu.features]", only_here, hosts])?;
+
+        pair.source = TestVm::source(&with("host"))?;
+        pair.source.wait_ready(LIMIT)?;
+        match beyond_cpuid(&mut pair.source)? {
+            Some(name) => {
+                let words = ["[cpu.features]", &format!("{name} only at the source"), hosts];
+                refused(&mut pair, &format!("host,{name}=off"), &words)?;
+            }
+            None => println!("{build}: this processor shows no feature beyond CPUID"),
+        }
+
+        pair.destination = TestVm::destination(&with("host"))?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_arrived(&mut pair, &migrate).with_context(|| build.to_string())?;
     }
     Ok(())
 }

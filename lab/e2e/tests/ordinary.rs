@@ -163,6 +163,9 @@ fn several_nodes_and_what_is_plugged_in_move() -> anyhow::Result<()> {
         let mut pair = Pair::start(&config)?;
         let (migrate, _) = pair.migrate(&["--verify"])?;
         check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+        // All of it in rounds, and none of it with the device state.
+        let (ram, all) = (&migrate.last()["ram_bytes"], config.guest.memory.0 + (384 << 20));
+        ensure!(ram.as_u64() >= Some(all), "{build}: {ram} bytes of {all}");
         ensure!(migrate.last()["verified"] == true, "{}", migrate.last());
         ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     }
@@ -302,7 +305,9 @@ fn a_vm_is_found_by_its_process() -> anyhow::Result<()> {
         drop(holder);
         let words = String::from_utf8_lossy(&refused.stderr).into_owned();
         ensure!(refused.status.code() == Some(2), "{}: {words}", refused.status);
-        let all = ["each QMP monitor of process", "in use", &vm.qmp_socket().display().to_string()];
+        let holder = format!("by process {} (ordinary-", std::process::id());
+        let socket = vm.qmp_socket().display().to_string();
+        let all = ["each QMP monitor of process", "in use", &socket, &holder, "one more -qmp"];
         for part in all {
             ensure!(words.contains(part), "'{part}' is not in: {words}");
         }
@@ -353,4 +358,33 @@ fn disks_move_along_with_anonymous_ram() -> anyhow::Result<()> {
         ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
     }
     Ok(())
+}
+
+/// Moves a guest with anonymous RAM so often in a row, each time into a new QEMU, with its memory
+/// compared.
+fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
+    for build in builds_for(test) {
+        let config = config(&build, Mode::Rate, Backend::Anonymous);
+        let mut pair = Pair::start(&config)?;
+        for number in 1..=times {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            let moved = check_moved(&mut pair, &migrate);
+            moved.with_context(|| format!("{build}: move {number}"))?;
+            ensure!(migrate.last()["verified"] == true, "move {number}: {}", migrate.last());
+            let next = TestVm::destination(&config)?;
+            pair.move_on(next);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn three_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
+    repeat("three_moves_in_a_row_with_anonymous_ram", 3)
+}
+
+#[test]
+#[ignore = "takes five minutes: make test-long"]
+fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
+    repeat("a_hundred_moves_in_a_row_with_anonymous_ram", 100)
 }

@@ -10,8 +10,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    DiskImage, GuestConfig, Lan, QemuBuild, Silence, Style, TestVm, VmConfig, builds_for,
-    images_for, own_migration, skip,
+    Backend, DiskImage, GuestConfig, Heard, Lan, QemuBuild, Silence, Style, TestVm, VmConfig,
+    builds_for, images_for, own_migration, skip,
 };
 use godwit_units::ByteCount;
 
@@ -47,6 +47,54 @@ fn a_client_hears_its_guest_soon_after_a_move() -> anyhow::Result<()> {
         let moved = silences(&lan, build, &image, Mover::Godwit)?;
         println!("{build}: {moved:?}; by {newest} itself: {own:?}");
         ensure!(quickest(&moved) < bound, "{build}: {moved:?}, by QEMU itself {own:?}");
+    }
+    Ok(())
+}
+
+/// Traffic through every move: what a guest's card receives is written to its memory by QEMU, while
+/// that is tracked, copied and handed over.
+#[test]
+fn a_connection_outlives_moves_of_a_guest_with_anonymous_ram() -> anyhow::Result<()> {
+    let test = "a_connection_outlives_moves_of_a_guest_with_anonymous_ram";
+    let lan = match Lan::create() {
+        Ok(lan) => lan,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    for build in builds_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let config = config.with_backend(Backend::Anonymous).with_extra(&["-device", "VGA"]);
+        let mut pair = Pair::start_apart(&lan.attach(&config)?, &lan.attach(&config)?)?;
+        let (talk, pings) = (lan.talk()?, lan.ping()?);
+        talk.await_answers(ANSWERS)?;
+        pings.await_answers(ANSWERS, LIMIT)?;
+        let began = Instant::now();
+        let mut downtimes = Vec::new();
+        for _ in 0..MOVES {
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            check_moved(&mut pair, &migrate).with_context(|| build.to_string())?;
+            downtimes.push(migrate.last()["downtime_ms"].clone());
+            pair.source.kill();
+            talk.await_answers(ANSWERS)?;
+            pings.await_answers(ANSWERS, LIMIT)?;
+            let next = TestVm::destination(&lan.attach(&config)?)?;
+            pair.move_on(next);
+        }
+        let (talked, pinged) = (talk.finish()?, pings.finish()?);
+        ensure!(pair.source.errors() == "", "{}", pair.source.errors());
+        let longest = |heard: &Heard| {
+            let silence = heard.longest_silence(began, Instant::now());
+            silence.as_ref().map(Silence::length).context("nothing was heard")
+        };
+        let (by_talk, by_pings) = (longest(&talked)?, longest(&pinged)?);
+        let count = talked.answered.len();
+        println!(
+            "{build}: {count} messages, the longest silence {by_talk:?}, of pings {by_pings:?} \
+             ({} lost); downtimes {downtimes:?} ms",
+            pinged.lost()
+        );
     }
     Ok(())
 }

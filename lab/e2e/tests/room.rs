@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{GuestConfig, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip};
+use godwit_testbed::{Backend, GuestConfig, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip};
 
 fn config(build: &QemuBuild) -> VmConfig {
     VmConfig::new(build, GuestConfig::small(Mode::Rate))
@@ -100,12 +100,20 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
             return Ok(());
         }
     };
-    let mut pair = Pair::start(&config(oldest(&builds)?))?;
+    for backend in [Backend::SharedFile, Backend::Anonymous] {
+        in_group(&group, &config(oldest(&builds)?).with_backend(backend))
+            .with_context(|| format!("{backend:?}"))?;
+    }
+    Ok(())
+}
+
+fn in_group(group: &Group, config: &VmConfig) -> anyhow::Result<()> {
+    let mut pair = Pair::start(config)?;
     group.take(pair.destination.pid())?;
     let (migrate, _) = pair.migrate(&[])?;
     ensure!(migrate.status.code() == Some(1), "{}: {}", migrate.status, migrate.errors);
     for words in
-        ["of memory (/sys/fs/cgroup/", "the guest may come to use 256MiB more", "--overcommit"]
+        ["of memory (/sys/fs/cgroup/", "the guest may come to use 25", "MiB more", "--overcommit"]
     {
         ensure!(migrate.errors.contains(words), "'{words}' is not in: {}", migrate.errors);
     }
@@ -132,5 +140,49 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
     ensure!(receive.wait(godwit_e2e::LIMIT)?.status.success());
     // Nobody is in it when it goes.
     pair.destination.kill();
+    Ok(())
+}
+
+/// Memory and swap that this host could give, in GiB.
+fn available() -> anyhow::Result<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo")?;
+    let lines = meminfo
+        .lines()
+        .filter(|line| line.starts_with("MemAvailable:") || line.starts_with("SwapFree:"));
+    let kib = lines.filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok());
+    Ok(kib.sum::<u64>() >> 20)
+}
+
+#[test]
+fn a_host_too_small_for_all_of_a_guest_is_refused() -> anyhow::Result<()> {
+    // Mutation: memory that no file holds is not counted. Then the guest is taken in.
+    let test = "a_host_too_small_for_all_of_a_guest_is_refused";
+    for build in builds_for(test) {
+        // Memory that the guest could have plugged in, of which it has none.
+        let size = 2 * available()? + 8;
+        let most = format!("slots=1,maxmem={}G", size + 8);
+        let object = format!("memory-backend-ram,id=vmem0,size={size}G,reserve=off");
+        let extra = [
+            "-m",
+            &most,
+            "-object",
+            &object,
+            "-device",
+            "virtio-mem-pci,memdev=vmem0,requested-size=0",
+        ];
+        let config = config(&build).with_backend(Backend::Anonymous).with_extra(&extra);
+        let mut pair = Pair::start(&config)?;
+        let (migrate, receive) = pair.migrate(&[])?;
+        for ended in [&migrate, &receive] {
+            for words in
+                ["this host has ", " of memory to spare", &format!("{size}."), "--overcommit"]
+            {
+                ensure!(ended.errors.contains(words), "'{words}' is not in: {}", ended.errors);
+            }
+        }
+        assert_eq!(migrate.last()["phase"], "setup");
+        ensure!(pair.destination.status()? == "inmigrate", "{build}: it was touched");
+        check_untouched(&mut pair.source)?;
+    }
     Ok(())
 }

@@ -90,6 +90,9 @@ pub struct BuildWork {
     pub past: ByteCount,
 }
 
+/// The TCP port at which the guest says what it is told, once its card has an address (RFC 862).
+pub const ECHO_PORT: u16 = 7;
+
 /// The address of the guest's network card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CardAddress {

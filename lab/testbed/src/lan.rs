@@ -16,6 +16,7 @@ use crate::leftovers::{Place, unique};
 use crate::netns::build_within;
 use crate::pings::Pings;
 use crate::qemu_build::QemuBuild;
+use crate::talk::Talk;
 use crate::vm::VmConfig;
 
 /// The range for benchmarks (RFC 2544). The namespace has no way out, so each may have the same.
@@ -87,6 +88,14 @@ impl Lan {
     /// When there is no socket to be had.
     pub fn ping(&self) -> anyhow::Result<Pings> {
         Pings::start(&PathBuf::from("/run/netns").join(&self.name), GUEST.host)
+    }
+
+    /// Starts to talk with the guest over a connection.
+    ///
+    /// # Errors
+    /// When the network is gone.
+    pub fn talk(&self) -> anyhow::Result<Talk> {
+        Talk::start(&PathBuf::from("/run/netns").join(&self.name), GUEST.host)
     }
 
     fn ip(&self, arguments: &[&str]) -> anyhow::Result<()> {

@@ -39,6 +39,7 @@ mod remote_disk;
 mod skip;
 mod slow_reads;
 mod soak;
+mod talk;
 mod vm;
 
 pub use children::end_children;
@@ -69,4 +70,5 @@ pub use remote_disk::RemoteDisk;
 pub use skip::{kvm_for, skip};
 pub use slow_reads::SlowReads;
 pub use soak::soak;
+pub use talk::Talk;
 pub use vm::{Accelerator, Backend, TestVm, VmConfig};

@@ -138,7 +138,8 @@ fn of_fact(key: &str, theirs: Option<&str>, own: Option<&str>) -> Option<Differe
     Some(difference(shown(key), text))
 }
 
-/// Bits of CPUID. A word that one side does not know is zero there.
+/// Bits of CPUID, where a word that one side does not know is zero there; and switches that both
+/// know.
 fn features(source: &Picture, here: &Picture) -> Option<Difference> {
     let bits = |picture: &Picture, word: &str| picture.features.get(word).copied().unwrap_or(0);
     let words: BTreeSet<&String> = source.features.keys().chain(here.features.keys()).collect();
@@ -147,31 +148,60 @@ fn features(source: &Picture, here: &Picture) -> Option<Difference> {
         .filter(|word| bits(source, word) != bits(here, word))
         .map(|word| format!("{} {:#x}/{:#x}", shown(word), bits(source, word), bits(here, word)))
         .collect();
-    if differ.is_empty() {
-        return None;
-    }
-    let text = format!("CPU features: {} (use the source's -cpu)", differ.join(", "));
-    Some(difference("cpu.features", text))
+    let text = if differ.is_empty() {
+        let only = |of: &Picture, other: &Picture| -> Vec<String> {
+            let known = of.switches.iter().filter(|(_, on)| **on);
+            let off = known.filter(|(name, _)| other.switches.get(*name) == Some(&false));
+            off.map(|(name, _)| name.clone()).collect()
+        };
+        sides(only(source, here), only(here, source))?
+    } else {
+        differ.join(", ")
+    };
+    Some(difference("cpu.features", with_cure(&text, source)))
 }
 
-/// The same with names, where the source tells them.
-pub(crate) fn name_features(found: &mut [Difference], theirs: &[String], own: &[String]) {
-    let Some(told) = found.iter_mut().find(|difference| difference.key == "cpu.features") else {
-        return;
+fn with_cure(features: &str, source: &Picture) -> String {
+    // Such a model is whatever its host has.
+    let by_host = source.facts.get("cpu").is_some_and(|model| model == "host" || model == "max");
+    let cure = if by_host {
+        "the hosts or their microcode differ: start both with a -cpu that both hosts have, such as \
+         a named model"
+    } else {
+        "use the source's -cpu"
     };
-    let only = |of: &[String], other: &[String]| -> Vec<String> {
-        let names = of.iter().filter(|name| !other.contains(name));
-        names.take(40).map(|name| shown(name)).collect()
-    };
-    let (source, here) = (only(theirs, own), only(own, theirs));
+    format!("CPU features: {features} ({cure})")
+}
+
+/// Features that one side has alone, in words.
+fn sides(source: Vec<String>, here: Vec<String>) -> Option<String> {
     let side = |names: Vec<String>, place: &str| match names.join(", ") {
         none if none.is_empty() => None,
         names => Some(format!("{names} only {place}")),
     };
-    let sides: Vec<String> =
-        [side(source, "at the source"), side(here, "here")].into_iter().flatten().collect();
-    if !sides.is_empty() {
-        told.text = format!("CPU features: {} (use the source's -cpu)", sides.join("; "));
+    let few = |names: Vec<String>| names.iter().take(40).map(|name| shown(name)).collect();
+    let sides: Vec<String> = [side(few(source), "at the source"), side(few(here), "here")]
+        .into_iter()
+        .flatten()
+        .collect();
+    (!sides.is_empty()).then(|| sides.join("; "))
+}
+
+/// The same with names, where the source, whose picture is `source`, tells them.
+pub(crate) fn name_features(
+    found: &mut [Difference],
+    source: &Picture,
+    theirs: &[String],
+    own: &[String],
+) {
+    let Some(told) = found.iter_mut().find(|difference| difference.key == "cpu.features") else {
+        return;
+    };
+    let only = |of: &[String], other: &[String]| -> Vec<String> {
+        of.iter().filter(|name| !other.contains(name)).cloned().collect()
+    };
+    if let Some(sides) = sides(only(theirs, own), only(own, theirs)) {
+        told.text = with_cure(&sides, source);
     }
 }
 
@@ -326,6 +356,7 @@ mod tests {
             version: (7, 2, 0),
             facts: facts.map(|(key, value)| (key.to_owned(), value.to_owned())).into(),
             features: [("CPUID 0x1.0 EDX".to_owned(), 5)].into(),
+            switches: [("rdctl-no".to_owned(), true), ("fma".to_owned(), false)].into(),
             devices: devices.map(|(place, device)| (place.to_owned(), device)).into(),
             allowed: Vec::new(),
         }
@@ -436,8 +467,27 @@ mod tests {
         here.features.insert("CPUID 0x7.0 EBX".to_owned(), 8);
         let mut told = differences(&picture(), &here, &BTreeSet::new());
         assert_eq!(told[0].text, "CPU features: CPUID 0x7.0 EBX 0x0/0x8 (use the source's -cpu)");
-        name_features(&mut told, &["fma".to_owned()], &["fma".to_owned(), "bmi1".to_owned()]);
+        let (theirs, own) = (["fma".to_owned()], ["fma".to_owned(), "bmi1".to_owned()]);
+        name_features(&mut told, &picture(), &theirs, &own);
         assert_eq!(told[0].text, "CPU features: bmi1 only here (use the source's -cpu)");
+    }
+
+    #[test]
+    fn what_is_in_no_word_of_cpuid_is_compared_by_name() {
+        let mut here = picture();
+        here.switches = [("rdctl-no".to_owned(), false), ("newer".to_owned(), true)].into();
+        let told = differences(&picture(), &here, &BTreeSet::new());
+        assert_eq!(told.len(), 1);
+        assert_eq!(
+            told[0].text,
+            "CPU features: rdctl-no only at the source (use the source's -cpu)"
+        );
+        let mut host = picture();
+        for picture in [&mut host, &mut here] {
+            picture.facts.insert("cpu".to_owned(), "host".to_owned());
+        }
+        let told = differences(&host, &here, &BTreeSet::new());
+        assert!(told[0].text.contains("a -cpu that both hosts have"), "{told:?}");
     }
 
     #[test]

@@ -131,7 +131,7 @@ fn compare_machines(qmp: &mut dyn Monitor, ask: &mut Ask<'_>) -> Result<(), VmEr
     if found.iter().any(|difference| difference.key == "cpu.features") {
         let theirs: Vec<String> = put(&Question::Features, ask, "its processors")?;
         let own = picture::feature_names(qmp).map_err(QemuError::from)?;
-        differ::name_features(&mut found, &theirs, &own);
+        differ::name_features(&mut found, &source, &theirs, &own);
     }
     Err(QemuError::Different(in_words(&found)).into())
 }

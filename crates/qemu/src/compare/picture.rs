@@ -25,6 +25,9 @@ pub(crate) struct Picture {
     /// Registers of CPUID that QEMU makes of the model and its options, by name; all zero are left
     /// out.
     pub(crate) features: BTreeMap<String, u64>,
+    /// On KVM, the switches of the first CPU: what of its features is not in CPUID is there alone.
+    #[serde(default)]
+    pub(crate) switches: BTreeMap<String, bool>,
     /// Devices by place.
     pub(crate) devices: BTreeMap<String, Device>,
     /// Differences that the source's operator lets pass.
@@ -150,6 +153,11 @@ impl Picture {
                 self.features.insert(register, bits);
             }
         }
+        // `feature-words` leaves out what a guest reads from MSRs: under which mitigations its
+        // processor can do without, and what its own guests may use. TCG has none of it.
+        if self.facts.get("accel").is_some_and(|accelerator| accelerator == "kvm") {
+            self.switches = switches(qmp, path)?;
+        }
         Ok(())
     }
 
@@ -180,8 +188,21 @@ fn follows_from_topology(register: &str) -> u64 {
     }
 }
 
-/// What is no feature of its own among the switches of a CPU.
-const NO_FEATURES: [&str; 4] = ["cmp-legacy", "ht", "legacy-multi-node", "realized"];
+/// What is no feature of its own among the switches of a CPU: it follows from the topology, or
+/// says how QEMU is to make the CPU.
+const NO_FEATURES: [&str; 11] = [
+    "check",
+    "cmp-legacy",
+    "enforce",
+    "fill-mtrr-mask",
+    "full-cpuid-auto-level",
+    "host-phys-bits",
+    "ht",
+    "legacy-multi-node",
+    "migratable",
+    "realized",
+    "start-powered-off",
+];
 
 /// Names and sizes in `info ramblock` (`ram_block_format` in softmmu/physmem.c): name, page size,
 /// offset, used, total. Tables that the firmware loads may grow when they are loaded, and are left
@@ -203,20 +224,27 @@ fn blocks(told: &str) -> Vec<(String, u64)> {
 pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
     let cpus = qmp.run(&QueryCpus)?;
     let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(Vec::new()) };
+    Ok(switches(qmp, path)?.into_iter().filter_map(|(name, on)| on.then_some(name)).collect())
+}
+
+/// The features of the CPU at `path` by QEMU's names, and whether each is on.
+fn switches(qmp: &mut dyn Monitor, path: &str) -> Result<BTreeMap<String, bool>, QmpError> {
     let list = qmp.run(&QomList { path })?;
-    let mut on = Vec::new();
+    let mut switches = BTreeMap::new();
     for entry in list.into_iter().filter(|entry| entry.kind == "bool") {
         let name = entry.name;
         // A feature has other names, with underscores or dots, and a CPU has switches that are no
         // features.
         let other = name.contains(['_', '.']) || name.starts_with("hotplug");
-        let other = other || name.starts_with("x-") || NO_FEATURES.contains(&name.as_str());
-        if !other && property(qmp, path, &name)? == Some(true) {
-            on.push(name);
+        let other = other || name.starts_with("x-") || OF_THE_CPU.contains(&name.as_str());
+        if other || NO_FEATURES.contains(&name.as_str()) {
+            continue;
+        }
+        if let Some(on) = property(qmp, path, &name)? {
+            switches.insert(name, on);
         }
     }
-    on.sort();
-    Ok(on)
+    Ok(switches)
 }
 
 #[cfg(test)]

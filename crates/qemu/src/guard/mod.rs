@@ -32,10 +32,10 @@ pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
 pub(crate) use record::{Left, Stage};
 
-use crate::QemuError;
 use crate::machine::Machine;
 use crate::monitor::{Qmp, QmpError};
 use crate::run_directory;
+use crate::{QemuError, clients};
 use record::{Record, at_work};
 
 /// The word of the command line that makes the program a guardian.
@@ -61,6 +61,10 @@ pub(crate) fn connect(path: &Path) -> Result<Machine, QemuError> {
     });
     let qmp = qmp.map_err(|error| match (error, gone) {
         (QmpError::NoGreeting { .. }, Some(pid)) => QemuError::OtherGuardian { pid },
+        (error @ QmpError::NoGreeting { .. }, None) => match clients::of_monitor(path) {
+            Some(client) => QemuError::MonitorBusy { path: path.to_owned(), client },
+            None => error.into(),
+        },
         (error, _) => error.into(),
     })?;
     Machine::behind(Box::new(qmp))

@@ -89,15 +89,18 @@ pub(crate) fn fitted(
     let listed = addresses::list(machine)?;
     let all: BTreeSet<&str> = listed.iter().map(|block| block.name.as_str()).collect();
     // What no device uses is in no list, and no RAM of the machine's.
-    back_ends.retain(|name| all.contains(name.as_str()) || names.contains(name.as_str()));
-    if !back_ends.iter().all(|name| offered.contains(name.as_str()))
+    let listed_as = |of: &BTreeSet<&str>, back_end: &str| {
+        of.iter().any(|name| *name == back_end || addresses::region_of(name) == back_end)
+    };
+    back_ends.retain(|name| listed_as(&all, name) || names.contains(name.as_str()));
+    if !back_ends.iter().all(|name| listed_as(offered, name))
         || !offered.iter().all(|name| all.contains(name))
     {
         return Ok(None);
     }
     let listed = listed.into_iter().filter(|block| offered.contains(block.name.as_str()));
     let parted: (Vec<Listed>, Vec<Listed>) =
-        listed.partition(|block| back_ends.contains(&block.name));
+        listed.partition(|block| is_back_end(&block.name, &back_ends));
     let listed: Vec<Listed> = match parted {
         (_, other) if other.iter().any(|block| block.address.is_none()) => {
             let blocks = other.into_iter().map(|block| block.name).collect();
@@ -117,6 +120,12 @@ fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {
 
 fn back_end_names(machine: &mut Machine) -> Result<BTreeSet<String>, QmpError> {
     Ok(back_ends(machine)?.into_iter().map(|back_end| back_end.id).collect())
+}
+
+/// Whether a block is memory of a back end: of one that a device on a bus has (virtio-mem), the
+/// device's path stands before its name.
+fn is_back_end(block: &str, back_ends: &BTreeSet<String>) -> bool {
+    [block, addresses::region_of(block)].iter().any(|name| back_ends.contains(*name))
 }
 
 /// The RAM, if all of it is in named files that are mapped shared.
@@ -149,10 +158,10 @@ fn in_process(machine: &mut Machine, is_source: bool) -> Result<Ram, QemuError> 
     let mut other = Vec::new();
     if main.iter().any(|block| block.address.is_none()) {
         let back_ends = back_end_names(machine)?;
-        main.retain(|block| is_source || back_ends.contains(&block.name));
+        main.retain(|block| is_source || is_back_end(&block.name, &back_ends));
         (main, other) = addresses::ask(machine, main)?
             .into_iter()
-            .partition(|block| back_ends.contains(&block.name));
+            .partition(|block| is_back_end(&block.name, &back_ends));
     }
     let used: Vec<ByteCount> = other.iter().map(|block| block.used).collect();
     let count = main.len();

@@ -9,6 +9,7 @@ use std::path::Path;
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
 use crate::TrackError;
+use crate::permission::not_permitted;
 
 /// `syscall; ret`.
 const SYSCALL_RET: &[u8] = &[0x0f, 0x05, 0xc3];
@@ -37,12 +38,12 @@ impl Memory {
     /// Looks at process `pid`, which runs on.
     pub(super) fn of(pid: i32, process: &Process) -> Result<Self, TrackError> {
         let maps = process.maps().map_err(|source| match source {
-            procfs::ProcError::PermissionDenied(_) => TrackError::NotPermitted { pid },
+            procfs::ProcError::PermissionDenied(_) => not_permitted(pid),
             source => TrackError::Proc { pid, what: "maps", source },
         })?;
         let memory =
             File::open(format!("/proc/{pid}/mem")).map_err(|source| match source.kind() {
-                io::ErrorKind::PermissionDenied => TrackError::NotPermitted { pid },
+                io::ErrorKind::PermissionDenied => not_permitted(pid),
                 _ => TrackError::Attach { pid, step: "opening its memory", source },
             })?;
         let writable = maps.iter().filter(|map| map.perms.contains(MMPermissions::WRITE));

@@ -37,6 +37,7 @@ pub(crate) use self::sched::become_punctual;
 use self::gadgets::Memory;
 use self::thread::StoppedThread;
 use crate::TrackError;
+use crate::permission;
 use crate::uapi::{
     self, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
     UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFD_USER_MODE_ONLY,
@@ -129,7 +130,7 @@ pub struct Approach {
 /// // Needs the right to trace the process.
 /// match attach(4711, Approach::default()) {
 ///     Ok(attachment) => println!("attached within {:?}", attachment.stopped()),
-///     Err(TrackError::NotPermitted { pid }) => println!("no right to trace {pid}"),
+///     Err(TrackError::NotPermitted { pid, .. }) => println!("no right to trace {pid}"),
 ///     Err(error) => println!("{error}; the process runs on as it did"),
 /// }
 /// ```
@@ -210,7 +211,7 @@ fn take_from(
     let stopped = thread.release().map_err(failed("PTRACE_DETACH"))?;
     if let Err(source) = made {
         return Err(match source.raw_os_error() {
-            Some(libc::ENOSYS | libc::EPERM | libc::EACCES) => TrackError::Refused { pid, source },
+            Some(libc::ENOSYS | libc::EPERM | libc::EACCES) => permission::refused(pid, source),
             _ => failed(IN_PROCESS)(source),
         });
     }

@@ -19,6 +19,7 @@ use procfs::process::Process;
 use super::frame::{self, Frame};
 use super::gadgets::Memory;
 use crate::TrackError;
+use crate::permission::not_permitted;
 
 /// `PTRACE_GETSIGMASK` and `PTRACE_SETSIGMASK` of ptrace(2); libc has them only for some targets.
 const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
@@ -358,7 +359,7 @@ fn seize(pid: i32, process: &Process) -> Result<(), TrackError> {
     }
     Err(match process.status().map(|status| status.tracerpid) {
         Ok(tracer) if tracer != 0 => TrackError::Traced { pid, tracer },
-        _ => TrackError::NotPermitted { pid },
+        _ => not_permitted(pid),
     })
 }
 

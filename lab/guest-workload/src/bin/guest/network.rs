@@ -1,16 +1,17 @@
-//! The network card: it is given an address and switched on, and the kernel answers pings by
-//! itself.
+//! The network card: it is given an address and switched on, the kernel answers pings by itself,
+//! and a thread repeats to clients what they say.
 //!
 //! Without a tool in the image the kernel is asked over a netlink socket (rtnetlink(7)), in two
 //! messages. Only the first card is used. What is sent on it beyond answers is the kernel's doing.
 
 use std::error::Error;
-use std::io;
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::settings::CardAddress;
+use godwit_guest_workload::settings::{CardAddress, ECHO_PORT};
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, bind, recv, send, socket};
 
@@ -50,7 +51,25 @@ pub(crate) fn start(address: Option<CardAddress>) -> Result<(), Box<dyn Error>> 
     }
     ask(&socket, RTM_NEWADDR, REQUEST | CREATE, &named)
         .map_err(|error| format!("the card does not take {host}/{prefix}: {error}"))?;
+    let listener = TcpListener::bind((host, ECHO_PORT))?;
+    std::thread::Builder::new().name("echo".to_owned()).spawn(move || {
+        // Whatever becomes of a client, the next one is served.
+        listener.incoming().flatten().for_each(|client| drop(repeat(client)));
+    })?;
     Ok(())
+}
+
+/// Says what a client says, until it has said all (RFC 862).
+fn repeat(mut client: TcpStream) -> io::Result<()> {
+    client.set_nodelay(true)?;
+    let mut bytes = [0; 16 << 10];
+    loop {
+        let length = client.read(&mut bytes)?;
+        if length == 0 {
+            return Ok(());
+        }
+        client.write_all(&bytes[..length])?;
+    }
 }
 
 /// The number of the first card, once it is there.
