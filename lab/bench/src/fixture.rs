@@ -119,7 +119,7 @@ pub struct Outcome {
     pub destination: TestVm,
 }
 
-/// Touches the memory that the guest of `vm` will take, and half of that again, and gives it back. A
+/// Touches the memory that the guest of `vm` will take, and half of that again; gives it back. A
 /// hypervisor beneath this host may have taken what is free here (free page reporting): to have it
 /// back costs some twenty times what it costs to clear a page, so it would be most of what is
 /// measured, and not the same for everybody.
