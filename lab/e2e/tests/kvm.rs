@@ -252,8 +252,9 @@ fn writes_a_second(vm: &TestVm) -> anyhow::Result<f64> {
     Ok(writes / last.at.duration_since(first.at).as_secs_f64())
 }
 
-/// A measurement (docs/trackers.md), which prints: the huge pages of a guest and its speed before it
-/// is tracked, meanwhile, and after the move was cancelled, when khugepaged makes huge pages again.
+/// A measurement (docs/trackers.md), which prints: the huge pages of a guest and its speed before
+/// it is tracked, meanwhile, and after the move was cancelled, when khugepaged makes huge pages
+/// again.
 #[test]
 #[ignore = "takes two minutes, and measures: run it by its name"]
 fn what_tracking_does_to_huge_pages() -> anyhow::Result<()> {
