@@ -5,13 +5,16 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use godwit_testbed::{
     BeaconPlace, Observation, Observer, OwnMigration, ProgressTrace, TestVm, VmConfig,
 };
+use procfs::process::Process;
+use procfs::{Current, Meminfo};
 use serde_json::{Value, json};
 
 use crate::godwit::Attempt;
+use crate::sys::Mapping;
 
 /// After so many heartbeats the guest's kernel has done what it does only once.
 const SETTLED: usize = 15;
@@ -116,6 +119,20 @@ pub struct Outcome {
     pub destination: TestVm,
 }
 
+/// Touches the memory that the guest of `vm` will take, and half of that again; gives it back. A
+/// hypervisor beneath this host may have taken what is free here (free page reporting): to have it
+/// back costs some twenty times what it costs to clear a page, so it would be most of what is
+/// measured, and not the same for everybody.
+fn warm_up(vm: &TestVm) -> anyhow::Result<()> {
+    let taken = Process::new(vm.pid())?.status()?.vmrss.context("QEMU has ended")? << 10;
+    let free = Meminfo::current()?.mem_available.context("an old kernel")?;
+    let bytes = usize::try_from((taken * 3 / 2).min(free / 5 * 4))?;
+    let memory = Mapping::anonymous(bytes)?;
+    // Huge pages where the host has them, as the destination will.
+    memory.advise(0, bytes, libc::MADV_HUGEPAGE)?;
+    Ok(memory.advise(0, bytes, libc::MADV_POPULATE_WRITE)?)
+}
+
 impl Fixture {
     /// For two machines like `config`, with an observer and a guest that has settled.
     pub fn new(config: VmConfig, limit: Duration) -> Self {
@@ -160,6 +177,7 @@ impl Fixture {
         };
         std::thread::sleep(self.lead);
 
+        warm_up(&source)?;
         let before = (source.cpu_time()?, destination.cpu_time()?);
         let began = observer.as_ref().map_or(Duration::ZERO, |it| it.started().elapsed());
         let moved = by(&mut source, &mut destination)?;

@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
 
-/// A shared mapping of a whole file.
+/// A shared mapping of a whole file, or memory of our own.
 #[derive(Debug)]
 pub struct Mapping {
     base: *mut u8,
@@ -26,11 +26,21 @@ impl Mapping {
     /// # Errors
     /// Those of mmap(2).
     pub fn new(file: &File, len: usize) -> io::Result<Self> {
+        Self::of(len, libc::MAP_SHARED, file.as_raw_fd())
+    }
+
+    /// `len` bytes of memory that nobody has touched yet.
+    ///
+    /// # Errors
+    /// Those of mmap(2).
+    pub fn anonymous(len: usize) -> io::Result<Self> {
+        Self::of(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
+    }
+
+    fn of(len: usize, flags: i32, file: i32) -> io::Result<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the kernel picks a free place; nothing that exists is touched.
-        let base = unsafe {
-            libc::mmap(std::ptr::null_mut(), len, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
-        };
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, file, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

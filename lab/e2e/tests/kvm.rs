@@ -244,6 +244,56 @@ fn another_processor_is_refused_with_its_features_and_the_same_one_is_not() -> a
     Ok(())
 }
 
+/// Page writes a second of the guest, by the clock of this host, over about a second.
+fn writes_a_second(vm: &TestVm) -> anyhow::Result<f64> {
+    let beats = vm.wait_for_heartbeats_after(Instant::now(), 10, LIMIT)?;
+    let (first, last) = (beats[0], beats[beats.len() - 1]);
+    let writes = (last.heartbeat.writes - first.heartbeat.writes) as f64;
+    Ok(writes / last.at.duration_since(first.at).as_secs_f64())
+}
+
+/// A measurement (docs/trackers.md), which prints: the huge pages of a guest and its speed before
+/// it is tracked, meanwhile, and after the move was cancelled, when khugepaged makes huge pages
+/// again.
+#[test]
+#[ignore = "takes two minutes, and measures: run it by its name"]
+fn what_tracking_does_to_huge_pages() -> anyhow::Result<()> {
+    let test = "what_tracking_does_to_huge_pages";
+    let builds = kvm_builds_for(test);
+    let Some(build) = builds.last().filter(|_| has_huge_pages()) else { return Ok(()) };
+    let mib = |mib: u64| ByteCount(mib << 20);
+    let guest = GuestConfig {
+        memory: mib(1024),
+        fill: mib(768),
+        working_set: mib(256),
+        ..GuestConfig::small(Mode::Full)
+    };
+    let config = VmConfig::new(build, guest).with_backend(Backend::Anonymous).on_kvm();
+    let mut pair = Pair::start(&config)?;
+    let show = |vm: &TestVm, when: &str| -> anyhow::Result<()> {
+        let writes = writes_a_second(vm)?;
+        println!("{when}: {} MiB in huge pages, {writes:.0} writes/s", in_huge_pages(vm)? >> 20);
+        Ok(())
+    };
+    show(&pair.source, "before")?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let free = [&SLOW[..], &["--throttle", "off"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &free)?;
+    await_copying(&migrate)?;
+    for when in ["while it is tracked", "a second later", "another second later"] {
+        show(&pair.source, when)?;
+    }
+    migrate.signal(Signal::INT)?;
+    migrate.wait(LIMIT)?;
+    let cancelled = Instant::now();
+    drop(receive);
+    for seconds in [0, 2, 5, 10, 20, 40, 60, 90] {
+        std::thread::sleep(Duration::from_secs(seconds).saturating_sub(cancelled.elapsed()));
+        show(&pair.source, &format!("{:.0} s after it", cancelled.elapsed().as_secs_f64()))?;
+    }
+    check_untouched(&mut pair.source)
+}
+
 /// Moves a guest on KVM so often in a row, each time into a new QEMU, with its memory compared.
 fn repeat(test: &str, times: usize) -> anyhow::Result<()> {
     for build in kvm_builds_for(test) {

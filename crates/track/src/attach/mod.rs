@@ -27,7 +27,7 @@ mod thread;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use procfs::process::Process;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
@@ -188,7 +188,6 @@ fn take_from(
     approach: Approach,
 ) -> Result<(OwnedFd, Duration), TrackError> {
     let failed = |step| move |source: io::Error| thread::error(pid, step, source);
-    let started = Instant::now();
     let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
     let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64;
     let flags = if kind == Kind::Tracking { flags | UFFD_USER_MODE_ONLY } else { flags };
@@ -209,8 +208,7 @@ fn take_from(
         let taken = rustix::process::pidfd_getfd(pidfd, theirs, PidfdGetfdFlags::empty());
         (taken, thread.call(libc::SYS_close, [theirs.unsigned_abs().into(), 0, 0]))
     });
-    thread.release().map_err(failed("PTRACE_DETACH"))?;
-    let stopped = started.elapsed();
+    let stopped = thread.release().map_err(failed("PTRACE_DETACH"))?;
     if let Err(source) = made {
         return Err(match source.raw_os_error() {
             Some(libc::ENOSYS | libc::EPERM | libc::EACCES) => permission::refused(pid, source),

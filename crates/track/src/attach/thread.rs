@@ -34,11 +34,10 @@ const CODE_64: u64 = 0x33;
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
 /// For each step after that.
 const LIMIT: Duration = Duration::from_secs(2);
-/// A thread that is about to stop is looked at all the time for so long: more than it takes, and
-/// less than others notice who want this processor.
-const AT_ONCE: Duration = Duration::from_micros(40);
-/// Between two looks at it after that; then ever longer.
-const SOON: Duration = Duration::from_micros(20);
+/// A thread that is to stop is looked at after so long, and then after ever longer times. It stops
+/// sooner, but often on this very processor, which it cannot have while we look; and shorter sleeps
+/// end before it has had it.
+const SOON: Duration = Duration::from_micros(25);
 const LATER: Duration = Duration::from_millis(1);
 /// So often the thread is let run on for `PAUSE` when it stops outside of a system call.
 const TRIES: usize = 100;
@@ -77,6 +76,9 @@ pub(super) struct StoppedThread {
     /// Its registers are those of a call.
     away: bool,
     released: bool,
+    /// When it was told to stop, and how long it had stood still before that.
+    since: Instant,
+    stood: Duration,
 }
 
 impl StoppedThread {
@@ -103,6 +105,8 @@ impl StoppedThread {
                 .is_some_and(|with| with.contains("shstk")),
             away: false,
             released: false,
+            since: Instant::now(),
+            stood: Duration::ZERO,
         };
         thread.prepare(memory, &status, harmless_filters)?;
         Ok(thread)
@@ -116,6 +120,7 @@ impl StoppedThread {
     ) -> Result<(), TrackError> {
         let pid = self.pid;
         let failed = |step| move |source| error(pid, step, source);
+        self.since = Instant::now();
         self.interrupt(FIRST_LIMIT).map_err(failed("PTRACE_INTERRUPT"))?;
         self.suspend_filters(status, harmless_filters)?;
         for attempt in 0.. {
@@ -128,7 +133,9 @@ impl StoppedThread {
                 break;
             }
             self.go_on(libc::PTRACE_CONT, 0).map_err(failed("PTRACE_CONT"))?;
+            self.stood += self.since.elapsed();
             std::thread::sleep(PAUSE);
+            self.since = Instant::now();
             self.interrupt(LIMIT).map_err(failed("PTRACE_INTERRUPT"))?;
         }
         if self.registers.0.cs != CODE_64 {
@@ -222,8 +229,8 @@ impl StoppedThread {
         Ok(registers)
     }
 
-    /// Puts everything back and lets go of the thread.
-    pub(super) fn release(mut self) -> io::Result<()> {
+    /// Puts everything back and lets go of the thread; how long it stood still in all.
+    pub(super) fn release(mut self) -> io::Result<Duration> {
         // From the end of a call the thread would go to user mode at once. Only from a stop like
         // this does the kernel see to a call that is to be restarted (arch/x86/kernel/signal.c,
         // arch_do_signal_or_restart).
@@ -231,7 +238,8 @@ impl StoppedThread {
         self.set_mask(self.mask)?;
         self.set_registers(&self.registers)?;
         self.away = false;
-        self.detach()
+        self.detach()?;
+        Ok(self.stood + self.since.elapsed())
     }
 
     fn detach(&mut self) -> io::Result<()> {
@@ -269,7 +277,7 @@ impl StoppedThread {
 
     /// Waits until the thread stops.
     fn wait(&self, until: Instant) -> io::Result<Stop> {
-        let (began, mut pause) = (Instant::now(), SOON);
+        let mut pause = SOON;
         loop {
             let mut status = 0;
             // SAFETY: waitpid writes one int to `status`.
@@ -285,13 +293,8 @@ impl StoppedThread {
                     return Err(error);
                 }
             }
-            let now = Instant::now();
-            if now > until {
+            if Instant::now() > until {
                 return Err(io::ErrorKind::TimedOut.into());
-            }
-            if now - began < AT_ONCE {
-                std::hint::spin_loop();
-                continue;
             }
             std::thread::sleep(pause);
             pause = (pause + pause / 4).min(LATER);
