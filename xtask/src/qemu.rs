@@ -1,5 +1,5 @@
-//! `make qemu`: Debian's own QEMU and its tools for images installed, and QEMU 10 from its
-//! backports unpacked beside it.
+//! `make qemu`: Debian's own QEMU, its tools for images and its libvirt installed, and QEMU 10 from
+//! its backports unpacked beside it.
 //!
 //! Keeps three promises: the system's package sources stay as they are (backports are looked up
 //! with sources, lists and cache of our own under target/); signatures are checked with the keys
@@ -18,6 +18,12 @@ use crate::apt::{self, Apt};
 const PACKAGE: &str = "qemu-system-x86";
 /// Has qemu-img and qemu-nbd, for the tests of disks.
 const TOOLS: &str = "qemu-utils";
+/// Libvirt's daemon, its part for QEMU and its client, for the tests of domains.
+const LIBVIRT: [&str; 3] =
+    ["libvirt-daemon-system", "libvirt-daemon-driver-qemu", "libvirt-clients"];
+/// Where the part for QEMU is; it is no program.
+const LIBVIRT_DRIVER: &str =
+    "/usr/lib/x86_64-linux-gnu/libvirt/connection-driver/libvirt_driver_qemu.so";
 const BINARY: &str = "qemu-system-x86_64";
 /// Where the multi-arch libraries are inside an unpacked package.
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
@@ -26,6 +32,10 @@ const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 pub(crate) fn provide() -> anyhow::Result<()> {
     install(PACKAGE, BINARY)?;
     install(TOOLS, "qemu-nbd")?;
+    // Without it the tests that need it say so.
+    if let Err(problem) = install_libvirt() {
+        println!("libvirt is not available here: {problem:#}");
+    }
     let dir = crate::target_dir().join("qemu-10.0");
     let wrapper = dir.join(BINARY);
     if let Some(version) = version(&wrapper) {
@@ -55,6 +65,23 @@ fn install(package: &str, program: &str) -> anyhow::Result<()> {
     let version = version(Path::new(program))
         .with_context(|| format!("{program} was installed and does not run"))?;
     println!("{program} is installed: {version}");
+    Ok(())
+}
+
+fn install_libvirt() -> anyhow::Result<()> {
+    let there = || version(Path::new("libvirtd")).filter(|_| Path::new(LIBVIRT_DRIVER).exists());
+    if let (Some(version), Some(_)) = (there(), version(Path::new("virsh"))) {
+        println!("libvirt is installed: {version}");
+        return Ok(());
+    }
+    apt::ensure_present()?;
+    let apt = Apt::default();
+    LIBVIRT.into_iter().try_for_each(|package| apt.know(package))?;
+    println!("installing {} {}", LIBVIRT.join(", "), apt.candidate(LIBVIRT[0])?);
+    apt.get(["install", "-q", "-y", "--no-install-recommends"].into_iter().chain(LIBVIRT))
+        .context("cannot install libvirt (this needs root)")?;
+    let version = there().context("libvirt was installed and does not run")?;
+    println!("libvirt is installed: {version}");
     Ok(())
 }
 

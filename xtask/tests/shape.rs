@@ -12,7 +12,7 @@ const ROWS: [&[&str]; 8] = [
     &["units"],
     &["bitmap", "memslots", "wire", "policy", "codec", "fingerprints", "disk", "virtio"],
     &["memory", "protocol"],
-    &["track", "vcpu-throttle", "balloon", "sim", "nbd"],
+    &["track", "vcpu-throttle", "balloon", "sim", "nbd", "libvirt"],
     &["engine"],
     &["qemu", "control"],
     &["microvm", "terminal"],
@@ -22,7 +22,7 @@ const ROWS: [&[&str]; 8] = [
 const PURE: [&str; 9] =
     ["wire", "policy", "protocol", "codec", "fingerprints", "disk", "virtio", "balloon", "sim"];
 /// Crates that may allow unsafe code in a file.
-const UNSAFE: [&str; 5] = ["bitmap", "memory", "track", "vcpu-throttle", "microvm"];
+const UNSAFE: [&str; 6] = ["bitmap", "libvirt", "memory", "track", "vcpu-throttle", "microvm"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()

@@ -16,6 +16,13 @@ pub(crate) struct Arguments {
 
     /// The process of that godwit
     godwit: i32,
+
+    /// Where libvirt has the domain, if it has one
+    #[arg(requires = "uuid")]
+    uri: Option<String>,
+
+    /// The domain's UUID
+    uuid: Option<String>,
 }
 
 /// Runs the command.
@@ -23,7 +30,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     // Ctrl-C, a hangup and a polite end are godwit's to answer; this process ends when that one
     // does.
     let _ = process::cancel_on_signals();
-    match godwit_qemu::stand_guard(&arguments.record, arguments.godwit) {
+    let domain = arguments.uri.clone().zip(arguments.uuid.clone());
+    match godwit_qemu::stand_guard(&arguments.record, arguments.godwit, domain) {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(OPERATOR),
     }

@@ -12,7 +12,7 @@ use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::source::{Options, migrate};
-use godwit_qemu::{QemuSource, Reporting};
+use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};
 use serde_json::{Value, json};
 
@@ -21,15 +21,16 @@ use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
 use crate::settings::Given;
 use crate::steer::{self, Engine, Host};
-use crate::vm::{RequestError, VmName, refused_qemu};
+use crate::vm::{RequestError, VmName, domain_wanted, libvirt_uri, refused_qemu};
 
 /// Move the guest of a VM on this host to where `godwit receive` listens.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
-    /// connected to; pid:N, a QEMU by its process, which has such a monitor; or microvm:PATH, where
-    /// PATH is the machine's control socket
+    /// connected to; pid:N, a QEMU by its process, which has such a monitor; libvirt:DOMAIN or
+    /// libvirt:DOMAIN@URI, a domain of libvirt's; or microvm:PATH, where PATH is the machine's
+    /// control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -89,6 +90,11 @@ pub(crate) struct Arguments {
     /// Leave the VM stopped at the source instead of ending it
     #[arg(long)]
     keep_source: bool,
+
+    /// Remove the definition of a persistent domain of libvirt's from the source when its guest
+    /// has left, instead of leaving it shut off
+    #[arg(long, conflicts_with = "keep_source")]
+    undefine_source: bool,
 
     /// Print progress and result as lines of JSON on standard output
     #[arg(long)]
@@ -155,7 +161,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
     let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
-        VmName::Qemu(_) => Engine::Here(handle.clone()),
+        VmName::Qemu(_) | VmName::Libvirt { .. } => Engine::Here(handle.clone()),
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
     let socket = match steer::serve(&name, Host { vm, to, engine }) {
@@ -200,35 +206,63 @@ fn move_guest(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match &arguments.vm {
+        VmName::Qemu(_) | VmName::Microvm(_) if arguments.undefine_source => {
+            let words = "--undefine-source is for domains of libvirt's (--vm libvirt:DOMAIN)";
+            Err(RequestError::Refused(words.into()))
+        }
         VmName::Qemu(path) => {
-            let vm = QemuSource::open(path)
-                .and_then(|vm| if arguments.allow_nested { Ok(vm) } else { vm.without_nested() });
-            let vm = vm.and_then(|vm| match &disks.choice {
-                DiskChoice::None => Ok(vm),
-                choice => vm.with_disks(choice, disks.granularity),
-            });
-            let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
-            let vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
-            let mut vm = vm.allowing(&arguments.allow_differences);
-            if arguments.disks_are_shared {
-                vm = vm.sharing_disks();
-            }
-            let mut vm = vm.telling(tell_wait);
-            // As with the hint below, a monitor that fails is told of later.
-            output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
-            // Only a hint: a monitor that fails now is told of by the migration.
-            if let Some(advice) =
-                vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
-            {
-                let width = layout::width(&std::io::stderr());
-                eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
-            }
-            let measures =
-                migrate(&mut vm, options, handle, progress).map_err(RequestError::Failed)?;
-            Ok((measures, process::cost()))
+            let refused = |error| RequestError::Refused(refused_qemu(path, error));
+            let vm = QemuSource::open(path).map_err(refused)?;
+            let vm = prepare(vm, arguments, disks).map_err(refused)?;
+            move_qemu(vm, arguments, options, handle, progress)
+        }
+        VmName::Libvirt { domain, uri } => {
+            domain_wanted(domain).map_err(RequestError::Refused)?;
+            let uri = libvirt_uri(uri.as_deref());
+            let vm = QemuSource::open_domain(domain, &uri, arguments.undefine_source);
+            let vm = vm.and_then(|vm| prepare(vm, arguments, disks));
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            move_qemu(vm, arguments, options, handle, progress)
         }
         VmName::Microvm(path) => Ok(client::migrate(path, options, disks, handle, progress)?),
     }
+}
+
+/// What the operator wants of a QEMU, before anything of it is changed.
+fn prepare(
+    vm: QemuSource,
+    arguments: &Arguments,
+    disks: &DiskWish,
+) -> Result<QemuSource, QemuError> {
+    let vm = if arguments.allow_nested { vm } else { vm.without_nested()? };
+    let vm = match &disks.choice {
+        DiskChoice::None => vm,
+        choice => vm.with_disks(choice, disks.granularity)?,
+    };
+    let vm = vm.guarded(Path::new(process::THIS_PROGRAM))?;
+    let vm = vm.allowing(&arguments.allow_differences);
+    let vm = if arguments.disks_are_shared { vm.sharing_disks() } else { vm };
+    Ok(vm.telling(tell_wait))
+}
+
+fn move_qemu(
+    mut vm: QemuSource,
+    arguments: &Arguments,
+    options: &Options,
+    handle: &MigrationHandle,
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<(Measures, Cost), RequestError> {
+    // As with the hint below, a monitor that fails is told of later.
+    output::disks(&vm.disk_list().unwrap_or_default(), arguments.json);
+    // Only a hint: a monitor that fails now is told of by the migration.
+    if let Some(advice) =
+        vm.reporting().ok().filter(|_| !arguments.json).and_then(Reporting::advice)
+    {
+        let width = layout::width(&std::io::stderr());
+        eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
+    }
+    let measures = migrate(&mut vm, options, handle, progress).map_err(RequestError::Failed)?;
+    Ok((measures, process::cost()))
 }
 
 /// The line of progress stands still meanwhile, and is written again behind it.

@@ -23,7 +23,7 @@ use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
 use crate::settings::Assignment;
-use crate::vm::{VmName, refused_qemu};
+use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 
 /// Bytes on the wire for a page as it is, its share of the run table among them.
 const PAGE_ON_WIRE: f64 = 4100.0;
@@ -206,6 +206,22 @@ fn look(
             };
             Ok((measure(&mut vm, *time, cancel)?, told))
         }
+        VmName::Libvirt { domain, uri } => {
+            domain_wanted(domain)?;
+            let uri = libvirt_uri(uri.as_deref());
+            let mut vm = QemuSource::open_domain(domain, &uri, false)?;
+            if !disks.is_none() {
+                vm = vm.with_disks(disks, None)?;
+            }
+            let told = Told {
+                images: Vec::new(),
+                disks: vm.disk_list()?,
+                receive: "godwit receive --vm libvirt: --listen ADDR".to_owned(),
+                advice: vm.reporting()?.advice(),
+                device_state: Some(vm.state_by()),
+            };
+            Ok((measure(&mut vm, *time, cancel)?, told))
+        }
         VmName::Microvm(_) if !disks.is_none() => {
             Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE"
                 .into())
@@ -268,7 +284,7 @@ fn time(seconds: f64) -> String {
 /// Device state and handover, as measured (docs/benchmarks.md).
 fn handover(vm: &VmName) -> Duration {
     match vm {
-        VmName::Qemu(_) => Duration::from_millis(8),
+        VmName::Qemu(_) | VmName::Libvirt { .. } => Duration::from_millis(8),
         VmName::Microvm(_) => Duration::from_millis(1),
     }
 }

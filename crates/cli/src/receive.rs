@@ -14,14 +14,14 @@ use godwit_engine::destination::{Notice, Options, Received, receive};
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
-use godwit_qemu::QemuDestination;
+use godwit_qemu::{LibvirtDestination, QemuDestination};
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
-use crate::vm::{RequestError, VmName, refused_qemu};
+use crate::vm::{RequestError, VmName, libvirt_uri, refused_qemu};
 
 /// With less RAM than this nobody cares what it costs to fill.
 const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
@@ -36,8 +36,9 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
-    /// connected to; pid:N, a QEMU by its process, which has such a monitor; or microvm:PATH, where
-    /// PATH is the machine's control socket
+    /// connected to; pid:N, a QEMU by its process, which has such a monitor; libvirt: or
+    /// libvirt:@URI, a libvirt that starts the domain which the source tells it; or microvm:PATH,
+    /// where PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -112,29 +113,31 @@ fn take_in(
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
-            let listener = Listener::bind(&arguments.listen);
-            let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
-            let (listener, address) = bound.map_err(|source| {
-                let error = EngineError::Listen { address: arguments.listen.to_string(), source };
-                RequestError::Refused(error.into())
-            })?;
-            tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
-            #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
-            let options = Options {
-                wait,
-                codecs: arguments.compression.codecs(),
-                disks: arguments.disks.clone(),
-                overcommit: arguments.overcommit,
-                #[cfg(feature = "test-hooks")]
-                faults: arguments.hooks.faults(),
-                ..Options::default()
-            };
-            let received =
-                receive(&mut vm, &listener, &options, cancel, notice).map_err(|failure| {
+            listen(&mut vm, arguments, cancel, notice).map_err(|error| {
+                if matches!(error, RequestError::Failed(_)) {
                     *again = Some(if vm.still_waits() { Again::Waits } else { Again::QemuEnded });
-                    RequestError::Failed(failure)
-                })?;
-            Ok((received, process::cost()))
+                }
+                error
+            })
+        }
+        VmName::Libvirt { domain, .. } if !domain.is_empty() => {
+            let words = format!(
+                "the domain's name comes from the source: write libvirt: or libvirt:@URI, without \
+                 '{domain}'"
+            );
+            Err(RequestError::Refused(words.into()))
+        }
+        VmName::Libvirt { uri, .. } => {
+            let uri = libvirt_uri(uri.as_deref());
+            let program = Path::new(process::THIS_PROGRAM);
+            let vm = LibvirtDestination::open(&uri, program, |what| eprintln!("godwit: {what}"));
+            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            listen(&mut vm, arguments, cancel, notice).map_err(|error| {
+                if matches!(error, RequestError::Failed(_)) {
+                    *again = Some(Again::LibvirtWaits);
+                }
+                error
+            })
         }
         VmName::Microvm(path) => {
             let request = ReceiveRequest {
@@ -152,6 +155,35 @@ fn take_in(
             })?)
         }
     }
+}
+
+/// Listens, and takes one guest in.
+fn listen(
+    vm: &mut dyn DestinationVm,
+    arguments: &Arguments,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(Received, Cost), RequestError> {
+    let listener = Listener::bind(&arguments.listen);
+    let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
+    let (listener, address) = bound.map_err(|source| {
+        let error = EngineError::Listen { address: arguments.listen.to_string(), source };
+        RequestError::Refused(error.into())
+    })?;
+    tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
+    #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
+    let options = Options {
+        wait: Some(arguments.wait).filter(|wait| !wait.is_zero()),
+        codecs: arguments.compression.codecs(),
+        disks: arguments.disks.clone(),
+        overcommit: arguments.overcommit,
+        #[cfg(feature = "test-hooks")]
+        faults: arguments.hooks.faults(),
+        ..Options::default()
+    };
+    let received =
+        receive(vm, &listener, &options, cancel, notice).map_err(RequestError::Failed)?;
+    Ok((received, process::cost()))
 }
 
 /// What would make it cheaper, where that is much.
@@ -252,6 +284,8 @@ fn tell(received: &Received, cost: Cost, json: bool) {
 enum Again {
     /// The VM waits as before.
     Waits,
+    /// Libvirt has nothing of it.
+    LibvirtWaits,
     /// A QEMU can load a guest once.
     QemuEnded,
     /// The machine has loaded, or ended.
@@ -262,6 +296,9 @@ impl Again {
     fn cure(self) -> &'static str {
         match self {
             Self::Waits => "the VM goes on waiting: run godwit receive again for another attempt",
+            Self::LibvirtWaits => {
+                "libvirt has nothing of it left: run godwit receive again for another attempt"
+            }
             Self::QemuEnded => {
                 "its QEMU has ended, since it can load only once: start it again with -incoming \
                  defer, then godwit receive"
@@ -295,7 +332,7 @@ fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
                 _ => "failed",
             },
             "phase": failure.phase.to_string(),
-            "vm_waits": again.map(|again| matches!(again, Again::Waits)),
+            "vm_waits": again.map(|again| matches!(again, Again::Waits | Again::LibvirtWaits)),
             "error": failure.cause.to_string(),
         }));
     }

@@ -25,7 +25,7 @@ use crate::output::{self, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
 use crate::settings::{self, Assignment};
-use crate::vm::{VmName, refused_qemu};
+use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 
 /// Requests are short, and so are those who make them.
 const LONGEST_REQUEST: u64 = 64 << 10;
@@ -86,6 +86,10 @@ pub(crate) struct CancelArguments {
 fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
     match vm {
         VmName::Microvm(path) => Ok(client::status(path)?.state),
+        VmName::Libvirt { domain, uri } => {
+            domain_wanted(domain)?;
+            Ok(godwit_qemu::domain_state(domain, &libvirt_uri(uri.as_deref()))?)
+        }
         VmName::Qemu(path) => {
             let asked =
                 Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));

@@ -15,14 +15,44 @@ use godwit_qemu::monitor::QmpError;
 pub(crate) enum VmName {
     /// A QEMU, by the unix socket of a QMP monitor.
     Qemu(PathBuf),
+    /// A domain of libvirt's, by its name, which a destination is told by the source, and where
+    /// that libvirt is.
+    Libvirt {
+        /// Its name; empty for a destination.
+        domain: String,
+        /// The address of the daemon; without one, libvirt's own default.
+        uri: Option<String>,
+    },
     /// A microvm, by its control socket.
     Microvm(PathBuf),
+}
+
+/// Where libvirt is, if nobody says it: where `virsh` looks as root, or is told to.
+pub(crate) fn libvirt_uri(uri: Option<&str>) -> String {
+    let told = || std::env::var("LIBVIRT_DEFAULT_URI").ok().filter(|uri| !uri.is_empty());
+    uri.map(str::to_owned).or_else(told).unwrap_or_else(|| "qemu:///system".to_owned())
+}
+
+/// Parts `DOMAIN@URI`. Both may have an @ in them; an address has a scheme behind it.
+fn libvirt(text: &str) -> VmName {
+    let at = text.match_indices('@').map(|(at, _)| at).find(|at| {
+        let scheme = text[at + 1..].split("://").next().unwrap_or_default();
+        let fits = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
+        text[at + 1..].contains("://") && !scheme.is_empty() && scheme.chars().all(fits)
+    });
+    let (domain, uri) = match at {
+        Some(at) => (&text[..at], Some(text[at + 1..].to_owned())),
+        None => (text, None),
+    };
+    VmName::Libvirt { domain: domain.to_owned(), uri }
 }
 
 impl fmt::Display for VmName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Qemu(path) => write!(f, "qemu:{}", path.display()),
+            Self::Libvirt { domain, uri: None } => write!(f, "libvirt:{domain}"),
+            Self::Libvirt { domain, uri: Some(uri) } => write!(f, "libvirt:{domain}@{uri}"),
             Self::Microvm(path) => write!(f, "microvm:{}", path.display()),
         }
     }
@@ -35,6 +65,7 @@ impl FromStr for VmName {
         match text.split_once(':') {
             Some(("qemu", path)) if !path.is_empty() => Ok(Self::Qemu(path.into())),
             Some(("microvm", path)) if !path.is_empty() => Ok(Self::Microvm(path.into())),
+            Some(("libvirt", rest)) => Ok(libvirt(rest)),
             Some(("pid", number)) => match number.parse() {
                 Ok(pid) if pid > 0 => match godwit_qemu::monitor_of(pid) {
                     Ok(path) => Ok(Self::Qemu(path)),
@@ -46,8 +77,9 @@ impl FromStr for VmName {
             _ => {
                 let cure = "write qemu:PATH, where PATH is the unix socket of a QMP monitor (QEMU \
                             option -qmp unix:PATH,server=on,wait=off), pid:N, where N is the \
-                            process of a QEMU that has such a monitor, or microvm:PATH, where PATH \
-                            is the control socket (godwit microvm run --control PATH)";
+                            process of a QEMU that has such a monitor, libvirt:DOMAIN or \
+                            libvirt:DOMAIN@URI, or microvm:PATH, where PATH is the control socket \
+                            (godwit microvm run --control PATH)";
                 Err(cure.to_owned())
             }
         }
@@ -133,6 +165,39 @@ impl From<client::RequestError> for RequestError {
         match error {
             client::RequestError::Refused(error) => Self::Refused(error.into()),
             client::RequestError::Failed(failure) => Self::Failed(failure),
+        }
+    }
+}
+
+/// Why a source needs the name of a domain.
+pub(crate) fn domain_wanted(domain: &str) -> Result<(), Box<dyn Error>> {
+    if domain.is_empty() {
+        return Err("libvirt: which domain? Write libvirt:DOMAIN or libvirt:DOMAIN@URI".into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domain_is_parted_from_the_address_of_its_libvirt() {
+        let parted = |text: &str| match text.parse() {
+            Ok(VmName::Libvirt { domain, uri }) => (domain, uri.unwrap_or_default()),
+            other => panic!("{other:?}"),
+        };
+        let pair = |domain: &str, uri: &str| (domain.to_owned(), uri.to_owned());
+        assert_eq!(parted("libvirt:web01"), pair("web01", ""));
+        assert_eq!(parted("libvirt:"), pair("", ""));
+        assert_eq!(parted("libvirt:@qemu:///system"), pair("", "qemu:///system"));
+        assert_eq!(parted("libvirt:a@b"), pair("a@b", ""));
+        let ssh = "qemu+ssh://root@host/system";
+        assert_eq!(parted(&format!("libvirt:a@b@{ssh}")), pair("a@b", ssh));
+        let socket = "qemu+unix:///system?socket=/run/a@b";
+        assert_eq!(parted(&format!("libvirt:vm1@{socket}")), pair("vm1", socket));
+        for text in ["libvirt:web01", "libvirt:vm1@qemu:///system"] {
+            assert_eq!(text.parse::<VmName>().unwrap().to_string(), text);
         }
     }
 }

@@ -166,7 +166,7 @@ impl DestinationVm for QemuDestination {
         Arc::clone(&self.ram)
     }
 
-    fn offered(&mut self, blocks: &BTreeSet<&str>) -> Result<(), VmError> {
+    fn offered(&mut self, blocks: &BTreeSet<&str>, _ask: &mut Ask<'_>) -> Result<(), VmError> {
         if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
             self.machine.check_mappings(&ram)?;
             self.machine.check_writers(&ram)?;

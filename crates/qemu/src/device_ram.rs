@@ -30,6 +30,15 @@ const PAGE_BYTES: usize = PAGE_SIZE as usize;
 /// Pages that are read at once.
 const PIECE: usize = 256;
 
+/// The QEMU that is to load a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loader {
+    /// Godwit has set its capabilities: it leaves shared RAM out.
+    Prepared,
+    /// Libvirt has started it, and set none.
+    Plain,
+}
+
 /// RAM of a device.
 #[derive(Debug)]
 pub(crate) struct DeviceRam {
@@ -39,7 +48,7 @@ pub(crate) struct DeviceRam {
 }
 
 /// The section with all of `ram`; nothing where there is none. The guest must stand still.
-pub(crate) fn section(ram: &[DeviceRam]) -> Result<Vec<u8>, MemoryError> {
+pub(crate) fn section(ram: &[DeviceRam], loader: Loader) -> Result<Vec<u8>, MemoryError> {
     if ram.is_empty() {
         return Ok(Vec::new());
     }
@@ -51,9 +60,11 @@ pub(crate) fn section(ram: &[DeviceRam]) -> Result<Vec<u8>, MemoryError> {
     for DeviceRam { block, used } in ram {
         out.extend(name(block));
         out.extend(used.0.to_be_bytes());
-        // Where the block is to the guest, which is asked of blocks that are shared alone
-        // (x-ignore-shared).
-        out.extend(0_u64.to_be_bytes());
+        if loader == Loader::Prepared {
+            // Where the block is to the guest, which is asked of blocks that are shared alone
+            // (x-ignore-shared).
+            out.extend(0_u64.to_be_bytes());
+        }
     }
     let footer = [&[FOOTER][..], &NUMBER.to_be_bytes()].concat();
     out.extend(OVER.to_be_bytes());
@@ -125,7 +136,7 @@ mod tests {
         block.write(PageIndex(1), &[7; 4096]).unwrap();
         block.write(PageIndex(2), &[0; 4096]).unwrap();
         block.write(PageIndex(7), &[9; 4096]).unwrap();
-        let section = section(&[DeviceRam { block, used: ByteCount(6 * 4096) }]).unwrap();
+        let section = section(&[DeviceRam { block, used: ByteCount(6 * 4096) }], Loader::Prepared);
         let mut expected = b"\x01godw\x03ram\0\0\0\0\0\0\0\x04".to_vec();
         expected.extend(b"\0\0\0\0\0\0\x60\x04\x01v\0\0\0\0\0\0\x60\0\0\0\0\0\0\0\0\0");
         expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw\x03godw");
@@ -136,11 +147,23 @@ mod tests {
             expected.extend([0, 0, 0, 0, 0, 0, page << 4, 0x22, 0]);
         }
         expected.extend(b"\0\0\0\0\0\0\0\x10\x7egodw");
-        assert_eq!(section, expected);
+        assert_eq!(section.unwrap(), expected);
     }
 
     #[test]
     fn without_such_ram_there_is_no_section() {
-        assert!(section(&[]).unwrap().is_empty());
+        assert!(section(&[], Loader::Prepared).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_qemu_that_nobody_prepared_is_told_no_addresses() {
+        let section = |loader| {
+            let block = RamBlock::anonymous("v", PageCount(1)).unwrap();
+            section(&[DeviceRam { block, used: ByteCount(4096) }], loader).unwrap()
+        };
+        let list = b"\0\0\0\0\0\0\x10\x04\x01v\0\0\0\0\0\0\x10\0";
+        let plain = section(Loader::Plain);
+        assert_eq!(plain[17..17 + list.len()], *list);
+        assert_eq!(plain.len() + 8, section(Loader::Prepared).len());
     }
 }

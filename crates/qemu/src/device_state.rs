@@ -21,12 +21,12 @@ use std::time::Duration;
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use crate::QemuError;
-use crate::device_ram::{self, DeviceRam};
+use crate::device_ram::{self, DeviceRam, Loader};
 use crate::machine::Machine;
 use crate::monitor::commands::{QomGet, RemoveFd, SaveDevices};
 
 /// "QEVM" and version 3, in big-endian order (migration/qemu-file-types.h, QEMU_VM_FILE_MAGIC).
-const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
+pub(crate) const HEADER: [u8; 8] = [b'Q', b'E', b'V', b'M', 0, 0, 0, 3];
 /// QEMU_VM_CONFIGURATION.
 const CONFIGURATION: u8 = 7;
 /// The subsection of it that tells of capabilities on which both sides must agree: one, which
@@ -78,6 +78,7 @@ pub(crate) fn save(
     machine: &mut Machine,
     machine_type: &str,
     ram: &[DeviceRam],
+    loader: Loader,
     limit: Duration,
 ) -> Result<Vec<u8>, QemuError> {
     let system = |step| move |source| QemuError::System { step, source };
@@ -102,22 +103,24 @@ pub(crate) fn save(
     qmp.answer(&remove, qmp.limit())?;
     let mut devices = Vec::new();
     file.read_to_end(&mut devices).map_err(system("reading a memfd"))?;
-    let ram = device_ram::section(ram)?;
-    stream(&devices, machine_type, &ram).ok_or_else(|| QemuError::State {
+    let ram = device_ram::section(ram, loader)?;
+    stream(&devices, machine_type, &ram, loader).ok_or_else(|| QemuError::State {
         action: "save",
         words: "what it wrote does not begin as a migration does".to_owned(),
     })
 }
 
 /// What `devices` lacks of a migration's stream, added; `ram` is a section or none.
-fn stream(devices: &[u8], machine_type: &str, ram: &[u8]) -> Option<Vec<u8>> {
+fn stream(devices: &[u8], machine_type: &str, ram: &[u8], loader: Loader) -> Option<Vec<u8>> {
     let sections = devices.strip_prefix(&HEADER)?;
     let length = u32::try_from(machine_type.len()).ok()?;
     let mut stream = HEADER.to_vec();
     stream.push(CONFIGURATION);
     stream.extend(length.to_be_bytes());
     stream.extend(machine_type.as_bytes());
-    stream.extend(CAPABILITIES.concat());
+    if loader == Loader::Prepared {
+        stream.extend(CAPABILITIES.concat());
+    }
     stream.extend(ram);
     stream.extend(sections);
     stream.extend(NO_DESCRIPTION);
@@ -130,11 +133,19 @@ mod tests {
 
     #[test]
     fn the_configuration_comes_first_and_a_description_last() {
-        let stream = stream(b"QEVM\0\0\0\x03\x04rest\0", "pc-q35-10.0", b"\x01ram").unwrap();
+        let stream =
+            stream(b"QEVM\0\0\0\x03\x04rest\0", "pc-q35-10.0", b"\x01ram", Loader::Prepared);
         let expected = b"QEVM\0\0\0\x03\x07\0\0\0\x0bpc-q35-10.0\
             \x05\x1aconfiguration/capabilities\0\0\0\x01\0\0\0\x01\x0fx-ignore-shared\
             \x01ram\x04rest\0\x06\0\0\0\0";
-        assert_eq!(stream, expected.as_slice());
+        assert_eq!(stream.unwrap(), expected.as_slice());
+    }
+
+    #[test]
+    fn a_qemu_that_nobody_prepared_hears_of_no_capability() {
+        let stream = stream(b"QEVM\0\0\0\x03\x04rest\0", "pc", b"\x01ram", Loader::Plain);
+        let expected = b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01ram\x04rest\0\x06\0\0\0\0";
+        assert_eq!(stream.unwrap(), expected.as_slice());
     }
 
     #[test]
@@ -153,7 +164,7 @@ mod tests {
 
     #[test]
     fn what_is_no_stream_of_that_version_is_refused() {
-        assert_eq!(stream(b"QEVM\0\0\0\x04\x04", "pc", b""), None);
-        assert_eq!(stream(b"QEV", "pc", b""), None);
+        assert_eq!(stream(b"QEVM\0\0\0\x04\x04", "pc", b"", Loader::Plain), None);
+        assert_eq!(stream(b"QEV", "pc", b"", Loader::Plain), None);
     }
 }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use godwit_libvirt::LibvirtError;
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
 use godwit_track::{TrackError, Writer};
@@ -92,6 +93,21 @@ pub enum QemuError {
         path: PathBuf,
         /// Who is.
         client: Client,
+    },
+    /// Libvirt refused, or is not there.
+    #[error(transparent)]
+    Libvirt(#[from] LibvirtError),
+    /// A domain, or a host's libvirt, is not fit for a migration.
+    #[error("{0}")]
+    Domain(String),
+    /// Another godwit is at work on the same domain.
+    #[error(
+        "process {pid} (godwit) is at work on this domain already: wait for it, or end it with \
+         `godwit cancel --migration {pid}`"
+    )]
+    DomainBusy {
+        /// Its process.
+        pid: u32,
     },
     /// A source sends what an old QEMU cannot be sent from outside.
     #[error(

@@ -86,7 +86,15 @@ impl Godwit {
     /// When it does not come to that.
     pub fn receive(&self, vm: &dyn Movable, options: &[&str]) -> anyhow::Result<(Running, String)> {
         let command = Command::new(&self.program);
-        self.receive_at(command, "127.0.0.1:0", vm, options)
+        self.receive_at(command, "127.0.0.1:0", &vm.vm_name(), options)
+    }
+
+    /// The same for what is no machine yet, by its name.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_named(&self, vm: &str, options: &[&str]) -> anyhow::Result<(Running, String)> {
+        self.receive_at(Command::new(&self.program), "127.0.0.1:0", vm, options)
     }
 
     /// The same at an address of the caller's choice.
@@ -99,7 +107,7 @@ impl Godwit {
         vm: &dyn Movable,
         options: &[&str],
     ) -> anyhow::Result<(Running, String)> {
-        self.receive_at(Command::new(&self.program), address, vm, options)
+        self.receive_at(Command::new(&self.program), address, &vm.vm_name(), options)
     }
 
     /// The same at the far end of `link`.
@@ -112,14 +120,15 @@ impl Godwit {
         vm: &dyn Movable,
         options: &[&str],
     ) -> anyhow::Result<(Running, String)> {
-        self.receive_at(link.command(&self.program), &format!("{}:0", link.address()), vm, options)
+        let address = format!("{}:0", link.address());
+        self.receive_at(link.command(&self.program), &address, &vm.vm_name(), options)
     }
 
     fn receive_at(
         &self,
         command: Command,
         address: &str,
-        vm: &dyn Movable,
+        vm: &str,
         options: &[&str],
     ) -> anyhow::Result<(Running, String)> {
         let mut running = self.start(command, "receive", vm, &["--listen", address], options)?;
@@ -142,6 +151,14 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn migrate(&self, vm: &dyn Movable, to: &str, options: &[&str]) -> anyhow::Result<Running> {
+        self.migrate_named(&vm.vm_name(), to, options)
+    }
+
+    /// The same for a machine by its name.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn migrate_named(&self, vm: &str, to: &str, options: &[&str]) -> anyhow::Result<Running> {
         self.start(Command::new(&self.program), "migrate", vm, &["--to", to], options)
     }
 
@@ -166,7 +183,7 @@ impl Godwit {
         &self,
         mut program: Command,
         command: &str,
-        vm: &dyn Movable,
+        vm: &str,
         peer: &[&str],
         options: &[&str],
     ) -> anyhow::Result<Running> {
@@ -175,7 +192,7 @@ impl Godwit {
         let errors =
             File::create(place.file("stderr")).context("cannot create a file for errors")?;
         let mut child = program
-            .args([command, "--vm", &vm.vm_name()])
+            .args([command, "--vm", vm])
             .args(peer)
             .arg("--json")
             .args(options)

@@ -12,7 +12,7 @@ use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
 use crate::EngineError;
-use crate::vm::DestinationVm;
+use crate::vm::{Ask, DestinationVm};
 
 /// An offer that fits.
 pub(super) struct Accepted {
@@ -34,7 +34,8 @@ pub(super) fn await_offer(
         return Err(EngineError::Protocol { peer: PEER, what });
     };
     let names = offer.blocks.iter().map(|block| block.name.as_str()).collect();
-    vm.offered(&names).map_err(EngineError::Vm)?;
+    let mut asked = 0;
+    asking(session, &mut asked, |ask| vm.offered(&names, ask))?.map_err(EngineError::Vm)?;
     let ram = vm.ram();
     let order = layout::fit(&offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
@@ -43,7 +44,8 @@ pub(super) fn await_offer(
         // The adapter, which knows all names of a disk, need not be asked.
         return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
     }
-    compare(session, vm)?;
+    asking(session, &mut asked, |ask| vm.compare(ask))?
+        .map_err(|error| EngineError::Layout(error.to_string()))?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
     let ram = ram.iter().map(|block| block.pages().bytes()).sum();
     notice(&Notice::Accepted { ram, disks: disks.clone() });
@@ -63,12 +65,17 @@ pub(super) fn check_room(
     Ok(())
 }
 
-/// Has the adapter compare the machines; whatever it asks goes to the source's adapter.
-fn compare(session: &Session<'_>, vm: &mut dyn DestinationVm) -> Result<(), EngineError> {
-    let (mut asked, mut broken) = (0, None);
-    let compared = vm.compare(&mut |question| {
-        asked += 1;
-        let answered = if asked <= QUESTIONS_LIMIT {
+/// Has the adapter do what it needs the source's answers for; whatever it asks goes to the source's
+/// adapter. `asked` counts the questions of this offer.
+fn asking<T>(
+    session: &Session<'_>,
+    asked: &mut usize,
+    work: impl FnOnce(&mut Ask<'_>) -> T,
+) -> Result<T, EngineError> {
+    let mut broken = None;
+    let done = work(&mut |question| {
+        *asked += 1;
+        let answered = if *asked <= QUESTIONS_LIMIT {
             session.ask(question)
         } else {
             Err(EngineError::Panicked("main"))
@@ -80,11 +87,7 @@ fn compare(session: &Session<'_>, vm: &mut dyn DestinationVm) -> Result<(), Engi
         })
     });
     // A link that broke is that, whatever the adapter makes of it.
-    match (compared, broken) {
-        (_, Some(error)) => Err(error),
-        (Err(error), None) => Err(EngineError::Layout(error.to_string())),
-        (Ok(()), None) => Ok(()),
-    }
+    broken.map_or(Ok(done), Err)
 }
 
 fn open_disks(

@@ -67,12 +67,13 @@ pub trait DestinationVm {
 
     /// The source has RAM blocks of these names. Comes before [`Self::compare`], and [`Self::ram`]
     /// is asked for again behind it: an adapter that can reach its RAM in more than one way chooses
-    /// the one that fits. What does not fit then is refused by the engine.
+    /// the one that fits, and one whose machine is not there yet asks the source by `ask` what to
+    /// start. What does not fit then is refused by the engine.
     ///
     /// # Errors
     /// When the machine refuses.
-    fn offered(&mut self, blocks: &BTreeSet<&str>) -> Result<(), VmError> {
-        let _ = blocks;
+    fn offered(&mut self, blocks: &BTreeSet<&str>, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        let _ = (blocks, ask);
         Ok(())
     }
 

@@ -84,6 +84,13 @@ pub(crate) fn drives(qmp: &mut dyn Monitor) -> Result<Vec<Drive>, QmpError> {
     Ok(qmp.run(&QueryBlock)?.into_iter().map(drive).collect())
 }
 
+/// The files of the disks that the guest can write.
+pub(crate) fn writable(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
+    let drives = drives(qmp)?;
+    let media = drives.iter().filter(|drive| drive.is_in_use()).filter_map(|it| it.medium.as_ref());
+    Ok(media.filter(|medium| !medium.read_only).map(|medium| medium.file.clone()).collect())
+}
+
 fn drive(block: Block) -> Drive {
     let Block { device, qdev: path, inserted } = block;
     let node = inserted.as_ref().map(|inserted| inserted.node_name.clone()).unwrap_or_default();

@@ -25,7 +25,7 @@ mod sink;
 mod tracking;
 
 pub use find::ListedDisk;
-pub(crate) use find::{Drive, Found, by_name, choose, drives};
+pub(crate) use find::{Drive, Found, by_name, choose, drives, writable};
 pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
 pub(crate) use server::FD_NAME;

@@ -19,7 +19,7 @@ use crate::disks;
 use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::monitor::{Qmp, QmpError};
+use crate::monitor::{DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
 use crate::process::Process;
 use crate::source::announce;
 use crate::way_back;
@@ -35,16 +35,19 @@ const NOTICE: u8 = 3 << 3 | 5;
 const ALERT: u8 = 3 << 3 | 1;
 
 /// Stands guard for process `godwit`, which is the parent of this one: standard input is the line
-/// to it, standard output the monitor. Returns when it is not needed any more, and whether all is
-/// as it should be.
-pub fn stand_guard(path: &Path, godwit: i32) -> bool {
+/// to it, standard output the monitor, unless that is libvirt's, of the domain with this UUID at
+/// this URI. Returns when it is not needed any more, and whether all is as it should be.
+pub fn stand_guard(path: &Path, godwit: i32, domain: Option<(String, String)>) -> bool {
+    let domain = domain.map(|(uri, uuid)| DomainName { uri, uuid });
     // Ctrl-C and the end of the terminal are godwit's to answer.
     let _ = setsid();
     // The kernel looks for somebody to kill where godwit was killed for memory just now. Lowering
     // it takes a right.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     // The lock ends with what was opened first.
-    let Some((line, monitor, _locked, process)) = prepare(path, godwit) else { return false };
+    let Some((line, monitor, _locked, process)) = prepare(path, godwit, domain.as_ref()) else {
+        return false;
+    };
     if !await_end(line, process) {
         return true;
     }
@@ -63,13 +66,25 @@ pub fn stand_guard(path: &Path, godwit: i32) -> bool {
     stood_in.is_ok()
 }
 
-type Prepared = (UnixStream, UnixStream, Record, OwnedFd);
+type Prepared = (UnixStream, Held, Record, OwnedFd);
+
+/// The monitor, which godwit still uses.
+enum Held {
+    Socket(UnixStream),
+    Libvirt(Box<LibvirtMonitor>),
+}
 
 /// Everything that can fail, while godwit still waits for the answer.
-fn prepare(path: &Path, godwit: i32) -> Option<Prepared> {
+fn prepare(path: &Path, godwit: i32, domain: Option<&DomainName>) -> Option<Prepared> {
     let line = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
-    let monitor = UnixStream::from(std::io::stdout().as_fd().try_clone_to_owned().ok()?);
     let record = Record::open(path).ok()??;
+    let monitor = match domain {
+        None => {
+            let stdout = std::io::stdout().as_fd().try_clone_to_owned().ok()?;
+            Held::Socket(UnixStream::from(stdout))
+        }
+        Some(name) => Held::Libvirt(Box::new(LibvirtMonitor::find(name, record.pid()).ok()?)),
+    };
     record.lock().ok()?;
     let godwit = Pid::from_raw(godwit)?;
     let process = pidfd_open(godwit, PidfdFlags::empty()).ok()?;
@@ -131,7 +146,7 @@ impl Words {
 }
 
 /// Undoes what the record names: the guest first.
-fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Result<(), QemuError> {
+fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), QemuError> {
     let process = match Process::open(record.pid()) {
         Ok(process) if record.names_a_living_qemu() => process,
         // The guest has gone with its QEMU.
@@ -140,8 +155,11 @@ fn stand_in(mut record: Record, monitor: UnixStream, words: &mut Words) -> Resul
             return Ok(());
         }
     };
-    let mut machine =
-        Machine { qmp: Box::new(Qmp::take_over(monitor)?), pid: record.pid(), process };
+    let qmp: Box<dyn Monitor> = match monitor {
+        Held::Socket(stream) => Box::new(Qmp::take_over(stream)?),
+        Held::Libvirt(monitor) => monitor,
+    };
+    let mut machine = Machine { qmp, pid: record.pid(), process };
     let stage = record.left().stage;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,

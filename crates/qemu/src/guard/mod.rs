@@ -3,7 +3,8 @@
 //! A godwit that is killed while the guest is stopped cannot run it again, and what it has set in
 //! QEMU stays set. So a second process stands beside it, which does nothing as long as godwit
 //! lives. It is the same program, started anew, and holds a handle of the monitor's connection
-//! (QEMU takes one client at a time), a line to godwit and the record: no memory of the guest, no
+//! (QEMU takes one client at a time; where libvirt has it, a connection of its own to libvirt, made
+//! in advance), a line to godwit and the record: no memory of the guest, no
 //! userfaultfd, no tracee, no connection to the other side.
 //!
 //! ```text
@@ -32,11 +33,13 @@ pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
 pub(crate) use record::{Left, Stage};
 
+use godwit_libvirt::Domain;
+
 use crate::machine::Machine;
-use crate::monitor::{Qmp, QmpError};
+use crate::monitor::{DomainName, Handle, LibvirtMonitor, Qmp, QmpError};
 use crate::run_directory;
 use crate::{QemuError, clients};
-use record::{Record, at_work};
+use record::{Record, at_work, in_work};
 
 /// The word of the command line that makes the program a guardian.
 pub const COMMAND: &str = "guard";
@@ -68,6 +71,23 @@ pub(crate) fn connect(path: &Path) -> Result<Machine, QemuError> {
         (error, _) => error.into(),
     })?;
     Machine::behind(Box::new(qmp))
+}
+
+/// The machine of a domain that runs, by the monitor that libvirt holds. Waits for the guardian of
+/// a godwit that was killed, and refuses to be the second that is at work: libvirt would let both.
+pub(crate) fn connect_domain(domain: &Domain) -> Result<Machine, QemuError> {
+    let until = Instant::now() + GUARDIAN_LIMIT;
+    let machine = Machine::behind(Box::new(LibvirtMonitor::open(domain)?))?;
+    while let Some(pid) = at_work(machine.pid) {
+        if Instant::now() >= until {
+            return Err(QemuError::OtherGuardian { pid });
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    match in_work(machine.pid) {
+        Some(pid) => Err(QemuError::DomainBusy { pid }),
+        None => Ok(machine),
+    }
 }
 
 /// Godwit's side: the record, and the process that reads it if need be.
@@ -130,18 +150,19 @@ fn start_error(error: io::Error) -> io::Error {
 impl Guardian {
     fn start(program: &Path, record: &Record, machine: &Machine) -> io::Result<Self> {
         let (line, theirs) = UnixStream::pair()?;
-        let monitor = machine.qmp.handle()?;
+        let mut command = Command::new(program);
+        command.arg0("godwit").arg(COMMAND);
+        command.arg(record.path()).arg(std::process::id().to_string());
+        match machine.qmp.handle()? {
+            Handle::Socket(monitor) => command.stdout(Stdio::from(OwnedFd::from(monitor))),
+            Handle::Domain(DomainName { uri, uuid }) => {
+                command.arg(uri).arg(uuid).stdout(Stdio::null())
+            }
+        };
         // Nothing but these three descriptors passes on: the others are closed when a program is
         // loaded (O_CLOEXEC).
-        let child = Command::new(program)
-            .arg0("godwit")
-            .arg(COMMAND)
-            .arg(record.path())
-            .arg(std::process::id().to_string())
-            .current_dir("/")
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::from(OwnedFd::from(monitor)))
-            .spawn()?;
+        let stdin = Stdio::from(OwnedFd::from(theirs));
+        let child = command.current_dir("/").stdin(stdin).spawn()?;
         let mut guardian = Self { child, line };
         let mut word = [0];
         let ready = guardian.line.set_read_timeout(Some(START_LIMIT));

@@ -271,6 +271,14 @@ pub(crate) fn at_work(pid: i32) -> Option<u32> {
     owner(&guarded).filter(|mark| !mark.is_alive()).map(|mark| mark.pid)
 }
 
+/// The other godwit that lives and is at work on the QEMU `pid`, if there is one.
+pub(crate) fn in_work(pid: i32) -> Option<u32> {
+    let end = end(pid);
+    let owners = paths(|name| name.ends_with(&end)).into_iter().filter_map(|path| owner(&path));
+    let other = |mark: &Mark| mark.is_alive() && mark.pid != std::process::id();
+    owners.filter(|mark| other(mark)).map(|mark| mark.pid).next()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -33,6 +33,7 @@ macro_rules! commands {
 type Done = IgnoredAny;
 
 commands! {
+    QueryVersion: "query-version" -> Versions;
     QueryStatus: "query-status" -> Status;
     QueryMigrate: "query-migrate" -> Migration;
     QueryCapabilities: "query-migrate-capabilities" -> Vec<Capability>;
@@ -69,6 +70,21 @@ commands! {
     ExportDel<'_>: "block-export-del" -> Done;
     Transaction: "transaction" -> Done;
     SetIoThrottle<'_>: "block_set_io_throttle" -> Done;
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct QueryVersion;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Versions {
+    pub(crate) qemu: QemuVersion,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct QemuVersion {
+    pub(crate) major: u64,
+    pub(crate) minor: u64,
+    pub(crate) micro: u64,
 }
 
 #[derive(Debug, Serialize)]

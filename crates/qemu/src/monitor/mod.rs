@@ -1,30 +1,33 @@
 //! What godwit says to a QEMU and hears from it: a monitor, whatever carries it.
 //!
 //! A monitor takes commands in order, answers each, and tells of events in between. [`Qmp`] is one
-//! over a unix socket; tests have one that only answers.
+//! over a unix socket, [`LibvirtMonitor`] one that libvirt holds; tests have one that only answers.
 //!
 //! ```text
 //!   mod        the trait, events, and what can go wrong
 //!   commands   every command that godwit gives, and what it reads of the answers
 //!   qmp        the protocol over a socket
+//!   libvirt    the same by way of libvirt's daemon
 //! ```
 //!
 //! Invariant: every wait has a limit, and no event is lost to a wait for another one.
 
 pub(crate) mod commands;
+mod libvirt;
 mod qmp;
 
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use godwit_engine::Interrupt;
 use godwit_units::format_duration;
 use serde_json::{Value, json};
 
 pub(crate) use commands::Command;
+pub(crate) use libvirt::{DomainName, LibvirtMonitor, is_qemu_of};
 pub use qmp::Qmp;
 
 /// How long a command may take before the monitor counts as dead. QEMU answers from its main loop,
@@ -106,6 +109,23 @@ pub enum QmpError {
         /// What was being waited for.
         during: String,
     },
+    /// Libvirt, which holds the monitor, is gone or does not know the domain any more.
+    #[error("libvirt was lost during {during}: {words}")]
+    Libvirt {
+        /// What was being waited for.
+        during: String,
+        /// Libvirt's words.
+        words: String,
+    },
+    /// A domain's QEMU is not on this host.
+    #[error(
+        "the QEMU of this domain does not run on this host: run godwit where it runs, with that \
+         host's own libvirt instead of {uri}"
+    )]
+    Elsewhere {
+        /// Where libvirt was asked.
+        uri: String,
+    },
     /// Something that is not QMP came over the socket, or the connection failed.
     #[error("the monitor connection failed during {during}: {source}")]
     Io {
@@ -150,6 +170,26 @@ pub struct Event {
     pub at: Instant,
 }
 
+impl Event {
+    /// One that QEMU says it emitted at that time by the wall clock, and that was read just now.
+    fn emitted(name: String, data: Value, emitted: Duration) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        // A clock that was set in between tells nothing.
+        let lag = now.checked_sub(emitted).filter(|lag| *lag < COMMAND_LIMIT).unwrap_or_default();
+        let at = Instant::now().checked_sub(lag).unwrap_or_else(Instant::now);
+        Self { name, data, emitted, at }
+    }
+}
+
+/// By what another process takes a monitor over.
+#[derive(Debug)]
+pub(crate) enum Handle {
+    /// A connection, over which this process must be silent from then on.
+    Socket(UnixStream),
+    /// A name: libvirt serves any number of clients.
+    Domain(DomainName),
+}
+
 /// What a wait does with an event that it comes upon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Seen {
@@ -178,7 +218,12 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
     fn peer_pid(&self) -> Result<rustix::process::Pid, QmpError>;
 
     /// A handle for another process, which must be silent for as long as this one is used.
-    fn handle(&self) -> io::Result<UnixStream>;
+    fn handle(&self) -> io::Result<Handle>;
+
+    /// Whether it is libvirt that holds it, and that stops, runs and ends the guest.
+    fn is_libvirts(&self) -> bool {
+        false
+    }
 
     /// How long commands are waited for.
     fn limit(&self) -> Duration;

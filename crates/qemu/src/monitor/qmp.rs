@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use godwit_engine::Interrupt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
-use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, STEP, Seen, Version};
+use super::{COMMAND_LIMIT, Event, Handle, Monitor, QmpError, Queued, STEP, Seen, Version};
 
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
@@ -325,17 +325,7 @@ impl Qmp {
         let stamp = &message["timestamp"];
         let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
         let emitted = seconds + Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        // A clock that was set in between tells nothing.
-        let lag = now.checked_sub(emitted).filter(|lag| *lag < COMMAND_LIMIT).unwrap_or_default();
-        let at = Instant::now();
-        let at = at.checked_sub(lag).unwrap_or(at);
-        self.events.push_back(Event {
-            name: name.to_owned(),
-            data: message["data"].clone(),
-            emitted,
-            at,
-        });
+        self.events.push_back(Event::emitted(name.to_owned(), message["data"].clone(), emitted));
         full
     }
 
@@ -408,8 +398,8 @@ impl Monitor for Qmp {
         Self::peer_pid(self)
     }
 
-    fn handle(&self) -> io::Result<UnixStream> {
-        self.stream.try_clone()
+    fn handle(&self) -> io::Result<Handle> {
+        self.stream.try_clone().map(Handle::Socket)
     }
 
     fn limit(&self) -> Duration {

@@ -4,13 +4,12 @@
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::BorrowedFd;
-use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use godwit_engine::Interrupt;
 use serde_json::{Value, json};
 
-use super::{COMMAND_LIMIT, Event, Monitor, QmpError, Queued, Seen, Version};
+use super::{COMMAND_LIMIT, Event, Handle, Monitor, QmpError, Queued, Seen, Version};
 
 /// Gives the answers that it was told, by command, command line or path, and empty ones else.
 #[derive(Debug, Default)]
@@ -51,7 +50,7 @@ impl Monitor for StandIn {
         Ok(rustix::process::getpid())
     }
 
-    fn handle(&self) -> io::Result<UnixStream> {
+    fn handle(&self) -> io::Result<Handle> {
         Err(io::ErrorKind::Unsupported.into())
     }
 

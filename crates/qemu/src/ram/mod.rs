@@ -12,6 +12,9 @@
 //!                                                    firmware among them
 //!     before                                         the back ends; what else the guest has mapped
 //!                                                    goes with the device state (`device_ram`)
+//!     of a domain of libvirt's                       the same, from whichever version on: of a
+//!                                                    destination that libvirt starts only the
+//!                                                    back ends can be found
 //! ```
 //!
 //! A destination takes whichever of its blocks the source offers: what it has beside, and is no
@@ -55,7 +58,7 @@ pub(crate) struct Ram {
 impl Ram {
     /// All RAM of a source.
     pub(crate) fn of_source(machine: &mut Machine) -> Result<Self, QemuError> {
-        match in_shared_files(machine)? {
+        match in_shared_files(machine)?.filter(|_| !machine.qmp.is_libvirts()) {
             Some(blocks) => {
                 Ok(Self { blocks, state_by: StateBy::Migration, device_ram: Vec::new() })
             }
@@ -66,7 +69,7 @@ impl Ram {
     /// The RAM that is moved as blocks: of a source, and of a destination before it is known what
     /// is offered.
     pub(crate) fn main(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
-        match in_shared_files(machine)? {
+        match in_shared_files(machine)?.filter(|_| !machine.qmp.is_libvirts()) {
             Some(blocks) => Ok(blocks),
             None => Ok(in_process(machine, false)?.blocks),
         }
@@ -111,7 +114,7 @@ pub(crate) fn fitted(
         }
         (main, other) => main.into_iter().chain(other).collect(),
     };
-    at_addresses(machine, listed).map(Some)
+    at_addresses(machine.pid, listed).map(Some)
 }
 
 fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {
@@ -156,27 +159,43 @@ fn in_shared_files(machine: &mut Machine) -> Result<Option<Vec<RamBlock>>, QemuE
 fn in_process(machine: &mut Machine, is_source: bool) -> Result<Ram, QemuError> {
     let mut main = addresses::list(machine)?;
     let mut other = Vec::new();
-    if main.iter().any(|block| block.address.is_none()) {
+    let unknown = main.iter().any(|block| block.address.is_none());
+    if unknown || machine.qmp.is_libvirts() {
         let back_ends = back_end_names(machine)?;
         main.retain(|block| is_source || is_back_end(&block.name, &back_ends));
-        (main, other) = addresses::ask(machine, main)?
-            .into_iter()
-            .partition(|block| is_back_end(&block.name, &back_ends));
+        if unknown {
+            main = addresses::ask(machine, main)?;
+        }
+        (main, other) = main.into_iter().partition(|block| is_back_end(&block.name, &back_ends));
     }
     let used: Vec<ByteCount> = other.iter().map(|block| block.used).collect();
     let count = main.len();
-    let mut blocks = at_addresses(machine, main.into_iter().chain(other))?;
+    let mut blocks = at_addresses(machine.pid, main.into_iter().chain(other))?;
     let device_ram = blocks.split_off(count).into_iter().zip(used);
     let device_ram = device_ram.map(|(block, used)| DeviceRam { block, used }).collect();
     Ok(Ram { blocks, state_by: StateBy::Saving, device_ram })
 }
 
+/// The blocks that process `pid` has at these addresses, in order: name, size, address.
+pub(crate) fn blocks_at(
+    pid: i32,
+    places: Vec<(String, ByteCount, u64)>,
+) -> Result<Vec<RamBlock>, QemuError> {
+    let listed = places.into_iter().map(|(name, size, address)| Listed {
+        name,
+        used: size,
+        size,
+        address: Some(address),
+    });
+    at_addresses(pid, listed)
+}
+
 /// The blocks that these addresses in the process are, in order.
 fn at_addresses(
-    machine: &Machine,
+    pid: i32,
     listed: impl IntoIterator<Item = Listed>,
 ) -> Result<Vec<RamBlock>, QemuError> {
-    let space = AddressSpace::of(machine.pid)?;
+    let space = AddressSpace::of(pid)?;
     let mut blocks = Vec::new();
     for Listed { name, size, address, .. } in listed {
         let unreachable =
@@ -185,7 +204,7 @@ fn at_addresses(
         let address = address.ok_or_else(|| unreachable(addresses::UNKNOWN))?;
         let block = match space.at(address, size) {
             Mapped::Private => {
-                let backing = ProcessBacking::open(machine.pid, address, size.0)
+                let backing = ProcessBacking::open(pid, address, size.0)
                     .map_err(|source| unreachable(&format!("cannot be read: {source}")))?;
                 RamBlock::new(&name, Box::new(backing), pages)
             }

@@ -40,12 +40,13 @@ use godwit_vcpu_throttle::{Measures, VcpuThrottle};
 
 use crate::QemuError;
 use crate::compare::{self, Terms};
-use crate::device_ram::{self, DeviceRam};
+use crate::device_ram::{self, DeviceRam, Loader};
 use crate::device_state;
 use crate::disk_limits::DiskLimits;
 use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::guard::{self, Guard, Left, Stage};
+use crate::libvirt::{QUESTION, SourceDomain};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
@@ -99,6 +100,10 @@ pub struct QemuSource {
     saved_to: Option<Sender<Vec<u8>>>,
     /// The machine type, asked for before the guest is stopped.
     machine_type: String,
+    /// What is to load the device state.
+    loader: Loader,
+    /// What libvirt has of it, where it does.
+    domain: Option<SourceDomain>,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
     stopping: bool,
     /// Whether the device state was released, so that a destination may have loaded it.
@@ -133,7 +138,24 @@ impl QemuSource {
     /// What stands against it, with the cure.
     pub fn open(path: &Path) -> Result<Self, QemuError> {
         kernel_support()?;
-        let mut machine = guard::connect(path)?;
+        Self::look(guard::connect(path)?)
+    }
+
+    /// The same for the QEMU of the domain called `name` of the libvirt at `uri`, which holds its
+    /// monitor. With `undefine` the definition of a persistent domain goes when the guest has
+    /// left; otherwise it stays, shut off.
+    ///
+    /// # Errors
+    /// The same, and what libvirt has against it.
+    pub fn open_domain(name: &str, uri: &str, undefine: bool) -> Result<Self, QemuError> {
+        kernel_support()?;
+        let domain = SourceDomain::open(name, uri, undefine)?;
+        let mut source = Self::look(guard::connect_domain(domain.domain())?)?;
+        source.domain = Some(domain);
+        Ok(source)
+    }
+
+    fn look(mut machine: Machine) -> Result<Self, QemuError> {
         let state = machine.run_state()?;
         let cure = match state.as_str() {
             "running" | "paused" => "",
@@ -201,6 +223,8 @@ impl QemuSource {
             state: None,
             saved_to: None,
             machine_type: String::new(),
+            loader: Loader::Prepared,
+            domain: None,
             stopping: false,
             released: false,
         })
@@ -217,6 +241,11 @@ impl QemuSource {
         choice: &DiskChoice,
         granularity: Option<ByteCount>,
     ) -> Result<Self, QemuError> {
+        if self.domain.is_some() {
+            let words = "disks of a domain of libvirt's cannot move along yet: put them on \
+                         storage that both hosts have";
+            return Err(QemuError::Domain(words.to_owned()));
+        }
         let drives = disks::drives(&mut *self.machine.qmp)?;
         self.moving = disks::choose(&drives, choice)?;
         self.granularity = Granularity::of(granularity, &mut *self.machine.qmp, &self.moving)?;
@@ -396,6 +425,19 @@ impl QemuSource {
         Ok(())
     }
 
+    /// What a destination of libvirt's asks: it starts a QEMU that nobody prepares.
+    fn describe(&mut self) -> Result<Vec<u8>, VmError> {
+        let disks = disks::writable(&mut *self.machine.qmp).map_err(QemuError::from)?;
+        let Some(domain) = &self.domain else {
+            let words = "the destination is a libvirt's, and takes in nothing but domains of \
+                         libvirt's: give godwit migrate --vm libvirt:DOMAIN, or godwit receive a \
+                         QEMU that waits";
+            return Err(QemuError::Domain(words.to_owned()).into());
+        };
+        self.loader = Loader::Plain;
+        Ok(domain.describe(disks, self.terms.disks_are_shared)?)
+    }
+
     fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
         let Some(tracking) = self.tracking.take() else { return Ok(()) };
         tracking.end(&mut *self.machine.qmp)?;
@@ -535,6 +577,9 @@ impl SourceVm for QemuSource {
     }
 
     fn answer(&mut self, question: &[u8]) -> Result<Vec<u8>, VmError> {
+        if question == QUESTION {
+            return self.describe();
+        }
         let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
         compare::answer(&mut self.machine, question, &self.terms, &moving)
     }
@@ -597,8 +642,8 @@ impl SourceVm for QemuSource {
         self.released = true;
         if self.state_by == StateBy::Saving {
             let devices = {
-                let Self { machine, machine_type, device_ram, .. } = self;
-                device_state::save(machine, machine_type, device_ram, SAVE_LIMIT)?
+                let Self { machine, machine_type, device_ram, loader, .. } = self;
+                device_state::save(machine, machine_type, device_ram, *loader, SAVE_LIMIT)?
             };
             // Nobody has to have read it by now: it may be more than is taken before the last round
             // has ended. Who read it may also be gone, which is found out by whoever waits for it.
@@ -666,7 +711,7 @@ impl SourceVm for QemuSource {
             Ok(_) | Err(QmpError::Closed { .. }) => {
                 // It is about to end, and whatever was changed in it.
                 self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
-                Ok(())
+                self.domain.as_ref().map_or(Ok(()), |domain| Ok(domain.leave()?))
             }
             Err(error) => Err(error.into()),
         }

@@ -16,8 +16,8 @@ use crate::way_back::TOLD_AFTER;
 enum Stopping {
     /// QEMU's migration.
     Migration,
-    /// A command, with its answer.
-    Command(Queued),
+    /// A command, with its answer, and when it was given.
+    Command(Queued, Instant),
 }
 
 impl QemuSource {
@@ -39,7 +39,10 @@ impl QemuSource {
         self.prepare_stop()?;
         let qmp = &mut *self.machine.qmp;
         Ok(match self.state_by {
-            StateBy::Saving => Stopping::Command(qmp.start(&Stop)?),
+            StateBy::Saving => {
+                let given = Instant::now();
+                Stopping::Command(qmp.start(&Stop)?, given)
+            }
             StateBy::Migration => {
                 qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
                 Stopping::Migration
@@ -77,12 +80,17 @@ impl QemuSource {
     ) -> Result<Instant, QemuError> {
         match stopping {
             Stopping::Migration => self.await_migration(at, limit),
-            Stopping::Command(command) => self.await_command(command, limit),
+            Stopping::Command(command, given) => self.await_command(command, *given, limit),
         }
     }
 
     /// Waits for the end of a stop by a command, which QEMU answers when its disks are flushed.
-    fn await_command(&mut self, stop: &Queued, limit: Duration) -> Result<Instant, QemuError> {
+    fn await_command(
+        &mut self,
+        stop: &Queued,
+        given: Instant,
+        limit: Duration,
+    ) -> Result<Instant, QemuError> {
         self.machine.qmp.answer(stop, limit)?;
         let answered = Instant::now();
         // Its event comes before the answer.
@@ -97,6 +105,12 @@ impl QemuSource {
         match stopped {
             Some(at) => Ok(at),
             None if !self.was_running => Ok(answered),
+            // Libvirt tells of events when it comes to it. The guest did not stop earlier than
+            // this.
+            None if self.machine.qmp.is_libvirts() => {
+                self.fate.stands_still();
+                Ok(given)
+            }
             None => Err(self.stopped_by_another()),
         }
     }

@@ -1,0 +1,28 @@
+//! Domains of libvirt's: what godwit tells libvirt, so that its world is in the end as after a
+//! migration of its own.
+//!
+//! At the source libvirt holds the monitor (`monitor::libvirt`), stops the guest, runs it again, or
+//! ends it. At the destination it starts the QEMU: it restores the domain from a save image whose
+//! beginning, the description, is there at once, and whose rest, the device state, comes through
+//! the same pipe when the guest has been stopped at the source. Meanwhile guest memory is written
+//! from outside.
+//!
+//! ```text
+//!   domain        the source: what is refused, what is told of it, what is left of it
+//!   image         the beginning of a save image
+//!   memory        where a QEMU that cannot be asked has its RAM
+//!   arrival       a domain on its way: pipe, restore, process
+//!   destination   the engine's destination made of that
+//! ```
+//!
+//! Invariant: a destination that does not come to run the guest leaves nothing in libvirt.
+
+mod arrival;
+mod destination;
+mod domain;
+mod image;
+mod memory;
+
+pub use destination::LibvirtDestination;
+pub use domain::domain_state;
+pub(crate) use domain::{QUESTION, SourceDomain};
