@@ -366,6 +366,8 @@ fn kernel_threads_are_not_held_up_by_the_governor_and_are_found() {
         assert!(began.elapsed() < LIMIT / 4, "{way}: {:?}", began.elapsed());
         assert_eq!(harvest(&tracker), [PageRun::new(page, 1)], "{way}");
     }
+    // Mutation: who is no vCPU waits for a token, too.
+    assert_eq!(tracker.governor_measures().delayed, 0);
 }
 
 /// Why the governor's descriptor must be one that handles faults of the kernel, and refuses to work
