@@ -108,6 +108,15 @@ impl Connection {
         unsafe { (self.inner.library.virConnectIsAlive)(self.inner.pointer) == 1 }
     }
 
+    /// This connection, or a new one to the same daemon where this one stands no more, as when the
+    /// daemon was started anew.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn standing(&self) -> Result<Self, LibvirtError> {
+        if self.is_alive() { Ok(self.clone()) } else { Self::open(self.uri()) }
+    }
+
     /// The daemon's version: a million for each major one, a thousand for each minor one.
     ///
     /// # Errors

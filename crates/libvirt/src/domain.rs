@@ -167,6 +167,14 @@ impl Domain {
         &self.connection
     }
 
+    /// The same domain, by [`Connection::standing`].
+    ///
+    /// # Errors
+    /// When it is gone, or its daemon is.
+    pub fn standing(&self) -> Result<Self, LibvirtError> {
+        self.connection.standing()?.domain_by_uuid(&self.uuid()?)
+    }
+
     /// Its name.
     #[must_use]
     pub fn name(&self) -> String {

@@ -1,13 +1,17 @@
 //! Domains of libvirt's, between two daemons: named as `virsh` names them, and in the end as virsh
 //! shows them after a migration of libvirt's own.
 
+use std::os::unix::fs::PermissionsExt;
+
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, check_refused, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Ended, Godwit, GuestConfig, LibvirtGuest, LibvirtHost, builds_for, libvirt_for,
+    DiskImage, Ended, Godwit, GuestConfig, LibvirtGuest, LibvirtHost, builds_for, images_for,
+    libvirt_for,
 };
-use rustix::process::Signal;
+use godwit_units::ByteCount;
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Two hosts and a guest on the first.
 struct Hosts {
@@ -20,11 +24,20 @@ struct Hosts {
 impl Hosts {
     /// `None` where there is no libvirt, which is said.
     fn start(test: &str, mode: Mode, persistent: bool) -> anyhow::Result<Option<Self>> {
+        Self::with_devices(test, &GuestConfig::small(mode), "", persistent)
+    }
+
+    fn with_devices(
+        test: &str,
+        config: &GuestConfig,
+        devices: &str,
+        persistent: bool,
+    ) -> anyhow::Result<Option<Self>> {
         let builds = builds_for(test);
         if builds.is_empty() || !libvirt_for(test) {
             return Ok(None);
         }
-        let guest = LibvirtGuest::new(oldest(&builds)?, &GuestConfig::small(mode), "")?;
+        let guest = LibvirtGuest::new(oldest(&builds)?, config, devices)?;
         let (west, east) = (LibvirtHost::start()?, LibvirtHost::start()?);
         if persistent {
             guest.define_on(&west)?;
@@ -135,6 +148,91 @@ fn a_persistent_domain_moves_to_and_fro_with_its_definition() -> anyhow::Result<
     let (migrate, receive) = hosts.migrate(&["--undefine-source"])?;
     check_migrated(&migrate, &receive)?;
     hosts.check_states(["none", "running"])?;
+    hosts.check_guest()
+}
+
+#[test]
+fn a_disk_that_both_hosts_have_goes_on_at_the_destination() -> anyhow::Result<()> {
+    let test = "a_disk_that_both_hosts_have_goes_on_at_the_destination";
+    if !images_for(test) {
+        return Ok(());
+    }
+    let disk = DiskImage::create("qcow2", ByteCount(48 << 20))?;
+    // Both daemons are on one machine, and would take the file from each other.
+    std::fs::set_permissions(disk.path(), std::fs::Permissions::from_mode(0o666))?;
+    let devices = format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='qcow2' cache='none'/>\
+         <source file='{}'><seclabel model='dac' relabel='no'/></source>\
+         <target dev='vda' bus='virtio'/></disk>",
+        disk.path().display()
+    );
+    // The guest checks what it reads of what it wrote.
+    let span = ByteCount(16 << 20);
+    let work = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
+    let config = GuestConfig { disk: work, ..GuestConfig::small(Mode::Rate) };
+    let Some(mut hosts) = Hosts::with_devices(test, &config, &devices, true)? else {
+        return Ok(());
+    };
+
+    // Nobody has said that the other host has it.
+    let (migrate, _) = hosts.migrate(&[])?;
+    ensure!(migrate.errors.contains("--disks-are-shared"), "{}", migrate.errors);
+    hosts.check_states(["running", "none"])?;
+
+    for turn in 0..2 {
+        let (migrate, receive) = hosts.migrate(&["--verify", "--disks-are-shared"])?;
+        check_migrated(&migrate, &receive).with_context(|| format!("move {turn}"))?;
+        hosts.check_states(["shut off", "running"])?;
+        hosts.check_guest()?;
+        hosts.turn();
+    }
+    Ok(())
+}
+
+#[test]
+fn a_libvirt_that_ends_in_the_midst_of_it_is_waited_for_or_costs_the_move() -> anyhow::Result<()> {
+    let test = "a_libvirt_that_ends_in_the_midst_of_it_is_waited_for_or_costs_the_move";
+    let Some(mut hosts) = Hosts::start(test, Mode::Rate, true)? else { return Ok(()) };
+    let slow = ["--max-bandwidth", "10MiB/s"];
+
+    // The destination's: with it goes what it was about to start, and the guest stays.
+    let (receive, address) = hosts.godwit.receive_named(&hosts.east.vm_name(), &[])?;
+    let domain = hosts.west.domain(hosts.name());
+    let migrate = hosts.godwit.migrate_named(&domain, &address, &slow)?;
+    godwit_e2e::await_copying(&migrate)?;
+    hosts.east.restart_daemon()?;
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    let told = format!("{} {}", migrate.errors, receive.errors);
+    ensure!(migrate.last()["outcome"] == "failed", "{} {told}", migrate.last());
+    hosts.check_states(["running", "none"]).context(told)?;
+    hosts.check_guest()?;
+
+    // The source's: it is connected to again.
+    let (receive, address) = hosts.godwit.receive_named(&hosts.east.vm_name(), &[])?;
+    let migrate = hosts.godwit.migrate_named(&domain, &address, &slow)?;
+    godwit_e2e::await_copying(&migrate)?;
+    hosts.west.restart_daemon()?;
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    check_migrated(&migrate, &receive)?;
+    hosts.check_states(["shut off", "running"])?;
+    hosts.check_guest()
+}
+
+#[test]
+fn a_qemu_that_ends_at_the_destination_costs_the_move_alone() -> anyhow::Result<()> {
+    let test = "a_qemu_that_ends_at_the_destination_costs_the_move_alone";
+    let Some(hosts) = Hosts::start(test, Mode::Rate, true)? else { return Ok(()) };
+    let (receive, address) = hosts.godwit.receive_named(&hosts.east.vm_name(), &[])?;
+    let domain = hosts.west.domain(hosts.name());
+    let slow = ["--max-bandwidth", "10MiB/s"];
+    let migrate = hosts.godwit.migrate_named(&domain, &address, &slow)?;
+    godwit_e2e::await_copying(&migrate)?;
+    let qemu = Pid::from_raw(hosts.east.qemu(hosts.name())?).context("no process")?;
+    kill_process(qemu, Signal::KILL)?;
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    let told = format!("{} {}", migrate.errors, receive.errors);
+    ensure!(migrate.last()["outcome"] == "failed", "{} {told}", migrate.last());
+    hosts.check_states(["running", "none"]).context(told)?;
     hosts.check_guest()
 }
 

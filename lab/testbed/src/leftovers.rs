@@ -56,6 +56,11 @@ impl Place {
         Ok(place)
     }
 
+    /// The private directory.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// The file `name` in the private directory.
     pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.dir.join(name)
@@ -82,7 +87,7 @@ impl Drop for Place {
 /// Removes what processes left that have ended.
 fn sweep() {
     for dir in orphans(&std::env::temp_dir()) {
-        end_qemu(&dir);
+        end_qemus(&dir);
         let _ = std::fs::remove_dir_all(&dir);
     }
     for ram in orphans(Path::new(SHARED_MEMORY)) {
@@ -110,19 +115,29 @@ fn orphans(dir: &Path) -> Vec<PathBuf> {
     entries.flatten().map(|entry| entry.path()).filter(orphaned).collect()
 }
 
-/// Ends the QEMU that wrote its number into `dir`, if that number still is that QEMU: its command
-/// line names `dir`.
-fn end_qemu(dir: &Path) {
-    let Ok(text) = std::fs::read_to_string(dir.join(PID_FILE)) else { return };
-    let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { return };
-    let command_line = std::fs::read(format!("/proc/{}/cmdline", text.trim())).unwrap_or_default();
-    if String::from_utf8_lossy(&command_line).contains(&*dir.to_string_lossy()) {
-        let _ = kill_process(pid, Signal::KILL);
+/// Ends the QEMUs whose numbers are in `dir`, written there by themselves or by a libvirt that has
+/// its directories there, if such a number still is such a QEMU: its command line names who made
+/// `dir`.
+pub(crate) fn end_qemus(dir: &Path) {
+    let name = dir.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let Some((owner, _)) = name.rsplit_once('-') else { return };
+    let of_libvirt = std::fs::read_dir(dir.join("run/qemu")).into_iter().flatten().flatten();
+    let of_libvirt = of_libvirt.map(|entry| entry.path());
+    let of_libvirt = of_libvirt.filter(|path| path.extension().is_some_and(|it| it == PID_FILE));
+    for file in of_libvirt.chain([dir.join(PID_FILE)]) {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        let Some(pid) = text.trim().parse().ok().and_then(Pid::from_raw) else { continue };
+        let line = std::fs::read(format!("/proc/{}/cmdline", text.trim())).unwrap_or_default();
+        if String::from_utf8_lossy(&line).contains(&format!("{owner}-")) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
 
     #[test]
@@ -148,5 +163,27 @@ mod tests {
             std::fs::create_dir(path).unwrap();
         }
         assert_eq!(orphans(&here.dir), [orphan]);
+    }
+
+    #[test]
+    fn what_a_libvirt_started_is_ended_and_nobody_else() {
+        let place = Place::new().unwrap();
+        let directory = place.file("run").join("qemu");
+        std::fs::create_dir_all(&directory).unwrap();
+        let run = |word: &str, file: &str| {
+            let script = ["-c", "read word", word];
+            let child = std::process::Command::new("sh").args(script).stdin(Stdio::piped()).spawn();
+            let child = child.unwrap();
+            std::fs::write(directory.join(file), child.id().to_string()).unwrap();
+            child
+        };
+        let guest = format!("guest={}", place.dir.file_name().unwrap().to_str().unwrap());
+        let mut own = run(&guest, "a.pid");
+        let mut other = run("guest=web01", "b.pid");
+        end_qemus(place.dir());
+        assert!(!own.wait().unwrap().success());
+        assert!(other.try_wait().unwrap().is_none());
+        other.kill().unwrap();
+        other.wait().unwrap();
     }
 }

@@ -19,11 +19,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use rustix::process::{Pid, Signal, kill_process};
 
 use crate::console::{Beat, Console};
 use crate::guest::{GuestConfig, GuestFiles, target_dir};
-use crate::leftovers::{Place, unique};
+use crate::leftovers::{Place, end_qemus, unique};
 use crate::qemu_build::QemuBuild;
 use crate::skip;
 
@@ -233,23 +232,9 @@ impl LibvirtHost {
 
 impl Drop for LibvirtHost {
     fn drop(&mut self) {
-        let directory = self.place.file("run").join("qemu");
-        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-        let files = entries.map(|entry| entry.path());
-        let qemus: Vec<Pid> = files
-            .filter(|path| path.extension().is_some_and(|it| it == "pid"))
-            .filter_map(|path| std::fs::read_to_string(path).ok()?.trim().parse().ok())
-            .filter_map(Pid::from_raw)
-            .collect();
         // First the daemon, which would look at the ends of the others.
         self.kill_daemon();
-        for qemu in qemus {
-            let number = qemu.as_raw_nonzero().get();
-            let line = std::fs::read(format!("/proc/{number}/cmdline")).unwrap_or_default();
-            if String::from_utf8_lossy(&line).contains("guest=godwit-vm-") {
-                let _ = kill_process(qemu, Signal::KILL);
-            }
-        }
+        end_qemus(self.place.dir());
     }
 }
 

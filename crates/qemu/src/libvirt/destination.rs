@@ -177,7 +177,7 @@ impl LibvirtDestination {
     fn keep(&self) -> Result<(), QemuError> {
         let Some(Incoming { description, .. }) = &self.incoming else { return Ok(()) };
         let Some(xml) = &description.persistent else { return Ok(()) };
-        let domain = self.host.define(xml)?;
+        let domain = self.host.standing()?.define(xml)?;
         if description.autostarts {
             domain.set_autostart(true)?;
         }

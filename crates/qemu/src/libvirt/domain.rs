@@ -127,10 +127,12 @@ impl SourceDomain {
         if !self.persistent {
             return Ok(());
         }
+        // The daemon may have been started anew since.
+        let domain = self.domain.standing()?;
         if self.undefine {
-            self.domain.undefine()?;
-        } else if self.domain.autostarts()? {
-            self.domain.set_autostart(false)?;
+            domain.undefine()?;
+        } else if domain.autostarts()? {
+            domain.set_autostart(false)?;
         }
         Ok(())
     }
