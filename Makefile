@@ -116,6 +116,14 @@ bench-any: guest qemu ## anonymous memory on huge pages, KVM and TCG, against ea
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin any
 	@$(CARGO) run --quiet --release --package godwit-bench --bin any -- $(BENCH_ANY)
 
+# `make bench-managers BENCH_MANAGERS='--only idle --rounds 1'` for a part.
+BENCH_MANAGERS ?=
+
+.PHONY: bench-managers
+bench-managers: guest qemu ## domains between two libvirt daemons, beside virsh migrate; needs root (ten minutes)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin managers
+	@$(CARGO) run --quiet --release --package godwit-bench --bin managers -- $(BENCH_MANAGERS)
+
 # `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
 BENCH_BULK ?=
 

@@ -55,7 +55,7 @@ pub use huge::HugePages;
 pub use ksm::Ksm;
 pub use kvm::kvm_builds_for;
 pub use lan::Lan;
-pub use libvirt::{LibvirtGuest, LibvirtHost, libvirt_for};
+pub use libvirt::{LibvirtGuest, LibvirtHost, QemuEvents, libvirt_for};
 pub use machine::Movable;
 pub use microvm::MicroVm;
 pub use mount::Mount;

@@ -77,7 +77,10 @@ impl LibvirtHost {
         // the machine's, where two hosts would have the same for the same domain.
         let qemu = "stdio_handler = \"file\"\ncgroup_controllers = []\n";
         std::fs::write(place.file("etc").join("qemu.conf"), qemu)?;
-        std::fs::write(place.file("etc").join("libvirtd.conf"), "auth_unix_rw = \"none\"\n")?;
+        // Libvirt migrates to another host alone.
+        let uuid = format!("{:08x}-7a11-4b1e-9c0d-{:012x}", std::process::id(), unique().1);
+        let own = format!("auth_unix_rw = \"none\"\nhost_uuid = \"{uuid}\"\n");
+        std::fs::write(place.file("etc").join("libvirtd.conf"), own)?;
         let daemon = Self::spawn(&place)?;
         let mut host = Self { place, daemon };
         host.await_daemon()?;
@@ -163,6 +166,30 @@ impl LibvirtHost {
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
+    /// Moves the domain `name` to `other` as libvirt does it.
+    ///
+    /// # Errors
+    /// When libvirt has one.
+    pub fn migrate(&self, name: &str, other: &Self, options: &[&str]) -> anyhow::Result<()> {
+        let (to, on_this_machine) = (other.uri(), "tcp://127.0.0.1");
+        let command = ["migrate", "--live", name, &to, "--migrateuri", on_this_machine];
+        self.virsh(&[command.as_slice(), options].concat()).map(drop)
+    }
+
+    /// Writes down the events of all its QEMUs from here on.
+    ///
+    /// # Errors
+    /// When virsh does not start.
+    pub fn watch(&self) -> anyhow::Result<QemuEvents> {
+        let path = self.place.file("events");
+        let file = File::create(&path)?;
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "stdbuf", "-oL", "virsh", "-q", "-c", &self.uri()]);
+        command.args(["qemu-monitor-event", "--loop"]).stdin(Stdio::null());
+        let virsh = command.stdout(file).stderr(Stdio::null()).spawn()?;
+        Ok(QemuEvents { virsh, path })
+    }
+
     /// What virsh says that the domain `name` does; `none` where there is no such domain.
     ///
     /// # Errors
@@ -235,6 +262,35 @@ impl Drop for LibvirtHost {
         // First the daemon, which would look at the ends of the others.
         self.kill_daemon();
         end_qemus(self.place.dir());
+    }
+}
+
+/// Events of QEMUs, with QEMU's own times.
+#[derive(Debug)]
+pub struct QemuEvents {
+    virsh: Child,
+    path: PathBuf,
+}
+
+impl QemuEvents {
+    /// When `event` came last, by the wall clock.
+    ///
+    /// # Errors
+    /// When what virsh has written cannot be read.
+    pub fn last(&self, event: &str) -> anyhow::Result<Option<Duration>> {
+        let text = std::fs::read_to_string(&self.path)?;
+        let times = text.lines().filter_map(|line| {
+            let (_, rest) = line.split_once(&format!("event {event} at "))?;
+            rest.split_whitespace().next()?.parse().ok().map(Duration::from_secs_f64)
+        });
+        Ok(times.last())
+    }
+}
+
+impl Drop for QemuEvents {
+    fn drop(&mut self) {
+        let _ = self.virsh.kill();
+        let _ = self.virsh.wait();
     }
 }
 
