@@ -219,6 +219,31 @@ fn a_libvirt_that_ends_in_the_midst_of_it_is_waited_for_or_costs_the_move() -> a
 }
 
 #[test]
+fn a_destination_killed_when_the_guest_is_its_own_leaves_it_as_it_was() -> anyhow::Result<()> {
+    let test = "a_destination_killed_when_the_guest_is_its_own_leaves_it_as_it_was";
+    let Some(hosts) = Hosts::start(test, Mode::Rate, true)? else { return Ok(()) };
+    let name = hosts.name();
+    hosts.west.virsh(&["autostart", name])?;
+
+    // The guardian runs it, and has libvirt keep it; the source, which is in doubt, waits.
+    let fault = ["--fault", "kill-before-run"];
+    let (receive, address) = hosts.godwit.receive_named(&hosts.east.vm_name(), &fault)?;
+    let _migrate = hosts.godwit.migrate_named(&hosts.west.domain(name), &address, &[])?;
+    receive.wait(LIMIT)?;
+
+    let until = std::time::Instant::now() + LIMIT;
+    while hosts.east.info(name, "Autostart").ok().as_deref() != Some("enable")
+        && std::time::Instant::now() < until
+    {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    ensure!(hosts.east.state(name)? == "running");
+    ensure!(hosts.east.info(name, "Persistent")? == "yes");
+    ensure!(hosts.east.info(name, "Autostart")? == "enable");
+    hosts.check_guest()
+}
+
+#[test]
 fn a_qemu_that_ends_at_the_destination_costs_the_move_alone() -> anyhow::Result<()> {
     let test = "a_qemu_that_ends_at_the_destination_costs_the_move_alone";
     let Some(hosts) = Hosts::start(test, Mode::Rate, true)? else { return Ok(()) };

@@ -262,11 +262,17 @@ fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     if disks_undone.is_ok() {
         let _ = record.note(|left| left.disks = false);
     }
+    let definition = record.left().definition.clone();
+    let kept = definition.map_or(Ok(()), |definition| definition.keep());
+    if kept.is_ok() {
+        let _ = record.note(|left| left.definition = None);
+    }
     let closed = close_descriptors(machine);
     if record.left().is_nothing() {
         record.remove();
     }
-    limits_undone.and(settings_undone.map_err(QemuError::from)).and(disks_undone).and(closed)
+    let settings_undone = settings_undone.map_err(QemuError::from);
+    limits_undone.and(settings_undone).and(disks_undone).and(kept).and(closed)
 }
 
 /// Removes what `mark` has added for disks.

@@ -14,6 +14,7 @@ use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
 use crate::disk_limits::DiskLimits;
+use crate::libvirt::Definition;
 use crate::mark::{Mark, start_time};
 use crate::run_directory;
 use crate::settings::MigrationSettings;
@@ -72,11 +73,20 @@ pub(crate) struct Left {
     pub(crate) limits: DiskLimits,
     /// Whether there may be bitmaps, exports or a server with godwit's mark.
     pub(crate) disks: bool,
+    /// What libvirt is to keep of a domain that has come to run here.
+    pub(crate) definition: Option<Definition>,
 }
 
 impl Left {
     pub(crate) fn at(stage: Stage, was_running: bool) -> Self {
-        Self { stage, was_running, settings: None, limits: DiskLimits::default(), disks: false }
+        Self {
+            stage,
+            was_running,
+            settings: None,
+            limits: DiskLimits::default(),
+            disks: false,
+            definition: None,
+        }
     }
 
     /// Whether QEMU is as it was found.
@@ -85,6 +95,7 @@ impl Left {
             && self.settings.is_none()
             && self.limits.is_empty()
             && !self.disks
+            && self.definition.is_none()
     }
 
     fn to_json(&self, qemu: &Qemu) -> Value {
@@ -97,6 +108,7 @@ impl Left {
             "settings": self.settings.as_ref().map(MigrationSettings::to_json),
             "limits": self.limits.to_json(),
             "disks": self.disks,
+            "definition": self.definition,
         })
     }
 
@@ -112,6 +124,7 @@ impl Left {
             settings,
             limits: DiskLimits::from_json(&value["limits"])?,
             disks: value["disks"].as_bool()?,
+            definition: serde_json::from_value(value["definition"].clone()).ok()?,
         })
     }
 }

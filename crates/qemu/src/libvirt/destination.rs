@@ -172,17 +172,6 @@ impl LibvirtDestination {
     fn incoming(&mut self) -> Result<&mut Incoming, QemuError> {
         self.incoming.as_mut().ok_or(QemuError::Changed("no domain was taken in"))
     }
-
-    /// Makes it what it was at the source: persistent, started with its host.
-    fn keep(&self) -> Result<(), QemuError> {
-        let Some(Incoming { description, .. }) = &self.incoming else { return Ok(()) };
-        let Some(xml) = &description.persistent else { return Ok(()) };
-        let domain = self.host.standing()?.define(xml)?;
-        if description.autostarts {
-            domain.set_autostart(true)?;
-        }
-        Ok(())
-    }
 }
 
 /// Whether the block `name` is that of the back end `id`: some kinds of them are called by their
@@ -271,7 +260,11 @@ impl DestinationVm for LibvirtDestination {
     }
 
     fn taking_over(&mut self) -> Result<(), VmError> {
-        Ok(self.incoming()?.guard.note(|left| left.stage = Stage::Starting)?)
+        let uri = self.host.uri().to_owned();
+        let Incoming { description, guard, .. } = self.incoming()?;
+        let definition = description.definition(uri);
+        let note = |left: &mut Left| (left.stage, left.definition) = (Stage::Starting, definition);
+        Ok(guard.note(note)?)
     }
 
     fn run(&mut self) -> Result<(), RunError> {
@@ -291,17 +284,18 @@ impl DestinationVm for LibvirtDestination {
 
     fn announce(&mut self) -> Result<(), VmError> {
         // QEMU tells the network by itself when it has loaded, and goes on when the guest runs.
-        let (kept, told) = (self.keep(), self.told);
-        if let Ok(incoming) = self.incoming() {
-            incoming.taken_over = true;
-            let _ = incoming.guard.note(|left| left.stage = Stage::Waiting);
-            if let Err(error) = &kept {
-                let name = &incoming.description.name;
-                told(&format!(
-                    "the domain is here and is transient: its definition could not be kept \
-                     ({error}); virsh define it from virsh dumpxml {name}"
-                ));
-            }
+        let (uri, told) = (self.host.uri().to_owned(), self.told);
+        let incoming = self.incoming()?;
+        incoming.taken_over = true;
+        let definition = incoming.description.definition(uri);
+        let kept = definition.map_or(Ok(()), |definition| definition.keep());
+        let _ = incoming.guard.note(|left| *left = Left::at(Stage::Waiting, false));
+        if let Err(error) = &kept {
+            let name = &incoming.description.name;
+            told(&format!(
+                "the domain is here and is transient: its definition could not be kept ({error}); \
+                 virsh define it from virsh dumpxml {name}"
+            ));
         }
         Ok(kept?)
     }

@@ -4,6 +4,7 @@
 use godwit_libvirt::{Connection, Domain, ErrorKind, State, Xml};
 use serde::{Deserialize, Serialize};
 
+use super::definition::Definition;
 use crate::QemuError;
 
 /// What a destination of libvirt's asks of the source's adapter.
@@ -23,6 +24,14 @@ pub(super) struct Description {
     pub(super) disks: Vec<String>,
     /// They are on storage that both hosts have, the operator says.
     pub(super) disks_are_shared: bool,
+}
+
+impl Description {
+    /// What the libvirt at `uri` is to keep, where the domain is persistent.
+    pub(super) fn definition(&self, uri: String) -> Option<Definition> {
+        let (xml, autostarts) = (self.persistent.clone()?, self.autostarts);
+        Some(Definition { uri, xml, autostarts })
+    }
 }
 
 /// A running domain at the source.

@@ -11,6 +11,7 @@
 //!   domain        the source: what is refused, what is told of it, what is left of it
 //!   image         the beginning of a save image
 //!   memory        where a QEMU that cannot be asked has its RAM
+//!   definition    what makes it persistent
 //!   arrival       a domain on its way: pipe, restore, process
 //!   destination   the engine's destination made of that
 //! ```
@@ -18,11 +19,13 @@
 //! Invariant: a destination that does not come to run the guest leaves nothing in libvirt.
 
 mod arrival;
+mod definition;
 mod destination;
 mod domain;
 mod image;
 mod memory;
 
+pub(crate) use definition::Definition;
 pub use destination::LibvirtDestination;
 pub use domain::domain_state;
 pub(crate) use domain::{QUESTION, SourceDomain};
