@@ -279,11 +279,11 @@ impl QemuEvents {
     /// When what virsh has written cannot be read.
     pub fn last(&self, event: &str) -> anyhow::Result<Option<Duration>> {
         let text = std::fs::read_to_string(&self.path)?;
-        let times = text.lines().filter_map(|line| {
+        let mut times = text.lines().filter_map(|line| {
             let (_, rest) = line.split_once(&format!("event {event} at "))?;
             rest.split_whitespace().next()?.parse().ok().map(Duration::from_secs_f64)
         });
-        Ok(times.last())
+        Ok(times.next_back())
     }
 }
 
