@@ -156,7 +156,11 @@ impl Picture {
         // `feature-words` leaves out what a guest reads from MSRs: under which mitigations its
         // processor can do without, and what its own guests may use. TCG has none of it.
         if self.facts.get("accel").is_some_and(|accelerator| accelerator == "kvm") {
-            self.switches = switches(qmp, path)?;
+            self.switches = switches(qmp, path, is_read_from_msr)?;
+            // Hundreds of a nested hypervisor's, which are there only for a guest that may be one.
+            if property(qmp, path, "vmx")? == Some(true) {
+                self.switches.extend(switches(qmp, path, |name| name.starts_with("vmx-"))?);
+            }
         }
         Ok(())
     }
@@ -224,11 +228,34 @@ fn blocks(told: &str) -> Vec<(String, u64)> {
 pub(crate) fn feature_names(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
     let cpus = qmp.run(&QueryCpus)?;
     let Some(path) = cpus.first().map(|cpu| cpu.qom_path.as_str()) else { return Ok(Vec::new()) };
-    Ok(switches(qmp, path)?.into_iter().filter_map(|(name, on)| on.then_some(name)).collect())
+    Ok(switches(qmp, path, |_| true)?
+        .into_iter()
+        .filter_map(|(name, on)| on.then_some(name))
+        .collect())
 }
 
-/// The features of the CPU at `path` by QEMU's names, and whether each is on.
-fn switches(qmp: &mut dyn Monitor, path: &str) -> Result<BTreeMap<String, bool>, QmpError> {
+/// Whether the switch `name` may be of a feature that a guest reads from an MSR (target/i386/cpu.c,
+/// `feature_word_info` of type MSR_FEATURE_WORD, other than those of VMX). Each switch is a command
+/// for QEMU's main loop, and there are hundreds: to ask for all took as long as to move 512 MiB.
+fn is_read_from_msr(name: &str) -> bool {
+    const NAMES: [&str; 5] = [
+        "full-width-write",
+        "rsba",
+        "skip-l1dfl-vmentry",
+        "split-lock-detect",
+        "xapic-disable-status",
+    ];
+    ["-no", "-all", "-clear", "-ctrl"].iter().any(|end| name.ends_with(end))
+        || NAMES.contains(&name)
+}
+
+/// The features of the CPU at `path` by QEMU's names, as far as they are `wanted`, and whether each
+/// is on.
+fn switches(
+    qmp: &mut dyn Monitor,
+    path: &str,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<BTreeMap<String, bool>, QmpError> {
     let list = qmp.run(&QomList { path })?;
     let mut switches = BTreeMap::new();
     for entry in list.into_iter().filter(|entry| entry.kind == "bool") {
@@ -237,7 +264,7 @@ fn switches(qmp: &mut dyn Monitor, path: &str) -> Result<BTreeMap<String, bool>,
         // features.
         let other = name.contains(['_', '.']) || name.starts_with("hotplug");
         let other = other || name.starts_with("x-") || OF_THE_CPU.contains(&name.as_str());
-        if other || NO_FEATURES.contains(&name.as_str()) {
+        if other || NO_FEATURES.contains(&name.as_str()) || !wanted(&name) {
             continue;
         }
         if let Some(on) = property(qmp, path, &name)? {
