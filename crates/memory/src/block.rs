@@ -11,7 +11,7 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::MemfdFlags;
 
 use crate::backing::{Backing, FileBacking, Place, Space, unreserved};
-use crate::{DataExtents, DataHint, SEGMENT_PAGES};
+use crate::{DataExtents, DataHint};
 
 /// `statfs.f_type` of tmpfs, from `linux/magic.h`.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -59,7 +59,12 @@ pub enum MemoryError {
     /// The huge pages that the file may come to use cannot be reserved.
     #[error(
         "RAM block '{block}': its {size} cannot be reserved in huge pages, of which {free} are \
-         free: raise /proc/sys/vm/nr_hugepages"
+         free: raise {}",
+        if page.0 == 2 << 20 {
+            "/proc/sys/vm/nr_hugepages".to_owned()
+        } else {
+            format!("/sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages", page.0 >> 10)
+        }
     )]
     NoHugePages {
         /// The block.
@@ -68,6 +73,8 @@ pub enum MemoryError {
         size: ByteCount,
         /// Bytes in huge pages that nobody has or has reserved.
         free: ByteCount,
+        /// The size of a huge page.
+        page: ByteCount,
     },
     /// Reading or writing failed.
     #[error("RAM block '{block}': cannot {action} {} from {}: {source}", run.count, run.start)]
@@ -114,7 +121,7 @@ impl RamBlock {
     ///
     /// # Errors
     /// When the file cannot be opened, is shorter than the block, or lies neither on a tmpfs nor on
-    /// a hugetlbfs with pages of 2 MiB.
+    /// a hugetlbfs.
     pub fn open(
         name: &str,
         path: &Path,
@@ -197,12 +204,6 @@ impl RamBlock {
             ));
         }
         let page = status.f_bsize.cast_unsigned();
-        if status.f_type == HUGETLBFS_MAGIC && page > SEGMENT_PAGES * PAGE_SIZE {
-            return Err(unsuitable(
-                "has pages of 1 GiB, in which writes cannot be tracked: use a hugetlbfs mounted \
-                 with pagesize=2M",
-            ));
-        }
         let pages = size
             .whole_pages()
             .filter(|pages| pages.0 > 0 && file_offset.is_multiple_of(PAGE_SIZE))
@@ -220,6 +221,7 @@ impl RamBlock {
                     block: name.to_owned(),
                     size: ByteCount(length),
                     free: unreserved(page),
+                    page: ByteCount(page),
                 }
             }
             _ => open(source),
@@ -242,7 +244,13 @@ impl RamBlock {
     /// Whether its memory comes in huge pages only (hugetlbfs), which are protected as a whole.
     #[must_use]
     pub fn has_huge_pages(&self) -> bool {
-        self.backing.has_huge_pages()
+        self.huge_page().is_some()
+    }
+
+    /// The size of these huge pages.
+    #[must_use]
+    pub fn huge_page(&self) -> Option<ByteCount> {
+        self.backing.huge_page().map(ByteCount)
     }
 
     /// Its size.

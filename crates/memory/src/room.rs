@@ -186,9 +186,10 @@ fn private_needs(blocks: &[RamBlock]) -> u64 {
     missing.sum()
 }
 
-/// Bytes in huge pages that the files of `blocks` do not have yet.
+/// Bytes in huge pages of 2 MiB that the files of `blocks` do not have yet. Larger ones have limits
+/// of their own, which nobody looks at.
 fn huge_needs(blocks: &[RamBlock]) -> u64 {
-    let huge = blocks.iter().filter(|block| block.has_huge_pages());
+    let huge = blocks.iter().filter(|block| block.huge_page() == Some(ByteCount(2 << 20)));
     let needs: BTreeMap<(u64, u64), (u64, u64)> =
         huge.fold(BTreeMap::new(), |mut needs: BTreeMap<_, (u64, u64)>, block| {
             if let (Some(identity), Ok(allocated)) = (identity(block), block.allocated()) {

@@ -152,6 +152,9 @@ pub enum TrackError {
         /// Why.
         source: procfs::ProcError,
     },
+    /// Other processes that map the memory are not known.
+    #[error("{0}")]
+    Sharers(String),
     /// A scan failed.
     #[error("scanning the page tables of RAM block {block} failed: {source}")]
     Scan {
@@ -225,4 +228,30 @@ pub enum TrackError {
         /// How many bytes.
         length: u64,
     },
+}
+
+impl TrackError {
+    /// The process that could not be tracked, where it is known.
+    ///
+    /// ```
+    /// use godwit_track::TrackError;
+    ///
+    /// let error = TrackError::Traced { pid: 4711, tracer: 12 };
+    /// assert_eq!(error.process(), Some(4711));
+    /// ```
+    #[must_use]
+    pub fn process(&self) -> Option<i32> {
+        match self {
+            Self::NotPermitted { pid, .. }
+            | Self::Stuck { pid, .. }
+            | Self::Filtered { pid, .. }
+            | Self::Refused { pid, .. }
+            | Self::NoKernelFaults { pid }
+            | Self::Traced { pid, .. }
+            | Self::NotMapped { pid, .. }
+            | Self::Attach { pid, .. }
+            | Self::Proc { pid, .. } => Some(*pid),
+            _ => None,
+        }
+    }
 }

@@ -6,6 +6,7 @@
 //! - [`KvmLogTracker`] and [`KvmRingTracker`], on what KVM knows of its vCPUs' writes, inside a
 //!   VMM;
 //! - [`VhostLogTracker`], on what devices say that they wrote;
+//! - [`SharedRamTracker`], on the page tables of all processes that share a VM's RAM;
 //! - [`UnionTracker`], on several of these at once.
 //!
 //! Invariant: a page is harvested *before* its bytes are read, so a write that comes later is found
@@ -16,6 +17,7 @@ mod attach;
 pub mod bare;
 mod collected;
 mod error;
+mod giant;
 mod governed;
 mod governor;
 mod kvm;
@@ -26,6 +28,7 @@ mod permission;
 mod protected;
 #[cfg(feature = "vm-memory")]
 mod rust_vmm;
+mod shared_ram;
 mod slots;
 mod threads;
 mod uapi;
@@ -42,8 +45,10 @@ pub use kvm::{
 };
 pub use mappings::{AddressSpace, BlockMapping, Mapped, Writer, other_writers};
 pub use pagemap::{PagemapTracker, kernel_support};
+pub use permission::may_trace;
 #[cfg(feature = "vm-memory")]
 pub use rust_vmm::VhostLogRegion;
+pub use shared_ram::{FindSharers, SharedRamTracker, Sharer, Sharers};
 pub use threads::{ThreadNumbers, threads_of};
 pub use union::UnionTracker;
 pub use vhost::{VhostLog, VhostLogTracker};

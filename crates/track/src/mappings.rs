@@ -174,6 +174,20 @@ impl AddressSpace {
         Ok(found)
     }
 
+    /// What of the file of `block` is mapped shared and writable, in the order of its pages: any
+    /// part of it, and any number of times.
+    #[must_use]
+    pub fn shared_parts_of(&self, block: &RamBlock) -> Vec<BlockMapping> {
+        let Ok(Place::File { device, inode, offset }) = block.place() else { return Vec::new() };
+        let Some(key) = file_key(device, inode) else { return Vec::new() };
+        let file_pages = PageRun::new(offset / PAGE_SIZE, block.pages().0);
+        let shared = self.maps.iter().filter(|map| is_shared_write(map, key));
+        let mut found: Vec<BlockMapping> =
+            shared.filter_map(|map| part_of_file(map, file_pages)).collect();
+        found.sort_by_key(|mapping| (mapping.pages.start, mapping.address));
+        found
+    }
+
     /// What is mapped at `address`, for all of `size`.
     #[must_use]
     pub fn at(&self, address: u64, size: ByteCount) -> Mapped {

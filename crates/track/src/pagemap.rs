@@ -24,13 +24,14 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use godwit_memory::RamBlock;
 use godwit_memory::pagemap::{Looked, PageRegion, scan};
-use godwit_units::{PageCount, PageIndex, PageRun};
+use godwit_memory::{RamBlock, SEGMENT_PAGES};
+use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::attach::{Approach, Attachment, Kind, Way, attach, attach_governing, attach_own};
+use crate::giant::Giant;
 use crate::governed::Governed;
 use crate::governor::{Governor, GovernorMeasures};
 use crate::mappings::{AddressSpace, BlockMapping, open_pagemap};
@@ -62,8 +63,12 @@ pub struct PagemapTracker {
     protected: Protected,
     /// Some of the memory comes in huge pages only.
     huge: bool,
+    /// For each block in huge pages that are larger than a segment, what is known of it.
+    giant: Vec<Option<Giant>>,
     /// See [`Approach`].
     harmless_filters: u32,
+    /// All was protected at once, so that nothing is mapped in huge pages.
+    in_small: bool,
     /// Once there is a governor: which segments it has.
     governed: OnceLock<Governed>,
     /// Held while it is made.
@@ -120,6 +125,12 @@ impl PagemapTracker {
         let mut tracker = Self::protect(pid, attach(pid, approach)?, pagemap, mappings, &names)?;
         tracker.harmless_filters = approach.harmless_filters;
         tracker.huge = blocks.iter().any(RamBlock::has_huge_pages);
+        let large = |page: &ByteCount| page.0 > SEGMENT_PAGES * PAGE_SIZE;
+        let giant = |block: &RamBlock| {
+            let page = block.huge_page().filter(large)?;
+            Some(Giant::new(page.0, block.pages()))
+        };
+        tracker.giant = blocks.iter().map(giant).collect();
         // Memory of hugetlbfs comes in huge pages for ever, whose entries nobody splits.
         let ordinary = blocks.iter().filter(|block| !block.has_huge_pages());
         // Without a file, no page is reached but by the entry that is split.
@@ -127,8 +138,14 @@ impl PagemapTracker {
         directories.dedup();
         if directories.into_iter().any(|directory| loses_nothing(Some(directory)) == Some(false)) {
             tracker.protect_all()?;
+            tracker.in_small = true;
         }
         Ok(tracker)
+    }
+
+    /// Whether this kernel loses writes in huge pages, so that there must not be any.
+    pub(crate) fn is_in_small(&self) -> bool {
+        self.in_small
     }
 
     /// Starts tracking memory of this process itself, a VMM's guest memory: for each RAM block,
@@ -197,9 +214,15 @@ impl PagemapTracker {
         }
         Ok(Self {
             pid,
-            protected: Protected { attachment, pagemap, blocks: mappings },
+            protected: Protected {
+                attachment: Arc::new(attachment),
+                pagemap: Arc::new(pagemap),
+                blocks: mappings,
+            },
             huge: false,
+            giant: Vec::new(),
             harmless_filters: 0,
+            in_small: false,
             governed: OnceLock::new(),
             making: Mutex::new(()),
         })
@@ -329,6 +352,9 @@ impl DirtyTracker for PagemapTracker {
         limit: PageCount,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<PageIndex, TrackError> {
+        if let Some(Some(giant)) = self.giant.get(block) {
+            return giant.harvest(&self.protected, block, within, limit, found);
+        }
         match self.governed.get() {
             Some(governed) => governed.harvest(&self.protected, block, within, limit, found),
             None => self.protected.scan(block, within, Then::Protect, limit.0, found),
@@ -342,6 +368,9 @@ impl DirtyTracker for PagemapTracker {
         _: AsOf,
         found: &mut dyn FnMut(PageRun),
     ) -> Result<(), TrackError> {
+        if let Some(Some(giant)) = self.giant.get(block) {
+            return giant.look(&self.protected, block, within, found);
+        }
         match self.governed.get() {
             Some(governed) => governed.look(&self.protected, block, within, found),
             None => self.protected.scan(block, within, Then::Nothing, 0, found).map(drop),

@@ -39,6 +39,22 @@ pub(crate) fn not_permitted(pid: i32) -> TrackError {
     TrackError::NotPermitted { pid, cause: Facts::of(pid).cause() }
 }
 
+/// Whether this process may trace process `pid`, as far as that can be told without an attempt.
+///
+/// # Errors
+/// [`TrackError::NotPermitted`], with the likely cause and its cure.
+///
+/// ```
+/// let own = std::process::id().cast_signed();
+/// if let Err(refused) = godwit_track::may_trace(own) {
+///     println!("{refused}");
+/// }
+/// ```
+pub fn may_trace(pid: i32) -> Result<(), TrackError> {
+    let facts = Facts::of(pid);
+    if facts.is_refused() { Err(not_permitted(pid)) } else { Ok(()) }
+}
+
 /// That process `pid` may not make a userfaultfd, with the likely cause and its cure.
 pub(crate) fn refused(pid: i32, source: io::Error) -> TrackError {
     let status = read(&format!("/proc/{pid}/status"));
@@ -70,6 +86,12 @@ impl Facts {
             label: label(&pid.to_string()),
             own_label: label("self"),
         }
+    }
+
+    /// Whether the kernel would refuse for a reason that shows.
+    fn is_refused(&self) -> bool {
+        let Self { user, own_user, may_trace, yama, is_roots, .. } = *self;
+        yama == Some(3) || !may_trace && (own_user != user || is_roots || yama.unwrap_or(0) > 0)
     }
 
     /// The likely cause, the surest first, and its cure.

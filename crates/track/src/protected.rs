@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
 use godwit_memory::pagemap::{
     Looked, PM_SCAN_CHECK_WPASYNC, PM_SCAN_WP_MATCHING, PageRegion, scan,
@@ -35,8 +36,8 @@ pub(crate) enum Then {
 /// All RAM blocks of a process, as it maps them.
 #[derive(Debug)]
 pub(crate) struct Protected {
-    pub(crate) attachment: Attachment,
-    pub(crate) pagemap: File,
+    pub(crate) attachment: Arc<Attachment>,
+    pub(crate) pagemap: Arc<File>,
     pub(crate) blocks: Vec<Vec<BlockMapping>>,
 }
 

@@ -25,10 +25,7 @@ use crate::{AsOf, DirtyTracker, TrackError};
 /// ```
 pub struct UnionTracker {
     trackers: Vec<Box<dyn DirtyTracker>>,
-    /// For each block, pages that a tracker has given away and that were not reported: they were
-    /// beyond a limit, or another tracker failed.
-    kept: Vec<Mutex<DirtyBitmap>>,
-    collectors: Collectors,
+    united: United,
 }
 
 impl std::fmt::Debug for UnionTracker {
@@ -43,28 +40,92 @@ impl UnionTracker {
     /// The union of `trackers`, all of which know the same RAM blocks, of the sizes `blocks`.
     #[must_use]
     pub fn new(blocks: &[PageCount], trackers: Vec<Box<dyn DirtyTracker>>) -> Self {
+        Self { trackers, united: United::new(blocks) }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &dyn DirtyTracker> {
+        self.trackers.iter().map(AsRef::as_ref)
+    }
+}
+
+impl DirtyTracker for UnionTracker {
+    fn begin_round(&self) {
+        self.all().for_each(DirtyTracker::begin_round);
+    }
+
+    fn harvest(
+        &self,
+        block: usize,
+        within: PageRun,
+        limit: PageCount,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<PageIndex, TrackError> {
+        self.united.harvest(self.all(), block, within, limit, found)
+    }
+
+    fn look(
+        &self,
+        block: usize,
+        within: PageRun,
+        asof: AsOf,
+        found: &mut dyn FnMut(PageRun),
+    ) -> Result<(), TrackError> {
+        self.united.look(self.all(), block, within, asof, found)
+    }
+}
+
+/// What it takes to ask several trackers as one.
+#[derive(Debug)]
+pub(crate) struct United {
+    /// For each block, pages that a tracker has given away and that were not reported: they were
+    /// beyond a limit, or another tracker failed.
+    kept: Vec<Mutex<DirtyBitmap>>,
+    collectors: Collectors,
+}
+
+impl United {
+    /// Of blocks of these sizes.
+    pub(crate) fn new(blocks: &[PageCount]) -> Self {
         let kept = blocks.iter().map(|&pages| Mutex::new(DirtyBitmap::new(pages))).collect();
-        Self { trackers, kept, collectors: Collectors::default() }
+        Self { kept, collectors: Collectors::default() }
     }
 
     fn kept(&self, block: usize) -> Option<MutexGuard<'_, DirtyBitmap>> {
         Some(self.kept.get(block)?.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Reports what is kept and what `ask` has each tracker report.
-    fn unite(
+    /// The pages of `block` that are set in `pages` count as dirty until they are harvested.
+    pub(crate) fn mark(&self, block: usize, pages: &DirtyBitmap) {
+        if let Some(mut kept) = self.kept(block) {
+            kept.merge(PageIndex(0), pages, PageRun::new(0, pages.len().0));
+        }
+    }
+
+    /// All pages count as dirty until they are harvested.
+    pub(crate) fn mark_all(&self) {
+        for block in 0..self.kept.len() {
+            if let Some(mut kept) = self.kept(block) {
+                let pages = kept.len();
+                kept.set(PageRun::new(0, pages.0));
+            }
+        }
+    }
+
+    /// Reports what is kept and what `trackers` report.
+    pub(crate) fn look<'a>(
         &self,
+        trackers: impl Iterator<Item = &'a dyn DirtyTracker>,
         block: usize,
         within: PageRun,
+        asof: AsOf,
         found: &mut dyn FnMut(PageRun),
-        ask: impl Fn(&dyn DirtyTracker, &mut dyn FnMut(PageRun)) -> Result<(), TrackError>,
     ) -> Result<(), TrackError> {
         let mut collected = self.collectors.start(within);
         if let Some(kept) = self.kept(block) {
             collected.bitmap.merge(PageIndex(0), &kept, within);
         }
-        for tracker in &self.trackers {
-            ask(tracker.as_ref(), &mut |run| {
+        for tracker in trackers {
+            tracker.look(block, within, asof, &mut |run| {
                 collected.bitmap.set(PageRun::new(run.start.0 - within.start.0, run.count.0));
             })?;
         }
@@ -78,15 +139,11 @@ impl UnionTracker {
             kept.merge(PageIndex(within.start.0 + from), collected, rest);
         }
     }
-}
 
-impl DirtyTracker for UnionTracker {
-    fn begin_round(&self) {
-        self.trackers.iter().for_each(|tracker| tracker.begin_round());
-    }
-
-    fn harvest(
+    /// Harvests what is kept and what `trackers` have.
+    pub(crate) fn harvest<'a>(
         &self,
+        trackers: impl Iterator<Item = &'a dyn DirtyTracker>,
         block: usize,
         within: PageRun,
         limit: PageCount,
@@ -98,7 +155,7 @@ impl DirtyTracker for UnionTracker {
             kept.clear(within);
         }
         let mut cut = within.count.0;
-        for tracker in &self.trackers {
+        for tracker in trackers {
             // Up to the first page beyond the limit, no further: what can stay with its tracker
             // shall.
             cut = cut.min(collected.cut(limit));
@@ -117,16 +174,6 @@ impl DirtyTracker for UnionTracker {
         let cut = cut.min(collected.cut(limit));
         self.keep(block, within, &collected.bitmap, cut);
         Ok(collected.report(cut, found))
-    }
-
-    fn look(
-        &self,
-        block: usize,
-        within: PageRun,
-        asof: AsOf,
-        found: &mut dyn FnMut(PageRun),
-    ) -> Result<(), TrackError> {
-        self.unite(block, within, found, |tracker, note| tracker.look(block, within, asof, note))
     }
 }
 

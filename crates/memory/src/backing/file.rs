@@ -105,8 +105,8 @@ impl Backing for FileBacking {
         Some(&self.path)
     }
 
-    fn has_huge_pages(&self) -> bool {
-        self.huge.is_some()
+    fn huge_page(&self) -> Option<u64> {
+        self.huge.as_ref().map(HugeFile::page)
     }
 
     fn space(&self) -> Option<Space> {

@@ -46,6 +46,11 @@ impl HugeFile {
         Ok(Self { page, window, allocated: (0..words).map(|_| AtomicU64::new(0)).collect() })
     }
 
+    /// Bytes of a huge page.
+    pub(crate) fn page(&self) -> u64 {
+        self.page
+    }
+
     pub(crate) fn write(&self, file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
         let end = at + bytes.len() as u64;
         for page in at / self.page..end.div_ceil(self.page) {

@@ -101,9 +101,10 @@ pub trait Backing: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether it comes in huge pages only (hugetlbfs), which are protected as a whole.
-    fn has_huge_pages(&self) -> bool {
-        false
+    /// Bytes of its huge pages, where it comes in these only (hugetlbfs): they are protected as a
+    /// whole.
+    fn huge_page(&self) -> Option<u64> {
+        None
     }
 
     /// The file system with a limit that holds it.
