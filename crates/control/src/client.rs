@@ -18,6 +18,7 @@ use godwit_engine::destination::{Notice, Received};
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::security::SecurityWish;
 use godwit_engine::source::Options;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::{ByteCount, format_duration};
@@ -301,11 +302,12 @@ fn lost(
 pub fn migrate(
     path: &Path,
     options: &Options,
-    disks: &DiskWish,
+    (disks, security): (&DiskWish, &SecurityWish),
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
-    let request = Request::Migrate(MigrateRequest::new(options, handle.as_typed(), disks));
+    let request = MigrateRequest::new(options, handle.as_typed(), disks, security);
+    let request = Request::Migrate(request);
     is_there(path, handle.cancel()).map_err(RequestError::Refused)?;
     let began = Instant::now();
     let mut connection = Connection::open(path, &request).map_err(RequestError::Refused)?;
@@ -431,7 +433,8 @@ mod tests {
         let options = Options::new("127.0.0.1:1".parse().unwrap());
         let handle = MigrationHandle::default();
         let began = Instant::now();
-        let refused = migrate(&path, &options, &DiskWish::default(), &handle, &mut |_| {});
+        let nothing = (&DiskWish::default(), &SecurityWish::default());
+        let refused = migrate(&path, &options, nothing, &handle, &mut |_| {});
         let waited = began.elapsed();
         drop(silent);
         std::fs::remove_file(&path).unwrap();

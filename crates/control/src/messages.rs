@@ -7,6 +7,7 @@ use godwit_disk::{Disk, DiskChoice, check_granularity};
 use godwit_engine::destination::{Notice, Received};
 use godwit_engine::measure::Measured;
 use godwit_engine::report::{Measures, Progress};
+use godwit_engine::security::SecurityWish;
 #[cfg(feature = "test-hooks")]
 use godwit_engine::source::Fault;
 use godwit_engine::source::Options;
@@ -81,6 +82,9 @@ pub struct ReceiveRequest {
     /// Take a guest in that may come to use more memory than is left.
     #[serde(default)]
     pub overcommit: bool,
+    /// Whether connections are encrypted, and who may come.
+    #[serde(default)]
+    pub security: SecurityWish,
 }
 
 /// How to move the guest away; the engine's options. One that is not known here is refused: a
@@ -112,6 +116,9 @@ pub struct MigrateRequest {
     /// Bytes of their dirty blocks; none: as the guest writes.
     #[serde(default)]
     pub disk_granularity: Option<u64>,
+    /// Whether connections are encrypted, and whom to expect.
+    #[serde(default)]
+    pub security: SecurityWish,
 }
 
 /// Which disks move along, and the size of their dirty blocks; `None`: as the guest writes.
@@ -136,9 +143,15 @@ fn yes() -> bool {
 }
 
 impl MigrateRequest {
-    /// The request for `options`, begun with `settings`, with the disks that `disks` wishes.
+    /// The request for `options`, begun with `settings`, with the disks that `disks` wishes, over
+    /// connections as `security` does.
     #[must_use]
-    pub fn new(options: &Options, settings: Vec<(String, String)>, disks: &DiskWish) -> Self {
+    pub fn new(
+        options: &Options,
+        settings: Vec<(String, String)>,
+        disks: &DiskWish,
+        security: &SecurityWish,
+    ) -> Self {
         Self {
             to: options.to.to_string(),
             settings,
@@ -150,6 +163,7 @@ impl MigrateRequest {
             fault: options.fault.map(|fault| fault as u8),
             disks: disks.choice.to_string(),
             disk_granularity: disks.granularity.map(|size| size.0),
+            security: security.clone(),
         }
     }
 
@@ -174,7 +188,8 @@ impl MigrateRequest {
         if self.channels == 0 || self.channels > 16 {
             return Err(format!("{} channels do not do: use 1 to 16", self.channels));
         }
-        let mut options = Options::new(to);
+        let security = self.security.source(&to).map_err(|error| error.to_string())?;
+        let mut options = Options { security, ..Options::new(to) };
         options.verify = self.verify;
         options.channels = self.channels;
         options.fingerprints = self.fingerprints;
@@ -322,6 +337,10 @@ pub enum NoticeLine {
     Busy {
         peer: String,
     },
+    Asked {
+        peer: String,
+        refusal: Option<String>,
+    },
     Accepted {
         ram_bytes: u64,
         /// Names and bytes.
@@ -394,6 +413,9 @@ impl From<&Notice> for Answer {
         Self::Notice(match notice {
             Notice::Refused(why) => NoticeLine::Refused { why: why.clone() },
             Notice::Busy { peer } => NoticeLine::Busy { peer: peer.clone() },
+            Notice::Asked { peer, refusal } => {
+                NoticeLine::Asked { peer: peer.clone(), refusal: refusal.clone() }
+            }
             Notice::Accepted { ram, disks } => NoticeLine::Accepted {
                 ram_bytes: ram.0,
                 disks: disks.iter().map(|disk| (disk.name.clone(), disk.size.0)).collect(),
@@ -413,6 +435,7 @@ impl From<NoticeLine> for Notice {
         match line {
             NoticeLine::Refused { why } => Self::Refused(why),
             NoticeLine::Busy { peer } => Self::Busy { peer },
+            NoticeLine::Asked { peer, refusal } => Self::Asked { peer, refusal },
             NoticeLine::Accepted { ram_bytes, disks } => {
                 let disk = |(name, size)| Disk { name, size: ByteCount(size) };
                 Self::Accepted {
@@ -457,6 +480,8 @@ impl Answer {
 
 #[cfg(test)]
 mod tests {
+    use godwit_engine::security::Security;
+
     use super::*;
 
     #[test]
@@ -465,8 +490,14 @@ mod tests {
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Status);
         let line = r#"{"command":"receive","listen":"[::1]:0","wait_ms":null}"#;
         let (listen, disks) = ("[::1]:0".to_owned(), "none".to_owned());
-        let receive =
-            ReceiveRequest { listen, wait_ms: None, codecs: None, disks, overcommit: false };
+        let receive = ReceiveRequest {
+            listen,
+            wait_ms: None,
+            codecs: None,
+            disks,
+            overcommit: false,
+            security: SecurityWish::default(),
+        };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
     }
@@ -487,7 +518,12 @@ mod tests {
         }
         // So who asks for no fault does not speak of any.
         let options = Options::new("127.0.0.1:7000".parse().unwrap());
-        let request = MigrateRequest::new(&options, Vec::new(), &DiskWish::default());
+        let request = MigrateRequest::new(
+            &options,
+            Vec::new(),
+            &DiskWish::default(),
+            &SecurityWish::default(),
+        );
         let line = serde_json::to_string(&Request::Migrate(request)).unwrap();
         assert!(!line.contains("fault"), "{line}");
     }
@@ -495,7 +531,8 @@ mod tests {
     #[test]
     fn options_survive_being_asked_for() {
         let options = Options {
-            to: "127.0.0.1:7000".parse().unwrap(),
+            to: "192.0.2.7:7000".parse().unwrap(),
+            security: Security::Insecure,
             verify: true,
             channels: 3,
             fingerprints: false,
@@ -503,7 +540,8 @@ mod tests {
             fault: Some(Fault::LoseCommit),
         };
         let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };
-        let request = MigrateRequest::new(&options, Vec::new(), &disks);
+        let security = SecurityWish { insecure: true, ..SecurityWish::default() };
+        let request = MigrateRequest::new(&options, Vec::new(), &disks, &security);
         let line = serde_json::to_string(&Request::Migrate(request)).unwrap();
         let Request::Migrate(request) = serde_json::from_str(&line).unwrap() else {
             panic!("{line}")

@@ -47,6 +47,18 @@ pub enum EngineError {
         /// How long it was waited for.
         limit: Duration,
     },
+    /// A connection would leave this host and not be encrypted.
+    #[error(
+        "{address} is beyond this host, and nothing would be encrypted: give both sides keys \
+         (godwit keys makes them; --keys DIR), or let both go without (--insecure)"
+    )]
+    Plaintext {
+        /// The address.
+        address: String,
+    },
+    /// The peer is not whom it must be, or cannot be asked for that.
+    #[error("{0}")]
+    Distrust(String),
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}")]
     Listen {

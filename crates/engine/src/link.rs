@@ -9,11 +9,13 @@ use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use godwit_tls::looks_encrypted;
 use godwit_wire::{
     FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, WireError, barrier_aux,
 };
 
 use crate::address::Stream;
+use crate::security::distrust;
 use crate::{EngineError, limits, threads};
 
 /// Who is at the other end, for error texts.
@@ -63,20 +65,22 @@ pub(crate) fn receive_greeting(
     let mut bytes = [0; GREETING_LEN];
     let mut filled = 0;
     while filled < GREETING_LEN {
-        // One limit for all of it, also for a peer that sends a byte now and then.
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        stream.set_read_limit(Some(left.min(limits::TICK / 2))).map_err(&io)?;
-        match stream.read(&mut bytes[filled..]) {
+        let read = stream.read_until(&mut bytes[filled..], until, &stop);
+        match read.map_err(distrust) {
             // A stranger that says little is told by what it said.
             Ok(0) if filled >= 8 => break,
             Ok(0) => return Err(io(io::ErrorKind::UnexpectedEof.into())),
             Ok(n) => filled += n,
             Err(_) if stop() => return Err(EngineError::Cancelled),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < until => {
-                continue;
-            }
-            Err(error) => return Err(io(error)),
+            // At a source the first read says what the destination makes of its certificate.
+            Err(Ok(words)) => return Err(EngineError::Distrust(words)),
+            Err(Err(error)) => return Err(io(error)),
+        }
+        if looks_encrypted(&bytes[..filled]) {
+            return Err(EngineError::Distrust(format!(
+                "the {peer} encrypts, and there are no keys here: name their directory (--keys \
+                 DIR), or let both sides go without (--insecure)"
+            )));
         }
         // Text protocols talk first and then wait: do not wait for 40 bytes of them.
         if filled >= 8

@@ -17,9 +17,9 @@ use godwit_engine::address::{Listener, Stream};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
-use godwit_engine::source::{Options, migrate};
+use godwit_engine::source::{Options, inquire, migrate};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, Failure, Phase, Survivor};
+use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
@@ -340,6 +340,41 @@ fn a_wish_to_cancel_behind_commit_comes_too_late_for_both() {
     assert!(result.is_ok(), "{result:?}");
     assert!(received.is_ok(), "{received:?}");
     assert!(source.retired && !source.running.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_source_that_only_asks_is_answered_and_leaves_no_trace() {
+    let mut small = Source::start(Duration::from_secs(60), Vec::new());
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let mut destination = Destination { differs: true, ..Destination::of(&small) };
+    let found = Arc::clone(&destination.found);
+    let receiving = std::thread::spawn(move || {
+        let (mut told, options) = (Vec::new(), destination::Options::default());
+        let mut notice = |notice: &Notice| {
+            if let Notice::Asked { refusal, .. } = notice {
+                told.push(refusal.clone());
+            }
+        };
+        let cancel = Cancel::default();
+        let received =
+            destination::receive(&mut destination, &listener, &options, &cancel, &mut notice);
+        (received.map(drop), told)
+    });
+    let options = Options { to, ..options(2, true) };
+    let cancel = Cancel::default();
+    let refusal = inquire(&mut small, &options, &cancel).unwrap_err();
+    let EngineError::Aborted { text, .. } = refusal else { panic!("{refusal}") };
+    assert!(text.contains("another machine"), "{text}");
+    for _ in 0..2 {
+        inquire(&mut small, &options, &cancel).unwrap();
+    }
+    assert!(small.running.load(Ordering::Relaxed) && found.lock().unwrap().pages_first.is_none());
+    migrate(&mut small, &options, &some_rounds(), &mut |_| {}).unwrap();
+    let (received, told) = receiving.join().unwrap();
+    assert!(received.is_ok(), "{received:?}");
+    assert_eq!(told.iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, false]);
+    assert_eq!(found.lock().unwrap().inquiries, 3);
 }
 
 #[test]

@@ -50,11 +50,12 @@ pub enum FrameKind {
     Alive = 32,
     Question = 33,
     Answer = 34,
+    Inquiry = 35,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -76,6 +77,7 @@ impl FrameKind {
         Self::Alive,
         Self::Question,
         Self::Answer,
+        Self::Inquiry,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

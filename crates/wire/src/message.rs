@@ -247,6 +247,9 @@ pub enum Message {
     Question(Vec<u8>),
     /// S: the answer.
     Answer(Vec<u8>),
+    /// S: would this be accepted? In the place of an offer: the answer is that to an offer, and
+    /// ends the session.
+    Inquiry(Offer),
 }
 
 impl Message {
@@ -273,6 +276,7 @@ impl Message {
             Self::Alive => FrameKind::Alive,
             Self::Question(_) => FrameKind::Question,
             Self::Answer(_) => FrameKind::Answer,
+            Self::Inquiry(_) => FrameKind::Inquiry,
         }
     }
 
@@ -286,7 +290,7 @@ impl Message {
         let mut frame = vec![0; HEADER_LEN];
         let mut aux = 0;
         match self {
-            Self::Offer(offer) => {
+            Self::Offer(offer) | Self::Inquiry(offer) => {
                 assert!(offer.blocks.len() <= BLOCKS_LIMIT, "{} RAM blocks", offer.blocks.len());
                 frame.extend([offer.channels, offer.verify.into(), offer.running.into()]);
                 frame.extend(offer.codecs.to_le_bytes());
@@ -365,6 +369,7 @@ impl Message {
                 Err(WireError::Kind { kind: header.kind as u16 })
             }
             FrameKind::Offer => decode_offer(payload).map(Self::Offer),
+            FrameKind::Inquiry => decode_offer(payload).map(Self::Inquiry),
             FrameKind::Accept => empty(Self::Accept { codecs: number("codecs")? }),
             FrameKind::Abort => {
                 let code = AbortCode::ALL

@@ -21,8 +21,8 @@ fn parse(frame: &[u8]) -> Result<Message, WireError> {
     Message::decode(&header, payload)
 }
 
-fn offer() -> Message {
-    Message::Offer(Offer {
+fn offer() -> Offer {
+    Offer {
         channels: 2,
         codecs: 6,
         verify: true,
@@ -34,7 +34,7 @@ fn offer() -> Message {
             size: ByteCount(10 << 30),
             granularity: ByteCount(64 << 10),
         }],
-    })
+    }
 }
 
 fn barrier(round: u32, last: bool) -> [u8; HEADER_LEN] {
@@ -67,7 +67,7 @@ fn golden_bytes() {
     let greeting = Greeting { session: SessionId([0x11; 16]), role: Role::Channel(3) };
     let seen = [
         hex(&greeting.encode()),
-        hex(&offer().encode()),
+        hex(&Message::Offer(offer()).encode()),
         hex(&Message::Commit.encode()),
         hex(&Message::Abort { code: AbortCode::Layout, text: "no".to_owned() }.encode()),
         hex(&Message::Digests { block: 1, first: 2, digests: vec![3] }.encode()),
@@ -78,6 +78,7 @@ fn golden_bytes() {
         hex(&Message::Abort { code: AbortCode::Busy, text: "later".to_owned() }.encode()),
         hex(&barrier(5, false)),
         hex(&barrier(6, true)),
+        hex(&Message::Inquiry(offer()).encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -287,7 +288,7 @@ fn limits_are_what_they_say_to_the_byte() {
 /// The offer of a machine with so many RAM blocks and disks without names, and one more of either
 /// put in by hand.
 fn crowded(blocks: usize, disks: usize, more: [bool; 2]) -> Result<Message, WireError> {
-    let Message::Offer(mut offer) = offer() else { panic!("not an offer") };
+    let mut offer = offer();
     offer.machine.clear();
     offer.blocks = vec![BlockOffer { name: String::new(), pages: PageCount(1) }; blocks];
     let disk = DiskOffer { name: String::new(), size: ByteCount(1), granularity: ByteCount(1) };
@@ -323,7 +324,7 @@ fn an_offer_names_as_many_blocks_and_disks_as_it_may() {
 
 #[test]
 fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
-    let Message::Offer(mut longest) = offer() else { panic!("not an offer") };
+    let mut longest = offer();
     longest.machine = "m".repeat(NAME_LIMIT);
     let longest = Message::Offer(longest);
     assert_eq!(parse(&longest.encode()), Ok(longest));
@@ -338,7 +339,8 @@ fn names_and_texts_are_as_long_as_they_may_be_and_nothing_follows() {
     assert!(parse(&longer).is_err());
     for (mut frame, kind, aux) in [
         (abort("gone".to_owned()), FrameKind::Abort, AbortCode::Other as u64),
-        (offer().encode(), FrameKind::Offer, 0),
+        (Message::Offer(offer()).encode(), FrameKind::Offer, 0),
+        (Message::Inquiry(offer()).encode(), FrameKind::Inquiry, 0),
     ] {
         frame.push(0);
         seal(&mut frame, kind, 0, aux);
@@ -396,33 +398,36 @@ fn any_message() -> impl Strategy<Value = Message> {
     prop_oneof![
         (
             any::<(u8, u32)>(),
-            any::<bool>(),
+            any::<(bool, bool)>(),
             any::<bool>(),
             "[a-z]{0,9}",
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<u64>()), 0..5),
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<(u64, u32)>()), 0..5)
         )
-            .prop_map(|((channels, codecs), verify, running, machine, blocks, disks)| {
-                Message::Offer(Offer {
-                    channels,
-                    codecs,
-                    verify,
-                    running,
-                    machine,
-                    blocks: blocks
-                        .into_iter()
-                        .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
-                        .collect(),
-                    disks: disks
-                        .into_iter()
-                        .map(|(name, (size, granularity))| DiskOffer {
-                            name,
-                            size: ByteCount(size),
-                            granularity: ByteCount(granularity.into()),
-                        })
-                        .collect(),
-                })
-            }),
+            .prop_map(
+                |((channels, codecs), (verify, asks), running, machine, blocks, disks)| {
+                    let kind = if asks { Message::Inquiry } else { Message::Offer };
+                    kind(Offer {
+                        channels,
+                        codecs,
+                        verify,
+                        running,
+                        machine,
+                        blocks: blocks
+                            .into_iter()
+                            .map(|(name, n)| BlockOffer { name, pages: PageCount(n) })
+                            .collect(),
+                        disks: disks
+                            .into_iter()
+                            .map(|(name, (size, granularity))| DiskOffer {
+                                name,
+                                size: ByteCount(size),
+                                granularity: ByteCount(granularity.into()),
+                            })
+                            .collect(),
+                    })
+                }
+            ),
         (0..AbortCode::ALL.len(), "[ -~]{0,80}")
             .prop_map(|(i, text)| Message::Abort { code: AbortCode::ALL[i], text }),
         any::<u32>().prop_map(|round| Message::RoundEnd { round }),

@@ -18,7 +18,8 @@ use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId, WireError};
 use super::Notice;
 use super::channel::PEER;
 use crate::address::{Listener, Stream};
-use crate::link::{ControlWriter, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, link_error, receive_greeting, send_greeting};
+use crate::security::{BeginError, Security};
 use crate::{Cancel, EngineError, limits, threads};
 
 /// Connections of the session that may wait: those of all channels, and of a source that asks
@@ -33,6 +34,15 @@ const NOTICES_LIMIT: usize = 16;
 /// data).
 const LEFT_OPEN: usize = 8;
 
+/// What tells connections of a session.
+#[derive(Debug)]
+pub(super) struct Credentials {
+    pub(super) id: SessionId,
+    pub(super) security: Security,
+    /// The certificate that the source showed on the first of them.
+    pub(super) shown: Option<Vec<u8>>,
+}
+
 /// The thread that accepts; it ends with this.
 #[derive(Debug)]
 pub(super) struct Door {
@@ -45,11 +55,12 @@ pub(super) struct Door {
 }
 
 impl Door {
-    /// Accepts what comes to `listener` while `session` lasts, whose source is called `source`.
+    /// Accepts what comes to `listener` while the session lasts that `session` tells of, whose
+    /// source is called `source`.
     pub(super) fn open(
         listener: &Listener,
-        session: SessionId,
-        source: String,
+        session: Credentials,
+        source: &str,
     ) -> Result<Self, EngineError> {
         let (own_in, own) = mpsc::sync_channel(OWN_LIMIT);
         let (notices_in, notices) = mpsc::sync_channel(NOTICES_LIMIT);
@@ -58,7 +69,7 @@ impl Door {
         let keeper = Keeper {
             listener: listener.clone(),
             session,
-            source,
+            source: source.to_owned(),
             since: Instant::now(),
             own: own_in,
             notices: notices_in,
@@ -98,8 +109,9 @@ impl Door {
     }
 }
 
-impl Drop for Door {
-    fn drop(&mut self) {
+impl Door {
+    /// Accepts no more.
+    pub(super) fn close(&mut self) {
         self.stop.store(true, Ordering::SeqCst);
         if let Some(visitor) = &*self.visitor.lock().unwrap_or_else(PoisonError::into_inner) {
             visitor.shut_down();
@@ -110,9 +122,26 @@ impl Drop for Door {
     }
 }
 
-/// Receives the greeting of a source that has connected, unless it is to `stop` meanwhile. One of
-/// another version is told ours, and says so to its operator.
-pub(super) fn greet(stream: &mut Stream, stop: impl Fn() -> bool) -> Result<Greeting, EngineError> {
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// Encrypts a connection, where it is to be, and receives the greeting of the source at its other
+/// end, unless it is to `stop` meanwhile. One of another version is told ours, and says so to its
+/// operator.
+pub(super) fn greet(
+    stream: &mut Stream,
+    security: &Security,
+    stop: impl Fn() -> bool,
+) -> Result<Greeting, EngineError> {
+    let peer = stream.peer();
+    security.begin(stream, &peer, limits::GREETING, &stop).map_err(|error| match error {
+        BeginError::Engine(error) => error,
+        BeginError::Link(_) if stop() => EngineError::Cancelled,
+        BeginError::Link(error) => link_error(PEER)(error),
+    })?;
     receive_greeting(stream, PEER, limits::GREETING, stop).inspect_err(|error| {
         if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
             let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
@@ -123,7 +152,7 @@ pub(super) fn greet(stream: &mut Stream, stop: impl Fn() -> bool) -> Result<Gree
 
 struct Keeper {
     listener: Listener,
-    session: SessionId,
+    session: Credentials,
     source: String,
     since: Instant,
     own: SyncSender<(Greeting, Stream)>,
@@ -155,10 +184,16 @@ impl Keeper {
         if self.stopped() {
             return;
         }
-        let greeting = greet(&mut stream, || self.stopped());
+        let greeting = greet(&mut stream, &self.session.security, || self.stopped());
         self.visit(None);
         let refused = match greeting {
-            Ok(greeting) if greeting.session == self.session => {
+            Ok(greeting)
+                if greeting.session == self.session.id && stream.shown() != self.session.shown =>
+            {
+                let words = "a connection of the session, with another certificate than its source";
+                Notice::Refused(words.to_owned())
+            }
+            Ok(greeting) if greeting.session == self.session.id => {
                 // More than the session can have come from nobody that means well.
                 let _ = self.own.try_send((greeting, stream));
                 return;
@@ -201,4 +236,63 @@ impl Keeper {
 /// Nobody wants to read that a guest has been coming for 12.3 s.
 fn whole_seconds(time: Duration) -> String {
     format_duration(Duration::from_secs(time.as_secs().max(1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use godwit_tls::{Files, Host, Keys, Side, make};
+
+    use super::*;
+    use crate::address::Address;
+
+    #[test]
+    fn a_connection_of_the_session_shows_its_sources_certificate() {
+        // Mutation: who knows the session's number, from a log or a core, needs no more than any
+        // certificate of the authority's.
+        let dir = std::env::temp_dir().join(format!("godwit-door-{}", std::process::id()));
+        let made = make(&dir, &["west", "north", "east"].map(str::to_owned), 30).unwrap();
+        let keys = |number: usize, side| {
+            Keys::read(&Files::in_dir(&made.hosts[number], side).unwrap()).unwrap()
+        };
+        let security = Security::Tls(Host::destination(&keys(2, Side::Destination), &[]).unwrap());
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let to = listener.address().unwrap();
+        let id = SessionId([7; 16]);
+        let call = |number| {
+            let host = Host::source(&keys(number, Side::Source), "east").unwrap();
+            call(&to, &Security::Tls(host), Greeting { session: id, role: Role::Channel(0) })
+        };
+
+        let first = call(0);
+        let mut stream = listener.accept(None, || false).unwrap().unwrap();
+        greet(&mut stream, &security, || false).unwrap();
+        first.join().unwrap();
+        let credentials = Credentials { id, security, shown: stream.shown() };
+        assert!(credentials.shown.is_some());
+        let door = Door::open(&listener, credentials, "west").unwrap();
+        let cancel = Cancel::default();
+        let mut told = Vec::new();
+        let mut next = |limit: Duration| {
+            let until = Instant::now() + limit;
+            door.next(until, &cancel, &mut |notice| told.push(format!("{notice:?}"))).unwrap()
+        };
+
+        call(1).join().unwrap();
+        assert!(next(Duration::from_secs(1)).is_none());
+        call(0).join().unwrap();
+        assert!(next(Duration::from_secs(20)).is_some());
+        assert!(told.len() == 1 && told[0].contains("with another certificate"), "{told:?}");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    /// A source that connects and greets.
+    fn call(to: &Address, security: &Security, greeting: Greeting) -> JoinHandle<()> {
+        let (to, security) = (to.clone(), security.clone());
+        std::thread::spawn(move || {
+            let mut stream = Stream::connect(&to).unwrap();
+            let begun = security.begin(&mut stream, "east", limits::GREETING, || false);
+            begun.map_err(|error| format!("{error:?}")).unwrap();
+            send_greeting(&mut stream, greeting, "destination").unwrap();
+        })
+    }
 }

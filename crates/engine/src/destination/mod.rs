@@ -33,6 +33,8 @@ use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
 use crate::address::Listener;
 use crate::compression::Codecs;
 use crate::digests;
+use crate::link::link_error;
+use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor};
 
@@ -40,7 +42,7 @@ use channel::PEER;
 use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
-use offer::{Accepted, await_offer, check_room};
+use offer::{Accepted, answer_inquiry, check_room, consider};
 use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
@@ -68,6 +70,13 @@ pub enum Notice {
     Busy {
         /// Where it called from.
         peer: String,
+    },
+    /// A source asked whether its guest would be accepted, and was answered; waiting goes on.
+    Asked {
+        /// Where it called from.
+        peer: String,
+        /// Why the guest would not be; `None`: it would.
+        refusal: Option<String>,
     },
     /// A source was accepted.
     Accepted {
@@ -133,6 +142,8 @@ pub struct Received {
 pub struct Options {
     /// How long a source is waited for; `None`: for ever.
     pub wait: Option<Duration>,
+    /// Whether connections are encrypted, and from where they may come if not.
+    pub security: Security,
     /// Codecs that are taken.
     pub codecs: Codecs,
     /// Disks that the source may overwrite.
@@ -149,6 +160,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             wait: None,
+            security: Security::Local,
             codecs: Codecs::ALL,
             disks: DiskChoice::None,
             overcommit: false,
@@ -159,7 +171,7 @@ impl Default for Options {
 }
 
 /// Takes in one guest over `listener`. Connections that do not speak the protocol are refused and
-/// told of.
+/// told of; a source that only asks ([`inquire`](crate::source::inquire)) is answered.
 ///
 /// # Errors
 /// Says what failed, when, and what became of the guest.
@@ -184,8 +196,14 @@ pub fn receive(
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Received, Failure> {
-    let session = match Session::accept(listener, options.wait, cancel, notice) {
-        Ok(session) => session,
+    let until = options.wait.map(|wait| Instant::now() + wait);
+    let found = listener
+        .address()
+        .map_err(link_error(PEER))
+        .and_then(|address| options.security.allows(&address))
+        .and_then(|()| await_source(vm, listener, until, options, cancel, notice));
+    let (session, first) = match found {
+        Ok(found) => found,
         Err(cause) => {
             // Nobody is there to be told anything.
             let discarded = vm.discard();
@@ -193,7 +211,6 @@ pub fn receive(
             return Err(Failure { phase: Phase::Setup, survivor, cause });
         }
     };
-    vm.heed(session.interrupt());
     let destination = Destination {
         ram: vm.ram(),
         vm,
@@ -208,7 +225,27 @@ pub fn receive(
         cause: None,
         measures: Received::default(),
     };
-    destination.run()
+    destination.run(first)
+}
+
+/// Waits for a source that has come to stay, and for its first message. Those that only ask are
+/// answered.
+fn await_source<'a>(
+    vm: &mut dyn DestinationVm,
+    listener: &Listener,
+    until: Option<Instant>,
+    options: &Options,
+    cancel: &'a Cancel,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(Session<'a>, Result<Message, EngineError>), EngineError> {
+    loop {
+        let mut session = Session::accept(listener, &options.security, until, cancel, notice)?;
+        vm.heed(session.interrupt());
+        match session.first_message(vm, notice) {
+            Ok(Message::Inquiry(offer)) => answer_inquiry(session, vm, options, &offer, notice)?,
+            first => return Ok((session, first)),
+        }
+    }
 }
 
 struct Destination<'a> {
@@ -252,11 +289,13 @@ impl Stage {
 }
 
 impl Destination<'_> {
-    fn run(mut self) -> Result<Received, Failure> {
+    /// Takes in the guest of the source that said `first`.
+    fn run(mut self, first: Result<Message, EngineError>) -> Result<Received, Failure> {
         let mut state = State::Listening;
         let mut stage = Stage::default();
         let mut uncertain = false;
-        let mut input = match self.await_offer() {
+        let offered = first.and_then(|first| self.consider(first));
+        let mut input = match offered {
             Ok(offered) => {
                 stage = Stage::Offered(offered);
                 Input::Offer
@@ -333,8 +372,13 @@ impl Destination<'_> {
         input
     }
 
-    fn await_offer(&mut self) -> Result<Accepted, EngineError> {
-        let offered = await_offer(&mut self.session, self.vm, self.options, self.notice)?;
+    /// Compares what the source offers by `first`, and opens the disks.
+    fn consider(&mut self, first: Message) -> Result<Accepted, EngineError> {
+        let Message::Offer(offer) = first else {
+            let what = "it did not begin with an offer".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        };
+        let offered = consider(&self.session, self.vm, self.options, offer, self.notice)?;
         self.ram = self.vm.ram();
         self.runs = offered.offer.running;
         self.measures.verified = offered.offer.verify;

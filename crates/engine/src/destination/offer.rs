@@ -7,11 +7,11 @@ use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_memory::RamBlock;
 use godwit_wire::{Message, Offer, QUESTIONS_LIMIT};
 
-use super::channel::PEER;
 use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
 use crate::EngineError;
+use crate::compression::Codecs;
 use crate::vm::{Ask, DestinationVm};
 
 /// An offer that fits.
@@ -22,34 +22,83 @@ pub(super) struct Accepted {
     pub(super) disks: Vec<(Disk, Box<dyn DiskSink>)>,
 }
 
-/// Waits for the source's offer, which must fit.
-pub(super) fn await_offer(
-    session: &mut Session<'_>,
+/// Compares the source's offer, which must fit, and opens the disks.
+pub(super) fn consider(
+    session: &Session<'_>,
     vm: &mut dyn DestinationVm,
     options: &Options,
+    offer: Offer,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Accepted, EngineError> {
-    let Message::Offer(offer) = session.first_message(vm, notice)? else {
-        let what = "it did not begin with an offer".to_owned();
-        return Err(EngineError::Protocol { peer: PEER, what });
+    let (order, disks) = compare(session, vm, options, &offer)?;
+    let sinks = open_disks(vm, &disks, &options.disks)?;
+    let ram = vm.ram().iter().map(|block| block.pages().bytes()).sum();
+    notice(&Notice::Accepted { ram, disks: disks.clone() });
+    Ok(Accepted { offer, order, disks: disks.into_iter().zip(sinks).collect() })
+}
+
+/// Says whether `offer` would be accepted, which changes nothing, and ends the session.
+///
+/// # Errors
+/// When nobody can be taken in here any more.
+pub(super) fn answer_inquiry(
+    mut session: Session<'_>,
+    vm: &mut dyn DestinationVm,
+    options: &Options,
+    offer: &Offer,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(), EngineError> {
+    let compared = compare(&session, vm, options, offer);
+    // Who asked may go as soon as it likes; what was begun for it is undone all the same.
+    session.interrupt().silence();
+    vm.inquired().map_err(EngineError::Uncertain)?;
+    let answer = match &compared {
+        Ok(_) => Message::Accept { codecs: options.codecs.common(Codecs(offer.codecs)).0 },
+        Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
+        Err(_) if vm.has_ended() => return Err(EngineError::Ended("destination")),
+        Err(
+            gone @ (EngineError::Link { .. }
+            | EngineError::Silent { .. }
+            | EngineError::Aborted { .. }
+            | EngineError::Interrupted),
+        ) => {
+            notice(&Notice::Refused(gone.to_string()));
+            return Ok(());
+        }
+        Err(cause) => Message::Abort { code: cause.abort_code(), text: cause.to_string() },
     };
+    // Who has the answer may come back at once, to stay.
+    session.close_door();
+    let _ = session.say(&answer);
+    let refusal = compared.err().map(|cause| cause.to_string());
+    notice(&Notice::Asked { peer: session.source().to_owned(), refusal });
+    // What the source says meanwhile is read: a reset would overtake the answer.
+    session.end(true);
+    Ok(())
+}
+
+/// Compares an offer with what is here: the number here of each RAM block of the source, and the
+/// disks.
+fn compare(
+    session: &Session<'_>,
+    vm: &mut dyn DestinationVm,
+    options: &Options,
+    offer: &Offer,
+) -> Result<(Vec<usize>, Vec<Disk>), EngineError> {
     let names = offer.blocks.iter().map(|block| block.name.as_str()).collect();
     let mut asked = 0;
     asking(session, &mut asked, |ask| vm.offered(&names, ask))?.map_err(EngineError::Vm)?;
     let ram = vm.ram();
-    let order = layout::fit(&offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
+    let order = layout::fit(offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
-    let disks = layout::disks(&offer).map_err(EngineError::Layout)?;
+    let disks = layout::disks(offer).map_err(EngineError::Layout)?;
     if let (true, Some(disk)) = (options.disks.is_none(), disks.first()) {
         // The adapter, which knows all names of a disk, need not be asked.
         return Err(EngineError::Layout(NotAllowed(disk.name.clone()).to_string()));
     }
     asking(session, &mut asked, |ask| vm.compare(ask))?
         .map_err(|error| EngineError::Layout(error.to_string()))?;
-    let sinks = open_disks(vm, &disks, &options.disks)?;
-    let ram = ram.iter().map(|block| block.pages().bytes()).sum();
-    notice(&Notice::Accepted { ram, disks: disks.clone() });
-    Ok(Accepted { offer, order, disks: disks.into_iter().zip(sinks).collect() })
+    Ok((order, disks))
 }
 
 /// Whether all memory that the guest may come to use has room here.

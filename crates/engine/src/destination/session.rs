@@ -13,9 +13,10 @@ use godwit_wire::{AbortCode, Greeting, Message, QUESTION_LIMIT, Role, SessionId}
 
 use super::Notice;
 use super::channel::PEER;
-use super::door::{self, Door};
+use super::door::{self, Credentials, Door};
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
+use crate::security::Security;
 use crate::vm::DestinationVm;
 use crate::{Cancel, EngineError, Interrupt, limits};
 
@@ -31,6 +32,8 @@ pub(super) struct Event {
 
 pub(super) struct Session<'a> {
     id: SessionId,
+    /// What an operator would call the source.
+    source: String,
     cancel: &'a Cancel,
     interrupt: Interrupt,
     events: Receiver<Event>,
@@ -47,16 +50,16 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Waits for a source, for as long as `wait` says.
+    /// Waits for a source, at most `until` then.
     pub(super) fn accept(
         listener: &Listener,
-        wait: Option<Duration>,
+        security: &Security,
+        until: Option<Instant>,
         cancel: &'a Cancel,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Self, EngineError> {
-        let until = wait.map(|wait| Instant::now() + wait);
         let (id, mut stream) = loop {
-            match next_connection(listener, until, cancel, notice)? {
+            match next_connection(listener, security, until, cancel, notice)? {
                 (greeting, stream) if greeting.role == Role::Control => {
                     break (greeting.session, stream);
                 }
@@ -64,13 +67,17 @@ impl<'a> Session<'a> {
             }
         };
         let began = Instant::now();
-        let door = Door::open(listener, id, stream.peer())?;
+        let source = stream.peer();
+        let security = security.clone();
+        let credentials = Credentials { id, security, shown: stream.shown() };
+        let door = Door::open(listener, credentials, &source)?;
         send_greeting(&mut stream, Greeting { session: id, role: Role::Control }, PEER)?;
         let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
         let read = stream.try_clone().map_err(link_error(PEER))?;
         let control = Arc::new(ControlWriter::new(stream, PEER)?);
         let mut session = Self {
             id,
+            source,
             cancel,
             interrupt: Interrupt::new(cancel),
             events,
@@ -100,6 +107,16 @@ impl<'a> Session<'a> {
             }
             told
         })
+    }
+
+    /// Leaves whoever comes now to the next session.
+    pub(super) fn close_door(&mut self) {
+        self.door.close();
+    }
+
+    /// Who the source is, as an operator would call it.
+    pub(super) fn source(&self) -> &str {
+        &self.source
     }
 
     /// Since the source was found.
@@ -312,6 +329,7 @@ fn not_aborted(message: Message) -> Result<Message, EngineError> {
 /// The next connection that greets as one of godwit's; others are refused.
 fn next_connection(
     listener: &Listener,
+    security: &Security,
     until: Option<Instant>,
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
@@ -328,7 +346,7 @@ fn next_connection(
                 until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
             return Err(EngineError::Timeout { what: "a connection of the source", limit });
         };
-        match door::greet(&mut stream, || cancel.is_cancelled()) {
+        match door::greet(&mut stream, security, || cancel.is_cancelled()) {
             Ok(greeting) => return Ok((greeting, stream)),
             Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
             Err(error) => notice(&Notice::Refused(error.to_string())),

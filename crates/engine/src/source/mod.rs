@@ -41,14 +41,16 @@ mod verification;
 use std::sync::Arc;
 
 use godwit_memory::RamBlock;
+use godwit_policy::Settings;
 use godwit_protocol::source::{Action, Input, State, step};
 use godwit_wire::Message;
 
 use crate::address::Address;
-use crate::handle::MigrationHandle;
+use crate::handle::{MigrationHandle, Own};
 use crate::report::{Measures, Progress};
+use crate::security::Security;
 use crate::vm::SourceVm;
-use crate::{EngineError, Failure, Phase, Survivor, limits};
+use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use copying::Copying;
 use ending::Ending;
@@ -78,6 +80,8 @@ pub use fault::Fault;
 pub struct Options {
     /// Where the destination listens.
     pub to: Address,
+    /// Whether the connections to it are encrypted.
+    pub security: Security,
     /// Compare digests of all memory before the destination may run.
     pub verify: bool,
     /// Data channels, at least 1.
@@ -93,11 +97,13 @@ pub struct Options {
 }
 
 impl Options {
-    /// What suits most: two channels, fingerprints, no comparison, and a source that ends.
+    /// What suits most: two channels, fingerprints, no comparison, and a source that ends; and
+    /// nothing that leaves this host.
     #[must_use]
     pub fn new(to: Address) -> Self {
         Self {
             to,
+            security: Security::Local,
             verify: false,
             channels: 2,
             fingerprints: true,
@@ -142,14 +148,52 @@ pub fn migrate(
         survivor: Survivor::Source,
         cause: EngineError::Random(source),
     };
-    let meter = Meter::begin(options.channels);
-    let session =
-        Session::new(&options.to, handle.cancel(), MadeUp::of(options)).map_err(unarmed)?;
-    let setup = Setup::new(vm, options, handle).map_err(unarmed)?;
-    vm.heed(session.interrupt());
-    let ending = Ending::default();
-    let source = Source { ram: vm.ram(), vm, options, handle, progress, session, meter, ending };
+    let (source, setup) = Source::new(vm, options, handle, progress).map_err(unarmed)?;
     source.run(Stage::Setup(setup))
+}
+
+/// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
+/// offered by [`migrate`]. Nothing is changed on either side, and the destination goes on waiting.
+/// Whether its disks can be written is not tried.
+///
+/// # Errors
+/// [`EngineError::Aborted`] holds the destination's reasons; others say why it could not be asked.
+///
+/// ```
+/// use godwit_engine::source::{Options, inquire};
+/// use godwit_engine::vm::SourceVm;
+/// use godwit_engine::{Cancel, EngineError};
+///
+/// fn fits(vm: &mut dyn SourceVm, to: &str) -> Result<bool, Box<dyn std::error::Error>> {
+///     match inquire(vm, &Options::new(to.parse()?), &Cancel::default()) {
+///         Ok(()) => Ok(true),
+///         Err(EngineError::Aborted { text, .. }) => {
+///             println!("it does not fit: {text}");
+///             Ok(false)
+///         }
+///         Err(error) => Err(error.into()),
+///     }
+/// }
+/// ```
+pub fn inquire(
+    vm: &mut dyn SourceVm,
+    options: &Options,
+    cancel: &Cancel,
+) -> Result<(), EngineError> {
+    let settings = Settings::default();
+    let handle = &MigrationHandle::new(settings, Own::default(), cancel.clone());
+    let progress = &mut |_: &Progress| {};
+    let (mut source, mut setup) =
+        Source::new(vm, options, handle, progress).map_err(EngineError::Random)?;
+    let answer = setup.present(&mut source, Message::Inquiry);
+    let answer = answer.map_err(|error| source.explained(error));
+    if let Err(error) = &answer {
+        source.session.abort(error);
+    }
+    // What is done with the machine next is no concern of a session that has ended.
+    source.session.interrupt().silence();
+    source.session.end();
+    answer.map(drop)
 }
 
 /// What lasts from the beginning to the end.
@@ -216,6 +260,25 @@ impl Stage {
     }
 }
 
+impl<'a> Source<'a> {
+    /// What every conversation begins with, before anything is connected.
+    fn new(
+        vm: &'a mut dyn SourceVm,
+        options: &'a Options,
+        handle: &'a MigrationHandle,
+        progress: &'a mut dyn FnMut(&Progress),
+    ) -> std::io::Result<(Self, Setup)> {
+        let meter = Meter::begin(options.channels);
+        let made_up = MadeUp::of(options);
+        let session = Session::new(&options.to, &options.security, handle.cancel(), made_up)?;
+        let setup = Setup::new(vm, options, handle)?;
+        vm.heed(session.interrupt());
+        let ending = Ending::default();
+        let source = Self { ram: vm.ram(), vm, options, handle, progress, session, meter, ending };
+        Ok((source, setup))
+    }
+}
+
 impl Source<'_> {
     fn run(mut self, mut stage: Stage) -> Result<Measures, Failure> {
         let verify = self.options.verify;
@@ -246,13 +309,18 @@ impl Source<'_> {
         Ok(self.meter.into_measures())
     }
 
-    fn note(&mut self, state: State, error: EngineError) {
-        let error = match error {
+    /// What the machine failed with, or what ended its call.
+    fn explained(&mut self, error: EngineError) -> EngineError {
+        match error {
             EngineError::Vm(_) | EngineError::Interrupted => {
                 self.session.interruption(self.vm).unwrap_or(error)
             }
             error => error,
-        };
+        }
+    }
+
+    fn note(&mut self, state: State, error: EngineError) {
+        let error = self.explained(error);
         tracing::warn!(?state, %error, "failed");
         self.ending.note(state, error, self.vm, self.session.is_committed());
     }

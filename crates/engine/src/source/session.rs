@@ -23,6 +23,7 @@ use crate::address::{Address, Stream};
 use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
+use crate::security::{BeginError, Security};
 use crate::vm::SourceVm;
 use crate::{Cancel, EngineError, Interrupt, limits, threads};
 
@@ -91,8 +92,7 @@ struct Control {
 }
 
 pub(super) struct Session {
-    to: Address,
-    id: SessionId,
+    call: Call,
     cancel: Cancel,
     interrupt: Interrupt,
     made_up: MadeUp,
@@ -121,12 +121,21 @@ pub(super) struct Session {
 
 impl Session {
     /// A session with the destination at `to`, which is not connected to yet.
-    pub(super) fn new(to: &Address, cancel: &Cancel, made_up: MadeUp) -> io::Result<Self> {
+    pub(super) fn new(
+        to: &Address,
+        security: &Security,
+        cancel: &Cancel,
+        made_up: MadeUp,
+    ) -> io::Result<Self> {
         let (events_in, events) = mpsc::channel();
         let (places_in, places) = mpsc::sync_channel(PEERS_LIMIT);
         Ok(Self {
-            to: to.clone(),
-            id: new_session()?,
+            call: Call {
+                to: to.clone(),
+                id: new_session()?,
+                security: security.clone(),
+                shown: None,
+            },
             cancel: cancel.clone(),
             interrupt: Interrupt::new(cancel),
             made_up,
@@ -147,24 +156,26 @@ impl Session {
     /// Makes the control connection.
     pub(super) fn connect(&mut self) -> Result<(), EngineError> {
         let stream = self.dial_and_heed(Role::Control)?;
+        self.call.shown = stream.shown();
         self.use_control(stream)
     }
 
     /// Makes the connection of data channel `number`; twice, as one is to end it by.
     pub(super) fn connect_channel(&self, number: u8) -> Result<(Stream, Stream), EngineError> {
         let stream = self.dial_and_heed(Role::Channel(number))?;
+        stream.be_patient().map_err(link_error(PEER))?;
         let handle = stream.try_clone().map_err(link_error(PEER))?;
         Ok((stream, handle))
     }
 
-    /// A new connection as [`dial`] makes it, in a thread that is left behind when nobody
+    /// A new connection as [`Call::dial`] makes it, in a thread that is left behind when nobody
     /// waits any more: a name server and a host that do not answer take long.
     fn dial_and_heed(&self, role: Role) -> Result<Stream, EngineError> {
-        let (to, id, interrupt) = (self.to.clone(), self.id, self.interrupt.clone());
+        let (call, interrupt) = (self.call.clone(), self.interrupt.clone());
         let (dialled, wait) = mpsc::channel();
         // Who was given up must not take the destination's place for a source.
         let stop = move || interrupt.is_raised();
-        threads::start("connect", move || drop(dialled.send(dial(&to, id, role, stop))))?;
+        threads::start("connect", move || drop(dialled.send(call.dial(role, stop))))?;
         loop {
             match wait.recv_timeout(limits::TICK / 2) {
                 Ok(stream) => return stream,
@@ -418,7 +429,7 @@ impl Session {
         }
         self.cut();
         loop {
-            match dial(&self.to, self.id, Role::Resolve, || false) {
+            match self.call.dial(Role::Resolve, || false) {
                 Ok(stream) => {
                     self.use_control(stream)?;
                     return Ok(Resolved::Reconnected);
@@ -441,7 +452,9 @@ impl Session {
             self.cut();
         }
         if self.say(&Message::Farewell).is_err()
-            && dial(&self.to, self.id, Role::Resolve, || false)
+            && self
+                .call
+                .dial(Role::Resolve, || false)
                 .and_then(|stream| self.use_control(stream))
                 .is_ok()
         {
@@ -495,36 +508,60 @@ impl Session {
     }
 }
 
-/// A new connection of session `id` to the destination at `to`, which has answered the greeting as
-/// one; a data channel is not answered.
-fn dial(
-    to: &Address,
+/// What every connection of a session is made by.
+#[derive(Clone)]
+struct Call {
+    to: Address,
     id: SessionId,
-    role: Role,
-    stop: impl Fn() -> bool,
-) -> Result<Stream, EngineError> {
-    let mut stream = Stream::connect(to)
-        .map_err(|source| EngineError::Connect { address: to.to_string(), source })?;
-    if stop() {
-        return Err(EngineError::Interrupted);
-    }
-    send_greeting(&mut stream, Greeting { session: id, role }, PEER)?;
-    if matches!(role, Role::Channel(_)) {
-        return Ok(stream);
-    }
-    let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
-    let greeting =
-        receive_greeting(&mut stream, PEER, limit, stop).map_err(|error| match error {
-            EngineError::Link { source, .. }
-                if role == Role::Control && source.kind() == io::ErrorKind::TimedOut =>
-            {
-                EngineError::NoGreeting { address: to.to_string(), limit }
+    security: Security,
+    /// The certificate that the destination showed on the first of them.
+    shown: Option<Vec<u8>>,
+}
+
+impl Call {
+    /// A new connection to the destination, which has answered the greeting as one; a data channel
+    /// is not answered.
+    fn dial(&self, role: Role, stop: impl Fn() -> bool) -> Result<Stream, EngineError> {
+        let address = || self.to.to_string();
+        let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
+        let silent = |source: &io::Error| {
+            role == Role::Control
+                && matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
+        };
+        let mut stream = Stream::connect(&self.to)
+            .map_err(|source| EngineError::Connect { address: address(), source })?;
+        if stop() {
+            return Err(EngineError::Interrupted);
+        }
+        let begun = self.security.begin(&mut stream, &address(), limit, &stop);
+        begun.map_err(|error| match error {
+            BeginError::Engine(error) => error,
+            BeginError::Link(_) if stop() => EngineError::Cancelled,
+            BeginError::Link(source) if silent(&source) => {
+                EngineError::NoGreeting { address: address(), limit }
             }
-            error => error,
+            BeginError::Link(source) => link_error(PEER)(source),
         })?;
-    if greeting.session != id {
-        let what = "it answered for another session: it is busy with another migration".to_owned();
-        return Err(EngineError::Protocol { peer: PEER, what });
+        if self.shown.is_some() && stream.shown() != self.shown {
+            let words = format!("another host than before answers at {}", self.to);
+            return Err(EngineError::Distrust(words));
+        }
+        send_greeting(&mut stream, Greeting { session: self.id, role }, PEER)?;
+        if matches!(role, Role::Channel(_)) {
+            return Ok(stream);
+        }
+        let greeting =
+            receive_greeting(&mut stream, PEER, limit, stop).map_err(|error| match error {
+                EngineError::Link { source, .. } if silent(&source) => {
+                    EngineError::NoGreeting { address: address(), limit }
+                }
+                error => error,
+            })?;
+        if greeting.session != self.id {
+            let what =
+                "it answered for another session: it is busy with another migration".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+        Ok(stream)
     }
-    Ok(stream)
 }

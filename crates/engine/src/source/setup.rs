@@ -46,6 +46,18 @@ impl Setup {
 
     /// Connects and offers the machine, until the destination accepts it.
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        self.codecs = self.present(source, Message::Offer)?;
+        source.meter.accepted(self.codecs.to_string());
+        Ok(Input::Accepted)
+    }
+
+    /// Connects and tells of the machine by a message that `kind` makes, until the destination
+    /// accepts it; the codecs that both sides have.
+    pub(super) fn present(
+        &mut self,
+        source: &mut Source<'_>,
+        kind: fn(Offer) -> Message,
+    ) -> Result<Codecs, EngineError> {
         let direct_io = source.vm.direct_io().is_some();
         if direct_io && self.fingerprints.is_none() {
             return Err(EngineError::DirectIo);
@@ -66,7 +78,7 @@ impl Setup {
         let blocks = blocks
             .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
             .collect();
-        source.session.say(&Message::Offer(Offer {
+        source.session.say(&kind(Offer {
             channels: source.options.channels,
             codecs: Codecs::ALL.0,
             verify: source.options.verify,
@@ -75,9 +87,7 @@ impl Setup {
             blocks,
             disks: self.disks.offers(&granularity),
         }))?;
-        self.codecs = answer_questions(source)?;
-        source.meter.accepted(self.codecs.to_string());
-        Ok(Input::Accepted)
+        answer_questions(source)
     }
 }
 

@@ -95,6 +95,15 @@ pub trait DestinationVm {
         Ok(())
     }
 
+    /// A source only asked whether its guest would be accepted, and is not taken in: what
+    /// [`Self::offered`] has begun is undone, so that the machine can go on waiting.
+    ///
+    /// # Errors
+    /// When that is not certain.
+    fn inquired(&mut self) -> Result<(), VmError> {
+        Ok(())
+    }
+
     /// The process in which the guest will run, whose control group has to hold its memory. Without
     /// an answer of its own: this one.
     fn pid(&self) -> u32 {

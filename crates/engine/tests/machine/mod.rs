@@ -273,6 +273,8 @@ pub struct Found {
     pub ran: bool,
     /// The machine was let have its disks.
     pub disks_closed: bool,
+    /// Sources that only asked.
+    pub inquiries: u32,
 }
 
 pub struct Destination {
@@ -283,7 +285,7 @@ pub struct Destination {
     pub images: Vec<Arc<Image>>,
     pub found: Arc<Mutex<Found>>,
     pub refuse_to_load: bool,
-    /// It finds that the source is another machine.
+    /// It finds that the source is another machine, until one has asked.
     pub differs: bool,
     /// What happens while it gets ready to load.
     pub while_preparing: Box<dyn FnMut() + Send>,
@@ -359,6 +361,12 @@ impl DestinationVm for Destination {
     fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
         assert_eq!((ask(b"abc")?, ask(b"")?), (b"cba".to_vec(), Vec::new()));
         if self.differs { Err("it is another machine".into()) } else { Ok(()) }
+    }
+
+    fn inquired(&mut self) -> Result<(), VmError> {
+        self.differs = false;
+        self.found.lock().unwrap().inquiries += 1;
+        Ok(())
     }
 
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {

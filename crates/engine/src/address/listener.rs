@@ -1,242 +1,19 @@
-//! Addresses and connections: TCP (`HOST:PORT`), unix sockets (`unix:PATH`) and vsock
-//! (`vsock:CID:PORT`, vsock(7)).
+//! A listening socket.
 
-use std::fmt;
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, ToSocketAddrs};
+use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt;
-use socket2::{Domain, SockAddr, Socket, TcpKeepalive, Type};
+use socket2::{SockAddr, Socket, Type};
 
+use super::{Address, Stream};
 use crate::{holder, limits};
 
-/// VMADDR_CID_ANY (vsock(7)).
-const CID_ANY: u32 = u32::MAX;
 /// Connections that may wait to be accepted: a source's channels, and some strangers.
 const BACKLOG: i32 = 128;
-
-/// Where a destination listens.
-///
-/// ```
-/// use godwit_engine::address::Address;
-///
-/// assert_eq!("tcp:west:4444".parse(), Ok(Address::Tcp("west:4444".to_owned())));
-/// assert_eq!("vsock:3:4444".parse(), Ok(Address::Vsock(3, 4444)));
-/// assert_eq!(Address::Unix("/run/vm1".into()).to_string(), "unix:/run/vm1");
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
-    /// `HOST:PORT`, also written `tcp:HOST:PORT`.
-    Tcp(String),
-    /// `unix:PATH`.
-    Unix(PathBuf),
-    /// `vsock:CID:PORT`: another VM of this host, or the host. To listen, `vsock:any:PORT`.
-    Vsock(u32, u32),
-}
-
-/// A text that is no address.
-///
-/// ```
-/// use godwit_engine::address::Address;
-///
-/// let error = ":4444".parse::<Address>().unwrap_err();
-/// assert_eq!(
-///     error.to_string(),
-///     "':4444' is not an address: write HOST:4444, \
-///      or 0.0.0.0:4444 to listen on all addresses of this host"
-/// );
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is not an address: write {example}", example = example(.0))]
-pub struct AddressError(String);
-
-/// What would be an address instead of `text`.
-fn example(text: &str) -> String {
-    let port = text.strip_prefix("tcp:").unwrap_or(text);
-    let port = port.strip_prefix(':').unwrap_or(port);
-    match port.parse::<u16>() {
-        Ok(port) => {
-            format!("HOST:{port}, or 0.0.0.0:{port} to listen on all addresses of this host")
-        }
-        Err(_) => "HOST:PORT, [IPV6]:PORT, unix:PATH or vsock:CID:PORT".to_owned(),
-    }
-}
-
-impl FromStr for Address {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let error = || AddressError(text.to_owned());
-        if let Some(path) = text.strip_prefix("unix:") {
-            return if path.is_empty() { Err(error()) } else { Ok(Self::Unix(path.into())) };
-        }
-        if let Some(vsock) = text.strip_prefix("vsock:") {
-            let (cid, port) = vsock.split_once(':').ok_or_else(error)?;
-            let cid = if cid == "any" { CID_ANY } else { cid.parse().map_err(|_| error())? };
-            return Ok(Self::Vsock(cid, port.parse().map_err(|_| error())?));
-        }
-        let tcp = text.strip_prefix("tcp:").unwrap_or(text);
-        let (host, port) = tcp.rsplit_once(':').ok_or_else(error)?;
-        let bare_ipv6 = host.contains(':') && !host.starts_with('[');
-        if host.is_empty() || bare_ipv6 || port.parse::<u16>().is_err() {
-            return Err(error());
-        }
-        Ok(Self::Tcp(tcp.to_owned()))
-    }
-}
-
-impl Address {
-    /// As the kernel takes it; a host's name may have several.
-    fn resolve(&self) -> io::Result<Vec<SockAddr>> {
-        match self {
-            Self::Tcp(text) => Ok(text.to_socket_addrs()?.map(SockAddr::from).collect()),
-            Self::Unix(path) => Ok(vec![SockAddr::unix(path)?]),
-            Self::Vsock(cid, port) => Ok(vec![SockAddr::vsock(*cid, *port)]),
-        }
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Tcp(address) => f.write_str(address),
-            Self::Unix(path) => write!(f, "unix:{}", path.display()),
-            Self::Vsock(CID_ANY, port) => write!(f, "vsock:any:{port}"),
-            Self::Vsock(cid, port) => write!(f, "vsock:{cid}:{port}"),
-        }
-    }
-}
-
-/// One connection, whatever it goes over.
-///
-/// ```
-/// use std::io::Write;
-/// use godwit_engine::address::{Listener, Stream};
-///
-/// let listener = Listener::bind(&"127.0.0.1:0".parse()?)?;
-/// let mut stream = Stream::connect(&listener.address()?)?;
-/// stream.write_all(b"hello")?;
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Debug)]
-pub struct Stream(Socket);
-
-impl Stream {
-    /// Connects to `address` within [`limits::CONNECT`].
-    ///
-    /// # Errors
-    /// When nobody answers there.
-    pub fn connect(address: &Address) -> io::Result<Self> {
-        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-        for address in address.resolve()? {
-            let socket = Socket::new(address.domain(), Type::STREAM, None)?;
-            // Locally the kernel answers at once, or waits for a place in the listener's queue.
-            let connected = match address.as_socket() {
-                Some(_) => socket.connect_timeout(&address, limits::CONNECT),
-                None => socket.connect(&address),
-            };
-            match connected {
-                Ok(()) => return Self(socket).with_limits(),
-                Err(error) => last = error,
-            }
-        }
-        Err(last)
-    }
-
-    fn with_limits(self) -> io::Result<Self> {
-        if matches!(self.0.domain()?, Domain::IPV4 | Domain::IPV6) {
-            self.0.set_tcp_nodelay(true)?;
-            // A cable that was pulled must not be waited for longer than this, whether we send
-            // (user timeout) or only listen (keep-alive): tcp(7).
-            let limit = limits::LINK;
-            self.0.set_tcp_user_timeout(Some(limit))?;
-            let alive =
-                TcpKeepalive::new().with_time(limit / 2).with_interval(limit / 5).with_retries(3);
-            self.0.set_tcp_keepalive(&alive)?;
-        }
-        self.set_write_limit(limits::WRITE)?;
-        Ok(self)
-    }
-
-    /// Limits the time of one write without progress.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
-    pub fn set_write_limit(&self, limit: Duration) -> io::Result<()> {
-        self.0.set_write_timeout(Some(limit))
-    }
-
-    /// Limits the time of one read; `None`: wait for as long as the link stands.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
-    pub fn set_read_limit(&self, limit: Option<Duration>) -> io::Result<()> {
-        self.0.set_read_timeout(limit)
-    }
-
-    /// Who is at the other end, as an operator would call it.
-    #[must_use]
-    pub fn peer(&self) -> String {
-        let peer = self.0.peer_addr().ok();
-        if let Some(at) = peer.as_ref().and_then(SockAddr::as_socket) {
-            return at.to_string();
-        }
-        match (sockopt::socket_peercred(&self.0), peer.and_then(|peer| peer.as_vsock_address())) {
-            (_, Some((cid, _))) => format!("machine {cid} (vsock)"),
-            (Ok(peer), None) => format!("process {}", peer.pid.as_raw_nonzero()),
-            // A process of a namespace that this one cannot see.
-            (Err(_), None) => "another machine".to_owned(),
-        }
-    }
-
-    /// Another handle to the same connection.
-    ///
-    /// # Errors
-    /// When descriptors are exhausted.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        self.0.try_clone().map(Self)
-    }
-
-    /// Ends the connection both ways; reads and writes in other threads return.
-    pub fn shut_down(&self) {
-        // It fails when the peer was first, which is as good.
-        let _ = self.0.shutdown(Shutdown::Both);
-    }
-
-    /// Ends the sending direction: the peer reads what is on its way, then the end.
-    pub fn shut_down_write(&self) {
-        let _ = self.0.shutdown(Shutdown::Write);
-    }
-}
-
-impl From<UnixStream> for Stream {
-    /// A connection that was made elsewhere.
-    fn from(stream: UnixStream) -> Self {
-        Self(stream.into())
-    }
-}
-
-impl Read for Stream {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.0.read(buffer)
-    }
-}
-
-impl Write for Stream {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 /// A listening socket, and other handles to the same one; a unix socket's file is removed with the
 /// last of them.
@@ -335,7 +112,7 @@ impl Listener {
             match self.0.socket.accept() {
                 Ok((socket, _)) => {
                     socket.set_nonblocking(false)?;
-                    return Stream(socket).with_limits().map(Some);
+                    return Stream::accepted(socket).map(Some);
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 // The peer gave up between its SYN and our accept.
@@ -405,6 +182,7 @@ impl Drop for Listening {
 
 #[cfg(test)]
 mod tests {
+    use super::super::CID_ANY;
     use super::*;
 
     #[test]
@@ -433,55 +211,6 @@ mod tests {
             }
             assert_eq!(calling.join().unwrap().unwrap().len(), callers);
         });
-    }
-
-    #[test]
-    fn addresses_round_trip() {
-        for text in
-            ["host:4444", "127.0.0.1:0", "[::1]:7", "unix:/run/x", "vsock:2:4444", "vsock:any:1"]
-        {
-            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
-        }
-        assert_eq!("tcp:host:1".parse::<Address>().unwrap().to_string(), "host:1");
-        for text in [
-            "host",
-            "host:",
-            ":4444",
-            "host:70000",
-            "unix:",
-            "::1:80",
-            "vsock:2",
-            "vsock:x:1",
-            "vsock:2:",
-        ] {
-            assert!(text.parse::<Address>().is_err(), "{text}");
-        }
-    }
-
-    #[test]
-    fn both_ends_over_tcp_give_up_a_link_that_is_dead() {
-        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
-        let ours = Stream::connect(&listener.address().unwrap()).unwrap();
-        let theirs = listener.accept(None, || false).unwrap().unwrap();
-        for stream in [ours, theirs] {
-            let stream = stream.0;
-            let limit = sockopt::tcp_user_timeout(&stream).unwrap();
-            assert_eq!(u128::from(limit), limits::LINK.as_millis());
-            assert!(sockopt::socket_keepalive(&stream).unwrap());
-            let interval = sockopt::tcp_keepintvl(&stream).unwrap();
-            let silence = sockopt::tcp_keepidle(&stream).unwrap()
-                + interval * sockopt::tcp_keepcnt(&stream).unwrap();
-            assert!(silence <= limits::LINK + interval, "{silence:?}");
-        }
-    }
-
-    #[test]
-    fn a_port_alone_is_told_what_is_missing() {
-        for text in ["4444", ":4444", "tcp:4444"] {
-            let error = text.parse::<Address>().unwrap_err().to_string();
-            let words = "write HOST:4444, or 0.0.0.0:4444 to listen on all addresses of this host";
-            assert!(error.ends_with(words), "{error}");
-        }
     }
 
     #[test]
@@ -521,7 +250,7 @@ mod tests {
 
     #[test]
     fn bytes_pass_over_vsock() {
-        use std::io::Write;
+        use std::io::{Read, Write};
         let test = "bytes_pass_over_vsock";
         // Not eprintln: the test harness would hold that back.
         let skip = |why: &str, error: io::Error| {
