@@ -29,14 +29,17 @@ pub enum Xml {
     Migratable,
     /// Of what is started the next time; with passwords.
     Inactive,
+    /// Of the domain as it runs here, with the names of its devices in QEMU.
+    Running,
 }
 
 impl Xml {
-    /// VIR_DOMAIN_XML_SECURE, with ..._MIGRATABLE or ..._INACTIVE.
+    /// VIR_DOMAIN_XML_SECURE, with ..._MIGRATABLE, ..._INACTIVE or neither.
     fn flags(self) -> c_uint {
         match self {
             Self::Migratable => 1 | 8,
             Self::Inactive => 1 | 2 | 8,
+            Self::Running => 1,
         }
     }
 }

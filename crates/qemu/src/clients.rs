@@ -1,10 +1,12 @@
-//! Who is connected to a monitor: a monitor serves one client at a time, and an operator whom
-//! godwit refuses because of it must learn which.
+//! Who is connected to a QEMU's unix sockets: to a monitor, which serves one client at a time, so
+//! that an operator whom godwit refuses because of it must learn which; and to what vhost-user
+//! devices talk over.
 //!
 //! The kernel tells which two unix sockets are connected (sock_diag(7), unix_diag), and /proc which
-//! process has one open. All of it is a courtesy: what cannot be seen, processes of other users
-//! above all, gives no answer.
+//! process has one open. What cannot be seen, processes of other users above all, gives no answer:
+//! for a monitor that is no matter, of a device it is missed.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -14,6 +16,8 @@ use rustix::net::netlink::{self, SocketAddrNetlink};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, sendto, socket_with,
 };
+
+use crate::process::descriptors;
 
 /// A process that is connected to a monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,21 +68,72 @@ pub(crate) fn of_monitor(path: &Path) -> Option<Client> {
     holders(&peers).into_iter().find(|client| client.pid != own)
 }
 
+/// A connection between a unix socket of a process and another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Connection {
+    own: u32,
+    peer: u32,
+    /// The socket that was connected to: that of the one end or of the other.
+    pub(crate) path: PathBuf,
+}
+
+/// The connections of process `pid` by unix sockets that have a name: those that it made, and those
+/// that were made to it at one of `listening`.
+pub(crate) fn connections_of(pid: i32, listening: &[PathBuf]) -> io::Result<Vec<Connection>> {
+    let own = sockets_of(pid)?;
+    let sockets = sockets()?;
+    let by_inode: BTreeMap<u32, &Socket> =
+        sockets.iter().map(|socket| (socket.inode, socket)).collect();
+    let mut found: Vec<Connection> = own
+        .iter()
+        .filter_map(|own| {
+            let socket = by_inode.get(own)?;
+            let peer = socket.peer.filter(|peer| *peer != 0)?;
+            let path = match &socket.name {
+                Some(path) => listening.contains(path).then(|| path.clone()),
+                None => by_inode.get(&peer)?.name.clone(),
+            };
+            Some(Connection { own: *own, peer, path: path? })
+        })
+        .collect();
+    found.sort_by(|a, b| (&a.path, a.own).cmp(&(&b.path, b.own)));
+    Ok(found)
+}
+
+/// The processes at the other ends of `connections`, each with the connections that it has.
+pub(crate) fn peers(connections: &[Connection]) -> Vec<(i32, Vec<&Connection>)> {
+    let all = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let with = |pid: i32| {
+        let open = sockets_of(pid).unwrap_or_default();
+        let has = |connection: &&Connection| open.contains(&connection.peer);
+        (pid, connections.iter().filter(has).collect::<Vec<_>>())
+    };
+    pids.map(with).filter(|(_, has)| !has.is_empty()).collect()
+}
+
+/// The numbers of the sockets that process `pid` has open.
+fn sockets_of(pid: i32) -> io::Result<BTreeSet<u32>> {
+    Ok(descriptors(pid)?.filter_map(|it| inode(it.target()?.to_str()?)).collect())
+}
+
+/// The number of the socket that a link in /proc/PID/fd is.
+fn inode(link: &str) -> Option<u32> {
+    link.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+}
+
 /// The processes that have one of these sockets open.
 fn holders(inodes: &[u32]) -> Vec<Client> {
-    let targets: Vec<String> = inodes.iter().map(|inode| format!("socket:[{inode}]")).collect();
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     let holds = |pid: &i32| {
-        let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        descriptors
-            .filter_map(|descriptor| fs::read_link(descriptor.path()).ok())
-            .any(|link| targets.iter().any(|target| link.as_os_str() == target.as_str()))
+        sockets_of(*pid).is_ok_and(|open| inodes.iter().any(|inode| open.contains(inode)))
     };
     pids.filter(holds).map(|pid| Client { pid, program: program(pid) }).collect()
 }
 
-fn program(pid: i32) -> String {
+/// The program of process `pid`, without directories.
+pub(crate) fn program(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let word = line.split(|byte| *byte == 0).next().unwrap_or_default();
     let name = word.rsplit(|byte| *byte == b'/').next().unwrap_or_default();

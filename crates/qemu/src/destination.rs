@@ -52,6 +52,8 @@ pub struct QemuDestination {
     receiving: Option<Receiving>,
     /// What sees to the machine when this process is killed.
     guard: Option<Guard>,
+    /// Whether it was started for this attempt alone, and ends with it.
+    owned: bool,
 }
 
 /// Where device state is written to.
@@ -99,12 +101,12 @@ impl QemuDestination {
                 state: format!("its incoming migration is '{migration}' already"),
             });
         }
-        let ram = Ram::main(&mut machine)?;
+        let ram = Ram::main(&mut machine, false)?;
         // Pages written to a file that QEMU has not mapped would reach nobody, and digests of both
         // files would still agree. The other way round, another machine's memory must not be
         // overwritten.
         machine.check_mappings(&ram)?;
-        machine.check_writers(&ram)?;
+        machine.check_writers(&ram, &[])?;
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
@@ -115,7 +117,14 @@ impl QemuDestination {
             interrupt: Interrupt::default(),
             receiving: None,
             guard: None,
+            owned: false,
         })
+    }
+
+    /// The same, if it was started for this attempt alone.
+    pub(crate) fn owned(mut self) -> Self {
+        self.owned = true;
+        self
     }
 
     /// The same with a guardian, as [`crate::QemuSource::guarded`]: a guest that was handed over
@@ -124,7 +133,8 @@ impl QemuDestination {
     /// # Errors
     /// When it does not start.
     pub fn guarded(mut self, program: &Path) -> Result<Self, QemuError> {
-        self.guard = Some(Guard::start(program, &self.machine, Left::at(Stage::Waiting, false))?);
+        let left = Left { started: self.owned, ..Left::at(Stage::Waiting, false) };
+        self.guard = Some(Guard::start(program, &self.machine, left)?);
         Ok(self)
     }
 
@@ -169,7 +179,7 @@ impl DestinationVm for QemuDestination {
     fn offered(&mut self, blocks: &BTreeSet<&str>, _ask: &mut Ask<'_>) -> Result<(), VmError> {
         if let Some(ram) = ram::fitted(&mut self.machine, &self.ram, blocks)? {
             self.machine.check_mappings(&ram)?;
-            self.machine.check_writers(&ram)?;
+            self.machine.check_writers(&ram, &[])?;
             self.ram = Arc::new(ram);
         }
         Ok(())
@@ -266,14 +276,14 @@ impl DestinationVm for QemuDestination {
             settings.restore(&mut *self.machine.qmp)?;
         }
         // The guest runs and nothing is left to undo.
-        let _ = self.note(|left| (left.stage, left.settings) = (Stage::Waiting, None));
+        let _ = self.note(|left| *left = Left::at(Stage::Waiting, false));
         Ok(announced?)
     }
 
     fn discard(&mut self) -> Result<(), VmError> {
         // A QEMU that only had pages written into its RAM goes on waiting: another attempt
         // overwrites them all.
-        if !self.prepared {
+        if !self.prepared && !self.owned {
             // A QEMU that does not answer may have died, and then nothing is open any more.
             return match self.stop_receiving() {
                 Err(QmpError::Closed { .. }) | Ok(()) => Ok(()),

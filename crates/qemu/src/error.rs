@@ -8,11 +8,22 @@ use godwit_libvirt::LibvirtError;
 use godwit_memory::MemoryError;
 use godwit_nbd::NbdError;
 use godwit_track::{TrackError, Writer};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, format_duration};
 use godwit_vcpu_throttle::ThrottleError;
 
 use crate::clients::Client;
 use crate::monitor::QmpError;
+
+/// What a back end does that has not finished.
+fn busy(requests: Option<u16>, limit: Duration) -> String {
+    match requests {
+        Some(count) => {
+            let limit = format_duration(limit);
+            format!("still works on {count} requests {limit} after the guest was stopped")
+        }
+        None => "did not stop with the guest".to_owned(),
+    }
+}
 
 /// What to do when the guardian does not start.
 fn guardian_cure(kind: io::ErrorKind) -> &'static str {
@@ -100,9 +111,34 @@ pub enum QemuError {
     /// A domain, or a host's libvirt, is not fit for a migration.
     #[error("{0}")]
     Domain(String),
+    /// A VM of Proxmox's cannot be moved.
+    #[error("{0}")]
+    Proxmox(String),
+    /// Incus holds the only monitor of an instance.
+    #[error(
+        "instance '{name}' of Incus's cannot be reached: incusd holds its only monitor, and QEMU \
+         cannot be given another while it runs but through that one (from QEMU 11.1 on); have it \
+         started with one for godwit: incus config set {name} raw.qemu=\"-qmp \
+         unix:/run/{name}.qmp,server=on,wait=off\", then incus restart {name}"
+    )]
+    Incus {
+        /// What it is called.
+        name: String,
+    },
+    /// There is no such instance.
+    #[error("no instance '{name}' of Incus's runs here as a VM (running: {there})")]
+    NoInstance {
+        /// What was asked for.
+        name: String,
+        /// Those that there are.
+        there: String,
+    },
+    /// A destination QEMU cannot be started from what the source tells.
+    #[error("{0}")]
+    Start(String),
     /// Another godwit is at work on the same domain.
     #[error(
-        "process {pid} (godwit) is at work on this domain already: wait for it, or end it with \
+        "process {pid} (godwit) is at work on this VM already: wait for it, or end it with \
          `godwit cancel --migration {pid}`"
     )]
     DomainBusy {
@@ -147,19 +183,72 @@ pub enum QemuError {
         /// The device.
         device: String,
     },
-    /// A vhost-user back end.
-    #[error(
-        "{what} is a vhost-user device: its back end is another process that writes guest memory, \
-         which is not tracked yet; unplug it before the migration"
-    )]
+    /// A vhost-user device that cannot move.
+    #[error("{what} is a vhost-user device that cannot move: {why}")]
     VhostUser {
         /// The device.
         what: String,
+        /// Why, and the cure.
+        why: String,
+    },
+    /// A vhost-user device whose back end is not seen.
+    #[error(
+        "the process behind {what}, a vhost-user device, is not found among those that godwit may \
+         look into: run godwit as root, in the network and PID namespaces of the host"
+    )]
+    BackEndHidden {
+        /// The device.
+        what: String,
+    },
+    /// A back end whose writes cannot be tracked.
+    #[error(
+        "{back_end} is the back end of a vhost-user device and {what}: a device writes guest \
+         memory for it behind the page tables, which cannot be tracked; unplug the device, or give \
+         it a back end that does its work by itself"
+    )]
+    BackEndDma {
+        /// The process, and what it is the back end of.
+        back_end: String,
+        /// How it is known.
+        what: String,
+    },
+    /// A back end that cannot be tracked.
+    #[error("{back_end}, the back end of a vhost-user device: {source}")]
+    BackEnd {
+        /// The process, and what it is the back end of.
+        back_end: String,
+        /// Why.
+        source: TrackError,
+    },
+    /// A back end that went with what it was to do.
+    #[error(
+        "the back end of {what} broke off with {requests} requests under way when the guest was \
+         stopped, and nobody answers them now: reset the guest if its device hangs, and try again \
+         when the device has less to do; with reconnect=1 at its chardev QEMU comes back to it"
+    )]
+    BackEndGone {
+        /// The device.
+        what: String,
+        /// How many.
+        requests: u16,
+    },
+    /// A back end that has not finished.
+    #[error(
+        "the back end of {what} {}: its storage or network may hang, or it is broken; the guest \
+         cannot be moved before it has finished", busy(*requests, *limit)
+    )]
+    BackEndBusy {
+        /// The device.
+        what: String,
+        /// How many requests it is at work on, where it stopped at all.
+        requests: Option<u16>,
+        /// How long it was waited for.
+        limit: Duration,
     },
     /// Another process could write guest memory.
     #[error(
-        "process {} ({}) maps RAM block '{}' writable; its writes are not tracked yet: end it, \
-         or let it map the file read-only",
+        "process {} ({}) maps RAM block '{}' writable and is not at the other end of a vhost-user \
+         device: when it writes nobody knows; end it, or let it map the file read-only",
         .0.pid, .0.command, .0.block
     )]
     OtherWriter(Writer),

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use procfs::net::{UnixNetEntry, UnixState};
 use procfs::process::{FDTarget, Process};
 
+use crate::command_line::{Given, key, options, parts, settings};
 use crate::{QemuError, clients};
 
 /// The unix socket of a QMP monitor of QEMU process `pid` that nobody is connected to.
@@ -54,7 +55,7 @@ pub fn monitors_of(pid: i32) -> Result<Vec<(PathBuf, bool)>, QemuError> {
         Monitor::Descriptor(number) => path_of(&process, number, &sockets),
     };
     let told = |path: PathBuf| (here(&process, &path), is_in_use(&own, &path, &sockets));
-    Ok(monitors(&line).into_iter().filter_map(path).map(told).collect())
+    Ok(monitors(&given(&process, &line)).into_iter().filter_map(path).map(told).collect())
 }
 
 /// A monitor on a command line.
@@ -65,18 +66,30 @@ enum Monitor {
     Descriptor(u32),
 }
 
+/// The options of a QEMU's command line, and those in the files of settings that it names.
+pub(crate) fn given(process: &Process, line: &[String]) -> Vec<Given> {
+    let mut options = options(line);
+    let files = options.iter().filter(|it| it.name == "readconfig");
+    let files: Vec<PathBuf> = files.filter_map(|it| it.value.clone()).map(PathBuf::from).collect();
+    for file in files {
+        // One that cannot be read tells nothing.
+        let text = std::fs::read_to_string(here(process, &file)).unwrap_or_default();
+        options.extend(settings(&text));
+    }
+    options
+}
+
 /// The QMP monitors on unix sockets that a command line asks for (qemu-options.hx: -qmp,
 /// -qmp-pretty, and -mon with -chardev).
-fn monitors(line: &[String]) -> Vec<Monitor> {
-    let option = |word: &str| word.trim_start_matches('-').to_owned();
-    let pairs: Vec<(String, &str)> =
-        line.windows(2).map(|pair| (option(&pair[0]), pair[1].as_str())).collect();
+fn monitors(options: &[Given]) -> Vec<Monitor> {
+    let valued = |it: &Given| Some((it.name.clone(), it.value.clone()?));
+    let pairs: Vec<(String, String)> = options.iter().filter_map(valued).collect();
     let mut found = Vec::new();
     for (name, value) in &pairs {
         match name.as_str() {
             "qmp" | "qmp-pretty" => {
-                let path = value.strip_prefix("unix:").map(|rest| parts(rest).swap_remove(0));
-                found.extend(path.map(|path| Monitor::Path(path.into())));
+                let rest = value.strip_prefix("unix:").map(parts).filter(|rest| listens(rest));
+                found.extend(rest.map(|mut rest| Monitor::Path(rest.swap_remove(0).into())));
             }
             "mon" => {
                 let mode = parts(value);
@@ -90,7 +103,7 @@ fn monitors(line: &[String]) -> Vec<Monitor> {
                 let chardev = chardevs
                     .map(|(_, value)| parts(value))
                     .find(|parts| parts[0] == "socket" && key(parts, "id").as_ref() == Some(&id));
-                found.extend(chardev.and_then(|parts| {
+                found.extend(chardev.filter(|parts| listens(parts)).and_then(|parts| {
                     let descriptor = key(&parts, "fd").and_then(|fd| fd.parse().ok());
                     let path = key(&parts, "path").map(|path| Monitor::Path(path.into()));
                     path.or(descriptor.map(Monitor::Descriptor))
@@ -102,14 +115,9 @@ fn monitors(line: &[String]) -> Vec<Monitor> {
     found
 }
 
-/// The parts between commas, of which two are one that belongs to the text (qemu-option.c).
-fn parts(value: &str) -> Vec<String> {
-    let whole = value.replace(",,", "\0");
-    whole.split(',').map(|part| part.replace('\0', ",")).collect()
-}
-
-fn key(parts: &[String], key: &str) -> Option<String> {
-    parts.iter().find_map(|part| part.strip_prefix(key)?.strip_prefix('=').map(str::to_owned))
+/// Whether QEMU listens at a socket; else it has called somebody, as it does Proxmox's qmeventd.
+fn listens(parts: &[String]) -> bool {
+    parts.iter().any(|part| matches!(part.as_str(), "server" | "server=on" | "server=yes"))
 }
 
 /// The path of the socket that a process has as descriptor `number`.
@@ -159,7 +167,7 @@ mod tests {
     #[test]
     fn monitors_are_those_that_the_command_line_asks_for() {
         // As an operator, Proxmox and libvirt start it.
-        let found = |line| monitors(&words(line));
+        let found = |line| monitors(&options(&words(line)));
         let path = |path: &str| Monitor::Path(path.into());
         assert_eq!(
             found("qemu -qmp unix:/run/a,,b.qmp,server=on,wait=off -qmp tcp:localhost:1 -m 1"),
@@ -171,6 +179,9 @@ mod tests {
                    socket,id=charmonitor,fd=33,server=on,wait=off -mon \
                    chardev=charmonitor,id=monitor,mode=control";
         assert_eq!(found(two), [path("/run/1.qmp"), Monitor::Descriptor(33)]);
+        let events = "kvm -chardev socket,id=e,path=/var/run/qmeventd.sock,reconnect=5 -mon \
+                      chardev=e,mode=control -qmp unix:/run/client";
+        assert_eq!(found(events), []);
         let other = "qemu -monitor unix:/run/hmp,server=on -serial unix:/run/s -mon";
         assert_eq!(found(other), []);
     }

@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod clients;
+mod command_line;
 mod compare;
 mod destination;
 mod device_ram;
@@ -23,17 +24,21 @@ mod fate;
 mod find;
 mod governor;
 mod guard;
+mod host;
 mod libvirt;
 mod limits;
 mod machine;
 mod mark;
 pub mod monitor;
 mod process;
+mod proxmox;
 mod ram;
 pub mod run_directory;
 mod settings;
 mod source;
+mod start;
 mod userfaultfd;
+mod vhost_user;
 mod way_back;
 
 pub use clients::Client;
@@ -42,11 +47,16 @@ pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use find::{monitor_of, monitors_of};
 pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
-pub use libvirt::{LibvirtDestination, domain_state};
+pub use host::{HostVm, HostVms, Owner, RamKind, Verdict, monitor_of_instance, vms_of_host};
+pub use libvirt::{DiskPaths, LibvirtDestination, domain_state};
 pub use limits::Limits;
 pub use machine::Reporting;
+pub use proxmox::vm_state as proxmox_state;
 pub use ram::StateBy;
 pub use source::QemuSource;
+pub use start::{
+    COMMAND as LAUNCH_COMMAND, MapError, Mapping, Shown, StartTerms, StartedDestination, launch,
+};
 
 /// The names under which QEMU may hold descriptors of godwit's.
 const FD_NAMES: [&str; 3] = [source::FD_NAME, disks::FD_NAME, userfaultfd::FD_NAME];

@@ -15,7 +15,8 @@ use crate::monitor::commands::{
     QueryNodes, QueryStatus,
 };
 use crate::monitor::{Monitor, QmpError};
-use crate::process::Process;
+use crate::process::{Process, descriptors};
+use crate::vhost_user::{self, Front};
 
 /// A QEMU process and its monitor.
 #[derive(Debug)]
@@ -92,9 +93,14 @@ impl Machine {
         Ok(())
     }
 
-    /// Refuses RAM that another process may write.
-    pub(crate) fn check_writers(&self, blocks: &[RamBlock]) -> Result<(), QemuError> {
-        match other_writers(self.pid, blocks).into_iter().next() {
+    /// Refuses RAM that another process may write which is not one of `tracked`.
+    pub(crate) fn check_writers(
+        &self,
+        blocks: &[RamBlock],
+        tracked: &[i32],
+    ) -> Result<(), QemuError> {
+        let mut writers = other_writers(self.pid, blocks).into_iter();
+        match writers.find(|writer| !tracked.contains(&writer.pid)) {
             Some(writer) if is_vmm(&writer) => Err(QemuError::SharedRam(writer)),
             Some(writer) => Err(QemuError::OtherWriter(writer)),
             None => Ok(()),
@@ -110,12 +116,17 @@ impl Machine {
     }
 
     /// Refuses what cannot be migrated from here. Looks at this QEMU alone, for a few milliseconds;
-    /// [`Self::check_writers`] looks at all other processes.
-    pub(crate) fn check_source(&mut self) -> Result<(), QemuError> {
-        self.check_blockers()?;
+    /// [`Self::check_writers`] looks at all other processes. Returns the devices whose back ends
+    /// are processes of their own.
+    pub(crate) fn check_source(&mut self) -> Result<Vec<Front>, QemuError> {
+        let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
         self.check_devices()?;
+        let fronts = vhost_user::fronts(self);
+        // QEMU's own words first: they say most.
+        vhost_user::check_blockers(blocked_reasons, fronts.as_deref().unwrap_or_default())?;
         self.check_descriptors()?;
-        self.check_jobs()
+        self.check_jobs()?;
+        fronts
     }
 
     /// Refuses a QEMU that works on its images by itself (`query-jobs`).
@@ -156,16 +167,8 @@ impl Machine {
         Ok(parts)
     }
 
-    fn check_blockers(&mut self) -> Result<(), QemuError> {
-        let Migration { blocked_reasons, .. } = self.qmp.run(&QueryMigrate)?;
-        match blocked_reasons.into_iter().next() {
-            Some(reason) => Err(QemuError::Blocked(reason)),
-            None => Ok(()),
-        }
-    }
-
     /// All plugged devices: bus, name and type.
-    fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
+    pub(crate) fn devices(&mut self) -> Result<Vec<(&'static str, String, String)>, QmpError> {
         let mut devices = Vec::new();
         for bus in ["/machine/peripheral", "/machine/peripheral-anon"] {
             for child in self.qmp.run(&QomList { path: bus })? {
@@ -191,36 +194,25 @@ impl Machine {
         Ok(if on == Some(true) { Reporting::On } else { Reporting::Off })
     }
 
-    /// Looks at the types of all plugged devices, and at the network back ends.
+    /// Looks at the types of all plugged devices.
     fn check_devices(&mut self) -> Result<(), QemuError> {
         for (_, name, kind) in self.devices()? {
             let device = format!("device '{name}' ({kind})");
             let vhost_disk = kind.starts_with("vhost-scsi");
-            if kind.contains("vhost-user") {
-                return Err(QemuError::VhostUser { what: device });
-            }
             // SG_IO and vhost-scsi hand guest pages to a device without a fault.
             let by_dma = kind.starts_with("vfio") || kind.starts_with("vhost-vdpa");
             if by_dma || vhost_disk || kind == "scsi-generic" || kind == "scsi-block" {
                 return Err(QemuError::Untrackable { device });
             }
         }
-        // Network back ends are no objects; only the human monitor lists them.
-        let network = self.qmp.run(&Human { command_line: "info network" })?;
-        if let Some(line) = network.lines().find(|line| line.contains("vhost-user")) {
-            return Err(QemuError::VhostUser {
-                what: format!("the network back end '{}'", line.trim()),
-            });
-        }
         Ok(())
     }
 
     /// A device that was unplugged from the list above still shows in the open files.
     fn check_descriptors(&self) -> Result<(), QemuError> {
-        let Ok(entries) = std::fs::read_dir(format!("/proc/{}/fd", self.pid)) else {
-            return Ok(());
-        };
-        for target in entries.flatten().filter_map(|entry| std::fs::read_link(entry.path()).ok()) {
+        // Whoever may not read them may not attach to QEMU either, and is told so there.
+        let Ok(open) = descriptors(self.pid) else { return Ok(()) };
+        for target in open.filter_map(|descriptor| descriptor.target()) {
             let target = target.to_string_lossy();
             if target.starts_with("/dev/vfio/") || target.starts_with("/dev/vhost-vdpa") {
                 return Err(QemuError::Untrackable {

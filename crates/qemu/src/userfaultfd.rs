@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, RawFd};
+use std::path::Path;
 
 use godwit_memory::RamBlock;
 use godwit_track::{Approach, PagemapTracker, TrackError, Way};
@@ -10,6 +11,7 @@ use godwit_track::{Approach, PagemapTracker, TrackError, Way};
 use crate::QemuError;
 use crate::machine::Machine;
 use crate::monitor::commands::CloseFd;
+use crate::process::{Descriptor, descriptors};
 
 const DEVICE: &str = "/dev/userfaultfd";
 /// The name under which QEMU keeps the device's descriptor for a moment.
@@ -69,11 +71,6 @@ pub(crate) fn by_device<T>(
 
 /// The number of the device's descriptor in process `pid`.
 fn number_in(pid: i32) -> Option<RawFd> {
-    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?.flatten();
-    let device = |path: &std::path::Path| {
-        std::fs::read_link(path).is_ok_and(|to| to == std::path::Path::new(DEVICE))
-    };
-    entries
-        .filter(|entry| device(&entry.path()))
-        .find_map(|entry| entry.file_name().to_str()?.parse().ok())
+    let is_device = |it: &Descriptor| it.target().is_some_and(|target| target == Path::new(DEVICE));
+    descriptors(pid).ok()?.find(is_device).map(|it| it.number)
 }

@@ -28,6 +28,8 @@ use crate::machine::Machine;
 use crate::monitor::commands::{MachineType, QueryMachines};
 use crate::monitor::{Monitor, QmpError};
 
+pub(crate) use storage::{Identity, identity, identity_in};
+
 use picture::Picture;
 
 /// What the destination asks.

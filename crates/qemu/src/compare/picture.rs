@@ -156,11 +156,10 @@ impl Picture {
         // `feature-words` leaves out what a guest reads from MSRs: under which mitigations its
         // processor can do without, and what its own guests may use. TCG has none of it.
         if self.facts.get("accel").is_some_and(|accelerator| accelerator == "kvm") {
-            self.switches = switches(qmp, path, is_read_from_msr)?;
-            // Hundreds of a nested hypervisor's, which are there only for a guest that may be one.
-            if property(qmp, path, "vmx")? == Some(true) {
-                self.switches.extend(switches(qmp, path, |name| name.starts_with("vmx-"))?);
-            }
+            // A hypervisor's are for a guest that may be one.
+            let nests = property(qmp, path, "vmx")? == Some(true);
+            let wanted = |name: &str| is_read_from_msr(name) || nests && name.starts_with("vmx-");
+            self.switches = switches(qmp, path, wanted)?;
         }
         Ok(())
     }

@@ -84,11 +84,12 @@ pub(crate) fn drives(qmp: &mut dyn Monitor) -> Result<Vec<Drive>, QmpError> {
     Ok(qmp.run(&QueryBlock)?.into_iter().map(drive).collect())
 }
 
-/// The files of the disks that the guest can write.
-pub(crate) fn writable(qmp: &mut dyn Monitor) -> Result<Vec<String>, QmpError> {
-    let drives = drives(qmp)?;
+/// The files of the disks that the guest can write, but for those that move.
+pub(crate) fn writable_and_staying(drives: &[Drive], moving: &[Found]) -> Vec<String> {
     let media = drives.iter().filter(|drive| drive.is_in_use()).filter_map(|it| it.medium.as_ref());
-    Ok(media.filter(|medium| !medium.read_only).map(|medium| medium.file.clone()).collect())
+    let stays =
+        |medium: &&Medium| !medium.read_only && moving.iter().all(|disk| disk.node != medium.node);
+    media.filter(stays).map(|medium| medium.file.clone()).collect()
 }
 
 fn drive(block: Block) -> Drive {
@@ -150,6 +151,14 @@ fn device_id(path: &str) -> String {
 }
 
 impl Drive {
+    /// Has it go by `name` first, if it is that of the guest's device `device`.
+    pub(crate) fn call(&mut self, device: &str, name: &str) {
+        if self.names.iter().any(|own| own == device) {
+            self.names.retain(|own| own != name);
+            self.names.insert(0, name.to_owned());
+        }
+    }
+
     /// Whether a device of the guest has it, which keeps no other copy: flash memory travels with
     /// the device state.
     pub(crate) fn is_in_use(&self) -> bool {

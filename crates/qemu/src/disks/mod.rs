@@ -25,9 +25,9 @@ mod sink;
 mod tracking;
 
 pub use find::ListedDisk;
-pub(crate) use find::{Drive, Found, by_name, choose, drives, writable};
+pub(crate) use find::{Drive, Found, by_name, choose, drives, writable_and_staying};
 pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
 pub(crate) use server::FD_NAME;
-pub(crate) use sink::Receiving;
+pub(crate) use sink::{Receiving, Sink};
 pub(crate) use tracking::{Tracking, written};

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use godwit_disk::{Disk, DiskChoice, DiskError, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
-use godwit_units::PageRun;
+use godwit_units::{ByteCount, PageRun};
 
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
@@ -64,8 +64,7 @@ impl Receiving {
             Err(error) => return Err(error.into()),
         }
         let wish = Wish::new(&disk.name).with_context(ALLOCATION).writable();
-        let link = Link::connect(self.server.address(), wish)?;
-        Ok(Box::new(Sink { link, size: disk.size.0, under_way: VecDeque::new() }))
+        Ok(Box::new(Sink::new(Link::connect(self.server.address(), wish)?, disk.size)))
     }
 
     /// Closes all disks.
@@ -74,9 +73,9 @@ impl Receiving {
     }
 }
 
-/// One disk.
+/// One disk, behind whichever server.
 #[derive(Debug)]
-struct Sink {
+pub(crate) struct Sink {
     link: Link,
     size: u64,
     /// Writes and zeros, the oldest first.
@@ -84,6 +83,11 @@ struct Sink {
 }
 
 impl Sink {
+    /// One of `size` bytes, over a connection that may write.
+    pub(crate) fn new(link: Link, size: ByteCount) -> Self {
+        Self { link, size: size.0, under_way: VecDeque::new() }
+    }
+
     /// Makes room for one more request, and for a status beside it.
     fn make_room(&mut self) -> Result<(), QemuError> {
         while self.under_way.len() >= DEPTH - 1 {

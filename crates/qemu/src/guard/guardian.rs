@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -19,7 +19,7 @@ use crate::disks;
 use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::mark::Mark;
-use crate::monitor::{DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
+use crate::monitor::{BriefMonitor, DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
 use crate::process::Process;
 use crate::source::announce;
 use crate::way_back;
@@ -30,22 +30,34 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(100);
 /// An export that ends lets go of its bitmap a moment later.
 const BUSY_LIMIT: Duration = Duration::from_secs(5);
+/// For a QEMU to notice that it will get no more device state.
+const ITSELF_LIMIT: Duration = Duration::from_secs(1);
 /// Severities of syslog(3) with LOG_DAEMON.
 const NOTICE: u8 = 3 << 3 | 5;
 const ALERT: u8 = 3 << 3 | 1;
 
 /// Stands guard for process `godwit`, which is the parent of this one: standard input is the line
-/// to it, standard output the monitor, unless that is libvirt's, of the domain with this UUID at
-/// this URI. Returns when it is not needed any more, and whether all is as it should be.
-pub fn stand_guard(path: &Path, godwit: i32, domain: Option<(String, String)>) -> bool {
-    let domain = domain.map(|(uri, uuid)| DomainName { uri, uuid });
+/// to it, standard output the monitor, unless that is at `monitor` for whoever comes, or libvirt's,
+/// of the domain with this UUID at this URI. Returns when it is not needed any more, and whether
+/// all is as it should be.
+pub fn stand_guard(
+    path: &Path,
+    godwit: i32,
+    domain: Option<(String, String)>,
+    monitor: Option<PathBuf>,
+) -> bool {
+    let reach = match (domain, monitor) {
+        (Some((uri, uuid)), _) => Reach::Domain(DomainName { uri, uuid }),
+        (None, Some(path)) => Reach::Path(path),
+        (None, None) => Reach::Output,
+    };
     // Ctrl-C and the end of the terminal are godwit's to answer.
     let _ = setsid();
     // The kernel looks for somebody to kill where godwit was killed for memory just now. Lowering
     // it takes a right.
     let _ = std::fs::write("/proc/self/oom_score_adj", "-1000");
     // The lock ends with what was opened first.
-    let Some((line, monitor, _locked, process)) = prepare(path, godwit, domain.as_ref()) else {
+    let Some((line, monitor, _locked, process)) = prepare(path, godwit, reach) else {
         return false;
     };
     if !await_end(line, process) {
@@ -68,22 +80,34 @@ pub fn stand_guard(path: &Path, godwit: i32, domain: Option<(String, String)>) -
 
 type Prepared = (UnixStream, Held, Record, OwnedFd);
 
+/// How the monitor is reached.
+enum Reach {
+    /// It is standard output.
+    Output,
+    Path(PathBuf),
+    Domain(DomainName),
+}
+
 /// The monitor, which godwit still uses.
 enum Held {
     Socket(UnixStream),
+    Path(PathBuf),
     Libvirt(Box<LibvirtMonitor>),
 }
 
 /// Everything that can fail, while godwit still waits for the answer.
-fn prepare(path: &Path, godwit: i32, domain: Option<&DomainName>) -> Option<Prepared> {
+fn prepare(path: &Path, godwit: i32, reach: Reach) -> Option<Prepared> {
     let line = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
     let record = Record::open(path).ok()??;
-    let monitor = match domain {
-        None => {
+    let monitor = match reach {
+        Reach::Path(path) => Held::Path(path),
+        Reach::Output => {
             let stdout = std::io::stdout().as_fd().try_clone_to_owned().ok()?;
             Held::Socket(UnixStream::from(stdout))
         }
-        Some(name) => Held::Libvirt(Box::new(LibvirtMonitor::find(name, record.pid()).ok()?)),
+        Reach::Domain(name) => {
+            Held::Libvirt(Box::new(LibvirtMonitor::find(&name, record.pid()).ok()?))
+        }
     };
     record.lock().ok()?;
     let godwit = Pid::from_raw(godwit)?;
@@ -158,12 +182,27 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
     let qmp: Box<dyn Monitor> = match monitor {
         Held::Socket(stream) => Box::new(Qmp::take_over(stream)?),
         Held::Libvirt(monitor) => monitor,
+        Held::Path(path) => {
+            let monitor = BriefMonitor::open(&path)?;
+            let pid = monitor.peer_pid()?.as_raw_nonzero().get();
+            if pid != record.pid() {
+                return Err(QmpError::Closed { during: "the takeover".to_owned() }.into());
+            }
+            Box::new(monitor)
+        }
     };
     let mut machine = Machine { qmp, pid: record.pid(), process };
     let stage = record.left().stage;
+    let alone = record.left().started;
     let ended = match stage {
         Stage::Stopping => bring_back(&mut machine, record.left().was_running, words)?,
+        Stage::Waiting if record.left().started => {
+            // Nobody else knows of it.
+            destination::end(&mut machine)?;
+            true
+        }
         Stage::Copying | Stage::Waiting | Stage::HandingOver => false,
+        Stage::Loading | Stage::Discarding if ends_by_itself(&machine) => true,
         Stage::Loading | Stage::Discarding => {
             // Only then can it never run the guest, and lets go of its disks.
             destination::end(&mut machine)?;
@@ -186,10 +225,16 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
             other => other,
         };
         // A record that cannot be written any more only makes the next godwit look again.
-        let _ = record.note(|left| left.stage = rest);
+        // One that runs its guest is anybody's from now on.
+        let _ = record.note(|left| (left.stage, left.started) = (rest, false));
         undo(&mut machine, &mut record)
     };
-    let (severity, text) = what_became(stage);
+    let (severity, text) = match stage {
+        Stage::Waiting if alone => {
+            (NOTICE, "it was started for a guest that has not come, and was ended")
+        }
+        stage => what_became(stage),
+    };
     match undone {
         Ok(()) => words.say(severity, text),
         Err(error) => {
@@ -197,6 +242,13 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         }
     }
     Ok(())
+}
+
+/// Whether a QEMU that libvirt starts ends because its device state does, of which godwit's end was
+/// the end; then nothing is left for libvirt to be told. Libvirt 9.0 was seen to crash when it was
+/// told to destroy a domain whose restore failed at that moment.
+fn ends_by_itself(machine: &Machine) -> bool {
+    machine.qmp.is_libvirts() && machine.process.ends_within(ITSELF_LIMIT).unwrap_or(false)
 }
 
 /// What the operator is told of a godwit that had come to `stage`.

@@ -36,7 +36,7 @@ pub(crate) use record::{Left, Stage};
 use godwit_libvirt::Domain;
 
 use crate::machine::Machine;
-use crate::monitor::{DomainName, Handle, LibvirtMonitor, Qmp, QmpError};
+use crate::monitor::{BriefMonitor, DomainName, Handle, LibvirtMonitor, Qmp, QmpError};
 use crate::run_directory;
 use crate::{QemuError, clients};
 use record::{Record, at_work, in_work};
@@ -76,8 +76,17 @@ pub(crate) fn connect(path: &Path) -> Result<Machine, QemuError> {
 /// The machine of a domain that runs, by the monitor that libvirt holds. Waits for the guardian of
 /// a godwit that was killed, and refuses to be the second that is at work: libvirt would let both.
 pub(crate) fn connect_domain(domain: &Domain) -> Result<Machine, QemuError> {
+    alone(Machine::behind(Box::new(LibvirtMonitor::open(domain)?))?)
+}
+
+/// The machine behind a monitor that others want as well, in the same way.
+pub(crate) fn connect_briefly(path: &Path) -> Result<Machine, QemuError> {
+    alone(Machine::behind(Box::new(BriefMonitor::open(path)?))?)
+}
+
+/// The machine, once no other godwit is at work on it, whose guardian is waited for.
+fn alone(machine: Machine) -> Result<Machine, QemuError> {
     let until = Instant::now() + GUARDIAN_LIMIT;
-    let machine = Machine::behind(Box::new(LibvirtMonitor::open(domain)?))?;
     while let Some(pid) = at_work(machine.pid) {
         if Instant::now() >= until {
             return Err(QemuError::OtherGuardian { pid });
@@ -155,6 +164,7 @@ impl Guardian {
         command.arg(record.path()).arg(std::process::id().to_string());
         match machine.qmp.handle()? {
             Handle::Socket(monitor) => command.stdout(Stdio::from(OwnedFd::from(monitor))),
+            Handle::Path(path) => command.arg("--monitor").arg(path).stdout(Stdio::null()),
             Handle::Domain(DomainName { uri, uuid }) => {
                 command.arg(uri).arg(uuid).stdout(Stdio::null())
             }

@@ -75,6 +75,8 @@ pub(crate) struct Left {
     pub(crate) disks: bool,
     /// What libvirt is to keep of a domain that has come to run here.
     pub(crate) definition: Option<Definition>,
+    /// Whether godwit has started this QEMU, which ends if it does not come to run the guest.
+    pub(crate) started: bool,
 }
 
 impl Left {
@@ -86,6 +88,7 @@ impl Left {
             limits: DiskLimits::default(),
             disks: false,
             definition: None,
+            started: false,
         }
     }
 
@@ -96,6 +99,7 @@ impl Left {
             && self.limits.is_empty()
             && !self.disks
             && self.definition.is_none()
+            && !self.started
     }
 
     fn to_json(&self, qemu: &Qemu) -> Value {
@@ -109,6 +113,7 @@ impl Left {
             "limits": self.limits.to_json(),
             "disks": self.disks,
             "definition": self.definition,
+            "started": self.started,
         })
     }
 
@@ -125,6 +130,7 @@ impl Left {
             limits: DiskLimits::from_json(&value["limits"])?,
             disks: value["disks"].as_bool()?,
             definition: serde_json::from_value(value["definition"].clone()).ok()?,
+            started: value["started"].as_bool().unwrap_or(false),
         })
     }
 }

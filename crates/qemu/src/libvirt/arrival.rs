@@ -33,6 +33,7 @@ use crate::QemuError;
 use crate::device_state::HEADER;
 use crate::mark::Mark;
 use crate::monitor::{STEP, is_qemu_of};
+use crate::process::{Descriptor, descriptors};
 use crate::run_directory;
 
 /// For libvirt to start the domain: the first start on a host takes it ten seconds, and the source
@@ -96,16 +97,15 @@ impl Pipe {
     /// The QEMU of the domain `uuid` that has it open.
     fn reader(&self, uuid: &str) -> Option<i32> {
         let own = std::fs::metadata(&self.path).ok()?;
-        let is_own = |entry: std::fs::DirEntry| {
-            let meta = std::fs::metadata(entry.path());
+        let is_own = |descriptor: Descriptor| {
+            let meta = descriptor.metadata();
             meta.is_ok_and(|meta| (meta.dev(), meta.ino()) == (own.dev(), own.ino()))
         };
         let processes = std::fs::read_dir("/proc").ok()?.flatten();
         let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-        numbers.filter(|pid| is_qemu_of(*pid, uuid)).find(|pid| {
-            let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd"));
-            descriptors.into_iter().flatten().flatten().any(is_own)
-        })
+        numbers
+            .filter(|pid| is_qemu_of(*pid, uuid))
+            .find(|pid| descriptors(*pid).is_ok_and(|mut open| open.any(is_own)))
     }
 }
 
@@ -167,8 +167,12 @@ impl Arrival {
     fn begin(host: &Connection, uuid: &str) -> Result<Self, QemuError> {
         let pipe = Pipe::make(uuid)?;
         let (done, restored) = channel();
-        let (host, path) = (host.clone(), pipe.path.clone());
-        let restore = move || drop(done.send(host.restore_paused(&path)));
+        // Over a connection of its own: where two threads call over one, libvirt 9.0 may not notice
+        // the second's call before its next keepalive, five seconds later (virNetClientIOWakeup,
+        // which may quit a loop that is about to begin).
+        let (uri, path) = (host.uri().to_owned(), pipe.path.clone());
+        let restore = move || Connection::open(&uri).and_then(|host| host.restore_paused(&path));
+        let restore = move || drop(done.send(restore()));
         let thread = std::thread::Builder::new().name("restore".to_owned()).spawn(restore);
         thread.map_err(system("starting a thread"))?;
         Ok(Self { pipe, restored, outcome: None })

@@ -7,14 +7,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use godwit_disk::{Disk, DiskChoice, DiskSink};
 use godwit_engine::Interrupt;
-use godwit_engine::vm::{Ask, DestinationVm, RunError, VmError};
-use godwit_libvirt::{Connection, Domain, ErrorKind, State};
+use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
+use godwit_libvirt::{Connection, Domain, ErrorKind, State, Xml};
 use godwit_memory::RamBlock;
 use godwit_units::{PAGE_SIZE, PageIndex};
 
 use super::arrival::{self, Arrival};
 use super::domain::{Description, QUESTION};
+use super::images::{DiskPaths, Images};
 use super::memory;
 use crate::QemuError;
 use crate::guard::{Guard, Left, Stage};
@@ -36,6 +38,9 @@ const CONVENTIONAL: u64 = 0x9_f000;
 pub struct LibvirtDestination {
     host: Connection,
     program: PathBuf,
+    /// The disks that may be filled, and where they are to be.
+    allowed: DiskChoice,
+    paths: DiskPaths,
     incoming: Option<Incoming>,
     ram: Arc<Vec<RamBlock>>,
     interrupt: Interrupt,
@@ -47,6 +52,7 @@ pub struct LibvirtDestination {
 #[derive(Debug)]
 struct Incoming {
     description: Description,
+    images: Images,
     arrival: Arrival,
     domain: Domain,
     machine: Machine,
@@ -74,6 +80,8 @@ impl LibvirtDestination {
         Ok(Self {
             host,
             program: program.to_owned(),
+            allowed: DiskChoice::None,
+            paths: DiskPaths::new(),
             incoming: None,
             ram: Arc::default(),
             interrupt: Interrupt::default(),
@@ -81,9 +89,20 @@ impl LibvirtDestination {
         })
     }
 
+    /// The same, which lets the source fill the disks `allowed`; those in `paths` are to be there,
+    /// all others where the source has them.
+    #[must_use]
+    pub fn with_disks(mut self, allowed: &DiskChoice, paths: DiskPaths) -> Self {
+        (self.allowed, self.paths) = (allowed.clone(), paths);
+        self
+    }
+
     /// Refuses a domain that is here already. One that is shut off here, of the same name and UUID,
-    /// has been here before, and comes back.
-    fn check_free(&self, Description { name, uuid, .. }: &Description) -> Result<(), QemuError> {
+    /// has been here before, and comes back: its definition.
+    fn check_free(
+        &self,
+        Description { name, uuid, .. }: &Description,
+    ) -> Result<Option<String>, QemuError> {
         let found = |found: Result<Domain, godwit_libvirt::LibvirtError>| match found {
             Ok(domain) => Ok(Some(domain)),
             Err(error) if error.kind() == ErrorKind::NoDomain => Ok(None),
@@ -118,34 +137,41 @@ impl LibvirtDestination {
                  one of them (virsh domrename)"
             )));
         }
-        Ok(())
+        Ok(same.map(|same| same.xml(Xml::Inactive)).transpose()?)
     }
 
     fn take_in(
         &self,
         blocks: &BTreeSet<&str>,
-        description: Description,
+        mut description: Description,
     ) -> Result<(Incoming, Vec<RamBlock>), QemuError> {
-        self.check_free(&description)?;
-        let Description { name, uuid, xml, disks, .. } = &description;
+        let ours = self.check_free(&description)?;
+        let Description { name, disks, .. } = &description;
         if let (false, Some(disk)) = (description.disks_are_shared, disks.first()) {
             return Err(refused(format!(
                 "domain '{name}' writes to {disk}, and whether that is the same storage on both \
                  hosts godwit does not see where libvirt starts the destination: if it is, say so \
-                 by godwit migrate --disks-are-shared"
+                 by godwit migrate --disks-are-shared, else move it along by --disks on both sides"
             )));
         }
-        let (mut arrival, pid) = Arrival::start(&self.host, (xml, uuid), &self.interrupt)?;
-        let taken = self.look(pid, uuid, blocks);
-        let (ram, domain, machine, guard) = match taken {
-            Ok(taken) => taken,
+        let Description { xml, persistent, moving, .. } = &mut description;
+        let descriptions = [Some(xml), persistent.as_mut()];
+        let (allowed, paths) = (&self.allowed, &self.paths);
+        let mut images = Images::open(moving, descriptions, allowed, paths, ours.as_deref())?;
+        let Description { uuid, xml, .. } = &description;
+        let started = Arrival::start(&self.host, (xml, uuid), &self.interrupt);
+        let taken = started.and_then(|(mut arrival, pid)| match self.look(pid, uuid, blocks) {
+            Ok(taken) => Ok((arrival, taken)),
             Err(error) => {
                 arrival.end();
-                return Err(error);
+                Err(error)
             }
-        };
+        });
+        let (arrival, (ram, domain, machine, guard)) = taken.inspect_err(|_| images.discard())?;
         let (loaded, taken_over) = (None, false);
-        Ok((Incoming { description, arrival, domain, machine, guard, loaded, taken_over }, ram))
+        let incoming =
+            Incoming { description, images, arrival, domain, machine, guard, loaded, taken_over };
+        Ok((incoming, ram))
     }
 
     /// What there is of the domain `uuid` in process `pid`.
@@ -231,6 +257,10 @@ impl DestinationVm for LibvirtDestination {
         Ok(())
     }
 
+    fn inquired(&mut self) -> Result<(), VmError> {
+        self.discard()
+    }
+
     fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
         let interrupt = self.interrupt.clone();
         let Incoming { guard, machine, arrival, .. } = self.incoming()?;
@@ -282,6 +312,10 @@ impl DestinationVm for LibvirtDestination {
         Err(RunError::Unknown(error.into()))
     }
 
+    fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        Some(self)
+    }
+
     fn announce(&mut self) -> Result<(), VmError> {
         // QEMU tells the network by itself when it has loaded, and goes on when the guest runs.
         let (uri, told) = (self.host.uri().to_owned(), self.told);
@@ -306,9 +340,25 @@ impl DestinationVm for LibvirtDestination {
         let _ = incoming.guard.note(|left| left.stage = Stage::Discarding);
         let ended = end(&mut incoming);
         if ended.is_ok() {
+            incoming.images.discard();
             let _ = incoming.guard.note(|left| *left = Left::at(Stage::Waiting, false));
         }
         Ok(ended?)
+    }
+}
+
+impl DiskDestination for LibvirtDestination {
+    fn open_disks(
+        &mut self,
+        wanted: &[Disk],
+        _: &DiskChoice,
+    ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
+        // What is allowed was looked at before the images were opened.
+        Ok(self.incoming()?.images.sinks(wanted)?)
+    }
+
+    fn close_disks(&mut self) -> Result<(), VmError> {
+        Ok(self.incoming()?.images.close()?)
     }
 }
 

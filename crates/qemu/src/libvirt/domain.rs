@@ -5,7 +5,12 @@ use godwit_libvirt::{Connection, Domain, ErrorKind, State, Xml};
 use serde::{Deserialize, Serialize};
 
 use super::definition::Definition;
+use super::images::Moving;
+use super::xml;
 use crate::QemuError;
+use crate::compare;
+use crate::disks::{Drive, Found, by_name, writable_and_staying};
+use crate::machine::Machine;
 
 /// What a destination of libvirt's asks of the source's adapter.
 pub(crate) const QUESTION: &[u8] = b"{\"describe\":\"domain\"}";
@@ -20,8 +25,10 @@ pub(super) struct Description {
     /// Of what is started the next time, where the domain is persistent.
     pub(super) persistent: Option<String>,
     pub(super) autostarts: bool,
-    /// Its disks that can be written, which stay where they are.
+    /// Its disks that can be written and stay where they are.
     pub(super) disks: Vec<String>,
+    /// Those that move along.
+    pub(super) moving: Vec<Moving>,
     /// They are on storage that both hosts have, the operator says.
     pub(super) disks_are_shared: bool,
 }
@@ -103,16 +110,46 @@ impl SourceDomain {
         &self.domain
     }
 
-    /// The answer to [`QUESTION`].
+    /// Has its disks go by the names that libvirt's users know them by.
     ///
     /// # Errors
     /// When libvirt does not tell.
+    pub(crate) fn call(&self, drives: &mut [Drive]) -> Result<(), QemuError> {
+        for (device, target) in xml::targets(&self.domain.xml(Xml::Running)?) {
+            drives.iter_mut().for_each(|drive| drive.call(&device, &target));
+        }
+        Ok(())
+    }
+
+    /// The answer to [`QUESTION`]: of the disks `drives` of the QEMU of `machine` those in `moving`
+    /// move.
+    ///
+    /// # Errors
+    /// When libvirt does not tell, or one cannot move.
     pub(crate) fn describe(
         &self,
-        disks: Vec<String>,
+        machine: &Machine,
+        (drives, moving): (&[Drive], &[Found]),
         disks_are_shared: bool,
     ) -> Result<Vec<u8>, QemuError> {
         let domain = &self.domain;
+        let disks = writable_and_staying(drives, moving);
+        let moving = moving.iter().map(|disk| {
+            let medium = by_name(drives, &disk.name)?.medium.as_ref();
+            let files = medium.map_or(&[][..], |medium| &medium.files);
+            if let [_, behind, ..] = files {
+                return Err(refused(format!(
+                    "disk '{}' has an image behind it ({behind}), and cannot move along with a \
+                     domain of libvirt's: make them one by virsh blockpull {} {}",
+                    disk.name,
+                    domain.name(),
+                    disk.name
+                )));
+            }
+            let identity = files.first().and_then(|file| compare::identity_in(machine, file));
+            Ok(Moving { name: disk.name.clone(), size: disk.size.0, identity })
+        });
+        let moving = moving.collect::<Result<_, _>>()?;
         let persistent = self.persistent.then(|| domain.xml(Xml::Inactive)).transpose()?;
         let description = Description {
             name: domain.name(),
@@ -121,6 +158,7 @@ impl SourceDomain {
             persistent,
             autostarts: self.persistent && domain.autostarts()?,
             disks,
+            moving,
             disks_are_shared,
         };
         serde_json::to_vec(&description).map_err(|_| QemuError::Unclear("its domain"))

@@ -7,9 +7,11 @@
 //! more than once is refused.
 
 use godwit_units::ByteCount;
-use serde_json::Value;
+use procfs::ProcError;
+use procfs::process::{MMPermissions, MemoryMap, MemoryMaps, Process, VmFlags};
 
 use crate::QemuError;
+use crate::command_line::{find, options};
 
 /// A back end of guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,78 +20,31 @@ struct BackEnd {
     size: u64,
 }
 
-/// Memory of a process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Mapping {
-    start: u64,
-    end: u64,
-    permissions: String,
-    /// Whether children get it (VmFlags, proc(5)).
-    kept: bool,
-}
-
 /// The back ends of process `pid`, and where each is mapped.
 pub(super) fn back_ends(pid: i32) -> Result<Vec<(String, ByteCount, u64)>, QemuError> {
-    let read = |what: &str| {
-        std::fs::read(format!("/proc/{pid}/{what}"))
-            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-            .map_err(|error| QemuError::NoProcess { pid, why: error.to_string() })
-    };
-    let line = read("cmdline")?;
-    let words: Vec<&str> = line.split('\0').collect();
-    locate(&on_command_line(&words), &mappings(&read("smaps")?))
+    let failed = |error: ProcError| QemuError::NoProcess { pid, why: error.to_string() };
+    let process = Process::new(pid).map_err(failed)?;
+    let line = process.cmdline().map_err(failed)?;
+    locate(&on_command_line(&line), &process.smaps().map_err(failed)?)
 }
 
 /// The back ends that a command line asks for, in JSON (as libvirt writes them for QEMU 6.0 and
 /// newer) or in words.
-fn on_command_line(words: &[&str]) -> Vec<BackEnd> {
-    let objects = words.windows(2).filter(|pair| pair[0] == "-object").map(|pair| pair[1]);
-    let back_end = |kind: &str, id: Option<String>, size: Option<u64>| {
-        let is = kind.starts_with("memory-backend-");
-        is.then_some(BackEnd { id: id?, size: size? })
+fn on_command_line(words: &[String]) -> Vec<BackEnd> {
+    let objects = options(words).into_iter().filter(|option| option.name == "object");
+    let of = |object: &String| {
+        let value = |key| find(object, key, "qom-type");
+        let is = value("qom-type")?.starts_with("memory-backend-");
+        let size = value("size")?.parse().ok()?;
+        is.then_some(BackEnd { id: value("id")?, size })
     };
-    let of = |object: &str| match serde_json::from_str::<Value>(object) {
-        Ok(object) => {
-            let id = object["id"].as_str().map(str::to_owned);
-            back_end(object["qom-type"].as_str()?, id, object["size"].as_u64())
-        }
-        Err(_) => {
-            let mut parts = object.split(',');
-            let kind = parts.next()?;
-            let parts: Vec<&str> = parts.collect();
-            let value = |key: &str| parts.iter().find_map(|it| it.strip_prefix(key));
-            back_end(kind, value("id=").map(str::to_owned), value("size=")?.parse().ok())
-        }
-    };
-    objects.filter_map(of).collect()
-}
-
-/// What `/proc/PID/smaps` tells.
-fn mappings(smaps: &str) -> Vec<Mapping> {
-    let mut found: Vec<Mapping> = Vec::new();
-    for line in smaps.lines() {
-        if let Some(flags) = line.strip_prefix("VmFlags:") {
-            if let Some(last) = found.last_mut() {
-                last.kept = flags.split_whitespace().any(|flag| flag == "dc");
-            }
-            continue;
-        }
-        let mut words = line.split_whitespace();
-        let (Some(range), Some(permissions)) = (words.next(), words.next()) else { continue };
-        let number = |text| u64::from_str_radix(text, 16).ok();
-        let Some((start, end)) = range.split_once('-') else { continue };
-        if let (Some(start), Some(end)) = (number(start), number(end)) {
-            let permissions = permissions.to_owned();
-            found.push(Mapping { start, end, permissions, kept: false });
-        }
-    }
-    found
+    objects.filter_map(|object| of(object.value.as_ref()?)).collect()
 }
 
 /// Finds each back end's mapping.
 fn locate(
     back_ends: &[BackEnd],
-    mappings: &[Mapping],
+    mappings: &MemoryMaps,
 ) -> Result<Vec<(String, ByteCount, u64)>, QemuError> {
     let mut located = Vec::new();
     for BackEnd { id, size } in back_ends {
@@ -99,17 +54,20 @@ fn locate(
                         tells which is where: give the NUMA nodes different sizes";
             return Err(unreachable(what.to_owned()));
         }
-        let fits = |(at, it): &(usize, &Mapping)| {
-            let guarded = mappings
-                .get(at + 1)
-                .is_some_and(|next| next.start == it.end && next.permissions.starts_with("---"));
-            let shared = it.permissions == "rw-s";
-            it.kept && it.end - it.start == *size && (shared || it.permissions == "rw-p" && guarded)
+        let may = MMPermissions::READ | MMPermissions::WRITE;
+        let nothing = |next: &MemoryMap| !next.perms.intersects(may | MMPermissions::EXECUTE);
+        let fits = |(at, it): &(usize, &MemoryMap)| {
+            let ((start, end), behind) = (it.address, mappings.0.get(at + 1));
+            let guarded = behind.is_some_and(|next| next.address.0 == end && nothing(next));
+            let shared = it.perms == may | MMPermissions::SHARED;
+            let private = it.perms == may | MMPermissions::PRIVATE;
+            let kept = it.extension.vm_flags.contains(VmFlags::DC);
+            kept && end - start == *size && (shared || private && guarded)
         };
-        let mut found = mappings.iter().enumerate().filter(fits);
+        let mut found = mappings.0.iter().enumerate().filter(fits);
         match (found.next(), found.next()) {
             (Some((_, mapping)), None) => {
-                located.push((id.clone(), ByteCount(*size), mapping.start));
+                located.push((id.clone(), ByteCount(*size), mapping.address.0));
             }
             (None, _) => {
                 return Err(unreachable("is not mapped as QEMU maps guest memory".to_owned()));
@@ -133,6 +91,8 @@ fn locate(
 
 #[cfg(test)]
 mod tests {
+    use procfs::FromBufRead;
+
     use super::*;
 
     /// As QEMU 7.2 has it that libvirt 9.0 has started with 256 MiB.
@@ -154,8 +114,9 @@ VmFlags: rd wr mr mw me ac
     const PC_RAM: &str = r#"{"qom-type":"memory-backend-ram","id":"pc.ram","size":268435456}"#;
 
     fn found(objects: &[&str], smaps: &str) -> Result<Vec<(String, ByteCount, u64)>, QemuError> {
-        let words: Vec<&str> = objects.iter().flat_map(|object| ["-object", object]).collect();
-        locate(&on_command_line(&words), &mappings(smaps))
+        let words = objects.iter().flat_map(|object| ["-object", object]).map(str::to_owned);
+        let words: Vec<String> = ["qemu".to_owned()].into_iter().chain(words).collect();
+        locate(&on_command_line(&words), &MemoryMaps::from_buf_read(smaps.as_bytes()).unwrap())
     }
 
     #[test]

@@ -9,6 +9,8 @@
 //!
 //! ```text
 //!   domain        the source: what is refused, what is told of it, what is left of it
+//!   xml           where its disks are, by its description
+//!   images        the images of disks that move along
 //!   image         the beginning of a save image
 //!   memory        where a QEMU that cannot be asked has its RAM
 //!   definition    what makes it persistent
@@ -23,9 +25,12 @@ mod definition;
 mod destination;
 mod domain;
 mod image;
+mod images;
 mod memory;
+mod xml;
 
 pub(crate) use definition::Definition;
 pub use destination::LibvirtDestination;
 pub use domain::domain_state;
 pub(crate) use domain::{QUESTION, SourceDomain};
+pub use images::DiskPaths;

@@ -51,6 +51,10 @@ commands! {
     QueryExports: "query-block-exports" -> Vec<Export>;
     QomList<'_>: "qom-list" -> Vec<Property>;
     Human<'_>: "human-monitor-command" -> String;
+    QueryChardev: "query-chardev" -> Vec<Chardev>;
+    QueryVirtio: "x-query-virtio" -> Vec<VirtioDevice>;
+    VirtioStatus<'_>: "x-query-virtio-status" -> VirtioState;
+    VirtioQueueStatus<'_>: "x-query-virtio-queue-status" -> VirtioQueue;
     Stop: "stop" -> Done;
     Cont: "cont" -> Done;
     Quit: "quit" -> Done;
@@ -368,6 +372,73 @@ pub(crate) struct FeatureWord {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Human<'a> {
     pub(crate) command_line: &'a str,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct QueryChardev;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct Chardev {
+    pub(crate) label: String,
+    /// For a socket `unix:PATH`, with more around it.
+    pub(crate) filename: String,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct QueryVirtio;
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct VirtioDevice {
+    /// Of the device itself, below that of its place on a bus.
+    pub(crate) path: String,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct VirtioStatus<'a> {
+    pub(crate) path: &'a str,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub(crate) struct VirtioState {
+    pub(crate) num_vqs: u16,
+    /// Whether a back end is at work on it now.
+    pub(crate) vhost_started: bool,
+    pub(crate) guest_features: VirtioFeatures,
+    /// What QEMU and the back end have agreed on.
+    pub(crate) vhost_dev: Option<VhostDev>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct VirtioFeatures {
+    /// Each a name, a colon and what it means.
+    pub(crate) transports: Vec<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub(crate) struct VhostDev {
+    pub(crate) protocol_features: Value,
+}
+
+/// A queue of a device. **Of a back end that is at work it stops the queue** to learn how far it is
+/// (`qmp_x_query_virtio_queue_status` in hw/virtio/virtio.c or virtio-qmp.c).
+#[derive(Debug, Serialize)]
+pub(crate) struct VirtioQueueStatus<'a> {
+    pub(crate) path: &'a str,
+    pub(crate) queue: u16,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub(crate) struct VirtioQueue {
+    pub(crate) vring_num: u32,
+    /// The guest's address of the descriptors, and of the ring of used ones.
+    pub(crate) vring_desc: u64,
+    pub(crate) vring_used: u64,
+    pub(crate) last_avail_idx: u16,
+    pub(crate) used_idx: u16,
 }
 
 /// Writes the state of all devices to a file. With `live`, lets go of images as a migration does if

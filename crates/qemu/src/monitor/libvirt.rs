@@ -10,22 +10,20 @@
 //!
 //! Invariant: a command that may have been carried out is not given a second time.
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use godwit_engine::Interrupt;
 use godwit_libvirt::{Connection, Domain, ErrorKind, LibvirtError, State, Subscription};
+use procfs::process::Process;
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
 use super::commands::{QueryCpus, QueryVersion};
-use super::{COMMAND_LIMIT, Event, Handle, Monitor, QmpError, Queued, STEP, Seen, Version};
+use super::events::EventQueue;
+use super::{Event, Handle, Monitor, Patience, QmpError, Queued, STEP, Seen, Version};
 
-/// Events kept for later; the oldest go first when nobody asks for them.
-const EVENT_LIMIT: usize = 1024;
 /// How often a daemon that is gone is tried again.
 const RETRY: Duration = Duration::from_millis(100);
 
@@ -52,12 +50,11 @@ pub(crate) struct LibvirtMonitor {
     jobs: Sender<Job>,
     answers: Receiver<(u64, Result<Value, QmpError>)>,
     heard: Receiver<godwit_libvirt::Event>,
-    events: VecDeque<Event>,
+    events: EventQueue,
     next_id: u64,
     version: Version,
     pid: Option<Pid>,
-    limit: Duration,
-    interrupt: Interrupt,
+    patience: Patience,
 }
 
 impl LibvirtMonitor {
@@ -125,36 +122,29 @@ impl LibvirtMonitor {
             jobs,
             answers,
             heard,
-            events: VecDeque::new(),
+            events: EventQueue::default(),
             next_id: 0,
             version: (0, 0, 0),
             pid: None,
-            limit: COMMAND_LIMIT,
-            interrupt: Interrupt::default(),
+            patience: Patience::default(),
         })
     }
 
     fn keep(&mut self, event: godwit_libvirt::Event) {
-        if self.events.len() == EVENT_LIMIT {
-            self.events.pop_front();
-        }
         let data = event.details.as_deref().and_then(|text| serde_json::from_str(text).ok());
-        self.events.push_back(Event::emitted(event.name, data.unwrap_or_default(), event.emitted));
+        self.events.push(Event::emitted(event.name, data.unwrap_or_default(), event.emitted));
     }
 }
 
 /// The process that a thread belongs to, as both are numbered here.
 fn process_of(thread: i32) -> Option<Pid> {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("Tgid:"))?;
-    Pid::from_raw(line.trim().parse().ok()?)
+    Pid::from_raw(Process::new(thread).ok()?.status().ok()?.tgid)
 }
 
 /// Whether process `pid` was started as the QEMU of the domain `uuid`.
 pub(crate) fn is_qemu_of(pid: i32, uuid: &str) -> bool {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
-    words.windows(2).any(|pair| pair[0] == b"-uuid" && pair[1] == uuid.as_bytes())
+    let words = Process::new(pid).and_then(|process| process.cmdline()).unwrap_or_default();
+    words.windows(2).any(|pair| pair[0] == "-uuid" && pair[1] == uuid)
 }
 
 fn lost(during: &str, error: &LibvirtError) -> QmpError {
@@ -231,13 +221,10 @@ impl Worker {
 
 /// QEMU's answer, or its refusal.
 fn read(command: &str, mut answer: Value) -> Result<Value, QmpError> {
-    let Some(error) = answer.get("error") else { return Ok(answer["return"].take()) };
-    let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
-    Err(QmpError::Refused {
-        command: command.to_owned(),
-        class: text("class"),
-        description: text("desc"),
-    })
+    match answer.get("error") {
+        Some(error) => Err(QmpError::refused(command, error)),
+        None => Ok(answer["return"].take()),
+    }
 }
 
 /// What a call of libvirt's failed with: because QEMU has ended, because libvirt is gone, or
@@ -273,20 +260,12 @@ impl Monitor for LibvirtMonitor {
         true
     }
 
-    fn limit(&self) -> Duration {
-        self.limit
+    fn patience(&self) -> &Patience {
+        &self.patience
     }
 
-    fn set_limit(&mut self, limit: Duration) {
-        self.limit = limit;
-    }
-
-    fn heed(&mut self, interrupt: &Interrupt) {
-        self.interrupt = interrupt.clone();
-    }
-
-    fn interrupt(&self) -> &Interrupt {
-        &self.interrupt
+    fn patience_mut(&mut self) -> &mut Patience {
+        &mut self.patience
     }
 
     fn queue(
@@ -299,7 +278,7 @@ impl Monitor for LibvirtMonitor {
         self.next_id += 1;
         let (id, command_text) = (self.next_id, command.to_owned());
         let descriptor = fd.map(|fd| fd.try_clone_to_owned()).transpose().map_err(io)?;
-        let until = Instant::now() + self.limit;
+        let until = Instant::now() + self.patience.limit;
         let job = Job { id, command: command_text.clone(), arguments, descriptor, until };
         self.jobs.send(job).map_err(|_| io(io::ErrorKind::BrokenPipe.into()))?;
         Ok(Queued { id, command: command_text })
@@ -309,7 +288,7 @@ impl Monitor for LibvirtMonitor {
         let during = || queued.command.clone();
         let deadline = Instant::now() + limit;
         loop {
-            if self.interrupt.is_raised() {
+            if self.patience.interrupt.is_raised() {
                 return Err(QmpError::Interrupted { during: during() });
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -333,7 +312,7 @@ impl Monitor for LibvirtMonitor {
         while let Ok(event) = self.heard.try_recv() {
             self.keep(event);
         }
-        Ok(self.events.drain(..).collect())
+        Ok(self.events.take())
     }
 
     fn watch(
@@ -343,31 +322,21 @@ impl Monitor for LibvirtMonitor {
         look: &mut dyn FnMut(&Event) -> Seen,
     ) -> Result<Event, QmpError> {
         let deadline = Instant::now() + limit;
-        let mut kept = VecDeque::new();
-        let awaited = loop {
-            while let Some(event) = self.events.pop_front() {
-                match look(&event) {
-                    Seen::Kept => kept.push_back(event),
-                    Seen::TakenIn => {}
-                    Seen::Awaited => {
-                        kept.append(&mut self.events);
-                        self.events = kept;
-                        return Ok(event);
-                    }
-                }
+        self.events.begin_wait();
+        loop {
+            if let Some(event) = self.events.find(look) {
+                return Ok(event);
             }
-            if self.interrupt.is_raised() {
-                break QmpError::Interrupted { during: what.to_owned() };
+            if self.patience.interrupt.is_raised() {
+                return Err(QmpError::Interrupted { during: what.to_owned() });
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                break QmpError::Timeout { during: what.to_owned(), limit };
+                return Err(QmpError::Timeout { during: what.to_owned(), limit });
             }
             if let Ok(event) = self.heard.recv_timeout(left.min(STEP)) {
                 self.keep(event);
             }
-        };
-        self.events = kept;
-        Err(awaited)
+        }
     }
 }

@@ -6,13 +6,17 @@
 //! ```text
 //!   mod        the trait, events, and what can go wrong
 //!   commands   every command that godwit gives, and what it reads of the answers
+//!   events     those that nobody has taken yet
 //!   qmp        the protocol over a socket
 //!   libvirt    the same by way of libvirt's daemon
+//!   brief      a socket that others want, too: let go of between commands
 //! ```
 //!
 //! Invariant: every wait has a limit, and no event is lost to a wait for another one.
 
+mod brief;
 pub(crate) mod commands;
+mod events;
 mod libvirt;
 mod qmp;
 
@@ -26,6 +30,7 @@ use godwit_engine::Interrupt;
 use godwit_units::format_duration;
 use serde_json::{Value, json};
 
+pub(crate) use brief::BriefMonitor;
 pub(crate) use commands::Command;
 pub(crate) use libvirt::{DomainName, LibvirtMonitor, is_qemu_of};
 pub use qmp::Qmp;
@@ -136,6 +141,15 @@ pub enum QmpError {
     },
 }
 
+impl QmpError {
+    /// QEMU's `error` in answer to `command`.
+    fn refused(command: &str, error: &Value) -> Self {
+        let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
+        let (class, description) = (text("class"), text("desc"));
+        Self::Refused { command: command.to_owned(), class, description }
+    }
+}
+
 /// What to do when the socket at `path` cannot be connected to.
 fn connect_cure(path: &Path, kind: io::ErrorKind) -> String {
     match kind {
@@ -188,6 +202,23 @@ pub(crate) enum Handle {
     Socket(UnixStream),
     /// A name: libvirt serves any number of clients.
     Domain(DomainName),
+    /// The socket, which is connected to anew.
+    Path(PathBuf),
+}
+
+/// How long a monitor waits.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    /// For a command.
+    pub(crate) limit: Duration,
+    /// What ends any wait.
+    pub(crate) interrupt: Interrupt,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { limit: COMMAND_LIMIT, interrupt: Interrupt::default() }
+    }
 }
 
 /// What a wait does with an event that it comes upon.
@@ -225,19 +256,17 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
         false
     }
 
-    /// How long commands are waited for.
-    fn limit(&self) -> Duration;
+    /// Whether the connection stays, and with it descriptors that QEMU holds under a name, and
+    /// events that come later.
+    fn is_lasting(&self) -> bool {
+        true
+    }
 
-    /// From now on commands are waited for so long, and no more for [`COMMAND_LIMIT`].
-    fn set_limit(&mut self, limit: Duration);
+    /// How long it waits.
+    fn patience(&self) -> &Patience;
 
-    /// From now on a wait ends with [`QmpError::Interrupted`] within a tenth of a second once
-    /// `interrupt` is raised. What QEMU was told to do it may do all the same, as after a
-    /// [`QmpError::Timeout`].
-    fn heed(&mut self, interrupt: &Interrupt);
-
-    /// What ends a wait now.
-    fn interrupt(&self) -> &Interrupt;
+    /// The same, to be changed.
+    fn patience_mut(&mut self) -> &mut Patience;
 
     /// Writes a command without waiting for its answer, with `fd` beside it if there is one. QEMU
     /// carries commands out in the order in which they were written.
@@ -267,13 +296,29 @@ pub(crate) trait Monitor: std::fmt::Debug + Send {
 }
 
 impl dyn Monitor + '_ {
+    /// How long commands are waited for.
+    pub(crate) fn limit(&self) -> Duration {
+        self.patience().limit
+    }
+
+    /// From now on commands are waited for so long, and no more for [`COMMAND_LIMIT`].
+    pub(crate) fn set_limit(&mut self, limit: Duration) {
+        self.patience_mut().limit = limit;
+    }
+
+    /// From now on a wait ends with [`QmpError::Interrupted`] within a tenth of a second once
+    /// `interrupt` is raised. What QEMU was told to do it may do all the same, as after a
+    /// [`QmpError::Timeout`].
+    pub(crate) fn heed(&mut self, interrupt: &Interrupt) {
+        self.patience_mut().interrupt = interrupt.clone();
+    }
+
     /// Does `work` to its end, whoever gives up meanwhile: what takes back something in QEMU, or
     /// could not be taken back half done.
     pub(crate) fn uninterrupted<T>(&mut self, work: impl FnOnce(&mut Self) -> T) -> T {
-        let interrupt = self.interrupt().clone();
-        self.heed(&Interrupt::default());
+        let interrupt = std::mem::take(&mut self.patience_mut().interrupt);
         let done = work(self);
-        self.heed(&interrupt);
+        self.patience_mut().interrupt = interrupt;
         done
     }
 

@@ -3,7 +3,6 @@
 //! Protocol: QEMU's `docs/interop/qmp-spec`. A monitor answers one client at a time and leaves a
 //! second one waiting for the greeting, so a greeting that does not come is its own error.
 
-use std::collections::VecDeque;
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
@@ -11,19 +10,19 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use godwit_engine::Interrupt;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde_json::{Value, json};
 
-use super::{COMMAND_LIMIT, Event, Handle, Monitor, QmpError, Queued, STEP, Seen, Version};
+use super::events::EventQueue;
+use super::{
+    COMMAND_LIMIT, Event, Handle, Monitor, Patience, QmpError, Queued, STEP, Seen, Version,
+};
 
 const GREETING_LIMIT: Duration = Duration::from_secs(5);
 /// The longest line taken from a monitor; `query-*` answers of large machines stay far below.
 const LINE_LIMIT: usize = 16 << 20;
-/// Events kept for later; the oldest go first when nobody asks for them.
-const EVENT_LIMIT: usize = 1024;
 
 /// A connection to a QMP monitor, past the greeting.
 #[derive(Debug)]
@@ -32,11 +31,10 @@ pub struct Qmp {
     buffer: Vec<u8>,
     /// Bytes at the beginning of `buffer` that hold no end of a line.
     searched: usize,
-    events: VecDeque<Event>,
+    events: EventQueue,
     next_id: u64,
     version: Version,
-    limit: Duration,
-    interrupt: Interrupt,
+    patience: Patience,
     /// What comes may still be answers to somebody else, or the rest of one.
     taken_over: bool,
 }
@@ -83,11 +81,10 @@ impl Qmp {
             stream,
             buffer: Vec::new(),
             searched: 0,
-            events: VecDeque::new(),
+            events: EventQueue::default(),
             next_id: 0,
             version: (0, 0, 0),
-            limit: COMMAND_LIMIT,
-            interrupt: Interrupt::default(),
+            patience: Patience::default(),
             taken_over: false,
         }
     }
@@ -137,7 +134,7 @@ impl Qmp {
     /// [`QmpError::Refused`] with QEMU's own words, or a failure of the connection.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         let queued = self.write(command, arguments, None)?;
-        self.read_answer(&queued, self.limit)
+        self.read_answer(&queued, self.patience.limit)
     }
 
     fn write(
@@ -159,7 +156,7 @@ impl Qmp {
             }
             _ => QmpError::Io { during: command.to_owned(), source },
         };
-        self.stream.set_write_timeout(Some(self.limit)).map_err(io)?;
+        self.stream.set_write_timeout(Some(self.patience.limit)).map_err(io)?;
         match fd {
             None => self.stream.write_all(line.as_bytes()).map_err(io)?,
             Some(fd) => {
@@ -208,12 +205,7 @@ impl Qmp {
             }
             self.taken_over &= message["id"] != *id;
             if let Some(error) = message.get("error") {
-                let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
-                return Err(QmpError::Refused {
-                    command: command.clone(),
-                    class: text("class"),
-                    description: text("desc"),
-                });
+                return Err(QmpError::refused(command, error));
             }
             if message["id"] == *id {
                 return Ok(message["return"].clone());
@@ -235,7 +227,7 @@ impl Qmp {
             }
             let mut fds = [PollFd::new(&self.stream, PollFlags::IN)];
             match poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
-                Ok(0) | Err(Errno::INTR) => return Ok(self.events.drain(..).collect()),
+                Ok(0) | Err(Errno::INTR) => return Ok(self.events.take()),
                 Ok(_) => {}
                 Err(errno) => {
                     return Err(QmpError::Io {
@@ -247,7 +239,7 @@ impl Qmp {
             match self.read_more("an event", COMMAND_LIMIT) {
                 Ok(_) => {}
                 // What came before the end is told first.
-                Err(_) if !self.events.is_empty() => return Ok(self.events.drain(..).collect()),
+                Err(_) if !self.events.is_empty() => return Ok(self.events.take()),
                 Err(error) => return Err(error),
             }
         }
@@ -255,7 +247,7 @@ impl Qmp {
 
     /// Forgets the events that were read so far, so that a wait that follows sees only new ones.
     pub fn forget_events(&mut self) {
-        self.events.clear();
+        self.events.take();
     }
 
     /// Waits up to `limit` for the first event for which `wanted` answers yes; others are kept for
@@ -288,25 +280,13 @@ impl Qmp {
         look: &mut dyn FnMut(&Event) -> Seen,
     ) -> Result<Event, QmpError> {
         let deadline = Instant::now() + limit;
-        // Events before this one were looked at, and are kept.
-        let mut next = 0;
+        self.events.begin_wait();
         loop {
-            while let Some(event) = self.events.get(next) {
-                match look(event) {
-                    Seen::Kept => next += 1,
-                    Seen::TakenIn => drop(self.events.remove(next)),
-                    Seen::Awaited => {
-                        let awaited = event.clone();
-                        self.events.remove(next);
-                        return Ok(awaited);
-                    }
-                }
+            if let Some(event) = self.events.find(look) {
+                return Ok(event);
             }
             match self.read_message(what, deadline) {
-                Ok(message) => {
-                    let made_room = self.keep_event(&message);
-                    next -= usize::from(made_room && next > 0);
-                }
+                Ok(message) => self.keep_event(&message),
                 Err(QmpError::Timeout { during, .. }) => {
                     return Err(QmpError::Timeout { during, limit });
                 }
@@ -315,18 +295,13 @@ impl Qmp {
         }
     }
 
-    /// Keeps a message that is an event; returns whether the oldest one had to go for it.
-    fn keep_event(&mut self, message: &Value) -> bool {
-        let Some(name) = message["event"].as_str() else { return false };
-        let full = self.events.len() == EVENT_LIMIT;
-        if full {
-            self.events.pop_front();
-        }
+    /// Keeps a message that is an event.
+    fn keep_event(&mut self, message: &Value) {
+        let Some(name) = message["event"].as_str() else { return };
         let stamp = &message["timestamp"];
         let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
         let emitted = seconds + Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
-        self.events.push_back(Event::emitted(name.to_owned(), message["data"].clone(), emitted));
-        full
+        self.events.push(Event::emitted(name.to_owned(), message["data"].clone(), emitted));
     }
 
     fn read_message(&mut self, during: &str, deadline: Instant) -> Result<Value, QmpError> {
@@ -335,7 +310,7 @@ impl Qmp {
             if let Some(message) = self.next_line(during)? {
                 return Ok(message);
             }
-            if self.interrupt.is_raised() {
+            if self.patience.interrupt.is_raised() {
                 return Err(QmpError::Interrupted { during: during.to_owned() });
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -402,20 +377,12 @@ impl Monitor for Qmp {
         self.stream.try_clone().map(Handle::Socket)
     }
 
-    fn limit(&self) -> Duration {
-        self.limit
+    fn patience(&self) -> &Patience {
+        &self.patience
     }
 
-    fn set_limit(&mut self, limit: Duration) {
-        self.limit = limit;
-    }
-
-    fn heed(&mut self, interrupt: &Interrupt) {
-        self.interrupt = interrupt.clone();
-    }
-
-    fn interrupt(&self) -> &Interrupt {
-        &self.interrupt
+    fn patience_mut(&mut self) -> &mut Patience {
+        &mut self.patience
     }
 
     /// QEMU carries out commands in the order in which they were written, also those that reach it

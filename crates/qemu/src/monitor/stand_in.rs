@@ -6,17 +6,16 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use godwit_engine::Interrupt;
 use serde_json::{Value, json};
 
-use super::{COMMAND_LIMIT, Event, Handle, Monitor, QmpError, Queued, Seen, Version};
+use super::{Event, Handle, Monitor, Patience, QmpError, Queued, Seen, Version};
 
 /// Gives the answers that it was told, by command, command line or path, and empty ones else.
 #[derive(Debug, Default)]
 pub(crate) struct StandIn {
     answers: HashMap<String, Value>,
     queued: VecDeque<Value>,
-    interrupt: Interrupt,
+    patience: Patience,
     /// What it was told to do, and with what.
     pub(crate) told: Vec<(String, Value)>,
 }
@@ -54,18 +53,12 @@ impl Monitor for StandIn {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    fn limit(&self) -> Duration {
-        COMMAND_LIMIT
+    fn patience(&self) -> &Patience {
+        &self.patience
     }
 
-    fn set_limit(&mut self, _limit: Duration) {}
-
-    fn heed(&mut self, interrupt: &Interrupt) {
-        self.interrupt = interrupt.clone();
-    }
-
-    fn interrupt(&self) -> &Interrupt {
-        &self.interrupt
+    fn patience_mut(&mut self) -> &mut Patience {
+        &mut self.patience
     }
 
     fn queue(

@@ -12,6 +12,9 @@
 //!                                                    firmware among them
 //!     before                                         the back ends; what else the guest has mapped
 //!                                                    goes with the device state (`device_ram`)
+//!   of a machine with vhost-user devices             as any other RAM: QEMU's migration would have
+//!                                                    their back ends keep a log, and refuse those
+//!                                                    that cannot
 //!     of a domain of libvirt's                       the same, from whichever version on: of a
 //!                                                    destination that libvirt starts only the
 //!                                                    back ends can be found
@@ -56,9 +59,10 @@ pub(crate) struct Ram {
 }
 
 impl Ram {
-    /// All RAM of a source.
-    pub(crate) fn of_source(machine: &mut Machine) -> Result<Self, QemuError> {
-        match in_shared_files(machine)?.filter(|_| !machine.qmp.is_libvirts()) {
+    /// All RAM of a source, as it is reached without a migration of QEMU's (`alone`) or else as
+    /// suits it.
+    pub(crate) fn of_source(machine: &mut Machine, alone: bool) -> Result<Self, QemuError> {
+        match in_shared_files(machine)?.filter(|_| !alone && migrates(machine)) {
             Some(blocks) => {
                 Ok(Self { blocks, state_by: StateBy::Migration, device_ram: Vec::new() })
             }
@@ -68,8 +72,8 @@ impl Ram {
 
     /// The RAM that is moved as blocks: of a source, and of a destination before it is known what
     /// is offered.
-    pub(crate) fn main(machine: &mut Machine) -> Result<Vec<RamBlock>, QemuError> {
-        match in_shared_files(machine)?.filter(|_| !machine.qmp.is_libvirts()) {
+    pub(crate) fn main(machine: &mut Machine, alone: bool) -> Result<Vec<RamBlock>, QemuError> {
+        match in_shared_files(machine)?.filter(|_| !alone && migrates(machine)) {
             Some(blocks) => Ok(blocks),
             None => Ok(in_process(machine, false)?.blocks),
         }
@@ -115,6 +119,12 @@ pub(crate) fn fitted(
         (main, other) => main.into_iter().chain(other).collect(),
     };
     at_addresses(machine.pid, listed).map(Some)
+}
+
+/// Whether QEMU's own migration can be had of it: not behind libvirt's back, and not where the
+/// descriptor of its stream is lost with a connection.
+fn migrates(machine: &Machine) -> bool {
+    !machine.qmp.is_libvirts() && machine.qmp.is_lasting()
 }
 
 fn back_ends(machine: &mut Machine) -> Result<Vec<Memdev>, QmpError> {

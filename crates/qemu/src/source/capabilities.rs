@@ -128,9 +128,12 @@ impl DiskVm for QemuSource {
 
 impl DirectIo for QemuSource {
     fn drain(&mut self) -> Result<(), VmError> {
-        // Any transaction, an empty one too, begins by draining all block devices (qmp_transaction
-        // in blockdev.c).
-        self.machine.qmp.run(&Transaction::default())?;
+        if self.direct_io {
+            // Any transaction, an empty one too, begins by draining all block devices
+            // (qmp_transaction in blockdev.c).
+            self.machine.qmp.run(&Transaction::default())?;
+        }
+        // Back ends are waited for when the guest has been stopped.
         Ok(())
     }
 }

@@ -17,6 +17,7 @@
 //! stopped. Invariant: it is gone after `resume`, `retire`, a `stop` that failed, and when this is
 //! dropped.
 
+mod back_ends;
 mod capabilities;
 mod stop;
 
@@ -43,7 +44,7 @@ use crate::compare::{self, Terms};
 use crate::device_ram::{self, DeviceRam, Loader};
 use crate::device_state;
 use crate::disk_limits::DiskLimits;
-use crate::disks::{self, Found, Granularity, ListedDisk, Tracking};
+use crate::disks::{self, Drive, Found, Granularity, ListedDisk, Tracking};
 use crate::fate::Fate;
 use crate::guard::{self, Guard, Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
@@ -51,10 +52,14 @@ use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
+use crate::proxmox::ProxmoxVm;
 use crate::ram::{Ram, StateBy};
 use crate::settings::MigrationSettings;
+use crate::start;
 use crate::userfaultfd;
 use crate::way_back;
+
+use back_ends::{BackEnds, pids};
 
 /// The name under which QEMU keeps the descriptor.
 pub(crate) const FD_NAME: &str = "godwit-state";
@@ -104,8 +109,12 @@ pub struct QemuSource {
     loader: Loader,
     /// What libvirt has of it, where it does.
     domain: Option<SourceDomain>,
+    /// What Proxmox has of it, where it does.
+    proxmox: Option<ProxmoxVm>,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
     stopping: bool,
+    /// Since when the vCPUs stood still before they were told to stop.
+    held_since: Option<Instant>,
     /// Whether the device state was released, so that a destination may have loaded it.
     released: bool,
     /// The vCPUs' threads, as they were when last asked for.
@@ -120,6 +129,8 @@ pub struct QemuSource {
     /// Of the disks that move; there may be none.
     granularity: Granularity,
     tracking: Option<Tracking>,
+    /// The processes behind vhost-user devices, where there are such.
+    back_ends: Option<BackEnds>,
     /// What the operator lets pass when the destination compares.
     terms: Terms,
     /// What brings the guest back when this process is killed.
@@ -155,42 +166,32 @@ impl QemuSource {
         Ok(source)
     }
 
+    /// The same for the VM `id` of Proxmox's, whose monitor is let go of between commands. Its
+    /// definition stays here, locked, when the guest has left.
+    ///
+    /// # Errors
+    /// The same, and what Proxmox has against it.
+    pub fn open_proxmox(id: &str) -> Result<Self, QemuError> {
+        kernel_support()?;
+        let vm = ProxmoxVm::open(id)?;
+        let mut source = Self::look(guard::connect_briefly(&vm.monitor())?)?;
+        source.proxmox = Some(vm);
+        Ok(source)
+    }
+
     fn look(mut machine: Machine) -> Result<Self, QemuError> {
-        let state = machine.run_state()?;
-        let cure = match state.as_str() {
-            "running" | "paused" => "",
-            "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
-            "postmigrate" => {
-                "its guest was migrated away; `cont` here only if it runs nowhere else"
-            }
-            "finish-migrate" => {
-                "another migration is under way, or one was cut off: `migrate_cancel` ends that"
-            }
-            _ => "it must be running or paused",
-        };
-        let cure = match state.as_str() {
-            "postmigrate" | "finish-migrate" => guard::cure(machine.pid).unwrap_or(cure),
-            _ => cure,
-        };
-        if !cure.is_empty() {
-            return Err(QemuError::SourceState { state, cure });
-        }
-        let migration = machine.migration_state()?;
-        if !is_over(&migration) {
-            let cure =
-                "another migration is under way: wait for it, or end it with `migrate_cancel`";
-            return Err(QemuError::SourceState { state: migration, cure });
-        }
-        let looking = Instant::now();
-        let Ram { blocks: ram, state_by, device_ram } = Ram::of_source(&mut machine)?;
-        machine.check_mappings(&ram)?;
-        machine.check_source()?;
-        let vcpus = machine.vcpu_threads()?;
-        let direct_io = machine.direct_io()?;
-        let parts = machine.parts()?;
-        let looked = looking.elapsed();
-        machine.check_writers(&ram)?;
-        let processes_looked = looking.elapsed() - looked;
+        let Examined {
+            ram,
+            state_by,
+            device_ram,
+            back_ends,
+            was_running,
+            looked,
+            processes_looked,
+            direct_io,
+            parts,
+            vcpus,
+        } = examine(&mut machine)?;
         disks::clear(&mut machine)?;
         guard::clear(&mut machine)?;
         Ok(Self {
@@ -209,12 +210,13 @@ impl QemuSource {
             governed: GovernorMeasures::default(),
             disk_limits: DiskLimits::default(),
             vcpus,
+            back_ends,
             machine,
             limits: Limits::default(),
-            ram: Arc::new(ram),
+            ram,
             state_by,
             device_ram,
-            was_running: state == "running",
+            was_running,
             parts,
             nested_refused: false,
             direct_io,
@@ -225,7 +227,9 @@ impl QemuSource {
             machine_type: String::new(),
             loader: Loader::Prepared,
             domain: None,
+            proxmox: None,
             stopping: false,
+            held_since: None,
             released: false,
         })
     }
@@ -241,12 +245,7 @@ impl QemuSource {
         choice: &DiskChoice,
         granularity: Option<ByteCount>,
     ) -> Result<Self, QemuError> {
-        if self.domain.is_some() {
-            let words = "disks of a domain of libvirt's cannot move along yet: put them on \
-                         storage that both hosts have";
-            return Err(QemuError::Domain(words.to_owned()));
-        }
-        let drives = disks::drives(&mut *self.machine.qmp)?;
+        let drives = self.drives()?;
         self.moving = disks::choose(&drives, choice)?;
         self.granularity = Granularity::of(granularity, &mut *self.machine.qmp, &self.moving)?;
         Ok(self)
@@ -329,8 +328,17 @@ impl QemuSource {
     /// # Errors
     /// When the monitor fails.
     pub fn disk_list(&mut self) -> Result<Vec<ListedDisk>, QemuError> {
-        let drives = disks::drives(&mut *self.machine.qmp)?;
+        let drives = self.drives()?;
         Ok(drives.iter().filter_map(|drive| drive.listed(&self.moving)).collect())
+    }
+
+    /// All drives, by the names that their owner knows.
+    fn drives(&mut self) -> Result<Vec<Drive>, QemuError> {
+        let mut drives = disks::drives(&mut *self.machine.qmp)?;
+        if let Some(domain) = &self.domain {
+            domain.call(&mut drives)?;
+        }
+        Ok(drives)
     }
 
     /// The QEMU process.
@@ -357,6 +365,14 @@ impl QemuSource {
     #[must_use]
     pub fn throttle_measures(&self) -> Measures {
         self.throttle.measures()
+    }
+
+    /// All processes that write the guest's memory, for people: QEMU, and the back ends of its
+    /// vhost-user devices.
+    #[must_use]
+    pub fn writers(&self) -> Vec<String> {
+        let back_ends = self.back_ends.iter().flat_map(BackEnds::words);
+        std::iter::once(format!("qemu {}", self.machine.pid)).chain(back_ends).collect()
     }
 
     /// How QEMU hands out the state of its devices.
@@ -427,7 +443,7 @@ impl QemuSource {
 
     /// What a destination of libvirt's asks: it starts a QEMU that nobody prepares.
     fn describe(&mut self) -> Result<Vec<u8>, VmError> {
-        let disks = disks::writable(&mut *self.machine.qmp).map_err(QemuError::from)?;
+        let drives = self.drives()?;
         let Some(domain) = &self.domain else {
             let words = "the destination is a libvirt's, and takes in nothing but domains of \
                          libvirt's: give godwit migrate --vm libvirt:DOMAIN, or godwit receive a \
@@ -435,7 +451,18 @@ impl QemuSource {
             return Err(QemuError::Domain(words.to_owned()).into());
         };
         self.loader = Loader::Plain;
-        Ok(domain.describe(disks, self.terms.disks_are_shared)?)
+        let disks = (&*drives, &*self.moving);
+        Ok(domain.describe(&self.machine, disks, self.terms.disks_are_shared)?)
+    }
+
+    /// What a destination asks that starts its own QEMU.
+    fn describe_qemu(&mut self) -> Result<Vec<u8>, VmError> {
+        if self.domain.is_some() {
+            let words = "the source is a domain of libvirt's, which libvirt starts: godwit receive \
+                         --vm libvirt: instead of --start";
+            return Err(QemuError::Domain(words.to_owned()).into());
+        }
+        Ok(start::describe(&mut self.machine)?)
     }
 
     fn end_disk_tracking(&mut self) -> Result<(), QmpError> {
@@ -476,7 +503,10 @@ impl QemuSource {
     /// Looks whether another process has mapped guest RAM since the start.
     fn check_processes(&mut self) -> Result<(), QemuError> {
         let looking = Instant::now();
-        self.machine.check_writers(&self.ram)?;
+        if let Some(back_ends) = &self.back_ends {
+            back_ends.look_again()?;
+        }
+        self.machine.check_writers(&self.ram, &pids(self.back_ends.as_ref()))?;
         self.processes_looked = looking.elapsed();
         self.processes_at = Some(Instant::now());
         Ok(())
@@ -488,7 +518,12 @@ impl QemuSource {
             self.check_processes()?;
         }
         let looking = Instant::now();
-        self.machine.check_source()?;
+        // A task of Proxmox's that has begun meanwhile.
+        self.proxmox.as_ref().map_or(Ok(()), ProxmoxVm::check_lock)?;
+        let fronts = self.machine.check_source()?;
+        if let Some(back_ends) = &self.back_ends {
+            back_ends.check_unchanged()?;
+        }
         if self.machine.direct_io()? && !self.direct_io {
             return Err(QemuError::Changed("a disk was switched to direct I/O"));
         }
@@ -504,7 +539,7 @@ impl QemuSource {
         }
         // The RAM of devices stays where it is as long as these are there, wherever the guest has
         // it mapped: one that was reset a moment ago has not yet.
-        let now = Ram::main(&mut self.machine)?;
+        let now = Ram::main(&mut self.machine, !fronts.is_empty())?;
         let same = now.len() == self.ram.len()
             && now.iter().zip(self.ram.iter()).all(|(a, b)| is_same(a, b));
         if !same {
@@ -517,6 +552,75 @@ impl QemuSource {
         self.looked = looking.elapsed();
         Ok(())
     }
+}
+
+/// What a look at a source has found.
+pub(crate) struct Examined {
+    ram: Arc<Vec<RamBlock>>,
+    state_by: StateBy,
+    device_ram: Vec<DeviceRam>,
+    back_ends: Option<BackEnds>,
+    was_running: bool,
+    /// What it took to look at this QEMU, and at all other processes.
+    looked: Duration,
+    processes_looked: Duration,
+    direct_io: bool,
+    parts: BTreeSet<String>,
+    vcpus: Vec<i32>,
+}
+
+/// Looks at a QEMU and refuses what cannot be migrated. Changes nothing.
+///
+/// # Errors
+/// What stands against it, with the cure.
+pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
+    let state = machine.run_state()?;
+    let cure = match state.as_str() {
+        "running" | "paused" => "",
+        "inmigrate" => "it waits for a migration itself; are source and destination exchanged?",
+        "postmigrate" => "its guest was migrated away; `cont` here only if it runs nowhere else",
+        "finish-migrate" => {
+            "another migration is under way, or one was cut off: `migrate_cancel` ends that"
+        }
+        _ => "it must be running or paused",
+    };
+    let cure = match state.as_str() {
+        "postmigrate" | "finish-migrate" => guard::cure(machine.pid).unwrap_or(cure),
+        _ => cure,
+    };
+    if !cure.is_empty() {
+        return Err(QemuError::SourceState { state, cure });
+    }
+    let migration = machine.migration_state()?;
+    if !is_over(&migration) {
+        let cure = "another migration is under way: wait for it, or end it with `migrate_cancel`";
+        return Err(QemuError::SourceState { state: migration, cure });
+    }
+    let looking = Instant::now();
+    let fronts = machine.check_source()?;
+    let alone = !fronts.is_empty();
+    let Ram { blocks, state_by, device_ram } = Ram::of_source(machine, alone)?;
+    let ram = Arc::new(blocks);
+    machine.check_mappings(&ram)?;
+    let back_ends = BackEnds::look(machine, fronts, &ram)?;
+    let vcpus = machine.vcpu_threads()?;
+    let direct_io = machine.direct_io()?;
+    let parts = machine.parts()?;
+    let looked = looking.elapsed();
+    machine.check_writers(&ram, &pids(back_ends.as_ref()))?;
+    let processes_looked = looking.elapsed() - looked;
+    Ok(Examined {
+        ram,
+        state_by,
+        device_ram,
+        back_ends,
+        was_running: state == "running",
+        looked,
+        processes_looked,
+        direct_io,
+        parts,
+        vcpus,
+    })
 }
 
 /// Whether `a` and `b` are the same memory, and not only of the same name and size.
@@ -580,6 +684,9 @@ impl SourceVm for QemuSource {
         if question == QUESTION {
             return self.describe();
         }
+        if question == start::QUESTION {
+            return self.describe_qemu();
+        }
         let moving: Vec<String> = self.moving.iter().map(|disk| disk.node.clone()).collect();
         compare::answer(&mut self.machine, question, &self.terms, &moving)
     }
@@ -588,7 +695,10 @@ impl SourceVm for QemuSource {
         let tracker = Arc::new(userfaultfd::start_tracking(&mut self.machine, &self.ram)?);
         self.tracking_stop = tracker.attachment().stopped();
         self.tracker = Arc::downgrade(&tracker);
-        Ok(tracker)
+        match &mut self.back_ends {
+            Some(back_ends) => Ok(back_ends.track(tracker, &self.ram)?),
+            None => Ok(tracker),
+        }
     }
 
     fn tracking_stop(&self) -> Duration {
@@ -610,6 +720,9 @@ impl SourceVm for QemuSource {
 
     fn open_state(&mut self) -> Result<Box<dyn Read + Send>, VmError> {
         self.check_processes()?;
+        if let Some(back_ends) = &mut self.back_ends {
+            back_ends.prepare(&mut self.machine)?;
+        }
         if let Some(guard) = &mut self.guard {
             guard.renew(&self.machine)?;
         }
@@ -635,7 +748,9 @@ impl SourceVm for QemuSource {
     fn stop(&mut self) -> Result<Instant, VmError> {
         let stopped = self.stop_guest();
         self.remove_throttle();
-        Ok(stopped?)
+        let stopped = stopped?;
+        self.await_back_ends()?;
+        Ok(stopped)
     }
 
     fn release_state(&mut self) -> Result<(), VmError> {
@@ -655,6 +770,8 @@ impl SourceVm for QemuSource {
     }
 
     fn state_saved(&mut self) -> Result<(), VmError> {
+        // All memory has been looked at for the last time.
+        self.back_ends.as_ref().map_or(Ok(()), BackEnds::check_intact)?;
         if self.state_by == StateBy::Saving {
             // It was saved before it was passed on.
             self.take_events();
@@ -711,7 +828,8 @@ impl SourceVm for QemuSource {
             Ok(_) | Err(QmpError::Closed { .. }) => {
                 // It is about to end, and whatever was changed in it.
                 self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
-                self.domain.as_ref().map_or(Ok(()), |domain| Ok(domain.leave()?))
+                self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?;
+                Ok(self.proxmox.as_ref().map_or(Ok(()), ProxmoxVm::leave)?)
             }
             Err(error) => Err(error.into()),
         }
@@ -726,7 +844,8 @@ impl SourceVm for QemuSource {
     }
 
     fn direct_io(&mut self) -> Option<&mut dyn DirectIo> {
-        if self.direct_io { Some(self) } else { None }
+        let late = self.back_ends.as_ref().is_some_and(BackEnds::land_late);
+        if self.direct_io || late { Some(self) } else { None }
     }
 }
 

@@ -12,6 +12,11 @@ use crate::monitor::{Event, QmpError, Queued, Seen};
 use crate::ram::StateBy;
 use crate::way_back::TOLD_AFTER;
 
+/// In force, the vCPUs stand still for nearly 100 ms at once, from its begin on.
+const HOLD_SHARE: f64 = 0.99;
+/// From a command to when QEMU acts on it.
+const TAKEN_UP: Duration = Duration::from_micros(500);
+
 /// What ends when the guest has stopped.
 enum Stopping {
     /// QEMU's migration.
@@ -37,11 +42,28 @@ impl QemuSource {
     /// Begins to stop the guest.
     fn begin_stop(&mut self) -> Result<Stopping, QemuError> {
         self.prepare_stop()?;
+        self.held_since = None;
         let qmp = &mut *self.machine.qmp;
         Ok(match self.state_by {
             StateBy::Saving => {
                 let given = Instant::now();
-                Stopping::Command(qmp.start(&Stop)?, given)
+                let held = self.back_ends.as_ref().filter(|_| self.was_running);
+                let held = held.is_some_and(|back_ends| {
+                    let held = self.throttle.set_short(false).is_ok()
+                        && self.throttle.set(HOLD_SHARE).is_ok();
+                    if held {
+                        back_ends.await_quiet();
+                    }
+                    held
+                });
+                let stop = qmp.start(&Stop)?;
+                if held {
+                    // They run as far as QEMU's wish to stop them, which it has by then.
+                    std::thread::sleep(TAKEN_UP);
+                    let _ = self.throttle.set(0.0);
+                    self.held_since = Some(given);
+                }
+                Stopping::Command(stop, given)
             }
             StateBy::Migration => {
                 qmp.run(&Migrate { uri: &format!("fd:{FD_NAME}") })?;
@@ -63,6 +85,7 @@ impl QemuSource {
             }
             stopped => stopped,
         }
+        .map(|at| self.held_since.map_or(at, |held| at.min(held)))
         .map_err(|error| match error {
             QemuError::Qmp(QmpError::Timeout { during, .. }) => {
                 QmpError::Timeout { during, limit }.into()

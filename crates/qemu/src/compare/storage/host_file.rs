@@ -19,7 +19,7 @@ pub(super) const BLOCK: usize = 4096;
 
 /// What tells a file from others, on this host and between hosts.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Identity {
+pub(crate) struct Identity {
     /// This boot of this host; empty where that is not known.
     pub(super) host: String,
     /// Of a plain file: its file system and its number there.
@@ -44,6 +44,11 @@ pub(super) enum Sameness {
 }
 
 impl Identity {
+    /// Whether it is the same storage as `other`, or goes by the same name.
+    pub(crate) fn may_be(&self, other: &Self) -> bool {
+        self.compare(other) != Sameness::Unknown
+    }
+
     pub(super) fn compare(&self, other: &Self) -> Sameness {
         let one = |a: Option<u64>, b: Option<u64>| a.is_some() && a == b;
         if !self.host.is_empty() && self.host == other.host {
@@ -85,7 +90,7 @@ impl HostFile {
         Self::open_path(&machine.path_here(Path::new(name)))
     }
 
-    fn open_path(path: &Path) -> Result<Self, String> {
+    pub(super) fn open_path(path: &Path) -> Result<Self, String> {
         let open = |flags: OFlags| {
             // A device that hangs must not hold up the opening (O_NONBLOCK, open(2)).
             let flags = (flags | OFlags::NONBLOCK | OFlags::CLOEXEC).bits();

@@ -20,6 +20,7 @@ mod samples;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,7 +33,8 @@ use crate::QemuError;
 use crate::disks::{Drive, drives};
 use crate::machine::Machine;
 use crate::monitor::QmpError;
-use host_file::{BLOCK, HostFile, Identity, Sameness};
+pub(crate) use host_file::Identity;
+use host_file::{BLOCK, HostFile, Sameness};
 use samples::Sample;
 
 /// Blocks that are read again at a time.
@@ -85,10 +87,8 @@ struct Storage {
 impl Disk {
     fn of(machine: &Machine, drive: &Drive, moving: &[String]) -> Option<Self> {
         let medium = drive.medium.as_ref().filter(|_| drive.is_in_use())?;
-        let storage = |name: &String| Storage {
-            name: name.clone(),
-            identity: HostFile::open(machine, name).ok().map(|file| file.identity),
-        };
+        let storage =
+            |name: &String| Storage { name: name.clone(), identity: identity_in(machine, name) };
         Some(Self {
             names: drive.names.clone(),
             size: medium.size.0,
@@ -136,6 +136,16 @@ impl Storage {
             _ => false,
         }
     }
+}
+
+/// What the file or device `path` of this host is, if it can be looked at.
+pub(crate) fn identity(path: &Path) -> Option<Identity> {
+    HostFile::open_path(path).ok().map(|file| file.identity)
+}
+
+/// The same of what the QEMU of `machine` calls `name`.
+pub(crate) fn identity_in(machine: &Machine, name: &str) -> Option<Identity> {
+    HostFile::open(machine, name).ok().map(|file| file.identity)
 }
 
 /// What the source answers to [`Question::Disks`].

@@ -1,0 +1,334 @@
+//! VMs of Proxmox VE: where it has their monitors and definitions, what it has against a move, and
+//! what it must be told afterwards.
+//!
+//! Proxmox has one monitor for each VM, at /var/run/qemu-server/ID.qmp, which it connects to for
+//! each command anew and for no longer (PVE::QMPClient). Definitions are in /etc/pve, a file system
+//! that all nodes of a cluster share: a VM belongs to the node in whose directory its file is
+//! (PVE::QemuConfig).
+//!
+//! Invariant: a VM whose guest has left is locked at its node, so that nothing there starts it a
+//! second time.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::QemuError;
+use crate::monitor::commands::QueryStatus;
+use crate::monitor::{BriefMonitor, Monitor};
+
+/// What all its paths begin with, where that is not /: for tests, and for looking at a copy.
+const ROOT: &str = "GODWIT_PROXMOX_ROOT";
+/// Who holds the lock of a definition does so for moments.
+const LOCK_LIMIT: Duration = Duration::from_secs(10);
+
+/// A VM by its number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ProxmoxVm {
+    id: String,
+    root: PathBuf,
+}
+
+fn refused(words: String) -> QemuError {
+    QemuError::Proxmox(words)
+}
+
+impl ProxmoxVm {
+    /// The VM `id` of this node, which runs, and has nothing against a move.
+    ///
+    /// # Errors
+    /// What it has, with the cure.
+    pub(crate) fn open(id: &str) -> Result<Self, QemuError> {
+        Self::named(id)?.checked()
+    }
+
+    fn named(id: &str) -> Result<Self, QemuError> {
+        let root = std::env::var_os(ROOT).filter(|root| !root.is_empty());
+        let root = root.map_or_else(|| PathBuf::from("/"), PathBuf::from);
+        Self::under(&root, id)
+    }
+
+    fn under(root: &Path, id: &str) -> Result<Self, QemuError> {
+        if !(3..=9).contains(&id.len()) || !id.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(refused(format!("'{id}' is no number of a VM of Proxmox's")));
+        }
+        let vm = Self { id: id.to_owned(), root: root.to_owned() };
+        vm.check_definition()?;
+        Ok(vm)
+    }
+
+    fn checked(self) -> Result<Self, QemuError> {
+        let vm = self;
+        vm.check_lock()?;
+        vm.check_availability()?;
+        vm.process()?;
+        Ok(vm)
+    }
+
+    fn run(&self, ending: &str) -> PathBuf {
+        self.root.join("var/run/qemu-server").join(format!("{}.{ending}", self.id))
+    }
+
+    fn cluster(&self) -> PathBuf {
+        self.root.join("etc/pve")
+    }
+
+    fn definition(&self) -> PathBuf {
+        self.cluster().join("qemu-server").join(format!("{}.conf", self.id))
+    }
+
+    /// Its only monitor.
+    pub(crate) fn monitor(&self) -> PathBuf {
+        self.run("qmp")
+    }
+
+    /// Refuses a VM of another node, or of none.
+    fn check_definition(&self) -> Result<(), QemuError> {
+        let (id, path) = (&self.id, self.definition());
+        match path.metadata() {
+            Ok(_) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return Err(refused(format!(
+                    "{} cannot be looked at: run godwit as root",
+                    path.display()
+                )));
+            }
+            Err(_) => {}
+        }
+        let nodes = std::fs::read_dir(self.cluster().join("nodes")).into_iter().flatten().flatten();
+        let has_it = |node: &std::fs::DirEntry| {
+            node.path().join("qemu-server").join(format!("{id}.conf")).exists()
+        };
+        if let Some(node) = nodes.into_iter().find(has_it) {
+            let node = node.file_name().to_string_lossy().into_owned();
+            return Err(refused(format!("VM {id} belongs to the node {node}: run godwit there")));
+        }
+        if self.cluster().is_dir() {
+            return Err(refused(format!("there is no VM {id} here: qm list shows those that are")));
+        }
+        Err(refused(format!(
+            "there is no Proxmox VE here ({} is missing)",
+            self.cluster().display()
+        )))
+    }
+
+    /// What its definition says before the first snapshot.
+    fn settings(&self) -> Result<String, QemuError> {
+        let path = self.definition();
+        let text = std::fs::read_to_string(&path);
+        text.map_err(|error| refused(format!("{}: {error}", path.display())))
+    }
+
+    /// Refuses a VM that Proxmox is at work on.
+    pub(crate) fn check_lock(&self) -> Result<(), QemuError> {
+        let (id, text) = (&self.id, self.settings()?);
+        match setting(&text, "lock") {
+            None => Ok(()),
+            Some(lock) => Err(refused(format!(
+                "VM {id} is locked by Proxmox ({lock}): wait for the end of that task, or, if none \
+                 runs any more, qm unlock {id}"
+            ))),
+        }
+    }
+
+    /// Refuses a VM that Proxmox starts again where it ends.
+    fn check_availability(&self) -> Result<(), QemuError> {
+        let path = self.cluster().join("ha/resources.cfg");
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let mut lines = text.lines().skip_while(|line| line.trim() != format!("vm: {}", self.id));
+        if lines.next().is_none() {
+            return Ok(());
+        }
+        let own = lines.take_while(|line| line.starts_with([' ', '\t']));
+        let mut states = own.filter_map(|line| line.trim().strip_prefix("state "));
+        match states.next().map(str::trim) {
+            Some("ignored" | "disabled") => Ok(()),
+            _ => Err(refused(format!(
+                "VM {id} is kept up by the HA manager, which would start it again here when its \
+                 guest has left: ha-manager set vm:{id} --state ignored",
+                id = self.id
+            ))),
+        }
+    }
+
+    /// Its process.
+    fn process(&self) -> Result<i32, QemuError> {
+        let id = &self.id;
+        let text = std::fs::read_to_string(self.run("pid")).unwrap_or_default();
+        let pid = text.trim().parse::<i32>().ok();
+        let line = pid.and_then(|pid| std::fs::read(format!("/proc/{pid}/cmdline")).ok());
+        let words = line.unwrap_or_default();
+        let words: Vec<&[u8]> = words.split(|byte| *byte == 0).collect();
+        // Proxmox knows its own again by an option of its own QEMU's, -id; others have no such one.
+        let file = format!("/qemu-server/{id}.pid");
+        let is_own = words.windows(2).any(|pair| {
+            pair[0] == b"-id" && pair[1] == id.as_bytes()
+                || pair[0] == b"-pidfile" && pair[1].ends_with(file.as_bytes())
+        });
+        match pid {
+            Some(pid) if is_own => Ok(pid),
+            _ => Err(refused(format!("VM {id} does not run, so there is no guest to move"))),
+        }
+    }
+
+    /// Locks it, whose guest has left: its definition is still this node's.
+    ///
+    /// # Errors
+    /// When that cannot be written.
+    pub(crate) fn leave(&self) -> Result<(), QemuError> {
+        let path = self.definition();
+        self.lock_definition().map_err(|error| {
+            refused(format!(
+                "{} could not be locked ({error}): the guest runs at the destination, so do not \
+                 start VM {} here",
+                path.display(),
+                self.id
+            ))
+        })
+    }
+
+    fn lock_definition(&self) -> io::Result<()> {
+        let directory = self.root.join("var/lock/qemu-server");
+        let lock = directory.join(format!("lock-{}.conf", self.id));
+        let lock = File::options().append(true).create(true).open(lock)?;
+        let until = Instant::now() + LOCK_LIMIT;
+        while let Err(errno) = flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            if Instant::now() >= until {
+                return Err(errno.into());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let path = self.definition();
+        let text = std::fs::read_to_string(&path)?;
+        if setting(&text, "lock").is_some() {
+            return Ok(());
+        }
+        // As Proxmox writes its files: in one step.
+        let new = path.with_extension(format!("conf.tmp.{}", std::process::id()));
+        let mut file = File::create(&new)?;
+        file.write_all(with_lock(&text).as_bytes())?;
+        drop(file);
+        std::fs::rename(new, path)
+    }
+}
+
+/// What the VM `id` does, in QEMU's word.
+///
+/// # Errors
+/// When there is no such VM, or it does not run or answer.
+pub fn vm_state(id: &str) -> Result<String, QemuError> {
+    let vm = ProxmoxVm::named(id)?;
+    vm.process()?;
+    let mut monitor = BriefMonitor::open(&vm.monitor())?;
+    let monitor: &mut dyn Monitor = &mut monitor;
+    Ok(monitor.run(&QueryStatus)?.status)
+}
+
+/// The value of `key` in a definition, not in one of its snapshots.
+fn setting<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    let own = text.lines().take_while(|line| !line.starts_with('['));
+    own.filter_map(|line| line.strip_prefix(key)?.strip_prefix(':')).map(str::trim).next()
+}
+
+/// A definition that says that its VM migrates.
+fn with_lock(text: &str) -> String {
+    // Comments come first, and are the VM's description.
+    let at = text.lines().take_while(|line| line.starts_with('#')).map(|line| line.len() + 1).sum();
+    let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
+    let gap = if before.is_empty() || before.ends_with('\n') { "" } else { "\n" };
+    format!("{before}{gap}lock: migrate\n{after}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What Proxmox has on a node, in a directory.
+    struct Node(PathBuf);
+
+    impl Node {
+        fn new(name: &str) -> Self {
+            let root =
+                std::env::temp_dir().join(format!("godwit-pve-{name}-{}", std::process::id()));
+            for directory in
+                ["var/run/qemu-server", "var/lock/qemu-server", "etc/pve/ha", "etc/pve/qemu-server"]
+            {
+                std::fs::create_dir_all(root.join(directory)).unwrap();
+            }
+            std::fs::create_dir_all(root.join("etc/pve/nodes/east/qemu-server")).unwrap();
+            Self(root)
+        }
+
+        fn write(&self, path: &str, text: &str) {
+            std::fs::write(self.0.join(path), text).unwrap();
+        }
+
+        fn refusal(&self, id: &str) -> String {
+            ProxmoxVm::under(&self.0, id).and_then(ProxmoxVm::checked).unwrap_err().to_string()
+        }
+    }
+
+    impl Drop for Node {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn what_proxmox_has_against_a_move_is_told_with_its_cure() {
+        let node = Node::new("refusals");
+        assert!(node.refusal("web").contains("no number"));
+        assert!(node.refusal("100").contains("there is no VM 100 here"));
+        node.write("etc/pve/nodes/east/qemu-server/100.conf", "");
+        assert!(node.refusal("100").contains("belongs to the node east"));
+        node.write("etc/pve/qemu-server/100.conf", "cores: 1\n\n[before]\nlock: snapshot\n");
+        assert!(node.refusal("100").contains("does not run"), "a snapshot's lock is its own");
+        for lock in ["backup", "migrate", "snapshot"] {
+            node.write("etc/pve/qemu-server/100.conf", &format!("cores: 1\nlock: {lock}\n"));
+            let told = node.refusal("100");
+            assert!(
+                told.contains(&format!("({lock})")) && told.contains("qm unlock 100"),
+                "{told}"
+            );
+        }
+        node.write("etc/pve/qemu-server/100.conf", "cores: 1\n");
+        node.write("etc/pve/ha/resources.cfg", "vm: 1000\n\tstate started\n\nvm: 100\n\tgroup a\n");
+        assert!(node.refusal("100").contains("ha-manager set vm:100"));
+        node.write(
+            "etc/pve/ha/resources.cfg",
+            "vm: 100\n\tstate ignored\n\nvm: 7\n\tstate started",
+        );
+        // A process that is another's by now.
+        node.write("var/run/qemu-server/100.pid", &std::process::id().to_string());
+        assert!(node.refusal("100").contains("does not run"));
+        let none = Path::new("/nowhere");
+        let told = ProxmoxVm::under(none, "100").unwrap_err().to_string();
+        assert!(told.contains("no Proxmox VE here"), "{told}");
+    }
+
+    #[test]
+    fn a_vm_whose_guest_has_left_is_locked() {
+        let node = Node::new("locks");
+        let vm = ProxmoxVm { id: "100".to_owned(), root: node.0.clone() };
+        for (before, after) in [
+            (
+                "#words\ncores: 1\n[s]\ncores: 2\n",
+                "#words\nlock: migrate\ncores: 1\n[s]\ncores: 2\n",
+            ),
+            ("cores: 1\n", "lock: migrate\ncores: 1\n"),
+            ("lock: backup\ncores: 1\n", "lock: backup\ncores: 1\n"),
+            ("#words", "#words\nlock: migrate\n"),
+            ("", "lock: migrate\n"),
+        ] {
+            node.write("etc/pve/qemu-server/100.conf", before);
+            vm.leave().unwrap();
+            assert_eq!(std::fs::read_to_string(vm.definition()).unwrap(), after);
+        }
+        assert!(vm.check_lock().is_err());
+        let gone = ProxmoxVm { id: "101".to_owned(), ..vm };
+        assert!(gone.leave().unwrap_err().to_string().contains("do not start VM 101 here"));
+    }
+}

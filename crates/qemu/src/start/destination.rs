@@ -1,0 +1,254 @@
+//! A destination that is started when a source has come and told what it is.
+//!
+//! Invariant: a QEMU that does not come to run the guest ends, whatever becomes of this process;
+//! one that does is nobody's child and needs nobody.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::Arc;
+
+use godwit_disk::DiskChoice;
+use godwit_engine::Interrupt;
+use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
+use godwit_memory::RamBlock;
+
+use super::carry::{Carried, carry, shown};
+use super::description::{Description, QUESTION};
+use super::launch::{self, Files};
+use super::mapping::Mapping;
+use super::refused;
+use crate::{QemuDestination, QemuError};
+
+/// What the operator shows, and hears.
+#[derive(Clone, Debug)]
+pub enum Shown {
+    /// What is about to be started.
+    CommandLine {
+        /// As a shell takes it, without secrets.
+        words: String,
+        /// Options of the source's that are left out.
+        left_out: Vec<String>,
+    },
+    /// It was started.
+    Started {
+        /// Its process.
+        pid: i32,
+        /// Its monitor, which stays.
+        monitor: PathBuf,
+        /// What it writes to standard output and error.
+        log: PathBuf,
+    },
+}
+
+/// How a destination is made.
+pub struct StartTerms {
+    /// The QEMU to start, where it is not the one that is called as the source's is.
+    pub emulator: Option<PathBuf>,
+    /// Which paths of the source's are which here.
+    pub mappings: Vec<Mapping>,
+    /// Programs that QEMU may run, by their whole paths.
+    pub scripts: Vec<PathBuf>,
+    /// Show what would be started, and refuse the source.
+    pub dry_run: bool,
+    /// This program, which starts QEMU and stands guard, by the words [`super::COMMAND`] and
+    /// [`crate::GUARD_COMMAND`] on its command line.
+    pub godwit: PathBuf,
+    /// Disks that the source may overwrite.
+    pub disks: DiskChoice,
+    /// Hears what is about to be started, and what was.
+    pub told: Box<dyn FnMut(&Shown)>,
+}
+
+impl fmt::Debug for StartTerms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StartTerms").field("mappings", &self.mappings).finish_non_exhaustive()
+    }
+}
+
+/// A QEMU that is yet to be started, or was.
+#[derive(Debug)]
+pub struct StartedDestination {
+    terms: StartTerms,
+    interrupt: Interrupt,
+    none: Arc<Vec<RamBlock>>,
+    qemu: Option<Qemu>,
+    was_shown: bool,
+}
+
+#[derive(Debug)]
+struct Qemu {
+    vm: QemuDestination,
+    child: Child,
+    files: Files,
+    /// It is this host's, whatever comes: it runs, or may run.
+    taken_over: bool,
+}
+
+impl StartedDestination {
+    /// Nothing is started yet.
+    ///
+    /// # Errors
+    /// When the operator named a program that is not there.
+    pub fn new(terms: StartTerms) -> Result<Self, QemuError> {
+        if terms.emulator.is_some() {
+            launch::emulator("", terms.emulator.as_deref())?;
+        }
+        let (interrupt, none) = (Interrupt::default(), Arc::default());
+        Ok(Self { terms, interrupt, none, qemu: None, was_shown: false })
+    }
+
+    /// Whether it was a dry run, and has shown what it was for.
+    #[must_use]
+    pub fn has_shown(&self) -> bool {
+        self.terms.dry_run && self.was_shown
+    }
+
+    fn start(&mut self, description: &Description) -> Result<(), QemuError> {
+        let named = self.terms.emulator.as_deref();
+        let program = description.words.first().map_or("", String::as_str);
+        let emulator = launch::emulator(program, named)?;
+        let files = Files::make()?;
+        let Carried { words, left_out } =
+            carry(description, (&self.terms.mappings, &self.terms.scripts), &files.monitor)?;
+        let line = shown(&emulator, &words);
+        (self.terms.told)(&Shown::CommandLine { words: line, left_out });
+        self.was_shown = true;
+        if self.terms.dry_run {
+            return Err(refused(
+                "the destination has shown what it would start, and does no more (godwit receive \
+                 --dry-run)",
+            ));
+        }
+        let mut child =
+            launch::start(&self.terms.godwit, &emulator, &words, &files, &self.interrupt)?;
+        match self.open(&files.monitor) {
+            Ok(vm) => {
+                let (pid, monitor, log) = (vm.pid(), files.monitor.clone(), files.log.clone());
+                (self.terms.told)(&Shown::Started { pid, monitor, log });
+                self.qemu = Some(Qemu { vm, child, files, taken_over: false });
+                Ok(())
+            }
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                files.remove();
+                Err(error)
+            }
+        }
+    }
+
+    fn open(&self, monitor: &Path) -> Result<QemuDestination, QemuError> {
+        let mut vm = QemuDestination::open(monitor)?.owned();
+        vm.check_disks(&self.terms.disks)?;
+        vm.guarded(&self.terms.godwit)
+    }
+
+    fn vm(&mut self) -> Result<&mut QemuDestination, QemuError> {
+        let started = self.qemu.as_mut().map(|qemu| &mut qemu.vm);
+        started.ok_or(QemuError::Changed("no QEMU was started"))
+    }
+}
+
+impl DestinationVm for StartedDestination {
+    fn machine(&self) -> &'static str {
+        "qemu"
+    }
+
+    fn ram(&self) -> Arc<Vec<RamBlock>> {
+        self.qemu.as_ref().map_or_else(|| Arc::clone(&self.none), |qemu| qemu.vm.ram())
+    }
+
+    fn pid(&self) -> u32 {
+        let pid = self.qemu.as_ref().map(|qemu| DestinationVm::pid(&qemu.vm));
+        pid.unwrap_or_else(std::process::id)
+    }
+
+    fn heed(&mut self, interrupt: &Interrupt) {
+        self.interrupt = interrupt.clone();
+        if let Some(qemu) = &mut self.qemu {
+            qemu.vm.heed(interrupt);
+        }
+    }
+
+    fn offered(&mut self, blocks: &BTreeSet<&str>, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        let answer = ask(QUESTION)?;
+        let description =
+            serde_json::from_slice(&answer).map_err(|_| QemuError::Unclear("its QEMU"))?;
+        self.start(&description)?;
+        let interrupt = self.interrupt.clone();
+        let vm = self.vm()?;
+        vm.heed(&interrupt);
+        vm.offered(blocks, ask)
+    }
+
+    fn compare(&mut self, ask: &mut Ask<'_>) -> Result<(), VmError> {
+        self.vm()?.compare(ask)
+    }
+
+    fn inquired(&mut self) -> Result<(), VmError> {
+        self.discard()
+    }
+
+    fn prepare(&mut self) -> Result<Box<dyn Write + Send>, VmError> {
+        self.vm()?.prepare()
+    }
+
+    fn finish_load(&mut self) -> Result<(), VmError> {
+        let loaded = self.vm()?.finish_load();
+        let Some(qemu) = self.qemu.as_ref().filter(|_| loaded.is_err()) else { return loaded };
+        let words = launch::last_words(&qemu.files.log);
+        loaded.map_err(|error| format!("{error}; its log ends with: {words}").into())
+    }
+
+    fn has_ended(&self) -> bool {
+        self.qemu.as_ref().is_some_and(|qemu| qemu.vm.has_ended())
+    }
+
+    fn taking_over(&mut self) -> Result<(), VmError> {
+        self.vm()?.taking_over()
+    }
+
+    fn run(&mut self) -> Result<(), RunError> {
+        let Some(qemu) = &mut self.qemu else {
+            return Err(RunError::NeverRan(QemuError::Changed("no QEMU was started").into()));
+        };
+        let ran = qemu.vm.run();
+        qemu.taken_over = !matches!(ran, Err(RunError::NeverRan(_)));
+        ran
+    }
+
+    fn announce(&mut self) -> Result<(), VmError> {
+        if let Some(qemu) = &mut self.qemu {
+            qemu.taken_over = true;
+        }
+        self.vm()?.announce()
+    }
+
+    fn discard(&mut self) -> Result<(), VmError> {
+        let Some(qemu) = &mut self.qemu else { return Ok(()) };
+        let discarded = qemu.vm.discard();
+        if discarded.is_ok() {
+            let _ = qemu.child.wait();
+            qemu.files.remove();
+            self.qemu = None;
+        }
+        discarded
+    }
+
+    fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        self.qemu.as_mut().and_then(|qemu| qemu.vm.disk_destination())
+    }
+}
+
+impl Drop for StartedDestination {
+    /// The guardian sees to it after a panic.
+    fn drop(&mut self) {
+        let stays = self.qemu.as_ref().is_none_or(|qemu| qemu.taken_over);
+        if !stays && !std::thread::panicking() {
+            let _ = self.discard();
+        }
+    }
+}

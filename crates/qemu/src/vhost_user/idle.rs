@@ -1,0 +1,161 @@
+//! Whether the back ends have done all that they had taken on, once the guest was stopped.
+//!
+//! QEMU asks each back end where its queues are and has it stop them (`VHOST_USER_GET_VRING_BASE`);
+//! requests that it is at work on then should be done. Not every back end waits for them
+//! (qemu-storage-daemon does not): it answers, and puts results into guest memory later. So each
+//! queue is waited for until what was taken from it has been given back: the guest finds nothing
+//! unanswered at the destination, and no data lands here that nobody looks at any more.
+
+use std::time::{Duration, Instant};
+
+use super::Front;
+use crate::QemuError;
+use crate::machine::Machine;
+use crate::monitor::QmpError;
+use crate::monitor::commands::{Human, VirtioQueue, VirtioQueueStatus, VirtioStatus};
+
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// The queues of all vhost-user devices, asked for while the guest runs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Queues(Vec<Device>);
+
+#[derive(Clone, Debug)]
+struct Device {
+    name: String,
+    path: String,
+    queues: u16,
+    /// Its queues have the other layout (VIRTIO_F_RING_PACKED), which has no one place that tells
+    /// how far the back end is.
+    packed: bool,
+}
+
+impl Queues {
+    /// Those of `fronts`.
+    pub(crate) fn of(machine: &mut Machine, fronts: &[Front]) -> Result<Self, QmpError> {
+        let mut devices = Vec::new();
+        for front in fronts {
+            let Some(path) = front.virtio.clone() else { continue };
+            let state = machine.qmp.run(&VirtioStatus { path: &path })?;
+            let transports = &state.guest_features.transports;
+            let packed = transports.iter().any(|it| it.starts_with("VIRTIO_F_RING_PACKED"));
+            devices.push(Device { name: front.to_string(), path, queues: state.num_vqs, packed });
+        }
+        Ok(Self(devices))
+    }
+
+    /// Waits up to `limit` until nothing is under way. The guest must have been stopped. `gone`
+    /// says whether a back end has gone, which gives nothing back any more.
+    pub(crate) fn await_idle(
+        &self,
+        machine: &mut Machine,
+        limit: Duration,
+        gone: &dyn Fn() -> bool,
+    ) -> Result<(), QemuError> {
+        let until = Instant::now() + limit;
+        for device in &self.0 {
+            // To ask for the queues of a back end that is at work would stop them.
+            let state = machine.qmp.run(&VirtioStatus { path: &device.path })?;
+            if state.vhost_started {
+                let what = device.name.clone();
+                return Err(QemuError::BackEndBusy { what, requests: None, limit });
+            }
+            for queue in 0..device.queues {
+                device.await_queue(machine, queue, (limit, until), gone)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Device {
+    fn await_queue(
+        &self,
+        machine: &mut Machine,
+        queue: u16,
+        (limit, until): (Duration, Instant),
+        gone: &dyn Fn() -> bool,
+    ) -> Result<(), QemuError> {
+        let status = VirtioQueueStatus { path: &self.path, queue };
+        let told = machine.qmp.run(&status)?;
+        // The guest has not set it up.
+        if told.vring_num == 0 || told.vring_desc == 0 {
+            return Ok(());
+        }
+        loop {
+            let used = match self.packed {
+                true => told.used_idx,
+                false => given_back(machine, &told)?,
+            };
+            let requests = told.last_avail_idx.wrapping_sub(used);
+            if requests == 0 {
+                return Ok(());
+            }
+            if self.packed || Instant::now() >= until {
+                let what = self.name.clone();
+                return Err(QemuError::BackEndBusy { what, requests: Some(requests), limit });
+            }
+            // What it has given back before it went is there by now.
+            if gone() && given_back(machine, &told)?.wrapping_add(requests) == told.last_avail_idx {
+                let what = self.name.clone();
+                return Err(QemuError::BackEndGone { what, requests });
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// How many requests the back end has given back, as it is in guest memory (virtio 1.2, 2.7.8).
+fn given_back(machine: &mut Machine, queue: &VirtioQueue) -> Result<u16, QemuError> {
+    let command = format!("xp /1hx {:#x}", queue.vring_used.saturating_add(2));
+    let text = machine.qmp.run(&Human { command_line: &command })?;
+    parse_used(&text).ok_or_else(|| {
+        let description = format!("{command} answered '{}'", text.trim());
+        QmpError::Refused { command: "xp".to_owned(), class: String::new(), description }.into()
+    })
+}
+
+/// Reads `0000000002946942: 0x0001`.
+fn parse_used(text: &str) -> Option<u16> {
+    let (_, value) = text.trim().rsplit_once(": ")?;
+    u16::from_str_radix(value.trim().strip_prefix("0x")?, 16).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::monitor::stand_in::StandIn;
+
+    /// A device that has taken `taken` requests and given `given` of them back.
+    fn wait(taken: u16, given: &str, started: bool) -> Result<(), String> {
+        wait_for(taken, given, started, false)
+    }
+
+    fn wait_for(taken: u16, given: &str, started: bool, gone: bool) -> Result<(), String> {
+        let queue = json!({ "vring-num": 128, "vring-desc": 4096, "vring-used": 8192,
+            "last-avail-idx": taken, "used-idx": 0, "num-vqs": 1, "vhost-started": started });
+        let answers: [(&str, Value); 2] =
+            [("/dev", queue), ("xp /1hx 0x2002", json!(format!("0000000000002002: {given}\r\n")))];
+        let mut machine = Machine::behind(Box::new(StandIn::new(&answers))).unwrap();
+        let name = "vhost-user-blk 'vb0'".to_owned();
+        let queues =
+            Queues(vec![Device { name, path: "/dev".to_owned(), queues: 1, packed: false }]);
+        let waited = queues.await_idle(&mut machine, Duration::from_millis(20), &|| gone);
+        waited.map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_back_end_that_has_not_finished_is_waited_for_and_then_refused() {
+        // Mutation: the queues are not looked at.
+        assert_eq!(wait(5, "0x0005", false), Ok(()));
+        assert_eq!(wait(0, "0x0000", false), Ok(()));
+        let told = wait(3, "0xfffe", false).unwrap_err();
+        assert!(told.contains("vhost-user-blk 'vb0'") && told.contains("5 requests"), "{told}");
+        assert!(wait(5, "0x0005", true).unwrap_err().contains("did not stop"));
+        let told = wait_for(3, "0x0001", false, true).unwrap_err();
+        assert!(told.contains("2 requests") && told.contains("reconnect"), "{told}");
+        assert!(wait(5, "Cannot access memory", false).is_err());
+    }
+}
