@@ -23,6 +23,10 @@ pub(crate) struct Arguments {
 
     /// The domain's UUID
     uuid: Option<String>,
+
+    /// The monitor, where that is connected to anew
+    #[arg(long, conflicts_with = "uri")]
+    monitor: Option<PathBuf>,
 }
 
 /// Runs the command.
@@ -31,7 +35,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     // does.
     let _ = process::cancel_on_signals();
     let domain = arguments.uri.clone().zip(arguments.uuid.clone());
-    match godwit_qemu::stand_guard(&arguments.record, arguments.godwit, domain) {
+    match godwit_qemu::stand_guard(
+        &arguments.record,
+        arguments.godwit,
+        domain,
+        arguments.monitor.clone(),
+    ) {
         true => ExitCode::SUCCESS,
         false => ExitCode::from(OPERATOR),
     }

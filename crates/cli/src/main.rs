@@ -9,12 +9,16 @@ extern crate godwit_terminal;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
+mod keys;
+mod launch;
+mod list;
 mod log;
 mod microvm;
 mod migrate;
 mod plan;
 mod receive;
 mod run_directory;
+mod security;
 mod settings;
 mod shell;
 mod simulate;
@@ -54,6 +58,8 @@ enum Command {
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
+    /// Show the VMs of this host, whatever runs them, and whether they could move.
+    List(list::Arguments),
     /// Tell what a migration would be like, without migrating.
     Plan(plan::Arguments),
     /// Show migrations that run: progress, estimates and settings.
@@ -67,6 +73,8 @@ enum Command {
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
     #[command(subcommand)]
     Microvm(microvm::Command),
+    /// Make keys for hosts, so that what goes between them is encrypted and each knows the other.
+    Keys(keys::Arguments),
     /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
     Simulate(simulate::Arguments),
     /// Print what makes a shell complete godwit's commands, options and settings.
@@ -76,6 +84,9 @@ enum Command {
     /// Stand in for a godwit that is killed; godwit starts it by itself.
     #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
     Guard(guard::Arguments),
+    /// Become a QEMU in a session of its own; godwit starts it by itself.
+    #[command(name = godwit_qemu::LAUNCH_COMMAND, hide = true)]
+    Launch(launch::Arguments),
 }
 
 fn main() -> ExitCode {
@@ -83,6 +94,7 @@ fn main() -> ExitCode {
     if matches!(
         arguments.command,
         Command::Plan(_)
+            | Command::List(_)
             | Command::Status(_)
             | Command::Simulate(_)
             | Command::Completions(_)
@@ -94,16 +106,19 @@ fn main() -> ExitCode {
     match arguments.command {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
+        Command::List(arguments) => list::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Microvm(command) => microvm::run(&command),
+        Command::Keys(arguments) => keys::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),
         Command::Completions(arguments) => shell::completions(&arguments, Arguments::command()),
         Command::Man(arguments) => shell::man(&arguments, Arguments::command()),
         Command::Guard(arguments) => guard::run(&arguments),
+        Command::Launch(arguments) => launch::run(&arguments),
     }
 }
 

@@ -297,6 +297,7 @@ fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
         rate: arguments.rate,
         fill: arguments.fill,
         working_set: arguments.working_set,
+        disk_on_ports: false,
     };
     let output: Box<dyn Write + Send> = match &arguments.serial {
         None => Box::new(std::io::stdout()),

@@ -11,6 +11,7 @@ use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
+use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR};
@@ -19,6 +20,7 @@ use serde_json::{Value, json};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
+use crate::security::SecurityArguments;
 use crate::settings::Given;
 use crate::steer::{self, Engine, Host};
 use crate::vm::{RequestError, VmName, domain_wanted, libvirt_uri, refused_qemu};
@@ -29,8 +31,9 @@ use crate::vm::{RequestError, VmName, domain_wanted, libvirt_uri, refused_qemu};
 pub(crate) struct Arguments {
     /// The VM: qemu:PATH, where PATH is the unix socket of a QMP monitor that nobody else is
     /// connected to; pid:N, a QEMU by its process, which has such a monitor; libvirt:DOMAIN or
-    /// libvirt:DOMAIN@URI, a domain of libvirt's; or microvm:PATH, where PATH is the machine's
-    /// control socket
+    /// libvirt:DOMAIN@URI, a domain of libvirt's; proxmox:ID, a VM of Proxmox's on this node;
+    /// incus:NAME, an instance of Incus's that was given such a monitor; or microvm:PATH, where
+    /// PATH is the machine's control socket
     #[arg(long, value_name = "VM")]
     vm: VmName,
 
@@ -40,6 +43,9 @@ pub(crate) struct Arguments {
 
     #[command(flatten)]
     settings: Given,
+
+    #[command(flatten)]
+    security: SecurityArguments,
 
     /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the
     /// process id]
@@ -149,7 +155,15 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(USAGE);
         }
     };
+    let security = arguments.security.wish();
     let mut options = Options::new(arguments.to.clone());
+    match security.source(&arguments.to) {
+        Ok(security) => options.security = security,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
+        }
+    }
     options.verify = arguments.verify;
     options.channels = arguments.channels;
     options.fingerprints = arguments.fingerprints;
@@ -161,7 +175,9 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
     let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
-        VmName::Qemu(_) | VmName::Libvirt { .. } => Engine::Here(handle.clone()),
+        VmName::Qemu(_) | VmName::Libvirt { .. } | VmName::Proxmox(_) => {
+            Engine::Here(handle.clone())
+        }
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
     let socket = match steer::serve(&name, Host { vm, to, engine }) {
@@ -176,7 +192,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
-    let result = move_guest(arguments, &options, &disks, &handle, &mut |progress| {
+    let result = move_guest(arguments, &options, (&disks, &security), &handle, &mut |progress| {
         display.progress(progress)
     });
     drop(socket);
@@ -201,12 +217,12 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
 fn move_guest(
     arguments: &Arguments,
     options: &Options,
-    disks: &DiskWish,
+    (disks, security): (&DiskWish, &SecurityWish),
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<(Measures, Cost), RequestError> {
     match &arguments.vm {
-        VmName::Qemu(_) | VmName::Microvm(_) if arguments.undefine_source => {
+        VmName::Qemu(_) | VmName::Proxmox(_) | VmName::Microvm(_) if arguments.undefine_source => {
             let words = "--undefine-source is for domains of libvirt's (--vm libvirt:DOMAIN)";
             Err(RequestError::Refused(words.into()))
         }
@@ -224,7 +240,14 @@ fn move_guest(
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             move_qemu(vm, arguments, options, handle, progress)
         }
-        VmName::Microvm(path) => Ok(client::migrate(path, options, disks, handle, progress)?),
+        VmName::Proxmox(id) => {
+            let vm = QemuSource::open_proxmox(id).and_then(|vm| prepare(vm, arguments, disks));
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            move_qemu(vm, arguments, options, handle, progress)
+        }
+        VmName::Microvm(path) => {
+            Ok(client::migrate(path, options, (disks, security), handle, progress)?)
+        }
     }
 }
 

@@ -7,9 +7,12 @@ use clap::Args;
 use godwit_codec::Codec;
 use godwit_control::client;
 use godwit_disk::DiskChoice;
+use godwit_engine::address::Address;
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::{Measured, measure};
+use godwit_engine::source::{Options, inquire};
+use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError};
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_qemu::{ListedDisk, QemuSource, StateBy};
@@ -22,6 +25,7 @@ use serde_json::{Value, json};
 use crate::layout::{self, Column};
 use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
+use crate::security::SecurityArguments;
 use crate::settings::Assignment;
 use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 
@@ -63,6 +67,23 @@ pub(crate) struct Arguments {
     /// the migration is not foretold
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
     disks: DiskChoice,
+
+    /// Where `godwit receive` waits for the guest: asks it whether the guest fits there, as
+    /// `godwit migrate` would, and tells what differs. It goes on waiting. The exit code is 1 where
+    /// the guest would be refused
+    #[arg(long, value_name = "ADDR")]
+    to: Option<Address>,
+
+    #[command(flatten)]
+    security: SecurityArguments,
+
+    /// Differences that would be let pass, as for `godwit migrate`
+    #[arg(long, value_name = "all|KEY,...", value_delimiter = ',', requires = "to")]
+    allow_differences: Vec<String>,
+
+    /// Disks that do not move along are on shared storage, as for `godwit migrate`
+    #[arg(long, requires = "to")]
+    disks_are_shared: bool,
 
     /// Print JSON
     #[arg(long)]
@@ -128,17 +149,32 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         plan["guest_disks"] = json!(output::disks_json(&told.disks));
         plan["receive"] = json!(told.receive);
         plan["advice"] = json!(told.advice);
+        plan["writers"] = json!(told.writers);
         plan["device_state"] = json!(told.device_state.map(|by| match by {
             StateBy::Migration => "migration",
             StateBy::Saving => "saving",
         }));
+        if let Some(to) = &arguments.to {
+            let (to, refusal) = (to.to_string(), &told.refusal);
+            plan["destination"] =
+                json!({ "address": to, "accepts": refusal.is_none(), "refusal": refusal });
+        }
         json_line(&plan);
     } else {
         let width = layout::width(&std::io::stdout());
         if let Some(by) = told.device_state {
             print!("{}", output::labelled("devices", 10, device_state(by), width));
+            let writers = told.writers.join(", ");
+            print!("{}", output::labelled("writers", 10, &writers, width));
         }
         print!("{}", as_text(&measured, &settings, &plans, width));
+        if let Some(to) = &arguments.to {
+            let answer = match &told.refusal {
+                None => format!("{to} would accept the guest"),
+                Some(why) => format!("{to} would refuse the guest: {why}"),
+            };
+            println!("\n{}", layout::wrap("destination: ", &answer, 13, width));
+        }
         if !told.disks.is_empty() {
             print!("\n{}", output::disk_list(&told.disks));
         }
@@ -156,7 +192,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             );
         }
     }
-    ExitCode::SUCCESS
+    if told.refusal.is_some() { ExitCode::from(FAILED) } else { ExitCode::SUCCESS }
 }
 
 /// What there is to tell beside figures.
@@ -172,6 +208,10 @@ struct Told {
     advice: Option<&'static str>,
     /// How the device state is had, of a QEMU.
     device_state: Option<StateBy>,
+    /// The processes that write its guest's memory.
+    writers: Vec<String>,
+    /// Why the destination would refuse the guest, where it was asked.
+    refusal: Option<String>,
 }
 
 /// What `by` means to the operator.
@@ -179,8 +219,8 @@ fn device_state(by: StateBy) -> &'static str {
     match by {
         StateBy::Migration => "by QEMU's own migration, which leaves out RAM in shared files",
         StateBy::Saving => {
-            "saved by themselves (xen-save-devices-state), as RAM is QEMU's own: it is read and \
-             tracked in QEMU's process"
+            "saved by themselves (xen-save-devices-state), as RAM is QEMU's own or other processes \
+             write it: it is read and tracked where it is mapped"
         }
     }
 }
@@ -190,43 +230,84 @@ fn look(
     arguments: &Arguments,
     cancel: &Cancel,
 ) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
-    let Arguments { vm, disks, time, .. } = arguments;
+    let Arguments { vm, disks, .. } = arguments;
     match vm {
         VmName::Qemu(path) => {
-            let mut vm = QemuSource::open(path).map_err(|error| refused_qemu(path, error))?;
-            if !disks.is_none() {
-                vm = vm.with_disks(disks, None)?;
-            }
-            let told = Told {
-                images: vm.image_commands(),
-                disks: vm.disk_list()?,
-                receive: format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR"),
-                advice: vm.reporting()?.advice(),
-                device_state: Some(vm.state_by()),
-            };
-            Ok((measure(&mut vm, *time, cancel)?, told))
+            let vm = QemuSource::open(path).map_err(|error| refused_qemu(path, error))?;
+            let (vm, measured, told) = look_at_qemu(vm, arguments, cancel)?;
+            let receive = format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR");
+            let images = vm.image_commands();
+            Ok((measured, Told { images, receive, ..told }))
         }
         VmName::Libvirt { domain, uri } => {
             domain_wanted(domain)?;
-            let uri = libvirt_uri(uri.as_deref());
-            let mut vm = QemuSource::open_domain(domain, &uri, false)?;
-            if !disks.is_none() {
-                vm = vm.with_disks(disks, None)?;
-            }
-            let told = Told {
-                images: Vec::new(),
-                disks: vm.disk_list()?,
-                receive: "godwit receive --vm libvirt: --listen ADDR".to_owned(),
-                advice: vm.reporting()?.advice(),
-                device_state: Some(vm.state_by()),
-            };
-            Ok((measure(&mut vm, *time, cancel)?, told))
+            let vm = QemuSource::open_domain(domain, &libvirt_uri(uri.as_deref()), false)?;
+            let (_, measured, told) = look_at_qemu(vm, arguments, cancel)?;
+            let receive = format!("godwit receive --disks {disks} --vm libvirt: --listen ADDR");
+            Ok((measured, Told { receive, ..told }))
+        }
+        VmName::Proxmox(id) => {
+            let (vm, measured, told) =
+                look_at_qemu(QemuSource::open_proxmox(id)?, arguments, cancel)?;
+            let receive = format!("godwit receive --disks {disks} --start --listen ADDR");
+            let images = vm.image_commands();
+            Ok((measured, Told { images, receive, ..told }))
         }
         VmName::Microvm(_) if !disks.is_none() => {
             Err("a microvm's image is a plain file of the source's size: truncate -s SIZE FILE"
                 .into())
         }
-        VmName::Microvm(path) => Ok((client::measure(path, *time, cancel)?, Told::default())),
+        VmName::Microvm(_) if arguments.to.is_some() => {
+            Err("--to is for QEMU's: a microvm fits where its memory and its disks are as large, \
+                 and each migration asks that before anything else"
+                .into())
+        }
+        VmName::Microvm(path) => {
+            Ok((client::measure(path, arguments.time, cancel)?, Told::default()))
+        }
+    }
+}
+
+/// What every QEMU is asked, whoever started it.
+fn look_at_qemu(
+    mut vm: QemuSource,
+    arguments: &Arguments,
+    cancel: &Cancel,
+) -> Result<(QemuSource, Measured, Told), Box<dyn std::error::Error>> {
+    if !arguments.disks.is_none() {
+        vm = vm.with_disks(&arguments.disks, None)?;
+    }
+    vm = vm.allowing(&arguments.allow_differences);
+    if arguments.disks_are_shared {
+        vm = vm.sharing_disks();
+    }
+    let told = Told {
+        disks: vm.disk_list()?,
+        advice: vm.reporting()?.advice(),
+        device_state: Some(vm.state_by()),
+        writers: vm.writers(),
+        refusal: arguments
+            .to
+            .as_ref()
+            .map_or(Ok(None), |to| ask(&mut vm, to, &arguments.security, cancel))?,
+        ..Told::default()
+    };
+    let measured = measure(&mut vm, arguments.time, cancel)?;
+    Ok((vm, measured, told))
+}
+
+/// Why the destination at `to` would refuse the guest, if it would.
+fn ask(
+    vm: &mut dyn SourceVm,
+    to: &Address,
+    security: &SecurityArguments,
+    cancel: &Cancel,
+) -> Result<Option<String>, EngineError> {
+    let security = security.wish().source(to)?;
+    match inquire(vm, &Options { security, ..Options::new(to.clone()) }, cancel) {
+        Ok(()) => Ok(None),
+        Err(EngineError::Aborted { text, .. }) => Ok(Some(text)),
+        Err(error) => Err(error),
     }
 }
 
@@ -284,7 +365,7 @@ fn time(seconds: f64) -> String {
 /// Device state and handover, as measured (docs/benchmarks.md).
 fn handover(vm: &VmName) -> Duration {
     match vm {
-        VmName::Qemu(_) | VmName::Libvirt { .. } => Duration::from_millis(8),
+        VmName::Qemu(_) | VmName::Libvirt { .. } | VmName::Proxmox(_) => Duration::from_millis(8),
         VmName::Microvm(_) => Duration::from_millis(1),
     }
 }

@@ -1,6 +1,6 @@
 //! `godwit receive`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -11,16 +11,20 @@ use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Notice, Options, Received, receive};
+use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_memory::RamBlock;
-use godwit_qemu::{LibvirtDestination, QemuDestination};
+use godwit_qemu::{
+    LibvirtDestination, Mapping, QemuDestination, Shown, StartTerms, StartedDestination,
+};
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
 use serde_json::json;
 
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
+use crate::security::SecurityArguments;
 use crate::vm::{RequestError, VmName, libvirt_uri, refused_qemu};
 
 /// With less RAM than this nobody cares what it costs to fill.
@@ -30,8 +34,7 @@ const WORTH_ADVICE: ByteCount = ByteCount(1 << 30);
 ///
 /// The VM is started with the source's options and `-incoming defer` (a microvm: `--incoming`). One
 /// guest is taken in, then the command ends. Connections that do not speak the protocol are refused
-/// and told of; the address should be reachable for trusted hosts only, since nothing is encrypted
-/// yet.
+/// and told of. What comes from beyond this host is encrypted, or needs --insecure.
 #[derive(Debug, Args)]
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
@@ -39,12 +42,39 @@ pub(crate) struct Arguments {
     /// connected to; pid:N, a QEMU by its process, which has such a monitor; libvirt: or
     /// libvirt:@URI, a libvirt that starts the domain which the source tells it; or microvm:PATH,
     /// where PATH is the machine's control socket
-    #[arg(long, value_name = "VM")]
-    vm: VmName,
+    #[arg(long, value_name = "VM", required_unless_present = "start")]
+    vm: Option<VmName>,
+
+    /// Instead, start a QEMU from what the source tells of its own: its command line, with a
+    /// monitor of godwit's and the paths that --map names. It is shown before it starts, ends if
+    /// the guest does not come to run in it, and stands on its own if it does
+    #[arg(long, conflicts_with = "vm")]
+    start: bool,
+
+    /// With --start: a directory or file of the source's that may be used here, and where it is;
+    /// more than once for several. Paths that nobody names are not opened
+    #[arg(long, value_name = "/OLD=/NEW|/SAME", requires = "start")]
+    map: Vec<Mapping>,
+
+    /// With --start: a program that QEMU may run for a network card (script=, downscript=,
+    /// helper=); more than once for several
+    #[arg(long, value_name = "PROGRAM", requires = "start")]
+    script: Vec<PathBuf>,
+
+    /// With --start: the QEMU to start [default: the one on PATH that is called as the source's]
+    #[arg(long, value_name = "PROGRAM", requires = "start")]
+    emulator: Option<PathBuf>,
+
+    /// With --start: show what would be started, and refuse the source
+    #[arg(long, requires = "start")]
+    dry_run: bool,
 
     /// Where to listen: HOST:PORT (port 0: any), [IPV6]:PORT, unix:PATH or vsock:any:PORT
     #[arg(long, value_name = "ADDR")]
     listen: Address,
+
+    #[command(flatten)]
+    security: SecurityArguments,
 
     /// How long to wait for a source; 0s: forever
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
@@ -59,6 +89,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "all|none|NAME,...", default_value = "none")]
     disks: DiskChoice,
 
+    /// Where a disk of a domain of libvirt's that moves along is to be, if not where the source has
+    /// it: for each one --disk, as in --disk vda=/vm/web01.qcow2
+    #[arg(long = "disk", value_name = "NAME=PATH", value_parser = disk_path)]
+    disk_paths: Vec<(String, PathBuf)>,
+
     /// Take the guest in even if it may come to use more memory than this host, or the control
     /// group of the VM, has left; then the kernel may end the VM when memory runs out
     #[arg(long)]
@@ -71,6 +106,16 @@ pub(crate) struct Arguments {
     /// Print events and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
+}
+
+/// Where a disk is to be.
+fn disk_path(text: &str) -> Result<(String, PathBuf), String> {
+    match text.split_once('=') {
+        Some((name, path)) if !name.is_empty() && path.starts_with('/') => {
+            Ok((name.to_owned(), path.into()))
+        }
+        _ => Err("use NAME=PATH, with a path that begins with /".to_owned()),
+    }
 }
 
 /// Runs the command.
@@ -92,6 +137,13 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             output::refusal(&*error, json);
             ExitCode::from(FAILED)
         }
+        // It has done what it was for.
+        Err(RequestError::Failed(_)) if matches!(again, Some(Again::Shown)) => {
+            if json {
+                json_line(&json!({ "outcome": "shown" }));
+            }
+            ExitCode::SUCCESS
+        }
         Err(RequestError::Failed(failure)) => {
             tell_failure(&failure, again, json);
             process::exit_code(&failure)
@@ -107,45 +159,58 @@ fn take_in(
     again: &mut Option<Again>,
 ) -> Result<(Received, Cost), RequestError> {
     let wait = Some(arguments.wait).filter(|wait| !wait.is_zero());
+    // Of a microvm, its VMM looks.
+    if !matches!(arguments.vm, Some(VmName::Microvm(_))) {
+        security(arguments)?;
+    }
     match &arguments.vm {
-        VmName::Qemu(path) => {
+        None | Some(VmName::Qemu(_) | VmName::Proxmox(_) | VmName::Microvm(_))
+            if !arguments.disk_paths.is_empty() =>
+        {
+            let words = "--disk is for domains of libvirt's (--vm libvirt:): other machines have \
+                         their images before they start";
+            Err(RequestError::Refused(words.into()))
+        }
+        None => take_into_started(arguments, cancel, notice, again),
+        Some(VmName::Qemu(path)) => {
             let vm = QemuDestination::open(path)
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
-            listen(&mut vm, arguments, cancel, notice).map_err(|error| {
-                if matches!(error, RequestError::Failed(_)) {
-                    *again = Some(if vm.still_waits() { Again::Waits } else { Again::QemuEnded });
-                }
-                error
+            take_into(&mut vm, arguments, cancel, notice, again, |vm| {
+                if vm.still_waits() { Again::Waits } else { Again::QemuEnded }
             })
         }
-        VmName::Libvirt { domain, .. } if !domain.is_empty() => {
+        Some(VmName::Proxmox(id)) => {
+            let words = format!(
+                "Proxmox starts no VM that waits in a way that godwit can use: write --start, with \
+                 --map for what VM {id} has (docs/proxmox.md)"
+            );
+            Err(RequestError::Refused(words.into()))
+        }
+        Some(VmName::Libvirt { domain, .. }) if !domain.is_empty() => {
             let words = format!(
                 "the domain's name comes from the source: write libvirt: or libvirt:@URI, without \
                  '{domain}'"
             );
             Err(RequestError::Refused(words.into()))
         }
-        VmName::Libvirt { uri, .. } => {
+        Some(VmName::Libvirt { uri, .. }) => {
             let uri = libvirt_uri(uri.as_deref());
             let program = Path::new(process::THIS_PROGRAM);
             let vm = LibvirtDestination::open(&uri, program, |what| eprintln!("godwit: {what}"));
-            let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-            listen(&mut vm, arguments, cancel, notice).map_err(|error| {
-                if matches!(error, RequestError::Failed(_)) {
-                    *again = Some(Again::LibvirtWaits);
-                }
-                error
-            })
+            let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+            let mut vm = vm.with_disks(&arguments.disks, arguments.disk_paths.clone());
+            take_into(&mut vm, arguments, cancel, notice, again, |_| Again::LibvirtWaits)
         }
-        VmName::Microvm(path) => {
+        Some(VmName::Microvm(path)) => {
             let request = ReceiveRequest {
                 listen: arguments.listen.to_string(),
                 wait_ms: wait.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)),
                 codecs: Some(arguments.compression.to_string()),
                 disks: arguments.disks.to_string(),
                 overcommit: arguments.overcommit,
+                security: arguments.security.wish(),
             };
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);
             let received = client::receive(path, request, cancel, &mut listening, notice);
@@ -157,6 +222,73 @@ fn take_in(
     }
 }
 
+/// Takes a guest into a QEMU that is started for it.
+fn take_into_started(
+    arguments: &Arguments,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+    again: &mut Option<Again>,
+) -> Result<(Received, Cost), RequestError> {
+    let json = arguments.json;
+    let vm = StartedDestination::new(StartTerms {
+        emulator: arguments.emulator.clone(),
+        mappings: arguments.map.clone(),
+        scripts: arguments.script.clone(),
+        dry_run: arguments.dry_run,
+        godwit: PathBuf::from(process::THIS_PROGRAM),
+        disks: arguments.disks.clone(),
+        told: Box::new(move |shown| tell_shown(shown, json)),
+    });
+    let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
+    take_into(&mut vm, arguments, cancel, notice, again, |vm| {
+        if vm.has_shown() { Again::Shown } else { Again::Ended }
+    })
+}
+
+/// Takes a guest into `vm`; where that fails, `after` says what another attempt needs.
+fn take_into<V: DestinationVm>(
+    vm: &mut V,
+    arguments: &Arguments,
+    cancel: &Cancel,
+    notice: &mut dyn FnMut(&Notice),
+    again: &mut Option<Again>,
+    after: impl FnOnce(&V) -> Again,
+) -> Result<(Received, Cost), RequestError> {
+    let taken = listen(vm, arguments, cancel, notice);
+    if let Err(RequestError::Failed(_)) = &taken {
+        *again = Some(after(vm));
+    }
+    taken
+}
+
+fn tell_shown(shown: &Shown, json: bool) {
+    match shown {
+        Shown::CommandLine { words, left_out } if json => {
+            json_line(&json!({ "event": "command", "command": words, "left_out": left_out }));
+        }
+        Shown::CommandLine { words, left_out } => {
+            // To be copied, so it is not wrapped.
+            eprintln!("the destination QEMU:\n  {words}");
+            if !left_out.is_empty() {
+                eprintln!("left out of the source's options: {}", left_out.join(", "));
+            }
+        }
+        Shown::Started { pid, monitor, log } if json => {
+            json_line(&json!({ "event": "started", "pid": pid, "monitor": monitor, "log": log }));
+        }
+        Shown::Started { pid, monitor, log } => {
+            let (monitor, log) = (monitor.display(), log.display());
+            eprintln!("started as process {pid}: its monitor is {monitor}, its log {log}");
+        }
+    }
+}
+
+/// How connections are taken at the address.
+fn security(arguments: &Arguments) -> Result<Security, RequestError> {
+    let security = arguments.security.wish().destination(&arguments.listen);
+    security.map_err(|error| RequestError::Refused(error.into()))
+}
+
 /// Listens, and takes one guest in.
 fn listen(
     vm: &mut dyn DestinationVm,
@@ -164,6 +296,7 @@ fn listen(
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
+    let security = security(arguments)?;
     let listener = Listener::bind(&arguments.listen);
     let bound = listener.and_then(|l| l.address().map(|address| (l, address)));
     let (listener, address) = bound.map_err(|source| {
@@ -174,6 +307,7 @@ fn listen(
     #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
     let options = Options {
         wait: Some(arguments.wait).filter(|wait| !wait.is_zero()),
+        security,
         codecs: arguments.compression.codecs(),
         disks: arguments.disks.clone(),
         overcommit: arguments.overcommit,
@@ -217,6 +351,15 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             eprintln!(
                 "godwit: another source came, from {peer}; it was told that this receive is busy"
             );
+        }
+        Notice::Asked { peer, refusal } if json => {
+            json_line(&json!({ "event": "asked", "peer": peer, "refusal": refusal }));
+        }
+        Notice::Asked { peer, refusal: None } => {
+            eprintln!("{peer} asked whether its guest fits: it does; still waiting");
+        }
+        Notice::Asked { peer, refusal: Some(why) } => {
+            eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
         }
         Notice::Accepted { ram, disks } if json => {
             let disks: Vec<_> = disks
@@ -290,6 +433,10 @@ enum Again {
     QemuEnded,
     /// The machine has loaded, or ended.
     MicrovmUsedUp,
+    /// A QEMU that was started for the attempt, if one was.
+    Ended,
+    /// Nothing was to be started.
+    Shown,
 }
 
 impl Again {
@@ -303,6 +450,10 @@ impl Again {
                 "its QEMU has ended, since it can load only once: start it again with -incoming \
                  defer, then godwit receive"
             }
+            Self::Ended => {
+                "nothing of it is left here: run godwit receive again for another attempt"
+            }
+            Self::Shown => "it was only to be shown: run godwit receive without --dry-run",
             Self::MicrovmUsedUp => {
                 "its machine cannot be used again: start another with --incoming, then godwit \
                  receive"

@@ -90,6 +90,7 @@ fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
             domain_wanted(domain)?;
             Ok(godwit_qemu::domain_state(domain, &libvirt_uri(uri.as_deref()))?)
         }
+        VmName::Proxmox(id) => Ok(godwit_qemu::proxmox_state(id)?),
         VmName::Qemu(path) => {
             let asked =
                 Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));

@@ -23,6 +23,8 @@ pub(crate) enum VmName {
         /// The address of the daemon; without one, libvirt's own default.
         uri: Option<String>,
     },
+    /// A VM of Proxmox's, by its number.
+    Proxmox(String),
     /// A microvm, by its control socket.
     Microvm(PathBuf),
 }
@@ -53,6 +55,7 @@ impl fmt::Display for VmName {
             Self::Qemu(path) => write!(f, "qemu:{}", path.display()),
             Self::Libvirt { domain, uri: None } => write!(f, "libvirt:{domain}"),
             Self::Libvirt { domain, uri: Some(uri) } => write!(f, "libvirt:{domain}@{uri}"),
+            Self::Proxmox(id) => write!(f, "proxmox:{id}"),
             Self::Microvm(path) => write!(f, "microvm:{}", path.display()),
         }
     }
@@ -66,6 +69,11 @@ impl FromStr for VmName {
             Some(("qemu", path)) if !path.is_empty() => Ok(Self::Qemu(path.into())),
             Some(("microvm", path)) if !path.is_empty() => Ok(Self::Microvm(path.into())),
             Some(("libvirt", rest)) => Ok(libvirt(rest)),
+            Some(("proxmox", id)) if !id.is_empty() => Ok(Self::Proxmox(id.to_owned())),
+            Some(("incus", name)) if !name.is_empty() => {
+                let monitor = godwit_qemu::monitor_of_instance(name);
+                monitor.map(Self::Qemu).map_err(|error| error.to_string())
+            }
             Some(("pid", number)) => match number.parse() {
                 Ok(pid) if pid > 0 => match godwit_qemu::monitor_of(pid) {
                     Ok(path) => Ok(Self::Qemu(path)),
@@ -78,7 +86,8 @@ impl FromStr for VmName {
                 let cure = "write qemu:PATH, where PATH is the unix socket of a QMP monitor (QEMU \
                             option -qmp unix:PATH,server=on,wait=off), pid:N, where N is the \
                             process of a QEMU that has such a monitor, libvirt:DOMAIN or \
-                            libvirt:DOMAIN@URI, or microvm:PATH, where PATH is the control socket \
+                            libvirt:DOMAIN@URI, proxmox:ID, incus:NAME, or \
+                            microvm:PATH, where PATH is the control socket \
                             (godwit microvm run --control PATH)";
                 Err(cure.to_owned())
             }

@@ -7,8 +7,9 @@
 use core::cell::UnsafeCell;
 use core::ptr::read_volatile;
 
-use crate::boot_block::DISK_MMIO;
+use crate::boot_block::{DISK_MMIO, DISK_ON_PORTS};
 use crate::heartbeat::BUG;
+use crate::ports::Ports;
 use crate::serial;
 use crate::stamp::{Page, WORDS, mix};
 use crate::virtio::{DEVICE_WRITES, Descriptor, Device, NEXT, Queue, Shared};
@@ -16,7 +17,6 @@ use crate::virtio::{DEVICE_WRITES, Descriptor, Device, NEXT, Queue, Shared};
 /// At most so many pages of the disk are used: 16 MiB.
 const PAGES: usize = 4096;
 const BLOCK_DEVICE: u32 = 2;
-const DEVICE: Device = Device(DISK_MMIO);
 const SECTORS_PER_PAGE: u64 = 8;
 const READ: u32 = 0;
 const WRITE: u32 = 1;
@@ -33,25 +33,53 @@ static DATA: Shared<Page> = Shared(UnsafeCell::new(Page([0; WORDS])));
 /// The version of each page that was written last; 0: none.
 static GENERATIONS: Shared<[u64; PAGES]> = Shared(UnsafeCell::new([0; PAGES]));
 
+/// How the device is reached.
+enum Way {
+    /// The microvm's.
+    Mmio(Device),
+    /// QEMU's.
+    Ports(Ports),
+}
+
+impl Way {
+    fn notify(&self) {
+        match self {
+            Self::Mmio(device) => device.notify(0),
+            Self::Ports(ports) => ports.notify(0),
+        }
+    }
+}
+
 /// The device and the work on it.
 pub struct DiskWork {
+    device: Way,
     pages: u64,
     random: u64,
     bugs_printed: u64,
 }
 
 impl DiskWork {
-    /// Brings the device up.
-    pub fn start() -> Self {
-        DEVICE.begin(BLOCK_DEVICE, 0);
-        DEVICE.show(0, &QUEUE);
-        DEVICE.ready();
-        let sectors = u64::from(DEVICE.register(0x104)) << 32 | u64::from(DEVICE.register(0x100));
+    /// Brings the device up that is there in the way `disk`, as the boot block says.
+    pub fn start(disk: u32) -> Self {
+        let (device, sectors) = if disk == DISK_ON_PORTS {
+            let ports = Ports::begin(BLOCK_DEVICE);
+            ports.show(0, &QUEUE);
+            ports.ready();
+            let sectors = ports.config();
+            (Way::Ports(ports), sectors)
+        } else {
+            let device = Device(DISK_MMIO);
+            device.begin(BLOCK_DEVICE, 0);
+            device.show(0, &QUEUE);
+            device.ready();
+            let half = |offset| u64::from(device.register(offset));
+            (Way::Mmio(device), half(0x104) << 32 | half(0x100))
+        };
         let pages = (sectors / SECTORS_PER_PAGE).min(PAGES as u64);
         if pages == 0 {
             panic!("the disk is smaller than a page");
         }
-        Self { pages, random: 1, bugs_printed: 0 }
+        Self { device, pages, random: 1, bugs_printed: 0 }
     }
 
     /// One write and one check; how many bugs were found.
@@ -108,7 +136,8 @@ impl DiskWork {
                 Descriptor { address: status as u64, len: 1, flags: DEVICE_WRITES, next: 0 },
             );
             QUEUE.add(0);
-            QUEUE.carry_out(DEVICE, 0);
+            self.device.notify();
+            QUEUE.await_all();
             let status = read_volatile(status);
             if status != 0 {
                 panic!("the disk answers {status} to a request for page {page}");

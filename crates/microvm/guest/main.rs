@@ -27,6 +27,7 @@ mod main_loop;
 #[path = "../../../lab/guest-workload/src/pace.rs"]
 mod pace;
 mod plugged;
+mod ports;
 mod serial;
 #[path = "../../../lab/guest-workload/src/stamp.rs"]
 mod stamp;

@@ -53,7 +53,7 @@ impl Device {
             [
                 &raw const (*ring).descriptors as u64,
                 &raw const (*ring).available_flags as u64,
-                &raw const (*ring).used_flags as u64,
+                &raw const (*ring).used as u64,
             ]
         };
         for (offset, address) in [0x80, 0x90, 0xa0].into_iter().zip(parts) {
@@ -89,9 +89,15 @@ pub struct Ring<const SIZE: usize> {
     available_flags: u16,
     available_index: u16,
     available: [u16; SIZE],
-    used_flags: u16,
-    used_index: u16,
-    used: [[u32; 2]; SIZE],
+    used: Used<SIZE>,
+}
+
+/// Where devices with ports expect it: on a page of its own.
+#[repr(C, align(4096))]
+struct Used<const SIZE: usize> {
+    flags: u16,
+    index: u16,
+    entries: [[u32; 2]; SIZE],
 }
 
 /// A queue; used by one vCPU at a time, and by the device while requests are under way.
@@ -106,9 +112,7 @@ impl<const SIZE: usize> Queue<SIZE> {
             available_flags: 1,
             available_index: 0,
             available: [0; SIZE],
-            used_flags: 0,
-            used_index: 0,
-            used: [[0; 2]; SIZE],
+            used: Used { flags: 0, index: 0, entries: [[0; 2]; SIZE] },
         }))
     }
 
@@ -137,6 +141,11 @@ impl<const SIZE: usize> Queue<SIZE> {
         unsafe { (*self.0.get()).descriptors[usize::from(number) % SIZE] = descriptor };
     }
 
+    /// Where it is.
+    pub fn address(&self) -> u64 {
+        self.0.get() as u64
+    }
+
     /// Notifies `device` of queue `number` and waits until it has given back all that was made
     /// available.
     ///
@@ -144,6 +153,15 @@ impl<const SIZE: usize> Queue<SIZE> {
     /// No other vCPU uses the queue.
     pub unsafe fn carry_out(&self, device: Device, number: u32) {
         device.notify(number);
+        // SAFETY: as the caller says.
+        unsafe { self.await_all() };
+    }
+
+    /// Waits until the device has given back all that was made available.
+    ///
+    /// # Safety
+    /// No other vCPU uses the queue.
+    pub unsafe fn await_all(&self) {
         // SAFETY: as the caller says.
         while !unsafe { self.is_given_back() } {
             core::hint::spin_loop();
@@ -158,7 +176,7 @@ impl<const SIZE: usize> Queue<SIZE> {
     pub unsafe fn is_given_back(&self) -> bool {
         let ring = self.0.get();
         // SAFETY: as the caller says; what the device writes is read with volatile reads.
-        unsafe { read_volatile(&raw const (*ring).used_index) == (*ring).available_index }
+        unsafe { read_volatile(&raw const (*ring).used.index) == (*ring).available_index }
     }
 }
 

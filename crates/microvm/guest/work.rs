@@ -170,7 +170,8 @@ struct Cpu {
 
 impl Cpu {
     fn start(number: usize, boot: &'static BootBlock) -> Self {
-        let disk = if number == 0 && boot.disk != 0 { Some(DiskWork::start()) } else { None };
+        let with_disk = number == 0 && boot.disk != 0;
+        let disk = if with_disk { Some(DiskWork::start(boot.disk)) } else { None };
         if number == 0 {
             // SAFETY: vCPU 0 alone, and before the only shared reference is made.
             unsafe { (*BEACON.0.get()).light() };

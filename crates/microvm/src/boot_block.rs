@@ -33,6 +33,12 @@ pub const PAGES_WINDOW: u64 = 2 << 39;
 pub const GENERATIONS_WINDOW: u64 = 1 << 39;
 /// Where the guest finds its disk, a virtio-mmio device.
 pub const DISK_MMIO: u64 = 0xd000_0000;
+/// The disk is on the PCI bus of another VMM: in this slot, and the guest gives it these ports.
+pub const DISK_ON_PORTS: u32 = 2;
+/// Its slot on the first bus.
+pub const DISK_SLOT: u16 = 8;
+/// The first of the ports that it is given.
+pub const DISK_PORTS: u16 = 0xc000;
 /// Where it finds its balloon, another one.
 pub const BALLOON_MMIO: u64 = 0xd000_1000;
 /// The port of the serial line, COM1.
@@ -79,7 +85,7 @@ pub struct BootBlock {
     pub order: u32,
     /// How many vCPUs there are.
     pub cpus: u32,
-    /// Whether there is a disk (1) or not (0).
+    /// Whether there is no disk (0), one at [`DISK_MMIO`] (1), or [`DISK_ON_PORTS`].
     pub disk: u32,
     /// Pages written a second, by all vCPUs together.
     pub rate: u64,

@@ -15,7 +15,7 @@ use godwit_control::messages::{
     Answer, Cost, MigrateRequest, Plugged, ReceiveRequest, Request, Status,
 };
 use godwit_control::steer::{Socket, bind, steer};
-use godwit_engine::address::Listener;
+use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::measure::measure;
@@ -361,17 +361,17 @@ impl Host {
             Err(error) => return line.say(&refused(format!("\"disks\": {error}"))),
         };
         let listening = listen
-            .parse()
+            .parse::<Address>()
             .map_err(|error| format!("\"listen\" {listen:?}: {error}"))
             .and_then(|address| {
+                let security = request.security.destination(&address);
+                let security = security.map_err(|error| error.to_string())?;
                 let listener = Listener::bind(&address);
-                listener.map_err(|error| format!("cannot listen on {listen}: {error}"))
-            })
-            .and_then(|listener| match listener.address() {
-                Ok(address) => Ok((listener, address)),
-                Err(error) => Err(format!("cannot listen on {listen}: {error}")),
+                listener
+                    .and_then(|listener| listener.address().map(|at| (listener, at, security)))
+                    .map_err(|error| format!("cannot listen on {listen}: {error}"))
             });
-        let (listener, address) = match listening {
+        let (listener, address, security) = match listening {
             Ok(listening) => listening,
             Err(error) => return line.say(&refused(error)),
         };
@@ -386,6 +386,7 @@ impl Host {
         #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
         let options = destination::Options {
             wait: request.wait_ms.map(Duration::from_millis),
+            security,
             codecs,
             disks,
             overcommit: request.overcommit,

@@ -25,10 +25,10 @@ use kvm_ioctls::VcpuFd;
 
 use crate::MicrovmError;
 use crate::boot_block::{
-    BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, GENERATIONS_WINDOW,
-    MAX_PLUGGED, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_MIXED, MODE_RATE,
-    ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES, PAGES_WINDOW,
-    PLUGGED, PROGRAM, TABLE_ADDRESS as ADDRESS,
+    BALLOON_HINTS, BALLOON_REPORTING, BOOT_BLOCK, BOOT_MAGIC, BootBlock, DISK_ON_PORTS,
+    GENERATIONS_WINDOW, MAX_PLUGGED, MODE_CHURN, MODE_CRASH, MODE_FULL, MODE_IDLE, MODE_MIXED,
+    MODE_RATE, ORDER_HOT_COLD, ORDER_HOT_TENTH, ORDER_RANDOM, ORDER_SEQUENTIAL, PAGE_TABLES,
+    PAGES_WINDOW, PLUGGED, PROGRAM, TABLE_ADDRESS as ADDRESS,
 };
 use crate::error::kvm;
 use crate::layout::HOLE;
@@ -99,6 +99,9 @@ pub struct GuestPlan {
     pub fill: Option<ByteCount>,
     /// The part of it that is written; `None`: all of it, but at most 128 MiB.
     pub working_set: Option<ByteCount>,
+    /// In a machine of another VMM: it has a virtio disk for it in slot 8 of its first PCI bus, by
+    /// ports, whose queue has 4 places. A page of it is written and another one read every 10 ms.
+    pub disk_on_ports: bool,
 }
 
 /// What the guest finds beside memory and serial line.
@@ -136,9 +139,9 @@ impl BootMemory for GuestRam {
     }
 }
 
-/// Puts the guest program and what it needs into `ram`, for a machine of another VMM that has
-/// neither disk nor balloon for it, and a time-stamp counter of `tsc_khz`. Returns where the
-/// program is entered: in 64-bit mode and ring 3, the vCPU's number in rdi, by way of the
+/// Puts the guest program and what it needs into `ram`, for a machine of another VMM that has no
+/// balloon for it, no disk but that of the plan, and a time-stamp counter of `tsc_khz`. Returns
+/// where the program is entered: in 64-bit mode and ring 3, the vCPU's number in rdi, by way of the
 /// descriptors and the page tables that are placed, too ([`BOOT_BLOCK`]'s module says where).
 ///
 /// # Errors
@@ -199,7 +202,7 @@ pub(crate) fn place(
         mode,
         order,
         cpus,
-        disk: devices.disk.into(),
+        disk: if plan.disk_on_ports { DISK_ON_PORTS } else { devices.disk.into() },
         rate: plan.rate,
         fill,
         working_set,
@@ -439,8 +442,13 @@ mod tests {
         GuestRam::new(&check(plain(ByteCount(mib << 20), None)).unwrap()).unwrap()
     }
 
-    const PLAN: GuestPlan =
-        GuestPlan { mode: GuestMode::HotCold, rate: 7, fill: None, working_set: None };
+    const PLAN: GuestPlan = GuestPlan {
+        mode: GuestMode::HotCold,
+        rate: 7,
+        fill: None,
+        working_set: None,
+        disk_on_ports: false,
+    };
 
     #[test]
     fn the_boot_block_is_written_as_the_guest_reads_it() {

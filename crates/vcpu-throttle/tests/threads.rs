@@ -257,8 +257,9 @@ fn all_threads_are_stopped_and_continued_together() {
     // Were each stopped for itself, all would be seen stopped as often as chance has it.
     let by_chance: f64 = each.iter().map(|&each| f64::from(each) / looks as f64).product();
     let together = f64::from(all) / looks as f64;
-    let measures = throttle.measures();
+    // Read before the throttle's own look: what the threads run between the two is not its lie.
     let after = vcpu_time(spinner.part.pid(), &spinner.tids).unwrap();
+    let measures = throttle.measures();
     println!(
         "all stopped {together:.3}, by chance {by_chance:.3}, {measures:?}, {:?}",
         measures.ran_share()

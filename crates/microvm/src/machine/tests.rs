@@ -66,7 +66,13 @@ fn rig(test: &str, plan: &MachinePlan, mode: Option<GuestMode>) -> Option<Rig> {
         let _ = writeln!(io::stderr(), "SKIPPED {test}: /dev/kvm cannot be opened: {error}");
         return None;
     }
-    let guest = mode.map(|mode| GuestPlan { mode, rate: 500, fill: None, working_set: None });
+    let guest = mode.map(|mode| GuestPlan {
+        mode,
+        rate: 500,
+        fill: None,
+        working_set: None,
+        disk_on_ports: false,
+    });
     let (output, (events_in, events)) = (Output::default(), channel());
     let machine = Machine::new(plan, guest.as_ref(), Box::new(output.clone()), &events_in).unwrap();
     Some(Rig { machine, output, events })
