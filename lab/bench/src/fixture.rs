@@ -119,14 +119,22 @@ pub struct Outcome {
     pub destination: TestVm,
 }
 
-/// Touches the memory that the guest of `vm` will take, and half of that again; gives it back. A
-/// hypervisor beneath this host may have taken what is free here (free page reporting): to have it
-/// back costs some twenty times what it costs to clear a page, so it would be most of what is
-/// measured, and not the same for everybody.
+/// Touches the memory that the guest of `vm` will take, and half of that again; gives it back.
 fn warm_up(vm: &TestVm) -> anyhow::Result<()> {
     let taken = Process::new(vm.pid())?.status()?.vmrss.context("QEMU has ended")? << 10;
+    warm_up_bytes(taken * 3 / 2)
+}
+
+/// Touches `bytes` of memory, as far as they are there, and gives them back. A hypervisor beneath
+/// this host may have taken what is free here (free page reporting): to have it back costs some
+/// twenty times what it costs to clear a page, so it would be most of what is measured, and not the
+/// same for everybody.
+///
+/// # Errors
+/// When the kernel does not tell what is free, or does not give it.
+pub fn warm_up_bytes(bytes: u64) -> anyhow::Result<()> {
     let free = Meminfo::current()?.mem_available.context("an old kernel")?;
-    let bytes = usize::try_from((taken * 3 / 2).min(free / 5 * 4))?;
+    let bytes = usize::try_from(bytes.min(free / 5 * 4))?;
     let memory = Mapping::anonymous(bytes)?;
     // Huge pages where the host has them, as the destination will.
     memory.advise(0, bytes, libc::MADV_HUGEPAGE)?;

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, disks_of, wall_clock};
+use godwit_testbed::{Ended, Godwit, Running, SlowLink, TestVm, shared_by, wall_clock};
 
 /// One run of `godwit migrate` and `godwit receive`.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl Attempt {
         options: &[&str],
     ) -> anyhow::Result<Self> {
         let cpu_before = ended_children()?;
-        let disks = disks_of(options);
+        let disks = shared_by(options);
         let (receive, address) = match terms.link {
             Some(link) => godwit.receive_over(link, destination, disks)?,
             None => godwit.receive(destination, disks)?,

@@ -10,5 +10,6 @@ pub mod godwit;
 pub mod moves;
 pub mod report;
 pub mod row;
+pub mod still;
 pub mod sys;
 pub mod table;

@@ -17,7 +17,7 @@ pub use terminal::{Screen, Terminal};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, disks_of};
+use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, shared_by};
 use rustix::process::Pid;
 use serde_json::{Value, json};
 
@@ -68,7 +68,7 @@ impl Pair {
     /// # Errors
     /// When one of them does not start or does not end.
     pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
-        let (receive, address) = self.godwit.receive(&self.destination, disks_of(options))?;
+        let (receive, address) = self.godwit.receive(&self.destination, shared_by(options))?;
         let migrate = self.godwit.migrate(&self.source, &address, options)?;
         Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
     }
@@ -144,7 +144,15 @@ pub fn await_alone(vm: &TestVm) -> anyhow::Result<()> {
 /// # Errors
 /// When processes cannot be listed.
 pub fn guardian_of(vm: &TestVm) -> anyhow::Result<Option<Pid>> {
-    let record = format!("-guard-{}", vm.pid());
+    guardian_of_process(vm.pid())
+}
+
+/// The guardian of the godwit that is at work on the QEMU `pid`.
+///
+/// # Errors
+/// When processes cannot be listed.
+pub fn guardian_of_process(pid: i32) -> anyhow::Result<Option<Pid>> {
+    let record = format!("-guard-{pid}");
     for entry in std::fs::read_dir("/proc")?.flatten() {
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
         if line.split(|byte| *byte == 0).any(|word| word.ends_with(record.as_bytes())) {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_testbed::{Ended, Godwit, MicroVm, Movable, disks_of, kvm_for};
+use godwit_testbed::{Ended, Godwit, MicroVm, Movable, kvm_for, shared_by};
 
 use crate::LIMIT;
 
@@ -53,7 +53,7 @@ impl MicroPair {
     /// # Errors
     /// When one of them does not start or does not end.
     pub fn migrate(&self, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
-        let (receive, address) = self.godwit.receive(&self.destination, disks_of(options))?;
+        let (receive, address) = self.godwit.receive(&self.destination, shared_by(options))?;
         let migrate = self.godwit.migrate(&self.source, &address, options)?;
         Ok((migrate.wait(LIMIT)?, receive.wait(LIMIT)?))
     }

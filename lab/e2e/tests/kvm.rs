@@ -10,7 +10,8 @@ use godwit_e2e::{
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    Backend, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, kvm_builds_for, skip,
+    Backend, DISK_WORK, DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, images_for,
+    kvm_builds_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -125,6 +126,72 @@ fn a_guest_on_kvm_at_full_speed_is_governed_and_arrives() -> anyhow::Result<()> 
         ensure!(migrate.last()["write_faults_delayed"].as_u64() > Some(0), "{}", migrate.last());
     }
     Ok(())
+}
+
+/// What the guest on KVM uses of a disk.
+const DISK: ByteCount = DISK_WORK.span;
+
+/// QEMU writes what it reads from the disk into memory, while the guest writes at its own speed.
+#[test]
+fn a_disk_on_shared_storage_that_a_guest_on_kvm_writes() -> anyhow::Result<()> {
+    let test = "a_disk_on_shared_storage_that_a_guest_on_kvm_writes";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in kvm_builds_for(test) {
+        let image = DiskImage::create("raw", DISK)?;
+        let mut config = config(&build, Mode::Rate, Backend::Anonymous);
+        config.guest.disk = DISK_WORK;
+        let mut pair = Pair::start(&config.with_disk("disk0", &image))?;
+        let before = written(&image)?;
+        let (migrate, _) = pair.migrate(&["--verify"])?;
+        check_arrived(&mut pair, &migrate).with_context(|| build.to_string())?;
+        await_writes(&pair, &image, before).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_disk_moves_along_with_a_guest_on_kvm() -> anyhow::Result<()> {
+    let test = "a_disk_moves_along_with_a_guest_on_kvm";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in kvm_builds_for(test) {
+        let images = [DiskImage::create("raw", DISK)?, DiskImage::create("raw", DISK)?];
+        let mut config = config(&build, Mode::Rate, Backend::Anonymous);
+        config.guest.disk = DISK_WORK;
+        let [from, to] = images.each_ref().map(|image| config.clone().with_disk("disk0", image));
+        let mut pair = Pair::start_apart(&from, &to)?;
+        let before = await_writes(&pair, &images[0], 0)?;
+        let (migrate, _) = pair.migrate(&["--disks", "all", "--verify"])?;
+        check_arrived(&mut pair, &migrate).with_context(|| build.to_string())?;
+        await_writes(&pair, &images[1], before).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+/// Pages of `image` that the guest has written.
+fn written(image: &DiskImage) -> anyhow::Result<usize> {
+    let bytes = std::fs::read(image.path())?;
+    Ok(bytes.chunks_exact(4096).filter(|page| page.iter().any(|byte| *byte != 0)).count())
+}
+
+/// Waits until the guest has written a hundred pages of `image` more than `before`, or nearly all
+/// of them; how many they are. It reads them back meanwhile, and finds them right.
+fn await_writes(pair: &Pair, image: &DiskImage, before: usize) -> anyhow::Result<usize> {
+    let until = Instant::now() + LIMIT;
+    let enough = (before + 100).min(DISK.0 as usize / 4096 * 9 / 10);
+    loop {
+        let pages = written(image)?;
+        let bugs = [pair.source.bugs(), pair.destination.bugs()].concat();
+        ensure!(bugs.is_empty(), "{bugs:?}");
+        if pages >= enough {
+            return Ok(pages);
+        }
+        ensure!(Instant::now() < until, "the guest has written {pages} pages, {enough} are due");
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 /// The most writes a second that it has told of.

@@ -1,10 +1,10 @@
 //! `godwit plan`: it tells what would be, and leaves the guest as it was.
 
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::Instant;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, MicroPair, check_untouched};
+use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_untouched};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for, kvm_for,
@@ -83,6 +83,51 @@ fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
     let unknown = plan("other")?;
     ensure!(String::from_utf8_lossy(&unknown.stderr).contains("no disk 'other'"), "{unknown:?}");
     check_untouched(&mut vm)
+}
+
+/// The destination is asked what it would say, to a guest that fits and to one that does not, and
+/// then takes the one that fits.
+#[test]
+fn a_plan_asks_the_destination() -> anyhow::Result<()> {
+    for build in builds_for("a_plan_asks_the_destination") {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let mut pair = Pair::start(&config)?;
+        let mut two = config.clone();
+        two.cpus = 2;
+        let mut other = TestVm::source(&two)?;
+        other.wait_ready(LIMIT)?;
+        let godwit = Godwit::built()?;
+        let (receive, address) = godwit.receive(&pair.destination, &[])?;
+        let plan = |vm: &TestVm| {
+            godwit.run(&[
+                "plan",
+                "--vm",
+                &vm.vm_name(),
+                "--for",
+                "200ms",
+                "--to",
+                &address,
+                "--json",
+            ])
+        };
+        let (fits, differs) = (plan(&pair.source)?, plan(&other)?);
+        let answer = |output: &Output| serde_json::from_slice::<Value>(&output.stdout);
+        ensure!(fits.status.success(), "{fits:?}");
+        ensure!(answer(&fits)?["destination"]["accepts"] == true, "{fits:?}");
+        ensure!(differs.status.code() == Some(1), "{differs:?}");
+        let refusal = answer(&differs)?["destination"]["refusal"].to_string();
+        ensure!(refusal.contains("[smp] processors: 2 at the source, 1 here"), "{refusal}");
+        ensure!(pair.destination.status()? == "inmigrate");
+        check_untouched(&mut other)?;
+        let migrate = godwit.migrate(&pair.source, &address, &["--verify"])?.wait(LIMIT)?;
+        let receive = receive.wait(LIMIT)?;
+        let asked: Vec<_> = receive.lines.iter().filter(|line| line["event"] == "asked").collect();
+        ensure!(asked.len() == 2, "{asked:?}");
+        check_moved(&mut pair, &migrate)?;
+    }
+    let nobody = Godwit::built()?.run(&["plan", "--vm", "qemu:/nowhere", "--disks-are-shared"])?;
+    ensure!(nobody.status.code() == Some(2), "--disks-are-shared needs --to: {nobody:?}");
+    Ok(())
 }
 
 #[test]

@@ -27,7 +27,7 @@ const ENDLESS: &[&str] = &[
 /// Two machines of one kind, the first with a guest that writes as fast as it can.
 enum Machines {
     Qemu(Box<Pair>),
-    Microvm(MicroPair),
+    Microvm(Box<MicroPair>),
 }
 
 /// Which QEMUs a test needs.
@@ -56,7 +56,7 @@ fn machines(test: &str, qemus: Qemus) -> impl Iterator<Item = anyhow::Result<Mac
     let microvms = std::iter::once_with(move || {
         println!("with microvms");
         let options = ["--memory", "128MiB", "--mode", "full", "--working-set", "64MiB"];
-        Ok(MicroPair::start(&test, &options)?.map(Machines::Microvm))
+        Ok(MicroPair::start(&test, &options)?.map(|pair| Machines::Microvm(Box::new(pair))))
     });
     of_qemu.chain(microvms.filter_map(Result::transpose))
 }

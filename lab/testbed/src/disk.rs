@@ -65,6 +65,16 @@ impl DiskImage {
         ["-blockdev", &node, "-device", &device].map(str::to_owned).into()
     }
 
+    /// The same for the guest on KVM, which reaches a disk by ports.
+    #[must_use]
+    pub fn arguments_on_kvm(&self, name: &str) -> Vec<String> {
+        let mut arguments = self.arguments(name);
+        if let Some(device) = arguments.last_mut() {
+            device.push_str(",disable-modern=on,disable-legacy=off,queue-size=4,addr=08.0");
+        }
+        arguments
+    }
+
     /// Bytes that the file takes up on its file system.
     ///
     /// # Errors

@@ -23,6 +23,8 @@ const LISTEN_LIMIT: Duration = Duration::from_secs(20);
 #[derive(Clone, Debug)]
 pub struct Godwit {
     program: PathBuf,
+    /// What is different about its environment.
+    variables: Vec<(String, String)>,
 }
 
 impl Godwit {
@@ -43,13 +45,26 @@ impl Godwit {
                 this.display()
             )
         })?;
-        Ok(Self { program })
+        Ok(Self { program, variables: Vec::new() })
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.
     #[must_use]
     pub fn beside(&self, name: &str) -> Self {
-        Self { program: self.program.with_file_name(name) }
+        Self { program: self.program.with_file_name(name), ..self.clone() }
+    }
+
+    /// The same with a variable in its environment, where it is run on this host.
+    #[must_use]
+    pub fn with_variable(mut self, name: &str, value: &str) -> Self {
+        self.variables.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        command
     }
 
     /// Where the program is.
@@ -63,7 +78,7 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn run(&self, arguments: &[&str]) -> anyhow::Result<Output> {
-        Command::new(&self.program).args(arguments).output().context("cannot run godwit")
+        self.command().args(arguments).output().context("cannot run godwit")
     }
 
     /// The same for what must succeed.
@@ -85,7 +100,7 @@ impl Godwit {
     /// # Errors
     /// When it does not come to that.
     pub fn receive(&self, vm: &dyn Movable, options: &[&str]) -> anyhow::Result<(Running, String)> {
-        let command = Command::new(&self.program);
+        let command = self.command();
         self.receive_at(command, "127.0.0.1:0", &vm.vm_name(), options)
     }
 
@@ -94,7 +109,15 @@ impl Godwit {
     /// # Errors
     /// As [`Self::receive`].
     pub fn receive_named(&self, vm: &str, options: &[&str]) -> anyhow::Result<(Running, String)> {
-        self.receive_at(Command::new(&self.program), "127.0.0.1:0", vm, options)
+        self.receive_at(self.command(), "127.0.0.1:0", vm, options)
+    }
+
+    /// The same for a QEMU that is started for the guest.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_starting(&self, options: &[&str]) -> anyhow::Result<(Running, String)> {
+        self.receive_by(self.command(), "127.0.0.1:0", &["--start"], options)
     }
 
     /// The same at an address of the caller's choice.
@@ -107,7 +130,7 @@ impl Godwit {
         vm: &dyn Movable,
         options: &[&str],
     ) -> anyhow::Result<(Running, String)> {
-        self.receive_at(Command::new(&self.program), address, &vm.vm_name(), options)
+        self.receive_at(self.command(), address, &vm.vm_name(), options)
     }
 
     /// The same at the far end of `link`.
@@ -129,6 +152,16 @@ impl Godwit {
         command: Command,
         address: &str,
         vm: &str,
+        options: &[&str],
+    ) -> anyhow::Result<(Running, String)> {
+        self.receive_by(command, address, &["--vm", vm], options)
+    }
+
+    fn receive_by(
+        &self,
+        command: Command,
+        address: &str,
+        vm: &[&str],
         options: &[&str],
     ) -> anyhow::Result<(Running, String)> {
         let mut running = self.start(command, "receive", vm, &["--listen", address], options)?;
@@ -159,7 +192,7 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn migrate_named(&self, vm: &str, to: &str, options: &[&str]) -> anyhow::Result<Running> {
-        self.start(Command::new(&self.program), "migrate", vm, &["--to", to], options)
+        self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], options)
     }
 
     /// What ships knows none of the options that make up faults; so does a program that was built
@@ -183,7 +216,7 @@ impl Godwit {
         &self,
         mut program: Command,
         command: &str,
-        vm: &str,
+        vm: &[&str],
         peer: &[&str],
         options: &[&str],
     ) -> anyhow::Result<Running> {
@@ -192,10 +225,12 @@ impl Godwit {
         let errors =
             File::create(place.file("stderr")).context("cannot create a file for errors")?;
         let mut child = program
-            .args([command, "--vm", vm])
+            .arg(command)
+            .args(vm)
             .args(peer)
             .arg("--json")
             .args(options)
+            .args(open_network(peer[1], options))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)
@@ -206,10 +241,20 @@ impl Godwit {
     }
 }
 
-/// Of the options of a `godwit migrate`, those about disks that its `godwit receive` needs as well.
+/// What a `godwit` needs to speak in the clear with an address beyond this host, as that of a link
+/// between network namespaces.
+fn open_network(address: &str, options: &[&str]) -> Option<&'static str> {
+    let local = ["127.", "unix:", "[::1]", "localhost"].iter().any(|it| address.starts_with(it));
+    let told = ["--keys", "--insecure"].iter().any(|option| options.contains(option));
+    (!local && !told).then_some("--insecure")
+}
+
+/// Of the options of a `godwit migrate`, the one that its `godwit receive` needs as well: about
+/// disks, or keys that both ends have.
 #[must_use]
-pub fn disks_of<'a>(options: &'a [&'a str]) -> &'a [&'a str] {
-    options.windows(2).find(|pair| pair[0] == "--disks").unwrap_or_default()
+pub fn shared_by<'a>(options: &'a [&'a str]) -> &'a [&'a str] {
+    let shared = |pair: &&[&str]| matches!(pair[0], "--disks" | "--keys");
+    options.windows(2).find(shared).unwrap_or_default()
 }
 
 /// A `godwit` at work.

@@ -11,10 +11,11 @@ use godwit_units::ByteCount;
 use crate::mount::Mount;
 use crate::skip::skip;
 
-const RESERVED: &str = "/proc/sys/vm/nr_hugepages";
-const SIZE: u64 = 2 << 20;
+/// The sizes of huge pages that processors have.
+const SMALL: u64 = 2 << 20;
+const GIANT: u64 = 1 << 30;
 
-/// A hugetlbfs with pages of 2 MiB; dropping it unmounts it and gives the pages back.
+/// A hugetlbfs with pages of one size; dropping it unmounts it and gives the pages back.
 #[derive(Debug)]
 pub struct HugePages {
     mount: Mount,
@@ -23,24 +24,37 @@ pub struct HugePages {
 }
 
 impl HugePages {
-    /// Reserves `bytes` for `test`, or says that it is skipped.
+    /// Reserves `bytes` in pages of 2 MiB for `test`, or says that it is skipped.
     #[must_use]
     pub fn for_test(test: &str, bytes: ByteCount) -> Option<Self> {
-        let made = Self::reserve(bytes);
+        Self::of(test, SMALL, bytes)
+    }
+
+    /// The same in pages of 1 GiB, of which many hosts have none to give once they have run for a
+    /// while.
+    #[must_use]
+    pub fn giant_for_test(test: &str, bytes: ByteCount) -> Option<Self> {
+        Self::of(test, GIANT, bytes)
+    }
+
+    fn of(test: &str, size: u64, bytes: ByteCount) -> Option<Self> {
+        let made = Self::reserve(size, bytes);
         if let Err(problem) = &made {
             skip(test, format_args!("no huge pages: {problem:#}"));
         }
         made.ok()
     }
 
-    fn reserve(bytes: ByteCount) -> anyhow::Result<Self> {
-        let reserved = Reserved { before: number(RESERVED)? };
-        let wanted = reserved.before + bytes.0.div_ceil(SIZE);
-        std::fs::write(RESERVED, wanted.to_string())
-            .with_context(|| format!("cannot write {RESERVED}"))?;
-        let got = number(RESERVED)?;
+    fn reserve(size: u64, bytes: ByteCount) -> anyhow::Result<Self> {
+        let file = format!("/sys/kernel/mm/hugepages/hugepages-{}kB/nr_hugepages", size >> 10);
+        let reserved = Reserved { before: number(&file)?, file };
+        let wanted = reserved.before + bytes.0.div_ceil(size);
+        std::fs::write(&reserved.file, wanted.to_string())
+            .with_context(|| format!("cannot write {}", reserved.file))?;
+        let got = number(&reserved.file)?;
         ensure!(got >= wanted, "the host gives {got} of {wanted}");
-        Ok(Self { mount: Mount::new("hugetlbfs", "pagesize=2M")?, _reserved: reserved })
+        let mount = Mount::new("hugetlbfs", &format!("pagesize={}M", size >> 20))?;
+        Ok(Self { mount, _reserved: reserved })
     }
 
     /// Where it is mounted.
@@ -54,11 +68,12 @@ impl HugePages {
 #[derive(Debug)]
 struct Reserved {
     before: u64,
+    file: String,
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        let _ = std::fs::write(RESERVED, self.before.to_string());
+        let _ = std::fs::write(&self.file, self.before.to_string());
     }
 }
 

@@ -12,6 +12,8 @@
 
 mod image;
 
+pub use image::DISK_WORK;
+
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

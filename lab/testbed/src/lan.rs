@@ -13,6 +13,7 @@ use godwit_guest_workload::settings::CardAddress;
 
 use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
+use crate::net_back_end::NetBackEnd;
 use crate::netns::build_within;
 use crate::pings::Pings;
 use crate::qemu_build::QemuBuild;
@@ -67,15 +68,40 @@ impl Lan {
     /// # Errors
     /// When there is no port to be had.
     pub fn attach(&self, config: &VmConfig) -> anyhow::Result<VmConfig> {
+        let port = self.add_port()?;
+        let mut config = config.clone();
+        config.build = self.build(&config.build, &port)?;
+        let back_end = format!("tap,id=net,ifname={port},script=no,downscript=no");
+        Ok(with_card(config.with_extra(&["-netdev", &back_end])))
+    }
+
+    /// The same with the card in a process of its own, which is to outlive the machine. Its RAM
+    /// must be shared.
+    ///
+    /// # Errors
+    /// When there is no port to be had, or the process does not start.
+    pub fn attach_beside(&self, config: &VmConfig) -> anyhow::Result<(VmConfig, NetBackEnd)> {
+        let back_end = NetBackEnd::start(&self.namespace(), &self.add_port()?)?;
+        let mut config = config.clone();
+        config.extra.extend(back_end.arguments());
+        let mut config = with_card(config);
+        // Such a card with MSI-X crashes QEMU 7.2 where KVM has nothing to do with it: it looks
+        // for an irqfd (virtio_pci_vector_unmask in hw/virtio/virtio-pci.c).
+        if let (true, Some(card)) = (config.build.version.0 < 10, config.extra.last_mut()) {
+            card.push_str(",vectors=0");
+        }
+        Ok((config, back_end))
+    }
+
+    fn add_port(&self) -> anyhow::Result<String> {
         let port = format!("port{}", self.ports.fetch_add(1, Ordering::Relaxed));
         self.ip(&["tuntap", "add", &port, "mode", "tap"])?;
         self.ip(&["link", "set", &port, "master", "switch", "up"])?;
-        let mut config = config.clone();
-        config.build = self.build(&config.build, &port)?;
-        config.guest.address = Some(GUEST);
-        let back_end = format!("tap,id=net,ifname={port},script=no,downscript=no");
-        let card = format!("virtio-net-pci,netdev=net,mac={MAC}");
-        Ok(config.with_extra(&["-netdev", &back_end, "-device", &card]))
+        Ok(port)
+    }
+
+    fn namespace(&self) -> PathBuf {
+        PathBuf::from("/run/netns").join(&self.name)
     }
 
     fn build(&self, build: &QemuBuild, port: &str) -> anyhow::Result<QemuBuild> {
@@ -87,7 +113,7 @@ impl Lan {
     /// # Errors
     /// When there is no socket to be had.
     pub fn ping(&self) -> anyhow::Result<Pings> {
-        Pings::start(&PathBuf::from("/run/netns").join(&self.name), GUEST.host)
+        Pings::start(&self.namespace(), GUEST.host)
     }
 
     /// Starts to talk with the guest over a connection.
@@ -95,12 +121,18 @@ impl Lan {
     /// # Errors
     /// When the network is gone.
     pub fn talk(&self) -> anyhow::Result<Talk> {
-        Talk::start(&PathBuf::from("/run/netns").join(&self.name), GUEST.host)
+        Talk::start(&self.namespace(), GUEST.host)
     }
 
     fn ip(&self, arguments: &[&str]) -> anyhow::Result<()> {
         tool("ip", &[&["-n", &self.name], arguments].concat())
     }
+}
+
+/// The same machine with a card on its netdev `net`.
+fn with_card(mut config: VmConfig) -> VmConfig {
+    config.guest.address = Some(GUEST);
+    config.with_extra(&["-device", &format!("virtio-net-pci,netdev=net,mac={MAC}")])
 }
 
 impl Drop for Lan {

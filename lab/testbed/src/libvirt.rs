@@ -5,6 +5,10 @@
 //! storage do. They have no KVM: where root alone may open it, libvirt finds it and does not find
 //! it by turns, and looks at QEMU anew at each start.
 //!
+//! Each daemon has an init of its own, which takes in the processes that the daemon lets go of, as
+//! it does with its QEMUs, and buries them at once: libvirt waits for a QEMU that it has ended for
+//! as long as the kernel has its number, and an init of a container may look only once a second.
+//!
 //! Keeps two promises: a host that is dropped takes its domains with it, and what libvirt has found
 //! out about a QEMU, which takes seconds, is kept for the next host.
 
@@ -19,6 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use crate::console::{Beat, Console};
 use crate::guest::{GuestConfig, GuestFiles, target_dir};
@@ -27,6 +32,7 @@ use crate::qemu_build::QemuBuild;
 use crate::skip;
 
 const START_LIMIT: Duration = Duration::from_secs(30);
+const END_LIMIT: Duration = Duration::from_secs(10);
 /// How often a file that grows is looked at.
 const PAUSE: Duration = Duration::from_millis(5);
 /// The directories that each daemon has for itself.
@@ -36,6 +42,12 @@ const OWN: [(&str, &str); 4] = [
     ("log", "/var/log/libvirt"),
     ("etc", "/etc/libvirt"),
 ];
+/// Where Debian's QEMU has its modules.
+const MODULES: &str = "/usr/lib/x86_64-linux-gnu/qemu";
+/// An init (PR_SET_CHILD_SUBREAPER, prctl(2)): runs what follows and waits for whatever is left of
+/// it.
+const INIT: &str = "syscall(157, 36, 1, 0, 0, 0) == 0 or die $!; fork or exec @ARGV or die $!; \
+                    1 while waitpid(-1, 0) > 0";
 /// Where libvirt keeps what it knows of a QEMU.
 const CACHE: &str = "/var/cache/libvirt";
 
@@ -46,7 +58,8 @@ pub fn libvirt_for(test: &str) -> bool {
         let output = Command::new(program).arg("--version").output();
         output.is_ok_and(|output| output.status.success())
     };
-    let missing = ["libvirtd", "virsh", "unshare", "setpriv"].into_iter().find(|it| !runs(it));
+    let missing =
+        ["libvirtd", "virsh", "unshare", "setpriv", "perl"].into_iter().find(|it| !runs(it));
     let why = match missing {
         Some(program) => format!("{program} is missing: run `make qemu`"),
         None if !rustix::process::getuid().is_root() => "libvirt's daemon needs root".to_owned(),
@@ -60,7 +73,10 @@ pub fn libvirt_for(test: &str) -> bool {
 #[derive(Debug)]
 pub struct LibvirtHost {
     place: Place,
-    daemon: Child,
+    /// Of each daemon that was started, the last one's last.
+    inits: Vec<Child>,
+    /// What its QEMU has in the place of the system's modules.
+    modules: Option<PathBuf>,
 }
 
 impl LibvirtHost {
@@ -69,6 +85,20 @@ impl LibvirtHost {
     /// # Errors
     /// When it does not come up.
     pub fn start() -> anyhow::Result<Self> {
+        Self::start_with(None)
+    }
+
+    /// The same for domains in this QEMU. One that was unpacked would find the system's modules
+    /// where it has none of its own, and end over them as soon as libvirt asks what it can do.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn start_for(build: &QemuBuild) -> anyhow::Result<Self> {
+        let root = build.program.parent().map(|directory| directory.join("root"));
+        Self::start_with(root.map(|root| root.join(&MODULES[1..])).filter(|it| it.is_dir()))
+    }
+
+    fn start_with(modules: Option<PathBuf>) -> anyhow::Result<Self> {
         let place = Place::new()?;
         for (name, _) in OWN {
             std::fs::create_dir(place.file(name)).context("cannot make a directory")?;
@@ -81,13 +111,14 @@ impl LibvirtHost {
         let uuid = format!("{:08x}-7a11-4b1e-9c0d-{:012x}", std::process::id(), unique().1);
         let own = format!("auth_unix_rw = \"none\"\nhost_uuid = \"{uuid}\"\n");
         std::fs::write(place.file("etc").join("libvirtd.conf"), own)?;
-        let daemon = Self::spawn(&place)?;
-        let mut host = Self { place, daemon };
+        let mut host = Self { place, inits: Vec::new(), modules };
+        host.spawn()?;
         host.await_daemon()?;
         Ok(host)
     }
 
-    fn spawn(place: &Place) -> anyhow::Result<Child> {
+    fn spawn(&mut self) -> anyhow::Result<()> {
+        let place = &self.place;
         let cache = target_dir().join("libvirt-cache");
         std::fs::create_dir_all(&cache).context("cannot make a directory")?;
         let mut script = "set -e\n".to_owned();
@@ -95,6 +126,9 @@ impl LibvirtHost {
         for (from, at) in own.iter().map(|(from, at)| (from, *at)).chain([(&cache, CACHE)]) {
             let from = from.display();
             script += &format!("mkdir -p {at}\nmount --bind '{from}' {at}\n");
+        }
+        if let Some(modules) = &self.modules {
+            script += &format!("mount --bind '{}' {MODULES}\n", modules.display());
         }
         // A device that is no KVM, which libvirt may move about as it does with what is in /dev.
         let no_kvm = place.file("no-kvm");
@@ -105,14 +139,17 @@ impl LibvirtHost {
         );
         script += "exec libvirtd --pid-file /run/libvirt/libvirtd.pid\n";
         let errors = File::options().append(true).create(true).open(place.file("stderr"))?;
-        Command::new("setpriv")
-            .args(["--pdeathsig", "TERM", "unshare", "--mount", "--propagation", "private"])
+        let init = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "perl", "-e", INIT, "setpriv", "--pdeathsig", "TERM"])
+            .args(["unshare", "--mount", "--propagation", "private"])
             .args(["sh", "-c", &script])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(errors)
             .spawn()
-            .context("cannot start libvirtd")
+            .context("cannot start libvirtd")?;
+        self.inits.push(init);
+        Ok(())
     }
 
     fn socket(&self) -> PathBuf {
@@ -122,7 +159,7 @@ impl LibvirtHost {
     fn await_daemon(&mut self) -> anyhow::Result<()> {
         let until = Instant::now() + START_LIMIT;
         while UnixStream::connect(self.socket()).is_err() {
-            let ended = self.daemon.try_wait()?;
+            let ended = self.inits.last_mut().map(Child::try_wait).transpose()?.flatten();
             ensure!(ended.is_none() && Instant::now() < until, "libvirtd: {}", self.errors());
             std::thread::sleep(PAUSE);
         }
@@ -164,6 +201,46 @@ impl LibvirtHost {
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
         ensure!(output.status.success(), "virsh {arguments:?}: {said}");
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+
+    /// Has it call a hook for its domains, which writes down how it is called. The daemon is
+    /// started anew, as it looks for hooks when it starts.
+    ///
+    /// # Errors
+    /// When the daemon does not come up.
+    pub fn hook(&mut self) -> anyhow::Result<()> {
+        let hooks = self.place.file("etc").join("hooks");
+        std::fs::create_dir_all(&hooks)?;
+        let script = format!("#!/bin/sh\necho \"$*\" >> {}\n", self.hook_log().display());
+        std::fs::write(hooks.join("qemu"), script)?;
+        std::fs::set_permissions(hooks.join("qemu"), std::fs::Permissions::from_mode(0o755))?;
+        self.restart_daemon()
+    }
+
+    fn hook_log(&self) -> PathBuf {
+        self.place.file("hook-calls")
+    }
+
+    /// How the hook was called since this was asked last, a line each.
+    ///
+    /// # Errors
+    /// When that cannot be read.
+    pub fn hook_calls(&self) -> anyhow::Result<String> {
+        let calls = std::fs::read_to_string(self.hook_log()).unwrap_or_default();
+        File::create(self.hook_log())?;
+        Ok(calls)
+    }
+
+    /// `program` as who is logged in on this host runs it, where libvirt's directories are its own.
+    ///
+    /// # Errors
+    /// When its daemon does not run.
+    pub fn command(&self, program: &str) -> anyhow::Result<Command> {
+        let daemon = self.daemon().context("libvirtd does not run")?.as_raw_nonzero();
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--mount=/proc/{daemon}/ns/mnt")).arg(program);
+        command.env_remove("LIBVIRT_DEFAULT_URI").stdin(Stdio::null());
+        Ok(command)
     }
 
     /// Moves the domain `name` to `other` as libvirt does it.
@@ -217,15 +294,19 @@ impl LibvirtHost {
     }
 
     /// The daemon's process.
-    #[must_use]
-    pub fn pid(&self) -> i32 {
-        i32::try_from(self.daemon.id()).unwrap_or(i32::MAX)
+    fn daemon(&self) -> Option<Pid> {
+        let text = std::fs::read_to_string(self.place.file("run").join("libvirtd.pid")).ok()?;
+        Pid::from_raw(text.trim().parse().ok()?)
     }
 
     /// Ends the daemon at once, as a crash would. Its domains run on.
     pub fn kill_daemon(&mut self) {
-        let _ = self.daemon.kill();
-        let _ = self.daemon.wait();
+        let Some(daemon) = self.daemon() else { return };
+        let _ = kill_process(daemon, Signal::KILL);
+        let until = Instant::now() + START_LIMIT;
+        while test_kill_process(daemon).is_ok() && Instant::now() < until {
+            std::thread::sleep(PAUSE);
+        }
     }
 
     /// Starts the daemon again.
@@ -235,7 +316,7 @@ impl LibvirtHost {
     pub fn restart_daemon(&mut self) -> anyhow::Result<()> {
         self.kill_daemon();
         let _ = std::fs::remove_file(self.socket());
-        self.daemon = Self::spawn(&self.place)?;
+        self.spawn()?;
         self.await_daemon()
     }
 
@@ -262,6 +343,15 @@ impl Drop for LibvirtHost {
         // First the daemon, which would look at the ends of the others.
         self.kill_daemon();
         end_qemus(self.place.dir());
+        // With nothing left to wait for they end.
+        let until = Instant::now() + END_LIMIT;
+        for init in &mut self.inits {
+            while matches!(init.try_wait(), Ok(None)) && Instant::now() < until {
+                std::thread::sleep(PAUSE);
+            }
+            let _ = init.kill();
+            let _ = init.wait();
+        }
     }
 }
 
@@ -343,6 +433,15 @@ impl LibvirtGuest {
         let over = Arc::new(AtomicBool::new(false));
         let console = Console::read(Growing { file: File::open(serial)?, over: Arc::clone(&over) });
         Ok(Self { name, xml, console, place, over })
+    }
+
+    /// The same under another name.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        let element = |name: &str| format!("<name>{name}</name>");
+        self.xml = self.xml.replace(&element(&self.name), &element(name));
+        self.name = name.to_owned();
+        self
     }
 
     /// Its name on every host.

@@ -41,6 +41,8 @@ pub enum Backend {
     Memfd,
     /// The same in huge pages of 2 MiB, which must be there.
     HugeMemfd,
+    /// The same in huge pages of 1 GiB.
+    GiantMemfd,
     /// Anonymous memory of two NUMA nodes.
     Nodes,
 }
@@ -100,10 +102,14 @@ impl VmConfig {
         self
     }
 
-    /// The same with one more disk, whose block node is called `name`.
+    /// The same with one more disk, whose block node is called `name`; on KVM the only one, and
+    /// said behind [`Self::on_kvm`].
     #[must_use]
     pub fn with_disk(mut self, name: &str, image: &DiskImage) -> Self {
-        self.extra.extend(image.arguments(name));
+        self.extra.extend(match self.accelerator {
+            Accelerator::Kvm => image.arguments_on_kvm(name),
+            _ => image.arguments(name),
+        });
         self
     }
 
@@ -439,6 +445,9 @@ fn arguments(config: &VmConfig, place: &Place) -> Vec<String> {
         Backend::Memfd => format!("memory-backend-memfd,id=mem,size={size},share=on"),
         Backend::HugeMemfd => format!(
             "memory-backend-memfd,id=mem,size={size},share=on,hugetlb=on,hugetlbsize=2M,reserve=off"
+        ),
+        Backend::GiantMemfd => format!(
+            "memory-backend-memfd,id=mem,size={size},share=on,hugetlb=on,hugetlbsize=1G,reserve=off"
         ),
         Backend::Nodes => format!("memory-backend-ram,id=mem,size={},reserve=off", size / 2),
     };

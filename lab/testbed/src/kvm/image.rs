@@ -11,9 +11,18 @@ use anyhow::{Context, bail};
 use godwit_guest_workload::settings::{BuildWork, DiskWork, Mode};
 use godwit_guest_workload::workload::Order;
 use godwit_microvm::{BootMemory, GuestMode, GuestPlan, place_guest};
+use godwit_units::ByteCount;
 
 use crate::guest::GuestConfig;
 
+/// What the program does with a disk: a page of each every 10 ms, of 16 MiB.
+pub const DISK_WORK: DiskWork = DiskWork {
+    write: 409_600,
+    read: 409_600,
+    block: ByteCount(4 << 10),
+    span: ByteCount(16 << 20),
+    threads: 1,
+};
 /// Where the firmware finds the program's entry.
 const ENTRY: u64 = 0x7f8;
 /// A machine with this much memory has its first 2 GiB below its devices, a smaller one all of it.
@@ -51,12 +60,15 @@ fn plan(guest: &GuestConfig) -> anyhow::Result<GuestPlan> {
             (mode_of, if mode == Mode::Rate { guest.rate.max(1) } else { 0 })
         }
     };
-    let idle = (DiskWork::default(), BuildWork::default(), None);
-    if (guest.disk, guest.build, guest.address) != idle {
-        bail!("the guest on KVM uses neither disks nor networks, and has no processes");
+    if (guest.build, guest.address) != (BuildWork::default(), None) {
+        bail!("the guest on KVM uses no networks, and has no processes");
+    }
+    let disk_on_ports = !guest.disk.is_idle();
+    if disk_on_ports && guest.disk != DISK_WORK {
+        bail!("the guest on KVM writes and reads disks at its own pace only: {DISK_WORK:?}");
     }
     let (fill, working_set) = (Some(guest.fill), Some(guest.working_set));
-    Ok(GuestPlan { mode, rate, fill, working_set })
+    Ok(GuestPlan { mode, rate, fill, working_set, disk_on_ports })
 }
 
 struct Memory {

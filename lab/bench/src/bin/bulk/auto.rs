@@ -1,12 +1,11 @@
 //! `compression=auto` against each fixed choice.
 
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::still::{Cost, Ram, Way, transfer};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_engine::compression::Compression;
 use serde_json::json;
-
-use crate::machine::{Cost, Ram, Way, transfer};
 
 const CHOICES: [&str; 5] = ["auto", "none", "lz4", "lz4:8", "zstd"];
 const IMAGES: [(&str, Image); 3] =

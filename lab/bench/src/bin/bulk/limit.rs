@@ -6,12 +6,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report};
+use godwit_bench::still::{Ram, Way, transfer};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_units::Rate;
 use serde_json::json;
-
-use crate::machine::{Ram, Way, transfer};
 
 const LOOK: Duration = Duration::from_millis(20);
 const WINDOW: f64 = 1.0;

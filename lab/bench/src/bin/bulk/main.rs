@@ -7,7 +7,6 @@
 
 mod auto;
 mod limit;
-mod machine;
 mod raw;
 
 use clap::Parser;

@@ -7,13 +7,12 @@ use std::time::Instant;
 
 use anyhow::{anyhow, ensure};
 use godwit_bench::report::{Better, Report, median};
+use godwit_bench::still::{Cost, Ram, Way, process_time, transfer, transfer_into};
 use godwit_bench::sys::Mapping;
 use godwit_bench::table::{Column, Table, figure};
 use godwit_codec::synthetic::Image;
 use godwit_testbed::Mount;
 use serde_json::json;
-
-use crate::machine::{Cost, Ram, Way, process_time, transfer, transfer_into};
 
 /// Streams take turns in pieces of so many bytes, as channels do; one call sends as much as a
 /// frame.

@@ -17,6 +17,7 @@ use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
 use godwit_engine::destination::{self, receive};
 use godwit_engine::handle::{MigrationHandle, Own};
+use godwit_engine::security::Security;
 use godwit_engine::source::{Options, migrate};
 use godwit_engine::vm::{DestinationVm, RunError, SourceVm, VmError};
 use godwit_memory::RamBlock;
@@ -29,20 +30,28 @@ const PAGE: usize = 4096;
 
 /// RAM: a file without a name on a tmpfs.
 #[derive(Debug)]
-pub(crate) struct Ram {
-    pub(crate) file: File,
-    pub(crate) size: usize,
+pub struct Ram {
+    /// The file.
+    pub file: File,
+    /// Bytes of it.
+    pub size: usize,
     blocks: Arc<Vec<RamBlock>>,
 }
 
 impl Ram {
     /// All hole, on /dev/shm.
-    pub(crate) fn empty(size: usize) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// When there is no room for it.
+    pub fn empty(size: usize) -> anyhow::Result<Self> {
         Self::empty_in(Path::new("/dev/shm"), size)
     }
 
     /// All hole, in `dir`.
-    pub(crate) fn empty_in(dir: &Path, size: usize) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// When there is no room for it.
+    pub fn empty_in(dir: &Path, size: usize) -> anyhow::Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = dir.join(format!("godwit-bulk-{}-{number}", std::process::id()));
@@ -57,7 +66,10 @@ impl Ram {
     }
 
     /// With a synthetic image. Pages of zeros stay holes, as in a guest that never wrote them.
-    pub(crate) fn filled(image: Image, size: usize) -> anyhow::Result<Self> {
+    ///
+    /// # Errors
+    /// When there is no room for it.
+    pub fn filled(image: Image, size: usize) -> anyhow::Result<Self> {
         let ram = Self::empty(size)?;
         let half = size / 2 / PAGE * PAGE;
         let fill = |from: usize, to: usize| -> std::io::Result<()> {
@@ -80,7 +92,10 @@ impl Ram {
     }
 
     /// Whether both hold the same.
-    pub(crate) fn same(&self, other: &Self) -> anyhow::Result<bool> {
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    pub fn same(&self, other: &Self) -> anyhow::Result<bool> {
         let (mut left, mut right) = (vec![0; 1 << 20], vec![0; 1 << 20]);
         for at in (0..self.size).step_by(left.len()) {
             self.file.read_exact_at(&mut left, at as u64)?;
@@ -95,15 +110,20 @@ impl Ram {
 
 /// How to move it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
-    pub(crate) compression: Compression,
-    pub(crate) limit: Option<Rate>,
-    pub(crate) fingerprints: bool,
-    pub(crate) channels: u8,
+pub struct Way {
+    /// How pages are compressed.
+    pub compression: Compression,
+    /// The most that is sent.
+    pub limit: Option<Rate>,
+    /// Whether what was sent is remembered.
+    pub fingerprints: bool,
+    /// Connections that carry pages.
+    pub channels: u8,
 }
 
 impl Way {
-    pub(crate) const PLAIN: Self = Self {
+    /// As it is by default, but for compression: none.
+    pub const PLAIN: Self = Self {
         compression: Compression::Fixed(godwit_codec::Codec::None),
         limit: None,
         fingerprints: true,
@@ -113,22 +133,40 @@ impl Way {
 
 /// What it took.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Cost {
+pub struct Cost {
     /// Seconds from the start to the word that the guest runs at the destination.
-    pub(crate) wall: f64,
+    pub wall: f64,
     /// Seconds of processor time, both sides.
-    pub(crate) cpu: f64,
+    pub cpu: f64,
     /// Bytes on the wire.
-    pub(crate) sent: u64,
+    pub sent: u64,
 }
 
 /// Moves `ram` into a new file; with `check`, compares them afterwards.
-pub(crate) fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
+///
+/// # Errors
+/// When it does not move, or is not the same afterwards.
+pub fn transfer(ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
     transfer_into(&Ram::empty(ram.size)?, ram, way, check)
 }
 
 /// The same into `target`, which is new.
-pub(crate) fn transfer_into(
+///
+/// # Errors
+/// As [`transfer`].
+pub fn transfer_into(target: &Ram, ram: &Ram, way: Way, check: bool) -> anyhow::Result<Cost> {
+    transfer_over(&Ends::default(), target, ram, way, check)
+}
+
+/// How either end makes its connections: source, destination.
+pub type Ends = (Security, Security);
+
+/// The same over connections as `ends` make them.
+///
+/// # Errors
+/// As [`transfer`].
+pub fn transfer_over(
+    (here, there): &Ends,
     target: &Ram,
     ram: &Ram,
     way: Way,
@@ -137,7 +175,7 @@ pub(crate) fn transfer_into(
     let listener = Listener::bind(&"127.0.0.1:0".parse().map_err(anyhow::Error::msg)?)?;
     let to: Address = listener.address()?;
     let Way { channels, fingerprints, .. } = way;
-    let options = Options { channels, fingerprints, ..Options::new(to) };
+    let options = Options { channels, fingerprints, security: here.clone(), ..Options::new(to) };
     let own = Own { max_bandwidth: way.limit.map(Into::into), compression: way.compression };
     let handle = MigrationHandle::new(Settings::default(), own, Cancel::default());
     let mut source = Still::new(&ram.blocks);
@@ -147,6 +185,7 @@ pub(crate) fn transfer_into(
         let receiving = scope.spawn(move || {
             let options = destination::Options {
                 wait: Some(Duration::from_secs(30)),
+                security: there.clone(),
                 ..destination::Options::default()
             };
             receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {})
@@ -166,7 +205,7 @@ pub(crate) fn transfer_into(
 }
 
 /// Processor time of this process.
-pub(crate) fn process_time() -> Duration {
+pub fn process_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }

@@ -1,0 +1,43 @@
+//! An idle guest of QEMU, moved with keys and without, by turns.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::Context;
+use godwit_bench::figures::Figures;
+use godwit_bench::fixture::{Fixture, Moved};
+use godwit_bench::godwit::Attempt;
+use godwit_bench::report::{Better, Report, median};
+use godwit_guest_workload::settings::Mode;
+use godwit_testbed::{Godwit, GuestConfig, QemuBuild, VmConfig};
+use serde_json::{Value, json};
+
+const LIMIT: Duration = Duration::from_secs(300);
+
+pub(crate) fn run(report: &mut Report, keys: &Path, rounds: usize) -> anyhow::Result<()> {
+    let build = QemuBuild::unpacked().context("QEMU 10 is missing: run `make qemu`")?;
+    let config = VmConfig::new(&build, GuestConfig::small(Mode::Idle));
+    let keys = keys.to_str().context("a directory whose name is text")?;
+    let godwit = Godwit::built()?;
+    println!("\nan idle guest under TCG, {build}, medians of {rounds}");
+    let mut downtimes = [const { Vec::new() }; 2];
+    for round in 0..rounds {
+        for turn in 0..2 {
+            let who = (round + turn) % 2;
+            let options: &[&str] = if who == 1 { &["--keys", keys] } else { &[] };
+            let mut fixture = Fixture::new(config.clone(), LIMIT);
+            let outcome = fixture.one_move(|source, destination| {
+                let attempt = Attempt::within(LIMIT, &godwit, source, destination, options)?;
+                attempt.moved()?;
+                Ok(Moved::by_godwit(&attempt, Value::Null))
+            })?;
+            downtimes[who].push(Figures::of("godwit", &outcome).downtime_ms);
+        }
+    }
+    let of = |who: usize| median(&downtimes[who]);
+    println!("downtime: {:.1} ms in the clear, {:.1} ms encrypted", of(0), of(1));
+    report.figure("downtime_ms", json!({ "clear": downtimes[0], "encrypted": downtimes[1] }));
+    let more = of(1) - of(0);
+    report.target("downtime: ms more by encryption", more, 3.0, Better::Lower);
+    Ok(())
+}

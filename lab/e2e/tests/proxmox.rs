@@ -1,0 +1,320 @@
+//! VMs as Proxmox VE starts them, reproduced with stock QEMU: one monitor, which Proxmox connects
+//! to for each command anew, with time-outs of five seconds.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{LIMIT, await_copying, await_quit, check_refused, oldest};
+use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_testbed::{
+    Backend, DiskImage, Godwit, GuestConfig, QemuBuild, Room, TestVm, VmConfig, builds_for,
+    images_for,
+};
+use godwit_units::ByteCount;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+/// Proxmox gives up on a monitor after so long (PVE::QMPClient).
+const ITS_LIMIT: Duration = Duration::from_secs(5);
+
+/// What Proxmox has on a node, in a directory.
+struct Node(Room);
+
+impl Node {
+    fn new() -> anyhow::Result<Self> {
+        let node = Self(Room::new()?);
+        for directory in ["var/run/qemu-server", "var/lock/qemu-server", "etc/pve/qemu-server"] {
+            std::fs::create_dir_all(node.path(directory))?;
+        }
+        std::fs::write(node.definition(), "#a VM\ncores: 1\nmemory: 256\n")?;
+        Ok(node)
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.0.dir().join(path)
+    }
+
+    fn definition(&self) -> PathBuf {
+        self.path("etc/pve/qemu-server/100.conf")
+    }
+
+    fn monitor(&self) -> PathBuf {
+        self.path("var/run/qemu-server/100.qmp")
+    }
+
+    /// As PVE::QemuServer::config_to_command writes it, but for options of Proxmox's own QEMU (-id)
+    /// and for -daemonize.
+    fn config(&self, build: &QemuBuild) -> VmConfig {
+        let monitor = format!("socket,id=qmp,path={},server=on,wait=off", self.monitor().display());
+        let pid_file = self.path("var/run/qemu-server/100.pid").display().to_string();
+        let config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+        config.with_backend(Backend::Anonymous).with_extra(&[
+            "-name",
+            "vm100,debug-threads=on",
+            "-no-shutdown",
+            "-chardev",
+            &monitor,
+            "-mon",
+            "chardev=qmp,mode=control",
+            "-pidfile",
+            &pid_file,
+            "-object",
+            "iothread,id=iothread-virtio0",
+            "-device",
+            "vmgenid,guid=9f3b8b1c-6a52-4d0f-9a52-000000000100",
+        ])
+    }
+
+    fn godwit(&self) -> anyhow::Result<Godwit> {
+        let root = self.0.dir().display().to_string();
+        Ok(Godwit::built()?.with_variable("GODWIT_PROXMOX_ROOT", &root))
+    }
+}
+
+/// Proxmox's own daemons, which ask a VM for its state again and again.
+struct Daemon {
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<anyhow::Result<Vec<Duration>>>,
+}
+
+impl Daemon {
+    fn start(monitor: PathBuf) -> Self {
+        let over = Arc::new(AtomicBool::new(false));
+        let until = Arc::clone(&over);
+        let thread = std::thread::spawn(move || {
+            let mut waits = Vec::new();
+            while !until.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                match ask(&monitor) {
+                    Ok(()) => waits.push(began.elapsed()),
+                    // Its VM has left.
+                    Err(_) if is_gone(&monitor) => break,
+                    Err(error) => return Err(error.context(format!("{:?}", began.elapsed()))),
+                }
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            Ok(waits)
+        });
+        Self { over, thread }
+    }
+
+    /// How often it was served, and the longest wait.
+    fn finish(self) -> anyhow::Result<(usize, Duration)> {
+        self.over.store(true, Ordering::Relaxed);
+        let waits = self.thread.join().map_err(|_| anyhow::anyhow!("it panicked"))??;
+        Ok((waits.len(), waits.into_iter().max().context("it was never served")?))
+    }
+}
+
+/// Whether nobody listens there any more: a QEMU that quits closes one socket after the other.
+fn is_gone(monitor: &Path) -> bool {
+    let until = Instant::now() + Duration::from_secs(5);
+    while UnixStream::connect(monitor).is_ok() {
+        if Instant::now() >= until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    true
+}
+
+/// Connects, asks for the state, and goes.
+fn ask(monitor: &Path) -> anyhow::Result<()> {
+    let mut stream = UnixStream::connect(monitor)?;
+    stream.set_read_timeout(Some(ITS_LIMIT))?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut answers = 0;
+    let mut line = String::new();
+    reader.read_line(&mut line).context("no greeting")?;
+    for command in ["qmp_capabilities", "query-status"] {
+        writeln!(stream, "{}", json!({ "execute": command, "id": command }))?;
+        loop {
+            line.clear();
+            ensure!(reader.read_line(&mut line)? > 0, "the monitor was closed");
+            let answer: Value = serde_json::from_str(&line)?;
+            if answer["id"] == command {
+                answers += 1;
+                break;
+            }
+        }
+    }
+    ensure!(answers == 2, "{answers} answers");
+    Ok(())
+}
+
+fn source(node: &Node, build: &QemuBuild) -> anyhow::Result<TestVm> {
+    let vm = TestVm::source(&node.config(build))?;
+    vm.wait_ready(LIMIT)?;
+    vm.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+    Ok(vm)
+}
+
+/// It runs on, and Proxmox knows nothing of a move.
+fn check_stays(node: &Node, vm: &mut TestVm) -> anyhow::Result<()> {
+    vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!(vm.status()? == "running" && vm.bugs().is_empty(), "{:?}", vm.bugs());
+    ensure!(!std::fs::read_to_string(node.definition())?.contains("lock:"));
+    ask(&node.monitor())
+}
+
+fn moves(build: &QemuBuild) -> anyhow::Result<()> {
+    let node = Node::new()?;
+    let mut vm = source(&node, build)?;
+    let plain = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    let plain = plain.with_backend(Backend::Anonymous);
+    let alike = ["-device", "vmgenid,guid=9f3b8b1c-6a52-4d0f-9a52-000000000100"];
+    let mut destination = TestVm::destination(&plain.with_extra(&alike))?;
+    let godwit = node.godwit()?;
+    let daemon = Daemon::start(node.monitor());
+
+    let (_receive, address) = godwit.receive(&destination, &[])?;
+    // It takes some seconds, in which Proxmox asks all the time.
+    let slow = ["--verify", "--max-bandwidth", "30MiB/s"];
+    let migrate = godwit.migrate_named("proxmox:100", &address, &slow)?;
+    let migrate = migrate.wait(LIMIT)?;
+
+    ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
+    // Mutation: a monitor that is held all through the copying makes the daemon wait in vain.
+    let (served, longest) = daemon.finish().with_context(|| build.to_string())?;
+    ensure!(served > 1 && longest < ITS_LIMIT, "{served} times, {longest:?}");
+    await_quit(&mut vm)?;
+    destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!(destination.status()? == "running");
+    ensure!([vm.bugs(), destination.bugs()].concat().is_empty());
+    // Nobody starts it here again.
+    let definition = std::fs::read_to_string(node.definition())?;
+    ensure!(definition.starts_with("#a VM\nlock: migrate\ncores: 1\n"), "{definition}");
+    Ok(())
+}
+
+#[test]
+fn a_vm_of_proxmoxs_moves_and_proxmox_is_served_all_the_while() -> anyhow::Result<()> {
+    let test = "a_vm_of_proxmoxs_moves_and_proxmox_is_served_all_the_while";
+    let builds = builds_for(test);
+    if builds.is_empty() { Ok(()) } else { moves(oldest(&builds)?) }
+}
+
+#[test]
+#[ignore = "takes half a minute: make test-long"]
+fn a_disk_of_a_vm_of_proxmoxs_moves_along() -> anyhow::Result<()> {
+    let test = "a_disk_of_a_vm_of_proxmoxs_moves_along";
+    if !images_for(test) {
+        return Ok(());
+    }
+    for build in builds_for(test) {
+        let image = || DiskImage::create("qcow2", ByteCount(48 << 20));
+        let (from, to) = (image()?, image()?);
+        let span = ByteCount(16 << 20);
+        let work = DiskWork { write: 2 << 20, read: 2 << 20, span, ..DiskWork::default() };
+        let node = Node::new()?;
+        let mut config = node.config(&build).with_disk("disk0", &from);
+        config.guest.disk = work;
+        let vm = TestVm::source(&config)?;
+        vm.wait_ready(LIMIT)?;
+        let plain = VmConfig::new(&build, config.guest).with_backend(Backend::Anonymous);
+        let alike = ["-device", "vmgenid,guid=9f3b8b1c-6a52-4d0f-9a52-000000000100"];
+        let destination = TestVm::destination(&plain.with_extra(&alike).with_disk("disk0", &to))?;
+        let godwit = node.godwit()?;
+        let daemon = Daemon::start(node.monitor());
+        let disks = ["--disks", "all", "--verify"];
+        let (_receive, address) = godwit.receive(&destination, &disks[..2])?;
+        let migrate = godwit.migrate_named("proxmox:100", &address, &disks)?.wait(LIMIT)?;
+        ensure!(migrate.last()["outcome"] == "migrated", "{} {}", migrate.last(), migrate.errors);
+        let (_, longest) = daemon.finish().with_context(|| build.to_string())?;
+        ensure!(longest < ITS_LIMIT, "{longest:?}");
+        destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+        ensure!([vm.bugs(), destination.bugs()].concat().is_empty());
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "takes half a minute: make test-long"]
+fn vms_of_proxmoxs_with_each_qemu() -> anyhow::Result<()> {
+    builds_for("vms_of_proxmoxs_with_each_qemu").iter().try_for_each(moves)
+}
+
+#[test]
+fn whatever_fails_proxmox_has_its_vm_and_its_monitor() -> anyhow::Result<()> {
+    let test = "whatever_fails_proxmox_has_its_vm_and_its_monitor";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let node = Node::new()?;
+    let mut vm = source(&node, oldest(&builds)?)?;
+    let plain = VmConfig::new(oldest(&builds)?, GuestConfig::small(Mode::Rate));
+    let plain = plain.with_backend(Backend::Anonymous);
+    let alike = ["-device", "vmgenid,guid=9f3b8b1c-6a52-4d0f-9a52-000000000100"];
+    let config = plain.with_extra(&alike);
+    let godwit = node.godwit()?;
+
+    let destination = TestVm::destination(&config)?;
+    let (receive, address) = godwit.receive(&destination, &[])?;
+    let slow = ["--max-bandwidth", "20MiB/s"];
+    let migrate = godwit.migrate_named("proxmox:100", &address, &slow)?;
+    await_copying(&migrate)?;
+    migrate.signal(Signal::INT)?;
+    ensure!(migrate.wait(LIMIT)?.status.code() == Some(130));
+    receive.wait(LIMIT)?;
+    check_stays(&node, &mut vm).context("cancelled")?;
+
+    // A task of Proxmox's begins while it copies.
+    let (receive, address) = godwit.receive(&destination, &[])?;
+    let migrate = godwit.migrate_named("proxmox:100", &address, &slow)?;
+    await_copying(&migrate)?;
+    let free = std::fs::read_to_string(node.definition())?;
+    std::fs::write(node.definition(), format!("lock: backup\n{free}"))?;
+    let migrate = migrate.wait(LIMIT)?;
+    receive.wait(LIMIT)?;
+    std::fs::write(node.definition(), free)?;
+    ensure!(migrate.errors.contains("locked by Proxmox (backup)"), "{}", migrate.errors);
+    check_stays(&node, &mut vm).context("locked")?;
+
+    // The guardian comes to the monitor by its socket.
+    for fault in ["kill-after-stop", "kill-after-state"] {
+        let destination = TestVm::destination(&config)?;
+        let (_receive, address) = godwit.receive(&destination, &[])?;
+        let migrate = godwit.migrate_named("proxmox:100", &address, &["--fault", fault])?;
+        migrate.wait(LIMIT)?;
+        check_stays(&node, &mut vm).context(fault)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn what_proxmox_is_at_work_on_is_refused_and_listed() -> anyhow::Result<()> {
+    let test = "what_proxmox_is_at_work_on_is_refused_and_listed";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let node = Node::new()?;
+    let vm = source(&node, oldest(&builds)?)?;
+    let godwit = node.godwit()?;
+    let listed = || -> anyhow::Result<Value> {
+        let output = godwit.done(&["list", "--json", &vm.pid().to_string()])?;
+        let list: Value = serde_json::from_slice(&output.stdout)?;
+        Ok(list["vms"][0].clone())
+    };
+    let seen = listed()?;
+    ensure!(seen["by"] == "proxmox" && seen["id"] == "100" && seen["name"] == "vm100", "{seen}");
+    ensure!(seen["vm"] == "proxmox:100" && seen["moves"] == true, "{seen}");
+    let status = godwit.done(&["status", "--json", "--vm", "proxmox:100"])?;
+    ensure!(String::from_utf8_lossy(&status.stdout).contains("running"));
+
+    std::fs::write(node.definition(), "lock: snapshot\ncores: 1\n")?;
+    let seen = listed()?;
+    let why = seen["why"].as_str().unwrap_or_default();
+    ensure!(seen["moves"] == false && why.contains("(snapshot)"), "{seen}");
+    let migrate = godwit.migrate_named("proxmox:100", "127.0.0.1:1", &[])?.wait(LIMIT)?;
+    check_refused(&migrate, 1, &["VM 100 is locked by Proxmox (snapshot)", "qm unlock 100"])?;
+    let migrate = godwit.migrate_named("proxmox:101", "127.0.0.1:1", &[])?.wait(LIMIT)?;
+    check_refused(&migrate, 1, &["there is no VM 101 here"])
+}
