@@ -124,6 +124,14 @@ bench-managers: guest qemu ## domains between two libvirt daemons, beside virsh 
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin managers
 	@$(CARGO) run --quiet --release --package godwit-bench --bin managers -- $(BENCH_MANAGERS)
 
+# `make bench-secure BENCH_SECURE='--only throughput'` for a part.
+BENCH_SECURE ?=
+
+.PHONY: bench-secure
+bench-secure: guest qemu ## what encryption costs (five minutes)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
+	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
+
 # `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
 BENCH_BULK ?=
 
