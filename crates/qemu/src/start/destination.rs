@@ -124,7 +124,7 @@ impl StartedDestination {
             launch::start(&self.terms.godwit, &emulator, &words, &files, &self.interrupt)?;
         // Before there is a guardian it ends with `launched`.
         let opened = self.open(&files.monitor);
-        match opened.and_then(|vm| launched.is_guarded().map(|()| vm)) {
+        match opened.and_then(|vm| launched.let_go().map(|()| vm)) {
             Ok(vm) => {
                 let (pid, monitor, log) = (vm.pid(), files.monitor.clone(), files.log.clone());
                 (self.terms.told)(&Shown::Started { pid, monitor, log });

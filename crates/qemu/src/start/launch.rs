@@ -199,7 +199,7 @@ impl Launched {
     ///
     /// # Errors
     /// When it has ended.
-    pub(super) fn is_guarded(mut self) -> Result<(), QemuError> {
+    pub(super) fn let_go(mut self) -> Result<(), QemuError> {
         let told = match &mut self.launcher.stdin {
             Some(line) => line.write_all(&[GUARDED]),
             None => Ok(()),
