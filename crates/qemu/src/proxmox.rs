@@ -7,7 +7,7 @@
 //! (PVE::QemuConfig).
 //!
 //! Invariant: from before the guest is stopped the VM is locked at its node, so that nothing there
-//! runs it, or starts it a second time when it has left; only a guest that did not leave is unlocked.
+//! runs it, or starts it a second time when it has left; only one that did not leave is unlocked.
 
 use std::fs::File;
 use std::io;

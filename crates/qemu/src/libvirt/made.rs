@@ -1,8 +1,8 @@
-//! The images that were made for a guest, in a file of the run directory for as long as the guest has
-//! not come: who stands in for a godwit that was killed removes them by it.
+//! The images that were made for a guest, in a file of the run directory for as long as the guest
+//! has not come: who stands in for a godwit that was killed removes them by it.
 //!
-//! Invariant: an image is in the file before anything is written to it, and the file has gone before
-//! the guest may run here.
+//! Invariant: an image is in the file before anything is written to it, and the file has gone
+//! before the guest may run here.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
