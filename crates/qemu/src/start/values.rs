@@ -4,6 +4,7 @@
 //! A value is text with commas, or JSON. Both are looked through in the same way, a key and its
 //! text at a time.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -37,6 +38,10 @@ pub(super) struct Places<'a> {
     /// Programs that QEMU may run.
     pub(super) scripts: &'a [PathBuf],
 }
+
+/// Keys that QEMU collects, where they are said more than once; of all others it heeds the last.
+const LISTS: [&str; 6] =
+    ["dnssearch", "guestfwd", "hostfwd", "plaintext-channel", "tls-channel", "value"];
 
 /// Whether a file must be there or is made by QEMU, in a directory that must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -235,6 +240,7 @@ impl Places<'_> {
         }
         let (mut texts, mut kinds) = (Vec::new(), Vec::new());
         let all = parts(value);
+        check_once(option, &all)?;
         let listening = listens(&all);
         let again = all.iter().any(|part| part.starts_with("reconnect"));
         let calls = kind == Kind::Chardev && all[0] == "socket" && !listening;
@@ -418,6 +424,7 @@ impl Places<'_> {
             None => ("", value),
         };
         let mut words = parts(rest);
+        check_once(option, &words)?;
         for word in &words[1..] {
             let (key, text) = word.split_once('=').unwrap_or((word, ""));
             if !LINE_WORDS.contains(&key) || !text.chars().all(|c| c.is_ascii_alphanumeric()) {
@@ -490,6 +497,21 @@ fn check_key(option: &str, key: &str) -> Result<(), QemuError> {
     match key.chars().all(fits) {
         true => Ok(()),
         false => Err(refused(format!("-{option} of the source has a key that is none: '{key}'"))),
+    }
+}
+
+/// Refuses a key that is said twice: QEMU heeds the last, and what is looked for here is the first.
+fn check_once(option: &str, all: &[String]) -> Result<(), QemuError> {
+    let keys = all.iter().skip(1).map(|part| part.split_once('=').map_or(&**part, |(key, _)| key));
+    let first = all.first().and_then(|part| part.split_once('=')).map(|(key, _)| key);
+    let is_list = |key: &str| LISTS.contains(&key) || option == "smbios" && key == "path";
+    let mut seen = BTreeSet::from_iter(first);
+    match keys.filter(|key| !is_list(key)).find(|key| !seen.insert(*key)) {
+        None => Ok(()),
+        Some(key) => Err(refused(format!(
+            "-{option} of the source says '{key}' twice, of which QEMU heeds the last alone: leave \
+             the other out"
+        ))),
     }
 }
 
