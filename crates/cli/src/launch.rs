@@ -1,5 +1,5 @@
-//! `godwit launch`: the process that becomes a QEMU of its own. Started by godwit itself, never by
-//! hand.
+//! `godwit launch`: the process that starts a QEMU, and ends it if godwit ends before there is a
+//! guardian. Started by godwit itself, never by hand.
 
 use std::process::ExitCode;
 
@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::process::FAILED;
 
-/// Become a program in a session of its own.
+/// Start a program in a session of its own.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// The program and its arguments
@@ -15,9 +15,13 @@ pub(crate) struct Arguments {
     words: Vec<String>,
 }
 
-/// Runs the command, which returns only where it fails.
+/// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
-    let error = godwit_qemu::launch(&arguments.words);
-    eprintln!("godwit: cannot run {}: {error}", arguments.words[0]);
-    ExitCode::from(FAILED)
+    match godwit_qemu::launch(&arguments.words) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("godwit: cannot run {}: {error}", arguments.words[0]);
+            ExitCode::from(FAILED)
+        }
+    }
 }

@@ -9,8 +9,8 @@ use godwit_engine::security::SecurityWish;
 #[derive(Debug, Args)]
 pub(crate) struct SecurityArguments {
     /// Encrypt all connections (TLS 1.3), with this host's keys in DIR: as `godwit keys` makes
-    /// them, or as QEMU or libvirt have them (/etc/pki) [default: /etc/godwit/keys, if it is there
-    /// and the address is beyond this host]
+    /// them, or as QEMU or libvirt have them (/etc/pki) [default, if the address is beyond this
+    /// host: $GODWIT_KEYS, or /etc/godwit/keys if it is there]
     #[arg(long, value_name = "DIR", conflicts_with = "insecure")]
     keys: Option<PathBuf>,
 
@@ -32,8 +32,14 @@ impl SecurityArguments {
         let absolute = |dir: &PathBuf| std::path::absolute(dir).unwrap_or_else(|_| dir.clone());
         SecurityWish {
             keys: self.keys.as_ref().map(absolute),
+            default_keys: default_keys().as_ref().map(absolute),
             peers: self.peer.clone(),
             insecure: self.insecure,
         }
     }
+}
+
+/// What the environment names in place of `/etc/godwit/keys`.
+fn default_keys() -> Option<PathBuf> {
+    std::env::var_os("GODWIT_KEYS").filter(|dir| !dir.is_empty()).map(PathBuf::from)
 }

@@ -24,6 +24,7 @@ use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
+use crate::say;
 use crate::settings::{self, Assignment};
 use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 
@@ -108,11 +109,11 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
                 ExitCode::SUCCESS
             }
             Ok(state) => {
-                println!("{vm} is {state}");
+                println!("{vm} is {}", say::line(state));
                 ExitCode::SUCCESS
             }
             Err(error) => {
-                eprintln!("godwit: {error}");
+                eprintln!("godwit: {}", say::line(error));
                 ExitCode::from(FAILED)
             }
         };
@@ -121,7 +122,7 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
         Some(name) => match socket_of(name) {
             Ok(socket) => Found { sockets: vec![socket], closed: Vec::new() },
             Err(why) => {
-                eprintln!("godwit: {why}");
+                eprintln!("godwit: {}", say::line(why));
                 return ExitCode::from(FAILED);
             }
         },
@@ -196,7 +197,7 @@ fn show(name: &str, look: &MigrationLook, width: usize) {
     }
     println!("  settings");
     for (key, value) in &look.settings {
-        println!("    {key:<20} {}", beside(value));
+        println!("    {:<20} {}", say::line(key), say::line(beside(value)));
     }
 }
 
@@ -245,7 +246,7 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
         Some(name) => match socket_of(name) {
             Ok(socket) => socket,
             Err(why) => {
-                eprintln!("godwit: {why}");
+                eprintln!("godwit: {}", say::line(why));
                 return ExitCode::from(FAILED);
             }
         },
@@ -284,7 +285,7 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
 }
 
 fn refused(error: &ControlError) -> ExitCode {
-    eprintln!("godwit: {error}");
+    eprintln!("godwit: {}", say::line(error));
     ExitCode::from(FAILED)
 }
 

@@ -109,6 +109,10 @@ pub struct SecurityWish {
     /// this host, if they are there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys: Option<PathBuf>,
+    /// A directory in the place of [`DEFAULT_KEYS`]: it must be there when something leaves this
+    /// host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub default_keys: Option<PathBuf>,
     /// The names of which one must be in the peer's certificate. Without one a source expects the
     /// host of the destination's address, and a destination takes whoever its authority has signed
     /// for.
@@ -176,11 +180,13 @@ impl SecurityWish {
             }
             return Ok(None);
         }
-        let dir = match &self.keys {
-            Some(dir) => dir.as_path(),
-            None if !address.is_local() && Path::new(DEFAULT_KEYS).is_dir() => {
-                Path::new(DEFAULT_KEYS)
-            }
+        let usual = || match &self.default_keys {
+            Some(dir) => Some(dir.as_path()),
+            None => Some(Path::new(DEFAULT_KEYS)).filter(|dir| dir.is_dir()),
+        };
+        let beyond = || if address.is_local() { None } else { usual() };
+        let dir = match self.keys.as_deref().or_else(beyond) {
+            Some(dir) => dir,
             None if !self.peers.is_empty() => {
                 let words = format!(
                     "a name is proven by keys, and there are none for {address}: name their \

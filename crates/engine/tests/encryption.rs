@@ -42,7 +42,7 @@ impl Hosts {
         SecurityWish {
             keys: Some(self.0.join(host)),
             peers: peers.iter().map(|name| (*name).to_owned()).collect(),
-            insecure: false,
+            ..SecurityWish::default()
         }
     }
 
@@ -248,6 +248,14 @@ fn nothing_leaves_this_host_in_the_clear_unless_it_is_wanted() {
     let words = named.source(&abroad).unwrap_err().to_string();
     assert!(words.contains("a name is proven by keys"), "{words}");
     let hosts = Hosts::new();
+    let usual =
+        |dir: &str| SecurityWish { default_keys: Some(hosts.0.join(dir)), ..nothing.clone() };
+    assert!(matches!(usual("west").source(&abroad), Ok(Security::Tls(_))));
+    assert!(matches!(usual("west").source(&"127.0.0.1:1".parse().unwrap()), Ok(Security::Local)));
+    let words = usual("north").source(&abroad).unwrap_err().to_string();
+    assert!(words.contains("there are no keys in"), "{words}");
+    let not_wanted = SecurityWish { insecure: true, ..usual("north") };
+    assert!(matches!(not_wanted.source(&abroad), Ok(Security::Insecure)));
     let both = SecurityWish { insecure: true, ..hosts.wish("west", &[]) };
     assert!(both.source(&abroad).is_err());
     let twice = hosts.wish("west", &["east", "south"]).source(&abroad).unwrap_err().to_string();

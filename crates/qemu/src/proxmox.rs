@@ -6,15 +6,16 @@
 //! that all nodes of a cluster share: a VM belongs to the node in whose directory its file is
 //! (PVE::QemuConfig).
 //!
-//! Invariant: a VM whose guest has left is locked at its node, so that nothing there starts it a
-//! second time.
+//! Invariant: from before the guest is stopped the VM is locked at its node, so that nothing there
+//! runs it, or starts it a second time when it has left; only one that did not leave is unlocked.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
 
 use crate::QemuError;
 use crate::monitor::commands::QueryStatus;
@@ -26,7 +27,7 @@ const ROOT: &str = "GODWIT_PROXMOX_ROOT";
 const LOCK_LIMIT: Duration = Duration::from_secs(10);
 
 /// A VM by its number.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ProxmoxVm {
     id: String,
     root: PathBuf,
@@ -123,9 +124,13 @@ impl ProxmoxVm {
     }
 
     /// Refuses a VM that Proxmox is at work on.
-    pub(crate) fn check_lock(&self) -> Result<(), QemuError> {
-        let (id, text) = (&self.id, self.settings()?);
-        match setting(&text, "lock") {
+    fn check_lock(&self) -> Result<(), QemuError> {
+        self.check_unlocked(&self.settings()?)
+    }
+
+    fn check_unlocked(&self, text: &str) -> Result<(), QemuError> {
+        let id = &self.id;
+        match setting(text, "lock") {
             None => Ok(()),
             Some(lock) => Err(refused(format!(
                 "VM {id} is locked by Proxmox ({lock}): wait for the end of that task, or, if none \
@@ -174,23 +179,44 @@ impl ProxmoxVm {
         }
     }
 
-    /// Locks it, whose guest has left: its definition is still this node's.
+    /// Locks it, whose guest is about to be stopped and to leave: its definition stays this node's.
     ///
     /// # Errors
-    /// When that cannot be written.
-    pub(crate) fn leave(&self) -> Result<(), QemuError> {
-        let path = self.definition();
-        self.lock_definition().map_err(|error| {
-            refused(format!(
-                "{} could not be locked ({error}): the guest runs at the destination, so do not \
-                 start VM {} here",
-                path.display(),
-                self.id
-            ))
-        })
+    /// When somebody else has locked it, or it cannot be written.
+    pub(crate) fn lock(&self) -> Result<(), QemuError> {
+        let lock = |text: &str| self.check_unlocked(text).map(|()| Some(with_lock(text)));
+        self.rewrite("locked", lock)
     }
 
-    fn lock_definition(&self) -> io::Result<()> {
+    /// Takes the lock back, as the guest has not left.
+    ///
+    /// # Errors
+    /// When that cannot be written, with the cure.
+    pub(crate) fn unlock(&self) -> Result<(), QemuError> {
+        self.rewrite("unlocked", |text| Ok(without_lock(text)))
+            .map_err(|error| refused(format!("{error}; the guest is here: qm unlock {}", self.id)))
+    }
+
+    /// Has `change` make a new definition, or none, while Proxmox changes nothing.
+    fn rewrite(
+        &self,
+        what: &str,
+        change: impl Fn(&str) -> Result<Option<String>, QemuError>,
+    ) -> Result<(), QemuError> {
+        let path = self.definition();
+        let failed =
+            |error: io::Error| refused(format!("{} could not be {what}: {error}", path.display()));
+        let _turn = self.turn().map_err(failed)?;
+        let text = std::fs::read_to_string(&path).map_err(failed)?;
+        let Some(text) = change(&text)? else { return Ok(()) };
+        // As Proxmox writes its files: in one step.
+        let new = path.with_extension(format!("conf.tmp.{}", std::process::id()));
+        let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, &path));
+        written.inspect_err(|_| drop(std::fs::remove_file(&new))).map_err(failed)
+    }
+
+    /// The right to change the definition, for as long as the file is open.
+    fn turn(&self) -> io::Result<File> {
         let directory = self.root.join("var/lock/qemu-server");
         let lock = directory.join(format!("lock-{}.conf", self.id));
         let lock = File::options().append(true).create(true).open(lock)?;
@@ -201,17 +227,7 @@ impl ProxmoxVm {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        let path = self.definition();
-        let text = std::fs::read_to_string(&path)?;
-        if setting(&text, "lock").is_some() {
-            return Ok(());
-        }
-        // As Proxmox writes its files: in one step.
-        let new = path.with_extension(format!("conf.tmp.{}", std::process::id()));
-        let mut file = File::create(&new)?;
-        file.write_all(with_lock(&text).as_bytes())?;
-        drop(file);
-        std::fs::rename(new, path)
+        Ok(lock)
     }
 }
 
@@ -240,6 +256,19 @@ fn with_lock(text: &str) -> String {
     let (before, after) = text.split_at_checked(at).unwrap_or((text, ""));
     let gap = if before.is_empty() || before.ends_with('\n') { "" } else { "\n" };
     format!("{before}{gap}lock: migrate\n{after}")
+}
+
+/// A definition without that word; `None` if it does not say it.
+fn without_lock(text: &str) -> Option<String> {
+    let own = text.split_inclusive('\n').take_while(|line| !line.starts_with('['));
+    let mut at = 0;
+    for line in own {
+        if line.strip_prefix("lock:").is_some_and(|lock| lock.trim() == "migrate") {
+            return Some([&text[..at], &text[at + line.len()..]].concat());
+        }
+        at += line.len();
+    }
+    None
 }
 
 #[cfg(test)]
@@ -310,25 +339,39 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_whose_guest_has_left_is_locked() {
+    fn a_vm_is_locked_before_its_guest_leaves_and_unlocked_if_it_stays() {
         let node = Node::new("locks");
         let vm = ProxmoxVm { id: "100".to_owned(), root: node.0.clone() };
-        for (before, after) in [
+        let text = || std::fs::read_to_string(vm.definition()).unwrap();
+        for (before, after, back) in [
             (
                 "#words\ncores: 1\n[s]\ncores: 2\n",
                 "#words\nlock: migrate\ncores: 1\n[s]\ncores: 2\n",
+                "#words\ncores: 1\n[s]\ncores: 2\n",
             ),
-            ("cores: 1\n", "lock: migrate\ncores: 1\n"),
-            ("lock: backup\ncores: 1\n", "lock: backup\ncores: 1\n"),
-            ("#words", "#words\nlock: migrate\n"),
-            ("", "lock: migrate\n"),
+            ("cores: 1\n", "lock: migrate\ncores: 1\n", "cores: 1\n"),
+            ("#words", "#words\nlock: migrate\n", "#words\n"),
+            ("", "lock: migrate\n", ""),
+            ("[s]\nlock: migrate\n", "lock: migrate\n[s]\nlock: migrate\n", {
+                "[s]\nlock: migrate\n"
+            }),
         ] {
             node.write("etc/pve/qemu-server/100.conf", before);
-            vm.leave().unwrap();
-            assert_eq!(std::fs::read_to_string(vm.definition()).unwrap(), after);
+            vm.lock().unwrap();
+            assert_eq!(text(), after);
+            assert!(vm.lock().unwrap_err().to_string().contains("locked by Proxmox (migrate)"));
+            vm.unlock().unwrap();
+            assert_eq!(text(), back);
+            vm.unlock().unwrap();
+            assert_eq!(text(), back, "a snapshot's lock is its own");
         }
-        assert!(vm.check_lock().is_err());
+        let theirs = "lock: backup\ncores: 1\n";
+        node.write("etc/pve/qemu-server/100.conf", theirs);
+        assert!(vm.lock().unwrap_err().to_string().contains("(backup)"));
+        vm.unlock().unwrap();
+        assert_eq!(text(), theirs);
         let gone = ProxmoxVm { id: "101".to_owned(), ..vm };
-        assert!(gone.leave().unwrap_err().to_string().contains("do not start VM 101 here"));
+        assert!(gone.lock().unwrap_err().to_string().contains("101.conf could not be locked"));
+        assert!(gone.unlock().unwrap_err().to_string().contains("qm unlock 101"));
     }
 }

@@ -163,6 +163,16 @@ fn check_stays(node: &Node, vm: &mut TestVm) -> anyhow::Result<()> {
     ask(&node.monitor())
 }
 
+/// The guardian runs the guest first.
+fn await_unlocked(node: &Node) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while std::fs::read_to_string(node.definition())?.contains("lock:") {
+        ensure!(Instant::now() < until, "the lock stays");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
 fn moves(build: &QemuBuild) -> anyhow::Result<()> {
     let node = Node::new()?;
     let mut vm = source(&node, build)?;
@@ -283,8 +293,16 @@ fn whatever_fails_proxmox_has_its_vm_and_its_monitor() -> anyhow::Result<()> {
         let (_receive, address) = godwit.receive(&destination, &[])?;
         let migrate = godwit.migrate_named("proxmox:100", &address, &["--fault", fault])?;
         migrate.wait(LIMIT)?;
+        await_unlocked(&node)?;
         check_stays(&node, &mut vm).context(fault)?;
     }
+    // Killed where it is in doubt who has the guest: nobody here may start it.
+    let destination = TestVm::destination(&config)?;
+    let (_receive, address) = godwit.receive(&destination, &[])?;
+    godwit
+        .migrate_named("proxmox:100", &address, &["--fault", "kill-before-commit"])?
+        .wait(LIMIT)?;
+    ensure!(std::fs::read_to_string(node.definition())?.contains("lock: migrate"));
     Ok(())
 }
 

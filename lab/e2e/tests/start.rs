@@ -1,7 +1,7 @@
 //! `godwit receive --start`: destinations that nobody has prepared.
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, await_copying, await_quit, check_untouched, guardian_of_process, oldest};
@@ -62,13 +62,14 @@ fn check_migrated(migrate: &Ended, receive: &Ended) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The guest counts on from `last`, in a process that is nobody's and leads its own session.
+/// The guest counts on from `last`, in a process that is nobody's, in a session that nobody leads.
 fn check_runs(vm: &StartedVm, last: u64) -> anyhow::Result<()> {
     let numbers = vm.await_beats(3, LIMIT)?;
     let counted = numbers.windows(2).all(|pair| pair[1] > pair[0]);
     ensure!(counted && numbers.first() > Some(&last), "{last}, {numbers:?}");
     let pid = Pid::from_raw(vm.pid).context("no process")?;
-    ensure!(rustix::process::getsid(Some(pid))? == pid, "it is in somebody's session");
+    let session = rustix::process::getsid(Some(pid))?.as_raw_nonzero();
+    ensure!(!Path::new(&format!("/proc/{session}")).exists(), "it is in somebody's session");
     Ok(())
 }
 
@@ -242,6 +243,47 @@ fn a_destination_that_gets_no_guest_ends_with_what_fails() -> anyhow::Result<()>
 fn a_destination_that_gets_no_guest_ends_whatever_fails() -> anyhow::Result<()> {
     let test = "a_destination_that_gets_no_guest_ends_whatever_fails";
     ends_whatever_fails(test, &HALF_WAY, &["kill-after-prepare", "kill-after-load"])
+}
+
+#[test]
+fn a_destination_that_has_no_guardian_yet_ends_with_its_godwit() -> anyhow::Result<()> {
+    let test = "a_destination_that_has_no_guardian_yet_ends_with_its_godwit";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let build = oldest(&builds)?;
+    let mut vm = source(&config(build, Mode::Rate))?;
+    let godwit = Godwit::built()?;
+    let said = Said::of(build, &vm.qmp_socket(), &[])?;
+    // A QEMU that takes its time: it reserves memory, or its storage is slow.
+    let room = Room::new()?;
+    let (slow, number) = (room.dir().join("slow"), room.dir().join("number"));
+    let script = format!("#!/bin/sh\necho $$ > {}\nexec sleep 600\n", number.display());
+    std::fs::write(&slow, script)?;
+    std::fs::set_permissions(&slow, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    let slow = slow.to_str().context("a path of text")?;
+    let (mut receive, address) = said.receive(&["--emulator", slow])?;
+    let migrate = godwit.migrate(&vm, &address, &[])?;
+    let until = Instant::now() + LIMIT;
+    let pid: u32 = loop {
+        ensure!(Instant::now() < until, "it was not started");
+        let text = std::fs::read_to_string(&number).unwrap_or_default();
+        match text.trim().parse() {
+            Ok(pid) if text.ends_with('\n') => break pid,
+            _ => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+
+    receive.kill();
+
+    let migrate = migrate.wait(LIMIT)?;
+    ensure!(!migrate.status.success(), "{}", migrate.last());
+    while Path::new(&format!("/proc/{pid}")).exists() {
+        ensure!(Instant::now() < until, "process {pid} goes on");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    check_untouched(&mut vm)
 }
 
 #[test]

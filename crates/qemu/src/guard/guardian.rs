@@ -16,11 +16,13 @@ use super::{DONE, READY, Stage};
 use crate::QemuError;
 use crate::destination;
 use crate::disks;
+use crate::libvirt::sweep_images;
 use crate::limits::Limits;
 use crate::machine::Machine;
 use crate::mark::Mark;
 use crate::monitor::{BriefMonitor, DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
 use crate::process::Process;
+use crate::proxmox::ProxmoxVm;
 use crate::source::announce;
 use crate::way_back;
 
@@ -63,6 +65,7 @@ pub fn stand_guard(
     if !await_end(line, process) {
         return true;
     }
+    sweep_images();
     // What was written down last. Godwit alone removes it, at an ordinary end.
     let Ok(Some(record)) = Record::open(path) else { return true };
     if record.left().is_nothing() {
@@ -175,8 +178,9 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         Ok(process) if record.names_a_living_qemu() => process,
         // The guest has gone with its QEMU.
         _ => {
+            let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
             record.remove();
-            return Ok(());
+            return unlocked;
         }
     };
     let qmp: Box<dyn Monitor> = match monitor {
@@ -216,8 +220,9 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         }
     };
     let undone = if ended {
+        let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
         record.remove();
-        Ok(())
+        unlocked
     } else {
         let rest = match stage {
             Stage::Stopping => Stage::Copying,
@@ -319,12 +324,17 @@ fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     if kept.is_ok() {
         let _ = record.note(|left| left.definition = None);
     }
+    let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
+    if unlocked.is_ok() {
+        let _ = record.note(|left| left.lock = None);
+    }
     let closed = close_descriptors(machine);
     if record.left().is_nothing() {
         record.remove();
     }
     let settings_undone = settings_undone.map_err(QemuError::from);
-    limits_undone.and(settings_undone).and(disks_undone).and(kept).and(closed)
+    let settings = settings_undone.and(disks_undone);
+    limits_undone.and(settings).and(kept).and(unlocked).and(closed)
 }
 
 /// Removes what `mark` has added for disks.

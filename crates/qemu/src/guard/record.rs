@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use crate::disk_limits::DiskLimits;
 use crate::libvirt::Definition;
 use crate::mark::{Mark, start_time};
+use crate::proxmox::ProxmoxVm;
 use crate::run_directory;
 use crate::settings::MigrationSettings;
 
@@ -75,6 +76,8 @@ pub(crate) struct Left {
     pub(crate) disks: bool,
     /// What libvirt is to keep of a domain that has come to run here.
     pub(crate) definition: Option<Definition>,
+    /// The VM of Proxmox's that was locked there, if its guest is this side's.
+    pub(crate) lock: Option<ProxmoxVm>,
     /// Whether godwit has started this QEMU, which ends if it does not come to run the guest.
     pub(crate) started: bool,
 }
@@ -88,6 +91,7 @@ impl Left {
             limits: DiskLimits::default(),
             disks: false,
             definition: None,
+            lock: None,
             started: false,
         }
     }
@@ -99,6 +103,7 @@ impl Left {
             && self.limits.is_empty()
             && !self.disks
             && self.definition.is_none()
+            && self.lock.is_none()
             && !self.started
     }
 
@@ -113,6 +118,7 @@ impl Left {
             "limits": self.limits.to_json(),
             "disks": self.disks,
             "definition": self.definition,
+            "lock": self.lock,
             "started": self.started,
         })
     }
@@ -130,6 +136,7 @@ impl Left {
             limits: DiskLimits::from_json(&value["limits"])?,
             disks: value["disks"].as_bool()?,
             definition: serde_json::from_value(value["definition"].clone()).ok()?,
+            lock: serde_json::from_value(value["lock"].clone()).ok()?,
             started: value["started"].as_bool().unwrap_or(false),
         })
     }

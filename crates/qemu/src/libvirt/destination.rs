@@ -17,6 +17,7 @@ use godwit_units::{PAGE_SIZE, PageIndex};
 use super::arrival::{self, Arrival};
 use super::domain::{Description, QUESTION};
 use super::images::{DiskPaths, Images};
+use super::made::sweep_images;
 use super::memory;
 use crate::QemuError;
 use crate::guard::{Guard, Left, Stage};
@@ -77,6 +78,7 @@ impl LibvirtDestination {
     pub fn open(uri: &str, program: &Path, told: fn(&str)) -> Result<Self, QemuError> {
         let host = Connection::open(uri)?;
         arrival::clear();
+        sweep_images();
         Ok(Self {
             host,
             program: program.to_owned(),
@@ -291,7 +293,8 @@ impl DestinationVm for LibvirtDestination {
 
     fn taking_over(&mut self) -> Result<(), VmError> {
         let uri = self.host.uri().to_owned();
-        let Incoming { description, guard, .. } = self.incoming()?;
+        let Incoming { description, guard, images, .. } = self.incoming()?;
+        images.keep()?;
         let definition = description.definition(uri);
         let note = |left: &mut Left| (left.stage, left.definition) = (Stage::Starting, definition);
         Ok(guard.note(note)?)

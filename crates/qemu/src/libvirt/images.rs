@@ -12,7 +12,7 @@
 //! refused, and ends with its only connection, thus with this process.
 //!
 //! Invariant: nothing is written to an image that the operator has not allowed, and what was made
-//! for a guest that did not come is removed.
+//! for a guest that did not come is removed, by this process or by who stands in for it.
 
 use std::fs::OpenOptions;
 use std::io::{self, Read};
@@ -26,6 +26,7 @@ use godwit_nbd::{ALLOCATION, Address, Link, Wish};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 
+use super::made::Made;
 use super::xml;
 use crate::QemuError;
 use crate::compare::{self, Identity};
@@ -63,15 +64,16 @@ fn refused(words: String) -> QemuError {
 struct Image {
     disk: Disk,
     path: PathBuf,
-    /// It was not there before.
-    made: bool,
     server: Option<Child>,
     sink: Option<Sink>,
 }
 
 /// All of them.
 #[derive(Debug, Default)]
-pub(super) struct Images(Vec<Image>);
+pub(super) struct Images {
+    all: Vec<Image>,
+    made: Made,
+}
 
 impl Images {
     /// Opens an image for each disk that moves, and has the descriptions name those of this host.
@@ -106,10 +108,10 @@ impl Images {
             let may_be_there = own.is_some() || ours.is_some_and(|ours| ours.path == path);
             let opened = match path.exists() && !may_be_there {
                 true => Err(unnamed(disk, &path)),
-                false => Image::open(disk, &path, &there),
+                false => Image::open(disk, &path, &there, &mut images.made),
             };
             match opened {
-                Ok(image) => images.0.push(image),
+                Ok(image) => images.all.push(image),
                 Err(error) => {
                     images.discard();
                     return Err(error);
@@ -127,11 +129,11 @@ impl Images {
     /// # Errors
     /// When these are other disks than the source has told of.
     pub(super) fn sinks(&mut self, wanted: &[Disk]) -> Result<Vec<Box<dyn DiskSink>>, QemuError> {
-        let told: Vec<&Disk> = self.0.iter().map(|image| &image.disk).collect();
+        let told: Vec<&Disk> = self.all.iter().map(|image| &image.disk).collect();
         if told.len() != wanted.len() || told.iter().zip(wanted).any(|(a, b)| *a != b) {
             return Err(QemuError::Changed("other disks came than the source had told of"));
         }
-        let sinks = self.0.iter_mut().filter_map(|image| image.sink.take());
+        let sinks = self.all.iter_mut().filter_map(|image| image.sink.take());
         Ok(sinks.map(|sink| Box::new(sink) as Box<dyn DiskSink>).collect())
     }
 
@@ -140,17 +142,23 @@ impl Images {
     /// # Errors
     /// When a qemu-nbd does not, or complains.
     pub(super) fn close(&mut self) -> Result<(), QemuError> {
-        self.0.iter_mut().try_for_each(Image::close)
+        self.all.iter_mut().try_for_each(Image::close)
     }
 
     /// Lets go of them, and removes those that were made.
     pub(super) fn discard(&mut self) {
-        for mut image in self.0.drain(..) {
+        for mut image in self.all.drain(..) {
             image.end();
-            if image.made {
-                let _ = std::fs::remove_file(&image.path);
-            }
         }
+        self.made.remove();
+    }
+
+    /// From here on they are the guest's: nobody removes them.
+    ///
+    /// # Errors
+    /// When that cannot be written down.
+    pub(super) fn keep(&mut self) -> Result<(), QemuError> {
+        self.made.keep()
     }
 }
 
@@ -184,7 +192,12 @@ fn immovable(name: &str, why: &str) -> QemuError {
 }
 
 impl Image {
-    fn open(disk: &Moving, path: &Path, there: &xml::Placed) -> Result<Self, QemuError> {
+    fn open(
+        disk: &Moving,
+        path: &Path,
+        there: &xml::Placed,
+        made: &mut Made,
+    ) -> Result<Self, QemuError> {
         let (name, size) = (&disk.name, ByteCount(disk.size));
         let failed = |error: io::Error| {
             refused(format!("the image {} for disk '{name}': {error}", path.display()))
@@ -218,19 +231,14 @@ impl Image {
         if kind.is_some() && compare::identity(path).zip(theirs).is_some_and(|(a, b)| a.may_be(b)) {
             return Err(onto_itself(name, path));
         }
-        let made = kind.is_none();
-        if made {
-            make(path, there.format, size).map_err(failed)?;
+        if kind.is_none() {
+            let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+            made.add(path, &file.map_err(failed)?)?;
+            fill(path, there.format, size).map_err(failed)?;
         }
         let disk = Disk { name: name.clone(), size };
-        let mut image = Self { disk, path: path.to_owned(), made, server: None, sink: None };
-        match image.serve(there.format) {
-            Ok(()) => Ok(image),
-            Err(error) => {
-                Images(vec![image]).discard();
-                Err(error)
-            }
-        }
+        let mut image = Self { disk, path: path.to_owned(), server: None, sink: None };
+        image.serve(there.format).map(|()| image)
     }
 
     /// Has a qemu-nbd open the image, and connects to it.
@@ -357,21 +365,18 @@ fn complaint(child: &mut Child) -> String {
     String::from_utf8_lossy(&said).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Makes an empty image that nobody but root and whom libvirt gives it to may open.
-fn make(path: &Path, format: &str, size: ByteCount) -> io::Result<()> {
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-    let made = if format == "raw" {
-        file.set_len(size.0)
-    } else {
-        let mut command = Command::new("qemu-img");
-        command.args(["create", "-q", "-f", format]).arg(path).arg(size.0.to_string());
-        let output = command.stdin(Stdio::null()).output();
-        output.and_then(|output| match output.status.success() {
-            true => Ok(()),
-            false => Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim())),
-        })
-    };
-    made.inspect_err(|_| drop(std::fs::remove_file(path)))
+/// Makes the file, which is empty, an empty image of `size`.
+fn fill(path: &Path, format: &str, size: ByteCount) -> io::Result<()> {
+    if format == "raw" {
+        return OpenOptions::new().write(true).open(path)?.set_len(size.0);
+    }
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", format]).arg(path).arg(size.0.to_string());
+    let output = command.stdin(Stdio::null()).output()?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim())),
+    }
 }
 
 /// A directory of our own for a socket, which goes with this.

@@ -11,6 +11,7 @@
 //!   domain        the source: what is refused, what is told of it, what is left of it
 //!   xml           where its disks are, by its description
 //!   images        the images of disks that move along
+//!   made          those that were made for a guest that has not come
 //!   image         the beginning of a save image
 //!   memory        where a QEMU that cannot be asked has its RAM
 //!   definition    what makes it persistent
@@ -26,6 +27,7 @@ mod destination;
 mod domain;
 mod image;
 mod images;
+mod made;
 mod memory;
 mod xml;
 
@@ -34,3 +36,4 @@ pub use destination::LibvirtDestination;
 pub use domain::domain_state;
 pub(crate) use domain::{QUESTION, SourceDomain};
 pub use images::DiskPaths;
+pub(crate) use made::sweep_images;

@@ -109,8 +109,9 @@ pub struct QemuSource {
     loader: Loader,
     /// What libvirt has of it, where it does.
     domain: Option<SourceDomain>,
-    /// What Proxmox has of it, where it does.
+    /// What Proxmox has of it, where it does, and whether it was locked there.
     proxmox: Option<ProxmoxVm>,
+    locked: bool,
     /// Whether the guest was told to stop, by `migrate` or by `stop`.
     stopping: bool,
     /// Since when the vCPUs stood still before they were told to stop.
@@ -228,6 +229,7 @@ impl QemuSource {
             loader: Loader::Prepared,
             domain: None,
             proxmox: None,
+            locked: false,
             stopping: false,
             held_since: None,
             released: false,
@@ -432,10 +434,12 @@ impl QemuSource {
         let limits = self.lift_disk_limits();
         let settings = self.restore_settings();
         let tracking = self.end_disk_tracking();
+        let unlocked = self.unlock();
         running?;
         settings?;
         tracking?;
         limits?;
+        unlocked?;
         // Handed over for a migration that was never begun; else QEMU has no such name.
         let _ = self.machine.qmp.run(&CloseFd { fdname: FD_NAME });
         Ok(())
@@ -512,14 +516,33 @@ impl QemuSource {
         Ok(())
     }
 
+    /// Has Proxmox, where it has the VM, leave it alone from here on.
+    fn lock(&mut self) -> Result<(), QemuError> {
+        let Some(vm) = self.proxmox.clone().filter(|_| !self.locked) else { return Ok(()) };
+        self.note(|left| left.lock = Some(vm.clone()))?;
+        let locked = vm.lock();
+        self.locked = locked.is_ok();
+        if !self.locked {
+            self.note_if_possible(|left| left.lock = None);
+        }
+        locked
+    }
+
+    fn unlock(&mut self) -> Result<(), QemuError> {
+        let Some(vm) = self.proxmox.as_ref().filter(|_| self.locked) else { return Ok(()) };
+        vm.unlock()?;
+        self.locked = false;
+        self.note_if_possible(|left| left.lock = None);
+        Ok(())
+    }
+
     /// Checks again what was checked at the start and may have changed since.
     fn check_unchanged(&mut self) -> Result<(), QemuError> {
         if self.processes_are_due() {
             self.check_processes()?;
         }
         let looking = Instant::now();
-        // A task of Proxmox's that has begun meanwhile.
-        self.proxmox.as_ref().map_or(Ok(()), ProxmoxVm::check_lock)?;
+        self.lock()?;
         let fronts = self.machine.check_source()?;
         if let Some(back_ends) = &self.back_ends {
             back_ends.check_unchanged()?;
@@ -794,14 +817,16 @@ impl SourceVm for QemuSource {
     }
 
     fn handing_over(&mut self) -> Result<(), VmError> {
-        Ok(self.note(|left| left.stage = Stage::HandingOver)?)
+        // The lock stays, wherever the guest is then.
+        Ok(self.note(|left| (left.stage, left.lock) = (Stage::HandingOver, None))?)
     }
 
     fn resume(&mut self) -> Result<(), VmError> {
         self.remove_throttle();
         if self.stopping {
             // It may have been handed over, and was discarded there.
-            self.note_if_possible(|left| left.stage = Stage::Stopping);
+            let lock = self.proxmox.clone().filter(|_| self.locked);
+            self.note_if_possible(|left| (left.stage, left.lock) = (Stage::Stopping, lock));
         }
         // A QEMU that answers nothing does not run the guest either.
         let back = self.bring_back().and_then(|()| Ok(self.machine.run_state().map(drop)?));
@@ -828,8 +853,7 @@ impl SourceVm for QemuSource {
             Ok(_) | Err(QmpError::Closed { .. }) => {
                 // It is about to end, and whatever was changed in it.
                 self.note_if_possible(|left| *left = Left::at(Stage::Copying, false));
-                self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?;
-                Ok(self.proxmox.as_ref().map_or(Ok(()), ProxmoxVm::leave)?)
+                Ok(self.domain.as_ref().map_or(Ok(()), SourceDomain::leave)?)
             }
             Err(error) => Err(error.into()),
         }

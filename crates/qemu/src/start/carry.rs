@@ -285,6 +285,13 @@ mod tests {
             ("q -kernel ../etc/passwd", "--map"),
             ("q -drive file=/tmp/is/not/there", "not there"),
             ("q -m", "no value"),
+            ("q -chardev socket,id=c,path=,server=on", "-chardev of the source has an empty path"),
+            ("q -object {\"qom-type\":\"memory-backend-file\",\"mem-path\":\"\"}", "empty path"),
+            ("q -drive file=,if=none", "empty path"),
+            ("q -kernel ", "empty path"),
+            ("q -serial file:", "empty path"),
+            ("q -vnc unix:", "empty path"),
+            ("q -vnc unix:etc/x", "--map /etc/x"),
         ] {
             let told = carried(line).unwrap_err();
             assert!(told.contains(words), "{line}: {told}");
@@ -315,6 +322,11 @@ mod tests {
             "-serial tcp:127.0.0.1:9,logfile=x",
             "-serial unix:/tmp/a,server=on,path=/run/docker.sock",
             "-serial file:/tmp/a,b",
+            // What is said twice, and looked for once.
+            "-netdev user,id=n,restrict=on,restrict=off",
+            "-chardev socket,id=x,host=127.0.0.1,port=1,server=on,port=2",
+            "-serial tcp:127.0.0.1:9,server=on,server=off",
+            "-machine type=q35,accel=tcg,type=pc",
             // Monitors.
             "-qmp tcp:0.0.0.0:4444,server=on,wait=off",
             "-monitor tcp:203.0.113.1:1",
@@ -365,6 +377,8 @@ mod tests {
             "-qmp unix:/tmp/no-such-x,server=on,wait=off",
             "-append a,,b=c",
             "-monitor stdio",
+            "-netdev user,id=n,hostfwd=tcp:127.0.0.1:0-:22,hostfwd=tcp:127.0.0.1:0-:23",
+            "-smbios type=11,value=a,value=b",
         ] {
             let done = carried(&format!("q {line}")).unwrap();
             assert!(done.words.join(" ").starts_with(line), "{line}: {done:?}");

@@ -7,7 +7,6 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::sync::Arc;
 
 use godwit_disk::DiskChoice;
@@ -81,7 +80,6 @@ pub struct StartedDestination {
 #[derive(Debug)]
 struct Qemu {
     vm: QemuDestination,
-    child: Child,
     files: Files,
     /// It is this host's, whatever comes: it runs, or may run.
     taken_over: bool,
@@ -122,18 +120,18 @@ impl StartedDestination {
                  --dry-run)",
             ));
         }
-        let mut child =
+        let launched =
             launch::start(&self.terms.godwit, &emulator, &words, &files, &self.interrupt)?;
-        match self.open(&files.monitor) {
+        // Before there is a guardian it ends with `launched`.
+        let opened = self.open(&files.monitor);
+        match opened.and_then(|vm| launched.let_go().map(|()| vm)) {
             Ok(vm) => {
                 let (pid, monitor, log) = (vm.pid(), files.monitor.clone(), files.log.clone());
                 (self.terms.told)(&Shown::Started { pid, monitor, log });
-                self.qemu = Some(Qemu { vm, child, files, taken_over: false });
+                self.qemu = Some(Qemu { vm, files, taken_over: false });
                 Ok(())
             }
             Err(error) => {
-                let _ = child.kill();
-                let _ = child.wait();
                 files.remove();
                 Err(error)
             }
@@ -231,7 +229,6 @@ impl DestinationVm for StartedDestination {
         let Some(qemu) = &mut self.qemu else { return Ok(()) };
         let discarded = qemu.vm.discard();
         if discarded.is_ok() {
-            let _ = qemu.child.wait();
             qemu.files.remove();
             self.qemu = None;
         }

@@ -2,7 +2,7 @@
 //! left of those that came to nothing.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_engine::Interrupt;
-use rustix::process::setsid;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open, setsid};
 
 use super::refused;
 use crate::mark::Mark;
@@ -18,8 +20,10 @@ use crate::monitor::commands::{QueryStatus, Quit};
 use crate::monitor::{Monitor, Qmp, STEP};
 use crate::{QemuError, run_directory};
 
-/// The word of the command line that makes the program one that becomes a QEMU.
+/// The word of the command line that makes the program one that starts a QEMU.
 pub const COMMAND: &str = "launch";
+/// What it hears when the QEMU has a guardian.
+const GUARDED: u8 = b'G';
 /// For QEMU to open its monitor: it does so early, and may have to reserve memory before.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// Where root's destinations write what they have to say: it may be much, and the run directory is
@@ -30,14 +34,45 @@ const LOG_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 /// How much of what QEMU complained of is told.
 const WORDS: usize = 600;
 
-/// Becomes the program `words[0]` with the arguments that follow, in a session of its own, so that
-/// neither a terminal nor the end of godwit is anything to it. Returns only why that failed.
-pub fn launch(words: &[String]) -> io::Error {
+/// Starts the program `words[0]` with the arguments that follow, in a session of its own, so that
+/// neither a terminal nor the end of godwit is anything to it, once there is a guardian: standard
+/// input is godwit's line, by which it says so. If that ends before, godwit has, and so does the
+/// program. Returns its exit code, or 0 if it runs on.
+///
+/// # Errors
+/// When there is no such program.
+pub fn launch(words: &[String]) -> io::Result<u8> {
     // It fails only for who leads one already.
     let _ = setsid();
-    match words.split_first() {
-        Some((program, arguments)) => Command::new(program).args(arguments).exec(),
-        None => io::ErrorKind::InvalidInput.into(),
+    let (program, arguments) = words.split_first().ok_or(io::ErrorKind::InvalidInput)?;
+    let mut command = Command::new(program);
+    let mut child = command.args(arguments).stdin(Stdio::null()).spawn()?;
+    let stands = is_guarded(&child).unwrap_or(false);
+    if !stands {
+        let _ = child.kill();
+        let status = child.wait()?;
+        return Ok(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1));
+    }
+    Ok(0)
+}
+
+/// Waits until godwit has said that there is a guardian, or `false`: it ends, or the program does.
+fn is_guarded(child: &Child) -> io::Result<bool> {
+    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    let line = io::stdin();
+    loop {
+        let mut fds = [PollFd::new(&process, PollFlags::IN), PollFd::new(&line, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Err(Errno::INTR) => continue,
+            polled => polled?,
+        };
+        if !fds[0].revents().is_empty() {
+            return Ok(false);
+        }
+        if !fds[1].revents().is_empty() {
+            let mut word = [0];
+            return Ok(line.lock().read(&mut word)? == 1 && word[0] == GUARDED);
+        }
     }
 }
 
@@ -153,6 +188,36 @@ fn sweep(directory: &Path) {
     }
 }
 
+/// A QEMU that was started and has no guardian yet: it ends with this, or with this process.
+#[derive(Debug)]
+pub(super) struct Launched {
+    launcher: Child,
+}
+
+impl Launched {
+    /// It has a guardian: from here on nothing is known of it here.
+    ///
+    /// # Errors
+    /// When it has ended.
+    pub(super) fn let_go(mut self) -> Result<(), QemuError> {
+        let told = match &mut self.launcher.stdin {
+            Some(line) => line.write_all(&[GUARDED]),
+            None => Ok(()),
+        };
+        let failed = |source| QemuError::System { step: "letting QEMU go", source };
+        told.map_err(failed)?;
+        self.launcher.wait().map_err(failed)?;
+        Ok(())
+    }
+}
+
+impl Drop for Launched {
+    fn drop(&mut self) {
+        drop(self.launcher.stdin.take());
+        let _ = self.launcher.wait();
+    }
+}
+
 /// Starts `emulator` with `words`, by way of `godwit`, and waits for its monitor.
 ///
 /// # Errors
@@ -163,7 +228,7 @@ pub(super) fn start(
     words: &[String],
     files: &Files,
     interrupt: &Interrupt,
-) -> Result<Child, QemuError> {
+) -> Result<Launched, QemuError> {
     let failed = |step| move |source| QemuError::System { step, source };
     let mut options = File::options();
     let log = options.append(true).create(true).mode(0o600).open(&files.log);
@@ -174,14 +239,15 @@ pub(super) fn start(
     command.arg0("godwit").arg(COMMAND).arg("--").arg(emulator).args(words);
     // Where nothing lies that a name without a directory could be.
     let directory = files.monitor.parent().unwrap_or(Path::new("/"));
-    command.current_dir(directory).stdin(Stdio::null()).stdout(log).stderr(errors);
-    let mut child = command.spawn().map_err(failed("starting QEMU"))?;
+    command.current_dir(directory).stdin(Stdio::piped()).stdout(log).stderr(errors);
+    let launcher = command.spawn().map_err(failed("starting QEMU"))?;
+    let mut launched = Launched { launcher };
     let until = Instant::now() + START_LIMIT;
     let why = loop {
         if std::os::unix::net::UnixStream::connect(&files.monitor).is_ok() {
-            return Ok(child);
+            return Ok(launched);
         }
-        match child.try_wait() {
+        match launched.launcher.try_wait() {
             Ok(None) => {}
             _ => break "it has ended",
         }
@@ -193,8 +259,7 @@ pub(super) fn start(
         }
         std::thread::sleep(STEP / 10);
     };
-    let _ = child.kill();
-    let _ = child.wait();
+    drop(launched);
     Err(refused(format!(
         "the destination QEMU did not start ({why}): {}; its log is {}",
         last_words(&files.log),

@@ -4,7 +4,8 @@
 //! A value is text with commas, or JSON. Both are looked through in the same way, a key and its
 //! text at a time.
 
-use std::net::TcpListener;
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,10 @@ pub(super) struct Places<'a> {
     /// Programs that QEMU may run.
     pub(super) scripts: &'a [PathBuf],
 }
+
+/// Keys that QEMU collects, where they are said more than once; of all others it heeds the last.
+const LISTS: [&str; 6] =
+    ["dnssearch", "guestfwd", "hostfwd", "plaintext-channel", "tls-channel", "value"];
 
 /// Whether a file must be there or is made by QEMU, in a directory that must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,6 +159,12 @@ const STORAGE: [&str; 6] = ["nbd", "rbd", "iscsi", "http", "https", "gluster"];
 impl Places<'_> {
     /// A path of the source's as it is here.
     pub(super) fn map(&self, option: &str, path: &str, needs: Needs) -> Result<String, QemuError> {
+        // It would be that of the directory in which QEMU was started.
+        if path.is_empty() {
+            return Err(refused(format!(
+                "-{option} of the source has an empty path in it: {BY_HAND}"
+            )));
+        }
         if EVERYWHERE.contains(&path) {
             return Ok(path.to_owned());
         }
@@ -229,6 +240,7 @@ impl Places<'_> {
         }
         let (mut texts, mut kinds) = (Vec::new(), Vec::new());
         let all = parts(value);
+        check_once(option, &all)?;
         let listening = listens(&all);
         let again = all.iter().any(|part| part.starts_with("reconnect"));
         let calls = kind == Kind::Chardev && all[0] == "socket" && !listening;
@@ -373,8 +385,7 @@ impl Places<'_> {
         // Where a socket is, above all; what is behind two slashes is a host.
         if let (false, Some((scheme, path))) =
             (matches!(last, "string" | "value"), text.split_once(':'))
-            && path.starts_with('/')
-            && !path.starts_with("//")
+            && (scheme == "unix" || path.starts_with('/') && !path.starts_with("//"))
         {
             return match scheme {
                 "unix" => Ok(format!("unix:{}", self.map(option, path, Needs::Directory)?)),
@@ -382,7 +393,7 @@ impl Places<'_> {
                 _ => Err(refused(format!("-{option} of the source has '{text}' in it: {BY_HAND}"))),
             };
         }
-        if !PATHS.contains(&last) || text.is_empty() {
+        if !PATHS.contains(&last) {
             return Ok(text.to_owned());
         }
         match (kind, text.split_once(':')) {
@@ -413,6 +424,7 @@ impl Places<'_> {
             None => ("", value),
         };
         let mut words = parts(rest);
+        check_once(option, &words)?;
         for word in &words[1..] {
             let (key, text) = word.split_once('=').unwrap_or((word, ""));
             if !LINE_WORDS.contains(&key) || !text.chars().all(|c| c.is_ascii_alphanumeric()) {
@@ -488,6 +500,21 @@ fn check_key(option: &str, key: &str) -> Result<(), QemuError> {
     }
 }
 
+/// Refuses a key that is said twice: QEMU heeds the last, and what is looked for here is the first.
+fn check_once(option: &str, all: &[String]) -> Result<(), QemuError> {
+    let keys = all.iter().skip(1).map(|part| part.split_once('=').map_or(&**part, |(key, _)| key));
+    let first = all.first().and_then(|part| part.split_once('=')).map(|(key, _)| key);
+    let is_list = |key: &str| LISTS.contains(&key) || option == "smbios" && key == "path";
+    let mut seen = BTreeSet::from_iter(first);
+    match keys.filter(|key| !is_list(key)).find(|key| !seen.insert(*key)) {
+        None => Ok(()),
+        Some(key) => Err(refused(format!(
+            "-{option} of the source says '{key}' twice, of which QEMU heeds the last alone: leave \
+             the other out"
+        ))),
+    }
+}
+
 fn is_descriptor(key: &str) -> bool {
     DESCRIPTORS.contains(&key)
 }
@@ -544,10 +571,18 @@ fn check_free(path: &str) -> Result<(), QemuError> {
     }
 }
 
-/// Refuses a port at which somebody listens.
+/// Refuses a port at which somebody listens. A name of the source's is not looked up: QEMU says
+/// itself what stands against it.
 fn check_free_port(host: &str, port: Option<&str>) -> Result<(), QemuError> {
     let Some(port) = port.and_then(|port| port.parse::<u16>().ok()) else { return Ok(()) };
-    let host = if host.is_empty() { "0.0.0.0" } else { host };
+    let host = match host {
+        "" => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        "localhost" => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        other => match other.parse() {
+            Ok(address) => address,
+            Err(_) => return Ok(()),
+        },
+    };
     match TcpListener::bind((host, port)) {
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => Err(refused(format!(
             "somebody listens at {host}:{port} already, where the destination QEMU is to: end that \

@@ -1,8 +1,11 @@
 //! docs/libvirt.md, word for word: the shell's blocks of its sections are run on two hosts, each on
 //! the one that the text in front of it names.
 
+use std::fs;
 use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -59,6 +62,28 @@ fn network() -> anyhow::Result<Ends> {
     Ok(child)
 }
 
+/// The keys that both hosts of the page have; they go with their value.
+struct Keys(PathBuf);
+
+impl Keys {
+    fn make(godwit: &Godwit) -> anyhow::Result<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("godwit-page-{}-{number}", std::process::id());
+        let keys = Self(std::env::temp_dir().join(name));
+        let dir = keys.0.to_str().context("a path of text")?;
+        let made = godwit.run(&["keys", "--dir", dir, ADDRESS, "west"])?;
+        ensure!(made.status.success(), "{made:?}");
+        Ok(keys)
+    }
+}
+
+impl Drop for Keys {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
 /// A shell on `host`, in `network`, which finds the programs that were built.
 fn shell(host: &LibvirtHost, network: &Ends, text: &str) -> anyhow::Result<Command> {
     let mut command = host.command("sh")?;
@@ -71,13 +96,15 @@ fn shell(host: &LibvirtHost, network: &Ends, text: &str) -> anyhow::Result<Comma
 
 /// Runs a section's blocks in their order; what receives goes on while the next ones run.
 fn follow(section: &str, hosts: &Hosts) -> anyhow::Result<()> {
-    let network = network()?;
+    let (network, keys) = (network()?, Keys::make(&hosts.godwit)?);
     let blocks = blocks(section);
     ensure!(blocks.len() > 1, "'{section}' has no commands: {blocks:?}");
     let mut receiving = None;
     for (host, block) in blocks {
-        let host = if host == "east" { &hosts.east } else { &hosts.west };
+        let (host, name) =
+            if host == "east" { (&hosts.east, ADDRESS) } else { (&hosts.west, "west") };
         let mut command = shell(host, &network, &block)?;
+        command.env("GODWIT_KEYS", keys.0.join(name));
         if !block.contains("godwit receive") {
             let output = command.output()?;
             let said = [output.stdout, output.stderr].concat();
