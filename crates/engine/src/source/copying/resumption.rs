@@ -126,11 +126,9 @@ impl Copying {
         }
         source.check_fate()?;
         // What else comes over a connection of an attempt that has failed is of no interest.
-        match source.session.next_event(source.vm, limits::TICK)? {
-            Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) => {
-                return Err(event.out_of_place());
-            }
-            _ => {}
+        let event = source.session.next_event(source.vm, limits::TICK)?;
+        if let Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) = event {
+            return Err(event.out_of_place());
         }
         self.report(source, Stage::PreCopy, self.round.round, false);
         Ok(())
