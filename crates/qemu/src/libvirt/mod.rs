@@ -34,6 +34,6 @@ mod xml;
 pub(crate) use definition::Definition;
 pub use destination::LibvirtDestination;
 pub use domain::domain_state;
-pub(crate) use domain::{QUESTION, SourceDomain};
+pub(crate) use domain::{QUESTION, SourceDomain, domain};
 pub use images::DiskPaths;
 pub(crate) use made::sweep_images;
