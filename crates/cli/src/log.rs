@@ -6,6 +6,8 @@ use tracing_subscriber::fmt::format::FmtSpan;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::say;
+
 /// Reads a level, or levels for parts of godwit.
 pub(crate) fn filter(text: &str) -> Result<Targets, String> {
     let wrong = || {
@@ -20,7 +22,7 @@ pub(crate) fn filter(text: &str) -> Result<Targets, String> {
 /// Logs from now on. A span is told when it ends, with the time that it took.
 pub(crate) fn start(filter: Targets) {
     let lines =
-        fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_span_events(FmtSpan::CLOSE);
+        fmt::layer().with_writer(|| say::Errors).with_ansi(false).with_span_events(FmtSpan::CLOSE);
     // There is no other in this process.
     let _ = tracing_subscriber::registry().with(lines).with(filter).try_init();
 }

@@ -22,6 +22,7 @@ use godwit_units::{ByteCount, GRAMMAR};
 use crate::layout;
 use crate::output;
 use crate::process::{CANCELLED, FAILED, cancel_on_signals};
+use crate::say;
 
 /// The guest cannot go on.
 const GUEST_DIED: u8 = 4;
@@ -222,7 +223,7 @@ pub(crate) fn run(command: &Command) -> ExitCode {
         Command::Quit(socket) => told(&socket.path, &Request::Quit, "the machine ends"),
     };
     outcome.unwrap_or_else(|error| {
-        eprintln!("godwit: {error}");
+        eprintln!("godwit: {}", say::line(error));
         ExitCode::from(FAILED)
     })
 }
@@ -245,7 +246,7 @@ fn plug(arguments: &Plug) -> Result<ExitCode, MicrovmError> {
         }
     };
     if let Some(warning) = &plugged.warning {
-        eprintln!("godwit: plugged in, but {warning}");
+        eprintln!("godwit: plugged in, but {}", say::line(warning));
     }
     if json {
         output::json_line(&serde_json::to_value(&plugged).unwrap_or_default());
@@ -329,7 +330,7 @@ fn await_end(events: &Receiver<MachineEvent>, cancel: &Cancel) -> u8 {
         match events.recv_timeout(Duration::from_millis(50)) {
             Ok(MachineEvent::PoweredOff | MachineEvent::Quit) => return 0,
             Ok(MachineEvent::Died(error)) => {
-                eprintln!("godwit: {error}");
+                eprintln!("godwit: {}", say::line(error));
                 return GUEST_DIED;
             }
             Err(RecvTimeoutError::Timeout) if cancel.is_cancelled() => return CANCELLED,

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
+use crate::say;
 use crate::security::SecurityArguments;
 use crate::settings::Given;
 use crate::steer::{self, Engine, Host};
@@ -290,8 +291,10 @@ fn move_qemu(
 
 /// The line of progress stands still meanwhile, and is written again behind it.
 fn tell_wait(what: &str) {
-    let clear = if std::io::stderr().is_terminal() { "\r\x1b[K" } else { "" };
-    eprintln!("{clear}godwit: {what}");
+    if std::io::stderr().is_terminal() {
+        say::rewrite_line();
+    }
+    eprintln!("godwit: {}", say::line(what));
 }
 
 fn tell(measures: &Measures, cost: Cost, json: bool) {

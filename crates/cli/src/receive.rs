@@ -24,6 +24,7 @@ use serde_json::json;
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
+use crate::say;
 use crate::security::SecurityArguments;
 use crate::vm::{RequestError, VmName, libvirt_uri, refused_qemu};
 
@@ -198,7 +199,9 @@ fn take_in(
         Some(VmName::Libvirt { uri, .. }) => {
             let uri = libvirt_uri(uri.as_deref());
             let program = Path::new(process::THIS_PROGRAM);
-            let vm = LibvirtDestination::open(&uri, program, |what| eprintln!("godwit: {what}"));
+            let vm = LibvirtDestination::open(&uri, program, |what| {
+                eprintln!("godwit: {}", say::line(what));
+            });
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let mut vm = vm.with_disks(&arguments.disks, arguments.disk_paths.clone());
             take_into(&mut vm, arguments, cancel, notice, again, |_| Again::LibvirtWaits)
@@ -268,9 +271,10 @@ fn tell_shown(shown: &Shown, json: bool) {
         }
         Shown::CommandLine { words, left_out } => {
             // To be copied, so it is not wrapped.
-            eprintln!("the destination QEMU:\n  {words}");
+            eprintln!("the destination QEMU:\n  {}", say::line(words));
             if !left_out.is_empty() {
-                eprintln!("left out of the source's options: {}", left_out.join(", "));
+                let left_out = say::line(left_out.join(", "));
+                eprintln!("left out of the source's options: {left_out}");
             }
         }
         Shown::Started { pid, monitor, log } if json => {
@@ -346,7 +350,10 @@ fn tell_listening(address: &str, advice: Option<&str>, json: bool) {
 fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
     match notice {
         // On standard error in any case: somebody knocks who should not.
-        Notice::Refused(why) => eprintln!("godwit: refused a connection: {why}; still waiting"),
+        Notice::Refused(why) => {
+            let why = say::line(why);
+            eprintln!("godwit: refused a connection: {why}; still waiting");
+        }
         Notice::Busy { peer } => {
             eprintln!(
                 "godwit: another source came, from {peer}; it was told that this receive is busy"
@@ -359,6 +366,7 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             eprintln!("{peer} asked whether its guest fits: it does; still waiting");
         }
         Notice::Asked { peer, refusal: Some(why) } => {
+            let why = say::line(why);
             eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
         }
         Notice::Accepted { ram, disks } if json => {
@@ -371,7 +379,7 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::Accepted { ram, disks } => {
             let disks: String = disks
                 .iter()
-                .map(|disk| format!(", {} of disk '{}'", disk.size, disk.name))
+                .map(|disk| format!(", {} of disk '{}'", disk.size, say::line(&disk.name)))
                 .collect();
             eprintln!("a source has connected: {ram} of RAM{disks} to come");
             if allowed && disks.is_empty() {
@@ -473,7 +481,7 @@ fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
             None => "the guest does not run here".to_owned(),
         },
     };
-    eprintln!("godwit: {failure}; {guest}");
+    eprintln!("godwit: {}; {guest}", say::line(failure));
     if json {
         json_line(&json!({
             "outcome": match (&failure.cause, failure.survivor) {

@@ -25,6 +25,7 @@ use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
+use crate::say;
 use crate::settings::{self, Assignment};
 use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 
@@ -116,15 +117,16 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
             Ok((state, known)) => {
                 match known.filter(|known| known.is_unsettled()) {
                     Some(known) => println!(
-                        "{vm} is {state}: {} (godwit recover --vm {vm} tells what to do)",
+                        "{vm} is {}: {} (godwit recover --vm {vm} tells what to do)",
+                        say::line(state),
                         known.words()
                     ),
-                    None => println!("{vm} is {state}"),
+                    None => println!("{vm} is {}", say::line(state)),
                 }
                 ExitCode::SUCCESS
             }
             Err(error) => {
-                eprintln!("godwit: {error}");
+                eprintln!("godwit: {}", say::line(error));
                 ExitCode::from(FAILED)
             }
         };
@@ -133,7 +135,7 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
         Some(name) => match socket_of(name) {
             Ok(socket) => Found { sockets: vec![socket], closed: Vec::new() },
             Err(why) => {
-                eprintln!("godwit: {why}");
+                eprintln!("godwit: {}", say::line(why));
                 return ExitCode::from(FAILED);
             }
         },
@@ -208,7 +210,7 @@ fn show(name: &str, look: &MigrationLook, width: usize) {
     }
     println!("  settings");
     for (key, value) in &look.settings {
-        println!("    {key:<20} {}", beside(value));
+        println!("    {:<20} {}", say::line(key), say::line(beside(value)));
     }
 }
 
@@ -257,7 +259,7 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
         Some(name) => match socket_of(name) {
             Ok(socket) => socket,
             Err(why) => {
-                eprintln!("godwit: {why}");
+                eprintln!("godwit: {}", say::line(why));
                 return ExitCode::from(FAILED);
             }
         },
@@ -296,7 +298,7 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
 }
 
 fn refused(error: &ControlError) -> ExitCode {
-    eprintln!("godwit: {error}");
+    eprintln!("godwit: {}", say::line(error));
     ExitCode::from(FAILED)
 }
 

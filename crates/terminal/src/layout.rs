@@ -8,6 +8,8 @@
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
+use crate::say;
+
 /// The columns of the narrowest terminal that all is made for, and of whatever is none.
 pub const NARROW: usize = 80;
 /// Longer lines are hard to read.
@@ -29,8 +31,9 @@ fn length(text: &str) -> usize {
 }
 
 /// `text` behind `label`, in lines of at most `width` columns; all but the first are indented by
-/// `indent`.
+/// `indent`. Lines are ours to end: what does so in `text` is shown escaped.
 pub fn wrap(label: &str, text: &str, indent: usize, width: usize) -> String {
+    let text = say::line(text);
     let mut lines = vec![label.to_owned()];
     let mut begun = false;
     for word in text.split(' ').filter(|word| !word.is_empty()) {

@@ -10,8 +10,8 @@ use godwit_qemu::ListedDisk;
 use godwit_units::{ByteCount, PageCount, format_duration};
 use serde_json::{Value, json};
 
-use crate::layout;
 use crate::progress::{Table, believable};
+use crate::{layout, say};
 
 /// Prints one line of JSON to standard output, at once.
 pub fn json_line(value: &Value) {
@@ -24,8 +24,7 @@ pub fn disks(disks: &[ListedDisk], json: bool) {
         json_line(&json!({ "event": "disks", "disks": disks_json(disks) }));
     }
     if !json {
-        // Nobody who reads standard error is no reason to stop.
-        let _ = write!(std::io::stderr(), "{}", disk_list(disks));
+        eprint!("{}", disk_list(disks));
     }
 }
 
@@ -33,9 +32,11 @@ pub fn disks(disks: &[ListedDisk], json: bool) {
 pub fn disk_list(disks: &[ListedDisk]) -> String {
     let line = |disk: &ListedDisk| {
         let ListedDisk { name, size, file, moves } = disk;
+        let name = say::line(name);
         if *moves {
             format!("disk '{name}' ({size}) moves along\n")
         } else {
+            let file = say::line(file);
             format!("disk '{name}' ({size}) stays; the destination must have the same:\n  {file}\n")
         }
     };
@@ -96,7 +97,7 @@ impl Display {
         // begin.
         let (width, disks) = (layout::width(&std::io::stderr()) - 1, !progress.disks.is_empty());
         let mut err = std::io::stderr().lock();
-        let start = if self.terminal { "\r\x1b[K" } else { "" };
+        let start = if self.terminal { say::REWRITE } else { "" };
         if let Some(warning) =
             progress.warning.as_ref().filter(|_| !std::mem::replace(&mut self.warned, true))
         {
@@ -334,7 +335,7 @@ pub fn failure(failure: &Failure, json: bool) {
         (EngineError::Befallen(_), Survivor::Source) => "the guest is at the source",
         (_, survivor) => survivor_text(survivor),
     };
-    eprintln!("godwit: {failure}; {guest}");
+    eprintln!("godwit: {}; {guest}", say::line(failure));
     if json {
         let outcome = match (&failure.cause, failure.survivor) {
             (_, Survivor::Unknown) => "in-doubt",
@@ -359,7 +360,7 @@ pub fn failure(failure: &Failure, json: bool) {
 
 /// Tells that a VM was refused before anything began.
 pub fn refusal(error: &dyn std::fmt::Display, json: bool) {
-    eprintln!("godwit: {error}");
+    eprintln!("godwit: {}", say::line(error));
     if json {
         json_line(
             &json!({ "outcome": "refused", "guest": "untouched", "error": error.to_string() }),

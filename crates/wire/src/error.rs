@@ -63,6 +63,12 @@ pub enum WireError {
         /// Which message.
         what: &'static str,
     },
+    /// A name that is not UTF-8, or has control characters.
+    #[error("a name in a {what} is not UTF-8, or has control characters in it")]
+    Name {
+        /// Which message.
+        what: &'static str,
+    },
     /// A field has a value it cannot have.
     #[error("the field {field} of a {what} has the impossible value {value}")]
     Field {

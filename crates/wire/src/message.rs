@@ -377,7 +377,7 @@ impl Message {
                     .find(|code| *code as u64 == header.aux)
                     .ok_or(WireError::Field { what: "abort", field: "code", value: header.aux })?;
                 let mut reader = Reader { what: "abort", rest: payload };
-                let text = reader.text(TEXT_LIMIT)?;
+                let text = reason(reader.text(TEXT_LIMIT)?);
                 reader.end()?;
                 Ok(Self::Abort { code, text })
             }
@@ -428,12 +428,26 @@ impl Message {
 }
 
 fn put_text(frame: &mut Vec<u8>, text: &str, limit: usize) {
+    let text = cut(text, limit);
+    frame.extend((text.len() as u16).to_le_bytes());
+    frame.extend(text.as_bytes());
+}
+
+/// As much of `text` as fits into `limit` bytes, to the end of a character.
+fn cut(text: &str, limit: usize) -> &str {
     let mut end = text.len().min(limit);
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    frame.extend((end as u16).to_le_bytes());
-    frame.extend(&text.as_bytes()[..end]);
+    &text[..end]
+}
+
+/// The text of an abort. Why a migration ended is worth knowing even where it is damaged, so what
+/// nobody can read is replaced: by more bytes than it had, so that the limit has to be kept again.
+fn reason(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    let text: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    cut(&text, TEXT_LIMIT).to_owned()
 }
 
 fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
@@ -446,14 +460,14 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
     };
     let [channels, verify, running] = reader.take()?;
     let codecs = u32::from_le_bytes(reader.take()?);
-    let machine = reader.text(NAME_LIMIT)?;
+    let machine = reader.name()?;
     let count = u16::from_le_bytes(reader.take()?);
     if usize::from(count) > BLOCKS_LIMIT {
         return Err(WireError::Field { what: WHAT, field: "RAM blocks", value: count.into() });
     }
     let mut blocks = Vec::new();
     for _ in 0..count {
-        let name = reader.text(NAME_LIMIT)?;
+        let name = reader.name()?;
         blocks.push(BlockOffer { name, pages: PageCount(u64::from_le_bytes(reader.take()?)) });
     }
     let [count] = reader.take()?;
@@ -462,7 +476,7 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
     }
     let mut disks = Vec::new();
     for _ in 0..count {
-        let name = reader.text(NAME_LIMIT)?;
+        let name = reader.name()?;
         let size = ByteCount(u64::from_le_bytes(reader.take()?));
         disks.push(DiskOffer {
             name,
@@ -487,7 +501,7 @@ struct Reader<'a> {
     rest: &'a [u8],
 }
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
     fn take<const N: usize>(&mut self) -> Result<[u8; N], WireError> {
         let (bytes, rest) =
             self.rest.split_first_chunk().ok_or(WireError::Length { what: self.what })?;
@@ -495,16 +509,24 @@ impl Reader<'_> {
         Ok(*bytes)
     }
 
-    fn text(&mut self, limit: usize) -> Result<String, WireError> {
+    /// The bytes of a text.
+    fn text(&mut self, limit: usize) -> Result<&'a [u8], WireError> {
         let length = usize::from(u16::from_le_bytes(self.take()?));
         if length > limit || length > self.rest.len() {
             return Err(WireError::Length { what: self.what });
         }
         let (text, rest) = self.rest.split_at(length);
         self.rest = rest;
-        // Shown to people as it is: control characters of a hostile peer must not reach a terminal.
-        let text = String::from_utf8_lossy(text);
-        Ok(text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect())
+        Ok(text)
+    }
+
+    /// A name, by which both sides find the same thing and which is shown to people. It is taken as
+    /// it is or not at all: what replaces a byte may be longer, and may be the name of another.
+    fn name(&mut self) -> Result<String, WireError> {
+        let refused = WireError::Name { what: self.what };
+        let name = std::str::from_utf8(self.text(NAME_LIMIT)?).ok();
+        let name = name.filter(|name| !name.chars().any(char::is_control));
+        name.map(str::to_owned).ok_or(refused)
     }
 
     fn end(&self) -> Result<(), WireError> {

@@ -251,6 +251,42 @@ fn a_hostile_text_cannot_write_to_the_terminal() {
     assert_eq!(text, "\u{fffd}[2Jgone\u{fffd}");
 }
 
+/// The offer of the machine `name`, whose name is then replaced by as many bytes.
+fn offer_of(name: &[u8]) -> Result<Message, WireError> {
+    let mut offer = offer();
+    offer.machine = "m".repeat(name.len());
+    let mut frame = Message::Offer(offer).encode();
+    let at = HEADER_LEN + 3 + 4 + 2;
+    frame[at..at + name.len()].copy_from_slice(name);
+    seal(&mut frame, FrameKind::Offer, 0, 0);
+    parse(&frame)
+}
+
+#[test]
+fn a_name_that_is_no_text_is_refused() {
+    // Regression: what was not UTF-8 was replaced, by more bytes than a name may have.
+    let refused = Err(WireError::Name { what: "offer" });
+    for name in [&[0xff; NAME_LIMIT][..], b"a\xc3", b"a\x1b[2J", b"a\0", "a\u{9b}".as_bytes()] {
+        assert_eq!(offer_of(name), refused, "{}", name.escape_ascii());
+    }
+    assert!(offer_of("zürich".as_bytes()).is_ok());
+}
+
+#[test]
+fn a_damaged_reason_is_shown_and_is_no_longer_than_any() {
+    for byte in [0xff, 0x07] {
+        let mut frame =
+            Message::Abort { code: AbortCode::Other, text: "t".repeat(TEXT_LIMIT) }.encode();
+        frame[HEADER_LEN + 3..].fill(byte);
+        seal(&mut frame, FrameKind::Abort, 0, AbortCode::Other as u64);
+        let abort = parse(&frame).unwrap();
+        let Message::Abort { text, .. } = &abort else { panic!("not an abort") };
+        assert!(text.starts_with("t\u{fffd}\u{fffd}"), "{text}");
+        assert!(text.len() <= TEXT_LIMIT && text.len() > TEXT_LIMIT - 3, "{}", text.len());
+        assert_eq!(parse(&abort.encode()).as_ref(), Ok(&abort));
+    }
+}
+
 /// A frame of `kind` whose payload is `length` zeros.
 fn zeros(kind: FrameKind, length: usize) -> Vec<u8> {
     let mut frame = vec![0; HEADER_LEN + length];

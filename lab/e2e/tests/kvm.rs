@@ -298,10 +298,19 @@ fn another_processor_is_refused_with_its_features_and_the_same_one_is_not() -> a
         pair.source.wait_ready(LIMIT)?;
         match beyond_cpuid(&mut pair.source)? {
             Some(name) => {
-                let words = ["[cpu.features]", &format!("{name} only at the source"), hosts];
-                refused(&mut pair, &format!("host,{name}=off"), &words)?;
+                let (without, said) = (format!("host,{name}=off"), format!("{name} only at the"));
+                // Some hosts' KVM refuses to hide it (MSR_IA32_ARCH_CAPABILITIES), and QEMU ends.
+                match TestVm::destination(&with(&without)) {
+                    Err(error) if error.to_string().contains("failed to set MSR 0x10a") => {
+                        skip(test, format_args!("KVM here hides no {name} from {build}"));
+                    }
+                    started => {
+                        drop(started?);
+                        refused(&mut pair, &without, &["[cpu.features]", &said, hosts])?;
+                    }
+                }
             }
-            None => println!("{build}: this processor shows no feature beyond CPUID"),
+            None => skip(test, format_args!("{build}: no feature beyond CPUID on this processor")),
         }
 
         pair.destination = TestVm::destination(&with("host"))?;

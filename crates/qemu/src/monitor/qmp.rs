@@ -300,7 +300,9 @@ impl Qmp {
         let Some(name) = message["event"].as_str() else { return };
         let stamp = &message["timestamp"];
         let seconds = Duration::from_secs(stamp["seconds"].as_u64().unwrap_or(0));
-        let emitted = seconds + Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
+        let micros = Duration::from_micros(stamp["microseconds"].as_u64().unwrap_or(0));
+        // Whatever the stamp says: a time that no clock shows counts as one that was set.
+        let emitted = seconds.saturating_add(micros);
         self.events.push(Event::emitted(name.to_owned(), message["data"].clone(), emitted));
     }
 

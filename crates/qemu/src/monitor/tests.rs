@@ -85,6 +85,22 @@ fn a_wait_for_one_event_loses_no_other() {
 }
 
 #[test]
+fn an_event_of_any_time_is_taken() {
+    // Regression: seconds and microseconds together were more than a duration holds.
+    let stamp = |seconds: &str, micros: &str| {
+        format!("{{\"seconds\": {seconds}, \"microseconds\": {micros}}}")
+    };
+    let most = u64::MAX.to_string();
+    for (seconds, micros) in [(&*most, &*most), (&*most, "1000000"), ("-1", "-1"), ("1e300", "0")] {
+        let stamp = stamp(seconds, micros);
+        let line = format!("{{\"event\": \"STOP\", \"timestamp\": {stamp}}}\n");
+        let before = Instant::now();
+        let event = heard(&line).0.wait_event("STOP", Duration::from_secs(1)).unwrap();
+        assert!(event.at >= before, "as if it had come just now: {event:?}");
+    }
+}
+
+#[test]
 fn what_a_wait_has_taken_in_is_not_told_again() {
     // Mutation: an event that was taken in stays, and a reset counts twice.
     let (mut qmp, mut theirs) = heard("{\"event\": \"RESET\"}\n{\"event\": \"JOB\"}\n");

@@ -285,6 +285,13 @@ mod tests {
             ("q -kernel ../etc/passwd", "--map"),
             ("q -drive file=/tmp/is/not/there", "not there"),
             ("q -m", "no value"),
+            ("q -chardev socket,id=c,path=,server=on", "-chardev of the source has an empty path"),
+            ("q -object {\"qom-type\":\"memory-backend-file\",\"mem-path\":\"\"}", "empty path"),
+            ("q -drive file=,if=none", "empty path"),
+            ("q -kernel ", "empty path"),
+            ("q -serial file:", "empty path"),
+            ("q -vnc unix:", "empty path"),
+            ("q -vnc unix:etc/x", "--map /etc/x"),
         ] {
             let told = carried(line).unwrap_err();
             assert!(told.contains(words), "{line}: {told}");

@@ -5,7 +5,7 @@
 //! text at a time.
 
 use std::collections::BTreeSet;
-use std::net::TcpListener;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -159,6 +159,12 @@ const STORAGE: [&str; 6] = ["nbd", "rbd", "iscsi", "http", "https", "gluster"];
 impl Places<'_> {
     /// A path of the source's as it is here.
     pub(super) fn map(&self, option: &str, path: &str, needs: Needs) -> Result<String, QemuError> {
+        // It would be that of the directory in which QEMU was started.
+        if path.is_empty() {
+            return Err(refused(format!(
+                "-{option} of the source has an empty path in it: {BY_HAND}"
+            )));
+        }
         if EVERYWHERE.contains(&path) {
             return Ok(path.to_owned());
         }
@@ -379,8 +385,7 @@ impl Places<'_> {
         // Where a socket is, above all; what is behind two slashes is a host.
         if let (false, Some((scheme, path))) =
             (matches!(last, "string" | "value"), text.split_once(':'))
-            && path.starts_with('/')
-            && !path.starts_with("//")
+            && (scheme == "unix" || path.starts_with('/') && !path.starts_with("//"))
         {
             return match scheme {
                 "unix" => Ok(format!("unix:{}", self.map(option, path, Needs::Directory)?)),
@@ -388,7 +393,7 @@ impl Places<'_> {
                 _ => Err(refused(format!("-{option} of the source has '{text}' in it: {BY_HAND}"))),
             };
         }
-        if !PATHS.contains(&last) || text.is_empty() {
+        if !PATHS.contains(&last) {
             return Ok(text.to_owned());
         }
         match (kind, text.split_once(':')) {
@@ -566,10 +571,18 @@ fn check_free(path: &str) -> Result<(), QemuError> {
     }
 }
 
-/// Refuses a port at which somebody listens.
+/// Refuses a port at which somebody listens. A name of the source's is not looked up: QEMU says
+/// itself what stands against it.
 fn check_free_port(host: &str, port: Option<&str>) -> Result<(), QemuError> {
     let Some(port) = port.and_then(|port| port.parse::<u16>().ok()) else { return Ok(()) };
-    let host = if host.is_empty() { "0.0.0.0" } else { host };
+    let host = match host {
+        "" => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        "localhost" => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        other => match other.parse() {
+            Ok(address) => address,
+            Err(_) => return Ok(()),
+        },
+    };
     match TcpListener::bind((host, port)) {
         Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => Err(refused(format!(
             "somebody listens at {host}:{port} already, where the destination QEMU is to: end that \

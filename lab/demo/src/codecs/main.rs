@@ -102,13 +102,14 @@ fn run(arguments: &Arguments) -> anyhow::Result<()> {
         for (candidate, passes) in candidates.iter().zip(&mut passes) {
             // It takes a minute and more: who waits sees that it goes on.
             if terminal {
-                eprint!("\r\x1b[Kpass {run} of {}: {}", arguments.runs, candidate.name());
+                say::rewrite_line();
+                eprint!("pass {run} of {}: {}", arguments.runs, candidate.name());
             }
             passes.push(candidate.pass(&pages)?);
         }
     }
     if terminal {
-        eprint!("\r\x1b[K");
+        say::rewrite_line();
     }
     let rows: Vec<Row> =
         candidates.iter().zip(&passes).map(|(candidate, passes)| row(*candidate, passes)).collect();
