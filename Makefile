@@ -71,11 +71,19 @@ soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_S
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
+# Seconds for each target. `make fuzz FUZZ='frames nbd'` for some of them.
+FUZZ_SECONDS ?= 60
+FUZZ ?=
+
+.PHONY: fuzz
+fuzz: ## fuzz with coverage what listens to others, each for a minute (cargo-fuzz, a nightly toolchain; FUZZ_SECONDS=N)
+	@FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/fuzz.sh $(FUZZ)
+
 # Cases of each.
 CASES ?= 200000
 
-.PHONY: fuzz
-fuzz: ## arbitrary bytes and rings for whatever listens to others: frames, NBD replies, virtio devices (CASES=N)
+.PHONY: cases
+cases: ## arbitrary bytes and rings for whatever listens to others: frames, NBD replies, virtio devices (CASES=N)
 	@PROPTEST_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-wire --package godwit-nbd
 	@GODWIT_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-balloon --package godwit-virtio --lib && echo "nothing found in $(CASES) cases of each"
 

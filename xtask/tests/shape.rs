@@ -154,7 +154,7 @@ fn nothing_prints_that_could_panic() {
 
 #[test]
 fn every_file_says_what_it_is_for() {
-    for part in ["crates", "lab", "xtask"] {
+    for part in ["crates", "lab", "xtask", "fuzz"] {
         for file in sources(&root().join(part)) {
             let text = fs::read_to_string(&file).unwrap();
             assert!(text.starts_with("//!"), "{} does not begin with //!", file.display());
@@ -167,7 +167,9 @@ fn every_file_says_what_it_is_for() {
 #[test]
 fn the_command_carries_nothing_of_the_lab() {
     let manifest = fs::read_to_string(root().join("crates/cli/Cargo.toml")).unwrap();
-    for name in ["godwit-testbed", "godwit-guest-workload", "lzzzz", "libz-sys", "flate2"] {
+    for name in
+        ["godwit-testbed", "godwit-guest-workload", "godwit-fuzz", "lzzzz", "libz-sys", "flate2"]
+    {
         assert!(!manifest.contains(name), "crates/cli/Cargo.toml names {name}");
     }
 }
@@ -191,6 +193,32 @@ fn what_ships_has_no_test_hooks() {
         let hidden = fs::read_to_string(&file).unwrap().contains("#[doc(hidden)]");
         assert!(!hidden, "{}: what is public is documented", file.display());
     }
+}
+
+/// What needs another toolchain is built by nobody who does not ask for it, and of the same
+/// versions of everything as the product.
+#[test]
+fn fuzzing_is_beside_the_workspace_and_of_its_versions() {
+    let manifest = fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    assert!(manifest.contains("\nexclude = [\"fuzz\"]\n"));
+    let versions = |path: &str| {
+        let text = fs::read_to_string(root().join(path)).unwrap();
+        let packages = text.split("[[package]]\n").skip(1).map(|package| {
+            let mut lines = package.lines().map(|line| line.split('"').nth(1).unwrap_or_default());
+            let named = (lines.next().unwrap().to_owned(), lines.next().unwrap().to_owned());
+            assert!(!named.1.is_empty(), "{package}");
+            named
+        });
+        packages.collect::<BTreeSet<_>>()
+    };
+    let (ours, fuzzed) = (versions("Cargo.lock"), versions("fuzz/Cargo.lock"));
+    let other: Vec<_> = fuzzed
+        .difference(&ours)
+        .filter(|(name, _)| ours.iter().any(|(known, _)| known == name))
+        .collect();
+    let cure = "cp Cargo.lock fuzz/Cargo.lock && cargo metadata --manifest-path fuzz/Cargo.toml";
+    assert!(other.is_empty(), "other versions, {other:?}: {cure}");
+    assert!(fuzzed.iter().any(|(name, _)| name == "godwit-fuzz-targets"));
 }
 
 /// Crates that others build on: whoever meets an item of theirs finds how it is used.
@@ -238,7 +266,7 @@ const AS_IT_CAME: [&str; 2] = ["xtask/src/database.rs", "crates/qemu/src/compare
 /// macro of its own syntax. Pictures are as wide as they must be.
 #[test]
 fn lines_are_a_hundred_columns_at_most() {
-    for part in ["crates", "lab", "xtask"] {
+    for part in ["crates", "lab", "xtask", "fuzz"] {
         for file in sources(&root().join(part)) {
             let text = fs::read_to_string(&file).unwrap();
             for (number, line) in

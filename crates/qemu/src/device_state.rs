@@ -111,7 +111,12 @@ pub(crate) fn save(
 }
 
 /// What `devices` lacks of a migration's stream, added; `ram` is a section or none.
-fn stream(devices: &[u8], machine_type: &str, ram: &[u8], loader: Loader) -> Option<Vec<u8>> {
+pub(crate) fn stream(
+    devices: &[u8],
+    machine_type: &str,
+    ram: &[u8],
+    loader: Loader,
+) -> Option<Vec<u8>> {
     let sections = devices.strip_prefix(&HEADER)?;
     let length = u32::try_from(machine_type.len()).ok()?;
     let mut stream = HEADER.to_vec();

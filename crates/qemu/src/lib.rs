@@ -37,6 +37,7 @@ pub mod run_directory;
 mod settings;
 mod source;
 mod start;
+pub mod strangers;
 mod userfaultfd;
 mod vhost_user;
 mod way_back;

@@ -28,7 +28,7 @@ use crate::machine::Machine;
 use crate::monitor::commands::{MachineType, QueryMachines};
 use crate::monitor::{Monitor, QmpError};
 
-pub(crate) use storage::{Identity, identity, identity_in};
+pub(crate) use storage::{Identity, identity, identity_in, told as told_storage};
 
 use picture::Picture;
 
@@ -136,6 +136,21 @@ fn compare_machines(qmp: &mut dyn Monitor, ask: &mut Ask<'_>) -> Result<(), VmEr
         differ::name_features(&mut found, &source, &theirs, &own);
     }
     Err(QemuError::Different(in_words(&found)).into())
+}
+
+/// What the machine behind `qmp` is, as [`answer`] tells it.
+pub(crate) fn picture(qmp: &mut dyn Monitor) -> Result<Vec<u8>, QemuError> {
+    serde_json::to_vec(&Picture::of(qmp)?).map_err(|_| QemuError::Unclear("its machine"))
+}
+
+/// The differences between two pictures as they were told, but for those that the source's operator
+/// lets pass.
+pub(crate) fn told_differences(source: &[u8], here: &[u8]) -> Result<String, QemuError> {
+    let read = |told| serde_json::from_slice(told).map_err(|_| QemuError::Unclear("its machine"));
+    let (source, here): (Picture, Picture) = (read(source)?, read(here)?);
+    let mut found = differ::differences(&source, &here, &BTreeSet::new());
+    found.retain(|difference| !is_allowed(&difference.key, &source.allowed));
+    Ok(in_words(&found))
 }
 
 /// Whether the operator lets a difference pass, by its key, by the first part of it, or with all

@@ -31,9 +31,30 @@ mod made;
 mod memory;
 mod xml;
 
+use std::path::Path;
+
+use crate::QemuError;
+
 pub(crate) use definition::Definition;
 pub use destination::LibvirtDestination;
 pub use domain::domain_state;
 pub(crate) use domain::{QUESTION, SourceDomain, domain};
 pub use images::DiskPaths;
 pub(crate) use made::sweep_images;
+
+/// The beginning of a save image of the domain that a source has `told` of, with all disks that
+/// move at `path`.
+pub(crate) fn image_of(told: &[u8], path: &Path) -> Result<Vec<u8>, QemuError> {
+    let told: domain::Description =
+        serde_json::from_slice(told).map_err(|_| QemuError::Unclear("its domain"))?;
+    let refused = |why: &str| QemuError::Domain(why.to_owned());
+    let mut described = told.xml;
+    for disk in &told.moving {
+        let there = xml::place(&described, &disk.name).map_err(refused)?;
+        described = xml::moved(&described, &disk.name, &there.path, path);
+        if xml::place(&described, &disk.name).map_err(refused)?.path != path {
+            return Err(refused("names a disk twice"));
+        }
+    }
+    image::beginning(&described).ok_or_else(|| refused("is too long"))
+}

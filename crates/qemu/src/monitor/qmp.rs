@@ -76,7 +76,8 @@ impl Qmp {
         Ok(qmp)
     }
 
-    pub(super) fn over(stream: UnixStream) -> Self {
+    /// Goes on with a connection that is past the greeting.
+    pub(crate) fn over(stream: UnixStream) -> Self {
         Self {
             stream,
             buffer: Vec::new(),

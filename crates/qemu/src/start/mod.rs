@@ -29,7 +29,19 @@ pub use destination::{Shown, StartTerms, StartedDestination};
 pub use launch::{COMMAND, launch};
 pub use mapping::{MapError, Mapping};
 
+use std::path::{Path, PathBuf};
+
 use crate::QemuError;
+
+/// The options of a destination whose source has `told` what it is.
+pub(crate) fn words(
+    told: &[u8],
+    named: (&[Mapping], &[PathBuf]),
+    monitor: &Path,
+) -> Result<Vec<String>, QemuError> {
+    let told = serde_json::from_slice(told).map_err(|_| QemuError::Unclear("its QEMU"))?;
+    Ok(carry::carry(&told, named, monitor)?.words)
+}
 
 /// What stands against starting a destination.
 fn refused(words: impl Into<String>) -> QemuError {

@@ -157,6 +157,15 @@ pub(super) fn tell(
     Ok(Disks { disks: Disk::all(machine, moving)?, shared })
 }
 
+/// The names of the source's disks that are here as well, as far as that shows without reading
+/// them: of what both have told.
+pub(crate) fn told(source: &[u8], here: &[u8]) -> Result<Vec<String>, QemuError> {
+    let read = |told| serde_json::from_slice(told).map_err(|_| QemuError::Unclear("its disks"));
+    let (source, here): (Disks, Disks) = (read(source)?, read(here)?);
+    let there = source.disks.iter().filter(|disk| Disk::counterpart(disk, &here.disks).is_some());
+    Ok(there.map(Disk::name).collect())
+}
+
 /// The file `file` of the disk `disk` here.
 fn open(machine: &mut Machine, (disk, file): (usize, usize)) -> Result<Arc<HostFile>, String> {
     let disks = Disk::all(machine, &[]).map_err(|error| error.to_string())?;
