@@ -163,7 +163,9 @@ pub enum QemuError {
         cure: &'static str,
     },
     /// What is known of a guest stands against what an operator wishes.
-    #[error("{known}, so godwit does not {what}{}", if *for_force { " without --force" } else { "" })]
+    #[error(
+        "{known}, so godwit does not {what}{}", if *for_force { " without --force" } else { "" }
+    )]
     Settled {
         /// What is known.
         known: &'static str,
