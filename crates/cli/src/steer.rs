@@ -84,7 +84,7 @@ pub(crate) struct CancelArguments {
     which: Which,
 }
 
-/// What the machine says of itself, in QEMU's words for a QEMU, and what else is known of its guest.
+/// What the machine says of itself, in QEMU's words for a QEMU, and what is known of its guest.
 fn state_of(vm: &VmName) -> Result<(String, Option<Known>), Box<dyn std::error::Error>> {
     let alone = |state| Ok((state, None));
     match vm {

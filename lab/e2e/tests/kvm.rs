@@ -274,7 +274,7 @@ fn another_processor_is_refused_with_its_features_and_the_same_one_is_not() -> a
     for build in kvm_builds_for(test) {
         let with =
             |cpu: &str| config(&build, Mode::Rate, Backend::Anonymous).with_extra(&["-cpu", cpu]);
-        // Some hosts' KVM refuses what QEMU then makes of MSR_IA32_ARCH_CAPABILITIES, and QEMU ends.
+        // Some hosts' KVM refuses what QEMU makes of MSR_IA32_ARCH_CAPABILITIES, and QEMU ends.
         let host = match TestVm::destination(&with("host")) {
             Err(error) if error.to_string().contains("failed to set MSR 0x10a") => {
                 "host,arch-capabilities=off"

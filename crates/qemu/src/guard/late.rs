@@ -42,8 +42,8 @@ pub(crate) fn cure(pid: i32) -> Option<&'static str> {
              --guest here",
         ),
         Stage::HandingOver => Some(
-            "a godwit that was killed was handing its guest over: godwit recover --vm VM tells what \
-             to do",
+            "a godwit that was killed was handing its guest over: godwit recover --vm VM tells \
+             what to do",
         ),
         _ => None,
     })

@@ -10,8 +10,8 @@
 //! ```text
 //!   record      what has been changed in QEMU, written down before it is changed
 //!   guardian    the other process
-//!   late        both were killed: the next godwit that comes to this QEMU undoes what the record names
-//!   recover     nobody knows who has the guest, or nobody is left to run it: the operator settles it
+//!   late        both were killed: the next godwit here undoes what the record names
+//!   recover     nobody knows who has the guest, or is left to run it: the operator settles it
 //! ```
 //!
 //! Invariant: everything that godwit changes in QEMU is in the record, or bears its mark, before it
