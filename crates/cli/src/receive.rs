@@ -495,9 +495,8 @@ impl Again {
 fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
-            "IN DOUBT: look whether it runs here (godwit status --vm VM), and end one of the two \
-             VMs"
-            .to_owned()
+            "IN DOUBT: godwit recover --vm VM, on both sides, tells who has it and what to do"
+                .to_owned()
         }
         _ => match again {
             Some(again) => format!("the guest does not run here; {}", again.cure()),

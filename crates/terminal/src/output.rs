@@ -386,9 +386,8 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
              then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there \
-             (godwit status --vm VM): if it runs there, quit this VM, if it does not and never \
-             will, run this one on (QEMU: `cont`)"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; godwit \
+             recover --vm VM, on both sides, tells who has it and what to do"
         }
         Survivor::Destination => {
             "the guest runs at the destination; end the stopped VM at the source"
