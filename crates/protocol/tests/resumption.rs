@@ -52,6 +52,9 @@ enum Msg {
     },
 }
 
+/// Takes in a world that can follow, as a change of this one.
+type Add<'a> = &'a mut dyn FnMut(&dyn Fn(&mut World));
+
 /// What the source's channel does next in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Copy {
@@ -337,7 +340,7 @@ impl World {
         }
     }
 
-    fn destination_reads(&self, msg: Msg, add: &mut dyn FnMut(&dyn Fn(&mut World))) {
+    fn destination_reads(&self, msg: Msg, add: Add<'_>) {
         let input = match msg {
             // What follows waits until all pages are in place.
             Msg::RoundEnd if !self.channel.is_empty() => return,
@@ -377,7 +380,7 @@ impl World {
     }
 
     /// The connections are lost, that is noticed, and others are made.
-    fn losses(&self, add: &mut dyn FnMut(&dyn Fn(&mut World))) {
+    fn losses(&self, add: Add<'_>) {
         if self.link && self.cuts_left > 0 {
             for keep_d in 0..=self.to_destination.len() {
                 for keep_s in 0..=self.to_source.len() {
