@@ -63,8 +63,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: u8,
 
-    /// How long connections that are lost before the guest is stopped are tried for, while the guest
-    /// runs free; 0s: not at all, the migration then fails at once
+    /// How long connections that are lost before the guest is stopped are tried for, while it runs
+    /// free; 0s: not at all, the migration then fails at once
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     reconnect: Duration,
 

@@ -81,8 +81,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
     wait: Duration,
 
-    /// How long what has arrived is kept for a source whose connections are lost before its guest is
-    /// stopped; 0s: not at all
+    /// How long what has arrived is kept for a source whose connections are lost before its guest
+    /// is stopped; 0s: not at all
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     reconnect: Duration,
 

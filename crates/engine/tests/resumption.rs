@@ -266,7 +266,7 @@ fn one_channel_that_is_cut_takes_all_with_it_and_all_come_back() {
 
 #[test]
 fn a_link_that_stands_and_carries_nothing_is_made_again() {
-    // It is found by the silence; the destination is asked before it has noticed anything, or after.
+    // It is found by the silence; the destination is asked before it has noticed it, or after.
     let mut this = Move::new(BUSY, 40, Vec::new());
     let (to, receiving) = this.receive();
     let proxy = Proxy::new(&to, &[]);
@@ -473,7 +473,8 @@ fn a_stranger_who_knows_the_session_is_refused_and_so_is_another_source() {
     let received = receiving.join().unwrap();
     assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
     this.check_arrived();
-    let refused = |notice: &Notice| matches!(notice, Notice::Refused(why) if why.contains("does not prove the session's secret"));
+    let words = "not prove the session's secret";
+    let refused = |notice: &Notice| matches!(notice, Notice::Refused(why) if why.contains(words));
     assert_eq!(this.was_told(refused), 2, "{:?}", this.told.lock().unwrap());
     let words = other.unwrap().to_string();
     assert!(

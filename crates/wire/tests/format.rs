@@ -65,6 +65,7 @@ fn pages_frame() -> Vec<u8> {
 #[test]
 fn golden_bytes() {
     let greeting = Greeting { session: SessionId([0x11; 16]), role: Role::Channel(3), attempt: 0 };
+    let resumed = Message::Resumed { attempt: 1, placed: vec![9, 5], proof: [0x44; PROOF_LEN] };
     let seen = [
         hex(&greeting.encode()),
         hex(&Message::Offer(offer()).encode()),
@@ -82,7 +83,7 @@ fn golden_bytes() {
         hex(&Greeting { role: Role::Resume, attempt: 2, ..greeting }.encode()),
         hex(&Message::Keep(Secret([0x22; SECRET_LEN])).encode()),
         hex(&Message::Resume { channels: 4, proof: [0x33; PROOF_LEN] }.encode()),
-        hex(&Message::Resumed { attempt: 1, placed: vec![9, 5], proof: [0x44; PROOF_LEN] }.encode()),
+        hex(&resumed.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -669,7 +670,8 @@ proptest! {
         value in any::<u8>(),
         sealed in any::<bool>(),
     ) {
-        let mut bytes = Greeting { session: SessionId(session), role: Role::Channel(3), attempt: 0 }.encode();
+        let (session, role) = (SessionId(session), Role::Channel(3));
+        let mut bytes = Greeting { session, role, attempt: 0 }.encode();
         let changed = bytes[at] != value;
         bytes[at] = value;
         if sealed {

@@ -40,8 +40,8 @@ impl Barriers {
         self.changed.notify_all();
     }
 
-    /// A channel can no longer; the first reason is kept, but that connections are lost gives way to
-    /// any other.
+    /// A channel can no longer; the first reason is kept, but that connections are lost gives way
+    /// to any other.
     pub(super) fn failed(&self, error: EngineError) {
         let failed = &mut self.lock().failed;
         if failed.as_ref().is_none_or(|first| first.is_loss() && !error.is_loss()) {

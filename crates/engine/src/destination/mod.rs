@@ -166,8 +166,8 @@ pub struct Options {
     /// Take a guest in that may come to use more memory than this host, or the control group of its
     /// VM, has left.
     pub overcommit: bool,
-    /// How long what has arrived is kept for a source whose connections are lost before its guest is
-    /// stopped; zero: not at all.
+    /// How long what has arrived is kept for a source whose connections are lost before its guest
+    /// is stopped; zero: not at all.
     pub reconnect: Duration,
     /// Faults to make up, for tests.
     #[cfg(feature = "test-hooks")]

@@ -2,8 +2,8 @@
 //! the link, limited and counted.
 //!
 //! Invariants: a frame holds pages of one RAM block or disk, in the order in which they were put
-//! in; and a barrier comes behind all of them. Frames are numbered from 1, pages and barriers alike,
-//! as the destination counts those that it has placed.
+//! in; and a barrier comes behind all of them. Frames are numbered from 1, pages and barriers
+//! alike, as the destination counts those that it has placed.
 
 use std::io::Write;
 use std::sync::Arc;

@@ -226,8 +226,8 @@ impl Lanes {
         }
     }
 
-    /// Sends no more, and has the channels of disks end and let go of these; waits for them, but not
-    /// for one that hangs at its disk: the guest comes first.
+    /// Sends no more, and has the channels of disks end and let go of these; waits for them, but
+    /// not for one that hangs at its disk: the guest comes first.
     pub(super) fn stop(&mut self) {
         self.release();
         self.disks.iter().for_each(|lane| lane.stream.shut_down());

@@ -256,8 +256,8 @@ impl Stage {
         }
     }
 
-    /// Whether connections that are lost are made again: only while channels copy, and the guest was
-    /// not stopped.
+    /// Whether connections that are lost are made again: only while channels copy, and the guest
+    /// was not stopped.
     fn survives_loss(&self, state: State) -> bool {
         let copies = matches!(self, Self::PreCopy(_) | Self::Switchover(_));
         copies

@@ -101,7 +101,8 @@ impl Proxy {
         end(&near, &far);
     }
 
-    /// Ends the source's half of all connections; the destination's goes on standing, and is silent.
+    /// Ends the source's half of all connections; the destination's goes on standing, and is
+    /// silent.
     pub fn abandon(&self) {
         self.freeze();
         self.0.made.fetch_add(1, Ordering::SeqCst);
