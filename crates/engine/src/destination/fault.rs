@@ -76,6 +76,11 @@ impl MadeUp {
         Self {}
     }
 
+    /// No fault.
+    pub(super) fn none() -> Self {
+        Self::of(&Options::default())
+    }
+
     #[cfg(feature = "test-hooks")]
     fn kill(self) -> Option<Fault> {
         self.faults.kill

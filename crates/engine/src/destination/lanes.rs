@@ -108,7 +108,8 @@ impl Lanes {
                 barriers: Arc::clone(&self.barriers),
                 decompressor: Decompressor::new(),
                 pages: Vec::new(),
-                made_up: self.made_up,
+                // Of a channel that is slow, that is which was given up.
+                made_up: if self.attempt == 0 { self.made_up } else { MadeUp::none() },
             };
             self.channels.push((handle, threads::start("channel", move || channel.run())?));
         }
