@@ -17,6 +17,7 @@ mod microvm;
 mod migrate;
 mod plan;
 mod receive;
+mod recover;
 mod run_directory;
 mod security;
 mod settings;
@@ -70,6 +71,8 @@ enum Command {
     Switchover(steer::SwitchoverArguments),
     /// Cancel a migration that runs: the guest stays where it is.
     Cancel(steer::CancelArguments),
+    /// Tell who has the guest after a migration whose end nobody knows, and settle it.
+    Recover(recover::Arguments),
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
     #[command(subcommand)]
     Microvm(microvm::Command),
@@ -112,6 +115,7 @@ fn main() -> ExitCode {
         Command::Set(arguments) => steer::set(&arguments),
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
+        Command::Recover(arguments) => recover::run(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Keys(arguments) => keys::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),

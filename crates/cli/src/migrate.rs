@@ -3,6 +3,7 @@
 use std::io::IsTerminal;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use godwit_control::client;
@@ -14,7 +15,7 @@ use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
-use godwit_units::{ByteCount, GRAMMAR};
+use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
 use crate::layout;
@@ -61,6 +62,11 @@ pub(crate) struct Arguments {
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: u8,
+
+    /// How long connections that are lost before the guest is stopped are tried for, while it runs
+    /// free; 0s: not at all, the migration then fails at once
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
+    reconnect: Duration,
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
     /// again that were written and did not change
@@ -169,6 +175,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     options.channels = arguments.channels;
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
+    options.reconnect = arguments.reconnect;
     #[cfg(feature = "test-hooks")]
     arguments.hooks.put_into(&mut options);
     let disks =

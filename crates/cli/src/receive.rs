@@ -81,6 +81,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
     wait: Duration,
 
+    /// How long what has arrived is kept for a source whose connections are lost before its guest
+    /// is stopped; 0s: not at all
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
+    reconnect: Duration,
+
     /// Codecs that are taken: auto for all of them, none, lz4 or zstd
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
@@ -214,6 +219,7 @@ fn take_in(
                 disks: arguments.disks.to_string(),
                 overcommit: arguments.overcommit,
                 security: arguments.security.wish(),
+                reconnect_ms: u64::try_from(arguments.reconnect.as_millis()).unwrap_or(u64::MAX),
             };
             let mut listening = |address: &str| tell_listening(address, None, arguments.json);
             let received = client::receive(path, request, cancel, &mut listening, notice);
@@ -315,6 +321,7 @@ fn listen(
         codecs: arguments.compression.codecs(),
         disks: arguments.disks.clone(),
         overcommit: arguments.overcommit,
+        reconnect: arguments.reconnect,
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
         ..Options::default()
@@ -391,6 +398,21 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         }
         Notice::Round { round, received } => {
             eprintln!("round {round} in place, {received} received")
+        }
+        Notice::Severed { why, limit } if json => {
+            json_line(&json!({
+                "event": "severed", "why": why, "limit_ms": limit.as_secs_f64() * 1e3,
+            }));
+        }
+        Notice::Severed { why, limit } => {
+            let limit = format_duration(*limit);
+            eprintln!("godwit: {why}; what has arrived is kept for the source for {limit}");
+        }
+        Notice::Resumed { after } if json => {
+            json_line(&json!({ "event": "resumed", "after_ms": after.as_secs_f64() * 1e3 }));
+        }
+        Notice::Resumed { after } => {
+            eprintln!("godwit: the source is back after {}", format_duration(*after));
         }
         Notice::AwaitingSource { limit } => {
             let limit = format_duration(*limit);
@@ -473,9 +495,8 @@ impl Again {
 fn tell_failure(failure: &Failure, again: Option<Again>, json: bool) {
     let guest = match failure.survivor {
         Survivor::Unknown => {
-            "IN DOUBT: look whether it runs here (godwit status --vm VM), and end one of the two \
-             VMs"
-            .to_owned()
+            "IN DOUBT: godwit recover --vm VM, on both sides, tells who has it and what to do"
+                .to_owned()
         }
         _ => match again {
             Some(again) => format!("the guest does not run here; {}", again.cure()),

@@ -17,6 +17,7 @@ use godwit_control::steer::{Socket, steer};
 use godwit_control::{ControlError, client};
 use godwit_engine::handle::MigrationHandle;
 use godwit_qemu::monitor::Qmp;
+use godwit_qemu::{Known, known_of};
 use godwit_units::{TypedRate, format_duration};
 use serde_json::{Value, json};
 
@@ -83,20 +84,24 @@ pub(crate) struct CancelArguments {
     which: Which,
 }
 
-/// What the machine says of itself, in QEMU's words for a QEMU.
-fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
+/// What the machine says of itself, in QEMU's words for a QEMU, and what is known of its guest.
+fn state_of(vm: &VmName) -> Result<(String, Option<Known>), Box<dyn std::error::Error>> {
+    let alone = |state| Ok((state, None));
     match vm {
-        VmName::Microvm(path) => Ok(client::status(path)?.state),
+        VmName::Microvm(path) => alone(client::status(path)?.state),
         VmName::Libvirt { domain, uri } => {
             domain_wanted(domain)?;
-            Ok(godwit_qemu::domain_state(domain, &libvirt_uri(uri.as_deref()))?)
+            alone(godwit_qemu::domain_state(domain, &libvirt_uri(uri.as_deref()))?)
         }
-        VmName::Proxmox(id) => Ok(godwit_qemu::proxmox_state(id)?),
+        VmName::Proxmox(id) => alone(godwit_qemu::proxmox_state(id)?),
         VmName::Qemu(path) => {
-            let asked =
-                Qmp::connect(path).and_then(|mut qmp| qmp.execute("query-status", Value::Null));
-            let answer = asked.map_err(|error| refused_qemu(path, error.into()))?;
-            Ok(answer["status"].as_str().unwrap_or("in no state that it tells").to_owned())
+            let asked = Qmp::connect(path).and_then(|mut qmp| {
+                Ok((qmp.execute("query-status", Value::Null)?, qmp.peer_pid()?))
+            });
+            let (answer, pid) = asked.map_err(|error| refused_qemu(path, error.into()))?;
+            let state = answer["status"].as_str().unwrap_or("in no state that it tells");
+            let known = known_of(pid.as_raw_nonzero().get(), state);
+            Ok((state.to_owned(), Some(known)))
         }
     }
 }
@@ -104,12 +109,20 @@ fn state_of(vm: &VmName) -> Result<String, Box<dyn std::error::Error>> {
 pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
     if let Some(vm) = &arguments.vm {
         return match state_of(vm) {
-            Ok(state) if arguments.json => {
-                json_line(&json!({ "vm": vm.to_string(), "state": state }));
+            Ok((state, known)) if arguments.json => {
+                let known = known.map(Known::word);
+                json_line(&json!({ "vm": vm.to_string(), "state": state, "known": known }));
                 ExitCode::SUCCESS
             }
-            Ok(state) => {
-                println!("{vm} is {}", say::line(state));
+            Ok((state, known)) => {
+                match known.filter(|known| known.is_unsettled()) {
+                    Some(known) => println!(
+                        "{vm} is {}: {} (godwit recover --vm {vm} tells what to do)",
+                        say::line(state),
+                        known.words()
+                    ),
+                    None => println!("{vm} is {}", say::line(state)),
+                }
                 ExitCode::SUCCESS
             }
             Err(error) => {

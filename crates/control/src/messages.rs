@@ -11,7 +11,7 @@ use godwit_engine::security::SecurityWish;
 #[cfg(feature = "test-hooks")]
 use godwit_engine::source::Fault;
 use godwit_engine::source::Options;
-use godwit_engine::{EngineError, Failure, Phase, Survivor};
+use godwit_engine::{EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
 
@@ -85,6 +85,10 @@ pub struct ReceiveRequest {
     /// Whether connections are encrypted, and who may come.
     #[serde(default)]
     pub security: SecurityWish,
+    /// How long what has arrived is kept for a source whose connections are lost, in milliseconds;
+    /// 0: not at all.
+    #[serde(default = "reconnect_ms")]
+    pub reconnect_ms: u64,
 }
 
 /// How to move the guest away; the engine's options. One that is not known here is refused: a
@@ -119,6 +123,9 @@ pub struct MigrateRequest {
     /// Whether connections are encrypted, and whom to expect.
     #[serde(default)]
     pub security: SecurityWish,
+    /// How long connections that are lost are tried for, in milliseconds; 0: not at all.
+    #[serde(default = "reconnect_ms")]
+    pub reconnect_ms: u64,
 }
 
 /// Which disks move along, and the size of their dirty blocks; `None`: as the guest writes.
@@ -136,6 +143,14 @@ fn one() -> usize {
 
 fn none() -> String {
     "none".to_owned()
+}
+
+fn reconnect_ms() -> u64 {
+    millis(limits::RECONNECT)
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 fn yes() -> bool {
@@ -164,6 +179,7 @@ impl MigrateRequest {
             disks: disks.choice.to_string(),
             disk_granularity: disks.granularity.map(|size| size.0),
             security: security.clone(),
+            reconnect_ms: millis(options.reconnect),
         }
     }
 
@@ -194,6 +210,7 @@ impl MigrateRequest {
         options.channels = self.channels;
         options.fingerprints = self.fingerprints;
         options.keep_source = self.keep_source;
+        options.reconnect = Duration::from_millis(self.reconnect_ms);
         #[cfg(feature = "test-hooks")]
         {
             options.fault = self.fault();
@@ -354,6 +371,13 @@ pub enum NoticeLine {
     AwaitingSource {
         limit_ms: u64,
     },
+    Severed {
+        why: String,
+        limit_ms: u64,
+    },
+    Resumed {
+        after_ms: u64,
+    },
 }
 
 macro_rules! names {
@@ -426,6 +450,10 @@ impl From<&Notice> for Answer {
             Notice::AwaitingSource { limit } => {
                 NoticeLine::AwaitingSource { limit_ms: limit.as_millis() as u64 }
             }
+            Notice::Severed { why, limit } => {
+                NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
+            }
+            Notice::Resumed { after } => NoticeLine::Resumed { after_ms: millis(*after) },
         })
     }
 }
@@ -448,6 +476,12 @@ impl From<NoticeLine> for Notice {
             }
             NoticeLine::AwaitingSource { limit_ms } => {
                 Self::AwaitingSource { limit: Duration::from_millis(limit_ms) }
+            }
+            NoticeLine::Severed { why, limit_ms } => {
+                Self::Severed { why, limit: Duration::from_millis(limit_ms) }
+            }
+            NoticeLine::Resumed { after_ms } => {
+                Self::Resumed { after: Duration::from_millis(after_ms) }
             }
         }
     }
@@ -497,6 +531,7 @@ mod tests {
             disks,
             overcommit: false,
             security: SecurityWish::default(),
+            reconnect_ms: 60_000,
         };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());
@@ -537,6 +572,7 @@ mod tests {
             channels: 3,
             fingerprints: false,
             keep_source: true,
+            reconnect: Duration::from_secs(7),
             fault: Some(Fault::LoseCommit),
         };
         let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };

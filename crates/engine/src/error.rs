@@ -86,6 +86,20 @@ pub enum EngineError {
         /// For how long.
         limit: Duration,
     },
+    /// The connections broke before the guest was stopped, and were not made again in time.
+    #[error(
+        "{cause}; the migration could not be taken up again within {}{}",
+        format_duration(*limit),
+        last.as_ref().map_or(String::new(), |last| format!(" (at last: {last})"))
+    )]
+    Severed {
+        /// How they broke.
+        cause: Box<EngineError>,
+        /// How long they were tried or waited for.
+        limit: Duration,
+        /// Why the last attempt failed, if one was made.
+        last: Option<Box<EngineError>>,
+    },
     /// The peer sent what is not the protocol.
     #[error("the {peer} sent something wrong: {source}")]
     Wire {
@@ -257,10 +271,32 @@ impl EngineError {
             Self::State(_) => AbortCode::DeviceState,
             Self::Digest { .. } => AbortCode::Digest,
             Self::Cancelled => AbortCode::Cancelled,
-            Self::Timeout { .. } | Self::Silent { .. } => AbortCode::Timeout,
+            Self::Timeout { .. } | Self::Silent { .. } | Self::Severed { .. } => AbortCode::Timeout,
             Self::NotConverging(_) => AbortCode::NotConverging,
             _ => AbortCode::Other,
         }
+    }
+}
+
+impl EngineError {
+    /// Whether connections are lost, which may be made again.
+    pub(crate) fn is_loss(&self) -> bool {
+        matches!(self, Self::Link { .. } | Self::Silent { .. })
+    }
+
+    /// Whether an attempt to make them again, which failed so, may be followed by one that does
+    /// not: the way to the destination may be another by then.
+    pub(crate) fn may_pass(&self) -> bool {
+        self.is_loss()
+            || matches!(
+                self,
+                Self::Connect { .. }
+                    | Self::NoGreeting { .. }
+                    | Self::Timeout { .. }
+                    | Self::Wire { .. }
+                    | Self::Protocol { .. }
+                    | Self::Distrust(_)
+            )
     }
 }
 

@@ -13,6 +13,7 @@ use godwit_policy::{
     About, Felt, Setting, SettingError, Settings, Table, Takes, ThrottleMode, Value,
 };
 use godwit_units::{TypedRate, format_duration};
+use godwit_wire::CHANNELS_LIMIT;
 
 use crate::Cancel;
 use crate::address::Address;
@@ -50,6 +51,8 @@ struct Live {
     progress: Option<Progress>,
     /// Where the guest goes, once that has begun.
     to: Option<Address>,
+    /// Channels of memory from the next connections on, where that was said.
+    channels: Option<u8>,
     /// What was set before it began, as it was typed.
     typed: Vec<(String, String)>,
 }
@@ -173,6 +176,7 @@ impl MigrationHandle {
             closed: false,
             progress: None,
             to: None,
+            channels: None,
             typed: Vec::new(),
         };
         Self { cancel, live: Arc::new(Mutex::new(live)) }
@@ -290,6 +294,20 @@ impl MigrationHandle {
     #[must_use]
     pub fn to(&self) -> Option<Address> {
         self.live().to.clone()
+    }
+
+    /// Has the migration go on by another way when its connections are lost and made again: to
+    /// another address of its destination, or with another number of channels of memory (1 to 16).
+    /// `None` leaves what there is.
+    pub fn go_by(&self, to: Option<Address>, channels: Option<u8>) {
+        let mut live = self.live();
+        live.to = to.or(live.to.take());
+        live.channels = channels.map(|count| count.clamp(1, CHANNELS_LIMIT)).or(live.channels);
+    }
+
+    /// Channels of memory from the next connections on, where that was said.
+    pub(crate) fn channels(&self) -> Option<u8> {
+        self.live().channels
     }
 
     /// The settings to begin with, on the way to `to`.

@@ -1,7 +1,7 @@
 //! What ends a long call of a machine's adapter.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::Cancel;
 
@@ -33,7 +33,12 @@ use crate::Cancel;
 #[derive(Clone, Debug, Default)]
 pub struct Interrupt {
     cancel: Cancel,
-    lost: Arc<AtomicBool>,
+    over: Arc<AtomicBool>,
+    /// The number of the last connection that was lost, and of the one in use.
+    lost: Arc<AtomicU32>,
+    current: Arc<AtomicU32>,
+    /// A connection that is lost is made again, and nobody need hurry for that.
+    patient: Arc<AtomicBool>,
     silenced: Arc<AtomicBool>,
 }
 
@@ -48,12 +53,35 @@ impl Interrupt {
     #[must_use]
     pub fn is_raised(&self) -> bool {
         !self.silenced.load(Ordering::Acquire)
-            && (self.cancel.is_cancelled() || self.lost.load(Ordering::Acquire))
+            && (self.cancel.is_cancelled()
+                || self.over.load(Ordering::Acquire)
+                || self.is_lost() && !self.patient.load(Ordering::Acquire))
     }
 
-    /// The peer gave up or is lost, which was told before.
+    fn is_lost(&self) -> bool {
+        let lost = self.lost.load(Ordering::Acquire);
+        lost > 0 && lost >= self.current.load(Ordering::Acquire)
+    }
+
+    /// The peer gave up, which was told before.
     pub(crate) fn raise(&self) {
-        self.lost.store(true, Ordering::Release);
+        self.over.store(true, Ordering::Release);
+    }
+
+    /// Connection `number`, counted from 1, is lost, which was told before.
+    pub(crate) fn lost(&self, number: u32) {
+        self.lost.fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// Connection `number` is the one in use from now on: what became of earlier ones is of no
+    /// interest.
+    pub(crate) fn uses(&self, number: u32) {
+        self.current.store(number, Ordering::Release);
+    }
+
+    /// Whether a connection that is lost will be made again.
+    pub(crate) fn be_patient(&self, patient: bool) {
+        self.patient.store(patient, Ordering::Release);
     }
 
     /// From now on every call is to be taken to its end.
@@ -71,11 +99,31 @@ mod tests {
         let cancel = Cancel::default();
         let (cancelled, lost) = (Interrupt::new(&cancel), Interrupt::default());
         cancel.cancel();
-        lost.raise();
+        lost.uses(1);
+        lost.lost(1);
         for interrupt in [cancelled, lost] {
             assert!(interrupt.clone().is_raised());
             interrupt.silence();
             assert!(!interrupt.clone().is_raised());
         }
+    }
+
+    #[test]
+    fn a_lost_connection_raises_it_unless_another_one_is_made() {
+        let interrupt = Interrupt::default();
+        interrupt.uses(1);
+        interrupt.be_patient(true);
+        interrupt.lost(1);
+        assert!(!interrupt.is_raised());
+        // From here on none is made again.
+        interrupt.be_patient(false);
+        assert!(interrupt.is_raised());
+        interrupt.uses(2);
+        assert!(!interrupt.is_raised());
+        interrupt.lost(1);
+        assert!(!interrupt.is_raised(), "who read the earlier connection is late");
+        interrupt.be_patient(true);
+        interrupt.raise();
+        assert!(interrupt.is_raised(), "a peer that gave up does not come back");
     }
 }

@@ -29,6 +29,7 @@ pub mod limits;
 mod link;
 pub mod measure;
 pub mod report;
+mod return_proof;
 pub mod security;
 pub mod source;
 mod threads;

@@ -1,6 +1,6 @@
 //! The bandwidth limit: a token bucket that all channels share.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ struct Account {
 pub(crate) struct Limiter {
     account: Mutex<Account>,
     stopped: AtomicBool,
-    channels: usize,
+    channels: AtomicUsize,
 }
 
 impl Limiter {
@@ -37,7 +37,7 @@ impl Limiter {
         Self {
             account: Mutex::new(account),
             stopped: AtomicBool::new(false),
-            channels: channels.max(1),
+            channels: AtomicUsize::new(channels.max(1)),
         }
     }
 
@@ -74,7 +74,8 @@ impl Limiter {
 
     /// A channel's share of the rate, in bytes a second.
     pub(crate) fn share(&self) -> Option<f64> {
-        self.account().rate.map(|rate| rate.bytes_per_second() / self.channels as f64)
+        let channels = self.channels.load(Ordering::Relaxed) as f64;
+        self.account().rate.map(|rate| rate.bytes_per_second() / channels)
     }
 
     /// Changes the rate, for all that is sent from now on.
@@ -84,6 +85,12 @@ impl Limiter {
 
     fn account(&self) -> MutexGuard<'_, Account> {
         self.account.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has `channels` wait again, behind [`Self::stop`].
+    pub(crate) fn restart(&self, channels: usize) {
+        self.channels.store(channels.max(1), Ordering::Relaxed);
+        self.stopped.store(false, Ordering::Relaxed);
     }
 
     /// Ends all waits.

@@ -31,6 +31,16 @@ pub const PLACE: Duration = Duration::from_secs(60);
 pub const RUNNING: Duration = Duration::from_secs(30);
 /// The attempts of a source in doubt to ask the destination.
 pub const RESOLVE: Duration = Duration::from_secs(60);
+/// How long connections that were lost in pre-copy are tried for, and waited for at the
+/// destination, if nothing else is said.
+pub const RECONNECT: Duration = Duration::from_secs(60);
+/// Before the first attempt to make them again, and before each later one at the most; the pauses
+/// grow in between.
+pub const FIRST_RETRY: Duration = Duration::from_millis(100);
+/// See [`FIRST_RETRY`].
+pub const LAST_RETRY: Duration = Duration::from_secs(2);
+/// The answer to one attempt: the destination first places what has arrived.
+pub const RESUME: Duration = Duration::from_secs(10);
 /// A destination that is ready, and has lost the source, waits this long for its word.
 pub const LINGER: Duration = Duration::from_secs(120);
 /// The attempt to tell the peer that it is over.

@@ -85,10 +85,38 @@ pub struct Progress {
     /// The most that the guest may write to its disks.
     #[serde(rename = "disk_limit_bytes_per_second", with = "optional_rate", default)]
     pub disk_limit: Option<Rate>,
+    /// The connections are lost, and made again, while the guest runs free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub severed: Option<Severed>,
     /// What only the operator can do now.
     pub advice: Option<String>,
     /// What went wrong and is no reason to stop.
     pub warning: Option<String>,
+}
+
+/// Connections that are lost and made again.
+///
+/// ```
+/// use godwit_engine::report::Severed;
+/// use godwit_units::format_duration;
+///
+/// fn line(severed: &Severed) -> String {
+///     let left = format_duration(severed.left);
+///     format!("connection lost ({}), trying again for {left}", severed.why)
+/// }
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Severed {
+    /// How long ago that was.
+    #[serde(rename = "since_ms", with = "milliseconds")]
+    pub since: Duration,
+    /// How much longer they are tried for.
+    #[serde(rename = "left_ms", with = "milliseconds")]
+    pub left: Duration,
+    /// Attempts that were begun.
+    pub attempts: u32,
+    /// How they were lost, or why the last attempt failed.
+    pub why: String,
 }
 
 fn all_parts() -> u16 {
@@ -234,6 +262,9 @@ pub struct RoundMeasures {
     /// The share of memory that was in force at its end, of 1024.
     #[serde(default = "all_parts")]
     pub memory_share: u16,
+    /// It was cut off: the connections were lost in it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cut_off: bool,
 }
 
 /// Where the downtime went.
@@ -356,6 +387,16 @@ pub struct Measures {
     /// The disks that moved along.
     #[serde(default)]
     pub disks: Vec<DiskMeasures>,
+    /// How often the connections were lost, and the migration taken up again.
+    #[serde(default)]
+    pub resumptions: u32,
+    /// How long they were lost, all together. The total has this time in it, no round has.
+    #[serde(rename = "severed_ms", with = "milliseconds", default)]
+    pub severed: Duration,
+    /// Bytes of pages, before compression, that had been sent, were not known to have arrived when
+    /// the connections were lost, and so were sent again.
+    #[serde(rename = "sent_again_bytes", with = "bytes", default)]
+    pub sent_again: ByteCount,
 }
 
 /// Durations as milliseconds, to the microsecond; both ways, since a VMM with the engine inside

@@ -9,10 +9,10 @@ use std::thread::{Builder, JoinHandle};
 use crate::EngineError;
 
 /// Starts `run` in a thread called `name`.
-pub(crate) fn start(
+pub(crate) fn start<T: Send + 'static>(
     name: &'static str,
-    run: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>, EngineError> {
+    run: impl FnOnce() -> T + Send + 'static,
+) -> Result<JoinHandle<T>, EngineError> {
     Builder::new()
         .name(name.to_owned())
         .spawn(run)

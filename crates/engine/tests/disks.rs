@@ -272,7 +272,7 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     let connect = |role| {
         let mut stream = TcpStream::connect(&to).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        stream.write_all(&Greeting { session, role }.encode()).unwrap();
+        stream.write_all(&Greeting { session, role, attempt: 0 }.encode()).unwrap();
         stream
     };
     let mut control = connect(Role::Control);

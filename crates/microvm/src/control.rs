@@ -390,6 +390,7 @@ impl Host {
             codecs,
             disks,
             overcommit: request.overcommit,
+            reconnect: Duration::from_millis(request.reconnect_ms),
             ..destination::Options::default()
         };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {

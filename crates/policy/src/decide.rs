@@ -217,6 +217,19 @@ impl Policy {
         (self.plan != before).then(|| self.plan.clone())
     }
 
+    /// The connections were lost, and stand again; `dirty` is what is to be found by the next look.
+    /// A round that was cut off after `in_round` is followed by a new one. The time between is no
+    /// part of either, and what the guest wrote in it says nothing of how fast it writes.
+    pub fn taken_up(&mut self, in_round: Duration, dirty: &[u32]) {
+        self.clock += in_round;
+        if self.rounds == 0 {
+            self.first_round += in_round;
+        }
+        self.guest.note(dirty);
+        self.before = dirty.to_vec();
+        (self.last_look, self.dirtied) = (Duration::ZERO, 0.0);
+    }
+
     /// Takes in what was seen of a round and decides.
     pub fn round(&mut self, round: &Round) -> (Decision, Estimate) {
         self.guest.set_memory(round.memory.0);
@@ -236,7 +249,7 @@ impl Policy {
         }
         self.clock += round.time;
         if self.rounds == 0 {
-            self.first_round = round.time;
+            self.first_round += round.time;
         }
         self.rounds += 1;
         self.last_look = Duration::ZERO;

@@ -11,6 +11,13 @@ pub enum State {
     Receiving,
     /// The VM is ready for its device state; the last pages arrive.
     Prepared,
+    /// The source was lost while pages arrived. What has arrived is kept, and the source waited
+    /// for.
+    Severed,
+    /// The same when the VM was ready for its device state.
+    SeveredPrepared,
+    /// Device state arrives: the guest is stopped at the source.
+    Filling,
     /// The device state is complete and being loaded.
     Loading,
     /// Everything is written, checked and loaded; the guest is stopped.
@@ -48,8 +55,10 @@ pub enum Input {
     Started,
     /// The source has heard that the guest runs here.
     Farewell,
-    /// The connection broke.
+    /// The connection broke, or the source makes another one.
     LinkLost,
+    /// The source is back.
+    Returned,
     /// The source gave up.
     Aborted,
     /// Something went wrong here, a wait reached its limit, or the operator cancelled.
@@ -65,6 +74,15 @@ pub enum Action {
     SendRoundAck,
     /// Make the VM ready for its device state, and say so.
     Prepare,
+    /// Say that the VM is ready for its device state.
+    SendPrepared,
+    /// End what is left of the connections. What came over them is in place behind this, or never
+    /// will be.
+    Sever,
+    /// Wait for the source to take the migration up again.
+    AwaitReturn,
+    /// Say what is in place, and take the new connections.
+    SendResumed,
     /// Compute and send digests.
     SendDigests,
     /// Hand the piece of device state to the VM.
@@ -107,15 +125,25 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
     use {Action as A, Input as I, State as S};
     Ok(match (state, input) {
         (S::Listening, I::Offer) => (S::Receiving, vec![A::SendAccept]),
-        (S::Receiving | S::Prepared, I::RoundEnd) => (state, vec![A::SendRoundAck]),
+        (S::Receiving | S::Prepared | S::Filling, I::RoundEnd) => (state, vec![A::SendRoundAck]),
         (S::Receiving, I::Prepare) => (S::Prepared, vec![A::Prepare]),
-        (S::Prepared, I::DigestRequest) => (state, vec![A::SendDigests]),
-        (S::Prepared, I::State) => (state, vec![A::WriteState]),
-        (S::Prepared, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
+        // A source that was lost before it heard the answer asks once more.
+        (S::Prepared, I::Prepare) => (state, vec![A::SendPrepared]),
+        (S::Prepared | S::Filling, I::DigestRequest) => (state, vec![A::SendDigests]),
+        (S::Prepared | S::Filling, I::State) => (S::Filling, vec![A::WriteState]),
+        (S::Prepared | S::Filling, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
         (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),
         (S::Ready, I::Commit) => (S::Starting, vec![A::RunGuest]),
         (S::Starting, I::Started) => (S::Running, vec![A::SendRunning]),
         (S::Running, I::Farewell) => (S::Done, vec![]),
+
+        // While pages arrive, a source that is lost may come back. With device state, the guest is
+        // stopped there: it is brought back, and nothing is taken up again.
+        (S::Receiving, I::LinkLost) => (S::Severed, vec![A::Sever, A::AwaitReturn]),
+        (S::Prepared, I::LinkLost) => (S::SeveredPrepared, vec![A::Sever, A::AwaitReturn]),
+        (S::Severed | S::SeveredPrepared, I::LinkLost) => (state, vec![A::AwaitReturn]),
+        (S::Severed, I::Returned) => (S::Receiving, vec![A::SendResumed]),
+        (S::SeveredPrepared, I::Returned) => (S::Prepared, vec![A::SendResumed]),
 
         // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is
         // told.

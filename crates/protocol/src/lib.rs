@@ -22,6 +22,17 @@
 //!                 -- Farewell --------------------->  Done
 //! ```
 //!
+//! Connections that are lost before the guest is stopped are made again, with the guest running:
+//!
+//! ```text
+//!   PreCopy, Preparing                                Receiving
+//!   Severed ⟲     -- Resume ----------------------->  Severed
+//!   PreCopy       <----------------------- Resumed -- Receiving
+//!   Closing                                           Prepared
+//!   SeveredClosing ⟲                                  SeveredPrepared
+//!   Closing                                           Prepared
+//! ```
+//!
 //! The machines say what to do; pages never enter them, and neither do signs of life: a peer that
 //! falls silent is a link that is lost. [`source::step`] and [`destination::step`] are total: what
 //! must not happen in a state is an error, not a panic.
@@ -30,7 +41,8 @@
 //! including `AwaitingReady`, and again in `Cancelled`; the destination from `Starting` on. The
 //! source leaves the former for good by sending COMMIT and comes back only when told `Discarded`,
 //! which the destination says only in a state that it never leaves. `tests/model.rs` walks every
-//! interleaving of both machines and a link that may break at any point, and checks it.
+//! interleaving of both machines and a link that may break at any point, and checks it;
+//! `tests/resumption.rs` does so with a page whose versions are sent, lost and sent again.
 
 #![forbid(unsafe_code)]
 

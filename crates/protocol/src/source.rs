@@ -26,6 +26,17 @@ pub enum State {
         /// The round.
         round: u32,
     },
+    /// The connections were lost in pre-copy. The guest runs free, its writes are tracked, and the
+    /// destination is tried for.
+    Severed {
+        /// The round that was made last, or cut off.
+        round: u32,
+    },
+    /// The same when both machines were ready.
+    SeveredClosing {
+        /// The round that was made last, or cut off.
+        round: u32,
+    },
     /// The guest is being stopped.
     Stopping {
         /// The round that was made last.
@@ -83,6 +94,10 @@ pub enum Input {
     Discarded,
     /// A connection to the destination stands again.
     Reconnected,
+    /// The connections to the destination are lost, or could not be made again yet.
+    LinkLost,
+    /// They stand again, and the destination has said what it has.
+    Resumed,
     /// Anything went wrong, here, there or between, or the operator cancelled.
     Failed,
 }
@@ -116,6 +131,10 @@ pub enum Action {
     SendCommit,
     /// Find out who runs the guest.
     Resolve,
+    /// End what is left of the connections, and let the guest run free.
+    Sever,
+    /// Try once to make the connections again.
+    Reconnect,
     /// Tell the destination that it was heard.
     SendFarewell,
     /// The guest is gone: end the VM here.
@@ -136,6 +155,8 @@ impl State {
             | Self::PreCopy { .. }
             | Self::Preparing { .. }
             | Self::Closing { .. }
+            | Self::Severed { .. }
+            | Self::SeveredClosing { .. }
             | Self::Stopping { .. }
             | Self::StopAndCopy
             | Self::Verifying
@@ -178,6 +199,22 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         (S::Preparing { round }, I::PreparedInHaste) | (S::Closing { round }, I::SwitchOver) => {
             (S::Stopping { round }, vec![A::StopGuest])
         }
+        // As long as the guest has not been stopped, lost connections are made again. What was
+        // under way is a round that has ended early; another one follows. A destination that was
+        // asked to get ready and may or may not be is asked once more.
+        (S::PreCopy { round } | S::Preparing { round }, I::LinkLost) => {
+            (S::Severed { round }, vec![A::Sever, A::Reconnect])
+        }
+        (S::Closing { round }, I::LinkLost) => {
+            (S::SeveredClosing { round }, vec![A::Sever, A::Reconnect])
+        }
+        (S::Severed { .. } | S::SeveredClosing { .. }, I::LinkLost) => (state, vec![A::Reconnect]),
+        (S::Severed { round }, I::Resumed) => {
+            (S::PreCopy { round: round + 1 }, vec![A::CopyRound(round + 1)])
+        }
+        (S::SeveredClosing { round }, I::Resumed) => {
+            (S::Closing { round: round + 1 }, vec![A::CopyRound(round + 1)])
+        }
         // The machine saves its devices while the last pages are copied. The destination takes both
         // in the order in which they were sent, so it need not be waited for in between.
         (S::Stopping { round }, I::GuestStopped) if !verify => {
@@ -199,11 +236,11 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
 
         // Who may run the guest? Before COMMIT: the source, whatever happened.
-        (state, I::Failed) if state.may_run_guest() && state != S::Cancelled => {
+        (state, I::Failed | I::LinkLost) if state.may_run_guest() && state != S::Cancelled => {
             (S::Cancelled, vec![A::SendAbort, A::ResumeGuest])
         }
         // After COMMIT: whoever the destination says.
-        (S::Handover | S::InDoubt, I::Failed) => (S::InDoubt, vec![A::Resolve]),
+        (S::Handover | S::InDoubt, I::Failed | I::LinkLost) => (S::InDoubt, vec![A::Resolve]),
         (S::InDoubt, I::Reconnected) => (S::InDoubt, vec![A::SendCommit]),
         (S::Handover | S::InDoubt, I::Discarded) => (S::Cancelled, vec![A::ResumeGuest]),
 

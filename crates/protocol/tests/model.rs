@@ -31,6 +31,8 @@ enum Msg {
     Discarded,
     Farewell,
     Abort,
+    Resume,
+    Resumed,
 }
 
 /// What an engine does by itself after an action: an input to its own machine.
@@ -44,6 +46,9 @@ struct World {
     to_destination: VecDeque<Msg>,
     to_source: VecDeque<Msg>,
     link: bool,
+    /// The destination speaks over the connection that the source listens to: not as long as it has
+    /// not seen that there is another one.
+    destination_current: bool,
     /// Each side notices a broken link once.
     source_knows: bool,
     destination_knows: bool,
@@ -69,6 +74,7 @@ impl World {
             to_destination: VecDeque::new(),
             to_source: VecDeque::new(),
             link: true,
+            destination_current: true,
             source_knows: false,
             destination_knows: false,
             faults_left: 3,
@@ -81,7 +87,7 @@ impl World {
     }
 
     fn send(&mut self, to_destination: bool, msg: Msg) {
-        if self.link {
+        if self.link && (to_destination || self.destination_current) {
             let queue = if to_destination { &mut self.to_destination } else { &mut self.to_source };
             queue.push_back(msg);
         }
@@ -121,6 +127,8 @@ impl World {
                 S::SendAbort => self.send(true, Msg::Abort),
                 S::SendFarewell => self.send(true, Msg::Farewell),
                 S::StartTracking
+                | S::Sever
+                | S::Reconnect
                 | S::StartLastRound(_)
                 | S::ReleaseState
                 | S::Resolve
@@ -139,15 +147,32 @@ impl World {
             match action {
                 D::SendAccept => self.send(false, Msg::Accept),
                 D::SendRoundAck => self.send(false, Msg::RoundAck),
-                D::Prepare => self.send(false, Msg::Prepared),
+                D::Prepare | D::SendPrepared => self.send(false, Msg::Prepared),
+                D::SendResumed => {
+                    self.destination_current = true;
+                    self.send(false, Msg::Resumed);
+                }
                 D::SendDigests => self.send(false, Msg::Digests),
                 D::FinishLoad => self.destination_todo.push_back(Di::Loaded),
                 D::SendReady => self.send(false, Msg::Ready),
                 D::RunGuest => self.destination_todo.push_back(Di::Started),
                 D::SendRunning => self.send(false, Msg::Running),
                 D::SendDiscarded => self.send(false, Msg::Discarded),
-                D::WriteState | D::AwaitResolve | D::DiscardGuest => {}
+                D::WriteState | D::AwaitResolve | D::Sever | D::AwaitReturn | D::DiscardGuest => {}
             }
+        }
+    }
+
+    /// A source that has lost its connections comes back over a new one. Who still believes in the
+    /// old ones gives them up; who does not wait for it closes the new one.
+    fn destination_is_asked(&mut self) {
+        if matches!(self.destination, Ds::Receiving | Ds::Prepared) {
+            self.destination_takes(Di::LinkLost);
+        }
+        if matches!(self.destination, Ds::Severed | Ds::SeveredPrepared) {
+            self.destination_takes(Di::Returned);
+        } else {
+            self.link = false;
         }
     }
 
@@ -182,6 +207,7 @@ impl World {
                 Msg::Ready => Si::Ready,
                 Msg::Running => Si::Running,
                 Msg::Discarded => Si::Discarded,
+                Msg::Resumed => Si::Resumed,
                 other => panic!("{other:?} to the source"),
             };
             // Nobody waits for the last round to be in place, unless digests are to be compared.
@@ -199,6 +225,8 @@ impl World {
             && !self.destination.is_final();
         if let (Some(&msg), true) = (self.to_destination.front(), destination_reads) {
             let input = match msg {
+                // Behind it: see below.
+                Msg::Resume => Di::LinkLost,
                 Msg::Offer => Di::Offer,
                 Msg::RoundEnd => Di::RoundEnd,
                 Msg::Prepare => Di::Prepare,
@@ -212,7 +240,10 @@ impl World {
             };
             add(&|w| {
                 w.to_destination.pop_front();
-                w.destination_takes(input);
+                match msg {
+                    Msg::Resume => w.destination_is_asked(),
+                    _ => w.destination_takes(input),
+                }
             });
         }
         // A broken link is noticed after what had arrived by then was read.
@@ -221,7 +252,7 @@ impl World {
         if !self.link && !self.source_knows && source_notices {
             add(&|w| {
                 w.source_knows = true;
-                w.source_takes(Si::Failed);
+                w.source_takes(Si::LinkLost);
             });
         }
         if !self.link
@@ -240,19 +271,43 @@ impl World {
         if waits && destination_reads && self.destination == Ds::Ready {
             add(&|w| w.destination_takes(Di::Failed));
         }
-        let can_reconnect = self.source == Ss::InDoubt
+        let can_ask = self.source == Ss::InDoubt
             && !self.source_gone
             && self.source_knows
             && (self.destination_knows && !self.destination_gone)
             // In a final state it does not wait for anybody any more.
             && !self.destination.is_final()
             && self.reconnects_left > 0;
-        if can_reconnect {
+        if can_ask {
             add(&|w| {
                 w.reconnects_left -= 1;
                 (w.link, w.source_knows, w.destination_knows) = (true, false, false);
+                w.destination_current = true;
                 w.source_takes(Si::Reconnected);
             });
+        }
+        let severed = matches!(self.source, Ss::Severed { .. } | Ss::SeveredClosing { .. });
+        if severed && !self.source_gone && self.source_knows && !self.link {
+            // It does not try for ever.
+            add(&|w| w.source_takes(Si::Failed));
+            if self.reconnects_left > 0 && !self.destination_gone {
+                // What was said over the old connection may still be read first.
+                for keep in 0..=self.to_destination.len() {
+                    add(&|w| {
+                        w.reconnects_left -= 1;
+                        (w.link, w.source_knows, w.destination_knows) = (true, false, false);
+                        w.destination_current = false;
+                        w.to_source.clear();
+                        w.to_destination.truncate(keep);
+                        w.to_destination.push_back(Msg::Resume);
+                    });
+                }
+            }
+        }
+        // Nor is a source waited for for ever.
+        let waits = matches!(self.destination, Ds::Severed | Ds::SeveredPrepared);
+        if waits && !self.destination_gone {
+            add(&|w| w.destination_takes(Di::Failed));
         }
         if faults && self.faults_left > 0 {
             if self.link {
@@ -338,7 +393,13 @@ fn never_two_owners() {
             assert!(world.destination.may_run_guest(), "the guest is gone: {world:?}");
         }
     }
-    for state in [Ss::Done, Ss::Cancelled, Ss::InDoubt] {
+    let resumed = |world: &&World| world.source == Ss::Handover && world.reconnects_left < 2;
+    assert!(
+        worlds.iter().any(|world| resumed(&world)),
+        "no guest is given away behind a resumption"
+    );
+    let severed = [Ss::Severed { round: 0 }, Ss::SeveredClosing { round: 2 }];
+    for state in [Ss::Done, Ss::Cancelled, Ss::InDoubt].into_iter().chain(severed) {
         assert!(worlds.iter().any(|world| world.source == state), "{state:?} is never reached");
     }
 }

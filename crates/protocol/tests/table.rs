@@ -7,12 +7,14 @@ use std::fmt::Debug;
 
 use godwit_protocol::{destination as dst, source as src};
 
-const SOURCE_STATES: [src::State; 14] = [
+const SOURCE_STATES: [src::State; 16] = [
     src::State::Idle,
     src::State::Negotiating,
     src::State::PreCopy { round: 0 },
     src::State::Preparing { round: 0 },
     src::State::Closing { round: 0 },
+    src::State::Severed { round: 0 },
+    src::State::SeveredClosing { round: 0 },
     src::State::Stopping { round: 0 },
     src::State::StopAndCopy,
     src::State::Verifying,
@@ -23,7 +25,7 @@ const SOURCE_STATES: [src::State; 14] = [
     src::State::Done,
     src::State::Cancelled,
 ];
-const SOURCE_INPUTS: [src::Input; 16] = [
+const SOURCE_INPUTS: [src::Input; 18] = [
     src::Input::Start,
     src::Input::Accepted,
     src::Input::RoundPlaced,
@@ -39,12 +41,17 @@ const SOURCE_INPUTS: [src::Input; 16] = [
     src::Input::Running,
     src::Input::Discarded,
     src::Input::Reconnected,
+    src::Input::LinkLost,
+    src::Input::Resumed,
     src::Input::Failed,
 ];
-const DESTINATION_STATES: [dst::State; 9] = [
+const DESTINATION_STATES: [dst::State; 12] = [
     dst::State::Listening,
     dst::State::Receiving,
     dst::State::Prepared,
+    dst::State::Severed,
+    dst::State::SeveredPrepared,
+    dst::State::Filling,
     dst::State::Loading,
     dst::State::Ready,
     dst::State::Starting,
@@ -52,7 +59,7 @@ const DESTINATION_STATES: [dst::State; 9] = [
     dst::State::Done,
     dst::State::Discarded,
 ];
-const DESTINATION_INPUTS: [dst::Input; 13] = [
+const DESTINATION_INPUTS: [dst::Input; 14] = [
     dst::Input::Offer,
     dst::Input::RoundEnd,
     dst::Input::Prepare,
@@ -64,6 +71,7 @@ const DESTINATION_INPUTS: [dst::Input; 13] = [
     dst::Input::Started,
     dst::Input::Farewell,
     dst::Input::LinkLost,
+    dst::Input::Returned,
     dst::Input::Aborted,
     dst::Input::Failed,
 ];

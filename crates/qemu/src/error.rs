@@ -162,6 +162,18 @@ pub enum QemuError {
         /// What to do.
         cure: &'static str,
     },
+    /// What is known of a guest stands against what an operator wishes.
+    #[error(
+        "{known}, so godwit does not {what}{}", if *for_force { " without --force" } else { "" }
+    )]
+    Settled {
+        /// What is known.
+        known: &'static str,
+        /// What was wished.
+        what: &'static str,
+        /// Whether it could be forced.
+        for_force: bool,
+    },
     /// The destination does not wait for a migration.
     #[error(
         "the destination QEMU is not waiting for a migration ({state}): start it with the source's \

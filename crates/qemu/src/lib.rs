@@ -47,7 +47,7 @@ pub use destination::QemuDestination;
 pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use find::{monitor_of, monitors_of};
-pub use guard::{COMMAND as GUARD_COMMAND, stand_guard};
+pub use guard::{COMMAND as GUARD_COMMAND, Known, Recovery, known_of, stand_guard};
 pub use host::{HostVm, HostVms, Owner, RamKind, Verdict, monitor_of_instance, vms_of_host};
 pub use libvirt::{DiskPaths, LibvirtDestination, domain_state};
 pub use limits::Limits;

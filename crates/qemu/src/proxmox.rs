@@ -46,7 +46,11 @@ impl ProxmoxVm {
         Self::named(id)?.checked()
     }
 
-    fn named(id: &str) -> Result<Self, QemuError> {
+    /// The VM `id` of this node.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(crate) fn named(id: &str) -> Result<Self, QemuError> {
         let root = std::env::var_os(ROOT).filter(|root| !root.is_empty());
         let root = root.map_or_else(|| PathBuf::from("/"), PathBuf::from);
         Self::under(&root, id)

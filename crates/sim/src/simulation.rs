@@ -209,6 +209,8 @@ impl Simulation<'_> {
             S::StartTracking
             | S::StartLastRound(_)
             | S::ReleaseState
+            | S::Sever
+            | S::Reconnect
             | S::Resolve
             | S::RetireGuest => {}
         }
@@ -233,7 +235,7 @@ impl Simulation<'_> {
             match action {
                 D::SendAccept => self.send(Message::ToSource(Si::Accepted)),
                 D::SendRoundAck => self.send(Message::ToSource(Si::RoundPlaced)),
-                D::Prepare => self.send(Message::ToSource(Si::Prepared)),
+                D::Prepare | D::SendPrepared => self.send(Message::ToSource(Si::Prepared)),
                 D::SendDigests => self.send(Message::ToSource(Si::DigestsEqual)),
                 D::FinishLoad => self.destination_todo.push_back(Di::Loaded),
                 D::SendReady => self.send(Message::ToSource(Si::Ready)),
@@ -243,7 +245,10 @@ impl Simulation<'_> {
                 }
                 D::SendRunning => self.send(Message::ToSource(Si::Running)),
                 D::SendDiscarded => self.send(Message::ToSource(Si::Discarded)),
-                D::WriteState | D::AwaitResolve | D::DiscardGuest => {}
+                // Connections are not made again here before the handover: a source that was lost
+                // has given up.
+                D::AwaitReturn => self.destination_todo.push_back(Di::Failed),
+                D::WriteState | D::AwaitResolve | D::Sever | D::SendResumed | D::DiscardGuest => {}
             }
         }
     }

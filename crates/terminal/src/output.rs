@@ -4,7 +4,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use godwit_engine::report::{DiskMeasures, Measures, Progress, Stage};
+use godwit_engine::report::{DiskMeasures, Measures, Progress, Severed, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
 use godwit_qemu::ListedDisk;
 use godwit_units::{ByteCount, PageCount, format_duration};
@@ -64,6 +64,8 @@ pub struct Display {
     line_open: bool,
     last_line: Instant,
     warned: bool,
+    /// Whether the connections were lost when this was last told.
+    severed: bool,
     table: Option<Table>,
 }
 
@@ -77,6 +79,7 @@ impl Display {
             line_open: false,
             last_line: Instant::now(),
             warned: false,
+            severed: false,
             table: None,
         }
     }
@@ -84,9 +87,17 @@ impl Display {
     /// Shows one look: as JSON always, on a terminal in place, elsewhere at the end of rounds and
     /// every two seconds.
     pub fn progress(&mut self, progress: &Progress) {
+        let severed = progress.severed.is_some();
+        let turns = std::mem::replace(&mut self.severed, severed) != severed;
         if self.json {
+            if turns {
+                json_line(&turn_json(progress));
+            }
             json_line(&progress_json(progress));
             return;
+        }
+        if turns || severed {
+            return self.outage(progress, turns);
         }
         let ends = progress.round_ended;
         if !self.terminal && !ends && self.last_line.elapsed() < LINE_INTERVAL {
@@ -116,11 +127,52 @@ impl Display {
         self.line_open = self.terminal && !ends;
     }
 
+    /// Tells that the connections are lost, how much longer they are tried for, and that they stand
+    /// again.
+    fn outage(&mut self, progress: &Progress, turns: bool) {
+        if !self.terminal && !turns && self.last_line.elapsed() < LINE_INTERVAL {
+            return;
+        }
+        self.last_line = Instant::now();
+        let start = if self.terminal { "\r\x1b[K" } else { "" };
+        let mut err = std::io::stderr().lock();
+        let end = match &progress.severed {
+            Some(Severed { why, .. }) if turns => {
+                let width = layout::width(&std::io::stderr()) - 1;
+                let why = layout::wrap("godwit: ", why, 8, width);
+                let _ = writeln!(err, "{start}{why}");
+                if self.terminal { "" } else { "\n" }
+            }
+            Some(_) if self.terminal => "",
+            Some(_) | None => "\n",
+        };
+        let _ = write!(err, "{start}{}{end}", outage_text(progress));
+        let _ = err.flush();
+        self.line_open = end.is_empty();
+    }
+
     /// Ends a line that is still being rewritten.
     pub fn finish(&mut self) {
         if std::mem::take(&mut self.line_open) {
             eprintln!();
         }
+    }
+}
+
+/// That the connections are lost, or stand again, in a line that fits everywhere.
+fn outage_text(progress: &Progress) -> String {
+    progress.severed.as_ref().map_or("connected again".to_owned(), |severed| {
+        format!("connection lost, trying again for {} s", severed.left.as_secs().max(1))
+    })
+}
+
+/// The event that the connections are lost, or stand again.
+fn turn_json(progress: &Progress) -> Value {
+    match &progress.severed {
+        Some(Severed { left, why, .. }) => {
+            json!({ "event": "severed", "why": why, "left_ms": left.as_secs_f64() * 1e3 })
+        }
+        None => json!({ "event": "resumed" }),
     }
 }
 
@@ -135,6 +187,11 @@ pub fn status_text(progress: &Progress, width: usize) -> String {
         ("stage", format!("{stage}, {} after the start", format_duration(progress.elapsed))),
         ("sent", format!("{} in all; {} of memory left", progress.sent, progress.remaining)),
     ];
+    if let Some(Severed { since, attempts, why, .. }) = &progress.severed {
+        let (text, since) = (outage_text(progress), format_duration(*since));
+        let tried = format!("{text}: lost {since} ago, {attempts} attempts; {why}");
+        lines.push(("link", tried));
+    }
     let progress = &believable(progress);
     if let (Some(dirty), Some(link)) = (progress.dirty_rate, progress.bandwidth) {
         lines.push((
@@ -239,8 +296,10 @@ pub fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -
         ("slower", slower_text(measures)),
         ("used", format!("{cpu_ms:.0} ms CPU, {} memory at most (this side)", ByteCount(rss))),
         ("verified", verified_text(measures)),
+        ("severed", severed_text(measures)),
     ];
-    lines.iter().map(|(label, text)| labelled(label, 10, text, width)).collect()
+    let lines = lines.iter().filter(|(_, text)| !text.is_empty());
+    lines.map(|(label, text)| labelled(label, 10, text, width)).collect()
 }
 
 /// What was put on the wire, all of it first, then what it was for.
@@ -264,6 +323,18 @@ fn sent_text(measures: &Measures) -> String {
         );
     }
     text
+}
+
+/// How often connections were lost, if they were.
+fn severed_text(measures: &Measures) -> String {
+    let Measures { resumptions, severed, sent_again, .. } = measures;
+    let times = match resumptions {
+        0 => return String::new(),
+        1 => "once".to_owned(),
+        more => format!("{more} times"),
+    };
+    let time = format_duration(*severed);
+    format!("{times}, for {time} in all, and taken up again; {sent_again} of pages sent again")
 }
 
 fn slower_text(measures: &Measures) -> String {
@@ -315,9 +386,8 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
              then resume it (QEMU: `migrate_cancel`, then `cont` if it does not run)"
         }
         Survivor::Unknown => {
-            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; ask there \
-             (godwit status --vm VM): if it runs there, quit this VM, if it does not and never \
-             will, run this one on (QEMU: `cont`)"
+            "IN DOUBT: the guest is stopped here and perhaps runs at the destination; godwit \
+             recover --vm VM, on both sides, tells who has it and what to do"
         }
         Survivor::Destination => {
             "the guest runs at the destination; end the stopped VM at the source"

@@ -67,6 +67,7 @@ fn known<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
 
 fn stage(now: &Progress) -> String {
     match now.stage {
+        Stage::PreCopy if now.severed.is_some() => "severed".to_owned(),
         Stage::PreCopy => format!("round {}", now.round),
         Stage::StopAndCopy => "stopped".to_owned(),
         Stage::Handover => "handover".to_owned(),
@@ -177,6 +178,7 @@ mod tests {
             disk_limit: Some(rate),
             advice: Some("advice".to_owned()),
             warning: Some("warning".to_owned()),
+            severed: None,
         }
     }
 

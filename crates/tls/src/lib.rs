@@ -8,6 +8,7 @@
 //! - [`Session`] is one connection; whoever has the socket reads and writes through it, one thread
 //!   each way.
 //! - [`make`] makes keys where there are none.
+//! - [`prove`] and [`proves`]: that a peer has a secret.
 //!
 //! Invariants: nothing but TLS 1.3 is spoken, and a session gives out no byte of a peer whose
 //! certificate was not found to be signed by the authority, valid now, not revoked, and made out to
@@ -19,12 +20,14 @@ mod host;
 mod keys;
 mod make;
 mod named;
+mod proof;
 mod session;
 
 pub use error::TlsError;
 pub use host::Host;
 pub use keys::{Files, Keys, Side};
 pub use make::{Made, make};
+pub use proof::{PROOF_LEN, prove, proves};
 pub use session::Session;
 
 /// Whether `bytes`, the first that a peer has sent, are a record of TLS: a message of the handshake

@@ -51,11 +51,14 @@ pub enum FrameKind {
     Question = 33,
     Answer = 34,
     Inquiry = 35,
+    Keep = 36,
+    Resume = 37,
+    Resumed = 38,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 25] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -78,6 +81,9 @@ impl FrameKind {
         Self::Question,
         Self::Answer,
         Self::Inquiry,
+        Self::Keep,
+        Self::Resume,
+        Self::Resumed,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 use crate::WireError;
 
 /// Version of the protocol spoken here.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Bytes in a greeting.
 pub const GREETING_LEN: usize = 40;
 /// Not ASCII throughout, so that no text protocol begins like this.
@@ -39,7 +39,7 @@ impl fmt::Display for SessionId {
 /// ```
 /// use godwit_wire::{Greeting, Role, SessionId};
 ///
-/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Channel(1) };
+/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Channel(1), attempt: 0 };
 /// let received = Greeting::decode(&greeting.encode());
 /// assert!(received.is_ok_and(|greeting| greeting.role == Role::Channel(1)));
 /// ```
@@ -51,6 +51,9 @@ pub enum Role {
     Channel(u8),
     /// A source in doubt asks who runs the guest.
     Resolve,
+    /// A source that has lost its connections takes the migration up again: the control connection
+    /// of that attempt.
+    Resume,
 }
 
 /// The greeting of a connection.
@@ -58,7 +61,7 @@ pub enum Role {
 /// ```
 /// use godwit_wire::{Greeting, Role, SessionId};
 ///
-/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Control };
+/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Control, attempt: 0 };
 /// let mut bytes = greeting.encode();
 /// assert_eq!(Greeting::decode(&bytes), Ok(greeting));
 /// bytes[20] ^= 1;
@@ -70,6 +73,10 @@ pub struct Greeting {
     pub session: SessionId,
     /// What the connection is for.
     pub role: Role,
+    /// To which attempt to connect it belongs: 0 for the first connections of a session, and one
+    /// more each time that its source tries to take it up again. A channel counts for its own
+    /// attempt only.
+    pub attempt: u32,
 }
 
 impl Greeting {
@@ -80,12 +87,14 @@ impl Greeting {
             Role::Control => (0, 0),
             Role::Channel(number) => (1, number),
             Role::Resolve => (2, 0),
+            Role::Resume => (3, 0),
         };
         let mut bytes = [0; GREETING_LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
         bytes[10] = role;
         bytes[11] = channel;
+        bytes[12..16].copy_from_slice(&self.attempt.to_le_bytes());
         bytes[16..32].copy_from_slice(&self.session.0);
         let checksum = XxHash3_64::oneshot(&bytes[..32]);
         bytes[32..].copy_from_slice(&checksum.to_le_bytes());
@@ -115,6 +124,7 @@ impl Greeting {
             (0, _) => Role::Control,
             (1, number) => Role::Channel(number),
             (2, _) => Role::Resolve,
+            (3, _) => Role::Resume,
             (other, _) => {
                 return Err(WireError::Field {
                     what: "greeting",
@@ -125,6 +135,7 @@ impl Greeting {
         };
         let mut session = [0; 16];
         session.copy_from_slice(&bytes[16..32]);
-        Ok(Self { session: SessionId(session), role })
+        let attempt = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
+        Ok(Self { session: SessionId(session), role, attempt })
     }
 }

@@ -26,9 +26,9 @@ pub use frame::{
 };
 pub use greeting::{GREETING_LEN, Greeting, Role, SessionId, VERSION};
 pub use message::{
-    ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, DEVICE_STATE_CHUNK, DIGESTS_PER_MESSAGE,
-    DISKS_LIMIT, DiskOffer, Message, NAME_LIMIT, Offer, QUESTION_LIMIT, QUESTIONS_LIMIT,
-    TEXT_LIMIT,
+    ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, CHANNELS_LIMIT, DEVICE_STATE_CHUNK,
+    DIGESTS_PER_MESSAGE, DISKS_LIMIT, DiskOffer, Message, NAME_LIMIT, Offer, PROOF_LEN,
+    QUESTION_LIMIT, QUESTIONS_LIMIT, SECRET_LEN, Secret, TEXT_LIMIT,
 };
 pub use pages::{
     Added, Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun,

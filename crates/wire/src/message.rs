@@ -11,6 +11,12 @@ use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
 pub const BLOCKS_LIMIT: usize = 1024;
 /// Disks in an offer: with the channels of memory, their channels are numbered in one byte.
 pub const DISKS_LIMIT: usize = 64;
+/// Channels of memory.
+pub const CHANNELS_LIMIT: u8 = 16;
+/// Bytes in the secret of a session.
+pub const SECRET_LEN: usize = 32;
+/// Bytes in what proves it.
+pub const PROOF_LEN: usize = 32;
 /// Bytes in the name of a RAM block or a disk.
 pub const NAME_LIMIT: usize = 255;
 /// Bytes in the text of an abort.
@@ -25,6 +31,9 @@ pub const ANSWER_LIMIT: usize = 1 << 20;
 pub const QUESTIONS_LIMIT: usize = 4096;
 /// Digests in one message.
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
+
+/// Channels of memory and of disks together.
+const PLACED_LIMIT: usize = CHANNELS_LIMIT as usize + DISKS_LIMIT;
 
 const _: () = assert!(QUESTION_LIMIT <= PAYLOAD_LIMIT && ANSWER_LIMIT <= PAYLOAD_LIMIT);
 const _: () =
@@ -166,6 +175,21 @@ impl AbortCode {
     ];
 }
 
+/// The secret of a session, by which its source is known when it comes back.
+///
+/// ```
+/// let secret = godwit_wire::Secret([7; godwit_wire::SECRET_LEN]);
+/// assert_eq!(format!("{secret:?}"), "Secret", "it is shown to nobody");
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Secret(pub [u8; SECRET_LEN]);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
 /// A message of the control connection. S: sent by the source, D: by the destination.
 ///
 /// ```
@@ -250,6 +274,26 @@ pub enum Message {
     /// S: would this be accepted? In the place of an offer: the answer is that to an offer, and
     /// ends the session.
     Inquiry(Offer),
+    /// S: keep what arrives when the connections are lost, for a source that proves this secret.
+    /// Behind Accept, once.
+    Keep(Secret),
+    /// S: the first message of a connection of the role resume. All other connections of the
+    /// session are given up.
+    Resume {
+        /// How many channels of memory there will be from now on.
+        channels: u8,
+        /// That the sender has the secret.
+        proof: [u8; PROOF_LEN],
+    },
+    /// D: the answer. Whatever still came over the connections before is in place or thrown away.
+    Resumed {
+        /// The attempt whose channels the counts are of.
+        attempt: u32,
+        /// How many frames of each channel are in place, barriers included; those of memory first.
+        placed: Vec<u64>,
+        /// That the sender has the secret.
+        proof: [u8; PROOF_LEN],
+    },
 }
 
 impl Message {
@@ -277,14 +321,17 @@ impl Message {
             Self::Question(_) => FrameKind::Question,
             Self::Answer(_) => FrameKind::Answer,
             Self::Inquiry(_) => FrameKind::Inquiry,
+            Self::Keep(_) => FrameKind::Keep,
+            Self::Resume { .. } => FrameKind::Resume,
+            Self::Resumed { .. } => FrameKind::Resumed,
         }
     }
 
     /// The frame to send. Texts and names are cut to their limits.
     ///
     /// # Panics
-    /// When there are more blocks, disks, digests or bytes of device state, a question or an answer
-    /// than a message may carry: a mistake of the caller.
+    /// When there are more blocks, disks, digests, channels or bytes of device state, a question or
+    /// an answer than a message may carry: a mistake of the caller.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut frame = vec![0; HEADER_LEN];
@@ -332,6 +379,17 @@ impl Message {
             }
             Self::DeviceState(bytes) => frame.extend(bytes),
             Self::Accept { codecs } => aux = (*codecs).into(),
+            Self::Keep(secret) => frame.extend(secret.0),
+            Self::Resume { channels, proof } => {
+                aux = (*channels).into();
+                frame.extend(proof);
+            }
+            Self::Resumed { attempt, placed, proof } => {
+                assert!(placed.len() <= PLACED_LIMIT, "{} channels", placed.len());
+                aux = (*attempt).into();
+                frame.extend(proof);
+                frame.extend(placed.iter().flat_map(|count| count.to_le_bytes()));
+            }
             Self::Prepare
             | Self::Prepared
             | Self::DigestRequest
@@ -368,6 +426,14 @@ impl Message {
             FrameKind::Pages | FrameKind::Barrier => {
                 Err(WireError::Kind { kind: header.kind as u16 })
             }
+            FrameKind::Keep => {
+                let mut reader = Reader { what: "keep", rest: payload };
+                let secret = Secret(reader.take()?);
+                reader.end()?;
+                Ok(Self::Keep(secret))
+            }
+            FrameKind::Resume => decode_resume(header.aux, payload),
+            FrameKind::Resumed => decode_resumed(number("attempt")?, payload),
             FrameKind::Offer => decode_offer(payload).map(Self::Offer),
             FrameKind::Inquiry => decode_offer(payload).map(Self::Inquiry),
             FrameKind::Accept => empty(Self::Accept { codecs: number("codecs")? }),
@@ -448,6 +514,31 @@ fn reason(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let text: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
     cut(&text, TEXT_LIMIT).to_owned()
+}
+
+fn decode_resume(aux: u64, payload: &[u8]) -> Result<Message, WireError> {
+    const WHAT: &str = "resume";
+    let channels = u8::try_from(aux).ok().filter(|count| (1..=CHANNELS_LIMIT).contains(count));
+    let channels =
+        channels.ok_or(WireError::Field { what: WHAT, field: "channels", value: aux })?;
+    let mut reader = Reader { what: WHAT, rest: payload };
+    let proof = reader.take()?;
+    reader.end()?;
+    Ok(Message::Resume { channels, proof })
+}
+
+fn decode_resumed(attempt: u32, payload: &[u8]) -> Result<Message, WireError> {
+    const WHAT: &str = "resumed";
+    let mut reader = Reader { what: WHAT, rest: payload };
+    let proof = reader.take()?;
+    if !reader.rest.len().is_multiple_of(8) || reader.rest.len() > PLACED_LIMIT * 8 {
+        return Err(WireError::Length { what: WHAT });
+    }
+    let mut placed = Vec::new();
+    while !reader.rest.is_empty() {
+        placed.push(u64::from_le_bytes(reader.take()?));
+    }
+    Ok(Message::Resumed { attempt, placed, proof })
 }
 
 fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use godwit_testbed::{Ended, Godwit, QemuBuild, Running, TestVm, VmConfig, shared_by};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
 /// No wait of these tests is longer; it is a bound for what hangs, not a measure of speed.
@@ -163,6 +163,17 @@ pub fn guardian_of_process(pid: i32) -> anyhow::Result<Option<Pid>> {
 }
 
 /// Checks that nothing is left in `vm` of what godwit adds to it for disks or limits.
+/// Waits for the end of a godwit at work on `vm` that is about to be killed, and kills its guardian
+/// before that can do anything.
+pub fn ends_with_its_guardian(vm: &TestVm, godwit: Running) -> anyhow::Result<Ended> {
+    let guardian = guardian_of(vm)?.context("there is no guardian")?;
+    // One that was killed would be replaced, so it is stopped for now.
+    kill_process(guardian, Signal::STOP)?;
+    let ended = godwit.wait(LIMIT)?;
+    kill_process(guardian, Signal::KILL)?;
+    Ok(ended)
+}
+
 fn check_disks_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
     let exports = vm.qmp().execute("query-block-exports", Value::Null)?;
     ensure!(exports == json!([]), "exports are left: {exports}");

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context;
 
-/// A relay to a destination; connections through it live until it is cut.
+/// A relay to a destination; connections through it live until it is cut, and can be made again
+/// when it is mended.
 #[derive(Debug)]
 pub struct Link {
     address: String,
@@ -30,7 +31,7 @@ impl Link {
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 if cut.load(Ordering::Relaxed) {
-                    return;
+                    continue;
                 }
                 let Ok(far) = TcpStream::connect(&destination) else { continue };
                 relay(&near, &far);
@@ -47,14 +48,17 @@ impl Link {
         &self.address
     }
 
-    /// Breaks all connections and takes no new ones.
+    /// Breaks all connections, and whatever is tried anew.
     pub fn cut(&self) {
         self.is_cut.store(true, Ordering::Relaxed);
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        // Wakes the listener, which then ends.
-        let _ = TcpStream::connect(&self.address);
+    }
+
+    /// Takes connections again.
+    pub fn mend(&self) {
+        self.is_cut.store(false, Ordering::Relaxed);
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, ensure};
 use godwit_e2e::{
     LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched,
-    guardian_of, oldest,
+    ends_with_its_guardian, oldest,
 };
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
@@ -15,7 +15,6 @@ use godwit_testbed::{
     builds_for, images_for,
 };
 use godwit_units::ByteCount;
-use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 
 /// From the kill to a guest that runs.
@@ -431,11 +430,7 @@ fn killed_with_its_guardian(pair: &Pair, address: &str, fault: &str) -> anyhow::
     let options = ["--fault", fault, "--max-bandwidth", "50MiB/s"];
     let migrate = pair.godwit.migrate(&pair.source, address, &options)?;
     await_copying(&migrate)?;
-    let guardian = guardian_of(&pair.source)?.context("there is no guardian")?;
-    // One that was killed would be replaced, so it is stopped for now.
-    kill_process(guardian, Signal::STOP)?;
-    let ended = migrate.wait(LIMIT)?;
-    kill_process(guardian, Signal::KILL)?;
+    let ended = ends_with_its_guardian(&pair.source, migrate)?;
     ensure!(ended.status.signal() == Some(9), "it failed by itself: {}", ended.errors);
     Ok(())
 }

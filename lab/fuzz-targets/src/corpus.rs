@@ -6,7 +6,8 @@ use godwit_engine::report::{DiskProgress, Measures, Progress, Stage};
 use godwit_units::{ByteCount, PageCount, PageRun, Rate};
 use godwit_wire::{
     AbortCode, BlockOffer, Content, DiskOffer, Greeting, HEADER_LEN, Message, NAME_LIMIT, Offer,
-    PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SessionId, barrier_aux, seal,
+    PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN, Secret, SessionId,
+    barrier_aux, seal,
 };
 use serde_json::{Value, json};
 
@@ -43,11 +44,13 @@ pub fn of(name: &str) -> Vec<Seed> {
 }
 
 fn greetings() -> Vec<Seed> {
-    let greeting = |role| Greeting { session: SessionId([7; 16]), role }.encode().to_vec();
+    let session = SessionId([7; 16]);
+    let greeting = |role| Greeting { session, role, attempt: 0 }.encode().to_vec();
     vec![
         ("control", greeting(Role::Control)),
         ("channel", greeting(Role::Channel(3))),
         ("resolve", greeting(Role::Resolve)),
+        ("resume", Greeting { session, role: Role::Resume, attempt: 2 }.encode().to_vec()),
         ("stranger", b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n".to_vec()),
     ]
 }
@@ -82,6 +85,7 @@ fn frames() -> Vec<Seed> {
         Message::Ready,
         Message::Running,
         Message::Discarded,
+        Message::Resumed { attempt: 1, placed: vec![3, u64::MAX], proof: [7; PROOF_LEN] },
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
@@ -93,6 +97,8 @@ fn frames() -> Vec<Seed> {
         Message::Commit,
         Message::Farewell,
         Message::Alive,
+        Message::Keep(Secret([7; SECRET_LEN])),
+        Message::Resume { channels: 2, proof: [7; PROOF_LEN] },
     ];
     let mut barrier = vec![0; HEADER_LEN];
     seal(&mut barrier, godwit_wire::FrameKind::Barrier, 0, barrier_aux(3, true));
@@ -166,6 +172,8 @@ fn handovers() -> Vec<Seed> {
         ("running-lost", with(0, &[&state, &[7, 2, 13, 7, 4, 14, 7, 4]])),
         ("destination-fails", with(0, &[&state, &[7, 12, 4]])),
         ("source-fails", with(0, &[&state[..4], &[11, 7]])),
+        // Lost and taken up again behind the first round.
+        ("resumed", [&begin[..7], &[13, 4, 7, 14, 7, 4, 7, 4]].concat()),
     ]
 }
 
@@ -173,7 +181,12 @@ fn handovers() -> Vec<Seed> {
 fn inputs() -> Vec<Seed> {
     let whole = [0x00, 0x11, 0x22, 0x45, 0x56, 0x62, 0x75, 0x88, 0x93, 0xaa, 0xab, 0xac];
     let with = |first: u8| [&[first][..], &whole].concat();
-    vec![("whole", with(0)), ("verified", with(3)), ("failed", [&with(2)[..7], &[0xff]].concat())]
+    vec![
+        ("whole", with(0)),
+        ("verified", with(3)),
+        ("failed", [&with(2)[..7], &[0xcf]].concat()),
+        ("severed", [&with(0)[..3], &[0xae, 0xdf, 0xef]].concat()),
+    ]
 }
 
 fn monitors() -> Vec<Seed> {
@@ -552,6 +565,7 @@ fn lines() -> Vec<Seed> {
         disk_limit: Some(Rate::from_bytes_per_second(1e6)),
         advice: Some("more".to_owned()),
         warning: Some("slow".to_owned()),
+        severed: None,
     };
     let measures = Box::new(Measures::default());
     let json = |answer: &Answer| serde_json::to_value(answer).unwrap_or_default();

@@ -24,7 +24,10 @@ const SOURCE: [Si; 16] = [
     Si::Reconnected,
     Si::Failed,
 ];
-const DESTINATION: [Di; 13] = [
+/// What is said to a source that has lost its connections; in the place of one of the others, where
+/// the byte is one of the last.
+const LOST: [Si; 2] = [Si::LinkLost, Si::Resumed];
+const DESTINATION: [Di; 14] = [
     Di::Offer,
     Di::RoundEnd,
     Di::Prepare,
@@ -38,6 +41,7 @@ const DESTINATION: [Di; 13] = [
     Di::LinkLost,
     Di::Aborted,
     Di::Failed,
+    Di::Returned,
 ];
 
 /// Each machine alone. The first byte says whether digests are compared and how the source treats
@@ -48,7 +52,8 @@ pub(crate) fn inputs(bytes: &[u8]) {
     let (mut source, mut destination) = (Ss::Idle, Ds::Listening);
     let mut committed = false;
     for byte in rest {
-        let input = SOURCE[usize::from(byte & 15)];
+        let input =
+            if *byte < 0xe0 { SOURCE[usize::from(byte & 15)] } else { LOST[usize::from(byte & 1)] };
         let (was, gave) = (source, source.may_run_guest());
         match src::step(source, input, verify) {
             Ok((state, actions)) => {
@@ -147,6 +152,8 @@ impl World {
                 S::SendAbort => self.send(Said::ToDestination(Di::Aborted)),
                 S::SendFarewell => self.send(Said::ToDestination(Di::Farewell)),
                 S::AskPolicy
+                | S::Sever
+                | S::Reconnect
                 | S::StartTracking
                 | S::StartLastRound(_)
                 | S::ReleaseState
@@ -166,20 +173,22 @@ impl World {
             match action {
                 D::SendAccept => self.send(Said::ToSource(Si::Accepted)),
                 D::SendRoundAck => self.send(Said::ToSource(Si::RoundPlaced)),
-                D::Prepare => self.send(Said::ToSource(Si::Prepared)),
+                D::Prepare | D::SendPrepared => self.send(Said::ToSource(Si::Prepared)),
+                D::SendResumed => self.send(Said::ToSource(Si::Resumed)),
                 D::SendDigests => self.send(Said::ToSource(Si::DigestsEqual)),
                 D::FinishLoad => self.destination_work.push_back(Di::Loaded),
                 D::SendReady => self.send(Said::ToSource(Si::Ready)),
                 D::RunGuest => self.destination_work.push_back(Di::Started),
                 D::SendRunning => self.send(Said::ToSource(Si::Running)),
                 D::SendDiscarded => self.send(Said::ToSource(Si::Discarded)),
-                D::WriteState | D::AwaitResolve | D::DiscardGuest => {}
+                D::WriteState | D::AwaitResolve | D::Sever | D::AwaitReturn | D::DiscardGuest => {}
             }
         }
     }
 
     fn happens(&mut self, byte: u8) {
         let high = usize::from(byte >> 4);
+        let severed = matches!(self.source, Ss::Severed { .. } | Ss::SeveredClosing { .. });
         match byte & 15 {
             0 | 1 => {
                 let Some(input) = self.source_work.pop_front() else { return };
@@ -198,7 +207,7 @@ impl World {
                     Some(input) => self.source_takes(input),
                     None if !self.link && !self.source_knows => {
                         self.source_knows = true;
-                        self.source_takes(Si::Failed);
+                        self.source_takes(Si::LinkLost);
                     }
                     None => {}
                 }
@@ -240,6 +249,16 @@ impl World {
                 self.to_source.clear();
                 self.to_destination.clear();
                 self.source_takes(Si::Reconnected);
+            }
+            // The source comes back, also where the destination still believes in the old link.
+            14 if severed && self.source_knows => {
+                (self.link, self.source_knows) = (true, false);
+                self.to_source.clear();
+                self.to_destination.clear();
+                if !std::mem::take(&mut self.destination_knows) {
+                    self.to_destination.push_back(Di::LinkLost);
+                }
+                self.to_destination.push_back(Di::Returned);
             }
             // A destination says what it likes, but for the two words that are about the guest.
             15 => {

@@ -179,7 +179,9 @@ impl Godwit {
         }
     }
 
-    /// Starts `godwit migrate` of `vm` to the address that `godwit receive` listens at.
+    /// Starts `godwit migrate` of `vm` to the address that `godwit receive` listens at. Unless
+    /// `options` say otherwise it does not make lost connections again, so that both sides end at
+    /// once where something is broken on purpose.
     ///
     /// # Errors
     /// When the program does not start.
@@ -192,7 +194,9 @@ impl Godwit {
     /// # Errors
     /// When the program does not start.
     pub fn migrate_named(&self, vm: &str, to: &str, options: &[&str]) -> anyhow::Result<Running> {
-        self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], options)
+        let told = options.contains(&"--reconnect");
+        let all = [options, if told { &[] } else { &["--reconnect", "0s"] }].concat();
+        self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], &all)
     }
 
     /// What ships knows none of the options that make up faults; so does a program that was built

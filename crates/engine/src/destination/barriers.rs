@@ -40,9 +40,13 @@ impl Barriers {
         self.changed.notify_all();
     }
 
-    /// A channel can no longer; the first reason is kept.
+    /// A channel can no longer; the first reason is kept, but that connections are lost gives way
+    /// to any other.
     pub(super) fn failed(&self, error: EngineError) {
-        self.lock().failed.get_or_insert(error);
+        let failed = &mut self.lock().failed;
+        if failed.as_ref().is_none_or(|first| first.is_loss() && !error.is_loss()) {
+            *failed = Some(error);
+        }
         self.changed.notify_all();
     }
 
@@ -51,16 +55,20 @@ impl Barriers {
         self.lock().failed.take()
     }
 
-    /// Waits until every channel has ended `round`, or a later one.
-    pub(super) fn wait(&self, round: u64, cancelled: impl Fn() -> bool) -> Result<(), EngineError> {
+    /// Waits until every channel has ended `round`, or a later one, or until it `ends` otherwise.
+    pub(super) fn wait(
+        &self,
+        round: u64,
+        ends: impl Fn() -> Option<EngineError>,
+    ) -> Result<(), EngineError> {
         let until = Instant::now() + limits::ANSWER;
         let mut placed = self.lock();
         while placed.rounds.iter().any(|ended| *ended < Some(round)) {
             if let Some(error) = placed.failed.take() {
                 return Err(error);
             }
-            if cancelled() {
-                return Err(EngineError::Cancelled);
+            if let Some(error) = ends() {
+                return Err(error);
             }
             if Instant::now() >= until {
                 return Err(EngineError::Timeout {

@@ -39,6 +39,9 @@ pub(super) trait PageSink: Send {
     /// `last` one nothing comes.
     fn end_round(&mut self, last: bool) -> Result<(), EngineError>;
 
+    /// The connections are lost: what was placed is to be so before anything else is.
+    fn settle(&mut self) -> Result<(), EngineError>;
+
     /// The end of the round was told: there is time until the next one.
     fn rest(&mut self) -> Result<(), EngineError>;
 }
@@ -56,13 +59,23 @@ pub(super) struct Channel {
     pub(super) made_up: MadeUp,
 }
 
+/// What is left of a channel whose connection has ended.
+pub(super) struct Ended {
+    pub(super) place: Box<dyn PageSink>,
+    /// Frames that were placed, whole, barriers included.
+    pub(super) placed: u64,
+}
+
 impl Channel {
     /// Places pages until the connection ends.
-    pub(super) fn run(mut self) {
+    pub(super) fn run(mut self) -> Ended {
+        let mut placed = 0;
         loop {
             if let Err(error) = self.frame() {
-                return self.barriers.failed(error);
+                self.barriers.failed(error);
+                return Ended { place: self.place, placed };
             }
+            placed += 1;
         }
     }
 
@@ -183,7 +196,7 @@ mod tests {
         // The channels end when there is nothing more to read; that is an error, too, behind any
         // other.
         drop(sending);
-        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        threads.into_iter().for_each(|thread| drop(thread.join().unwrap()));
         let mut bytes = [0; PAGE_SIZE as usize];
         blocks[0].read(PageIndex(1), &mut bytes).unwrap();
         let failure =

@@ -148,6 +148,10 @@ impl PageSink for DiskPlace {
         Ok(())
     }
 
+    fn settle(&mut self) -> Result<(), EngineError> {
+        if self.sink.is_some() { self.with(|sink| sink.flush(false)) } else { Ok(()) }
+    }
+
     /// What was told to be in place is flushed while the guest still runs: the last round has that
     /// much less to do.
     fn rest(&mut self) -> Result<(), EngineError> {

@@ -4,21 +4,25 @@
 //! another source at once that this destination is busy, and with whom. Without it, that source
 //! would wait for a greeting that does not come, and the operators of both sides would learn
 //! nothing of each other.
+//!
+//! Invariant: nobody is taken for a source that comes back who does not prove the session's secret,
+//! and no attempt to do so is taken twice.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_units::format_duration;
-use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId, WireError};
+use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId, WireError};
 
 use super::Notice;
 use super::channel::PEER;
 use crate::address::{Listener, Stream};
-use crate::link::{ControlWriter, link_error, receive_greeting, send_greeting};
+use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
+use crate::return_proof::ReturnProof;
 use crate::security::{BeginError, Security};
 use crate::{Cancel, EngineError, limits, threads};
 
@@ -43,6 +47,28 @@ pub(super) struct Credentials {
     pub(super) shown: Option<Vec<u8>>,
 }
 
+/// A source that has come back, and has proven to be the session's.
+#[derive(Debug)]
+pub(super) struct Return {
+    pub(super) stream: Stream,
+    /// What its channels will be known by, and how many of memory there will be.
+    pub(super) attempt: u32,
+    pub(super) channels: u8,
+}
+
+/// What the door and the session tell each other of a source that may come back.
+#[derive(Debug, Default)]
+struct Returning {
+    /// What it is known by; nobody comes back before that was told.
+    secret: Option<Secret>,
+    /// The attempt that was taken last.
+    attempt: u32,
+    /// The last one, if nobody has looked at it yet.
+    back: Option<Return>,
+    /// The connections are lost since then.
+    lost: Option<Instant>,
+}
+
 /// The thread that accepts; it ends with this.
 #[derive(Debug)]
 pub(super) struct Door {
@@ -51,6 +77,7 @@ pub(super) struct Door {
     stop: Arc<AtomicBool>,
     /// Whose greeting is being read.
     visitor: Arc<Mutex<Option<Stream>>>,
+    returning: Arc<Mutex<Returning>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -66,7 +93,9 @@ impl Door {
         let (notices_in, notices) = mpsc::sync_channel(NOTICES_LIMIT);
         let (stop, visitor) =
             (Arc::<AtomicBool>::default(), Arc::<Mutex<Option<Stream>>>::default());
+        let returning = Arc::<Mutex<Returning>>::default();
         let keeper = Keeper {
+            returning: Arc::clone(&returning),
             listener: listener.clone(),
             session,
             source: source.to_owned(),
@@ -78,7 +107,34 @@ impl Door {
             left_open: VecDeque::new(),
         };
         let thread = threads::start("door", move || keeper.run())?;
-        Ok(Self { own, notices, stop, visitor, thread: Some(thread) })
+        Ok(Self { own, notices, stop, visitor, returning, thread: Some(thread) })
+    }
+
+    /// From now on the source may come back, if it proves `secret`. Whether that was not told
+    /// before.
+    pub(super) fn keep(&self, secret: Secret) -> bool {
+        lock(&self.returning).secret.replace(secret).is_none()
+    }
+
+    /// What the source is known by when it comes back, if it may.
+    pub(super) fn secret(&self) -> Option<Secret> {
+        lock(&self.returning).secret
+    }
+
+    /// Whether the source has come back, and [`Self::take_return`] not been called since.
+    pub(super) fn has_return(&self) -> bool {
+        lock(&self.returning).back.is_some()
+    }
+
+    /// The source that has come back.
+    pub(super) fn take_return(&self) -> Option<Return> {
+        lock(&self.returning).back.take()
+    }
+
+    /// The connections of the session are lost, or stand again.
+    pub(super) fn lost(&self, lost: bool) {
+        let since = &mut lock(&self.returning).lost;
+        *since = lost.then(|| since.unwrap_or_else(Instant::now));
     }
 
     /// The next connection of the session; `None` at `until`.
@@ -144,13 +200,31 @@ pub(super) fn greet(
     })?;
     receive_greeting(stream, PEER, limits::GREETING, stop).inspect_err(|error| {
         if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
-            let greeting = Greeting { session: SessionId([0; 16]), role: Role::Control };
+            let (session, role) = (SessionId([0; 16]), Role::Control);
+            let greeting = Greeting { session, role, attempt: 0 };
             let _ = send_greeting(stream, greeting, PEER);
         }
     })
 }
 
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Tells a source that comes back to a destination that has never seen it.
+pub(super) fn send_back(mut stream: Stream, greeting: Greeting) {
+    let text = "it knows nothing of this migration: what had arrived is gone with the godwit \
+                receive that took it in; begin anew"
+        .to_owned();
+    let said = send_greeting(&mut stream, greeting, PEER)
+        .and_then(|()| ControlWriter::new(stream, PEER))
+        .and_then(|control| control.send(&Message::Abort { code: AbortCode::Other, text }));
+    // Who does not hear it tries on.
+    drop(said);
+}
+
 struct Keeper {
+    returning: Arc<Mutex<Returning>>,
     listener: Listener,
     session: Credentials,
     source: String,
@@ -185,6 +259,18 @@ impl Keeper {
             return;
         }
         let greeting = greet(&mut stream, &self.session.security, || self.stopped());
+        if let Ok(greeting) = &greeting
+            && greeting.role == Role::Resume
+            && greeting.session == self.session.id
+            && stream.shown() == self.session.shown
+        {
+            let refused = self.take_back(stream, greeting.attempt);
+            self.visit(None);
+            if let Err(refused) = refused {
+                let _ = self.notices.try_send(Notice::Refused(refused));
+            }
+            return;
+        }
         self.visit(None);
         let refused = match greeting {
             Ok(greeting)
@@ -206,6 +292,31 @@ impl Keeper {
         let _ = self.notices.try_send(refused);
     }
 
+    /// The source comes back, or somebody who knows the session's number.
+    fn take_back(&self, stream: Stream, attempt: u32) -> Result<(), String> {
+        let told = |error: EngineError| error.to_string();
+        let read = stream.try_clone().map_err(|error| told(link_error(PEER)(error)))?;
+        stream.set_read_limit(Some(limits::GREETING)).map_err(|e| told(link_error(PEER)(e)))?;
+        let said = FrameReader::new(read, PEER).message().map_err(told)?;
+        stream.set_read_limit(None).map_err(|error| told(link_error(PEER)(error)))?;
+        let mut returning = lock(&self.returning);
+        let Some(secret) = returning.secret else {
+            return Err("a source that comes back, for which nothing was to be kept".to_owned());
+        };
+        let proof_of = ReturnProof { session: self.session.id, secret, attempt };
+        match said {
+            Message::Resume { channels, proof }
+                if attempt > returning.attempt && proof_of.is_source(channels, &proof) =>
+            {
+                returning.attempt = attempt;
+                // An earlier attempt was given up by the source.
+                returning.back = Some(Return { stream, attempt, channels });
+                Ok(())
+            }
+            _ => Err("a connection that does not prove the session's secret".to_owned()),
+        }
+    }
+
     fn visit(&self, stream: Option<Stream>) {
         *self.visitor.lock().unwrap_or_else(PoisonError::into_inner) = stream;
     }
@@ -214,9 +325,13 @@ impl Keeper {
     fn send_away(&mut self, mut stream: Stream, greeting: Greeting) -> Notice {
         let peer = stream.peer();
         let (source, since) = (&self.source, whole_seconds(self.since.elapsed()));
+        let lost = lock(&self.returning).lost.map(|lost| whole_seconds(lost.elapsed()));
+        let lost = lost.map_or(String::new(), |time| {
+            format!(", has lost its connections {time} ago and keeps for it what has arrived")
+        });
         let text = format!(
-            "it has been taking in the guest of {source} for {since}; wait for its end, or start \
-             another VM and another godwit receive for this guest"
+            "it has been taking in the guest of {source} for {since}{lost}; wait for its end, or \
+             start another VM and another godwit receive for this guest"
         );
         let said = send_greeting(&mut stream, greeting, PEER)
             .and_then(|()| ControlWriter::new(stream, PEER))
@@ -260,7 +375,11 @@ mod tests {
         let id = SessionId([7; 16]);
         let call = |number| {
             let host = Host::source(&keys(number, Side::Source), "east").unwrap();
-            call(&to, &Security::Tls(host), Greeting { session: id, role: Role::Channel(0) })
+            call(
+                &to,
+                &Security::Tls(host),
+                Greeting { session: id, role: Role::Channel(0), attempt: 0 },
+            )
         };
 
         let first = call(0);

@@ -1,8 +1,10 @@
 //! The data channels, of memory and of disks, behind one handle, and what they have placed.
 //!
 //! Invariants: no thread of a channel outlives the handle (only in a panic they are not waited for,
-//! since whoever stands in for this process waits for its end), and no sink of a disk outlives its
-//! channel. The machine is given its disks when the last round of all of them is in place.
+//! since whoever stands in for this process waits for its end), and a sink of a disk outlives its
+//! channel only for the next one, where connections are lost. The machine is given its disks when
+//! the last round of all of them is in place. When it is said what has been placed, the channels of
+//! which that is said have ended, and those of an earlier attempt are never read again.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +18,7 @@ use godwit_wire::Role;
 
 use super::Notice;
 use super::barriers::Barriers;
-use super::channel::{Channel, PEER, PageSink};
+use super::channel::{Channel, Ended, PEER, PageSink};
 use super::disk::{DiskPlace, LastRound};
 use super::fault::MadeUp;
 use super::memory::MemoryPlace;
@@ -28,7 +30,16 @@ use crate::vm::{DestinationVm, VmError};
 use crate::{EngineError, limits, threads};
 
 pub(super) struct Lanes {
-    channels: Vec<(Stream, JoinHandle<()>)>,
+    channels: Vec<(Stream, JoinHandle<Ended>)>,
+    /// How many of memory there are, or were.
+    memory: usize,
+    ram: Arc<Vec<RamBlock>>,
+    made_up: MadeUp,
+    /// Disks between two channels.
+    parked: Vec<Box<dyn PageSink>>,
+    /// The attempt whose channels there are, or were, and what these have placed.
+    attempt: u32,
+    placed: Vec<u64>,
     barriers: Arc<Barriers>,
     received: Arc<AtomicU64>,
     last_round: Arc<LastRound>,
@@ -47,56 +58,111 @@ impl Lanes {
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Self, EngineError> {
         let Accepted { offer, order, disks } = accepted;
-        let channels = usize::from(offer.channels);
-        let streams = await_channels(session, channels + disks.len(), notice)?;
+        let memory = usize::from(offer.channels);
+        let streams = await_channels(session, 0, memory + disks.len(), notice)?;
         let mut lanes = Self {
             channels: Vec::new(),
-            barriers: Arc::new(Barriers::new(streams.len())),
+            memory,
+            ram: Arc::clone(ram),
+            made_up,
+            parked: Vec::new(),
+            attempt: 0,
+            placed: Vec::new(),
+            barriers: Arc::new(Barriers::new(0)),
             received: Arc::default(),
             last_round: Arc::default(),
             open_disks: disks.len(),
             order: Arc::new(order),
         };
+        for (index, (disk, sink)) in disks.into_iter().enumerate() {
+            let last_round = Arc::clone(&lanes.last_round);
+            let number = lanes.order.len() + index;
+            lanes.parked.push(Box::new(DiskPlace::new(number, disk, sink, last_round)));
+        }
+        lanes.start(streams)?;
+        Ok(lanes)
+    }
+
+    /// Starts channels over `streams`: so many of memory as there are to be, and one of each disk.
+    fn start(&mut self, streams: Vec<Stream>) -> Result<(), EngineError> {
+        self.barriers = Arc::new(Barriers::new(streams.len()));
         let memory = |number| -> Box<dyn PageSink> {
             Box::new(MemoryPlace {
                 number,
-                channels,
-                blocks: Arc::clone(ram),
-                order: Arc::clone(&lanes.order),
+                channels: self.memory,
+                blocks: Arc::clone(&self.ram),
+                order: Arc::clone(&self.order),
                 #[cfg(test)]
                 any_channel: false,
             })
         };
-        let mut places: Vec<Box<dyn PageSink>> = (0..channels).map(memory).collect();
-        for (disk, sink) in disks {
-            let number = lanes.order.len() + places.len() - channels;
-            let last_round = Arc::clone(&lanes.last_round);
-            places.push(Box::new(DiskPlace::new(number, disk, sink, last_round)));
-        }
+        let mut places: Vec<Box<dyn PageSink>> = (0..self.memory).map(memory).collect();
+        places.append(&mut self.parked);
         for (number, (stream, place)) in streams.into_iter().zip(places).enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel {
                 number,
                 reader: FrameReader::new(stream, PEER),
                 place,
-                received: Arc::clone(&lanes.received),
-                barriers: Arc::clone(&lanes.barriers),
+                received: Arc::clone(&self.received),
+                barriers: Arc::clone(&self.barriers),
                 decompressor: Decompressor::new(),
                 pages: Vec::new(),
-                made_up,
+                made_up: self.made_up,
             };
-            lanes.channels.push((handle, threads::start("channel", move || channel.run())?));
+            self.channels.push((handle, threads::start("channel", move || channel.run())?));
         }
-        Ok(lanes)
+        Ok(())
     }
 
-    /// Waits until all channels have placed `round`.
+    /// The connections are lost: waits until all that has arrived is placed or thrown away, and
+    /// every channel has ended.
+    pub(super) fn sever(&mut self) -> Result<(), EngineError> {
+        if self.channels.is_empty() {
+            return Ok(());
+        }
+        self.channels.iter().for_each(|(stream, _)| stream.shut_down());
+        let mut placed = Vec::new();
+        let mut broken = None;
+        for (number, (_, thread)) in self.channels.drain(..).enumerate() {
+            let mut ended = thread.join().map_err(|_| EngineError::Panicked("channel"))?;
+            broken = broken.or(ended.place.settle().err());
+            placed.push(ended.placed);
+            if number >= self.memory {
+                self.parked.push(ended.place);
+            }
+        }
+        self.placed = placed;
+        // That a connection ended is known; that a page cannot be placed is another matter.
+        let failed = self.barriers.failure().filter(|error| !error.is_loss());
+        failed.or(broken).map_or(Ok(()), Err)
+    }
+
+    /// The attempt whose channels were the last ones, and how many frames of each were placed.
+    pub(super) fn placed(&self) -> (u32, &[u64]) {
+        (self.attempt, &self.placed)
+    }
+
+    /// Waits for the channels of `attempt`, so many of memory, and starts them.
+    pub(super) fn start_again(
+        &mut self,
+        session: &Session<'_>,
+        (attempt, memory): (u32, u8),
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<(), EngineError> {
+        let count = usize::from(memory) + self.parked.len();
+        let streams = await_channels(session, attempt, count, notice)?;
+        (self.attempt, self.memory) = (attempt, memory.into());
+        self.start(streams)
+    }
+
+    /// Waits until all channels have placed `round`, or until it `ends` otherwise.
     pub(super) fn await_round(
         &self,
         round: u32,
-        cancelled: impl Fn() -> bool,
+        ends: impl Fn() -> Option<EngineError>,
     ) -> Result<(), EngineError> {
-        self.barriers.wait(round.into(), cancelled)
+        self.barriers.wait(round.into(), ends)
     }
 
     /// Why a channel is gone.
@@ -149,6 +215,7 @@ impl Lanes {
                 let _ = thread.join();
             }
         }
+        self.parked.clear();
     }
 }
 
@@ -158,21 +225,33 @@ impl Drop for Lanes {
     }
 }
 
-/// The connections of `count` channels, in their order.
+/// The connections of `count` channels of `attempt`, in their order.
 fn await_channels(
     session: &Session<'_>,
+    attempt: u32,
     count: usize,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Vec<Stream>, EngineError> {
     let mut streams: Vec<Option<Stream>> = (0..count).map(|_| None).collect();
     let until = Instant::now() + limits::CONNECT;
     while streams.iter().any(Option::is_none) {
-        let Some((greeting, stream)) = session.next_connection(until, notice)? else {
+        if let Some(error) = session.superseded() {
+            return Err(error);
+        }
+        let soon = until.min(Instant::now() + limits::TICK);
+        let Some((greeting, stream)) = session.next_connection(soon, notice)? else {
+            if Instant::now() < until {
+                continue;
+            }
             let what = "the data channels";
             return Err(EngineError::Timeout { what, limit: limits::CONNECT });
         };
         let slot = match greeting.role {
-            Role::Channel(number) => streams.get_mut(usize::from(number)),
+            // One of connections that were given up, and late. What comes over it is old.
+            Role::Channel(_) if greeting.attempt < attempt => continue,
+            Role::Channel(number) if greeting.attempt == attempt => {
+                streams.get_mut(usize::from(number))
+            }
             _ => None,
         };
         match slot {

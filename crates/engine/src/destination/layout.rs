@@ -2,10 +2,7 @@
 
 use godwit_disk::Disk;
 use godwit_memory::RamBlock;
-use godwit_wire::Offer;
-
-/// Channels that a source may ask for.
-pub(super) const CHANNELS_LIMIT: u8 = 16;
+use godwit_wire::{CHANNELS_LIMIT, Offer};
 
 /// Maps the source's numbers of the RAM blocks to ours.
 ///

@@ -75,6 +75,10 @@ impl PageSink for MemoryPlace {
         Ok(())
     }
 
+    fn settle(&mut self) -> Result<(), EngineError> {
+        Ok(())
+    }
+
     fn rest(&mut self) -> Result<(), EngineError> {
         Ok(())
     }

@@ -21,6 +21,7 @@ mod memory;
 mod offer;
 mod session;
 
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -36,9 +37,10 @@ use crate::digests;
 use crate::link::link_error;
 use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
-use crate::{Cancel, EngineError, Failure, Phase, Survivor};
+use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use channel::PEER;
+use door::Return;
 use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
@@ -97,6 +99,19 @@ pub enum Notice {
         /// For how long.
         limit: Duration,
     },
+    /// The connections were lost while pages arrived. What has arrived is kept, and the source
+    /// waited for.
+    Severed {
+        /// How they were lost.
+        why: String,
+        /// For how long.
+        limit: Duration,
+    },
+    /// The source is back, and goes on where it was.
+    Resumed {
+        /// How long it was away.
+        after: Duration,
+    },
 }
 
 /// The destination's measures of a finished migration.
@@ -151,6 +166,9 @@ pub struct Options {
     /// Take a guest in that may come to use more memory than this host, or the control group of its
     /// VM, has left.
     pub overcommit: bool,
+    /// How long what has arrived is kept for a source whose connections are lost before its guest
+    /// is stopped; zero: not at all.
+    pub reconnect: Duration,
     /// Faults to make up, for tests.
     #[cfg(feature = "test-hooks")]
     pub faults: Faults,
@@ -164,6 +182,7 @@ impl Default for Options {
             codecs: Codecs::ALL,
             disks: DiskChoice::None,
             overcommit: false,
+            reconnect: limits::RECONNECT,
             #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
         }
@@ -222,6 +241,7 @@ pub fn receive(
         round: 0,
         state_piece: Vec::new(),
         pages_complete: false,
+        back: None,
         cause: None,
         measures: Received::default(),
     };
@@ -262,6 +282,8 @@ struct Destination<'a> {
     state_piece: Vec<u8>,
     /// All pages are in place.
     pages_complete: bool,
+    /// The source that has come back and was not answered yet.
+    back: Option<Return>,
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     measures: Received,
@@ -390,17 +412,28 @@ impl Destination<'_> {
         // Once all pages are in place only the control connection counts.
         let lanes = stage.lanes().filter(|_| !self.pages_complete);
         let broken = || lanes.and_then(Lanes::failure);
-        Ok(match self.session.next_message(self.vm, self.notice, broken)? {
+        let message = loop {
+            match self.session.next_message(self.vm, self.notice, broken)? {
+                Message::Keep(secret) => self.session.keep(secret, self.options.reconnect)?,
+                message => break message,
+            }
+        };
+        Ok(match message {
             Message::RoundEnd { round } => {
                 self.round = round;
                 if let Some(lanes) = stage.lanes() {
-                    lanes.await_round(round, || self.session.is_cancelled())?;
+                    let session = &self.session;
+                    lanes.await_round(round, || {
+                        let cancelled = session.is_cancelled().then_some(EngineError::Cancelled);
+                        cancelled.or_else(|| session.superseded())
+                    })?;
                 }
                 Input::RoundEnd
             }
             Message::Prepare => Input::Prepare,
             Message::DigestRequest => Input::DigestRequest,
             Message::DeviceState(piece) => {
+                self.session.no_longer_keeps();
                 self.state_piece = piece;
                 Input::State
             }
@@ -426,6 +459,13 @@ impl Destination<'_> {
                 self.loading.prepare(self.vm)?;
                 self.session.say(&Message::Prepared)?;
             }
+            (A::SendPrepared, _) => self.session.say(&Message::Prepared)?,
+            (A::Sever, S::Receiving(lanes)) => {
+                self.sever();
+                lanes.sever()?;
+            }
+            (A::AwaitReturn, _) => return self.await_return().map(Some),
+            (A::SendResumed, S::Receiving(lanes)) => self.take_up(lanes)?,
             (A::SendDigests, S::Receiving(lanes)) => self.send_digests(lanes)?,
             (A::WriteState, _) => {
                 let piece = std::mem::take(&mut self.state_piece);
@@ -481,6 +521,55 @@ impl Destination<'_> {
             let lanes = Lanes::accept(&self.session, &self.ram, offered, made_up, self.notice)?;
             *stage = Stage::Receiving(lanes);
         }
+        Ok(())
+    }
+
+    /// The connections are lost. A source that may come back is told so.
+    fn sever(&mut self) {
+        if self.session.keeps() && self.session.sever() {
+            let why = self.cause.as_ref().map_or(String::new(), |(_, cause)| cause.to_string());
+            (self.notice)(&Notice::Severed { why, limit: self.options.reconnect });
+        }
+    }
+
+    /// Waits for the source to come back, as far as it may.
+    fn await_return(&mut self) -> Result<Input, EngineError> {
+        let keeps = self.session.keeps();
+        let limit = if keeps { self.options.reconnect } else { Duration::ZERO };
+        self.back = match self.session.await_return(self.vm, limit, self.notice) {
+            Ok(back) => back,
+            Err(error) => {
+                // Whatever this is, it ends the wait, and so the migration.
+                self.cause = None;
+                return Err(error);
+            }
+        };
+        if self.back.is_some() {
+            return Ok(Input::Returned);
+        }
+        if keeps && let Some((phase, cause)) = self.cause.take() {
+            let cause = EngineError::Severed { cause: Box::new(cause), limit, last: None };
+            self.cause = Some((phase, cause));
+        }
+        Ok(Input::Failed)
+    }
+
+    /// Answers the source that is back, and takes its channels.
+    fn take_up(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
+        let Some(back) = self.back.take() else { return Err(EngineError::Panicked("main")) };
+        let way = (back.attempt, back.channels);
+        self.session.answer_return(back, lanes.placed())?;
+        // A source whose channels do not come has lost its connections once more.
+        lanes.start_again(&self.session, way, self.notice).map_err(|error| match error {
+            EngineError::Timeout { what, limit } => EngineError::Link {
+                peer: PEER,
+                source: io::Error::other(EngineError::Timeout { what, limit }),
+            },
+            error => error,
+        })?;
+        (self.notice)(&Notice::Resumed { after: self.session.lost_for() });
+        self.session.is_back();
+        self.cause = None;
         Ok(())
     }
 
@@ -545,8 +634,8 @@ impl Destination<'_> {
 fn phase_of(state: State) -> Phase {
     match state {
         State::Listening => Phase::Setup,
-        State::Receiving => Phase::PreCopy,
-        State::Prepared | State::Loading => Phase::StopAndCopy,
+        State::Receiving | State::Severed | State::SeveredPrepared => Phase::PreCopy,
+        State::Prepared | State::Filling | State::Loading => Phase::StopAndCopy,
         State::Ready | State::Starting | State::Running | State::Done | State::Discarded => {
             Phase::Handover
         }

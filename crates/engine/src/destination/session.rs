@@ -5,17 +5,19 @@
 //! Once COMMIT was seen the guest is ours: a wish to cancel and the end of the machine are not
 //! heard here any more.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
-use godwit_wire::{AbortCode, Greeting, Message, QUESTION_LIMIT, Role, SessionId};
+use godwit_wire::{AbortCode, Greeting, Message, QUESTION_LIMIT, Role, Secret, SessionId};
 
 use super::Notice;
 use super::channel::PEER;
-use super::door::{self, Credentials, Door};
+use super::door::{self, Credentials, Door, Return, send_back};
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
+use crate::return_proof::ReturnProof;
 use crate::security::Security;
 use crate::vm::DestinationVm;
 use crate::{Cancel, EngineError, Interrupt, limits};
@@ -45,6 +47,8 @@ pub(super) struct Session<'a> {
     began: Instant,
     /// When COMMIT was seen.
     committed: Option<Instant>,
+    /// When the connections were lost that are not made again yet.
+    lost: Option<Instant>,
     /// How long to be there for a source that did not hear that the guest runs here.
     linger_until: Option<Instant>,
 }
@@ -63,6 +67,12 @@ impl<'a> Session<'a> {
                 (greeting, stream) if greeting.role == Role::Control => {
                     break (greeting.session, stream);
                 }
+                (greeting, stream) if greeting.role == Role::Resume => {
+                    let peer = stream.peer();
+                    send_back(stream, greeting);
+                    let words = format!("{peer} comes back for a migration that is not known here");
+                    notice(&Notice::Refused(words));
+                }
                 _ => notice(&Notice::Refused("a connection of an unknown session".to_owned())),
             }
         };
@@ -71,7 +81,8 @@ impl<'a> Session<'a> {
         let security = security.clone();
         let credentials = Credentials { id, security, shown: stream.shown() };
         let door = Door::open(listener, credentials, &source)?;
-        send_greeting(&mut stream, Greeting { session: id, role: Role::Control }, PEER)?;
+        let greeting = Greeting { session: id, role: Role::Control, attempt: 0 };
+        send_greeting(&mut stream, greeting, PEER)?;
         let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
         let read = stream.try_clone().map_err(link_error(PEER))?;
         let control = Arc::new(ControlWriter::new(stream, PEER)?);
@@ -87,6 +98,7 @@ impl<'a> Session<'a> {
             connection: 0,
             began,
             committed: None,
+            lost: None,
             linger_until: None,
         };
         session.listen_to(read)?;
@@ -97,13 +109,18 @@ impl<'a> Session<'a> {
     fn listen_to(&mut self, read: Stream) -> Result<(), EngineError> {
         say_alive(&self.control)?;
         self.connection += 1;
+        self.interrupt.uses(self.connection);
         let (events, connection) = (self.events_in.clone(), self.connection);
         let interrupt = self.interrupt.clone();
         read_messages(read, PEER, move |message| {
-            let over = matches!(message, Err(_) | Ok(Message::Abort { .. }));
+            let lost = message.is_err();
+            let over = matches!(message, Ok(Message::Abort { .. }));
             let told = events.send(Event { connection, message }).is_ok();
             if over {
                 interrupt.raise();
+            }
+            if lost {
+                interrupt.lost(connection);
             }
             told
         })
@@ -196,13 +213,113 @@ impl<'a> Session<'a> {
             if self.committed.is_none() && vm.has_ended() {
                 return Err(EngineError::Ended("destination"));
             }
-            if let Some(error) = broken() {
+            if let Some(error) = broken().or_else(|| self.superseded()) {
                 return Err(error);
             }
             if until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(None);
             }
         }
+    }
+
+    /// The source has come back over another connection while this one seemed to stand: it is lost.
+    pub(super) fn superseded(&self) -> Option<EngineError> {
+        let source = || io::Error::new(io::ErrorKind::ConnectionAborted, "it makes another one");
+        self.door.has_return().then(|| EngineError::Link { peer: PEER, source: source() })
+    }
+
+    /// The source may come back with this secret, for as long as `limit`; zero: it may not.
+    ///
+    /// # Errors
+    /// When it said so before.
+    pub(super) fn keep(&mut self, secret: Secret, limit: Duration) -> Result<(), EngineError> {
+        if self.committed.is_some() || !limit.is_zero() && !self.door.keep(secret) {
+            let what = "it told its secret twice".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+        self.interrupt.be_patient(!limit.is_zero());
+        Ok(())
+    }
+
+    /// From here on no connection is made again that is lost.
+    pub(super) fn no_longer_keeps(&self) {
+        self.interrupt.be_patient(false);
+    }
+
+    /// Whether the source may come back.
+    pub(super) fn keeps(&self) -> bool {
+        self.door.secret().is_some()
+    }
+
+    /// The connections are lost; whether they were not before. The source learns that by the end of
+    /// this one, and may still say that it has given up.
+    pub(super) fn sever(&mut self) -> bool {
+        self.control.finish();
+        self.door.lost(true);
+        let lost = self.lost.replace(self.lost.unwrap_or_else(Instant::now));
+        lost.is_none()
+    }
+
+    /// Since the connections are lost.
+    pub(super) fn lost_for(&self) -> Duration {
+        self.lost.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Waits for the source to come back, `limit` long since it was lost; `None` if it does not.
+    pub(super) fn await_return(
+        &mut self,
+        vm: &dyn DestinationVm,
+        limit: Duration,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Option<Return>, EngineError> {
+        loop {
+            self.door.tell(notice);
+            if self.cancel.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            if vm.has_ended() {
+                return Err(EngineError::Ended("destination"));
+            }
+            if let Some(back) = self.door.take_return() {
+                return Ok(Some(back));
+            }
+            if self.lost_for() >= limit {
+                return Ok(None);
+            }
+            // What the source said before it was lost is not looked at any more, but that it has
+            // given up.
+            match self.event(limits::TICK / 2) {
+                Ok(Some(message)) => drop(not_aborted(message)?),
+                Ok(None) => {}
+                Err(EngineError::Panicked(thread)) => return Err(EngineError::Panicked(thread)),
+                Err(_) => std::thread::sleep(limits::TICK / 2),
+            }
+        }
+    }
+
+    /// Answers the source that is back, which has `placed` so many frames of the channels of
+    /// attempt `of`, and makes its new connection the control connection.
+    pub(super) fn answer_return(
+        &mut self,
+        back: Return,
+        (of, placed): (u32, &[u64]),
+    ) -> Result<(), EngineError> {
+        let Return { mut stream, attempt, .. } = back;
+        let Some(secret) = self.door.secret() else { return Err(EngineError::Panicked("door")) };
+        let proof = ReturnProof { session: self.id, secret, attempt };
+        let greeting = Greeting { session: self.id, role: Role::Resume, attempt };
+        send_greeting(&mut stream, greeting, PEER)?;
+        let read = stream.try_clone().map_err(link_error(PEER))?;
+        self.control.replace(stream)?;
+        self.listen_to(read)?;
+        let proof = proof.of_destination(of, placed);
+        self.say(&Message::Resumed { attempt: of, placed: placed.to_vec(), proof })
+    }
+
+    /// All connections stand again.
+    pub(super) fn is_back(&mut self) {
+        self.lost = None;
+        self.door.lost(false);
     }
 
     /// What a long call was interrupted by, as far as something was. What the source said before
@@ -284,7 +401,7 @@ impl<'a> Session<'a> {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
-                let greeting = Greeting { session: self.id, role: Role::Resolve };
+                let greeting = Greeting { session: self.id, role: Role::Resolve, attempt: 0 };
                 send_greeting(&mut stream, greeting, PEER)?;
                 let read = stream.try_clone().map_err(link_error(PEER))?;
                 self.control.replace(stream)?;

@@ -4,6 +4,10 @@
 //! Invariant: a page's dirty bit is harvested before its bytes are read, and both happen in this
 //! one thread. So what is sent is never older than the harvest, and what is written later is found
 //! by the next one. In the last round nobody writes any more, and the bits are only read.
+//!
+//! What is harvested or put into a frame is remembered until the round is acknowledged. When the
+//! connections are lost, the destination says how many frames it has placed, and what is remembered
+//! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -14,7 +18,7 @@ use godwit_codec::is_zero;
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::{AsOf, DirtyTracker};
-use godwit_units::{PageIndex, PageRun};
+use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
 use super::frame_sender::{FrameSender, RoundStatistics};
@@ -39,6 +43,7 @@ pub(super) struct Order {
 }
 
 /// What all channels of memory share.
+#[derive(Clone)]
 pub(super) struct Shared {
     pub(super) tracker: Arc<dyn DirtyTracker>,
     pub(super) blocks: Arc<Vec<RamBlock>>,
@@ -51,8 +56,11 @@ pub(super) struct Shared {
     pub(super) fingerprints: Option<(PageFingerprints, Key)>,
 }
 
+/// No frame has this number: the segment is being dealt with.
+const UNDER_WAY: u64 = u64::MAX;
+
 /// A segment, and which of its pages the destination holds with other bytes than zero.
-struct Owned {
+pub(super) struct Owned {
     /// Its number on the segment table.
     number: usize,
     segment: Segment,
@@ -63,6 +71,84 @@ struct Owned {
     /// With direct I/O: pages that were harvested in the last round, into which data may have
     /// landed since.
     recent: Option<DirtyBitmap>,
+    /// What was harvested or sent of it in `round`, and the last frame with any of that.
+    unacknowledged: DirtyBitmap,
+    round: u32,
+    last_frame: u64,
+    /// What was taken back, and is still to be sent again.
+    owed: DirtyBitmap,
+}
+
+impl Owned {
+    fn new(number: usize, segment: Segment, shared: &Shared, direct_io: bool) -> Self {
+        let pages = segment.run.count;
+        let fingerprints =
+            shared.fingerprints.as_ref().map(|(prints, _)| prints.segment(segment.run));
+        Self {
+            number,
+            segment,
+            held: DirtyBitmap::new(pages),
+            named: false,
+            fingerprints,
+            recent: direct_io.then(|| DirtyBitmap::new(pages)),
+            unacknowledged: DirtyBitmap::new(pages),
+            round: 0,
+            last_frame: 0,
+            owed: DirtyBitmap::new(pages),
+        }
+    }
+
+    /// Its number on the segment table.
+    pub(super) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// The segment.
+    pub(super) fn segment(&self) -> Segment {
+        self.segment
+    }
+
+    /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or
+    /// taken back.
+    fn begin(&mut self, round: u32) {
+        if self.round != round {
+            self.unacknowledged.clear_all();
+            self.round = round;
+        }
+        self.last_frame = UNDER_WAY;
+    }
+
+    /// Remembers that `run` of its block is dealt with.
+    fn remember(&mut self, run: PageRun) {
+        let first = self.segment.run.start.0;
+        self.unacknowledged.set(PageRun::new(run.start.0 - first, run.count.0));
+    }
+
+    /// The destination has placed `placed` frames of the channel and will place no more: what may
+    /// be among the others is owed to it again, and nothing is known any more of what it holds.
+    /// Returns how many pages of that had been read and sent.
+    fn take_back(&mut self, placed: u64, table: &SegmentTable) -> PageCount {
+        let lost = std::mem::take(&mut self.last_frame) > placed;
+        let mut sent = PageCount::ZERO;
+        if lost {
+            let first = self.segment.run.start.0;
+            for run in self.unacknowledged.runs() {
+                sent += self.held.count_in(run);
+                if let Some(fingerprints) = &mut self.fingerprints {
+                    fingerprints.forget(PageRun::new(first + run.start.0, run.count.0));
+                }
+            }
+            self.owed.union(&self.unacknowledged);
+            self.named = false;
+        }
+        self.unacknowledged.clear_all();
+        // One that was never sent whole will be.
+        if table.is_unsent(self.number) {
+            self.owed.clear_all();
+        }
+        table.owes(self.number, self.owed.count());
+        sent
+    }
 }
 
 pub(super) struct Channel {
@@ -84,20 +170,16 @@ impl Channel {
         segments: impl Iterator<Item = (usize, Segment)>,
         direct_io: bool,
     ) -> Self {
-        let owned = |(number, segment): (usize, Segment)| Owned {
-            number,
-            held: DirtyBitmap::new(segment.run.count),
-            named: false,
-            fingerprints: shared
-                .fingerprints
-                .as_ref()
-                .map(|(fingerprints, _)| fingerprints.segment(segment.run)),
-            recent: direct_io.then(|| DirtyBitmap::new(segment.run.count)),
-            segment,
-        };
+        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
+        let segments = segments.map(owned).collect();
+        Self::with(sender, shared, segments)
+    }
+
+    /// One for segments that other channels had.
+    pub(super) fn with(sender: FrameSender, shared: Shared, segments: Vec<Owned>) -> Self {
         Self {
             sender,
-            segments: segments.map(owned).collect(),
+            segments,
             first: 0,
             shared,
             dirty: Vec::new(),
@@ -106,17 +188,36 @@ impl Channel {
         }
     }
 
-    /// Carries out orders until there are no more.
-    pub(super) fn run(mut self, orders: &Receiver<Order>, events: &Sender<Event>) {
+    /// Ends the channel, of which the destination has placed `placed` frames: its segments, with
+    /// what has not arrived taken back, and how many pages of that had been read and sent.
+    pub(super) fn take_back(mut self, placed: u64) -> (Vec<Owned>, PageCount) {
+        let table = &self.shared.table;
+        let sent = self.segments.iter_mut().map(|owned| owned.take_back(placed, table)).sum();
+        (self.segments, sent)
+    }
+
+    /// What it shares with the others.
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// What was done in the round so far.
+    pub(super) fn statistics(&self) -> RoundStatistics {
+        self.sender.statistics()
+    }
+
+    /// Carries out orders until there are no more, or one fails.
+    pub(super) fn run(mut self, orders: &Receiver<Order>, events: &Sender<Event>) -> Self {
         for order in orders {
             let result = self.round(order);
             let failed = result.is_err();
             // A receiver that is gone has no use for the result.
             let _ = events.send(Event::RoundStatistics { round: order.round, result });
             if failed {
-                return;
+                break;
             }
         }
+        self
     }
 
     fn round(&mut self, order: Order) -> Result<RoundStatistics, EngineError> {
@@ -162,7 +263,9 @@ impl Channel {
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
         let before = self.sender.statistics().sent;
+        owned.begin(order.round);
         self.copy_segment(owned, order)?;
+        owned.last_frame = self.sender.last_frame();
         self.shared.link_share.memory_sent(self.sender.statistics().sent - before);
         Ok(())
     }
@@ -186,6 +289,15 @@ impl Channel {
             .recent
             .as_mut()
             .map(|recent| std::mem::replace(recent, DirtyBitmap::new(run.count)));
+        // From here on it is not known elsewhere that these are to be sent.
+        let owed = std::mem::replace(&mut owned.owed, DirtyBitmap::new(run.count));
+        owned.unacknowledged.union(&owed);
+        if let Some(recheck) = &recheck {
+            owned.unacknowledged.union(recheck);
+        }
+        if everything {
+            owned.remember(run);
+        }
         let mut at = run.start;
         while at < run.end() {
             if order.round == 0 && !order.last && self.shared.table.passes_by(owned.number) {
@@ -213,6 +325,7 @@ impl Channel {
             } else {
                 self.shared.tracker.harvest(block, rest, NEXT_HARVEST, &mut note)?
             };
+            dirty.iter().for_each(|harvested| owned.remember(*harvested));
             if let Some(recent) = &mut owned.recent {
                 dirty.iter().for_each(|harvested| {
                     recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
@@ -236,9 +349,10 @@ impl Channel {
         }
         // What was in flight when these were harvested has landed by now: the machine was drained
         // since. What did not change is not sent.
-        for again in recheck.iter().flat_map(DirtyBitmap::runs) {
+        for again in recheck.iter().chain([&owed]).flat_map(DirtyBitmap::runs) {
             self.send(owned, PageRun::new(run.start.0 + again.start.0, again.count.0))?;
         }
+        self.shared.table.owes(owned.number, PageCount::ZERO);
         self.shared.table.mark_sent(owned.number);
         Ok(())
     }
@@ -384,6 +498,7 @@ impl Channel {
         self.hint = hint;
         for hole in holes.runs() {
             owned.held.clear(hole);
+            owned.unacknowledged.set(hole);
             let start = run.start.0 + hole.start.0;
             self.send_zero(owned, PageIndex(start), PageIndex(start + hole.count.0))?;
         }

@@ -125,6 +125,33 @@ impl Convergence {
         }
     }
 
+    /// The connections are lost: the guest runs free until they stand again.
+    pub(super) fn let_go(&mut self, vm: &mut dyn SourceVm, disks: &mut Disks) {
+        if let Err(error) = disks.limit_writes(vm, None) {
+            self.warning = Some(format!("the limit of disk writes cannot be lifted: {error}"));
+        }
+        let freed = self.slowdown.govern(vm, None);
+        if let Err(error) = freed.and_then(|()| self.slowdown.throttle(vm, 0.0)) {
+            self.warning = Some(format!("the guest cannot be let run free: {error}"));
+        }
+    }
+
+    /// They stand again: what was in force is so again. A round was cut off after `in_round`, if
+    /// one was.
+    pub(super) fn take_up(
+        &mut self,
+        vm: &mut dyn SourceVm,
+        disks: &mut Disks,
+        in_round: Option<Duration>,
+    ) -> Result<(), EngineError> {
+        let look = self.segments.look(self.tracker.as_ref())?;
+        self.remaining = look.remaining;
+        self.policy.taken_up(in_round.unwrap_or_default(), &look.dirty);
+        let plan = self.policy.plan().clone();
+        self.enforce(&plan, vm, disks);
+        Ok(())
+    }
+
     /// Puts in force what the operator changed since the last call.
     fn take_changes(&mut self, vm: &mut dyn SourceVm, disks: &mut Disks, lanes: &Lanes) {
         let Some((settings, own)) = self.handle.take_changes() else { return };
@@ -292,6 +319,7 @@ impl Convergence {
             delayed_segments: self.segments.delayed(),
             advice: estimate.and_then(|estimate| estimate.advice.as_ref()).map(ToString::to_string),
             warning: self.warning.clone(),
+            severed: None,
         }
     }
 }

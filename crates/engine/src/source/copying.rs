@@ -3,6 +3,9 @@
 //!
 //! Invariant: the tracker lives as long as the channels that harvest it, and no longer than this.
 
+mod resumption;
+
+use std::io::Read;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +24,7 @@ use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::free::FreeMemory;
 use super::lanes::Lanes;
 use super::meter::{Part, Totals};
+use super::outage::Outage;
 use super::segment_table::{ARMING, SegmentTable};
 use super::session::Event;
 use super::setup::Setup;
@@ -29,6 +33,8 @@ use super::verification::{self, Cost};
 use crate::report::{RoundMeasures, Stage};
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
+
+use resumption::Lost;
 
 /// What one channel has done.
 enum Done {
@@ -49,6 +55,13 @@ pub(super) struct Copying {
     direct_io: bool,
     /// The round that was made last.
     round: RoundMeasures,
+    /// The round that channels are at.
+    under_way: Option<u32>,
+    /// What the device state will come through, where the destination was asked to get ready and
+    /// not heard to be.
+    state: Option<Box<dyn Read + Send>>,
+    /// Connections that are lost.
+    lost: Option<Lost>,
 }
 
 impl Copying {
@@ -109,6 +122,9 @@ impl Copying {
             fingerprints,
             direct_io,
             round,
+            under_way: None,
+            state: None,
+            lost: None,
         })
     }
 
@@ -179,6 +195,7 @@ impl Copying {
             self.segments.look_for_the_last_time(self.tracker.as_ref(), channels)?;
         }
         source.meter.begin_sending();
+        self.under_way = Some(order.round);
         // A channel that is gone has said why, which is found below.
         self.lanes.order_memory(order);
         Ok(())
@@ -198,12 +215,7 @@ impl Copying {
             match self.await_channel(source, round, stage)? {
                 Done::Memory(statistics) => {
                     memory -= 1;
-                    total.data += statistics.data;
-                    total.zero += statistics.zero;
-                    total.sent += statistics.sent;
-                    total.unchanged += statistics.unchanged;
-                    total.raw += statistics.raw;
-                    total.hinted += statistics.hinted;
+                    total.add(&statistics);
                 }
                 Done::Disk(disk, statistics) => {
                     total.disk_sent += statistics.statistics.sent;
@@ -249,6 +261,7 @@ impl Copying {
 
     /// The round is over, as far as it is waited for.
     fn end(&mut self, source: &mut Source<'_>) {
+        self.under_way = None;
         self.round.time = source.meter.end_round();
         self.convergence.end_round(&mut self.round);
     }
@@ -362,14 +375,29 @@ impl Copying {
         round_ended: bool,
     ) {
         let now = (stage, round, round_ended);
-        let progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
+        let mut progress = self.convergence.progress(now, &source.meter, &self.disks, &self.lanes);
+        progress.severed = self.outage().map(Outage::shown);
         source.handle.report(&progress);
         (source.progress)(&progress);
     }
 
+    /// What the device state will come through.
+    pub(super) fn open_state(&mut self, vm: &mut dyn SourceVm) -> Result<(), EngineError> {
+        if self.state.is_none() {
+            self.state = Some(vm.open_state().map_err(EngineError::Vm)?);
+        }
+        Ok(())
+    }
+
+    /// The same, once the destination is ready for it.
+    pub(super) fn take_state(&mut self) -> Option<Box<dyn Read + Send>> {
+        self.state.take()
+    }
+
     /// Sends no more, and lets go of the disks.
-    pub(super) fn stop(&self) {
-        self.lanes.stop(|disk| self.disks.is_busy(disk));
+    pub(super) fn stop(&mut self) {
+        self.lost = None;
+        self.lanes.stop();
     }
 
     /// What was counted, when the migration is over.
@@ -383,6 +411,18 @@ impl Copying {
             losses: self.convergence.losses(),
             governor: governor.unwrap_or_default(),
         }
+    }
+}
+
+impl RoundMeasures {
+    /// Takes in what a channel of memory did.
+    fn add(&mut self, statistics: &RoundStatistics) {
+        self.data += statistics.data;
+        self.zero += statistics.zero;
+        self.sent += statistics.sent;
+        self.unchanged += statistics.unchanged;
+        self.raw += statistics.raw;
+        self.hinted += statistics.hinted;
     }
 }
 

@@ -2,9 +2,13 @@
 //! sends.
 //!
 //! Invariant: a pass is taken to its end, also one that was cut short because the operator wants to
-//! switch over. It is then finished with the guest stopped, before the pass over what the guest has
-//! written since it began. So nothing is lost, and no older version of a page is sent after a newer
-//! one.
+//! switch over, or because the connections were lost. It is then finished, at the latest with the
+//! guest stopped, before the pass over what the guest has written since it began. So nothing is
+//! lost, and no older version of a page is sent after a newer one.
+//!
+//! What is put into frames is remembered until the round is acknowledged. What the destination has
+//! not placed when the connections are lost is read once more, in the pass that is finished or in
+//! the next one: what has been written there since is dirty in the one behind that.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -45,6 +49,65 @@ pub(super) enum DiskOrder {
     },
 }
 
+/// What is remembered of what was sent; of more, the oldest is remembered as one stretch, all of
+/// which would be sent again.
+const REMEMBERED_LIMIT: usize = 4096;
+
+/// What was put into a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Remembered {
+    frame: u64,
+    extent: Extent,
+}
+
+/// What was sent and is not acknowledged yet, in order.
+#[derive(Debug, Default)]
+struct Memory {
+    round: u32,
+    sent: VecDeque<Remembered>,
+}
+
+impl Memory {
+    /// Something is about to be sent in `round`: what was sent before was acknowledged, or taken
+    /// back.
+    fn begin(&mut self, round: u32) {
+        if self.round != round {
+            self.sent.clear();
+            self.round = round;
+        }
+    }
+
+    /// `extent` is put into frame number `frame`.
+    fn remember(&mut self, frame: u64, extent: Extent) {
+        match self.sent.back_mut() {
+            Some(last)
+                if last.extent.content == extent.content
+                    && last.frame == frame
+                    && last.extent.run.end() == extent.run.start =>
+            {
+                last.extent.run.count += extent.run.count;
+            }
+            _ => self.sent.push_back(Remembered { frame, extent }),
+        }
+        if self.sent.len() > REMEMBERED_LIMIT
+            && let (Some(first), Some(second)) = (self.sent.pop_front(), self.sent.front_mut())
+        {
+            let (one, other) = (first.extent.run, second.extent.run);
+            let start = one.start.0.min(other.start.0);
+            let end = one.end().0.max(other.end().0);
+            let run = PageRun::new(start, end - start);
+            // The frame of the later one: all of it counts as lost as long as any of it may be.
+            second.extent = Extent { run, content: Held::Data };
+        }
+    }
+
+    /// What may be lost where the destination has placed `placed` frames, which is forgotten.
+    fn take_back(&mut self, placed: u64) -> Vec<Extent> {
+        let lost = self.sent.drain(..).filter(|remembered| remembered.frame > placed);
+        lost.map(|remembered| remembered.extent).collect()
+    }
+}
+
 /// Counts that are looked at while a round runs.
 #[derive(Debug, Default)]
 pub(super) struct DiskCounters {
@@ -61,6 +124,7 @@ pub(super) struct DiskChannel {
     /// Which of the disks, and its number in frames.
     index: usize,
     number: u32,
+    segments: usize,
     sender: FrameSender,
     table: Arc<SegmentTable>,
     link_share: Arc<LinkShare>,
@@ -71,6 +135,11 @@ pub(super) struct DiskChannel {
     unfinished: Option<Box<dyn DiskRound>>,
     /// The rest of an extent of data that is being asked for.
     rest: Option<PageRun>,
+    /// The rest of an extent of zeros that is being named.
+    zeros: Option<PageRun>,
+    /// What was sent, did not arrive, and is to be sent again.
+    owed: VecDeque<Extent>,
+    memory: Memory,
     /// Time spent in this round waiting for storage.
     storage: Duration,
 }
@@ -78,7 +147,7 @@ pub(super) struct DiskChannel {
 impl DiskChannel {
     /// For disk `index`, which is number `number` in frames.
     pub(super) fn new(
-        (index, number): (usize, usize),
+        (index, number, segments): (usize, usize, usize),
         sender: FrameSender,
         table: Arc<SegmentTable>,
         link_share: Arc<LinkShare>,
@@ -87,6 +156,7 @@ impl DiskChannel {
         Self {
             index,
             number: number as u32,
+            segments,
             sender,
             table,
             link_share,
@@ -94,12 +164,49 @@ impl DiskChannel {
             asked: VecDeque::new(),
             unfinished: None,
             rest: None,
+            zeros: None,
+            owed: VecDeque::new(),
+            memory: Memory::default(),
             storage: Duration::ZERO,
         }
     }
 
-    /// Carries out orders until there are no more.
-    pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) {
+    /// Takes back what the destination has not placed, of which it has `placed` frames: it is owed
+    /// to it. Returns how many pages of data that are.
+    pub(super) fn take_back(&mut self, placed: u64) -> PageCount {
+        let lost = self.memory.take_back(placed);
+        let data = lost.iter().filter(|extent| extent.content == Held::Data);
+        let pages = data.map(|extent| extent.run.count).sum();
+        self.owed.extend(lost);
+        pages
+    }
+
+    /// What it did since its last order.
+    pub(super) fn statistics(&self) -> DiskStatistics {
+        DiskStatistics {
+            statistics: self.sender.statistics(),
+            storage: self.storage,
+            ..DiskStatistics::default()
+        }
+    }
+
+    /// How many pieces the codec is chosen for.
+    pub(super) fn segments(&self) -> usize {
+        self.segments
+    }
+
+    /// Whether its pass is to be finished before another one begins.
+    pub(super) fn is_unfinished(&self) -> bool {
+        self.unfinished.is_some()
+    }
+
+    /// The same channel with another sending end.
+    pub(super) fn over(self, sender: FrameSender) -> Self {
+        Self { sender, ..self }
+    }
+
+    /// Carries out orders until there are no more, or one fails.
+    pub(super) fn run(mut self, orders: &Receiver<DiskOrder>, events: &Sender<Event>) -> Self {
         for order in orders {
             self.storage = Duration::ZERO;
             self.sender.begin();
@@ -111,14 +218,15 @@ impl DiskChannel {
                     self.link_share.disk_done();
                     (round, result)
                 }
-                DiskOrder::Finish { round } => (round, self.finish()),
+                DiskOrder::Finish { round } => (round, self.finish(round)),
             };
             let failed = result.is_err();
             let _ = events.send(Event::DiskStatistics { disk: self.index, round, result });
             if failed {
-                return;
+                break;
             }
         }
+        self
     }
 
     fn round(
@@ -127,11 +235,13 @@ impl DiskChannel {
         last: bool,
         mut pass: Box<dyn DiskRound>,
     ) -> Result<DiskStatistics, EngineError> {
-        let whole = self.copy(pass.as_mut(), last)?;
+        self.memory.begin(round);
+        let copied = self.copy(pass.as_mut(), last);
+        // The machine may begin the next round only when this pass is gone.
+        self.unfinished = (!matches!(copied, Ok(true))).then_some(pass);
+        let whole = copied?;
         let sent = self.sender.flush()?;
         self.count(sent);
-        // The machine may begin the next round only when this pass is gone.
-        self.unfinished = (!whole).then_some(pass);
         self.sender.barrier(round, last)?;
         Ok(DiskStatistics {
             statistics: self.sender.statistics(),
@@ -141,9 +251,12 @@ impl DiskChannel {
         })
     }
 
-    fn finish(&mut self) -> Result<DiskStatistics, EngineError> {
+    fn finish(&mut self, round: u32) -> Result<DiskStatistics, EngineError> {
+        self.memory.begin(round);
         if let Some(mut pass) = self.unfinished.take() {
-            self.copy(pass.as_mut(), true)?;
+            let copied = self.copy(pass.as_mut(), true);
+            self.unfinished = copied.is_err().then_some(pass);
+            copied?;
         }
         Ok(DiskStatistics {
             statistics: self.sender.statistics(),
@@ -171,7 +284,7 @@ impl DiskChannel {
                     None => ends = Some(true),
                 }
             }
-            match (self.asked.pop_front(), ends) {
+            match (self.asked.front().copied(), ends) {
                 (Some(run), _) => self.send(pass, run)?,
                 (None, Some(whole)) => return Ok(whole),
                 (None, None) => {}
@@ -182,6 +295,7 @@ impl DiskChannel {
     /// The next stretch of data to ask for, no longer than a frame; zeros on the way are named.
     fn next_data(&mut self, pass: &mut dyn DiskRound) -> Result<Option<PageRun>, EngineError> {
         loop {
+            self.send_zeros()?;
             if let Some(rest) = self.rest.take() {
                 let count = rest.count.0.min(FRAME_PAGES as u64);
                 if count < rest.count.0 {
@@ -190,31 +304,41 @@ impl DiskChannel {
                 return Ok(Some(PageRun::new(rest.start.0, count)));
             }
             let began = Instant::now();
-            let next = pass.next().map_err(EngineError::Disk)?;
+            let next = match self.owed.pop_front() {
+                // Perhaps it is zero no more: what was written there since is dirty.
+                Some(owed) => Some(owed),
+                None => pass.next().map_err(EngineError::Disk)?,
+            };
             self.storage += began.elapsed();
             match next {
                 None => return Ok(None),
                 Some(Extent { run, content: Held::Data }) => self.rest = Some(run),
-                Some(Extent { run, content: Held::Zero }) => self.send_zero(run)?,
+                Some(Extent { run, content: Held::Zero }) => self.zeros = Some(run),
             }
         }
     }
 
-    fn send_zero(&mut self, run: PageRun) -> Result<(), EngineError> {
-        let mut start = run.start.0;
-        while start < run.end().0 {
+    /// Names what is left of an extent of zeros.
+    fn send_zeros(&mut self) -> Result<(), EngineError> {
+        while let Some(run) = self.zeros {
+            let start = run.start.0;
             self.frame_for(start, 1)?;
-            let piece = PageRun::new(start, ZERO_LIMIT.min(run.end().0 - start));
+            let piece = PageRun::new(start, ZERO_LIMIT.min(run.count.0));
             self.sender.zero(piece);
+            let extent = Extent { run: piece, content: Held::Zero };
+            self.memory.remember(self.sender.building(), extent);
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
-            start += piece.count.0;
+            let left = run.count.0 - piece.count.0;
+            self.zeros = (left > 0).then(|| PageRun::new(start + piece.count.0, left));
         }
         Ok(())
     }
 
-    /// Takes the bytes of `run`, which were asked for first, and sends them.
+    /// Takes the bytes of `run`, which were asked for first, and sends them. Where that fails they
+    /// are still asked for.
     fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
         self.frame_for(run.start.0, run.count.0 as usize)?;
+        self.asked.pop_front();
         let judge =
             |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
         // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
@@ -228,6 +352,8 @@ impl DiskChannel {
         let added = self.sender.add(run, read, judge);
         self.storage += waited;
         added.map_err(EngineError::Disk)?;
+        let extent = Extent { run, content: Held::Data };
+        self.memory.remember(self.sender.building(), extent);
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
         Ok(())
     }

@@ -138,7 +138,13 @@ impl Disks {
             lanes.add_disk(stream, segments, session.reports(), |sender| {
                 let (table, counters) = (Arc::clone(table), Arc::clone(&moving.counters));
                 // Frames number disks behind the RAM blocks.
-                DiskChannel::new((index, blocks + index), sender, table, link_share, counters)
+                DiskChannel::new(
+                    (index, blocks + index, segments),
+                    sender,
+                    table,
+                    link_share,
+                    counters,
+                )
             })?;
         }
         Ok(())
@@ -182,6 +188,24 @@ impl Disks {
             lanes.order_disk(index, DiskOrder::Pass { round, last, pass });
         }
         Ok(())
+    }
+
+    /// The connections are lost, and the channels have ended; `done` is what that of each disk did
+    /// of its pass, and whether that is to be finished before another one begins.
+    pub(super) fn cut_off(&mut self, done: impl Iterator<Item = (DiskStatistics, bool)>) {
+        (self.under_way, self.unfinished, self.release_waits) = (0, 0, false);
+        for (moving, (done, unfinished)) in self.list.iter_mut().zip(done) {
+            let pass = moving.pass.take();
+            if pass.is_some() {
+                moving.storage += done.storage;
+                moving.measures.sent += done.statistics.sent;
+                moving.measures.data += done.statistics.data;
+                moving.measures.zero += done.statistics.zero;
+            }
+            let dirty = pass.flatten();
+            moving.left =
+                unfinished.then(|| left_of_pass(moving.disk.size, dirty, &moving.counters));
+        }
     }
 
     /// Disks whose pass of this round is not over.
@@ -347,11 +371,6 @@ impl Disks {
     /// What is measured in the end.
     pub(super) fn measures(&self) -> Vec<DiskMeasures> {
         self.list.iter().map(|moving| moving.measures.clone()).collect()
-    }
-
-    /// Whether the channel of disk `index` has a pass; else it waits for orders and ends with them.
-    pub(super) fn is_busy(&self, index: usize) -> bool {
-        self.list.get(index).is_some_and(|moving| moving.pass.is_some())
     }
 }
 

@@ -104,7 +104,11 @@ impl Ending {
 fn phase_of(state: State) -> Phase {
     match state {
         State::Idle | State::Negotiating => Phase::Setup,
-        State::PreCopy { .. } | State::Preparing { .. } | State::Closing { .. } => Phase::PreCopy,
+        State::PreCopy { .. }
+        | State::Preparing { .. }
+        | State::Closing { .. }
+        | State::Severed { .. }
+        | State::SeveredClosing { .. } => Phase::PreCopy,
         State::Stopping { .. }
         | State::StopAndCopy
         | State::Verifying

@@ -2,7 +2,8 @@
 //! the link, limited and counted.
 //!
 //! Invariants: a frame holds pages of one RAM block or disk, in the order in which they were put
-//! in; and a barrier comes behind all of them.
+//! in; and a barrier comes behind all of them. Frames are numbered from 1, pages and barriers
+//! alike, as the destination counts those that it has placed.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -74,6 +75,8 @@ pub(super) struct FrameSender {
     /// Runs from frame to frame.
     clock: ThreadClock,
     statistics: RoundStatistics,
+    /// Frames that went onto the link, whole.
+    frames: u64,
 }
 
 impl FrameSender {
@@ -91,7 +94,18 @@ impl FrameSender {
             other: vec![0; HEADER_LEN + worth(FRAME_PAGES << 12) + RUNS_LIMIT * RUN_LEN],
             clock: ThreadClock::default(),
             statistics: RoundStatistics::default(),
+            frames: 0,
         }
+    }
+
+    /// The number of the last frame in which there is anything that was put in so far.
+    pub(super) fn last_frame(&self) -> u64 {
+        if self.builder.is_empty() { self.frames } else { self.building() }
+    }
+
+    /// The number of the frame that is being built.
+    pub(super) fn building(&self) -> u64 {
+        self.frames + 1
     }
 
     /// A round begins: what was before it is no measure of the link. A frame that is being built
@@ -194,6 +208,7 @@ impl FrameSender {
             put(&mut self.stream, piece, &mut self.statistics, &self.link.sent)?;
             rest = after;
         }
+        self.frames += 1;
         self.statistics.raw += ByteCount(raw as u64);
         let spent = self.clock.lap();
         self.chooser.batch(&Batch {
@@ -210,7 +225,9 @@ impl FrameSender {
 
     /// Sends the barrier that ends `round`, and all rounds if it is the `last` one.
     pub(super) fn barrier(&mut self, round: u32, last: bool) -> Result<(), EngineError> {
-        put(&mut self.stream, &barrier(round, last), &mut self.statistics, &self.link.sent)
+        put(&mut self.stream, &barrier(round, last), &mut self.statistics, &self.link.sent)?;
+        self.frames += 1;
+        Ok(())
     }
 
     /// The codec for the pages in the frame being built, after what samples are asked for.

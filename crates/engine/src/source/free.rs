@@ -103,6 +103,13 @@ impl FreeMemory {
         given_back
     }
 
+    /// The round was cut off: what is hinted from now on would be looked at by nobody.
+    pub(super) fn stop(&self, vm: &mut dyn SourceVm) {
+        if let (Some(_), Some(guest)) = (self.asked, vm.free_pages()) {
+            guest.stop_free_page_hints();
+        }
+    }
+
     /// `round` is over. If hints were asked for before it: what is hinted from now on would be
     /// looked at by nobody.
     pub(super) fn end_round(&self, vm: &mut dyn SourceVm, round: u32) {

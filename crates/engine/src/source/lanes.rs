@@ -24,18 +24,18 @@ use crate::handle::Own;
 use crate::limiter::Limiter;
 use crate::{EngineError, limits, threads};
 
-/// A channel: its thread carries out orders until there are no more.
-struct Lane<O> {
+/// A channel: its thread carries out orders until there are no more, or one fails.
+struct Lane<O, C> {
     orders: Sender<O>,
     stream: Stream,
-    thread: JoinHandle<()>,
+    thread: JoinHandle<C>,
 }
 
-impl<O: Send + 'static> Lane<O> {
+impl<O: Send + 'static, C: Send + 'static> Lane<O, C> {
     fn start(
         name: &'static str,
         stream: Stream,
-        run: impl FnOnce(&Receiver<O>) + Send + 'static,
+        run: impl FnOnce(&Receiver<O>) -> C + Send + 'static,
     ) -> Result<Self, EngineError> {
         let (orders, orders_out) = mpsc::channel();
         let thread = threads::start(name, move || run(&orders_out))?;
@@ -51,18 +51,24 @@ impl<O: Send + 'static> Lane<O> {
         self.thread.is_finished()
     }
 
-    fn join(self) {
+    /// Ends it, and waits for what is left of it; `None` behind a panic.
+    fn join(self) -> Option<C> {
         drop(self.orders);
         self.stream.shut_down();
-        if !std::thread::panicking() {
-            let _ = self.thread.join();
-        }
+        if std::thread::panicking() { None } else { self.thread.join().ok() }
     }
 }
 
+/// What is left of channels that were ended, in their order.
+#[derive(Default)]
+pub(super) struct Ended {
+    pub(super) memory: Vec<Channel>,
+    pub(super) disks: Vec<DiskChannel>,
+}
+
 pub(super) struct Lanes {
-    memory: Vec<Lane<Order>>,
-    disks: Vec<Lane<DiskOrder>>,
+    memory: Vec<Lane<Order, Channel>>,
+    disks: Vec<Lane<DiskOrder, DiskChannel>>,
     link: Link,
     link_share: Arc<LinkShare>,
     idle: IdleWatch,
@@ -115,6 +121,40 @@ impl Lanes {
         let run = move |orders: &Receiver<DiskOrder>| channel.run(orders, &events);
         self.disks.push(Lane::start("disk", handle, run)?);
         Ok(())
+    }
+
+    /// The connections are lost: has all channels end, whatever they are at.
+    pub(super) fn cut(&self) {
+        self.release();
+        self.memory.iter().for_each(|lane| lane.stream.shut_down());
+        self.disks.iter().for_each(|lane| lane.stream.shut_down());
+    }
+
+    /// Whether no channel is at anything any more. One that waits for orders is not.
+    pub(super) fn have_ended(&self) -> bool {
+        self.memory.iter().all(Lane::has_ended) && self.disks.iter().all(Lane::has_ended)
+    }
+
+    /// Gives no more orders, so that all channels end.
+    pub(super) fn dismiss(&mut self) {
+        let (nobody, _) = mpsc::channel();
+        self.memory.iter_mut().for_each(|lane| lane.orders = nobody.clone());
+        let (nobody, _) = mpsc::channel();
+        self.disks.iter_mut().for_each(|lane| lane.orders = nobody.clone());
+    }
+
+    /// What is left of all channels, which are waited for.
+    pub(super) fn take(&mut self) -> Result<Ended, EngineError> {
+        let memory = self.memory.drain(..).map(Lane::join).collect::<Option<Vec<_>>>();
+        let disks = self.disks.drain(..).map(Lane::join).collect::<Option<Vec<_>>>();
+        let ended = memory.zip(disks).map(|(memory, disks)| Ended { memory, disks });
+        ended.ok_or(EngineError::Panicked("channel"))
+    }
+
+    /// So many channels, in all, are about to be added behind [`Self::take`].
+    pub(super) fn reopen(&self, channels: usize) {
+        self.link.limiter.restart(channels);
+        self.link_share.reopen();
     }
 
     /// Where memory waits while disks have the link.
@@ -186,19 +226,17 @@ impl Lanes {
         }
     }
 
-    /// Sends no more, and has the channels of disks end; waits for those that are `busy`, but not
-    /// for one that hangs at its disk: the guest comes first.
-    pub(super) fn stop(&self, busy: impl Fn(usize) -> bool) {
+    /// Sends no more, and has the channels of disks end and let go of these; waits for them, but
+    /// not for one that hangs at its disk: the guest comes first.
+    pub(super) fn stop(&mut self) {
         self.release();
         self.disks.iter().for_each(|lane| lane.stream.shut_down());
+        self.dismiss();
         let until = Instant::now() + limits::ABORT;
-        let under_way = || {
-            let mut lanes = self.disks.iter().enumerate();
-            lanes.any(|(index, lane)| busy(index) && !lane.has_ended())
-        };
-        while under_way() && Instant::now() < until {
+        while !self.disks.iter().all(Lane::has_ended) && Instant::now() < until {
             std::thread::sleep(limits::TICK / 20);
         }
+        self.disks.extract_if(.., |lane| lane.has_ended()).for_each(|lane| drop(lane.join()));
     }
 
     /// No channel waits for the link any more.
@@ -211,7 +249,7 @@ impl Lanes {
 impl Drop for Lanes {
     fn drop(&mut self) {
         self.release();
-        self.memory.drain(..).for_each(Lane::join);
-        self.disks.drain(..).for_each(Lane::join);
+        self.memory.drain(..).for_each(|lane| drop(lane.join()));
+        self.disks.drain(..).for_each(|lane| drop(lane.join()));
     }
 }

@@ -118,6 +118,12 @@ impl LinkShare {
         }
     }
 
+    /// Memory waits again, behind [`Self::close`].
+    pub(super) fn reopen(&self) {
+        let mut state = self.state();
+        (state.closed, state.under_way, state.credit) = (false, 0, 0);
+    }
+
     /// Nobody waits any more.
     pub(super) fn close(&self) {
         self.state().closed = true;

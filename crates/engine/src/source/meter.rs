@@ -85,6 +85,22 @@ impl Meter {
         self.started.elapsed()
     }
 
+    /// The connections were lost within a round, of which so much was done.
+    pub(super) fn severed(&mut self, mut round: RoundMeasures) {
+        (round.time, round.cut_off) = (self.round_began.elapsed(), true);
+        self.keep(round);
+    }
+
+    /// They stand again, with so many channels of memory, after having been lost for `time`; so
+    /// much that had been sent was lost with them. What comes next is a round behind none.
+    pub(super) fn resumed(&mut self, time: Duration, sent_again: ByteCount, channels: usize) {
+        self.round_ended = None;
+        self.measures.channels = channels;
+        self.measures.resumptions += 1;
+        self.measures.severed += time;
+        self.measures.sent_again += sent_again;
+    }
+
     /// The destination has accepted.
     pub(super) fn accepted(&mut self, codecs: String) {
         self.measures.codecs = codecs;

@@ -27,6 +27,7 @@ mod lanes;
 mod link_share;
 mod live;
 mod meter;
+mod outage;
 mod random;
 mod segment_table;
 mod session;
@@ -39,6 +40,7 @@ mod thread_clock;
 mod verification;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
@@ -91,6 +93,9 @@ pub struct Options {
     pub fingerprints: bool,
     /// Leave the VM stopped at the source instead of ending it.
     pub keep_source: bool,
+    /// How long connections that are lost before the guest is stopped are tried for; zero: not at
+    /// all, the migration then fails at once.
+    pub reconnect: Duration,
     /// A fault to make up, for tests.
     #[cfg(feature = "test-hooks")]
     pub fault: Option<Fault>,
@@ -108,6 +113,7 @@ impl Options {
             channels: 2,
             fingerprints: true,
             keep_source: false,
+            reconnect: limits::RECONNECT,
             #[cfg(feature = "test-hooks")]
             fault: None,
         }
@@ -206,6 +212,8 @@ struct Source<'a> {
     session: Session,
     meter: Meter,
     ending: Ending,
+    /// How the connections were lost just now.
+    loss: Option<EngineError>,
 }
 
 /// How far it has come, with what is held there.
@@ -248,6 +256,21 @@ impl Stage {
         }
     }
 
+    /// Whether connections that are lost are made again: only while channels copy, and the guest
+    /// was not stopped.
+    fn survives_loss(&self, state: State) -> bool {
+        let copies = matches!(self, Self::PreCopy(_) | Self::Switchover(_));
+        copies
+            && matches!(
+                state,
+                State::PreCopy { .. }
+                    | State::Preparing { .. }
+                    | State::Closing { .. }
+                    | State::Severed { .. }
+                    | State::SeveredClosing { .. }
+            )
+    }
+
     /// Ends all threads, and with the last clone of the tracker the tracking.
     fn end(self, source: &mut Source<'_>) {
         match self {
@@ -274,7 +297,9 @@ impl<'a> Source<'a> {
         let setup = Setup::new(vm, options, handle)?;
         vm.heed(session.interrupt());
         let ending = Ending::default();
-        let source = Self { ram: vm.ram(), vm, options, handle, progress, session, meter, ending };
+        let ram = vm.ram();
+        let source =
+            Self { ram, vm, options, handle, progress, session, meter, ending, loss: None };
         Ok((source, setup))
     }
 }
@@ -292,8 +317,13 @@ impl Source<'_> {
             let Ok((next, actions)) = stepped else { break };
             state = next;
             let _state = tracing::info_span!("source", ?state).entered();
+            self.heed_loss(&stage, state);
             match self.perform_all(&mut stage, state, &actions) {
                 Ok(next) => input = next,
+                Err(error) if error.is_loss() && self.resumes(&stage, state) => {
+                    self.loss = Some(error);
+                    input = Input::LinkLost;
+                }
                 Err(error) => {
                     self.note(state, error);
                     input = Input::Failed;
@@ -307,6 +337,23 @@ impl Source<'_> {
         stage.end(&mut self);
         self.ending.outcome(state, self.vm)?;
         Ok(self.meter.into_measures())
+    }
+
+    /// Whether connections that are lost now are made again.
+    fn resumes(&self, stage: &Stage, state: State) -> bool {
+        !self.options.reconnect.is_zero() && stage.survives_loss(state)
+    }
+
+    /// A loss ends long calls of the machine, unless it is to be made good.
+    fn heed_loss(&self, stage: &Stage, state: State) {
+        self.session.interrupt().be_patient(self.resumes(stage, state));
+    }
+
+    /// Where the destination is, and how many channels of memory are wanted, from the next
+    /// connections on.
+    fn way(&self) -> (Address, u8) {
+        let to = self.handle.to().unwrap_or_else(|| self.options.to.clone());
+        (to, self.handle.channels().unwrap_or(self.options.channels))
     }
 
     /// What the machine failed with, or what ended its call.
@@ -351,7 +398,16 @@ impl Source<'_> {
         use {Action as A, Stage as S};
         match (action, &mut *stage) {
             (A::SendOffer, S::Setup(setup)) => setup.offer(self).map(Some),
-            (A::StartTracking, S::Setup(_)) => stage.begin_copying(self).map(|()| None),
+            (A::StartTracking, S::Setup(_)) => {
+                stage.begin_copying(self)?;
+                self.heed_loss(stage, State::PreCopy { round: 0 });
+                Ok(None)
+            }
+            (A::Sever, stage) => self.sever(stage).map(|()| None),
+            (A::Reconnect, stage) => match stage.copying() {
+                Some(copying) => copying.reconnect(self).map(Some),
+                None => Err(EngineError::Panicked("main")),
+            },
             (A::CopyRound(round), S::PreCopy(copying)) => copying.copy(self, round).map(Some),
             (A::AskPolicy, S::PreCopy(copying)) => copying.decide(self, false).map(Some),
             (A::SendPrepare, S::PreCopy(copying)) => {
@@ -445,6 +501,13 @@ impl Source<'_> {
     /// Ends the migration where nothing is left to be moved.
     fn check_fate(&mut self) -> Result<(), EngineError> {
         self.vm.befallen().map_or(Ok(()), |words| Err(EngineError::Befallen(words)))
+    }
+
+    fn sever(&mut self, stage: &mut Stage) -> Result<(), EngineError> {
+        match (stage.copying(), self.loss.take()) {
+            (Some(copying), Some(loss)) => copying.sever(self, loss),
+            _ => Err(EngineError::Panicked("main")),
+        }
     }
 
     /// Connects to the destination again, to ask who runs the guest.

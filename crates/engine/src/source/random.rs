@@ -5,7 +5,7 @@
 use std::io;
 
 use godwit_fingerprints::{Key, PageFingerprints};
-use godwit_wire::SessionId;
+use godwit_wire::{Secret, SessionId};
 
 /// Fingerprints of all pages, and their key, which the guest must not know.
 pub(super) fn new_fingerprints() -> io::Result<(PageFingerprints, Key)> {
@@ -17,6 +17,16 @@ pub(super) fn new_fingerprints() -> io::Result<(PageFingerprints, Key)> {
 pub(super) fn new_session() -> io::Result<SessionId> {
     let [high, low] = random()?;
     Ok(SessionId((u128::from(high) << 64 | u128::from(low)).to_le_bytes()))
+}
+
+/// What a session's source is known by when it comes back.
+pub(super) fn new_secret() -> io::Result<Secret> {
+    let words = [random()?, random()?].concat();
+    let mut secret = [0; 32];
+    for (bytes, word) in secret.chunks_exact_mut(8).zip(words) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+    }
+    Ok(Secret(secret))
 }
 
 fn random() -> io::Result<[u64; 2]> {
@@ -47,5 +57,7 @@ mod tests {
         let different: std::collections::HashSet<_> = prints.into_iter().collect();
         assert_eq!(different.len(), prints.len());
         assert_ne!(new_session().unwrap().0, new_session().unwrap().0);
+        let [one, other] = [0; 2].map(|_: u8| new_secret().unwrap().0);
+        assert!(one != other && one[..16] != one[16..] && one[16..] != other[16..]);
     }
 }

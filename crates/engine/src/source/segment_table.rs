@@ -6,7 +6,7 @@
 //! changes.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
@@ -35,6 +35,8 @@ pub(super) struct SegmentTable {
     segments: Vec<Segment>,
     /// Whether all of a segment is still to be sent.
     unsent: Vec<AtomicBool>,
+    /// Pages of a segment that were sent, did not arrive, and are to be sent again.
+    owed: Vec<AtomicU32>,
     /// Pages of a segment that its file had data for when the migration began.
     data: Vec<u32>,
     /// Where that was, by block; nothing where it is scattered too much.
@@ -86,6 +88,7 @@ impl SegmentTable {
             first += count;
         }
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
+        let owed = segments.iter().map(|_| AtomicU32::new(0)).collect();
         let baseline = vec![0; segments.len()];
         let present: u64 = data.iter().copied().map(u64::from).sum();
         let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
@@ -94,6 +97,7 @@ impl SegmentTable {
             blocks,
             segments,
             unsent,
+            owed,
             data,
             extents,
             delayed: Mutex::default(),
@@ -186,6 +190,12 @@ impl SegmentTable {
     /// Segment `number` was sent whole.
     pub(super) fn mark_sent(&self, number: usize) {
         self.unsent[number].store(false, Ordering::Relaxed);
+    }
+
+    /// So many pages of segment `number`, which was sent, are to be sent again though nobody wrote
+    /// to them.
+    pub(super) fn owes(&self, number: usize, pages: PageCount) {
+        self.owed[number].store(pages.0 as u32, Ordering::Relaxed);
     }
 
     /// What is dirty and what remains now. Clears nothing.
@@ -295,7 +305,8 @@ impl SegmentTable {
         let mut remaining = 0;
         for (number, dirty) in dirty.iter().enumerate() {
             let unsent = if self.is_unsent(number) { self.data[number] } else { 0 };
-            remaining += u64::from(unsent.max(*dirty));
+            let owed = self.owed[number].load(Ordering::Relaxed);
+            remaining += u64::from(unsent.max(*dirty)) + u64::from(owed);
         }
         Ok(Look { dirty, remaining: PageCount(remaining), spent })
     }

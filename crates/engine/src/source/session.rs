@@ -6,23 +6,24 @@
 //! report is one event for each order. From COMMIT on a wish to cancel is not heard, and from the
 //! last piece of device state on the machine may end.
 
-use std::io;
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::time::{Duration, Instant};
 
 use godwit_units::ByteCount;
-use godwit_wire::{AbortCode, Greeting, Message, Role, SessionId};
+use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId};
 
 use super::PEER;
 use super::abort::Aborter;
 use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
-use super::random::new_session;
+use super::random::{new_secret, new_session};
 use crate::address::{Address, Stream};
 use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
+use crate::return_proof::ReturnProof;
 use crate::security::{BeginError, Security};
 use crate::vm::SourceVm;
 use crate::{Cancel, EngineError, Interrupt, limits, threads};
@@ -109,6 +110,9 @@ pub(super) struct Session {
     connection: u32,
     /// The control connection of this number was seen to end.
     ended: bool,
+    /// By what the destination knows us again, and the attempt whose connections are in use.
+    secret: Secret,
+    attempt: u32,
     /// The round whose acknowledgement nobody waits for.
     unawaited: Option<u32>,
     /// The machine has saved all its state, which is on its way.
@@ -135,6 +139,7 @@ impl Session {
                 id: new_session()?,
                 security: security.clone(),
                 shown: None,
+                attempt: 0,
             },
             cancel: cancel.clone(),
             interrupt: Interrupt::new(cancel),
@@ -146,6 +151,8 @@ impl Session {
             control: None,
             connection: 0,
             ended: false,
+            secret: new_secret()?,
+            attempt: 0,
             unawaited: None,
             state_saved: false,
             committed: false,
@@ -171,11 +178,7 @@ impl Session {
     /// A new connection as [`Call::dial`] makes it, in a thread that is left behind when nobody
     /// waits any more: a name server and a host that do not answer take long.
     fn dial_and_heed(&self, role: Role) -> Result<Stream, EngineError> {
-        let (call, interrupt) = (self.call.clone(), self.interrupt.clone());
-        let (dialled, wait) = mpsc::channel();
-        // Who was given up must not take the destination's place for a source.
-        let stop = move || interrupt.is_raised();
-        threads::start("connect", move || drop(dialled.send(call.dial(role, stop))))?;
+        let wait = self.dial_aside(role, None)?;
         loop {
             match wait.recv_timeout(limits::TICK / 2) {
                 Ok(stream) => return stream,
@@ -186,6 +189,92 @@ impl Session {
                 }
             }
         }
+    }
+
+    /// Begins a new connection as [`Call::dial`] makes it, with `first` behind the greeting, in a
+    /// thread that is left behind when nobody waits any more.
+    fn dial_aside(&self, role: Role, first: Option<Message>) -> Result<Dialled, EngineError> {
+        let (call, interrupt) = (self.call.clone(), self.interrupt.clone());
+        let (dialled, wait) = mpsc::channel();
+        // Who was given up must not take the destination's place for a source.
+        let stop = move || interrupt.is_raised();
+        let dial = move || drop(dialled.send(call.dial(role, first.as_ref(), stop)));
+        threads::start("connect", dial)?;
+        Ok(wait)
+    }
+
+    /// Has the destination keep what arrives for us, should the connections be lost.
+    pub(super) fn ask_to_keep(&self) -> Result<(), EngineError> {
+        self.say(&Message::Keep(self.secret))
+    }
+
+    /// The connections are lost. Where the control connection is not known to have ended, the
+    /// destination may have given up, and its reason is on the way: waits for that.
+    ///
+    /// # Errors
+    /// That reason, and whatever ends a migration from outside.
+    pub(super) fn sever(&mut self, vm: &dyn SourceVm) -> Result<(), EngineError> {
+        let until = Instant::now() + limits::WORDS;
+        while !self.ended && Instant::now() < until {
+            match self.next_event(vm, limits::TICK)? {
+                Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. })
+                | Some(event @ Event::StatePassed(_)) => return Err(event.out_of_place()),
+                _ => {}
+            }
+        }
+        self.cut();
+        // What it still ends with is of no interest.
+        self.connection += 1;
+        self.interrupt.uses(self.connection);
+        Ok(())
+    }
+
+    /// Forgets what the channels have reported: they have ended.
+    pub(super) fn forget_reports(&mut self) {
+        while self.pending().is_some() {}
+    }
+
+    /// Begins another attempt to take the session up again, with so many channels of memory, at
+    /// `to`.
+    pub(super) fn begin_return(
+        &mut self,
+        to: &Address,
+        channels: u8,
+    ) -> Result<Dialled, EngineError> {
+        self.call.to = to.clone();
+        self.call.attempt += 1;
+        let proof = self.return_proof().of_source(channels);
+        self.dial_aside(Role::Resume, Some(Message::Resume { channels, proof }))
+    }
+
+    /// Makes `stream`, over which the destination has answered, the control connection; how many
+    /// frames of each channel it has placed.
+    pub(super) fn finish_return(
+        &mut self,
+        vm: &dyn SourceVm,
+        stream: Stream,
+    ) -> Result<Vec<u64>, EngineError> {
+        self.use_control(stream)?;
+        let what = "the destination to say what it has";
+        let (of, placed, proof) =
+            self.await_message(vm, what, limits::RESUME, |message| match message {
+                Message::Resumed { attempt, placed, proof } => {
+                    Some((*attempt, placed.clone(), *proof))
+                }
+                _ => None,
+            })?;
+        if !self.return_proof().is_destination(of, &placed, &proof) {
+            let words = format!("who answers at {} does not know this migration", self.call.to);
+            return Err(EngineError::Distrust(words));
+        }
+        let ours = std::mem::replace(&mut self.attempt, self.call.attempt);
+        // Of connections that it never came to read it has placed nothing.
+        Ok(if of == ours { placed } else { Vec::new() })
+    }
+
+    fn return_proof(&self) -> ReturnProof {
+        let Call { id, attempt, .. } = self.call;
+        ReturnProof { session: id, secret: self.secret, attempt }
     }
 
     /// Makes `stream` the control connection, with a thread that reads it.
@@ -206,15 +295,20 @@ impl Session {
         say_alive(&writer)?;
         self.connection += 1;
         self.ended = false;
+        self.interrupt.uses(self.connection);
         let (events, places, connection) =
             (self.events_in.clone(), self.places_in.clone(), self.connection);
         let interrupt = self.interrupt.clone();
         read_messages(read, PEER, move |message| {
-            let over = matches!(message, Err(_) | Ok(Message::Abort { .. }));
+            let lost = message.is_err();
+            let over = matches!(message, Ok(Message::Abort { .. }));
             let told =
                 places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok();
             if over {
                 interrupt.raise();
+            }
+            if lost {
+                interrupt.lost(connection);
             }
             told
         })
@@ -429,7 +523,7 @@ impl Session {
         }
         self.cut();
         loop {
-            match self.call.dial(Role::Resolve, || false) {
+            match self.call.dial(Role::Resolve, None, || false) {
                 Ok(stream) => {
                     self.use_control(stream)?;
                     return Ok(Resolved::Reconnected);
@@ -454,7 +548,7 @@ impl Session {
         if self.say(&Message::Farewell).is_err()
             && self
                 .call
-                .dial(Role::Resolve, || false)
+                .dial(Role::Resolve, None, || false)
                 .and_then(|stream| self.use_control(stream))
                 .is_ok()
         {
@@ -516,14 +610,28 @@ struct Call {
     security: Security,
     /// The certificate that the destination showed on the first of them.
     shown: Option<Vec<u8>>,
+    /// Which attempt to connect this is.
+    attempt: u32,
 }
 
+/// Where a connection comes that is being made.
+pub(super) type Dialled = Receiver<Result<Stream, EngineError>>;
+
 impl Call {
-    /// A new connection to the destination, which has answered the greeting as one; a data channel
-    /// is not answered.
-    fn dial(&self, role: Role, stop: impl Fn() -> bool) -> Result<Stream, EngineError> {
+    /// A new connection to the destination, which has answered the greeting, and what comes `first`
+    /// behind it; a data channel is not answered.
+    fn dial(
+        &self,
+        role: Role,
+        first: Option<&Message>,
+        stop: impl Fn() -> bool,
+    ) -> Result<Stream, EngineError> {
         let address = || self.to.to_string();
-        let limit = if role == Role::Control { limits::FIRST_GREETING } else { limits::GREETING };
+        let limit = match role {
+            Role::Control => limits::FIRST_GREETING,
+            Role::Resume => limits::RESUME,
+            Role::Channel(_) | Role::Resolve => limits::GREETING,
+        };
         let silent = |source: &io::Error| {
             role == Role::Control
                 && matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
@@ -546,7 +654,11 @@ impl Call {
             let words = format!("another host than before answers at {}", self.to);
             return Err(EngineError::Distrust(words));
         }
-        send_greeting(&mut stream, Greeting { session: self.id, role }, PEER)?;
+        let greeting = Greeting { session: self.id, role, attempt: self.attempt };
+        send_greeting(&mut stream, greeting, PEER)?;
+        if let Some(first) = first {
+            stream.write_all(&first.encode()).map_err(link_error(PEER))?;
+        }
         if matches!(role, Role::Channel(_)) {
             return Ok(stream);
         }

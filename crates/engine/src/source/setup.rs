@@ -48,6 +48,9 @@ impl Setup {
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
         self.codecs = self.present(source, Message::Offer)?;
         source.meter.accepted(self.codecs.to_string());
+        if !source.options.reconnect.is_zero() {
+            source.session.ask_to_keep()?;
+        }
         Ok(Input::Accepted)
     }
 

@@ -100,7 +100,7 @@ pub(super) fn prepare(
     copying: &mut Copying,
 ) -> Result<(StateRelay, Input), EngineError> {
     source.session.say(&Message::Prepare)?;
-    let stream = source.vm.open_state().map_err(EngineError::Vm)?;
+    copying.open_state(source.vm)?;
     let what = "the destination to get ready";
     source.session.await_message(source.vm, what, limits::ANSWER, |message| {
         (*message == Message::Prepared).then_some(())
@@ -114,6 +114,7 @@ pub(super) fn prepare(
         copying.drain(source)?;
     }
     let control = Arc::clone(source.session.control()?);
+    let stream = copying.take_state().ok_or(EngineError::Panicked("main"))?;
     let relay = StateRelay::start(stream, control, source.session.reports())?;
     Ok((relay, if in_haste { Input::PreparedInHaste } else { Input::Prepared }))
 }

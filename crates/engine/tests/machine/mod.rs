@@ -1,8 +1,9 @@
 //! A machine made up for the purpose: the shortest example of what a VMM has to provide. Its guest
 //! writes memory and disks as fast as it can, and it looks whether the engine keeps its promises.
-#![allow(clippy::unwrap_used, dead_code, unreachable_pub)]
+#![allow(clippy::unwrap_used, dead_code, unreachable_pub, unused_imports)]
 
 mod disks;
+mod proxy;
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -18,13 +19,16 @@ use godwit_engine::destination::{self, receive};
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, migrate};
-use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError};
+use godwit_engine::vm::{
+    Ask, Brake, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError,
+};
 use godwit_engine::{Cancel, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
 pub use disks::{Image, SourceDisk};
+pub use proxy::Proxy;
 
 pub const SIZES: [u64; 2] = [6000, 1300];
 pub const STATE: usize = 700_000;
@@ -103,6 +107,8 @@ pub struct Source {
     pub rests: Arc<AtomicBool>,
     /// Until then it keeps to [`EARLY`], and touches nothing else.
     late: Duration,
+    /// Where it notes how it is throttled, if it can be, which does nothing to it.
+    pub throttles: Option<Arc<Mutex<Vec<f64>>>>,
 }
 
 /// The first pages of the first block.
@@ -142,6 +148,7 @@ impl Source {
             busy,
             rests: Arc::default(),
             late,
+            throttles: None,
         };
         source.resume().unwrap();
         source
@@ -232,8 +239,27 @@ impl SourceVm for Source {
         Ok(())
     }
 
+    fn brake(&mut self) -> Option<&mut dyn Brake> {
+        if self.throttles.is_some() { Some(self) } else { None }
+    }
+
     fn moving_disks(&mut self) -> Option<&mut dyn DiskVm> {
         if !self.disks.is_empty() { Some(self) } else { None }
+    }
+}
+
+impl Brake for Source {
+    fn throttle(&mut self, share: f64) -> Result<(), VmError> {
+        self.throttles.as_ref().unwrap().lock().unwrap().push(share);
+        Ok(())
+    }
+
+    fn vcpu_time(&self) -> Option<Duration> {
+        None
+    }
+
+    fn vcpus(&self) -> usize {
+        1
     }
 }
 
@@ -417,10 +443,10 @@ impl DiskDestination for Destination {
     }
 }
 
-/// Options for a migration over loopback.
+/// Options for a migration over loopback that is not taken up again when it breaks.
 pub fn options(channels: u8, verify: bool) -> Options {
     let to = Address::Tcp(String::new());
-    Options { verify, channels, ..Options::new(to) }
+    Options { verify, channels, reconnect: Duration::ZERO, ..Options::new(to) }
 }
 
 /// Runs one migration of `source` into `destination`; the outcome at the source.

@@ -263,8 +263,8 @@ fn what_became(stage: Stage) -> (u8, &'static str) {
         Stage::Stopping => (NOTICE, "the guest was stopped, and was brought back as it was before"),
         Stage::HandingOver => (
             ALERT,
-            "IN DOUBT: the guest was being handed over and stays stopped here; if the destination \
-             QEMU does not run it and has ended, `cont` this one; else `quit` this one",
+            "IN DOUBT: the guest was being handed over and stays stopped here; godwit recover --vm \
+             VM, on both sides, tells who has it and what to do",
         ),
         Stage::Waiting => (NOTICE, "it waits for another migration"),
         Stage::Loading | Stage::Discarding => (
@@ -302,7 +302,7 @@ fn bring_back(machine: &mut Machine, was_running: bool, words: &Words) -> Result
 
 /// Undoes what can be undone wherever the guest is. All of it is tried; the first error is
 /// returned.
-fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
+pub(super) fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), QemuError> {
     let (mut limits, settings) = (record.left().limits.clone(), record.left().settings.clone());
     let limits_undone = limits.restore(&mut *machine.qmp).map_err(QemuError::from);
     if limits_undone.is_ok() {

@@ -38,12 +38,12 @@ pub(super) fn close_descriptors(machine: &mut Machine) -> Result<(), QemuError> 
 pub(crate) fn cure(pid: i32) -> Option<&'static str> {
     orphans(pid).iter().map(Record::left).find_map(|left| match left.stage {
         Stage::Stopping => Some(
-            "a godwit that was killed stopped it and did not hand it over: `migrate_cancel`, then \
-             `cont`",
+            "a godwit that was killed stopped it and did not hand it over: godwit recover --vm VM \
+             --guest here",
         ),
         Stage::HandingOver => Some(
-            "a godwit that was killed was handing its guest over: `cont` here only if it runs \
-             nowhere else",
+            "a godwit that was killed was handing its guest over: godwit recover --vm VM tells \
+             what to do",
         ),
         _ => None,
     })

@@ -10,7 +10,8 @@
 //! ```text
 //!   record      what has been changed in QEMU, written down before it is changed
 //!   guardian    the other process
-//!   late        both were killed: the next godwit that comes to this QEMU undoes what the record names
+//!   late        both were killed: the next godwit here undoes what the record names
+//!   recover     nobody knows who has the guest, or is left to run it: the operator settles it
 //! ```
 //!
 //! Invariant: everything that godwit changes in QEMU is in the record, or bears its mark, before it
@@ -20,6 +21,7 @@
 mod guardian;
 mod late;
 mod record;
+mod recover;
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -32,6 +34,7 @@ use std::time::{Duration, Instant};
 pub use guardian::stand_guard;
 pub(crate) use late::{clear, cure};
 pub(crate) use record::{Left, Stage};
+pub use recover::{Known, Recovery, known_of};
 
 use godwit_libvirt::Domain;
 

@@ -41,7 +41,7 @@ pub(crate) enum Stage {
 }
 
 impl Stage {
-    const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 7] = [
         Self::Copying,
         Self::Stopping,
         Self::HandingOver,

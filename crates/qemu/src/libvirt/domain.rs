@@ -190,16 +190,23 @@ impl SourceDomain {
 /// # Errors
 /// When there is no such domain, or no libvirt.
 pub fn domain_state(name: &str, uri: &str) -> Result<String, QemuError> {
-    let host = Connection::open(uri)?;
-    let domain = host.domain(name).map_err(|error| match error.kind() {
-        ErrorKind::NoDomain => unknown(name, &host),
-        _ => error.into(),
-    })?;
-    Ok(match domain.state()? {
+    Ok(match domain(name, uri)?.state()? {
         State::Running => "running".to_owned(),
         State::Paused(_) => "paused".to_owned(),
         State::ShutOff => "shut off".to_owned(),
         State::Other(number) => format!("in libvirt's state {number}"),
+    })
+}
+
+/// The domain called `name` of the libvirt at `uri`.
+///
+/// # Errors
+/// When there is none, or no libvirt.
+pub(crate) fn domain(name: &str, uri: &str) -> Result<Domain, QemuError> {
+    let host = Connection::open(uri)?;
+    host.domain(name).map_err(|error| match error.kind() {
+        ErrorKind::NoDomain => unknown(name, &host),
+        _ => error.into(),
     })
 }
 

@@ -38,7 +38,7 @@ use crate::QemuError;
 pub(crate) use definition::Definition;
 pub use destination::LibvirtDestination;
 pub use domain::domain_state;
-pub(crate) use domain::{QUESTION, SourceDomain};
+pub(crate) use domain::{QUESTION, SourceDomain, domain};
 pub use images::DiskPaths;
 pub(crate) use made::sweep_images;
 

@@ -608,7 +608,7 @@ pub(crate) fn examine(machine: &mut Machine) -> Result<Examined, QemuError> {
         _ => "it must be running or paused",
     };
     let cure = match state.as_str() {
-        "postmigrate" | "finish-migrate" => guard::cure(machine.pid).unwrap_or(cure),
+        "postmigrate" | "finish-migrate" | "paused" => guard::cure(machine.pid).unwrap_or(cure),
         _ => cure,
     };
     if !cure.is_empty() {

@@ -35,6 +35,9 @@ fn measures() -> Measures {
         ram: MUCH,
         rounds: usize::MAX,
         verified: true,
+        resumptions: u32::MAX,
+        severed: LONG,
+        sent_again: MUCH,
         disks: ["disk0", "disk1", "disk2"].map(disk).into(),
         ..Measures::default()
     }

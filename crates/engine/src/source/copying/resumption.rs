@@ -1,0 +1,207 @@
+//! Connections that are lost before the guest is stopped, and made again.
+//!
+//! Invariants: while they are lost nothing holds the guest back, and its writes are tracked.
+//! Channels have ended before the destination is asked what it has placed; what it has not is owed
+//! to it again before any channel sends. Segments change hands only then, so there may be another
+//! number of channels.
+
+use std::sync::mpsc::TryRecvError;
+use std::time::{Duration, Instant};
+
+use godwit_protocol::source::Input;
+use godwit_units::PageCount;
+use godwit_wire::Message;
+
+use super::super::Source;
+use super::super::channel::{Channel, Owned, Shared};
+use super::super::lanes::Ended;
+use super::super::outage::Outage;
+use super::super::session::Event;
+use super::Copying;
+use crate::address::Stream;
+use crate::report::{RoundMeasures, Stage};
+use crate::{EngineError, limits};
+
+/// What is lost, and what there is instead of channels.
+pub(super) struct Lost {
+    outage: Outage,
+    /// What is left of channels of which the destination has not said yet what it has.
+    ended: Ended,
+    /// The segments of those of which it has, and what memory's channels share.
+    segments: Vec<Owned>,
+    shared: Option<Shared>,
+    /// What was sent and is to be sent again.
+    again: PageCount,
+    /// How long the round had taken that was cut off, if one was.
+    in_round: Option<Duration>,
+}
+
+impl Lost {
+    /// Takes back what the destination has not placed: of each channel it has so many frames.
+    fn take_back(&mut self, placed: &[u64]) {
+        let mut placed = placed.iter().copied().chain(std::iter::repeat(0));
+        for channel in self.ended.memory.drain(..) {
+            self.shared.get_or_insert_with(|| channel.shared().clone());
+            let (segments, again) = channel.take_back(placed.next().unwrap_or_default());
+            self.segments.extend(segments);
+            self.again += again;
+        }
+        for channel in &mut self.ended.disks {
+            self.again += channel.take_back(placed.next().unwrap_or_default());
+        }
+        self.segments.sort_unstable_by_key(Owned::number);
+    }
+}
+
+impl Copying {
+    /// The connections are lost, by `cause`: lets the guest run free, and ends all channels.
+    pub(in super::super) fn sever(
+        &mut self,
+        source: &mut Source<'_>,
+        cause: EngineError,
+    ) -> Result<(), EngineError> {
+        tracing::warn!(%cause, "the connections are lost");
+        let lost = self.lost.insert(Lost {
+            outage: Outage::new(cause, source.options.reconnect),
+            ended: Ended::default(),
+            segments: Vec::new(),
+            shared: None,
+            again: PageCount::ZERO,
+            in_round: None,
+        });
+        self.convergence.let_go(source.vm, &mut self.disks);
+        self.free.stop(source.vm);
+        self.lanes.cut();
+        self.lanes.dismiss();
+        source.session.sever(source.vm)?;
+        // A channel may hang at storage that does.
+        while !self.lanes.have_ended() && !lost.outage.is_over() {
+            source.session.next_event(source.vm, limits::TICK / 10)?;
+        }
+        lost.ended = self.lanes.take()?;
+        source.session.forget_reports();
+        if let Some(round) = self.under_way.take() {
+            lost.in_round = Some(source.meter.in_round());
+            source.meter.severed(cut_off(round, &lost.ended));
+        }
+        let disks = &lost.ended.disks;
+        self.disks.cut_off(disks.iter().map(|disk| (disk.statistics(), disk.is_unfinished())));
+        self.report(source, Stage::PreCopy, self.round.round, false);
+        Ok(())
+    }
+
+    /// One attempt to make the connections again, when it is due.
+    pub(in super::super) fn reconnect(
+        &mut self,
+        source: &mut Source<'_>,
+    ) -> Result<Input, EngineError> {
+        let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
+        let due = Instant::now() + lost.outage.next_attempt();
+        while Instant::now() < due {
+            self.wait(source)?;
+        }
+        match self.attempt(source) {
+            Ok(()) => self.taken_up(source).map(|()| Input::Resumed),
+            Err(error) if error.may_pass() => {
+                if let Some(lost) = &mut self.lost {
+                    lost.outage.failed(source.explained(error));
+                }
+                Ok(Input::LinkLost)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// How the connections were lost, if they are.
+    pub(super) fn outage(&self) -> Option<&Outage> {
+        self.lost.as_ref().map(|lost| &lost.outage)
+    }
+
+    /// Waits for a moment, if there is time left.
+    fn wait(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if self.outage().is_some_and(Outage::is_over)
+            && let Some(lost) = self.lost.take()
+        {
+            return Err(lost.outage.into_error());
+        }
+        source.check_fate()?;
+        // What else comes over a connection of an attempt that has failed is of no interest.
+        let event = source.session.next_event(source.vm, limits::TICK)?;
+        if let Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) = event {
+            return Err(event.out_of_place());
+        }
+        self.report(source, Stage::PreCopy, self.round.round, false);
+        Ok(())
+    }
+
+    fn attempt(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let (to, channels) = source.way();
+        let dialled = source.session.begin_return(&to, channels)?;
+        let stream = loop {
+            match dialled.try_recv() {
+                Ok(stream) => break stream?,
+                Err(TryRecvError::Empty) => self.wait(source)?,
+                Err(TryRecvError::Disconnected) => return Err(EngineError::Panicked("connect")),
+            }
+        };
+        let placed = source.session.finish_return(source.vm, stream)?;
+        let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
+        lost.take_back(&placed);
+        let all = channels.saturating_add(lost.ended.disks.len() as u8);
+        let streams = (0..all).map(|number| source.session.connect_channel(number));
+        let streams = streams.collect::<Result<Vec<_>, _>>()?;
+        self.start_again(source, channels.into(), streams)
+    }
+
+    /// Starts channels, as many of memory as are wanted now, over new connections.
+    fn start_again(
+        &mut self,
+        source: &mut Source<'_>,
+        channels: usize,
+        mut streams: Vec<(Stream, Stream)>,
+    ) -> Result<(), EngineError> {
+        let Some(Lost { ended, segments, shared: Some(shared), .. }) = &mut self.lost else {
+            return Err(EngineError::Panicked("main"));
+        };
+        self.lanes.reopen(streams.len());
+        let disk_streams = streams.split_off(channels);
+        let all = segments.len();
+        let mut parts: Vec<Vec<Owned>> = (0..channels).map(|_| Vec::new()).collect();
+        for owned in segments.drain(..) {
+            parts[owned.segment().channel(channels)].push(owned);
+        }
+        for (stream, part) in streams.into_iter().zip(parts) {
+            let shared = shared.clone();
+            self.lanes.add_memory(stream, all, source.session.reports(), |sender| {
+                Channel::with(sender, shared, part)
+            })?;
+        }
+        for (disk, stream) in ended.disks.drain(..).zip(disk_streams) {
+            let segments = disk.segments();
+            let over = |sender| disk.over(sender);
+            self.lanes.add_disk(stream, segments, source.session.reports(), over)?;
+        }
+        Ok(())
+    }
+
+    /// All connections stand again: the guest is held back as it was, and counts begin anew.
+    fn taken_up(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let Some(lost) = self.lost.take() else { return Err(EngineError::Panicked("main")) };
+        let time = lost.outage.time();
+        source.meter.resumed(time, lost.again.bytes(), self.lanes.memory());
+        tracing::info!(?time, again_pages = lost.again.0, "taken up again");
+        self.convergence.take_up(source.vm, &mut self.disks, lost.in_round)?;
+        // Behind it, what is found by a harvest before it need not be looked at once more.
+        self.drain(source)?;
+        self.report(source, Stage::PreCopy, self.round.round, false);
+        Ok(())
+    }
+}
+
+/// What was done of `round`.
+fn cut_off(round: u32, ended: &Ended) -> RoundMeasures {
+    let mut total = RoundMeasures { round, ..RoundMeasures::default() };
+    ended.memory.iter().for_each(|channel| total.add(&channel.statistics()));
+    total.disk_sent = ended.disks.iter().map(|disk| disk.statistics().statistics.sent).sum();
+    total
+}

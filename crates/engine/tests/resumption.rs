@@ -1,0 +1,596 @@
+//! Connections that are lost before the guest is stopped, at many moments and in many ways, and
+//! made again: the guest arrives exact, with its disks, and little is sent twice.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_disk::DiskChoice;
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::destination::{self, Faults, Notice};
+use godwit_engine::handle::{MigrationHandle, Own};
+use godwit_engine::report::{Measures, Progress, Stage};
+use godwit_engine::source::{self, migrate};
+use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
+use godwit_policy::{Settings, ThrottleMode};
+use godwit_wire::{GREETING_LEN, Greeting, Message, Role};
+
+use machine::{Destination, Found, Image, Proxy, SIZES, Source, SourceDisk};
+
+const OUTAGE: Duration = Duration::from_millis(300);
+/// All of its memory.
+const RAM: u64 = (SIZES[0] + SIZES[1]) << 12;
+const MIB: u64 = 1 << 20;
+
+/// Both sides and the link between them.
+struct Move {
+    source: Source,
+    images: Vec<Arc<Image>>,
+    found: Arc<Mutex<Found>>,
+    handle: MigrationHandle,
+    options: source::Options,
+    faults: Faults,
+    keep: Duration,
+    cancel: Cancel,
+    told: Arc<Mutex<Vec<Notice>>>,
+    while_preparing: Box<dyn FnMut() + Send>,
+}
+
+impl Move {
+    /// A guest that works for `busy`, over a link that carries so many MiB a second.
+    fn new(busy: Duration, rate: u64, disks: Vec<Arc<SourceDisk>>) -> Self {
+        let settings = Settings {
+            downtime_limit: Duration::from_secs(10),
+            patience: None,
+            ..Settings::default()
+        };
+        let rate = format!("{rate}MiB/s").parse().unwrap();
+        let compression = "none".parse().unwrap();
+        let own = Own { max_bandwidth: Some(rate), compression };
+        let handle = MigrationHandle::new(settings, own, Cancel::default());
+        let to = Address::Tcp(String::new());
+        Self {
+            source: Source::start(busy, disks),
+            images: Vec::new(),
+            found: Arc::default(),
+            handle,
+            options: source::Options { channels: 2, verify: true, ..source::Options::new(to) },
+            faults: Faults::default(),
+            keep: Duration::from_secs(60),
+            cancel: Cancel::default(),
+            told: Arc::default(),
+            while_preparing: Box::new(|| {}),
+        }
+    }
+
+    /// Starts the destination; where it listens.
+    fn receive(&mut self) -> (Address, JoinHandle<Result<(), Failure>>) {
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        let at = listener.address().unwrap();
+        let while_preparing = std::mem::replace(&mut self.while_preparing, Box::new(|| {}));
+        let mut destination = Destination {
+            images: self.images.clone(),
+            found: Arc::clone(&self.found),
+            while_preparing,
+            ..Destination::of(&self.source)
+        };
+        let options = destination::Options {
+            wait: Some(Duration::from_secs(60)),
+            disks: DiskChoice::All,
+            faults: self.faults,
+            reconnect: self.keep,
+            ..destination::Options::default()
+        };
+        let (cancel, told) = (self.cancel.clone(), Arc::clone(&self.told));
+        let receiving = std::thread::spawn(move || {
+            let mut notice = |notice: &Notice| told.lock().unwrap().push(notice.clone());
+            destination::receive(&mut destination, &listener, &options, &cancel, &mut notice)
+                .map(drop)
+        });
+        (at, receiving)
+    }
+
+    /// Moves the guest through `proxy`, which leads to a destination; `look` sees the progress.
+    fn migrate(
+        &mut self,
+        proxy: &Proxy,
+        look: &mut dyn FnMut(&Progress),
+    ) -> Result<Measures, Failure> {
+        let options = source::Options { to: proxy.address(), ..self.options.clone() };
+        migrate(&mut self.source, &options, &self.handle, look)
+    }
+
+    /// All of it, over a link that is cut as `cuts` say: it must arrive. Returns what was measured,
+    /// and how often the link was cut.
+    fn arrives(&mut self, cuts: &[(u64, Duration)]) -> (Measures, u64) {
+        let (to, receiving) = self.receive();
+        let proxy = Proxy::new(&to, cuts);
+        let result = self.migrate(&proxy, &mut |_| {});
+        let received = receiving.join().unwrap();
+        assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+        self.check_arrived();
+        (result.unwrap(), proxy.cuts_made())
+    }
+
+    fn check_arrived(&self) {
+        let found = self.found.lock().unwrap();
+        // Memory is compared when the first device state comes, and with it the disks.
+        assert_eq!(found.pages_first, Some(true), "memory or disks differ");
+        assert!(found.ran && self.source.retired);
+    }
+
+    fn check_stayed(&self, failure: &Failure) {
+        assert_eq!(failure.survivor, Survivor::Source, "{failure}");
+        assert!(self.source.running.load(Ordering::Relaxed) && self.source.guest.is_some());
+        assert!(!self.found.lock().unwrap().ran && !self.source.retired);
+    }
+
+    fn was_told(&self, of: impl Fn(&Notice) -> bool) -> usize {
+        self.told.lock().unwrap().iter().filter(|notice| of(notice)).count()
+    }
+}
+
+const BUSY: Duration = Duration::from_secs(60);
+
+fn is_resumed(notice: &Notice) -> bool {
+    matches!(notice, Notice::Resumed { .. })
+}
+
+#[test]
+fn a_cut_anywhere_in_the_rounds_is_made_good() {
+    // The first pages, the middle and the end of the first round, and later rounds.
+    for (at, channels) in [(300 << 10, 1), (9 * MIB, 2), (RAM - MIB, 3), (RAM + 9 * MIB, 2)] {
+        let mut this = Move::new(BUSY, 60, Vec::new());
+        this.options.channels = channels;
+        let (measures, cuts) = this.arrives(&[(at, OUTAGE)]);
+        assert_eq!((cuts, measures.resumptions), (1, 1), "a cut at {at}");
+        assert!(measures.severed >= OUTAGE / 2, "{:?}", measures.severed);
+        assert_eq!(measures.round_list.iter().filter(|round| round.cut_off).count(), 1);
+        assert_eq!(this.was_told(is_resumed), 1);
+    }
+}
+
+#[test]
+fn many_cuts_are_made_good() {
+    for fingerprints in [true, false] {
+        let mut this = Move::new(BUSY, 60, Vec::new());
+        this.options.fingerprints = fingerprints;
+        let cuts: Vec<_> = (1..9).map(|n| (n * 4 * MIB, OUTAGE / 3)).collect();
+        let (measures, cuts) = this.arrives(&cuts);
+        assert!(cuts >= 5, "{cuts} cuts");
+        assert_eq!(u64::from(measures.resumptions), cuts);
+    }
+}
+
+#[test]
+fn a_guest_that_rests_sends_little_again() {
+    // Mutation: all of memory, or of what was sent, is sent again.
+    let mut this = Move::new(Duration::from_millis(300), 30, Vec::new());
+    let (measures, cuts) = this.arrives(&[(9 * MIB, OUTAGE)]);
+    assert_eq!((cuts, measures.resumptions), (1, 1));
+    // What lies in the buffers of two channels, and the rest of the segments that it is of.
+    let sent_again = measures.sent_again.0;
+    assert!(sent_again > 0 && sent_again <= 24 * MIB, "{}", measures.sent_again);
+    let pages: u64 = measures.round_list.iter().map(|round| round.data.0).sum();
+    assert!(pages << 12 <= RAM + sent_again + 6 * MIB, "{pages} pages of data");
+}
+
+#[test]
+fn nothing_that_arrived_is_sent_again() {
+    // Mutation: what was placed is not told, or not believed. Fingerprints leave out what is known
+    // to have arrived; here all of it has, since the link is cut behind the acknowledgement.
+    let mut this = Move::new(Duration::from_millis(100), 60, Vec::new());
+    let (to, receiving) = this.receive();
+    let proxy = Proxy::new(&to, &[]);
+    let cut = AtomicBool::new(false);
+    let link = proxy.clone();
+    let result = this.migrate(&proxy, &mut |progress| {
+        // Behind a round that was acknowledged, with nothing written since.
+        let clean = progress.round_ended && progress.remaining.0 == 0;
+        if clean && !cut.swap(true, Ordering::Relaxed) {
+            link.cut(OUTAGE);
+        }
+    });
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    this.check_arrived();
+    let measures = result.unwrap();
+    assert_eq!((measures.resumptions, measures.sent_again.0), (1, 0), "{measures:?}");
+}
+
+#[test]
+fn a_cut_while_both_sides_get_ready_is_made_good() {
+    for late in [false, true] {
+        let mut this = Move::new(BUSY, 60, Vec::new());
+        let (proxy_in, proxy_out) = std::sync::mpsc::channel::<Proxy>();
+        let ready = Arc::new(AtomicBool::new(false));
+        let told = Arc::clone(&ready);
+        let mut cut = false;
+        this.while_preparing = Box::new(move || {
+            told.store(true, Ordering::SeqCst);
+            // The answer never arrives.
+            if !late && !std::mem::replace(&mut cut, true) {
+                proxy_out.recv().unwrap().cut(OUTAGE);
+            }
+        });
+        let (to, receiving) = this.receive();
+        let proxy = Proxy::new(&to, &[]);
+        proxy_in.send(proxy.clone()).unwrap();
+        let link = proxy.clone();
+        let mut looks = 0;
+        let result = this.migrate(&proxy, &mut |progress| {
+            // In a round that is made with both sides ready.
+            let closing = late && ready.load(Ordering::SeqCst) && !progress.round_ended;
+            if closing && progress.stage == Stage::PreCopy && progress.severed.is_none() {
+                looks += 1;
+                if looks == 1 {
+                    link.cut(OUTAGE);
+                }
+            }
+        });
+        let received = receiving.join().unwrap();
+        assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+        this.check_arrived();
+        assert_eq!(proxy.cuts_made(), 1, "late: {late}");
+        assert_eq!(result.unwrap().resumptions, 1);
+    }
+}
+
+#[test]
+fn one_channel_that_is_cut_takes_all_with_it_and_all_come_back() {
+    for number in 0..3 {
+        let mut this = Move::new(BUSY, 40, Vec::new());
+        let (to, receiving) = this.receive();
+        let proxy = Proxy::new(&to, &[]);
+        let link = proxy.clone();
+        let mut cut = false;
+        let result = this.migrate(&proxy, &mut |progress| {
+            if progress.sent.0 > 5 * MIB && !std::mem::replace(&mut cut, true) {
+                link.cut_one(number);
+            }
+        });
+        let received = receiving.join().unwrap();
+        assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+        this.check_arrived();
+        let measures = result.unwrap();
+        assert_eq!(measures.resumptions, 1);
+        assert!(measures.severed < Duration::from_secs(4), "{:?}", measures.severed);
+    }
+}
+
+#[test]
+fn a_link_that_stands_and_carries_nothing_is_made_again() {
+    // It is found by the silence; the destination is asked before it has noticed it, or after.
+    let mut this = Move::new(BUSY, 40, Vec::new());
+    let (to, receiving) = this.receive();
+    let proxy = Proxy::new(&to, &[]);
+    let link = proxy.clone();
+    let mut frozen = false;
+    let result = this.migrate(&proxy, &mut |progress| {
+        if progress.sent.0 > 5 * MIB && !std::mem::replace(&mut frozen, true) {
+            link.freeze();
+        }
+    });
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    this.check_arrived();
+    assert!(result.unwrap().resumptions >= 1);
+}
+
+#[test]
+fn a_source_that_comes_back_is_believed_before_its_old_connections_are_seen_to_end() {
+    // Mutation: the destination hears a new connection only when the old ones have ended. Here they
+    // never do for it.
+    let mut this = Move::new(BUSY, 40, Vec::new());
+    let (to, receiving) = this.receive();
+    let (first, second) = (Proxy::new(&to, &[]), Proxy::new(&to, &[]));
+    let (link, way) = (first.clone(), second.address());
+    let handle = this.handle.clone();
+    let mut frozen = None;
+    let began = Instant::now();
+    let result = this.migrate(&first, &mut |progress| {
+        if progress.sent.0 > 5 * MIB && frozen.is_none() {
+            frozen = Some(Instant::now());
+            handle.go_by(Some(way.clone()), Some(4));
+            // The source's ends are gone, the destination's stand.
+            link.abandon();
+        }
+    });
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    this.check_arrived();
+    let measures = result.unwrap();
+    assert_eq!((measures.resumptions, measures.channels), (1, 4));
+    assert!(began.elapsed() < Duration::from_secs(9), "it was noticed by silence");
+}
+
+#[test]
+fn it_goes_on_by_another_way_with_another_number_of_channels() {
+    for channels in [1, 4] {
+        let mut this = Move::new(BUSY, 60, Vec::new());
+        let (to, receiving) = this.receive();
+        let (first, second) = (Proxy::new(&to, &[]), Proxy::new(&to, &[(9 * MIB, OUTAGE)]));
+        let (link, way) = (first.clone(), second.address());
+        let handle = this.handle.clone();
+        let mut cut = false;
+        let result = this.migrate(&first, &mut |progress| {
+            if progress.sent.0 > 5 * MIB && !std::mem::replace(&mut cut, true) {
+                handle.go_by(Some(way.clone()), Some(channels));
+                link.cut_for_good();
+            }
+        });
+        let received = receiving.join().unwrap();
+        assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+        this.check_arrived();
+        let measures = result.unwrap();
+        assert_eq!((measures.resumptions, measures.channels), (2, usize::from(channels)));
+        assert!(second.carried() > 9 * MIB);
+    }
+}
+
+#[test]
+fn no_old_frame_is_placed_behind_a_resumption() {
+    // Mutation: the destination answers before its channels have ended. Each channel in turn is so
+    // slow that what it was sent before the cut is still being placed when the source is back; the
+    // guest rests by then, so what is wrong stays wrong.
+    for slow in 0..2 {
+        let mut this = Move::new(Duration::from_millis(900), 200, Vec::new());
+        this.faults.slow_channel = Some((slow, Duration::from_millis(20)));
+        let cuts: Vec<_> = (1..6).map(|n| (n * 6 * MIB, Duration::from_millis(20))).collect();
+        let (measures, cuts) = this.arrives(&cuts);
+        assert!(cuts >= 2 && u64::from(measures.resumptions) == cuts, "{cuts} cuts");
+    }
+}
+
+#[test]
+fn when_its_time_is_over_the_guest_stays_and_both_sides_let_go() {
+    let mut this = Move::new(BUSY, 40, Vec::new());
+    this.options.reconnect = Duration::from_secs(2);
+    this.keep = Duration::from_secs(3);
+    let (to, receiving) = this.receive();
+    let proxy = Proxy::new(&to, &[(5 * MIB, BUSY)]);
+    let began = Instant::now();
+    let mut shown = Vec::new();
+    let failure =
+        this.migrate(&proxy, &mut |progress| shown.extend(progress.severed.clone())).unwrap_err();
+    assert!(began.elapsed() < Duration::from_secs(6));
+    this.check_stayed(&failure);
+    assert_eq!(failure.phase, Phase::PreCopy);
+    let words = failure.to_string();
+    assert!(
+        words.starts_with("the connection to the destination broke")
+            && words.contains("could not be taken up again within 2s (at last:"),
+        "{words}"
+    );
+    // What an operator sees meanwhile.
+    assert!(shown.len() > 5 && shown.iter().any(|severed| severed.attempts > 2), "{shown:?}");
+    assert!(shown.iter().all(|severed| severed.left <= Duration::from_secs(2)));
+    let failure = receiving.join().unwrap().unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    let words = failure.to_string();
+    assert!(
+        words.starts_with("the connection to the source broke")
+            && words.contains("could not be taken up again within 3s"),
+        "{words}"
+    );
+    assert_eq!(this.was_told(|notice| matches!(notice, Notice::Severed { .. })), 1);
+}
+
+#[test]
+fn who_does_not_want_it_fails_at_once() {
+    for here in [true, false] {
+        let mut this = Move::new(BUSY, 40, Vec::new());
+        this.options.reconnect = Duration::ZERO;
+        if !here {
+            // It cannot be told that nobody is there any more.
+            (this.options.reconnect, this.keep) = (Duration::from_secs(2), Duration::ZERO);
+        }
+        let (to, receiving) = this.receive();
+        let proxy = Proxy::new(&to, &[(5 * MIB, Duration::ZERO)]);
+        let began = Instant::now();
+        let failure = this.migrate(&proxy, &mut |_| {}).unwrap_err();
+        this.check_stayed(&failure);
+        let failure = receiving.join().unwrap().unwrap_err();
+        assert!(failure.to_string().starts_with("the connection to the source broke"), "{failure}");
+        assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+    }
+}
+
+#[test]
+fn a_wish_to_cancel_is_heard_on_both_sides_while_severed() {
+    for here in [true, false] {
+        let mut this = Move::new(BUSY, 40, Vec::new());
+        this.options.reconnect = Duration::from_secs(20);
+        this.keep = Duration::from_secs(if here { 4 } else { 20 });
+        let (to, receiving) = this.receive();
+        let proxy = Proxy::new(&to, &[(5 * MIB, BUSY)]);
+        let (cancel, link) = (this.cancel.clone(), proxy.clone());
+        let own = this.handle.cancel().clone();
+        let mut wished = None;
+        let failure = this
+            .migrate(&proxy, &mut |progress| {
+                let long = progress.severed.as_ref().is_some_and(|severed| severed.attempts > 3);
+                if long && wished.is_none() {
+                    wished = Some(Instant::now());
+                    if here {
+                        own.cancel()
+                    } else {
+                        cancel.cancel()
+                    }
+                    // One that has let go says so to whoever gets through to it.
+                    link.mend();
+                }
+            })
+            .unwrap_err();
+        this.check_stayed(&failure);
+        if here {
+            assert!(wished.unwrap().elapsed() < Duration::from_secs(2));
+            assert!(matches!(failure.cause, EngineError::Cancelled), "{failure}");
+        }
+        let failure = receiving.join().unwrap().unwrap_err();
+        assert_eq!(matches!(failure.cause, EngineError::Cancelled), !here, "{failure}");
+    }
+}
+
+#[test]
+fn a_stranger_who_knows_the_session_is_refused_and_so_is_another_source() {
+    // Mutations: the proof is not looked at; one attempt is taken twice.
+    let mut this = Move::new(BUSY, 40, Vec::new());
+    let (to, receiving) = this.receive();
+    let proxy = Proxy::new(&to, &[(5 * MIB, Duration::from_secs(5))]);
+    let (far, link) = (to.to_string(), proxy.clone());
+    let mut tried = false;
+    let mut other = None;
+    let result = this.migrate(&proxy, &mut |progress| {
+        if progress.severed.is_none() || std::mem::replace(&mut tried, true) {
+            return;
+        }
+        // Time for the destination to have noticed, too.
+        std::thread::sleep(Duration::from_millis(300));
+        let session = link.session().unwrap();
+        for attempt in [1, 1000] {
+            let mut stream = TcpStream::connect(&far).unwrap();
+            let greeting = Greeting { session, role: Role::Resume, attempt };
+            stream.write_all(&greeting.encode()).unwrap();
+            let proof = [7; 32];
+            stream.write_all(&Message::Resume { channels: 2, proof }.encode()).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
+            let mut said = [0; GREETING_LEN];
+            assert!(!matches!(stream.read(&mut said), Ok(1..)), "it was answered");
+        }
+        let mut second = Source::start(BUSY, Vec::new());
+        let to = far.parse().unwrap();
+        let options = source::Options { reconnect: Duration::ZERO, ..source::Options::new(to) };
+        let handle = MigrationHandle::default();
+        other = migrate(&mut second, &options, &handle, &mut |_| {}).err();
+    });
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    this.check_arrived();
+    let words = "not prove the session's secret";
+    let refused = |notice: &Notice| matches!(notice, Notice::Refused(why) if why.contains(words));
+    assert_eq!(this.was_told(refused), 2, "{:?}", this.told.lock().unwrap());
+    let words = other.unwrap().to_string();
+    assert!(
+        words.starts_with("the destination is busy") && words.contains("keeps for it what has"),
+        "{words}"
+    );
+}
+
+#[test]
+fn who_comes_back_to_another_destination_is_told_so() {
+    let mut this = Move::new(BUSY, 40, Vec::new());
+    this.keep = Duration::from_secs(2);
+    let (to, receiving) = this.receive();
+    let mut fresh = Move::new(BUSY, 40, Vec::new());
+    let (other, waiting) = fresh.receive();
+    let (first, second) = (Proxy::new(&to, &[]), Proxy::new(&other, &[]));
+    let (link, way) = (first.clone(), second.address());
+    let handle = this.handle.clone();
+    let mut cut = false;
+    let failure = this
+        .migrate(&first, &mut |progress| {
+            if progress.sent.0 > 5 * MIB && !std::mem::replace(&mut cut, true) {
+                handle.go_by(Some(way.clone()), None);
+                link.cut_for_good();
+            }
+        })
+        .unwrap_err();
+    this.check_stayed(&failure);
+    assert!(failure.to_string().contains("it knows nothing of this migration"), "{failure}");
+    assert!(receiving.join().unwrap().is_err());
+    fresh.cancel.cancel();
+    assert!(waiting.join().unwrap().is_err());
+}
+
+#[test]
+fn a_guest_that_is_held_back_runs_free_while_severed() {
+    // Mutation: the throttle stays, or does not come back.
+    let mut this = Move::new(BUSY, 60, Vec::new());
+    let throttles = Arc::<Mutex<Vec<f64>>>::default();
+    this.source.throttles = Some(Arc::clone(&throttles));
+    let settings = Settings {
+        downtime_limit: Duration::from_millis(5),
+        downtime_ceiling: None,
+        patience: None,
+        throttle: ThrottleMode::AutoConverge,
+        ..Settings::default()
+    };
+    let own = Own { max_bandwidth: Some("60MiB/s".parse().unwrap()), ..Own::default() };
+    this.handle = MigrationHandle::new(settings, own, Cancel::default());
+    let (to, receiving) = this.receive();
+    let proxy = Proxy::new(&to, &[]);
+    let (link, handle) = (proxy.clone(), this.handle.clone());
+    let (mut before, mut free, mut after) = (None, 0, None);
+    let result = this.migrate(&proxy, &mut |progress| match (
+        before,
+        &progress.severed,
+        progress.throttle,
+    ) {
+        (None, _, held) if held > 0.0 => {
+            before = Some(held);
+            link.cut(3 * OUTAGE);
+        }
+        (Some(_), Some(_), held) => {
+            assert_eq!((held, *throttles.lock().unwrap().last().unwrap()), (0.0, 0.0));
+            free += 1;
+        }
+        (Some(_), None, held) if held > 0.0 && free > 0 && after.is_none() => {
+            after = Some(held);
+            handle.switch_over(true).unwrap();
+        }
+        _ => {}
+    });
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    this.check_arrived();
+    assert!(free > 3, "it was looked at {free} times");
+    assert!(after >= before, "{before:?}, then {after:?}");
+}
+
+fn disks(slow: Duration) -> (Vec<Arc<SourceDisk>>, Vec<Arc<Image>>) {
+    const DISKS: [(&str, u64); 2] = [("system", (12 << 20) + 1536), ("data", 5 << 20)];
+    let disk = |(name, size): (&str, u64)| {
+        let mut disk = SourceDisk::new(name, size);
+        disk.slow = slow;
+        Arc::new(disk)
+    };
+    let image = |(name, size): (&str, u64)| Arc::new(Image::new(name, size));
+    (DISKS.map(disk).into(), DISKS.map(image).into())
+}
+
+#[test]
+fn disks_survive_cuts_in_their_full_pass_and_behind_it() {
+    for (cuts, channels) in [
+        (vec![(MIB, OUTAGE)], 2),
+        (vec![(5 * MIB, OUTAGE), (7 * MIB, OUTAGE), (9 * MIB, OUTAGE)], 1),
+        (vec![(14 * MIB, OUTAGE), (20 * MIB, OUTAGE), (30 * MIB, OUTAGE)], 3),
+    ] {
+        let (disks, images) = disks(Duration::from_millis(1));
+        let mut this = Move::new(BUSY, 30, disks);
+        this.images = images;
+        this.options.channels = channels;
+        let (measures, made) = this.arrives(&cuts);
+        assert!(made >= 1 && u64::from(measures.resumptions) == made, "{made} of {cuts:?}");
+        assert!(this.found.lock().unwrap().disks_closed);
+    }
+}
+
+#[test]
+fn of_a_disk_that_stays_as_it_is_little_is_sent_again() {
+    let (disks, images) = disks(Duration::from_millis(1));
+    let size: u64 = disks.iter().map(|disk| disk.disk().size.0).sum();
+    let mut this = Move::new(Duration::from_millis(1), 30, disks);
+    this.images = images;
+    let (measures, _) = this.arrives(&[(6 * MIB, OUTAGE)]);
+    assert_eq!(measures.resumptions, 1);
+    let data: u64 = measures.disks.iter().map(|disk| disk.data.bytes().0).sum();
+    assert!(data <= size + measures.sent_again.0, "{data} of {size}");
+    assert!(measures.sent_again.0 < size, "{}", measures.sent_again);
+}
