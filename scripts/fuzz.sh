@@ -37,8 +37,12 @@ for target in "${targets[@]}"; do
     -print_final_stats=1 >"$found.log" 2>&1 || status=$?
   runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$found.log")
   covered=$(grep -o 'cov: [0-9]*' "$found.log" | tail -n 1 || true)
+  if [ "$status" -ne 0 ] && ! grep -q 'Test unit written to' "$found.log"; then
+    echo "$target: did not end by itself and has found nothing (status $status); what was said is in target/fuzz/found/$target.log" >&2
+    exit 1
+  fi
   if [ "$status" -ne 0 ]; then
-    tail -n 60 "$found.log" >&2
+    grep -m 1 -A 3 'panicked at\|ERROR: ' "$found.log" >&2 || true
     echo "$target: found something; the input is in target/fuzz/found/$target, what was said in target/fuzz/found/$target.log" >&2
     echo "again: GODWIT_FUZZ_TARGET=$target cargo +$nightly fuzz run --target-dir target/fuzz/build target FILE" >&2
     exit 1
