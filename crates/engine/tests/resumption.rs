@@ -348,12 +348,13 @@ fn it_goes_on_by_another_way_with_another_number_of_channels() {
 #[test]
 fn no_old_frame_is_placed_behind_a_resumption() {
     // Mutation: the destination answers before its channels have ended. Each channel in turn is so
-    // slow that what it was sent before the cut is still being placed when the source is back; the
-    // guest rests by then, so what is wrong stays wrong.
+    // slow that the frame that it has when the link is cut would be placed when the source has long
+    // been back, and has sent these pages once more; the guest rests by then, so what is wrong
+    // stays wrong.
     for slow in 0..2 {
-        let mut this = Move::new(Duration::from_millis(400), 40, Vec::new());
-        this.faults.slow_channel = Some((slow, Duration::from_millis(200)));
-        let (measures, cuts) = this.arrives(&[(6 * MIB, Duration::from_millis(20))]);
+        let mut this = Move::new(Duration::from_millis(700), 12, Vec::new());
+        this.faults.slow_channel = Some((slow, Duration::from_millis(1500)));
+        let (measures, cuts) = this.arrives(&[(4 * MIB, Duration::from_millis(20))]);
         assert_eq!((cuts, measures.resumptions), (1, 1));
     }
 }
