@@ -48,6 +48,10 @@ test: guest qemu ## run all tests, those with real QEMUs and guests among them
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
 
+.PHONY: deb
+deb: ## make the Debian package: target/deb/godwit_VERSION_ARCHITECTURE.deb
+	@$(CARGO) run --quiet --package xtask -- deb
+
 .PHONY: test-long
 test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (ten minutes)
 	@$(CARGO) build $(TEST_BUILD)
