@@ -1,7 +1,7 @@
 //! `godwit migrate`.
 
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -67,6 +67,13 @@ pub(crate) struct Arguments {
     /// free; 0s: not at all, the migration then fails at once
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     reconnect: Duration,
+
+    /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
+    /// migrate` of the same VM needs to take the migration up, should this one be killed before the
+    /// guest is stopped: type the same command again, within the destination's --reconnect. For a
+    /// QEMU none of whose disks move along
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
 
     /// Remember a fingerprint of each page (0.2 % of guest memory), so that pages are not sent
     /// again that were written and did not change
@@ -234,6 +241,11 @@ fn move_guest(
             let words = "--undefine-source is for domains of libvirt's (--vm libvirt:DOMAIN)";
             Err(RequestError::Refused(words.into()))
         }
+        VmName::Microvm(_) if arguments.state_dir.is_some() => {
+            let words = "--state-dir is for a QEMU: what moves a microvm is its own process, and \
+                         ends with it";
+            Err(RequestError::Refused(words.into()))
+        }
         VmName::Qemu(path) => {
             let refused = |error| RequestError::Refused(refused_qemu(path, error));
             let vm = QemuSource::open(path).map_err(refused)?;
@@ -292,7 +304,11 @@ fn move_qemu(
         let width = layout::width(&std::io::stderr());
         eprintln!("{}", layout::wrap("advice: ", advice, 8, width));
     }
-    let measures = migrate(&mut vm, options, handle, progress).map_err(RequestError::Failed)?;
+    let mut options = options.clone();
+    if let Some(directory) = &arguments.state_dir {
+        options.record = Some(directory.join(vm.record_name()));
+    }
+    let measures = migrate(&mut vm, &options, handle, progress).map_err(RequestError::Failed)?;
     Ok((measures, process::cost()))
 }
 

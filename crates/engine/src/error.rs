@@ -126,6 +126,21 @@ pub enum EngineError {
         /// Why, in its words.
         text: String,
     },
+    /// What a godwit that was killed has left cannot be gone by.
+    #[error(
+        "the record of an unfinished migration, {}, is of no use: {why}; if no godwit migrate is at \
+         work at this VM remove it, and begin anew",
+        path.display()
+    )]
+    Record {
+        /// The record.
+        path: std::path::PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// The godwit that began the migration was killed.
+    #[error("the godwit migrate that began this migration was killed")]
+    Killed,
     /// The VM has more of something than the protocol can name.
     #[error(
         "the VM has {count} {what}, and a migration takes {limit} at the most: let it have fewer"

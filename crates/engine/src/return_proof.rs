@@ -44,6 +44,13 @@ impl ReturnProof {
     }
 }
 
+/// What both sides make the key of fingerprints of, when the source was started anew: it is never
+/// said, and no guest knows it.
+pub(crate) fn prints_seed(session: SessionId, secret: Secret) -> u64 {
+    let proof = prove(&secret.0, &[b"godwit", b"prints", &session.0]);
+    proof.first_chunk().map_or(0, |seed| u64::from_le_bytes(*seed))
+}
+
 fn said(of: u32, placed: &[u64]) -> Vec<u8> {
     let counts = placed.iter().flat_map(|count| count.to_le_bytes());
     of.to_le_bytes().into_iter().chain(counts).collect()

@@ -215,6 +215,72 @@ fn nothing_that_arrived_is_sent_again() {
     assert_eq!((measures.resumptions, measures.sent_again.0), (1, 0), "{measures:?}");
 }
 
+/// Moves a guest to where a link is cut, and again as a godwit that knows only the record of the
+/// first: what that measured, and what arrived of the first.
+fn restarted(this: &mut Move, when: impl Fn(&Progress) -> bool) -> Measures {
+    let dir = std::env::temp_dir();
+    let name = format!("godwit-{}-{:?}", std::process::id(), std::thread::current().id());
+    let (record, left) = (dir.join(format!("{name}-1")), dir.join(format!("{name}-2")));
+    let (to, receiving) = this.receive();
+    let (first, second) = (Proxy::new(&to, &[]), Proxy::new(&to, &[]));
+    this.options.reconnect = Duration::from_secs(1);
+    this.options.record = Some(record.clone());
+    let (link, mut cut) = (first.clone(), false);
+    let failure = this
+        .migrate(&first, &mut |progress| {
+            if when(progress) && !std::mem::replace(&mut cut, true) {
+                // What is left when it is killed: the lock is not.
+                std::fs::copy(&record, &left).unwrap();
+                link.cut_for_good();
+            }
+        })
+        .unwrap_err();
+    this.check_stayed(&failure);
+    assert!(!record.exists(), "who was not killed leaves nothing");
+
+    // Who has another secret changes nothing.
+    let forged = std::fs::read_to_string(&left).unwrap();
+    let mut forged: serde_json::Value = serde_json::from_str(&forged).unwrap();
+    forged["secret"][0] = (255 - forged["secret"][0].as_u64().unwrap()).into();
+    std::fs::copy(&left, &record).unwrap();
+    std::fs::write(&record, forged.to_string()).unwrap();
+    let failure = this.migrate(&second, &mut |_| {}).unwrap_err();
+    this.check_stayed(&failure);
+    assert!(failure.to_string().contains("was killed"), "{failure}");
+
+    this.options.record = Some(left.clone());
+    let result = this.migrate(&second, &mut |_| {});
+    let received = receiving.join().unwrap();
+    assert!(result.is_ok() && received.is_ok(), "{result:?} {received:?}");
+    assert!(!left.exists());
+    this.check_arrived();
+    result.unwrap()
+}
+
+fn data_bytes(measures: &Measures) -> u64 {
+    measures.round_list.iter().map(|round| round.data.0).sum::<u64>() << 12
+}
+
+#[test]
+fn a_source_that_was_killed_is_followed_by_one_that_sends_only_what_differs() {
+    // Mutation: the destination's fingerprints are not taken, so that all is sent again.
+    let mut this = Move::new(Duration::from_millis(300), 60, Vec::new());
+    let clean = |progress: &Progress| progress.round_ended && progress.remaining.0 == 0;
+    let measures = restarted(&mut this, clean);
+    assert_eq!(measures.resumptions, 1);
+    assert!(data_bytes(&measures) < RAM / 5, "{} of {RAM}", data_bytes(&measures));
+}
+
+#[test]
+fn a_source_that_was_killed_in_the_middle_is_followed_by_one_that_sends_the_rest() {
+    // Mutation: a page is taken for what another one holds, or for unchanged.
+    for (busy, channels) in [(Duration::from_millis(600), 3), (BUSY, 1)] {
+        let mut this = Move::new(busy, 30, Vec::new());
+        this.options.channels = channels;
+        restarted(&mut this, |progress| progress.sent.0 > 12 * MIB);
+    }
+}
+
 #[test]
 fn a_cut_while_both_sides_get_ready_is_made_good() {
     for late in [false, true] {

@@ -12,11 +12,22 @@ use twox_hash::xxhash3_128::Hasher as XxHash3_128;
 pub struct Fingerprint(NonZeroU64);
 
 impl Fingerprint {
-    pub(crate) fn word(self) -> u64 {
+    /// The number that goes to a peer; never 0.
+    #[must_use]
+    pub fn word(self) -> u64 {
         self.0.get()
     }
 
-    pub(crate) fn from_word(word: u64) -> Option<Self> {
+    /// The fingerprint of this [`Self::word`]; none of 0.
+    ///
+    /// ```
+    /// use godwit_fingerprints::{Fingerprint, Key};
+    ///
+    /// let print = Key::new(7).page(&[1; 4096]);
+    /// assert_eq!(Fingerprint::from_word(print.word()), Some(print));
+    /// ```
+    #[must_use]
+    pub fn from_word(word: u64) -> Option<Self> {
         NonZeroU64::new(word).map(Self)
     }
 }

@@ -43,6 +43,8 @@ pub enum Input {
     Prepare,
     /// The source asks for digests.
     DigestRequest,
+    /// A source that was started anew asks for the fingerprints of all pages.
+    PrintsRequest,
     /// A piece of device state came.
     State,
     /// The device state is complete.
@@ -85,6 +87,8 @@ pub enum Action {
     SendResumed,
     /// Compute and send digests.
     SendDigests,
+    /// Compute and send the fingerprints of all pages.
+    SendPrints,
     /// Hand the piece of device state to the VM.
     WriteState,
     /// Wait until the VM has loaded it.
@@ -130,6 +134,8 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         // A source that was lost before it heard the answer asks once more.
         (S::Prepared, I::Prepare) => (state, vec![A::SendPrepared]),
         (S::Prepared | S::Filling, I::DigestRequest) => (state, vec![A::SendDigests]),
+        // No page can be on its way, as the source waits for the answer before it sends any.
+        (S::Receiving | S::Prepared, I::PrintsRequest) => (state, vec![A::SendPrints]),
         (S::Prepared | S::Filling, I::State) => (S::Filling, vec![A::WriteState]),
         (S::Prepared | S::Filling, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
         (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),

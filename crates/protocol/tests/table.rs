@@ -25,8 +25,9 @@ const SOURCE_STATES: [src::State; 16] = [
     src::State::Done,
     src::State::Cancelled,
 ];
-const SOURCE_INPUTS: [src::Input; 18] = [
+const SOURCE_INPUTS: [src::Input; 19] = [
     src::Input::Start,
+    src::Input::Restart,
     src::Input::Accepted,
     src::Input::RoundPlaced,
     src::Input::RoundSent,
@@ -59,11 +60,12 @@ const DESTINATION_STATES: [dst::State; 12] = [
     dst::State::Done,
     dst::State::Discarded,
 ];
-const DESTINATION_INPUTS: [dst::Input; 14] = [
+const DESTINATION_INPUTS: [dst::Input; 15] = [
     dst::Input::Offer,
     dst::Input::RoundEnd,
     dst::Input::Prepare,
     dst::Input::DigestRequest,
+    dst::Input::PrintsRequest,
     dst::Input::State,
     dst::Input::StateEnd,
     dst::Input::Loaded,

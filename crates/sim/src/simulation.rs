@@ -248,7 +248,12 @@ impl Simulation<'_> {
                 // Connections are not made again here before the handover: a source that was lost
                 // has given up.
                 D::AwaitReturn => self.destination_todo.push_back(Di::Failed),
-                D::WriteState | D::AwaitResolve | D::Sever | D::SendResumed | D::DiscardGuest => {}
+                D::WriteState
+                | D::SendPrints
+                | D::AwaitResolve
+                | D::Sever
+                | D::SendResumed
+                | D::DiscardGuest => {}
             }
         }
     }

@@ -54,11 +54,13 @@ pub enum FrameKind {
     Keep = 36,
     Resume = 37,
     Resumed = 38,
+    PrintsRequest = 39,
+    Prints = 40,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 27] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -84,6 +86,8 @@ impl FrameKind {
         Self::Keep,
         Self::Resume,
         Self::Resumed,
+        Self::PrintsRequest,
+        Self::Prints,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

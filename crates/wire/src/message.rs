@@ -31,6 +31,8 @@ pub const ANSWER_LIMIT: usize = 1 << 20;
 pub const QUESTIONS_LIMIT: usize = 4096;
 /// Digests in one message.
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
+/// Pages of which one message has the fingerprints: those of one segment.
+pub const PRINTS_PER_MESSAGE: usize = 4096;
 
 /// Channels of memory and of disks together.
 const PLACED_LIMIT: usize = CHANNELS_LIMIT as usize + DISKS_LIMIT;
@@ -299,6 +301,20 @@ pub enum Message {
         /// That the sender has the secret.
         proof: [u8; PROOF_LEN],
     },
+    /// S: behind Resumed and the channels' greetings, what do you hold of every page? From a source
+    /// that was started anew and knows nothing of it. Only with
+    /// [`Feature::Restart`](crate::Feature::Restart).
+    PrintsRequest,
+    /// D: the fingerprints of the pages of one segment, in order; none where all are zero.
+    Prints {
+        /// The RAM block.
+        block: u32,
+        /// The segment, counted from 0 in its block.
+        segment: u32,
+        /// One XXH3-64 a page, under a seed that both sides make of the session's secret; 1 where
+        /// that is 0.
+        prints: Vec<u64>,
+    },
 }
 
 impl Message {
@@ -329,6 +345,8 @@ impl Message {
             Self::Keep(_) => FrameKind::Keep,
             Self::Resume { .. } => FrameKind::Resume,
             Self::Resumed { .. } => FrameKind::Resumed,
+            Self::PrintsRequest => FrameKind::PrintsRequest,
+            Self::Prints { .. } => FrameKind::Prints,
         }
     }
 
@@ -398,7 +416,13 @@ impl Message {
                 frame.extend(proof);
                 frame.extend(placed.iter().flat_map(|count| count.to_le_bytes()));
             }
+            Self::Prints { block, segment, prints } => {
+                assert!(prints.len() <= PRINTS_PER_MESSAGE, "{} fingerprints", prints.len());
+                aux = u64::from(*block) << 32 | u64::from(*segment);
+                frame.extend(prints.iter().flat_map(|print| print.to_le_bytes()));
+            }
             Self::Prepare
+            | Self::PrintsRequest
             | Self::Prepared
             | Self::DigestRequest
             | Self::DeviceStateEnd
@@ -479,6 +503,20 @@ impl Message {
                     block: (header.aux >> 32) as u32,
                     first: header.aux as u32,
                     digests: payload.chunks_exact(16).map(digest).collect(),
+                })
+            }
+            FrameKind::PrintsRequest => empty(Self::PrintsRequest),
+            FrameKind::Prints => {
+                let (words, []) = payload.as_chunks() else {
+                    return Err(WireError::Length { what: "fingerprints" });
+                };
+                if words.len() > PRINTS_PER_MESSAGE {
+                    return Err(WireError::Length { what: "fingerprints" });
+                }
+                Ok(Self::Prints {
+                    block: (header.aux >> 32) as u32,
+                    segment: header.aux as u32,
+                    prints: words.iter().map(|word| u64::from_le_bytes(*word)).collect(),
                 })
             }
             FrameKind::DeviceState if payload.len() > DEVICE_STATE_CHUNK => {

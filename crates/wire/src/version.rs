@@ -162,7 +162,7 @@ impl Features {
     /// None.
     pub const NONE: Self = Self(0);
     /// Those that this godwit has.
-    pub const HERE: Self = Self::NONE;
+    pub const HERE: Self = Self::of(Feature::Restart);
 
     /// One feature.
     #[must_use]

@@ -95,6 +95,8 @@ fn golden_bytes() {
         hex(&Greeting::refusal().encode()),
         hex(&Message::Offer(Offer { features, ..offer() }).encode()),
         hex(&Message::Accept { codecs: 6, features }.encode()),
+        hex(&Message::PrintsRequest.encode()),
+        hex(&Message::Prints { block: 1, segment: 2, prints: vec![3, 4] }.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());

@@ -26,9 +26,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice};
-use godwit_memory::RamBlock;
+use godwit_fingerprints::Key;
+use godwit_memory::{RamBlock, segments};
 use godwit_protocol::destination::{Action, Input, State, step};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
 
 use crate::address::Listener;
@@ -438,6 +439,7 @@ impl Destination<'_> {
             }
             Message::Prepare => Input::Prepare,
             Message::DigestRequest => Input::DigestRequest,
+            Message::PrintsRequest => Input::PrintsRequest,
             Message::DeviceState(piece) => {
                 self.session.no_longer_keeps();
                 self.state_piece = piece;
@@ -473,6 +475,7 @@ impl Destination<'_> {
             (A::AwaitReturn, _) => return self.await_return().map(Some),
             (A::SendResumed, S::Receiving(lanes)) => self.take_up(lanes)?,
             (A::SendDigests, S::Receiving(lanes)) => self.send_digests(lanes)?,
+            (A::SendPrints, S::Receiving(lanes)) => self.send_prints(lanes)?,
             (A::WriteState, _) => {
                 let piece = std::mem::take(&mut self.state_piece);
                 self.loading.write(&piece, self.vm)?;
@@ -605,6 +608,34 @@ impl Destination<'_> {
         Ok(())
     }
 
+    /// Tells a source that was started anew what is in memory here.
+    fn send_prints(&self, lanes: &Lanes) -> Result<(), EngineError> {
+        let Some(seed) = self.session.prints_seed() else {
+            return Err(out_of_place(&Message::PrintsRequest));
+        };
+        let key = Key::new(seed);
+        let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
+        for (number, own) in lanes.order().iter().enumerate() {
+            let block = &self.ram[*own];
+            for (segment, at) in segments(&[block.pages()]).enumerate() {
+                if self.session.is_cancelled() {
+                    return Err(EngineError::Cancelled);
+                }
+                if let Some(error) = self.session.superseded() {
+                    return Err(error);
+                }
+                let prints = if block.has_data(at.run)? {
+                    prints(block, at.run, &key, &mut pages)?
+                } else {
+                    Vec::new()
+                };
+                let (block, segment) = (number as u32, segment as u32);
+                self.session.say(&Message::Prints { block, segment, prints })?;
+            }
+        }
+        Ok(())
+    }
+
     fn finish_load(&mut self, lanes: &Lanes) -> Result<Input, EngineError> {
         if !lanes.disks_are_closed() {
             let what = "it sent all device state before the last round of its disks".to_owned();
@@ -634,6 +665,28 @@ impl Destination<'_> {
         self.measures.total = self.session.elapsed();
         Ok(Input::Started)
     }
+}
+
+/// Pages that are read at once for their fingerprints: 256 KiB.
+const READ: u64 = 64;
+
+/// The fingerprints of the pages of `run`.
+fn prints(
+    block: &RamBlock,
+    run: PageRun,
+    key: &Key,
+    pages: &mut [u8],
+) -> Result<Vec<u64>, EngineError> {
+    let mut prints = Vec::with_capacity(run.count.0 as usize);
+    let mut at = run.start.0;
+    while at < run.end().0 {
+        let count = PageCount(READ.min(run.end().0 - at));
+        let pages = &mut pages[..count.bytes().0 as usize];
+        block.read(PageIndex(at), pages)?;
+        prints.extend(pages.chunks_exact(4096).map(|page| key.page(page).word()));
+        at += count.0;
+    }
+    Ok(prints)
 }
 
 fn phase_of(state: State) -> Phase {

@@ -19,7 +19,7 @@ use super::channel::PEER;
 use super::door::{self, Credentials, Door, Return, send_back};
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
-use crate::return_proof::ReturnProof;
+use crate::return_proof::{ReturnProof, prints_seed};
 use crate::security::Security;
 use crate::vm::DestinationVm;
 use crate::{Cancel, EngineError, Interrupt, limits};
@@ -257,6 +257,12 @@ impl<'a> Session<'a> {
     /// From here on no connection is made again that is lost.
     pub(super) fn no_longer_keeps(&self) {
         self.interrupt.be_patient(false);
+    }
+
+    /// What the key of fingerprints is made of for a source that was started anew; `None` for one
+    /// that may not come back.
+    pub(super) fn prints_seed(&self) -> Option<u64> {
+        self.door.secret().map(|secret| prints_seed(self.id, secret))
     }
 
     /// Whether the source may come back.

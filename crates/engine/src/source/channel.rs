@@ -15,7 +15,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
 use godwit_codec::is_zero;
-use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
+use godwit_fingerprints::{Fingerprint, Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{DataHint, FIRST_HARVEST, NEXT_HARVEST, RamBlock, Segment};
 use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
@@ -80,7 +80,7 @@ pub(super) struct Owned {
 }
 
 impl Owned {
-    fn new(number: usize, segment: Segment, shared: &Shared, direct_io: bool) -> Self {
+    pub(super) fn new(number: usize, segment: Segment, shared: &Shared, direct_io: bool) -> Self {
         let pages = segment.run.count;
         let fingerprints =
             shared.fingerprints.as_ref().map(|(prints, _)| prints.segment(segment.run));
@@ -106,6 +106,22 @@ impl Owned {
     /// The segment.
     pub(super) fn segment(&self) -> Segment {
         self.segment
+    }
+
+    /// The destination holds what `prints` say, of every page; none: zeros. Without fingerprints all
+    /// of it is sent.
+    pub(super) fn learn(&mut self, prints: &[u64], zero: Fingerprint) {
+        let Some(fingerprints) = &mut self.fingerprints else { return };
+        let run = self.segment.run;
+        fingerprints.forget(run);
+        if prints.is_empty() {
+            return fingerprints.record_run(run, zero);
+        }
+        for (page, print) in (run.start.0..).zip(prints) {
+            if let Some(print) = Fingerprint::from_word(*print) {
+                fingerprints.record(PageIndex(page), print);
+            }
+        }
     }
 
     /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or

@@ -67,12 +67,13 @@ pub(super) struct Copying {
 impl Copying {
     /// Starts tracking, and all channels.
     pub(super) fn start(source: &mut Source<'_>, setup: Setup) -> Result<Self, EngineError> {
-        let Setup { settings, own, mut disks, fingerprints, direct_io, common } = setup;
+        let Setup { settings, own, mut disks, fingerprints, direct_io, restarted, common } = setup;
         let (options, session) = (source.options, &source.session);
         let channels = options.channels.saturating_add(disks.len() as u8);
-        let streams = (0..channels).map(|number| session.connect_channel(number));
+        let at_once = if restarted { 0 } else { channels };
+        let streams = (0..at_once).map(|number| session.connect_channel(number));
         let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
-        let disk_streams = streams.split_off(options.channels.into());
+        let disk_streams = streams.split_off(streams.len().min(options.channels.into()));
         let tracker = source.vm.start_tracking().map_err(EngineError::Vm)?;
         // From here on direct I/O that begins is seen to begin; what began before must be over.
         drain(source.vm, direct_io)?;
@@ -88,15 +89,16 @@ impl Copying {
         let segments = Arc::new(segments);
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         disks.start(source.vm, &mut lanes, disk_streams, (&segments, &source.session))?;
+        let shared = Shared {
+            tracker: Arc::clone(&tracker),
+            blocks: Arc::clone(&source.ram),
+            table: Arc::clone(&segments),
+            free: free.hints().cloned(),
+            link_share: Arc::clone(lanes.link_share()),
+            fingerprints: fingerprints.clone(),
+        };
         for (number, stream) in streams.into_iter().enumerate() {
-            let shared = Shared {
-                tracker: Arc::clone(&tracker),
-                blocks: Arc::clone(&source.ram),
-                table: Arc::clone(&segments),
-                free: free.hints().cloned(),
-                link_share: Arc::clone(lanes.link_share()),
-                fingerprints: fingerprints.clone(),
-            };
+            let shared = shared.clone();
             let count = usize::from(options.channels);
             let own = segments.segments().filter(|(_, segment)| segment.channel(count) == number);
             let all = segments.segments().count();
@@ -124,7 +126,7 @@ impl Copying {
             round,
             under_way: None,
             state: None,
-            lost: None,
+            lost: restarted.then(|| Lost::restarted(options.reconnect, shared, direct_io)),
         })
     }
 

@@ -29,6 +29,7 @@ mod live;
 mod meter;
 mod outage;
 mod random;
+mod record;
 mod segment_table;
 mod session;
 mod setup;
@@ -39,13 +40,14 @@ mod switchover;
 mod thread_clock;
 mod verification;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_protocol::source::{Action, Input, State, step};
-use godwit_wire::Message;
+use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
 use crate::handle::{MigrationHandle, Own};
@@ -58,8 +60,9 @@ use copying::Copying;
 use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
+use record::{Place, Record};
 use session::{Resolved, Session};
-use setup::Setup;
+use setup::{Common, Setup};
 use state_relay::StateRelay;
 use switchover::Switchover;
 
@@ -96,6 +99,10 @@ pub struct Options {
     /// How long connections that are lost before the guest is stopped are tried for; zero: not at
     /// all, the migration then fails at once.
     pub reconnect: Duration,
+    /// Where to write down what another godwit needs to take the migration up, should this one be
+    /// killed before the guest is stopped; one that finds such a record there does. Only where no
+    /// disks move along, and the destination can. It is removed at the end.
+    pub record: Option<PathBuf>,
     /// A fault to make up, for tests.
     #[cfg(feature = "test-hooks")]
     pub fault: Option<Fault>,
@@ -114,6 +121,7 @@ impl Options {
             fingerprints: true,
             keep_source: false,
             reconnect: limits::RECONNECT,
+            record: None,
             #[cfg(feature = "test-hooks")]
             fault: None,
         }
@@ -149,13 +157,11 @@ pub fn migrate(
     handle: &MigrationHandle,
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<Measures, Failure> {
-    let unarmed = |source| Failure {
-        phase: Phase::Setup,
-        survivor: Survivor::Source,
-        cause: EngineError::Random(source),
-    };
-    let (source, setup) = Source::new(vm, options, handle, progress).map_err(unarmed)?;
-    source.run(Stage::Setup(setup))
+    let unarmed = |cause| Failure { phase: Phase::Setup, survivor: Survivor::Source, cause };
+    let new = Source::new(vm, options, handle, progress);
+    let (mut source, mut setup) = new.map_err(|error| unarmed(EngineError::Random(error)))?;
+    let restarts = source.look_for_record(&mut setup).map_err(unarmed)?;
+    source.run(Stage::Setup(setup), if restarts { Input::Restart } else { Input::Start })
 }
 
 /// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
@@ -214,6 +220,8 @@ struct Source<'a> {
     ending: Ending,
     /// How the connections were lost just now.
     loss: Option<EngineError>,
+    /// What another godwit would go on by.
+    record: Option<Place>,
 }
 
 /// How far it has come, with what is held there.
@@ -298,17 +306,17 @@ impl<'a> Source<'a> {
         vm.heed(session.interrupt());
         let ending = Ending::default();
         let ram = vm.ram();
+        let (loss, record) = (None, None);
         let source =
-            Self { ram, vm, options, handle, progress, session, meter, ending, loss: None };
+            Self { ram, vm, options, handle, progress, session, meter, ending, loss, record };
         Ok((source, setup))
     }
 }
 
 impl Source<'_> {
-    fn run(mut self, mut stage: Stage) -> Result<Measures, Failure> {
+    fn run(mut self, mut stage: Stage, mut input: Input) -> Result<Measures, Failure> {
         let verify = self.options.verify;
         let mut state = State::Idle;
-        let mut input = Input::Start;
         while !state.is_final() {
             let stepped = step(state, input, verify).or_else(|unexpected| {
                 self.note(state, unexpected.into());
@@ -337,6 +345,37 @@ impl Source<'_> {
         stage.end(&mut self);
         self.ending.outcome(state, self.vm)?;
         Ok(self.meter.into_measures())
+    }
+
+    /// Looks for what a godwit has left that was killed; whether its migration is to be taken up.
+    fn look_for_record(&mut self, setup: &mut Setup) -> Result<bool, EngineError> {
+        let Some(path) = &self.options.record else { return Ok(false) };
+        // Disks are copied anew, so all is.
+        if !setup.disks.is_empty() || self.options.reconnect.is_zero() {
+            return Ok(false);
+        }
+        let mut place = Place::new(path);
+        let found = place.find(self.vm.was_running(), &self.ram)?;
+        if let Some(record) = &found {
+            place.write(record)?;
+            self.session.restore(record)?;
+            setup.restart(self, record)?;
+            self.meter.accepted(self.session.version(), &setup.common);
+        }
+        self.record = Some(place);
+        Ok(found.is_some())
+    }
+
+    /// Writes down what another godwit needs.
+    fn write_record(&mut self, common: &Common) -> Result<(), EngineError> {
+        let Some(place) = &mut self.record else { return Ok(()) };
+        if !common.features.contains(Feature::Restart) {
+            tracing::warn!("the destination cannot go on with a godwit that is started anew");
+            return Ok(());
+        }
+        let running = self.vm.was_running();
+        let (told, shown) = self.session.known_by();
+        place.write(&Record::new(told, shown, common, (running, &self.ram)))
     }
 
     /// Whether connections that are lost now are made again.
@@ -419,7 +458,11 @@ impl Source<'_> {
                 last.copying().copy(self, round).map(Some)
             }
             (A::AskPolicy, S::Switchover(last)) => last.copying().decide(self, true).map(Some),
-            (A::StopGuest, S::Switchover(last)) => last.stop_guest(self).map(Some),
+            (A::StopGuest, S::Switchover(last)) => {
+                // From here on nothing is taken up again.
+                self.record = None;
+                last.stop_guest(self).map(Some)
+            }
             (A::StartLastRound(round), S::Switchover(last)) => {
                 last.copying().begin_last(self, round).map(|()| None)
             }

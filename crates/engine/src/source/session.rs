@@ -21,6 +21,7 @@ use super::abort::Aborter;
 use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::{new_secret, new_session};
+use super::record::Record;
 use crate::address::{Address, Stream};
 use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
@@ -228,6 +229,20 @@ impl Session {
         let dial = move || drop(dialled.send(call.dial(role, first.as_ref(), stop)));
         threads::start("connect", dial)?;
         Ok(wait)
+    }
+
+    /// Goes on with the session of `record`, whose destination is not connected to yet.
+    pub(super) fn restore(&mut self, record: &Record) -> Result<(), EngineError> {
+        let call = &mut self.call;
+        (call.id, call.shown, call.attempt) = (record.id(), record.shown(), record.attempt());
+        call.version = record.version().ok_or(EngineError::Panicked("main"))?;
+        (self.secret, self.attempt) = (record.secret(), record.attempt());
+        Ok(())
+    }
+
+    /// By what the destination knows the session's source, and the certificate that it showed.
+    pub(super) fn known_by(&self) -> ((SessionId, Secret, Version), Option<Vec<u8>>) {
+        ((self.call.id, self.secret, self.call.version), self.call.shown.clone())
     }
 
     /// Has the destination keep what arrives for us, should the connections be lost.

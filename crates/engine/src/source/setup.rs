@@ -13,9 +13,11 @@ use godwit_wire::{
 use super::disks::Disks;
 use super::fault::Fault;
 use super::random::new_fingerprints;
+use super::record::Record;
 use super::{Options, PEER, Source};
 use crate::compression::Codecs;
 use crate::handle::{MigrationHandle, Own};
+use crate::return_proof::prints_seed;
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
 
@@ -27,6 +29,8 @@ pub(super) struct Setup {
     pub(super) fingerprints: Option<(PageFingerprints, Key)>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     pub(super) direct_io: bool,
+    /// A godwit that was killed had begun: the destination has accepted its offer.
+    pub(super) restarted: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
 }
@@ -48,7 +52,7 @@ impl Setup {
         let (settings, own) = handle.begin(&options.to);
         let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
         let common = Common { codecs: Codecs::NONE, features: Features::NONE };
-        Ok(Self { settings, own, disks, fingerprints, direct_io: false, common })
+        Ok(Self { settings, own, disks, fingerprints, direct_io: false, restarted: false, common })
     }
 
     /// Connects and offers the machine, until the destination accepts it.
@@ -57,8 +61,31 @@ impl Setup {
         source.meter.accepted(source.session.version(), &self.common);
         if !source.options.reconnect.is_zero() {
             source.session.ask_to_keep()?;
+            source.write_record(&self.common)?;
         }
         Ok(Input::Accepted)
+    }
+
+    /// The migration of `record` is taken up.
+    pub(super) fn restart(
+        &mut self,
+        source: &mut Source<'_>,
+        record: &Record,
+    ) -> Result<(), EngineError> {
+        self.look_at_io(source)?;
+        (self.restarted, self.common) = (true, record.common());
+        let key = Key::new(prints_seed(record.id(), record.secret()));
+        self.fingerprints = self.fingerprints.take().map(|(fingerprints, _)| (fingerprints, key));
+        Ok(())
+    }
+
+    fn look_at_io(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let direct_io = source.vm.direct_io().is_some();
+        if direct_io && self.fingerprints.is_none() {
+            return Err(EngineError::DirectIo);
+        }
+        self.direct_io = direct_io && !source.session.made_up().is(Fault::TrustTracker);
+        Ok(())
     }
 
     /// Connects and tells of the machine by a message that `kind` makes, until the destination
@@ -68,11 +95,7 @@ impl Setup {
         source: &mut Source<'_>,
         kind: fn(Offer) -> Message,
     ) -> Result<Common, EngineError> {
-        let direct_io = source.vm.direct_io().is_some();
-        if direct_io && self.fingerprints.is_none() {
-            return Err(EngineError::DirectIo);
-        }
-        self.direct_io = direct_io && !source.session.made_up().is(Fault::TrustTracker);
+        self.look_at_io(source)?;
         let most = [
             ("RAM blocks", source.ram.len(), BLOCKS_LIMIT),
             ("disks to move", self.disks.len(), DISKS_LIMIT),

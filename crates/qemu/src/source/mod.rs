@@ -50,6 +50,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
+use crate::mark::start_time;
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::proxmox::ProxmoxVm;
@@ -347,6 +348,14 @@ impl QemuSource {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.machine.pid
+    }
+
+    /// A file name that no other QEMU has while this host runs: by its process and when that was
+    /// started.
+    #[must_use]
+    pub fn record_name(&self) -> String {
+        let started = u32::try_from(self.pid()).ok().and_then(start_time).unwrap_or(0);
+        format!("qemu-{}-{started}.json", self.pid())
     }
 
     /// Whether its guest tells of free memory.

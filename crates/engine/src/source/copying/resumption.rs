@@ -12,11 +12,11 @@ use godwit_protocol::source::Input;
 use godwit_units::PageCount;
 use godwit_wire::Message;
 
-use super::super::Source;
 use super::super::channel::{Channel, Owned, Shared};
 use super::super::lanes::Ended;
 use super::super::outage::Outage;
 use super::super::session::Event;
+use super::super::{PEER, Source};
 use super::Copying;
 use crate::address::Stream;
 use crate::report::{RoundMeasures, Stage};
@@ -34,9 +34,26 @@ pub(super) struct Lost {
     again: PageCount,
     /// How long the round had taken that was cut off, if one was.
     in_round: Option<Duration>,
+    /// It is not known what the destination holds.
+    forgotten: bool,
 }
 
 impl Lost {
+    /// What a godwit begins with that takes the place of one that was killed: nothing is known of
+    /// what was sent, and all of memory is to be looked at.
+    pub(super) fn restarted(limit: Duration, shared: Shared, direct_io: bool) -> Self {
+        let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
+        Self {
+            outage: Outage::new(EngineError::Killed, limit),
+            ended: Ended::default(),
+            segments: shared.table.segments().map(owned).collect(),
+            shared: Some(shared),
+            again: PageCount::ZERO,
+            in_round: None,
+            forgotten: true,
+        }
+    }
+
     /// Takes back what the destination has not placed: of each channel it has so many frames.
     fn take_back(&mut self, placed: &[u64]) {
         let mut placed = placed.iter().copied().chain(std::iter::repeat(0));
@@ -68,6 +85,7 @@ impl Copying {
             shared: None,
             again: PageCount::ZERO,
             in_round: None,
+            forgotten: false,
         });
         self.convergence.let_go(source.vm, &mut self.disks);
         self.free.stop(source.vm);
@@ -150,7 +168,34 @@ impl Copying {
         let all = channels.saturating_add(lost.ended.disks.len() as u8);
         let streams = (0..all).map(|number| source.session.connect_channel(number));
         let streams = streams.collect::<Result<Vec<_>, _>>()?;
+        self.learn(source)?;
         self.start_again(source, channels.into(), streams)
+    }
+
+    /// Asks what the destination holds, where that is not known.
+    fn learn(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let Some(Lost { segments, forgotten: true, .. }) = &mut self.lost else { return Ok(()) };
+        let Some((_, key)) = &self.fingerprints else { return Ok(()) };
+        source.session.say(&Message::PrintsRequest)?;
+        let mut next = (0, 0);
+        for owned in segments {
+            let block = owned.segment().block as u32;
+            next = if next.0 == block { next } else { (block, 0) };
+            let what = "the destination's fingerprints";
+            let (at, prints) =
+                source.session.await_message(source.vm, what, limits::ANSWER, |message| {
+                    let Message::Prints { block, segment, prints } = message else { return None };
+                    Some(((*block, *segment), prints.clone()))
+                })?;
+            let whole = prints.len() as u64 == owned.segment().run.count.0;
+            if at != next || !(whole || prints.is_empty()) {
+                let what = "it sent fingerprints that nobody asked for".to_owned();
+                return Err(EngineError::Protocol { peer: PEER, what });
+            }
+            owned.learn(&prints, key.zero());
+            next.1 += 1;
+        }
+        Ok(())
     }
 
     /// Starts channels, as many of memory as are wanted now, over new connections.
