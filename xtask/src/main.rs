@@ -1,4 +1,5 @@
-//! Build chores: the guest image and the QEMUs that tests, demo and benchmarks run it in.
+//! Build chores: the guest image, the QEMUs that tests, demo and benchmarks run it in, and the
+//! godwit of the release before.
 //!
 //! Every chore is quick when there is nothing to do, says what it downloads or installs before it
 //! does, and leaves the rest of the system as it was. Run through `make`; each answers to the
@@ -11,6 +12,7 @@ mod cpio;
 mod database;
 mod deb;
 mod guest;
+mod previous;
 mod qemu;
 
 use std::path::{Path, PathBuf};
@@ -29,6 +31,7 @@ fn main() -> ExitCode {
         "guest" => guest::build(),
         "guest-database" => database::dump(),
         "qemu" => qemu::provide(),
+        "previous" => previous::provide(),
         "deb" => deb::build(std::env::args().skip(2)),
         _ => {
             eprintln!("{USAGE}");

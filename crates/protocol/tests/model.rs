@@ -158,7 +158,12 @@ impl World {
                 D::RunGuest => self.destination_todo.push_back(Di::Started),
                 D::SendRunning => self.send(false, Msg::Running),
                 D::SendDiscarded => self.send(false, Msg::Discarded),
-                D::WriteState | D::AwaitResolve | D::Sever | D::AwaitReturn | D::DiscardGuest => {}
+                D::WriteState
+                | D::SendPrints
+                | D::AwaitResolve
+                | D::Sever
+                | D::AwaitReturn
+                | D::DiscardGuest => {}
             }
         }
     }

@@ -6,9 +6,11 @@
 
 #![forbid(unsafe_code)]
 
+mod keys;
 mod microvm;
 mod terminal;
 
+pub use keys::Keys;
 pub use microvm::MicroPair;
 pub use terminal::{Screen, Terminal};
 

@@ -36,6 +36,7 @@ mod own;
 mod own_disks;
 mod pings;
 mod ports;
+mod previous;
 mod progress_trace;
 mod qemu_build;
 mod remote_disk;
@@ -72,6 +73,7 @@ pub use own::{OwnMigration, Style, own_migration, own_migration_within, wall_clo
 pub use own_disks::{OwnDisksMigration, own_migration_with_disks};
 pub use pings::{Heard, Pings, Silence};
 pub use ports::Ports;
+pub use previous::Previous;
 pub use progress_trace::{Loss, ProgressTrace, WINDOW};
 pub use qemu_build::{QemuBuild, builds, builds_for, builds_since};
 pub use remote_disk::RemoteDisk;
