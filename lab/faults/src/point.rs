@@ -48,6 +48,8 @@ pub struct Point {
     pub adapters: &'static [Adapter],
     /// What must come of it.
     pub must: Must,
+    /// Nobody is left who could clean up: the next migration does.
+    pub leaves: bool,
     /// Makes it.
     pub strike: fn(&mut Scene<'_>) -> anyhow::Result<()>,
 }
@@ -82,13 +84,15 @@ fn point(
     strike: fn(&mut Scene<'_>) -> anyhow::Result<()>,
 ) -> Point {
     let (options, phases, adapters) = (&[][..], EVERY, ALL);
-    Point { number, place, what, options, phases, adapters, must, strike }
+    Point { number, place, what, options, phases, adapters, must, leaves: false, strike }
 }
 
 /// 1 to 19: the processes of godwit.
 fn processes() -> Vec<Point> {
     use Side::{Destination, Source};
     let on = |point: Point| Point { adapters: APART, ..point };
+    let unguarded =
+        |point: Point| Point { adapters: APART, phases: GUARDED, leaves: true, ..point };
     let guarded = |point: Point| Point { adapters: APART, phases: GUARDED, ..point };
     vec![
         on(point(1, "migrate", "killed", Must::StayBeforeCommit, |scene| {
@@ -131,16 +135,28 @@ fn processes() -> Vec<Point> {
             scene.pass();
             Ok(())
         })),
-        guarded(point(10, "migrate, its guardian", "both killed", Must::StayBeforeCommit, |scene| {
-            scene.kill_with_guardian(Source)?;
-            scene.pass();
-            Ok(())
-        })),
-        guarded(point(11, "receive, its guardian", "both killed", Must::StayBeforeCommit, |scene| {
-            scene.kill_with_guardian(Destination)?;
-            scene.pass();
-            Ok(())
-        })),
+        unguarded(point(
+            10,
+            "migrate, its guardian",
+            "both killed",
+            Must::StayBeforeCommit,
+            |scene| {
+                scene.kill_with_guardian(Source)?;
+                scene.pass();
+                Ok(())
+            },
+        )),
+        unguarded(point(
+            11,
+            "receive, its guardian",
+            "both killed",
+            Must::StayBeforeCommit,
+            |scene| {
+                scene.kill_with_guardian(Destination)?;
+                scene.pass();
+                Ok(())
+            },
+        )),
     ]
 }
 

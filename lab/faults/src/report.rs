@@ -61,7 +61,8 @@ impl Row {
 /// # Errors
 /// When there are none, or they are not of this program.
 pub fn last_rows() -> anyhow::Result<Vec<Row>> {
-    let text = std::fs::read_to_string(FIGURES).with_context(|| format!("cannot read {FIGURES}"))?;
+    let text =
+        std::fs::read_to_string(FIGURES).with_context(|| format!("cannot read {FIGURES}"))?;
     let mut whole: serde_json::Value = serde_json::from_str(&text)?;
     Ok(serde_json::from_value(whole["rows"].take())?)
 }
@@ -146,9 +147,8 @@ fn summary(point: &Point, adapter: Adapter, rows: &[&Row]) -> String {
         return "–".to_owned();
     }
     let count = |verdict: &str| rows.iter().filter(|row| row.verdict == verdict).count();
-    let came = |came: &str| {
-        rows.iter().filter(|row| row.verdict == "green" && row.came == came).count()
-    };
+    let came =
+        |came: &str| rows.iter().filter(|row| row.verdict == "green" && row.came == came).count();
     let (green, red) = (count("green"), count("red"));
     if green + red == 0 {
         return if count("skipped") > 0 { "skipped" } else { "not tried" }.to_owned();
