@@ -44,12 +44,16 @@ demo: ## move a running guest between two VMs (DEMO=qemu|kvm|microvm), with proo
 TEST_BUILD := --workspace --features godwit-cli/test-hooks --bins --tests --examples
 
 .PHONY: test
-test: guest qemu ## run all tests, those with real QEMUs and guests among them
+test: guest qemu previous ## run all tests, those with real QEMUs and guests among them
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
 
+.PHONY: deb
+deb: ## make the Debian package: target/deb/godwit_VERSION_ARCHITECTURE.deb
+	@$(CARGO) run --quiet --package xtask -- deb
+
 .PHONY: test-long
-test-long: guest qemu ## the tests that make test leaves out: the same at many more moments (ten minutes)
+test-long: guest qemu previous ## the tests that make test leaves out: the same at many more moments (ten minutes)
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh --ignored --test-threads=1
 
@@ -107,6 +111,10 @@ guest-database: guest qemu ## the memory of a guest with a database, target/gues
 .PHONY: qemu
 qemu: ## install QEMU and qemu-utils if missing; unpack QEMU 10 into target/qemu-10.0
 	@$(CARGO) run --quiet --package xtask -- qemu
+
+.PHONY: previous
+previous: ## build the godwit of the release before this one, for the test that runs both: target/previous
+	@$(CARGO) run --quiet --package xtask -- previous
 
 # `make bench-qemu BENCH_QEMU='--rounds 1'` for other figures; see the program's own usage line.
 BENCH_QEMU ?= --rounds 5 --moves 50

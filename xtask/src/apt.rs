@@ -146,7 +146,7 @@ pub(crate) fn ensure_present() -> anyhow::Result<()> {
 }
 
 /// Runs `command` to its end; its standard output, or what went wrong.
-fn output(command: &mut Command) -> anyhow::Result<String> {
+pub(crate) fn output(command: &mut Command) -> anyhow::Result<String> {
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);

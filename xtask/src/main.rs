@@ -1,4 +1,5 @@
-//! Build chores: the guest image and the QEMUs that tests, demo and benchmarks run it in.
+//! Build chores: the guest image, the QEMUs that tests, demo and benchmarks run it in, and the
+//! godwit of the release before.
 //!
 //! Every chore is quick when there is nothing to do, says what it downloads or installs before it
 //! does, and leaves the rest of the system as it was. Run through `make`; each answers to the
@@ -9,16 +10,20 @@
 mod apt;
 mod cpio;
 mod database;
+mod deb;
 mod guest;
+mod previous;
 mod qemu;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu
+const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu|deb
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
-  qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0";
+  qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
+  deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
+          program, --out DIR for another place";
 
 fn main() -> ExitCode {
     let chore = std::env::args().nth(1).unwrap_or_default();
@@ -26,6 +31,8 @@ fn main() -> ExitCode {
         "guest" => guest::build(),
         "guest-database" => database::dump(),
         "qemu" => qemu::provide(),
+        "previous" => previous::provide(),
+        "deb" => deb::build(std::env::args().skip(2)),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);

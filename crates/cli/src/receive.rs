@@ -405,14 +405,17 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
             let why = say::line(why);
             eprintln!("{peer} asked whether its guest fits: it does not: {why}; still waiting");
         }
-        Notice::Accepted { ram, disks } if json => {
+        Notice::Accepted { ram, disks, protocol_version, features } if json => {
             let disks: Vec<_> = disks
                 .iter()
                 .map(|disk| json!({ "name": disk.name, "size_bytes": disk.size.0 }))
                 .collect();
-            json_line(&json!({ "event": "accepted", "ram_bytes": ram.0, "disks": disks }));
+            json_line(&json!({
+                "event": "accepted", "ram_bytes": ram.0, "disks": disks,
+                "protocol_version": protocol_version, "features": features,
+            }));
         }
-        Notice::Accepted { ram, disks } => {
+        Notice::Accepted { ram, disks, .. } => {
             let disks: String = disks
                 .iter()
                 .map(|disk| format!(", {} of disk '{}'", disk.size, say::line(&disk.name)))

@@ -1,6 +1,8 @@
 //! `godwit completions` and `godwit man`: what a shell and `man` know of the command, made from the
 //! same definitions as `--help`. What is hidden from help is hidden from both.
 
+use std::io;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Command};
@@ -20,6 +22,10 @@ pub(crate) struct CompletionsArguments {
 pub(crate) struct ManArguments {
     /// The command, such as migrate or microvm run [default: the page of godwit itself]
     command: Vec<String>,
+
+    /// Write the pages of all commands into this directory instead, as godwit-migrate.1 and so on
+    #[arg(long, value_name = "DIR", conflicts_with = "command")]
+    into: Option<PathBuf>,
 }
 
 pub(crate) fn completions(arguments: &CompletionsArguments, command: Command) -> ExitCode {
@@ -32,6 +38,15 @@ pub(crate) fn completions(arguments: &CompletionsArguments, command: Command) ->
 pub(crate) fn man(arguments: &ManArguments, command: Command) -> ExitCode {
     let mut command = visible(&command);
     command.build();
+    if let Some(dir) = &arguments.into {
+        return match write_pages(&command, dir) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("godwit: cannot write the pages into {}: {error}", dir.display());
+                ExitCode::from(FAILED)
+            }
+        };
+    }
     let found =
         arguments.command.iter().try_fold(&command, |command, name| command.find_subcommand(name));
     let Some(found) = found else {
@@ -46,6 +61,17 @@ pub(crate) fn man(arguments: &ManArguments, command: Command) -> ExitCode {
     }
     print!("{}", String::from_utf8_lossy(&text));
     ExitCode::SUCCESS
+}
+
+/// The page of `command`, and those of all commands below it.
+fn write_pages(command: &Command, dir: &Path) -> io::Result<()> {
+    let page = clap_mangen::Man::new(command.clone());
+    let mut text = Vec::new();
+    page.render(&mut text)?;
+    std::fs::write(dir.join(page.get_filename()), text)?;
+    // What `help` says is on these pages.
+    let mut below = command.get_subcommands().filter(|command| command.get_name() != "help");
+    below.try_for_each(|command| write_pages(command, dir))
 }
 
 /// `command` without its hidden options and commands, of which completions would tell.
@@ -116,5 +142,30 @@ mod tests {
         }
         let migrate = page(command.find_subcommand("migrate").unwrap());
         assert!(!migrate.contains("fault\\fR") && migrate.contains("downtime"), "{migrate}");
+    }
+
+    #[test]
+    fn the_pages_of_all_commands_are_written() {
+        let dir = std::env::temp_dir().join(format!("godwit-man-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let mut command = visible(&Arguments::command());
+        command.build();
+        write_pages(&command, &dir).unwrap();
+        let mut commands = vec!["godwit".to_owned()];
+        let mut left: Vec<(String, &Command)> = vec![("godwit".to_owned(), &command)];
+        while let Some((name, command)) = left.pop() {
+            for one in command.get_subcommands().filter(|one| one.get_name() != "help") {
+                let name = format!("{name}-{}", one.get_name());
+                commands.push(name.clone());
+                left.push((name, one));
+            }
+        }
+        for name in &commands {
+            let text = std::fs::read_to_string(dir.join(format!("{name}.1"))).unwrap();
+            assert!(text.contains("SYNOPSIS"), "{name}");
+        }
+        assert_eq!(std::fs::read_dir(&dir).unwrap().count(), commands.len());
+        assert!(commands.iter().any(|name| name == "godwit-microvm-run"), "{commands:?}");
+        std::fs::remove_dir_all(dir).unwrap();
     }
 }

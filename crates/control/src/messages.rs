@@ -366,6 +366,10 @@ pub enum NoticeLine {
         /// Names and bytes.
         #[serde(default)]
         disks: Vec<(String, u64)>,
+        #[serde(default)]
+        protocol_version: u16,
+        #[serde(default)]
+        features: String,
     },
     Round {
         round: u32,
@@ -443,9 +447,11 @@ impl From<&Notice> for Answer {
             Notice::Asked { peer, refusal } => {
                 NoticeLine::Asked { peer: peer.clone(), refusal: refusal.clone() }
             }
-            Notice::Accepted { ram, disks } => NoticeLine::Accepted {
+            Notice::Accepted { ram, disks, protocol_version, features } => NoticeLine::Accepted {
                 ram_bytes: ram.0,
                 disks: disks.iter().map(|disk| (disk.name.clone(), disk.size.0)).collect(),
+                protocol_version: *protocol_version,
+                features: features.clone(),
             },
             Notice::Round { round, received } => {
                 NoticeLine::Round { round: *round, received_bytes: received.0 }
@@ -467,9 +473,11 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Refused { why } => Self::Refused(why),
             NoticeLine::Busy { peer } => Self::Busy { peer },
             NoticeLine::Asked { peer, refusal } => Self::Asked { peer, refusal },
-            NoticeLine::Accepted { ram_bytes, disks } => {
+            NoticeLine::Accepted { ram_bytes, disks, protocol_version, features } => {
                 let disk = |(name, size)| Disk { name, size: ByteCount(size) };
                 Self::Accepted {
+                    protocol_version,
+                    features,
                     ram: ByteCount(ram_bytes),
                     disks: disks.into_iter().map(disk).collect(),
                 }

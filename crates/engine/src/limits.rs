@@ -36,9 +36,10 @@ pub const RESOLVE: Duration = Duration::from_secs(60);
 pub const RECONNECT: Duration = Duration::from_secs(60);
 /// Before the first attempt to make them again, and before each later one at the most; the pauses
 /// grow in between.
-pub const FIRST_RETRY: Duration = Duration::from_millis(100);
-/// See [`FIRST_RETRY`].
-pub const LAST_RETRY: Duration = Duration::from_secs(2);
+pub const FIRST_RETRY: Duration = Duration::from_millis(50);
+/// See [`FIRST_RETRY`]. An attempt is one connection; a link that is back and not yet used costs
+/// the move just this long.
+pub const LAST_RETRY: Duration = Duration::from_millis(100);
 /// The answer to one attempt: the destination first places what has arrived.
 pub const RESUME: Duration = Duration::from_secs(10);
 /// A destination that is ready, and has lost the source, waits this long for its word.

@@ -373,6 +373,12 @@ pub struct Measures {
     pub fingerprints: ByteCount,
     /// Codecs that both sides know.
     pub codecs: String,
+    /// The version of the protocol that both sides speak.
+    #[serde(default)]
+    pub protocol_version: u16,
+    /// Features of the protocol that both sides have: their names, or none.
+    #[serde(default)]
+    pub features: String,
     /// Guest memory, of which holes and zero pages were not sent.
     #[serde(rename = "ram_bytes", with = "bytes")]
     pub ram: ByteCount,

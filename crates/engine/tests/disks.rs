@@ -20,8 +20,8 @@ use godwit_memory::RamBlock;
 use godwit_policy::Settings;
 use godwit_units::{ByteCount, PageCount};
 use godwit_wire::{
-    BlockOffer, DiskOffer, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role,
-    SessionId,
+    BlockOffer, DiskOffer, Features, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer,
+    Role, SessionId, Version,
 };
 
 use machine::{Destination, Found, Image, Source, SourceDisk, blocks, bytes, options, run};
@@ -272,7 +272,8 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     let connect = |role| {
         let mut stream = TcpStream::connect(&to).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        stream.write_all(&Greeting { session, role, attempt: 0 }.encode()).unwrap();
+        let version = Version::NEWEST;
+        stream.write_all(&Greeting { version, session, role, attempt: 0 }.encode()).unwrap();
         stream
     };
     let mut control = connect(Role::Control);
@@ -287,6 +288,7 @@ fn a_source_that_ends_its_state_before_the_last_round_of_disks_is_refused() {
     let offer = Offer {
         channels: 1,
         codecs: 0,
+        features: Features::NONE,
         verify: false,
         running: true,
         machine: "made-up".to_owned(),

@@ -22,7 +22,7 @@ use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_wire::{DIGESTS_PER_MESSAGE, GREETING_LEN, Message};
+use godwit_wire::{DIGESTS_PER_MESSAGE, Features, GREETING_LEN, Message};
 
 use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, options, run};
 
@@ -471,7 +471,9 @@ fn a_destination_that_talks_without_end_is_held_back() {
         let mut greeting = [0; GREETING_LEN];
         stream.read_exact(&mut greeting).unwrap();
         stream.write_all(&greeting).unwrap();
-        stream.write_all(&Message::Accept { codecs: 0 }.encode()).unwrap();
+        stream
+            .write_all(&Message::Accept { codecs: 0, features: Features::NONE }.encode())
+            .unwrap();
         // The source is busy, and nobody looks at what this says.
         stream.set_write_timeout(Some(Duration::from_millis(700))).unwrap();
         let (digests, mut said) = (digests(), 0);

@@ -19,7 +19,7 @@ use godwit_engine::report::{Measures, Progress, Stage};
 use godwit_engine::source::{self, migrate};
 use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
 use godwit_policy::{Settings, ThrottleMode};
-use godwit_wire::{GREETING_LEN, Greeting, Message, Role};
+use godwit_wire::{GREETING_LEN, Greeting, Message, Role, Version};
 
 use machine::{Destination, Found, Image, Proxy, SIZES, Source, SourceDisk};
 
@@ -468,7 +468,8 @@ fn a_stranger_who_knows_the_session_is_refused_and_so_is_another_source() {
         let session = link.session().unwrap();
         for attempt in [1, 1000] {
             let mut stream = TcpStream::connect(&far).unwrap();
-            let greeting = Greeting { session, role: Role::Resume, attempt };
+            let greeting =
+                Greeting { version: Version::NEWEST, session, role: Role::Resume, attempt };
             stream.write_all(&greeting.encode()).unwrap();
             let proof = [7; 32];
             stream.write_all(&Message::Resume { channels: 2, proof }.encode()).unwrap();

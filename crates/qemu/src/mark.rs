@@ -4,6 +4,7 @@
 //! PID namespace is not seen and counts as gone; two of them at one QEMU are not provided for.
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 const PREFIX: &str = "godwit-";
 
@@ -39,6 +40,21 @@ impl fmt::Display for Mark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{PREFIX}{}-{}", self.pid, self.started)
     }
+}
+
+/// What processes that are gone have left in `directory` under names with this `ending`: the path,
+/// and the name without it.
+pub(crate) fn leftovers<'a>(
+    directory: &Path,
+    ending: &'a str,
+) -> impl Iterator<Item = (PathBuf, String)> + use<'a> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    entries.filter_map(move |entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let stem = name.strip_suffix(ending)?;
+        let gone = Mark::of(stem).is_some_and(|mark| !mark.is_alive());
+        gone.then(|| (entry.path(), stem.to_owned()))
+    })
 }
 
 /// When process `pid` was started, as long as it runs: one that only waits for its parent to hear

@@ -6,10 +6,11 @@
 //! skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
+mod role;
+
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -17,6 +18,8 @@ use std::time::{Duration, Instant};
 use godwit_memory::RamBlock;
 use godwit_track::{AsOf, DirtyTracker, PagemapTracker, TrackError, Way};
 use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+
+use role::Role;
 
 /// Four segments and a bit.
 const PAGES: u64 = 4 * 4096 + 100;
@@ -116,9 +119,7 @@ impl Memory {
 }
 
 struct Governed {
-    child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+    process: Role,
     path: PathBuf,
     block: Vec<RamBlock>,
     vcpus: Vec<i32>,
@@ -130,11 +131,9 @@ impl Governed {
         let path = PathBuf::from(format!("/dev/shm/godwit-governor-{name}-{}", std::process::id()));
         File::create(&path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
         let block = RamBlock::open("mem", &path, 0, PageCount(PAGES).bytes(), false).unwrap();
-        let (mut child, stdout) = role("governed_process", WRITER, path.to_str().unwrap());
-        let stdin = child.stdin.take().unwrap();
-        let mut governed =
-            Self { child, stdin, stdout, path, block: vec![block], vcpus: Vec::new() };
-        governed.hear_until("ready");
+        let mut process = Role::start("governed_process", WRITER, &path);
+        process.hear_until("ready");
+        let mut governed = Self { process, path, block: vec![block], vcpus: Vec::new() };
         governed.ask("sweep");
         for _ in 0..writers {
             let thread = governed.ask("writer").parse().unwrap();
@@ -143,19 +142,8 @@ impl Governed {
         governed
     }
 
-    fn hear(&mut self) -> String {
-        let mut line = String::new();
-        assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the process ended");
-        line.trim().to_owned()
-    }
-
-    fn hear_until(&mut self, wanted: &str) {
-        while self.hear() != wanted {}
-    }
-
     fn ask(&mut self, command: &str) -> String {
-        writeln!(self.stdin, "{command}").unwrap();
-        self.hear()
+        self.process.ask(command)
     }
 
     fn writes(&mut self) -> u64 {
@@ -171,7 +159,7 @@ impl Governed {
     }
 
     fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
+        self.process.pid()
     }
 
     fn track(&self) -> Option<PagemapTracker> {
@@ -205,23 +193,8 @@ impl Governed {
 
 impl Drop for Governed {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.path);
     }
-}
-
-/// This program again, as one of the processes above.
-fn role(test: &str, variable: &str, value: &str) -> (Child, BufReader<ChildStdout>) {
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
-        .env(variable, value)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let stdout = BufReader::new(child.stdout.take().unwrap());
-    (child, stdout)
 }
 
 fn harvest(tracker: &PagemapTracker, within: PageRun) -> Vec<PageRun> {
@@ -390,15 +363,10 @@ fn killing_it_frees_all_who_wait() {
     }
     let threads = governed.vcpus.iter().map(|thread| format!(" {thread}")).collect::<String>();
     let value = format!("{} {}{threads}", governed.path.display(), governed.pid());
-    let (mut child, mut stdout) = role("governor_process", GOVERNOR, &value);
-    let mut line = String::new();
-    while line.trim() != "governing" {
-        line.clear();
-        assert_ne!(stdout.read_line(&mut line).unwrap(), 0);
-    }
+    let mut governor = Role::start("governor_process", GOVERNOR, &value);
+    governor.hear_until("governing");
     assert!(governed.is_registered());
-    child.kill().unwrap();
-    child.wait().unwrap();
+    governor.kill();
     governed.await_writes(1_000_000);
     assert!(!governed.is_registered());
 }

@@ -7,12 +7,13 @@
 //! io_uring.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
+mod role;
+
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ use std::time::{Duration, Instant};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, PagemapTracker, TrackError, Way};
 use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+
+use role::Role;
 
 const PAGES: u64 = 1024;
 const ALL: PageRun = PageRun::new(0, PAGES);
@@ -242,9 +245,7 @@ fn writing_process() {
 }
 
 struct Target {
-    child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+    process: Role,
     path: PathBuf,
     block: [RamBlock; 1],
 }
@@ -259,18 +260,10 @@ impl Target {
         // Full of something, so that nothing is found because it is new.
         std::fs::write(&path, vec![1; length.0 as usize]).unwrap();
         let block = [RamBlock::open("mem", &path, 0, length, false).unwrap()];
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "writing_process", "--nocapture"])
-            .env(PROCESS, &path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let stdin = child.stdin.take().unwrap();
-        let mut target = Self { child, stdin, stdout, path, block };
+        let process = Role::start("writing_process", PROCESS, &path);
+        let mut target = Self { process, path, block };
         loop {
-            match target.hear().as_str() {
+            match target.process.hear().as_str() {
                 "ready" => return Some(target),
                 "no io_uring" => {
                     skipped("this kernel has no io_uring, or forbids it");
@@ -281,20 +274,12 @@ impl Target {
         }
     }
 
-    fn hear(&mut self) -> String {
-        let mut line = String::new();
-        assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the process has ended");
-        line.trim().to_owned()
-    }
-
     fn ask(&mut self, command: &str) -> String {
-        writeln!(self.stdin, "{command}").unwrap();
-        self.hear()
+        self.process.ask(command)
     }
 
     fn track(&self) -> Option<PagemapTracker> {
-        let pid = i32::try_from(self.child.id()).unwrap();
-        match PagemapTracker::start(pid, &self.block) {
+        match PagemapTracker::start(self.process.pid(), &self.block) {
             Ok(tracker) => Some(tracker),
             Err(error @ (TrackError::Kernel { .. } | TrackError::NotPermitted { .. })) => {
                 skipped(error);
@@ -307,8 +292,6 @@ impl Target {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -349,7 +332,7 @@ fn what_kernel_threads_write_is_found() {
 fn kernel_threads_are_not_held_up_by_the_governor_and_are_found() {
     let Some(mut target) = Target::start("governed") else { return };
     let Some(tracker) = target.track() else { return };
-    let main = i32::try_from(target.child.id()).unwrap();
+    let main = target.process.pid();
     match tracker.prepare_governor(Way::Call, &[main]) {
         Ok(()) => {}
         Err(error @ TrackError::NoKernelFaults { .. }) => return skipped(error),

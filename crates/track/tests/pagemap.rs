@@ -6,10 +6,11 @@
 //! and the right to trace; skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
+mod role;
+
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_memory::{ProcessBacking, RamBlock};
@@ -17,6 +18,8 @@ use godwit_track::{
     AddressSpace, BlockMapping, DirtyTracker, PagemapTracker, TrackError, other_writers,
 };
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+
+use role::Role;
 
 const PAGES: u64 = 5000;
 const ROLE: &str = "GODWIT_TEST_WRITER";
@@ -84,9 +87,7 @@ fn mappings_of(pid: i32, block: &RamBlock) -> Result<Vec<BlockMapping>, TrackErr
 }
 
 struct Writer {
-    child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+    process: Role,
     path: Option<PathBuf>,
     block: Vec<RamBlock>,
 }
@@ -99,25 +100,15 @@ impl Writer {
         if let Some(path) = &path {
             File::create(path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
         }
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "writer_process", "--nocapture"])
-            .env(ROLE, path.clone().unwrap_or_default())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stdin = child.stdin.take().unwrap();
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut writer = Self { child, stdin, stdout, path, block: Vec::new() };
+        let value = path.clone().unwrap_or_default();
+        let mut process = Role::start("writer_process", ROLE, value);
         let size = PageCount(PAGES).bytes();
-        let mut line = String::new();
         let address = loop {
-            line.clear();
-            assert_ne!(writer.stdout.read_line(&mut line).unwrap(), 0, "the writer process ended");
-            if let Ok(address) = line.trim().parse() {
+            if let Ok(address) = process.hear().parse() {
                 break address;
             }
         };
+        let mut writer = Self { process, path, block: Vec::new() };
         writer.block.push(match &writer.path {
             Some(path) => RamBlock::open("mem", path, 0, size, false).unwrap(),
             None => {
@@ -128,21 +119,12 @@ impl Writer {
         writer
     }
 
-    fn expect(&mut self, wanted: &str) {
-        let mut line = String::new();
-        while line.trim() != wanted {
-            line.clear();
-            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the writer process ended");
-        }
-    }
-
     fn tell(&mut self, command: &str) {
-        writeln!(self.stdin, "{command}").unwrap();
-        self.expect("done");
+        self.process.tell(command);
     }
 
     fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
+        self.process.pid()
     }
 
     fn track(&self) -> Option<PagemapTracker> {
@@ -170,8 +152,6 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
         let _ = self.path.take().map(std::fs::remove_file);
     }
 }

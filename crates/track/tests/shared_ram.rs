@@ -4,12 +4,12 @@
 //! Needs Linux 6.7 and the right to trace; skips aloud without.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
+mod role;
+
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex};
 
 use godwit_memory::RamBlock;
@@ -18,6 +18,8 @@ use godwit_track::{
     TrackError,
 };
 use godwit_units::{PAGE_SIZE, PageCount, PageRun};
+
+use role::Role;
 
 const PAGES: u64 = 3000;
 /// Where the second mapping begins.
@@ -70,73 +72,27 @@ fn map(file: &File, from: u64, old: Option<*mut u8>) -> *mut u8 {
     memory.cast()
 }
 
-struct Process {
-    child: Child,
-    stdin: ChildStdin,
-    stdout: BufReader<ChildStdout>,
+fn start(path: &Path) -> Role {
+    let mut process = Role::start("sharing_process", ROLE, path);
+    process.hear_until("ready");
+    process
 }
 
-impl Process {
-    fn start(path: &Path) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "sharing_process", "--nocapture"])
-            .env(ROLE, path)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let stdin = child.stdin.take().unwrap();
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut process = Self { child, stdin, stdout };
-        process.await_word("ready");
-        process
-    }
-
-    fn await_word(&mut self, word: &str) {
-        let mut line = String::new();
-        while line.trim() != word {
-            line.clear();
-            assert_ne!(self.stdout.read_line(&mut line).unwrap(), 0, "the process ended");
-        }
-    }
-
-    fn tell(&mut self, command: &str) {
-        writeln!(self.stdin, "{command}").unwrap();
-        self.await_word("done");
-    }
-
-    fn pid(&self) -> i32 {
-        self.child.id().cast_signed()
-    }
-
-    fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-
-    /// Whether somebody watches its memory.
-    fn is_watched(&self) -> bool {
-        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.pid())).unwrap();
-        smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" uw"))
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Whether somebody watches its memory.
+fn is_watched(process: &Role) -> bool {
+    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", process.pid())).unwrap();
+    smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" uw"))
 }
 
 /// A back end, and who is found to be one.
 struct Shared {
-    back_end: Process,
+    back_end: Role,
     found: Arc<Mutex<Sharers>>,
     tracker: SharedRamTracker,
     path: PathBuf,
 }
 
-fn sharer(process: &Process, lands_late: bool) -> Sharer {
+fn sharer(process: &Role, lands_late: bool) -> Sharer {
     Sharer { pid: process.pid(), approach: Approach::default(), lands_late }
 }
 
@@ -145,7 +101,7 @@ impl Shared {
     fn start(name: &str, lands_late: bool) -> Option<Self> {
         let path = PathBuf::from(format!("/dev/shm/godwit-shared-{name}-{}", std::process::id()));
         File::create(&path).unwrap().set_len(PAGES * PAGE_SIZE).unwrap();
-        let back_end = Process::start(&path);
+        let back_end = start(&path);
         let size = PageCount(PAGES).bytes();
         let blocks = Arc::new(vec![RamBlock::open("ram", &path, 0, size, false).unwrap()]);
         let who = vec![sharer(&back_end, lands_late)];
@@ -207,10 +163,10 @@ fn a_back_ends_writes_are_found_through_each_of_its_mappings() {
     assert_eq!(shared.look(), [17, 2000, 2999].into());
     assert_eq!(shared.harvest(), [17, 2000, 2999].into());
     assert_eq!(shared.harvest(), BTreeSet::new());
-    assert!(shared.back_end.is_watched());
+    assert!(is_watched(&shared.back_end));
     shared.found.lock().unwrap().who.clear();
     assert!(shared.tracker.follow().unwrap());
-    assert!(!shared.back_end.is_watched(), "nothing is left of it");
+    assert!(!is_watched(&shared.back_end), "nothing is left of it");
 }
 
 #[test]
@@ -238,7 +194,7 @@ fn a_back_end_that_ends_and_one_that_comes_are_followed() {
     assert!(!shared.tracker.is_intact());
     assert_eq!(shared.harvest().len() as u64, PAGES);
     assert_eq!(shared.tracker.pids(), []);
-    shared.back_end = Process::start(&shared.path);
+    shared.back_end = start(&shared.path);
     shared.back_end.tell("first 18");
     shared.found.lock().unwrap().who = vec![sharer(&shared.back_end, false)];
     assert_eq!(shared.harvest().len() as u64, PAGES);
@@ -276,7 +232,7 @@ fn one_that_came_and_went_between_two_looks_is_reckoned_with() {
     shared.tracker.all_landed();
     shared.harvest();
     assert_eq!(shared.harvest(), BTreeSet::new());
-    let mut brief = Process::start(&shared.path);
+    let mut brief = start(&shared.path);
     brief.tell("first 17");
     brief.kill();
     shared.found.lock().unwrap().steady = false;

@@ -1,5 +1,7 @@
 //! What can be wrong with received bytes.
 
+use crate::Versions;
+
 /// Why received bytes are not what the format says.
 ///
 /// ```
@@ -25,14 +27,14 @@ pub enum WireError {
     },
     /// The peer speaks another version.
     #[error(
-        "the peer speaks version {theirs} of the protocol and this godwit version {ours}: install \
-         the same release on both hosts"
+        "the peer speaks {theirs} of the protocol and this godwit {ours}: install the same release \
+         on both hosts, or releases that have a version in common"
     )]
     Version {
-        /// The peer's version.
-        theirs: u16,
-        /// The version here.
-        ours: u16,
+        /// The peer's versions.
+        theirs: Versions,
+        /// The versions here.
+        ours: Versions,
     },
     /// The checksum of the greeting or of a frame does not match.
     #[error(

@@ -4,10 +4,8 @@ use std::fmt;
 
 use twox_hash::XxHash3_64;
 
-use crate::WireError;
+use crate::{Version, Versions, WireError};
 
-/// Version of the protocol spoken here.
-pub const VERSION: u16 = 5;
 /// Bytes in a greeting.
 pub const GREETING_LEN: usize = 40;
 /// Not ASCII throughout, so that no text protocol begins like this.
@@ -37,9 +35,10 @@ impl fmt::Display for SessionId {
 /// What a connection is for.
 ///
 /// ```
-/// use godwit_wire::{Greeting, Role, SessionId};
+/// use godwit_wire::{Greeting, Role, SessionId, Version};
 ///
-/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Channel(1), attempt: 0 };
+/// let (version, session) = (Version::NEWEST, SessionId([7; 16]));
+/// let greeting = Greeting { version, session, role: Role::Channel(1), attempt: 0 };
 /// let received = Greeting::decode(&greeting.encode());
 /// assert!(received.is_ok_and(|greeting| greeting.role == Role::Channel(1)));
 /// ```
@@ -59,9 +58,10 @@ pub enum Role {
 /// The greeting of a connection.
 ///
 /// ```
-/// use godwit_wire::{Greeting, Role, SessionId};
+/// use godwit_wire::{Greeting, Role, SessionId, Version};
 ///
-/// let greeting = Greeting { session: SessionId([7; 16]), role: Role::Control, attempt: 0 };
+/// let (version, session) = (Version::NEWEST, SessionId([7; 16]));
+/// let greeting = Greeting { version, session, role: Role::Control, attempt: 0 };
 /// let mut bytes = greeting.encode();
 /// assert_eq!(Greeting::decode(&bytes), Ok(greeting));
 /// bytes[20] ^= 1;
@@ -69,6 +69,8 @@ pub enum Role {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Greeting {
+    /// The version of the protocol that its sender speaks from here on.
+    pub version: Version,
     /// Which migration.
     pub session: SessionId,
     /// What the connection is for.
@@ -80,20 +82,35 @@ pub struct Greeting {
 }
 
 impl Greeting {
+    /// What a destination says to a source whose version it does not speak, before it closes: which
+    /// versions it speaks.
+    ///
+    /// ```
+    /// use godwit_wire::{Greeting, SessionId, Version};
+    ///
+    /// let refusal = Greeting::refusal();
+    /// assert_eq!((refusal.version, refusal.session), (Version::NEWEST, SessionId([0; 16])));
+    /// ```
+    #[must_use]
+    pub fn refusal() -> Self {
+        let (version, session) = (Version::NEWEST, SessionId([0; 16]));
+        Self { version, session, role: Role::Control, attempt: 0 }
+    }
+
     /// The bytes to send.
     #[must_use]
     pub fn encode(&self) -> [u8; GREETING_LEN] {
-        let (role, channel) = match self.role {
-            Role::Control => (0, 0),
+        let (role, number) = match self.role {
+            Role::Control => (0, self.version.oldest_in_greeting()),
             Role::Channel(number) => (1, number),
             Role::Resolve => (2, 0),
             Role::Resume => (3, 0),
         };
         let mut bytes = [0; GREETING_LEN];
         bytes[..8].copy_from_slice(&MAGIC);
-        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[8..10].copy_from_slice(&self.version.number().to_le_bytes());
         bytes[10] = role;
-        bytes[11] = channel;
+        bytes[11] = number;
         bytes[12..16].copy_from_slice(&self.attempt.to_le_bytes());
         bytes[16..32].copy_from_slice(&self.session.0);
         let checksum = XxHash3_64::oneshot(&bytes[..32]);
@@ -111,10 +128,11 @@ impl Greeting {
         if start != MAGIC {
             return Err(WireError::NotGodwit { start });
         }
-        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
-        if version != VERSION {
-            return Err(WireError::Version { theirs: version, ours: VERSION });
-        }
+        let number = u16::from_le_bytes([bytes[8], bytes[9]]);
+        let Some(version) = Version::of_number(number) else {
+            let theirs = versions(number, bytes[10], bytes[11]);
+            return Err(WireError::Version { theirs, ours: Versions::HERE });
+        };
         let mut checksum = [0; 8];
         checksum.copy_from_slice(&bytes[32..]);
         if XxHash3_64::oneshot(&bytes[..32]) != u64::from_le_bytes(checksum) {
@@ -136,6 +154,14 @@ impl Greeting {
         let mut session = [0; 16];
         session.copy_from_slice(&bytes[16..32]);
         let attempt = u32::from_le_bytes([bytes[12], bytes[13], bytes[14], bytes[15]]);
-        Ok(Self { session: SessionId(session), role, attempt })
+        Ok(Self { version, session: SessionId(session), role, attempt })
     }
+}
+
+/// What the sender of a greeting of another version speaks, by the first 12 bytes of it: these are
+/// the same in all versions.
+fn versions(newest: u16, role: u8, oldest: u8) -> Versions {
+    let oldest = u16::from(oldest);
+    let told = role == 0 && oldest != 0 && oldest < newest;
+    Versions { oldest: if told { oldest } else { newest }, newest }
 }

@@ -3,7 +3,7 @@
 //!
 //! The specification, with the layout of every byte, is `docs/protocol.md`. Three layers:
 //!
-//! - [`Greeting`]: the first 40 bytes of every connection, both ways. Says godwit, version,
+//! - [`Greeting`]: the first 40 bytes of every connection, both ways. Says godwit, [`Version`],
 //!   session, role.
 //! - [`FrameHeader`]: 24 bytes before every payload, with a checksum over both.
 //! - [`Message`] on the control connection, [`PageFrame`] on the data channels.
@@ -19,12 +19,13 @@ mod frame;
 mod greeting;
 mod message;
 mod pages;
+mod version;
 
 pub use error::WireError;
 pub use frame::{
     FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, barrier_aux, barrier_of, digest, seal,
 };
-pub use greeting::{GREETING_LEN, Greeting, Role, SessionId, VERSION};
+pub use greeting::{GREETING_LEN, Greeting, Role, SessionId};
 pub use message::{
     ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, CHANNELS_LIMIT, DEVICE_STATE_CHUNK,
     DIGESTS_PER_MESSAGE, DISKS_LIMIT, DiskOffer, Message, NAME_LIMIT, Offer, PROOF_LEN,
@@ -33,3 +34,4 @@ pub use message::{
 pub use pages::{
     Added, Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun,
 };
+pub use version::{Feature, Features, Version, Versions};

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use godwit_units::{ByteCount, PageCount};
 
-use crate::WireError;
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
+use crate::{Features, WireError};
 
 /// RAM blocks in an offer.
 pub const BLOCKS_LIMIT: usize = 1024;
@@ -84,11 +84,12 @@ pub struct DiskOffer {
 ///
 /// ```
 /// use godwit_units::PageCount;
-/// use godwit_wire::{BlockOffer, FrameHeader, Message, Offer, WireError};
+/// use godwit_wire::{BlockOffer, Features, FrameHeader, Message, Offer, WireError};
 ///
 /// let offer = Offer {
 ///     channels: 2,
 ///     codecs: 0,
+///     features: Features::HERE,
 ///     verify: false,
 ///     running: true,
 ///     machine: "qemu".to_owned(),
@@ -109,6 +110,8 @@ pub struct Offer {
     /// Codecs that it would like to use: a bit for each, by its number
     /// ([`PageFrame::codec`](crate::PageFrame::codec)).
     pub codecs: u32,
+    /// Features that it has; none in version 5.
+    pub features: Features,
     /// Whether digests will be compared.
     pub verify: bool,
     /// Whether the guest runs now and shall run at the destination.
@@ -213,6 +216,8 @@ pub enum Message {
     Accept {
         /// Of the codecs in the offer, those that it takes.
         codecs: u32,
+        /// Of the features in the offer, those that it has, too: the session has these.
+        features: Features,
     },
     /// Both: the sender gives up; the guest stays where it may run.
     Abort {
@@ -339,6 +344,7 @@ impl Message {
         match self {
             Self::Offer(offer) | Self::Inquiry(offer) => {
                 assert!(offer.blocks.len() <= BLOCKS_LIMIT, "{} RAM blocks", offer.blocks.len());
+                aux = offer.features.0.into();
                 frame.extend([offer.channels, offer.verify.into(), offer.running.into()]);
                 frame.extend(offer.codecs.to_le_bytes());
                 put_text(&mut frame, &offer.machine, NAME_LIMIT);
@@ -378,7 +384,9 @@ impl Message {
                 frame.extend(bytes);
             }
             Self::DeviceState(bytes) => frame.extend(bytes),
-            Self::Accept { codecs } => aux = (*codecs).into(),
+            Self::Accept { codecs, features } => {
+                aux = u64::from(features.0) << 32 | u64::from(*codecs);
+            }
             Self::Keep(secret) => frame.extend(secret.0),
             Self::Resume { channels, proof } => {
                 aux = (*channels).into();
@@ -434,9 +442,12 @@ impl Message {
             }
             FrameKind::Resume => decode_resume(header.aux, payload),
             FrameKind::Resumed => decode_resumed(number("attempt")?, payload),
-            FrameKind::Offer => decode_offer(payload).map(Self::Offer),
-            FrameKind::Inquiry => decode_offer(payload).map(Self::Inquiry),
-            FrameKind::Accept => empty(Self::Accept { codecs: number("codecs")? }),
+            FrameKind::Offer => decode_offer(header.aux, payload).map(Self::Offer),
+            FrameKind::Inquiry => decode_offer(header.aux, payload).map(Self::Inquiry),
+            FrameKind::Accept => empty(Self::Accept {
+                codecs: header.aux as u32,
+                features: Features((header.aux >> 32) as u32),
+            }),
             FrameKind::Abort => {
                 let code = AbortCode::ALL
                     .into_iter()
@@ -541,8 +552,10 @@ fn decode_resumed(attempt: u32, payload: &[u8]) -> Result<Message, WireError> {
     Ok(Message::Resumed { attempt, placed, proof })
 }
 
-fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
+fn decode_offer(aux: u64, payload: &[u8]) -> Result<Offer, WireError> {
     const WHAT: &str = "offer";
+    // Bits above these are somebody's who has more features than there are numbers today.
+    let features = Features(aux as u32);
     let mut reader = Reader { what: WHAT, rest: payload };
     let flag = |field, value: u8| match value {
         0 => Ok(false),
@@ -579,6 +592,7 @@ fn decode_offer(payload: &[u8]) -> Result<Offer, WireError> {
     Ok(Offer {
         channels,
         codecs,
+        features,
         verify: flag("verify", verify)?,
         running: flag("running", running)?,
         machine,

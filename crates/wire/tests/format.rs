@@ -25,6 +25,7 @@ fn offer() -> Offer {
     Offer {
         channels: 2,
         codecs: 6,
+        features: Features::NONE,
         verify: true,
         running: true,
         machine: "qemu".to_owned(),
@@ -64,7 +65,10 @@ fn pages_frame() -> Vec<u8> {
 
 #[test]
 fn golden_bytes() {
-    let greeting = Greeting { session: SessionId([0x11; 16]), role: Role::Channel(3), attempt: 0 };
+    let (version, session) = (Version::V5, SessionId([0x11; 16]));
+    let greeting = Greeting { version, session, role: Role::Channel(3), attempt: 0 };
+    let newer = Greeting { version: Version::V6, ..greeting };
+    let features = Features::of(Feature::Restart);
     let resumed = Message::Resumed { attempt: 1, placed: vec![9, 5], proof: [0x44; PROOF_LEN] };
     let seen = [
         hex(&greeting.encode()),
@@ -84,6 +88,13 @@ fn golden_bytes() {
         hex(&Message::Keep(Secret([0x22; SECRET_LEN])).encode()),
         hex(&Message::Resume { channels: 4, proof: [0x33; PROOF_LEN] }.encode()),
         hex(&resumed.encode()),
+        hex(&Message::Accept { codecs: 6, features: Features::NONE }.encode()),
+        hex(&Greeting { role: Role::Control, ..greeting }.encode()),
+        hex(&newer.encode()),
+        hex(&Greeting { role: Role::Control, ..newer }.encode()),
+        hex(&Greeting::refusal().encode()),
+        hex(&Message::Offer(Offer { features, ..offer() }).encode()),
+        hex(&Message::Accept { codecs: 6, features }.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -221,10 +232,70 @@ fn strangers_are_told_from_versions() {
     let mut ssh = [0; GREETING_LEN];
     ssh[..8].copy_from_slice(b"SSH-2.0-");
     assert!(matches!(Greeting::decode(&ssh), Err(WireError::NotGodwit { .. })));
-    let mut newer =
-        Greeting { session: SessionId([1; 16]), role: Role::Control, attempt: 0 }.encode();
-    newer[8] = 9;
-    assert_eq!(Greeting::decode(&newer), Err(WireError::Version { theirs: 9, ours: VERSION }));
+}
+
+#[test]
+fn who_speaks_no_version_of_ours_is_named_with_all_of_its_own() {
+    // Whatever else is in its greeting, and even if its checksum is made in another way.
+    let greeting = |version, role, oldest| {
+        let mut bytes = Greeting::refusal().encode();
+        bytes[8..12].copy_from_slice(&[version, 0, role, oldest]);
+        bytes
+    };
+    let ours = Versions { oldest: 5, newest: 6 };
+    assert_eq!(Versions::HERE, ours);
+    for (version, role, oldest, theirs) in [
+        (9, 0, 8, Versions { oldest: 8, newest: 9 }),
+        // Before version 6 nothing was there, and on other connections the number of a channel is.
+        (4, 0, 0, Versions { oldest: 4, newest: 4 }),
+        (9, 1, 3, Versions { oldest: 9, newest: 9 }),
+        // No older version than the newest can be newer.
+        (4, 0, 7, Versions { oldest: 4, newest: 4 }),
+        // It spoke version 6, if it were told to.
+        (7, 0, 6, Versions { oldest: 6, newest: 7 }),
+    ] {
+        let refused = Greeting::decode(&greeting(version, role, oldest));
+        assert_eq!(refused, Err(WireError::Version { theirs, ours }));
+    }
+    let theirs = Versions { oldest: 8, newest: 9 };
+    assert_eq!(
+        WireError::Version { theirs, ours }.to_string(),
+        "the peer speaks versions 8 to 9 of the protocol and this godwit versions 5 to 6: install \
+         the same release on both hosts, or releases that have a version in common"
+    );
+}
+
+#[test]
+fn the_newest_common_version_is_spoken() {
+    let common = |oldest, newest| Versions { oldest, newest }.common();
+    assert_eq!(common(5, 5), Some(Version::V5));
+    assert_eq!(common(5, 6), Some(Version::V6));
+    assert_eq!(common(6, 9), Some(Version::V6));
+    assert_eq!(common(4, 5), Some(Version::V5));
+    assert_eq!((common(4, 4), common(7, 9), common(6, 5)), (None, None, None));
+}
+
+#[test]
+fn a_version_is_spoken_in_every_greeting_and_features_only_since_they_are_there() {
+    for version in Version::ALL {
+        for role in [Role::Control, Role::Channel(9), Role::Resolve, Role::Resume] {
+            let greeting = Greeting { version, session: SessionId([1; 16]), role, attempt: 7 };
+            assert_eq!(Greeting::decode(&greeting.encode()), Ok(greeting));
+        }
+    }
+    assert_eq!(Version::V5.features(), Features::NONE);
+    assert_eq!(Version::NEWEST.features(), Features::HERE);
+}
+
+#[test]
+fn features_are_sets_of_bits_that_need_not_be_known() {
+    let known = Features::of(Feature::Restart);
+    assert_eq!(known, Features(1), "the numbers are the wire's");
+    let all = Features(u32::MAX);
+    assert_eq!(all.common(known), known);
+    assert!(known.is_within(all) && !all.is_within(known) && Features::NONE.is_within(known));
+    assert!(all.contains(Feature::Restart) && !Features(!1).contains(Feature::Restart));
+    assert_eq!((known.to_string(), Features(!1).to_string()), ("restart".into(), "none".into()));
 }
 
 #[test]
@@ -467,7 +538,7 @@ fn digests_and_session_names_do_not_change() {
 fn any_message() -> impl Strategy<Value = Message> {
     prop_oneof![
         (
-            any::<(u8, u32)>(),
+            any::<(u8, u32, u32)>(),
             any::<(bool, bool)>(),
             any::<bool>(),
             "[a-z]{0,9}",
@@ -475,11 +546,19 @@ fn any_message() -> impl Strategy<Value = Message> {
             prop::collection::vec(("[a-z/.0-9]{0,40}", any::<(u64, u32)>()), 0..5)
         )
             .prop_map(
-                |((channels, codecs), (verify, asks), running, machine, blocks, disks)| {
+                |(
+                    (channels, codecs, features),
+                    (verify, asks),
+                    running,
+                    machine,
+                    blocks,
+                    disks,
+                )| {
                     let kind = if asks { Message::Inquiry } else { Message::Offer };
                     kind(Offer {
                         channels,
                         codecs,
+                        features: Features(features),
                         verify,
                         running,
                         machine,
@@ -510,7 +589,10 @@ fn any_message() -> impl Strategy<Value = Message> {
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::DeviceState),
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::Question),
         prop::collection::vec(any::<u8>(), 0..300).prop_map(Message::Answer),
-        any::<u32>().prop_map(|codecs| Message::Accept { codecs }),
+        any::<(u32, u32)>().prop_map(|(codecs, features)| Message::Accept {
+            codecs,
+            features: Features(features)
+        }),
         Just(Message::Prepare),
         Just(Message::Prepared),
         Just(Message::DigestRequest),
@@ -671,7 +753,8 @@ proptest! {
         sealed in any::<bool>(),
     ) {
         let (session, role) = (SessionId(session), Role::Channel(3));
-        let mut bytes = Greeting { session, role, attempt: 0 }.encode();
+        let version = Version::NEWEST;
+        let mut bytes = Greeting { version, session, role, attempt: 0 }.encode();
         let changed = bytes[at] != value;
         bytes[at] = value;
         if sealed {

@@ -1,16 +1,16 @@
-//! What the end-to-end tests in `tests/` share: a pair of machines, a link that can be cut, and
-//! what it means that a guest is untouched.
+//! What the end-to-end tests in `tests/` share: a pair of machines, and what it means
+//! that a guest is untouched.
 //!
 //! The tests drive the `godwit` command as its users do, against real QEMUs with the self-checking
 //! guest.
 
 #![forbid(unsafe_code)]
 
-mod link;
+mod keys;
 mod microvm;
 mod terminal;
 
-pub use link::Link;
+pub use keys::Keys;
 pub use microvm::MicroPair;
 pub use terminal::{Screen, Terminal};
 

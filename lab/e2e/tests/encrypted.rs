@@ -3,38 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched, oldest};
+use anyhow::ensure;
+use godwit_e2e::{
+    Keys, LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched, oldest,
+};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, Movable, VmConfig, builds_for};
-
-/// Keys that go with their value.
-struct Keys(std::path::PathBuf);
-
-impl Keys {
-    /// Has `godwit keys` make them for two hosts.
-    fn make(godwit: &Godwit, test: &str) -> anyhow::Result<Self> {
-        let dir = std::env::temp_dir().join(format!("godwit-{test}-{}", std::process::id()));
-        let keys = Self(dir);
-        let made =
-            godwit.run(&["keys", "--dir", keys.path("")?.trim_end_matches('/'), "west", "east"])?;
-        ensure!(made.status.success(), "{made:?}");
-        let said = String::from_utf8_lossy(&made.stdout).into_owned();
-        ensure!(said.contains("keep ca-key.pem to yourself"), "{said}");
-        ensure!(said.contains("copy it to west, as /etc/godwit/keys"), "{said}");
-        Ok(keys)
-    }
-
-    fn path(&self, host: &str) -> anyhow::Result<String> {
-        Ok(self.0.join(host).to_str().context("a path of text")?.to_owned())
-    }
-}
-
-impl Drop for Keys {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
 
 #[test]
 fn a_guest_moves_with_keys_and_only_with_them() -> anyhow::Result<()> {

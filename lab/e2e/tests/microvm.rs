@@ -4,11 +4,11 @@
 use std::os::unix::net::UnixStream;
 
 use anyhow::ensure;
-use godwit_e2e::{LIMIT, Link, MicroPair, await_copying, check_refused, check_untouched, oldest};
+use godwit_e2e::{LIMIT, MicroPair, await_copying, check_refused, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Godwit, GuestConfig, MicroVm, Movable, Observer, TestVm, VmConfig, builds_for,
-    kvm_for,
+    BeaconPlace, Godwit, GuestConfig, Link, MicroVm, Movable, Observer, TestVm, VmConfig,
+    builds_for, kvm_for,
 };
 use rustix::process::Signal;
 use serde_json::json;

@@ -4,11 +4,11 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Link, Pair, await_copying, await_quit, check_moved, check_untouched};
+use godwit_e2e::{LIMIT, Pair, await_copying, await_quit, check_moved, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, HugePages, QemuBuild, TestVm, VmConfig, builds_for,
-    images_for, skip,
+    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
+    builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;

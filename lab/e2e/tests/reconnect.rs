@@ -4,12 +4,10 @@
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{
-    LIMIT, Link, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest,
-};
+use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, Godwit, GuestConfig, Movable, Running, VmConfig, builds_for, images_for,
+    DiskImage, Ended, Godwit, GuestConfig, Link, Movable, Running, VmConfig, builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;

@@ -5,9 +5,9 @@ use godwit_control::messages::Answer;
 use godwit_engine::report::{DiskProgress, Measures, Progress, Stage};
 use godwit_units::{ByteCount, PageCount, PageRun, Rate};
 use godwit_wire::{
-    AbortCode, BlockOffer, Content, DiskOffer, Greeting, HEADER_LEN, Message, NAME_LIMIT, Offer,
-    PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN, Secret, SessionId,
-    barrier_aux, seal,
+    AbortCode, BlockOffer, Content, DiskOffer, Features, Greeting, HEADER_LEN, Message, NAME_LIMIT,
+    Offer, PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN, Secret, SessionId,
+    Version, barrier_aux, seal,
 };
 use serde_json::{Value, json};
 
@@ -45,12 +45,18 @@ pub fn of(name: &str) -> Vec<Seed> {
 
 fn greetings() -> Vec<Seed> {
     let session = SessionId([7; 16]);
-    let greeting = |role| Greeting { session, role, attempt: 0 }.encode().to_vec();
+    let greeting =
+        |role| Greeting { version: Version::NEWEST, session, role, attempt: 0 }.encode().to_vec();
     vec![
         ("control", greeting(Role::Control)),
         ("channel", greeting(Role::Channel(3))),
         ("resolve", greeting(Role::Resolve)),
-        ("resume", Greeting { session, role: Role::Resume, attempt: 2 }.encode().to_vec()),
+        (
+            "resume",
+            Greeting { version: Version::V5, session, role: Role::Resume, attempt: 2 }
+                .encode()
+                .to_vec(),
+        ),
         ("stranger", b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n".to_vec()),
     ]
 }
@@ -60,6 +66,7 @@ fn offer() -> Offer {
     Offer {
         channels: 2,
         codecs: 3,
+        features: Features(1),
         verify: true,
         running: true,
         machine: "qemu".to_owned(),
@@ -78,7 +85,7 @@ fn frames() -> Vec<Seed> {
     let flush = std::time::Duration::from_micros(70);
     let destination = [
         Message::Question(b"{\"describe\":\"qemu\"}".to_vec()),
-        Message::Accept { codecs: 1 },
+        Message::Accept { codecs: 1, features: Features(1) },
         Message::RoundAck { round: 3, flush },
         Message::Prepared,
         Message::Digests { block: 1, first: 2, digests: vec![3, u128::MAX] },

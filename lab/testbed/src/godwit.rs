@@ -45,7 +45,12 @@ impl Godwit {
                 this.display()
             )
         })?;
-        Ok(Self { program, variables: Vec::new() })
+        Ok(Self::at(program))
+    }
+
+    /// The one at this place.
+    pub(crate) fn at(program: PathBuf) -> Self {
+        Self { program, variables: Vec::new() }
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.

@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_units::format_duration;
-use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId, WireError};
+use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId, Version, WireError};
 
 use super::Notice;
 use super::cell::Cells;
@@ -43,6 +43,8 @@ const LEFT_OPEN: usize = 8;
 #[derive(Debug)]
 pub(super) struct Credentials {
     pub(super) id: SessionId,
+    /// That the source speaks on all of them.
+    pub(super) version: Version,
     pub(super) security: Security,
     /// The certificate that the source showed on the first of them.
     pub(super) shown: Option<Vec<u8>>,
@@ -208,11 +210,18 @@ pub(super) fn greet(
     })?;
     receive_greeting(stream, PEER, limits::GREETING, stop).inspect_err(|error| {
         if matches!(error, EngineError::Wire { source: WireError::Version { .. }, .. }) {
-            let (session, role) = (SessionId([0; 16]), Role::Control);
-            let greeting = Greeting { session, role, attempt: 0 };
-            let _ = send_greeting(stream, greeting, PEER);
+            let _ = send_greeting(stream, Greeting::refusal(), PEER);
         }
     })
+}
+
+/// Whether a source that was refused has a version in common with us, in which it comes back.
+pub(super) fn comes_back(refused: &EngineError) -> bool {
+    matches!(
+        refused,
+        EngineError::Wire { source: WireError::Version { theirs, .. }, .. }
+            if theirs.common().is_some()
+    )
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -270,6 +279,7 @@ impl Keeper {
         if let Ok(greeting) = &greeting
             && greeting.role == Role::Resume
             && greeting.session == self.session.id
+            && greeting.version == self.session.version
             && stream.shown() == self.session.shown
         {
             let refused = self.take_back(stream, greeting.attempt);
@@ -287,6 +297,13 @@ impl Keeper {
                 let words = "a connection of the session, with another certificate than its source";
                 Notice::Refused(words.to_owned())
             }
+            Ok(greeting)
+                if greeting.session == self.session.id
+                    && greeting.version != self.session.version =>
+            {
+                let words = "a connection of the session, in another version of the protocol";
+                Notice::Refused(words.to_owned())
+            }
             Ok(greeting) if greeting.session == self.session.id => {
                 // More than the session can have come from nobody that means well.
                 let _ = self.own.try_send((greeting, stream));
@@ -295,6 +312,7 @@ impl Keeper {
             Ok(greeting) if greeting.role == Role::Control => self.send_away(stream, greeting),
             Ok(_) => Notice::Refused("a connection of another session".to_owned()),
             Err(_) if self.stopped() => return,
+            Err(error) if comes_back(&error) => return,
             Err(error) => Notice::Refused(error.to_string()),
         };
         let _ = self.notices.try_send(refused);
@@ -383,18 +401,17 @@ mod tests {
         let id = SessionId([7; 16]);
         let call = |number| {
             let host = Host::source(&keys(number, Side::Source), "east").unwrap();
-            call(
-                &to,
-                &Security::Tls(host),
-                Greeting { session: id, role: Role::Channel(0), attempt: 0 },
-            )
+            let (version, role) = (Version::NEWEST, Role::Channel(0));
+            let greeting = Greeting { version, session: id, role, attempt: 0 };
+            call(&to, &Security::Tls(host), greeting)
         };
 
         let first = call(0);
         let mut stream = listener.accept(None, || false).unwrap().unwrap();
         greet(&mut stream, &security, || false).unwrap();
         first.join().unwrap();
-        let credentials = Credentials { id, security, shown: stream.shown() };
+        let version = Version::NEWEST;
+        let credentials = Credentials { id, version, security, shown: stream.shown() };
         assert!(credentials.shown.is_some());
         let cells = Cells::new(true).unwrap();
         let door = Door::open(&listener, credentials, "west", &cells).unwrap();

@@ -87,7 +87,7 @@ fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use godwit_units::PageCount;
-    use godwit_wire::BlockOffer;
+    use godwit_wire::{BlockOffer, Features};
 
     use super::*;
 
@@ -98,6 +98,7 @@ mod tests {
         let offer = |offered: &[(&str, u64)]| Offer {
             channels: 2,
             codecs: 0,
+            features: Features::NONE,
             verify: false,
             running: true,
             machine: "test".to_owned(),

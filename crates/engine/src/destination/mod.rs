@@ -46,7 +46,7 @@ use door::Return;
 use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
-use offer::{Accepted, answer_inquiry, check_room, consider};
+use offer::{Accepted, accept, answer_inquiry, check_room, consider};
 use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
@@ -60,7 +60,9 @@ pub use fault::{Fault, Faults};
 /// fn tell(notice: &Notice) {
 ///     match notice {
 ///         Notice::Refused(why) => eprintln!("refused a connection: {why}; still waiting"),
-///         Notice::Accepted { ram, disks } => eprintln!("{ram} and {} disks to come", disks.len()),
+///         Notice::Accepted { ram, disks, .. } => {
+///             eprintln!("{ram} and {} disks to come", disks.len());
+///         }
 ///         _ => {}
 ///     }
 /// }
@@ -88,6 +90,10 @@ pub enum Notice {
         ram: ByteCount,
         /// Disks that come along, and their sizes.
         disks: Vec<Disk>,
+        /// The version of the protocol that both sides speak.
+        protocol_version: u16,
+        /// Features of the protocol that both sides have: their names, or none.
+        features: String,
     },
     /// A round is in place.
     Round {
@@ -528,8 +534,7 @@ impl Destination<'_> {
     /// Accepts the offer, and its channels.
     fn accept(&mut self, stage: &mut Stage) -> Result<(), EngineError> {
         if let Stage::Offered(offered) = std::mem::take(stage) {
-            let codecs = self.options.codecs.common(Codecs(offered.offer.codecs)).0;
-            self.session.say(&Message::Accept { codecs })?;
+            self.session.say(&accept(&self.session, self.options, &offered.offer))?;
             let made_up = MadeUp::of(self.options);
             let lanes = Lanes::accept(&self.session, &self.ram, offered, made_up, self.notice)?;
             *stage = Stage::Receiving(lanes);

@@ -33,8 +33,19 @@ pub(super) fn consider(
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
     let ram = vm.ram().iter().map(|block| block.pages().bytes()).sum();
-    notice(&Notice::Accepted { ram, disks: disks.clone() });
+    notice(&Notice::Accepted {
+        ram,
+        disks: disks.clone(),
+        protocol_version: session.version().number(),
+        features: session.common_features(offer.features).to_string(),
+    });
     Ok(Accepted { offer, order, disks: disks.into_iter().zip(sinks).collect() })
+}
+
+/// The answer to `offer`, which is accepted: what both sides have.
+pub(super) fn accept(session: &Session<'_>, options: &Options, offer: &Offer) -> Message {
+    let codecs = options.codecs.common(Codecs(offer.codecs)).0;
+    Message::Accept { codecs, features: session.common_features(offer.features) }
 }
 
 /// Says whether `offer` would be accepted, which changes nothing, and ends the session.
@@ -53,7 +64,7 @@ pub(super) fn answer_inquiry(
     session.interrupt().silence();
     vm.inquired().map_err(EngineError::Uncertain)?;
     let answer = match &compared {
-        Ok(_) => Message::Accept { codecs: options.codecs.common(Codecs(offer.codecs)).0 },
+        Ok(_) => accept(&session, options, offer),
         Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
         Err(_) if vm.has_ended() => return Err(EngineError::Ended("destination")),
         Err(

@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
-use godwit_wire::{AbortCode, Greeting, Message, QUESTION_LIMIT, Role, Secret, SessionId};
+use godwit_wire::{
+    AbortCode, Features, Greeting, Message, QUESTION_LIMIT, Role, Secret, SessionId, Version,
+};
 
 use super::Notice;
 use super::cell::Cells;
@@ -37,6 +39,8 @@ pub(super) struct Session<'a> {
     id: SessionId,
     /// What its threads are confined by.
     cells: Cells,
+    /// That the source speaks, and we with it.
+    version: Version,
     /// What an operator would call the source.
     source: String,
     cancel: &'a Cancel,
@@ -65,11 +69,9 @@ impl<'a> Session<'a> {
         cancel: &'a Cancel,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Self, EngineError> {
-        let (id, mut stream) = loop {
+        let (Greeting { version, session: id, .. }, mut stream) = loop {
             match next_connection(listener, (security, cells), until, cancel, notice)? {
-                (greeting, stream) if greeting.role == Role::Control => {
-                    break (greeting.session, stream);
-                }
+                (greeting, stream) if greeting.role == Role::Control => break (greeting, stream),
                 (greeting, stream) if greeting.role == Role::Resume => {
                     let peer = stream.peer();
                     send_back(stream, greeting);
@@ -82,9 +84,9 @@ impl<'a> Session<'a> {
         let began = Instant::now();
         let source = stream.peer();
         let security = security.clone();
-        let credentials = Credentials { id, security, shown: stream.shown() };
+        let credentials = Credentials { id, version, security, shown: stream.shown() };
         let door = Door::open(listener, credentials, &source, cells)?;
-        let greeting = Greeting { session: id, role: Role::Control, attempt: 0 };
+        let greeting = Greeting { version, session: id, role: Role::Control, attempt: 0 };
         send_greeting(&mut stream, greeting, PEER)?;
         let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
         let read = stream.try_clone().map_err(link_error(PEER))?;
@@ -92,6 +94,7 @@ impl<'a> Session<'a> {
         let mut session = Self {
             id,
             cells: cells.clone(),
+            version,
             source,
             cancel,
             interrupt: Interrupt::new(cancel),
@@ -153,6 +156,16 @@ impl<'a> Session<'a> {
     /// Who the source is, as an operator would call it.
     pub(super) fn source(&self) -> &str {
         &self.source
+    }
+
+    /// The version that both sides speak.
+    pub(super) fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Of the features that the source has `offered` those that the session has.
+    pub(super) fn common_features(&self, offered: Features) -> Features {
+        self.version.features().common(offered)
     }
 
     /// Since the source was found.
@@ -327,13 +340,18 @@ impl<'a> Session<'a> {
         let Return { mut stream, attempt, .. } = back;
         let Some(secret) = self.door.secret() else { return Err(EngineError::Panicked("door")) };
         let proof = ReturnProof { session: self.id, secret, attempt };
-        let greeting = Greeting { session: self.id, role: Role::Resume, attempt };
+        let greeting = self.greeting(Role::Resume, attempt);
         send_greeting(&mut stream, greeting, PEER)?;
         let read = stream.try_clone().map_err(link_error(PEER))?;
         self.control.replace(stream)?;
         self.listen_to(read)?;
         let proof = proof.of_destination(of, placed);
         self.say(&Message::Resumed { attempt: of, placed: placed.to_vec(), proof })
+    }
+
+    /// Our greeting on a later control connection.
+    fn greeting(&self, role: Role, attempt: u32) -> Greeting {
+        Greeting { version: self.version, session: self.id, role, attempt }
     }
 
     /// All connections stand again.
@@ -421,8 +439,7 @@ impl<'a> Session<'a> {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
-                let greeting = Greeting { session: self.id, role: Role::Resolve, attempt: 0 };
-                send_greeting(&mut stream, greeting, PEER)?;
+                send_greeting(&mut stream, self.greeting(Role::Resolve, 0), PEER)?;
                 let read = stream.try_clone().map_err(link_error(PEER))?;
                 self.control.replace(stream)?;
                 return self.listen_to(read);
@@ -496,6 +513,7 @@ fn next_connection(
         match greeted {
             Ok(greeted) => return Ok(greeted),
             Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
+            Err(error) if door::comes_back(&error) => {}
             Err(error) => notice(&Notice::Refused(error.to_string())),
         }
     }

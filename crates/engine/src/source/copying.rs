@@ -67,7 +67,7 @@ pub(super) struct Copying {
 impl Copying {
     /// Starts tracking, and all channels.
     pub(super) fn start(source: &mut Source<'_>, setup: Setup) -> Result<Self, EngineError> {
-        let Setup { settings, own, mut disks, fingerprints, direct_io, codecs } = setup;
+        let Setup { settings, own, mut disks, fingerprints, direct_io, common } = setup;
         let (options, session) = (source.options, &source.session);
         let channels = options.channels.saturating_add(disks.len() as u8);
         let streams = (0..channels).map(|number| session.connect_channel(number));
@@ -86,7 +86,7 @@ impl Copying {
             && (settings.delay_hot_percent > 0 || free.hints().is_some());
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
-        let mut lanes = Lanes::new(&own, channels.into(), codecs, !disks.is_empty());
+        let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         disks.start(source.vm, &mut lanes, disk_streams, (&segments, &source.session))?;
         for (number, stream) in streams.into_iter().enumerate() {
             let shared = Shared {

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use godwit_memory::RamBlock;
 use godwit_track::GovernorMeasures;
 use godwit_units::ByteCount;
+use godwit_wire::Version;
 
+use super::setup::Common;
 use super::speed::Losses;
 use crate::limits;
 use crate::report::{DiskMeasures, Measures, RoundMeasures};
@@ -101,9 +103,11 @@ impl Meter {
         self.measures.sent_again += sent_again;
     }
 
-    /// The destination has accepted.
-    pub(super) fn accepted(&mut self, codecs: String) {
-        self.measures.codecs = codecs;
+    /// The destination has accepted, and speaks `version`.
+    pub(super) fn accepted(&mut self, version: Version, common: &Common) {
+        self.measures.protocol_version = version.number();
+        self.measures.features = common.features.to_string();
+        self.measures.codecs = common.codecs.to_string();
     }
 
     /// Writes are tracked, for which a part of the machine was stopped for `stop`.

@@ -12,7 +12,9 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::time::{Duration, Instant};
 
 use godwit_units::ByteCount;
-use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId};
+use godwit_wire::{
+    AbortCode, Features, Greeting, Message, Role, Secret, SessionId, Version, Versions, WireError,
+};
 
 use super::PEER;
 use super::abort::Aborter;
@@ -137,6 +139,7 @@ impl Session {
             call: Call {
                 to: to.clone(),
                 id: new_session()?,
+                version: Version::NEWEST,
                 security: security.clone(),
                 shown: None,
                 attempt: 0,
@@ -160,11 +163,35 @@ impl Session {
         })
     }
 
-    /// Makes the control connection.
+    /// Makes the control connection, in the newest version that both sides speak.
     pub(super) fn connect(&mut self) -> Result<(), EngineError> {
-        let stream = self.dial_and_heed(Role::Control)?;
+        let stream = self.dial_and_heed(Role::Control).or_else(|error| match error {
+            // Who does not speak our version has told its own, and closed: nothing has begun.
+            EngineError::Wire { source: WireError::Version { theirs, .. }, .. } => {
+                self.call.version = theirs.common().ok_or(error)?;
+                self.dial_and_heed(Role::Control)
+            }
+            error => Err(error),
+        })?;
         self.call.shown = stream.shown();
         self.use_control(stream)
+    }
+
+    /// The version that both sides speak.
+    pub(super) fn version(&self) -> Version {
+        self.call.version
+    }
+
+    /// Of the features that were offered those that the destination has `accepted`.
+    ///
+    /// # Errors
+    /// When it accepted another one.
+    pub(super) fn accepted(&self, accepted: Features) -> Result<Features, EngineError> {
+        if accepted.is_within(self.version().features()) {
+            return Ok(accepted);
+        }
+        let what = format!("it accepted features that were not offered ({:#x})", accepted.0);
+        Err(EngineError::Protocol { peer: PEER, what })
     }
 
     /// Makes the connection of data channel `number`; twice, as one is to end it by.
@@ -612,6 +639,8 @@ impl Session {
 struct Call {
     to: Address,
     id: SessionId,
+    /// That is spoken on all of them.
+    version: Version,
     security: Security,
     /// The certificate that the destination showed on the first of them.
     shown: Option<Vec<u8>>,
@@ -659,7 +688,8 @@ impl Call {
             let words = format!("another host than before answers at {}", self.to);
             return Err(EngineError::Distrust(words));
         }
-        let greeting = Greeting { session: self.id, role, attempt: self.attempt };
+        let Self { version, id: session, attempt, .. } = *self;
+        let greeting = Greeting { version, session, role, attempt };
         send_greeting(&mut stream, greeting, PEER)?;
         if let Some(first) = first {
             stream.write_all(&first.encode()).map_err(link_error(PEER))?;
@@ -674,7 +704,13 @@ impl Call {
                 }
                 error => error,
             })?;
-        if greeting.session != self.id {
+        if greeting.version != version {
+            let number = greeting.version.number();
+            let theirs = Versions { oldest: number, newest: number };
+            let source = WireError::Version { theirs, ours: Versions::HERE };
+            return Err(EngineError::Wire { peer: PEER, source });
+        }
+        if greeting.session != session {
             let what =
                 "it answered for another session: it is busy with another migration".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });

@@ -7,7 +7,7 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Message, Offer, QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Features, Message, Offer, QUESTIONS_LIMIT,
 };
 
 use super::disks::Disks;
@@ -27,8 +27,15 @@ pub(super) struct Setup {
     pub(super) fingerprints: Option<(PageFingerprints, Key)>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     pub(super) direct_io: bool,
-    /// What the destination takes, as soon as it has accepted.
+    /// What both sides have, as soon as the destination has accepted.
+    pub(super) common: Common,
+}
+
+/// What both sides have.
+#[derive(Clone, Copy)]
+pub(super) struct Common {
     pub(super) codecs: Codecs,
+    pub(super) features: Features,
 }
 
 impl Setup {
@@ -40,14 +47,14 @@ impl Setup {
         let fingerprints = options.fingerprints.then(new_fingerprints).transpose()?;
         let (settings, own) = handle.begin(&options.to);
         let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
-        let codecs = Codecs::NONE;
-        Ok(Self { settings, own, disks, fingerprints, direct_io: false, codecs })
+        let common = Common { codecs: Codecs::NONE, features: Features::NONE };
+        Ok(Self { settings, own, disks, fingerprints, direct_io: false, common })
     }
 
     /// Connects and offers the machine, until the destination accepts it.
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
-        self.codecs = self.present(source, Message::Offer)?;
-        source.meter.accepted(self.codecs.to_string());
+        self.common = self.present(source, Message::Offer)?;
+        source.meter.accepted(source.session.version(), &self.common);
         if !source.options.reconnect.is_zero() {
             source.session.ask_to_keep()?;
         }
@@ -55,12 +62,12 @@ impl Setup {
     }
 
     /// Connects and tells of the machine by a message that `kind` makes, until the destination
-    /// accepts it; the codecs that both sides have.
+    /// accepts it; what both sides have.
     pub(super) fn present(
         &mut self,
         source: &mut Source<'_>,
         kind: fn(Offer) -> Message,
-    ) -> Result<Codecs, EngineError> {
+    ) -> Result<Common, EngineError> {
         let direct_io = source.vm.direct_io().is_some();
         if direct_io && self.fingerprints.is_none() {
             return Err(EngineError::DirectIo);
@@ -84,6 +91,7 @@ impl Setup {
         source.session.say(&kind(Offer {
             channels: source.options.channels,
             codecs: Codecs::ALL.0,
+            features: source.session.version().features(),
             verify: source.options.verify,
             running: source.vm.was_running(),
             machine: source.vm.machine().to_owned(),
@@ -94,9 +102,8 @@ impl Setup {
     }
 }
 
-/// Answers what the destination asks about the machine, until it accepts; the codecs that both
-/// sides have.
-fn answer_questions(source: &mut Source<'_>) -> Result<Codecs, EngineError> {
+/// Answers what the destination asks about the machine, until it accepts; what both sides have.
+fn answer_questions(source: &mut Source<'_>) -> Result<Common, EngineError> {
     for _ in 0..=QUESTIONS_LIMIT {
         let what = "the destination to accept";
         let said =
@@ -105,13 +112,16 @@ fn answer_questions(source: &mut Source<'_>) -> Result<Codecs, EngineError> {
                 what,
                 limits::ANSWER,
                 |message| match message {
-                    Message::Accept { codecs } => Some(Err(*codecs)),
+                    Message::Accept { codecs, features } => Some(Err((*codecs, *features))),
                     Message::Question(question) => Some(Ok(question.clone())),
                     _ => None,
                 },
             )?;
         let question = match said {
-            Err(codecs) => return Ok(Codecs::ALL.common(Codecs(codecs))),
+            Err((codecs, features)) => {
+                let features = source.session.accepted(features)?;
+                return Ok(Common { codecs: Codecs::ALL.common(Codecs(codecs)), features });
+            }
             Ok(question) => question,
         };
         let answer = source.vm.answer(&question).map_err(EngineError::Vm)?;

@@ -22,7 +22,6 @@ use crate::machine::Machine;
 use crate::mark::Mark;
 use crate::monitor::{BriefMonitor, DomainName, LibvirtMonitor, Monitor, Qmp, QmpError};
 use crate::process::Process;
-use crate::proxmox::ProxmoxVm;
 use crate::source::announce;
 use crate::way_back;
 
@@ -178,7 +177,7 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         Ok(process) if record.names_a_living_qemu() => process,
         // The guest has gone with its QEMU.
         _ => {
-            let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
+            let unlocked = record.left().unlock();
             record.remove();
             return unlocked;
         }
@@ -220,7 +219,7 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         }
     };
     let undone = if ended {
-        let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
+        let unlocked = record.left().unlock();
         record.remove();
         unlocked
     } else {
@@ -324,7 +323,7 @@ pub(super) fn undo(machine: &mut Machine, record: &mut Record) -> Result<(), Qem
     if kept.is_ok() {
         let _ = record.note(|left| left.definition = None);
     }
-    let unlocked = record.left().lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock);
+    let unlocked = record.left().unlock();
     if unlocked.is_ok() {
         let _ = record.note(|left| left.lock = None);
     }

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::{Value, json};
 
+use crate::QemuError;
 use crate::disk_limits::DiskLimits;
 use crate::libvirt::Definition;
 use crate::mark::{Mark, start_time};
@@ -94,6 +95,11 @@ impl Left {
             lock: None,
             started: false,
         }
+    }
+
+    /// Has Proxmox take its lock back, where the VM was locked there.
+    pub(super) fn unlock(&self) -> Result<(), QemuError> {
+        self.lock.as_ref().map_or(Ok(()), ProxmoxVm::unlock)
     }
 
     /// Whether QEMU is as it was found.

@@ -31,7 +31,7 @@ use rustix::io::ioctl_fionread;
 use super::image;
 use crate::QemuError;
 use crate::device_state::HEADER;
-use crate::mark::Mark;
+use crate::mark::{Mark, leftovers};
 use crate::monitor::{STEP, is_qemu_of};
 use crate::process::{Descriptor, descriptors};
 use crate::run_directory;
@@ -122,14 +122,9 @@ pub(super) fn clear() {
     if run_directory::check(&directory, rustix::process::getuid().as_raw()).is_err() {
         return;
     }
-    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let gone = Mark::of(&name).is_some_and(|mark| !mark.is_alive());
-        if gone && name.ends_with(".pipe") {
-            let flags = OFlags::NONBLOCK.bits().cast_signed();
-            drop(OpenOptions::new().write(true).custom_flags(flags).open(entry.path()));
-            let _ = std::fs::remove_file(entry.path());
-        }
+    for (pipe, _) in leftovers(&directory, ".pipe") {
+        unblock(&pipe);
+        let _ = std::fs::remove_file(pipe);
     }
 }
 

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::QemuError;
-use crate::mark::Mark;
+use crate::mark::{Mark, leftovers};
 use crate::run_directory;
 
 const ENDING: &str = "-images";
@@ -108,16 +108,11 @@ pub(crate) fn sweep_images() {
 }
 
 fn sweep(directory: &Path) {
-    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let gone = Mark::of(&name).is_some_and(|mark| !mark.is_alive());
-        if !gone || !name.ends_with(ENDING) {
-            continue;
-        }
-        let text = std::fs::read_to_string(entry.path()).unwrap_or_default();
+    for (note, _) in leftovers(directory, ENDING) {
+        let text = std::fs::read_to_string(&note).unwrap_or_default();
         let images = text.lines().filter_map(|line| serde_json::from_str::<Image>(line).ok());
         images.for_each(|image| image.remove());
-        let _ = std::fs::remove_file(entry.path());
+        let _ = std::fs::remove_file(note);
     }
 }
 

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open, setsid};
 
 use super::refused;
-use crate::mark::Mark;
+use crate::mark::{Mark, leftovers};
 use crate::monitor::commands::{QueryStatus, Quit};
 use crate::monitor::{Monitor, Qmp, STEP};
 use crate::{QemuError, run_directory};
@@ -149,15 +149,12 @@ impl Files {
 
 /// Removes old logs of destinations that have ended: their monitors are not in `monitors` any more.
 fn sweep_logs(logs: &Path, monitors: &Path) {
-    for entry in std::fs::read_dir(logs).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(stem) = name.strip_suffix(".log") else { continue };
-        let gone = Mark::of(stem).is_some_and(|mark| !mark.is_alive())
-            && !monitors.join(format!("{stem}.qmp")).exists();
-        let age = entry.metadata().and_then(|log| log.modified()).ok();
+    for (log, stem) in leftovers(logs, ".log") {
+        let ended = !monitors.join(format!("{stem}.qmp")).exists();
+        let age = log.symlink_metadata().and_then(|log| log.modified()).ok();
         let age = age.and_then(|modified| modified.elapsed().ok());
-        if gone && age.is_some_and(|age| age > LOG_AGE) {
-            let _ = std::fs::remove_file(entry.path());
+        if ended && age.is_some_and(|age| age > LOG_AGE) {
+            let _ = std::fs::remove_file(log);
         }
     }
 }
@@ -165,13 +162,8 @@ fn sweep_logs(logs: &Path, monitors: &Path) {
 /// Ends destinations whose godwit was killed together with its guardian, while they still waited,
 /// and removes the sockets of those that have ended.
 fn sweep(directory: &Path) {
-    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let gone = Mark::of(name.trim_end_matches(".qmp")).is_some_and(|mark| !mark.is_alive());
-        if !gone || !name.ends_with(".qmp") {
-            continue;
-        }
-        match Qmp::connect(&entry.path()) {
+    for (monitor, _) in leftovers(directory, ".qmp") {
+        match Qmp::connect(&monitor) {
             Ok(mut qmp) => {
                 let qmp: &mut dyn Monitor = &mut qmp;
                 if qmp.run(&QueryStatus).is_ok_and(|it| it.status == "inmigrate") {
@@ -181,7 +173,7 @@ fn sweep(directory: &Path) {
             Err(crate::monitor::QmpError::Connect { source, .. })
                 if source.kind() == io::ErrorKind::ConnectionRefused =>
             {
-                let _ = std::fs::remove_file(entry.path());
+                let _ = std::fs::remove_file(monitor);
             }
             Err(_) => {}
         }

@@ -24,7 +24,8 @@ pub(crate) fn run(report: &mut Report, keys: &Path, rounds: usize) -> anyhow::Re
     for round in 0..rounds {
         for turn in 0..2 {
             let who = (round + turn) % 2;
-            let options: &[&str] = if who == 1 { &["--keys", keys] } else { &[] };
+            // The source QEMU must live on to be asked what it used.
+            let options: &[&str] = &["--keep-source", "--keys", keys][..1 + 2 * who];
             let mut fixture = Fixture::new(config.clone(), LIMIT);
             let outcome = fixture.one_move(|source, destination| {
                 let attempt = Attempt::within(LIMIT, &godwit, source, destination, options)?;

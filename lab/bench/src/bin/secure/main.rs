@@ -1,6 +1,7 @@
 //! What encryption costs: how fast pages move over one connection and over several, at a link of 10
-//! Gbit/s, and how long a guest of QEMU is gone.
+//! Gbit/s, and how long a guest of QEMU is gone. And what a link costs that is away for a while.
 
+mod cut;
 mod downtime;
 mod throughput;
 
@@ -23,8 +24,13 @@ struct Options {
     rounds: usize,
 
     /// These parts alone
-    #[arg(long, value_name = "PART", value_delimiter = ',', default_value = "throughput,downtime")]
-    #[arg(value_parser = ["throughput", "downtime"])]
+    #[arg(
+        long,
+        value_name = "PART",
+        value_delimiter = ',',
+        default_value = "throughput,downtime,cut"
+    )]
+    #[arg(value_parser = ["throughput", "downtime", "cut"])]
     only: Vec<String>,
 }
 
@@ -60,6 +66,7 @@ fn main() -> anyhow::Result<()> {
     for part in only {
         match part.as_str() {
             "throughput" => throughput::run(&mut report, &keys.dir(), size << 30, rounds)?,
+            "cut" => cut::run(&mut report, rounds)?,
             _ => downtime::run(&mut report, &keys.dir(), rounds)?,
         }
     }

@@ -1,0 +1,328 @@
+//! Godwits of two releases: the version of the protocol that they have in common, and features.
+//!
+//! The peers of another release are made up here, byte by byte. That of the release before is
+//! tried as a program, too: `lab/e2e/tests/versions.rs`.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::destination::{self, Notice, Received};
+use godwit_engine::handle::MigrationHandle;
+use godwit_engine::source::{Options, migrate};
+use godwit_engine::vm::SourceVm;
+use godwit_engine::{Cancel, Failure, Survivor};
+use godwit_units::PageCount;
+use godwit_wire::{
+    BlockOffer, Features, FrameHeader, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role,
+    SessionId, Version, WireError,
+};
+
+use machine::{Destination, Source, options};
+
+const SESSION: SessionId = SessionId([7; 16]);
+
+/// A destination for the guest of `source`, in a thread: where it listens, what it tells, and how
+/// it ends.
+#[allow(clippy::type_complexity, reason = "said above")]
+fn receive(
+    source: &Source,
+) -> (Address, Receiver<Notice>, JoinHandle<Result<Received, Failure>>, Cancel) {
+    let mut destination = Destination::of(source);
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let (told_in, told) = channel();
+    let cancel = Cancel::default();
+    let own = cancel.clone();
+    let receiving = std::thread::spawn(move || {
+        let options = destination::Options {
+            wait: Some(Duration::from_secs(60)),
+            reconnect: Duration::ZERO,
+            ..destination::Options::default()
+        };
+        let mut tell = |notice: &Notice| told_in.send(notice.clone()).unwrap();
+        destination::receive(&mut destination, &listener, &options, &own, &mut tell)
+    });
+    (to, told, receiving, cancel)
+}
+
+fn connect(to: &Address) -> TcpStream {
+    let stream = TcpStream::connect(to.to_string()).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream
+}
+
+fn read_greeting(stream: &mut TcpStream) -> Result<Greeting, WireError> {
+    let mut bytes = [0; GREETING_LEN];
+    stream.read_exact(&mut bytes).unwrap();
+    Greeting::decode(&bytes)
+}
+
+/// The next message but signs of life.
+fn read_message(stream: &mut TcpStream) -> Message {
+    loop {
+        let mut bytes = [0; HEADER_LEN];
+        stream.read_exact(&mut bytes).unwrap();
+        let header = FrameHeader::decode(&bytes).unwrap();
+        let mut payload = vec![0; header.length];
+        stream.read_exact(&mut payload).unwrap();
+        match Message::decode(&header, &payload).unwrap() {
+            Message::Alive => {}
+            message => return message,
+        }
+    }
+}
+
+/// Opens the control connection of a source that speaks `version`.
+fn greet(to: &Address, version: Version) -> TcpStream {
+    let mut stream = connect(to);
+    let greeting = Greeting { version, session: SESSION, role: Role::Control, attempt: 0 };
+    stream.write_all(&greeting.encode()).unwrap();
+    assert_eq!(read_greeting(&mut stream), Ok(greeting), "it answers in the same version");
+    stream
+}
+
+/// A greeting whose version is another one, and tells of the `oldest` that its sender speaks.
+fn greeting_of(version: u8, oldest: u8) -> [u8; GREETING_LEN] {
+    let mut bytes = Greeting::refusal().encode();
+    bytes[8] = version;
+    bytes[11] = oldest;
+    bytes
+}
+
+/// A destination that speaks `version` alone, as releases before version 6 do: it answers each
+/// greeting of another one with its own, and closes. All others go on to `far`.
+fn one_version(version: Version, far: &Address) -> (Address, Receiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let near = listener.local_addr().unwrap().to_string().parse().unwrap();
+    let (refused_in, refused) = channel();
+    let far = far.to_string();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut greeting = [0; GREETING_LEN];
+            if stream.read_exact(&mut greeting).is_err() {
+                continue;
+            }
+            if u16::from_le_bytes([greeting[8], greeting[9]]) != version.number() {
+                let mut refusal = Greeting { version, ..Greeting::refusal() }.encode();
+                refusal[11] = 0;
+                stream.write_all(&refusal).unwrap();
+                refused_in.send(()).unwrap();
+                continue;
+            }
+            let mut far = TcpStream::connect(&far).unwrap();
+            far.write_all(&greeting).unwrap();
+            let (mut back_from, mut back_to) =
+                (far.try_clone().unwrap(), stream.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut back_from, &mut back_to);
+                let _ = back_to.shutdown(std::net::Shutdown::Both);
+            });
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut stream, &mut far);
+                let _ = far.shutdown(std::net::Shutdown::Both);
+            });
+        }
+    });
+    (near, refused)
+}
+
+#[test]
+fn a_source_speaks_the_version_of_an_older_destination() {
+    // Mutations: the refusal ends the migration; a channel greets in the newest version.
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let (far, told, receiving, _) = receive(&source);
+    let (to, refused) = one_version(Version::V5, &far);
+    let handle = MigrationHandle::default();
+    handle.switch_over(true).unwrap();
+    let options = Options { to, ..options(3, true) };
+    let measures = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap();
+    receiving.join().unwrap().unwrap();
+    assert_eq!((measures.protocol_version, measures.features.as_str()), (5, "none"));
+    assert!(measures.verified && measures.channels == 3);
+    assert_eq!(refused.try_iter().count(), 1, "one connection, the first, was of version 6");
+    let accepted = told.try_iter().find_map(|notice| match notice {
+        Notice::Accepted { protocol_version, features, .. } => Some((protocol_version, features)),
+        Notice::Refused(why) => panic!("{why}"),
+        _ => None,
+    });
+    assert_eq!(accepted, Some((5, "none".to_owned())));
+}
+
+#[test]
+fn two_of_the_same_release_speak_the_newest_version() {
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, _told, receiving, _) = receive(&source);
+    let handle = MigrationHandle::default();
+    handle.switch_over(true).unwrap();
+    let options = Options { to, ..options(1, false) };
+    let measures = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap();
+    receiving.join().unwrap().unwrap();
+    assert_eq!(measures.protocol_version, Version::NEWEST.number());
+    assert_eq!(measures.features, Features::HERE.to_string());
+}
+
+#[test]
+fn a_destination_that_speaks_no_version_of_ours_is_named_with_the_cure() {
+    for (answer, theirs) in
+        [(greeting_of(4, 0), "version 4"), (greeting_of(8, 7), "versions 7 to 8")]
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to = listener.local_addr().unwrap().to_string().parse().unwrap();
+        let answering = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let first = read_greeting(&mut stream).unwrap();
+            stream.write_all(&answer).unwrap();
+            (first.version, listener)
+        });
+        let mut source = Source::start(Duration::from_secs(60), Vec::new());
+        let handle = MigrationHandle::default();
+        let options = Options { to, ..options(1, false) };
+        let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
+        let (first, listener) = answering.join().unwrap();
+        assert_eq!(first, Version::NEWEST);
+        let words = failure.to_string();
+        let expected = format!(
+            "the peer speaks {theirs} of the protocol and this godwit versions 5 to 6: install \
+             the same release on both hosts, or releases that have a version in common"
+        );
+        assert!(words.contains(&expected), "{words}");
+        assert_eq!(failure.survivor, Survivor::Source);
+        assert!(source.running.load(std::sync::atomic::Ordering::Relaxed));
+        // It does not come back with a version that nobody here speaks.
+        listener.set_nonblocking(true).unwrap();
+        assert!(listener.accept().is_err());
+    }
+}
+
+#[test]
+fn sources_of_other_releases_are_told_our_versions_and_waiting_goes_on() {
+    // Mutations: the destination gives up, or answers nothing; one that will be back in a version
+    // of ours is told of as if that were a problem.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, told, receiving, cancel) = receive(&source);
+    for (version, oldest) in [(4, 0), (8, 7), (7, 6)] {
+        let mut stream = connect(&to);
+        stream.write_all(&greeting_of(version, oldest)).unwrap();
+        let mut answer = [0; GREETING_LEN];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(answer, greeting_of(6, 5), "to version {version}");
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it closes");
+    }
+    drop(greet(&to, Version::V6));
+    cancel.cancel();
+    assert!(receiving.join().unwrap().is_err());
+    let refused: Vec<_> = told
+        .try_iter()
+        .filter_map(|notice| match notice {
+            Notice::Refused(why) => Some(why),
+            _ => None,
+        })
+        .filter(|why| why.contains("of the protocol"))
+        .collect();
+    assert_eq!(refused.len(), 2, "{refused:?}");
+    for (why, theirs) in refused.iter().zip(["version 4", "versions 7 to 8"]) {
+        assert!(why.contains(&format!("speaks {theirs} of the protocol")), "{why}");
+        assert!(why.contains("this godwit versions 5 to 6: install the same release"), "{why}");
+    }
+}
+
+/// What `features` of a source that speaks `version` the destination at `to` accepts.
+fn accepted(to: &Address, source: &Source, version: Version, features: Features) -> Features {
+    let mut control = greet(to, version);
+    let block = |(name, pages): (&str, PageCount)| BlockOffer { name: name.to_owned(), pages };
+    let ram = source.ram();
+    let inquiry = Message::Inquiry(Offer {
+        channels: 1,
+        codecs: 0,
+        features,
+        verify: false,
+        running: true,
+        machine: "made-up".to_owned(),
+        blocks: ram.iter().map(|it| block((it.name(), it.pages()))).collect(),
+        disks: Vec::new(),
+    });
+    control.write_all(&inquiry.encode()).unwrap();
+    loop {
+        match read_message(&mut control) {
+            Message::Question(mut question) => {
+                question.reverse();
+                control.write_all(&Message::Answer(question).encode()).unwrap();
+            }
+            Message::Accept { features, .. } => return features,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
+    // Mutations: the destination says what it has and not what both have; it does not look at the
+    // version.
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, _told, receiving, cancel) = receive(&source);
+    let all = Features(u32::MAX);
+    assert_eq!(accepted(&to, &source, Version::V6, all), Features::HERE, "unknown bits are left");
+    assert_eq!(accepted(&to, &source, Version::V6, Features::NONE), Features::NONE);
+    assert_eq!(accepted(&to, &source, Version::V5, all), Features::NONE);
+    cancel.cancel();
+    assert!(receiving.join().unwrap().is_err());
+}
+
+#[test]
+fn a_destination_cannot_accept_a_feature_that_was_not_offered() {
+    for (version, features) in
+        [(Version::V6, Features(!Features::HERE.0)), (Version::V5, Features(1))]
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to: Address = listener.local_addr().unwrap().to_string().parse().unwrap();
+        let answering = std::thread::spawn(move || {
+            loop {
+                let (mut stream, _) = listener.accept().unwrap();
+                let greeting = read_greeting(&mut stream).unwrap();
+                if greeting.version != version {
+                    let refusal = Greeting { version, ..Greeting::refusal() };
+                    stream.write_all(&refusal.encode()).unwrap();
+                    continue;
+                }
+                stream.write_all(&greeting.encode()).unwrap();
+                let Message::Offer(offer) = read_message(&mut stream) else { panic!("no offer") };
+                let accept = Message::Accept { codecs: 0, features };
+                stream.write_all(&accept.encode()).unwrap();
+                while !matches!(read_message(&mut stream), Message::Abort { .. }) {}
+                return offer.features;
+            }
+        });
+        let mut source = Source::start(Duration::from_secs(60), Vec::new());
+        let options = Options { to, ..options(1, false) };
+        let handle = MigrationHandle::default();
+        let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
+        assert!(failure.to_string().contains("features that were not offered"), "{failure}");
+        assert_eq!(failure.survivor, Survivor::Source);
+        assert_eq!(answering.join().unwrap(), version.features());
+    }
+}
+
+#[test]
+fn all_connections_of_a_session_are_of_one_version() {
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, told, receiving, cancel) = receive(&source);
+    let _control = greet(&to, Version::V5);
+    for role in [Role::Channel(0), Role::Resume] {
+        let mut stream = connect(&to);
+        let greeting = Greeting { version: Version::V6, session: SESSION, role, attempt: 1 };
+        stream.write_all(&greeting.encode()).unwrap();
+        assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it closes");
+    }
+    cancel.cancel();
+    assert!(receiving.join().unwrap().is_err());
+    let other = "a connection of the session, in another version of the protocol";
+    let refused = told.try_iter().filter(|it| matches!(it, Notice::Refused(why) if why == other));
+    assert_eq!(refused.count(), 2);
+}

@@ -1,0 +1,135 @@
+//! The Debian package: installed into a root that has nothing but what it depends on, run there,
+//! and removed.
+
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, ensure};
+use godwit_testbed::{Godwit, Room, skip};
+
+/// What the package depends on.
+const BELOW: [&str; 2] = ["libc6", "libgcc-s1"];
+
+fn run(command: &mut Command) -> anyhow::Result<Output> {
+    command.output().with_context(|| format!("cannot run {command:?}"))
+}
+
+fn done(command: &mut Command) -> anyhow::Result<String> {
+    let output = run(command)?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{command:?}: {}: {said}", output.status);
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// A root directory with the packages [`BELOW`], as far as this host has them, and dpkg's word for
+/// it that they are installed.
+fn clean_root(root: &Path) -> anyhow::Result<()> {
+    for merged in ["bin", "sbin", "lib", "lib64"] {
+        std::fs::create_dir_all(root.join("usr").join(merged))?;
+        symlink(format!("usr/{merged}"), root.join(merged))?;
+    }
+    let mut installed = String::new();
+    for package in BELOW {
+        installed += &done(Command::new("dpkg-query").args(["-s", package]))?;
+        installed.push('\n');
+        for file in done(Command::new("dpkg-query").args(["-L", package]))?.lines() {
+            let to = root.join(file.trim_start_matches('/'));
+            let Ok(kind) = std::fs::symlink_metadata(file) else { continue };
+            // Some are named twice, by way of /lib and of /usr/lib.
+            if kind.is_dir() || to.symlink_metadata().is_ok() {
+                continue;
+            }
+            std::fs::create_dir_all(to.parent().context("no directory")?)?;
+            if kind.is_symlink() {
+                symlink(std::fs::read_link(file)?, &to)?;
+            } else {
+                std::fs::copy(file, &to)?;
+            }
+        }
+    }
+    let database = root.join("var/lib/dpkg");
+    std::fs::create_dir_all(database.join("info"))?;
+    std::fs::create_dir_all(database.join("updates"))?;
+    Ok(std::fs::write(database.join("status"), installed)?)
+}
+
+fn dpkg(root: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new("dpkg");
+    command.arg(format!("--root={}", root.display())).arg("--log=/dev/null").args(words);
+    command
+}
+
+/// The package of the godwit that is tested.
+fn package(out: &Path) -> anyhow::Result<PathBuf> {
+    let godwit = Godwit::built()?;
+    let program = godwit.program();
+    let xtask = program.parent().context("no directory")?.join("xtask");
+    ensure!(xtask.exists(), "{} is missing: `cargo build -p xtask`", xtask.display());
+    let mut make = Command::new(xtask);
+    make.args(["deb", "--binary"]).arg(program).arg("--out").arg(out);
+    Ok(done(&mut make)?.lines().last().context("no path")?.into())
+}
+
+#[test]
+fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
+    let test = "a_package_is_all_that_a_clean_root_needs";
+    if Command::new("dpkg-deb").arg("--version").output().is_err() {
+        skip(test, "this is not Debian or a relative of it");
+        return Ok(());
+    }
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "only root may change its root directory");
+        return Ok(());
+    }
+    let room = Room::new()?;
+    let (root, out) = (room.dir().join("root"), room.dir().join("out"));
+    clean_root(&root)?;
+    let package = package(&out)?;
+    let package = package.to_str().context("a path that is text")?;
+    done(&mut dpkg(&root, &["-i", package]))?;
+
+    let inside = |words: &[&str]| {
+        let mut command = Command::new("chroot");
+        command.arg(&root).arg("/usr/bin/godwit").args(words);
+        run(&mut command)
+    };
+    let version = inside(&["--version"])?;
+    ensure!(version.status.success(), "{version:?}");
+    let name = Path::new(package).file_name().context("no name")?.to_string_lossy();
+    let version = String::from_utf8(version.stdout)?;
+    let number = version.split_whitespace().nth(1).context("no number")?;
+    ensure!(name.starts_with(&format!("godwit_{number}_")), "{version} is in {name}");
+    let simulated = inside(&["simulate", "--json"])?;
+    ensure!(simulated.status.success(), "{simulated:?}");
+    ensure!(!simulated.stdout.is_empty());
+    let wrong = inside(&["migrate", "--nonsense"])?;
+    ensure!(wrong.status.code() == Some(2), "{wrong:?}");
+
+    let files = done(&mut dpkg(&root, &["-L", "godwit"]))?;
+    for wanted in [
+        "/usr/share/man/man1/godwit.1.gz",
+        "/usr/share/man/man1/godwit-migrate.1.gz",
+        "/usr/share/man/man1/godwit-microvm-run.1.gz",
+        "/usr/share/bash-completion/completions/godwit",
+        "/usr/share/zsh/vendor-completions/_godwit",
+        "/usr/share/fish/vendor_completions.d/godwit.fish",
+        "/usr/share/doc/godwit/docs/qemu.md",
+        "/usr/share/doc/godwit/copyright",
+    ] {
+        ensure!(files.lines().any(|file| file == wanted), "{wanted} is not in {files}");
+        ensure!(root.join(&wanted[1..]).metadata()?.len() > 0, "{wanted} is empty");
+    }
+
+    // A system without its C library is told so.
+    let status = root.join("var/lib/dpkg/status");
+    done(&mut dpkg(&root, &["-P", "godwit"]))?;
+    for file in files.lines().filter(|file| file.contains("godwit")) {
+        ensure!(!root.join(&file[1..]).exists(), "{file} was left behind");
+    }
+    std::fs::write(&status, "")?;
+    let refused = run(&mut dpkg(&root, &["-i", package]))?;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    ensure!(!refused.status.success() && said.contains("depends on libc6"), "{said}");
+    Ok(())
+}
