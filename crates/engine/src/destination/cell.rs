@@ -11,7 +11,6 @@
 use godwit_confine::{Calls, Confined, Confinement, Rights, Witness, give_up_all, keep, seal};
 use godwit_memory::{Place, RamBlock};
 
-use super::channel::PEER;
 use crate::EngineError;
 
 /// Makes the cells of one migration.
@@ -77,7 +76,7 @@ impl Cells {
     /// What one of them was kept from, as an error.
     pub(super) fn tried(&self) -> Option<EngineError> {
         let tried = self.0.as_ref()?.tried()?;
-        Some(EngineError::Confined { peer: PEER, tried })
+        Some(EngineError::Confined { tried })
     }
 }
 
