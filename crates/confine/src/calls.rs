@@ -56,6 +56,8 @@ impl Calls {
                 libc::SYS_madvise,
                 libc::SYS_futex,
                 libc::SYS_sched_yield,
+                // How many arenas the C library has.
+                libc::SYS_sched_getaffinity,
                 libc::SYS_nanosleep,
                 libc::SYS_clock_nanosleep,
                 libc::SYS_restart_syscall,

@@ -127,7 +127,8 @@ pub enum EngineError {
         /// Why, in its words.
         text: String,
     },
-    /// A thread that reads what the source sends tried what it has no use for, and was kept from it.
+    /// A thread that reads what the source sends tried what it has no use for, and was kept from
+    /// it.
     #[error(
         "what reads the bytes of the source was kept from {tried}, for which it has no use: they \
          may have taken it over, so nothing that came is used; report this (godwit receive \
