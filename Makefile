@@ -156,6 +156,10 @@ bench-secure: guest qemu ## what encryption costs (five minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
 	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
 
+.PHONY: bench-sim
+bench-sim: ## a million simulated migrations in which something goes wrong, within five minutes
+	@$(CARGO) run --quiet --release --package godwit-sim --example faults
+
 # `make bench-bulk BENCH_BULK='--size 4 --only raw'` for other figures; see the program's own usage line.
 BENCH_BULK ?=
 

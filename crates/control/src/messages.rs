@@ -89,6 +89,9 @@ pub struct ReceiveRequest {
     /// 0: not at all.
     #[serde(default = "reconnect_ms")]
     pub reconnect_ms: u64,
+    /// Leave the threads that read what comes from outside unconfined.
+    #[serde(default)]
+    pub unconfined: bool,
 }
 
 /// How to move the guest away; the engine's options. One that is not known here is refused: a
@@ -540,6 +543,7 @@ mod tests {
             overcommit: false,
             security: SecurityWish::default(),
             reconnect_ms: 60_000,
+            unconfined: false,
         };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());

@@ -132,18 +132,27 @@ impl FrameReader {
 /// Reads the messages of a control connection in a thread of its own and hands each to `deliver`,
 /// up to the error that ends the connection, or until `deliver` answers no. A peer that says
 /// nothing for [`limits::LINK`] is such an error; that it is there is not handed on. While
-/// `deliver` waits nothing is read, and no time counts.
+/// `deliver` waits nothing is read, and no time counts. What the thread does to `begin` with lasts
+/// as long as it does.
 ///
 /// # Errors
 /// When the kernel does not take the limit.
-pub(crate) fn read_messages(
+pub(crate) fn read_messages<B>(
     stream: Stream,
     peer: Peer,
+    begin: impl FnOnce() -> Result<B, EngineError> + Send + 'static,
     mut deliver: impl FnMut(Result<Message, EngineError>) -> bool + Send + 'static,
 ) -> Result<(), EngineError> {
     stream.set_read_limit(Some(limits::LINK)).map_err(link_error(peer))?;
     let mut reader = FrameReader::new(stream, peer);
     let read = move || {
+        let _begun = match begin() {
+            Ok(begun) => begun,
+            Err(error) => {
+                deliver(Err(error));
+                return;
+            }
+        };
         loop {
             let message = match reader.message() {
                 Ok(Message::Alive) => continue,

@@ -391,6 +391,7 @@ impl Host {
             disks,
             overcommit: request.overcommit,
             reconnect: Duration::from_millis(request.reconnect_ms),
+            confined: !request.unconfined && godwit_confine::is_available(),
             ..destination::Options::default()
         };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {

@@ -12,6 +12,8 @@ pub(crate) struct Disk {
     pub(crate) full_pass: bool,
     /// Bytes that the guest wrote in this round.
     pub(crate) written: f64,
+    /// Blocks sent, and not known to have arrived.
+    flight: f64,
 }
 
 impl Disk {
@@ -24,6 +26,7 @@ impl Disk {
             pending: spec.size.0 as f64 / granularity,
             full_pass: true,
             written: 0.0,
+            flight: 0.0,
         }
     }
 
@@ -59,9 +62,22 @@ impl Disk {
 
     pub(crate) fn send(&mut self, bytes: f64) {
         self.pending -= bytes / self.spec.granularity.0 as f64;
+        self.flight += bytes / self.spec.granularity.0 as f64;
         if self.pending < 1e-6 {
             self.pending = 0.0;
         }
+    }
+
+    /// All that was sent has arrived.
+    pub(crate) fn placed(&mut self) {
+        self.flight = 0.0;
+    }
+
+    /// What was sent last is lost, up to `window` bytes.
+    pub(crate) fn take_back(&mut self, window: f64) {
+        let lost = self.flight.min(window / self.spec.granularity.0 as f64);
+        self.pending += lost;
+        self.placed();
     }
 
     /// Bytes dirty or never sent.

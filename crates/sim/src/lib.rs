@@ -29,10 +29,11 @@ mod source;
 
 pub use chart::chart;
 pub use forecast::{Forecast, Sample, fit, forecast};
-pub use named::{NAMES, named, plain, random};
+pub use named::{NAMES, named, plain, random, random_trouble};
 pub use outcome::{End, Outcome, Point, RoundRow};
 pub use rng::Rng;
 pub use scenario::{
-    Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Region, Scenario, Synchronisation, Vcpus,
+    Cut, DiskSpec, GuestSpec, Incident, LinkSpec, Moment, Phase, Region, Scenario, Synchronisation,
+    Trouble, Vcpus,
 };
 pub use simulation::run;

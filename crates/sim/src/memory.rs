@@ -26,6 +26,12 @@ struct Segment {
     governed: bool,
     /// Taken by a harvest at the start of the round.
     taken: f64,
+    /// Sent, and not known to have arrived.
+    flight: f64,
+    /// To be sent again, as the source believes.
+    owed: f64,
+    /// Lost on the way, and not sent again: the destination lacks them.
+    missing: f64,
 }
 
 #[derive(Clone, Debug)]
@@ -90,6 +96,9 @@ impl Memory {
                     sent: false,
                     governed: false,
                     taken: 0.0,
+                    flight: 0.0,
+                    owed: 0.0,
+                    missing: 0.0,
                 });
             }
         }
@@ -106,6 +115,9 @@ impl Memory {
                 sent: false,
                 governed: false,
                 taken: 0.0,
+                flight: 0.0,
+                owed: 0.0,
+                missing: 0.0,
             });
             rest -= share;
         }
@@ -214,12 +226,51 @@ impl Memory {
             self.advance(time, effort.0, effort.1);
             used += time;
             sent += time * rate;
+            if let Some(segment) = self.segments.get_mut(self.cursor.wrapping_sub(1)) {
+                segment.flight += time * rate;
+            }
             self.pending -= time * rate;
             if self.pending < 1e-6 {
                 self.pending = 0.0;
             }
         }
         (used, sent)
+    }
+
+    /// All that was sent has arrived.
+    pub(crate) fn placed(&mut self) {
+        self.segments.iter_mut().for_each(|segment| segment.flight = 0.0);
+    }
+
+    /// The link breaks: the pages that were sent last, up to `window`, do not arrive.
+    pub(crate) fn lose(&mut self, window: f64) {
+        let mut left = window;
+        let cursor = self.cursor.min(self.segments.len());
+        for segment in self.segments[..cursor].iter_mut().rev() {
+            let lost = segment.flight.min(left);
+            left -= lost;
+            segment.missing = (segment.missing + lost).min(segment.data);
+        }
+    }
+
+    /// Pages that the destination lacks, but for those that are still to be sent.
+    pub(crate) fn missing(&self) -> f64 {
+        self.segments.iter().map(|segment| segment.missing).sum()
+    }
+
+    /// The connections are lost, and with them the pages that were sent last, up to `window`: they
+    /// are to be sent again, and so is what was harvested and not sent.
+    pub(crate) fn take_back(&mut self, window: f64) {
+        let mut left = window;
+        let harvested = std::mem::take(&mut self.pending);
+        let cursor = self.cursor.min(self.segments.len());
+        for (back, segment) in self.segments[..cursor].iter_mut().rev().enumerate() {
+            let lost = segment.flight.min(left);
+            left -= lost;
+            let rest = if back == 0 { harvested } else { 0.0 };
+            segment.owed = (segment.owed + lost + rest).min(segment.data);
+        }
+        self.placed();
     }
 
     /// Takes the next segment with anything to send; false when there is none in this round.
@@ -232,7 +283,11 @@ impl Memory {
             }
             let dirty = if self.at_once { &mut segment.taken } else { &mut segment.dirty };
             let found = std::mem::take(dirty);
-            self.pending = if segment.sent { found } else { segment.data };
+            let lost = std::mem::take(&mut segment.owed);
+            segment.missing = (segment.missing - lost).max(0.0);
+            // A page that was lost and written since is sent once.
+            self.pending =
+                if segment.sent { (found + lost).min(segment.data) } else { segment.data };
             segment.sent = true;
             segment.governed = self.governs;
             if self.pending >= 0.5 {
@@ -248,7 +303,7 @@ impl Memory {
     pub(crate) fn remaining(&self) -> f64 {
         let all = |segment: &Segment| {
             if segment.sent {
-                (segment.dirty + segment.taken).min(segment.data)
+                (segment.dirty + segment.taken + segment.owed).min(segment.data)
             } else {
                 segment.data
             }

@@ -7,7 +7,8 @@ use godwit_units::{ByteCount, Rate};
 
 use crate::Rng;
 use crate::scenario::{
-    Cut, DiskSpec, GuestSpec, LinkSpec, Phase, Scenario, Synchronisation, Vcpus,
+    Cut, DiskSpec, GuestSpec, Incident, LinkSpec, Moment, Phase, Scenario, Synchronisation,
+    Trouble, Vcpus,
 };
 
 const MIB: u64 = 1 << 20;
@@ -65,6 +66,8 @@ pub fn plain(title: &str, guest: GuestSpec, bandwidth: Rate) -> Scenario {
         verify: false,
         verification: Duration::ZERO,
         cut: None,
+        incidents: Vec::new(),
+        reconnect: Duration::ZERO,
         tick: ms(100),
         longest: Duration::from_secs(100 * 3600),
         seed: 1,
@@ -157,6 +160,40 @@ fn disk(
         working_set,
         granularity: ByteCount(granularity),
     }
+}
+
+/// A migration by chance in which one to three things go wrong, most of them while it lasts.
+#[must_use]
+pub fn random_trouble(seed: u64) -> Scenario {
+    let mut scenario = random(seed);
+    let mut rng = Rng::new(seed ^ 0x7472_6f75_626c_6521);
+    // The larger, the longer: a hundred segments say as much as a thousand.
+    scenario.guest.memory = ByteCount(scenario.guest.memory.0.min(4 << 30));
+    scenario.guest.data = ByteCount(scenario.guest.data.0.min(4 << 30));
+    scenario.cut = None;
+    // Of memory alone: with a disk, the simulation's last round goes on with the pass that it finds
+    // and leaves what was written behind it.
+    scenario.disk = None;
+    scenario.reconnect = [Duration::ZERO, ms(10_000), ms(60_000)][rng.below(3) as usize];
+    let (mut at, mut message) = (0.0, 0);
+    for _ in 0..=rng.below(3) {
+        at += rng.magnitude(0.001, 20.0);
+        message += 1 + rng.below(8) as u32;
+        let time = Duration::from_secs_f64(rng.magnitude(0.01, 9.0));
+        let timed = rng.below(2) == 0;
+        let trouble = match rng.below(8) {
+            0..3 => Trouble::Cut((rng.below(8) > 0).then_some(time * 4)),
+            3 if timed => Trouble::Stall(time),
+            3 | 4 => Trouble::SourceKilled,
+            5 => Trouble::DestinationKilled,
+            6 => Trouble::SourceFails,
+            _ => Trouble::DestinationFails,
+        };
+        let moment =
+            if timed { Moment::At(Duration::from_secs_f64(at)) } else { Moment::Message(message) };
+        scenario.incidents.push(Incident { moment, trouble });
+    }
+    scenario
 }
 
 /// A scenario by chance, small enough to run ten thousand of them.

@@ -2,6 +2,9 @@
 
 use serde::Serialize;
 
+/// What may be left of half pages, in all segments together.
+const PARTS: f64 = 300.0;
+
 /// How it ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -97,6 +100,13 @@ pub struct Outcome {
     pub governed: bool,
     /// The lowest limit of disk writes, bytes each second.
     pub disk_limit: Option<f64>,
+    /// How often lost connections were made again.
+    pub resumptions: u32,
+    /// Pages that the destination lacked when the guest was given away. More than parts of a page
+    /// must not be.
+    pub lacking: f64,
+    /// The source's godwit was killed behind COMMIT: its operator has seen where the guest is.
+    pub recovered: bool,
     /// The most sides that could run the guest at one time. More than one must not be.
     pub owners: u8,
     /// All rounds, the last with the guest stopped.
@@ -124,10 +134,26 @@ impl Outcome {
             throttle: 0.0,
             governed: false,
             disk_limit: None,
+            resumptions: 0,
+            lacking: 0.0,
+            recovered: false,
             owners: 0,
             rounds: Vec::new(),
             points: Vec::new(),
         }
+    }
+
+    /// What is wrong with it, whatever went wrong on the way: it has ended, with one owner, who has
+    /// all of the guest.
+    #[must_use]
+    pub fn fault(&self) -> Option<&'static str> {
+        let checks = [
+            (self.end == End::Endless, "it does not end"),
+            (self.owners > 1, "two owners"),
+            (self.owners == 0, "no owner"),
+            (self.moved() && self.lacking > PARTS, "the destination lacks pages"),
+        ];
+        checks.iter().find(|(wrong, _)| *wrong).map(|(_, what)| *what)
     }
 
     /// Whether the guest moved.

@@ -40,6 +40,11 @@ pub struct Scenario {
     pub verification: Duration,
     /// The link breaks.
     pub cut: Option<Cut>,
+    /// What else goes wrong, in the order in which it does.
+    pub incidents: Vec<Incident>,
+    /// How long connections that are lost before the guest is stopped are made again; zero: they
+    /// are not.
+    pub reconnect: Duration,
     /// Time between looks within a round; longer where a round takes more than a hundred.
     pub tick: Duration,
     /// Nothing goes on after this.
@@ -103,6 +108,42 @@ pub struct Cut {
     pub message: Option<u32>,
     /// Until it can be connected again.
     pub heals: Option<Duration>,
+}
+
+/// Something that goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Incident {
+    /// When.
+    pub moment: Moment,
+    /// What.
+    pub trouble: Trouble,
+}
+
+/// When something goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Moment {
+    /// So long after the start.
+    At(Duration),
+    /// Before this message of the conversation is sent.
+    Message(u32),
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// The link breaks, and can be connected again after so long, if at all.
+    Cut(Option<Duration>),
+    /// Pages do not pass for so long, which is too short to be taken for a broken link. At a moment
+    /// of its own ([`Moment::At`]) only.
+    Stall(Duration),
+    /// The source fails, or its operator cancels.
+    SourceFails,
+    /// The destination fails.
+    DestinationFails,
+    /// The source's godwit is killed; its guardian stands in.
+    SourceKilled,
+    /// The destination's godwit is killed; its guardian stands in.
+    DestinationKilled,
 }
 
 /// A disk that moves.

@@ -8,7 +8,7 @@ use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State 
 use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
 
 use crate::outcome::{End, Outcome};
-use crate::scenario::Scenario;
+use crate::scenario::{Moment, Scenario, Trouble};
 use crate::source::Source;
 
 /// A source in doubt asks again this often, for as long.
@@ -39,8 +39,14 @@ struct Simulation<'a> {
     link: bool,
     cut_done: bool,
     broke_at: f64,
+    /// From when on it can be connected again.
+    heals_at: f64,
     source_knows: bool,
     destination_knows: bool,
+    /// Incidents that have happened.
+    incidents: usize,
+    source_killed: bool,
+    destination_killed: bool,
 }
 
 /// Takes `scenario` to its end.
@@ -59,8 +65,12 @@ pub fn run(scenario: &Scenario) -> Outcome {
         link: true,
         cut_done: false,
         broke_at: 0.0,
+        heals_at: 0.0,
         source_knows: false,
         destination_knows: false,
+        incidents: 0,
+        source_killed: false,
+        destination_killed: false,
     };
     for _ in 0..STEPS {
         let goes_on = simulation.turn();
@@ -80,8 +90,98 @@ impl Simulation<'_> {
         *seen = (*seen).max(owners);
     }
 
+    /// When the next incident happens that has a time of its own.
+    fn next_incident(&self) -> Option<f64> {
+        let rest = self.scenario.incidents.get(self.incidents..)?;
+        let next = rest.iter().find(|incident| !matches!(incident.trouble, Trouble::Stall(_)))?;
+        match next.moment {
+            Moment::At(at) => Some(at.as_secs_f64()),
+            Moment::Message(_) => None,
+        }
+    }
+
+    /// Lets happen what is due.
+    fn meet_incidents(&mut self) {
+        while let Some(incident) = self.scenario.incidents.get(self.incidents) {
+            let due = match incident.moment {
+                Moment::At(at) => self.engine.now >= at.as_secs_f64(),
+                Moment::Message(message) => self.messages >= message,
+            };
+            if !due {
+                break;
+            }
+            self.incidents += 1;
+            self.meet(incident.trouble);
+        }
+        self.engine.until = self.next_incident();
+    }
+
+    fn meet(&mut self, trouble: Trouble) {
+        match trouble {
+            Trouble::Cut(heals) => {
+                self.break_link(heals.map_or(f64::INFINITY, |t| t.as_secs_f64()))
+            }
+            // The link knows.
+            Trouble::Stall(_) => {}
+            Trouble::SourceFails if !self.source_killed => {
+                self.source_todo.clear();
+                self.source_takes(Si::Failed);
+            }
+            // One that runs the guest has not failed to.
+            Trouble::DestinationFails
+                if !self.destination_killed && self.destination != Ds::Starting =>
+            {
+                self.destination_todo.clear();
+                self.destination_takes(Di::Failed);
+            }
+            Trouble::SourceKilled if !self.source_killed && !self.source.is_final() => {
+                self.source_killed = true;
+                self.break_link(f64::INFINITY);
+                self.source_todo.clear();
+                self.wire.retain(|message| matches!(message, Message::ToDestination(_)));
+                // Its guardian runs what was not given away.
+                if self.source.may_run_guest() {
+                    self.engine.runs_again();
+                }
+            }
+            Trouble::DestinationKilled
+                if !self.destination_killed && !self.destination.is_final() =>
+            {
+                self.destination_killed = true;
+                self.break_link(f64::INFINITY);
+                self.destination_todo.clear();
+                self.wire.retain(|message| matches!(message, Message::ToSource(_)));
+                // So does this one with what was given to it, and ends what was not.
+                if !self.destination.may_run_guest() {
+                    self.destination = Ds::Discarded;
+                }
+            }
+            Trouble::SourceFails
+            | Trouble::DestinationFails
+            | Trouble::SourceKilled
+            | Trouble::DestinationKilled => {}
+        }
+    }
+
+    fn break_link(&mut self, heals: f64) {
+        if self.link {
+            (self.link, self.broke_at) = (false, self.engine.now);
+            (self.source_knows, self.destination_knows) = (false, false);
+            self.heals_at = self.engine.now;
+        }
+        self.heals_at = self.heals_at.max(self.engine.now + heals);
+    }
+
     /// One thing that happens next; false when nothing does any more.
     fn turn(&mut self) -> bool {
+        self.meet_incidents();
+        // Nobody goes on with what a godwit that was killed had begun.
+        if self.source_killed {
+            self.source_todo.clear();
+        }
+        if self.destination_killed {
+            self.destination_todo.clear();
+        }
         if let Some(input) = self.source_todo.pop_front() {
             self.source_takes(input);
         } else if let Some(input) = self.destination_todo.pop_front() {
@@ -105,10 +205,11 @@ impl Simulation<'_> {
                 }
                 Message::ToSource(input) => self.source_takes(input),
             }
-        } else if !self.link && !self.source_knows {
+        } else if !self.link && !self.source_knows && !self.source_killed {
             self.source_knows = true;
-            self.source_takes(Si::Failed);
-        } else if !self.link && !self.destination_knows {
+            let returns = !self.scenario.reconnect.is_zero();
+            self.source_takes(if returns { Si::LinkLost } else { Si::Failed });
+        } else if !self.link && !self.destination_knows && !self.destination_killed {
             self.destination_knows = true;
             self.destination_takes(Di::LinkLost);
         } else {
@@ -117,22 +218,63 @@ impl Simulation<'_> {
         true
     }
 
-    /// In doubt: tries to reach the destination again.
+    /// Nothing is under way: whoever has lost the other tries to reach it, or waits for it.
     fn ask_again(&mut self) -> bool {
+        let severed = matches!(self.source, Ss::Severed { .. } | Ss::SeveredClosing { .. });
         let asks = self.source == Ss::InDoubt && !self.destination.is_final();
-        if !asks || self.engine.now > self.broke_at + ASK_FOR {
-            return false;
+        if severed && !self.source_killed {
+            self.return_or_give_up();
+            return true;
         }
-        self.engine.wait(ASK_EVERY);
-        let heals = self.scenario.cut.and_then(|cut| cut.heals);
-        if heals.is_some_and(|time| self.engine.now >= self.broke_at + time.as_secs_f64()) {
-            (self.link, self.source_knows, self.destination_knows) = (true, false, false);
-            self.source_takes(Si::Reconnected);
+        if asks && !self.source_killed && self.engine.now <= self.broke_at + ASK_FOR {
+            self.engine.wait(ASK_EVERY);
+            if self.engine.now >= self.heals_at && !self.destination_killed {
+                self.connect();
+                self.source_takes(Si::Reconnected);
+            }
+            return true;
         }
-        true
+        // Nor is a source waited for for ever.
+        let waits =
+            matches!(self.destination, Ds::Severed | Ds::SeveredPrepared | Ds::Ready | Ds::Running);
+        let incidents = !self.scenario.incidents.is_empty();
+        if waits && !self.link && !self.destination_killed && incidents {
+            self.destination_takes(Di::Failed);
+            return true;
+        }
+        false
+    }
+
+    /// The source takes the migration up again as soon as it can, and gives up when it has tried
+    /// for long enough.
+    fn return_or_give_up(&mut self) {
+        let limit = self.broke_at + self.scenario.reconnect.as_secs_f64();
+        let until = self.next_incident().unwrap_or(f64::INFINITY).min(self.heals_at).min(limit);
+        self.engine.wait((until - self.engine.now).max(0.0));
+        self.meet_incidents();
+        if self.source_killed || self.source.is_final() {
+            return;
+        }
+        let awaited = matches!(self.destination, Ds::Severed | Ds::SeveredPrepared);
+        if self.engine.now >= limit {
+            self.source_takes(Si::Failed);
+        } else if self.engine.now >= self.heals_at && !self.destination_killed && awaited {
+            self.connect();
+            self.engine.outcome.resumptions += 1;
+            self.destination_takes(Di::Returned);
+        } else if self.engine.now >= self.heals_at {
+            // Nobody there knows of it.
+            self.heals_at = limit;
+        }
+    }
+
+    fn connect(&mut self) {
+        (self.link, self.source_knows, self.destination_knows) = (true, false, false);
+        self.wire.clear();
     }
 
     fn send(&mut self, message: Message) {
+        self.meet_incidents();
         self.messages += 1;
         if let (Some(cut), false) = (self.scenario.cut, self.cut_done) {
             let at = cut.at.is_some_and(|at| self.engine.now >= at.as_secs_f64());
@@ -146,9 +288,9 @@ impl Simulation<'_> {
     }
 
     fn cut(&mut self) {
-        self.link = false;
         self.cut_done = true;
-        self.broke_at = self.engine.now;
+        let heals = self.scenario.cut.and_then(|cut| cut.heals);
+        self.break_link(heals.map_or(f64::INFINITY, |time| time.as_secs_f64()));
     }
 
     fn source_takes(&mut self, input: Si) {
@@ -173,6 +315,7 @@ impl Simulation<'_> {
                 }
             }
             S::AskPolicy => {
+                self.engine.placed();
                 let prepared = matches!(self.source, Ss::Closing { .. });
                 let input = match self.engine.ask(prepared) {
                     Decision::NextRound(_) => Si::NextRound,
@@ -202,14 +345,21 @@ impl Simulation<'_> {
                 self.send(Message::ToDestination(Di::StateEnd));
                 self.source_todo.push_back(Si::StateSent);
             }
-            S::SendCommit => self.send(Message::ToDestination(Di::Commit)),
+            S::SendCommit => {
+                self.engine.give_away();
+                self.send(Message::ToDestination(Di::Commit));
+            }
+            S::Sever => {
+                // No acknowledgement comes any more that says otherwise.
+                self.engine.lose();
+                self.engine.sever();
+            }
             S::SendFarewell => self.send(Message::ToDestination(Di::Farewell)),
             S::SendAbort => self.send(Message::ToDestination(Di::Aborted)),
             S::ResumeGuest => self.engine.runs_again(),
             S::StartTracking
             | S::StartLastRound(_)
             | S::ReleaseState
-            | S::Sever
             | S::Reconnect
             | S::Resolve
             | S::RetireGuest => {}
@@ -222,6 +372,14 @@ impl Simulation<'_> {
         }
         match self.engine.copy_round(round, last) {
             Ok(()) => self.send(Message::ToDestination(Di::RoundEnd)),
+            Err(_) if self.next_incident().is_some_and(|at| self.engine.now >= at) => {
+                let before = self.source;
+                self.meet_incidents();
+                // What the source has not noticed.
+                if self.link && self.source == before {
+                    self.send(Message::ToDestination(Di::RoundEnd));
+                }
+            }
             Err(_) => self.cut(),
         }
     }
@@ -245,10 +403,12 @@ impl Simulation<'_> {
                 }
                 D::SendRunning => self.send(Message::ToSource(Si::Running)),
                 D::SendDiscarded => self.send(Message::ToSource(Si::Discarded)),
-                // Connections are not made again here before the handover: a source that was lost
-                // has given up.
-                D::AwaitReturn => self.destination_todo.push_back(Di::Failed),
-                D::WriteState | D::AwaitResolve | D::Sever | D::SendResumed | D::DiscardGuest => {}
+                // A source that makes no connection again has given up.
+                D::AwaitReturn if self.scenario.reconnect.is_zero() => {
+                    self.destination_todo.push_back(Di::Failed);
+                }
+                D::SendResumed => self.send(Message::ToSource(Si::Resumed)),
+                D::AwaitReturn | D::WriteState | D::AwaitResolve | D::Sever | D::DiscardGuest => {}
             }
         }
     }
@@ -259,6 +419,13 @@ impl Simulation<'_> {
         outcome.end = match self.source {
             _ if self.engine.now > self.scenario.longest.as_secs_f64() => End::Endless,
             Ss::Done => End::Moved,
+            // Its guardian has run the guest.
+            _ if self.source_killed && self.source.may_run_guest() => End::Stayed,
+            // Its operator looks where the guest is.
+            _ if self.source_killed => {
+                outcome.recovered = true;
+                if self.destination.may_run_guest() { End::Moved } else { End::Stayed }
+            }
             Ss::Cancelled if outcome.reason.is_some() => End::GaveUp,
             Ss::Cancelled => End::Stayed,
             Ss::InDoubt => End::InDoubt,

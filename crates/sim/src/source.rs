@@ -9,7 +9,7 @@ use godwit_units::{ByteCount, PageCount};
 use crate::disk::Disk;
 use crate::memory::Memory;
 use crate::outcome::{Outcome, Point, RoundRow};
-use crate::scenario::{Scenario, Synchronisation, Vcpus};
+use crate::scenario::{Moment, Scenario, Synchronisation, Trouble, Vcpus};
 use crate::{guest, link};
 
 /// A link that broke is noticed after this many seconds.
@@ -21,7 +21,10 @@ const LOOKS: f64 = 100.0;
 /// luck.
 const TURNS: u32 = 6;
 
-/// The link broke while a round was copied.
+/// Pages on their way at any time, as a share of what the link carries in a second.
+const WINDOW: f64 = 0.05;
+
+/// Something went wrong while a round was copied.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Broken;
 
@@ -40,6 +43,8 @@ pub(crate) struct Source<'a> {
     /// Time without sending that belongs to the round: before it, and in it.
     gap: f64,
     idle: f64,
+    /// A round is left at this time: something goes wrong then.
+    pub(crate) until: Option<f64>,
     pub(crate) outcome: Outcome,
 }
 
@@ -59,6 +64,7 @@ impl<'a> Source<'a> {
             midway: false,
             gap: 0.0,
             idle: 0.0,
+            until: None,
             scenario,
             outcome: Outcome::new(),
         }
@@ -106,8 +112,57 @@ impl<'a> Source<'a> {
         self.account(time);
     }
 
-    fn link(&self) -> f64 {
+    /// Pages that the link carries each second, if it carries any.
+    fn capacity(&self) -> f64 {
         link::pages(&self.scenario.link, self.scenario.seed, self.now)
+    }
+
+    fn link(&self) -> f64 {
+        let stalled = self.scenario.incidents.iter().any(|incident| {
+            let (Moment::At(at), Trouble::Stall(time)) = (incident.moment, incident.trouble) else {
+                return false;
+            };
+            (at.as_secs_f64()..(at + time).as_secs_f64()).contains(&self.now)
+        });
+        if stalled { 0.0 } else { self.capacity() }
+    }
+
+    /// Pages on their way.
+    fn window(&self) -> f64 {
+        self.capacity() * (WINDOW + self.scenario.link.latency.as_secs_f64())
+    }
+
+    /// The link broke: some of what was on its way has not arrived.
+    pub(crate) fn lose(&mut self) {
+        self.memory.lose(0.5 * self.window());
+    }
+
+    /// The connections are lost: the guest runs free, and what was on its way is sent again.
+    pub(crate) fn sever(&mut self) {
+        self.plan = Plan { throttle: 0.0, dirty_rate_limit: None, ..self.plan.clone() };
+        let window = self.window();
+        self.memory.take_back(window);
+        if let Some(disk) = &mut self.disk {
+            disk.take_back(window * self.scenario.link.page_bytes);
+        }
+        self.midway = false;
+        self.gap = 0.0;
+    }
+
+    /// The destination has all that was sent.
+    pub(crate) fn placed(&mut self) {
+        self.memory.placed();
+        if let Some(disk) = &mut self.disk {
+            disk.placed();
+        }
+    }
+
+    /// The guest is given away: what of it is not there.
+    pub(crate) fn give_away(&mut self) {
+        // It is given away once more where the answer was lost, and may run there by then.
+        if self.stopped.is_some() {
+            self.outcome.lacking = self.memory.remaining() + self.memory.missing();
+        }
     }
 
     fn is_cut(&self) -> bool {
@@ -146,13 +201,17 @@ impl<'a> Source<'a> {
             self.wait(self.scenario.hints.as_secs_f64());
         }
         self.idle = self.now - began;
-        let expected = self.memory.remaining() / self.link().max(1.0);
+        let expected = self.memory.remaining() / self.capacity().max(1.0);
         let disk_time = self.disk.as_ref().map_or(0.0, |disk| disk.pending() / disk.speed());
         let step = self.scenario.tick.as_secs_f64().max((expected + disk_time) / LOOKS);
         let mut passed = false;
         loop {
             if self.is_cut() {
                 self.wait(NOTICE);
+                self.end_row(round);
+                return Err(Broken);
+            }
+            if self.until.is_some_and(|until| self.now >= until) {
                 self.end_row(round);
                 return Err(Broken);
             }

@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used)]
 
 use godwit_policy::ThrottleMode;
-use godwit_sim::{End, Outcome, Scenario, random, run};
+use godwit_sim::{End, Outcome, Scenario, random, random_trouble, run};
 
 const EACH: u64 = 2500;
 
@@ -81,4 +81,29 @@ fn chance_reaches_every_end() {
 #[test]
 fn a_seed_always_gives_the_same() {
     assert_eq!(run(&random(7)), run(&random(7)));
+}
+
+/// So many of the million of `make bench-sim`.
+const TROUBLES: u64 = 5000;
+
+#[test]
+fn whatever_goes_wrong_one_side_has_all_of_the_guest() {
+    // Mutations: what was on its way is not taken back; a severed source runs into a wait without
+    // end; a killed source's guest is run behind COMMIT.
+    let outcomes = (0..TROUBLES).map(|seed| (seed, run(&random_trouble(seed))));
+    let (mut resumed, mut recovered, mut wrong) = (0, 0, Vec::new());
+    let mut ends = [0; 4];
+    for (seed, outcome) in outcomes {
+        wrong.extend(outcome.fault().map(|what| (seed, what)));
+        resumed += u32::from(outcome.resumptions > 0 && outcome.moved());
+        recovered += u32::from(outcome.recovered);
+        let known = [End::Moved, End::GaveUp, End::Stayed, End::InDoubt];
+        if let Some(at) = known.iter().position(|end| *end == outcome.end) {
+            ends[at] += 1;
+        }
+    }
+    assert_eq!(wrong, []);
+    println!("{ends:?}, {resumed} moved behind a resumption, {recovered} recovered");
+    assert!(ends.iter().all(|count| *count > 0), "{ends:?}");
+    assert!(resumed > 100 && recovered > 0, "{resumed}, {recovered}");
 }
