@@ -89,13 +89,14 @@ impl Confinement {
     }
 
     /// Confines the calling thread, for good. What it tries is told as long as the answer lives;
-    /// behind that it ends the process.
+    /// behind that it fails all the same.
     ///
     /// # Errors
     /// When this kernel has no such filters, or a filter that is there already forbids them.
     pub fn enter(&self) -> Result<Confined, ConfineError> {
         handle().map_err(ConfineError::Handler)?;
         WITNESS.set(Arc::as_ptr(&self.witness.0));
+        CONFINED.set(true);
         let confined = Confined { _witness: self.witness.clone(), _here: PhantomData };
         seccompiler::apply_filter(&self.filter).map_err(ConfineError::Refused)?;
         Ok(confined)
@@ -131,6 +132,9 @@ thread_local! {
     /// Without a destructor and with a constant at the beginning it is a plain place in memory, to
     /// which a signal handler may go.
     static WITNESS: Cell<*const AtomicI64> = const { Cell::new(ptr::null()) };
+
+    /// Whether the filter of this thread is ours.
+    static CONFINED: Cell<bool> = const { Cell::new(false) };
 }
 
 /// What SIGSYS did before.
@@ -162,14 +166,17 @@ extern "C" fn refuse(signal: libc::c_int, info: *mut libc::siginfo_t, context: *
     let witness = WITNESS.get();
     // SAFETY: the kernel hands both over to a handler with SA_SIGINFO.
     let (reason, context) = unsafe { ((*info).si_code, &mut *context.cast::<libc::ucontext_t>()) };
-    if witness.is_null() || reason != OF_A_FILTER {
+    if !CONFINED.get() || reason != OF_A_FILTER {
         return others(signal);
     }
     // The registers are those from before the call (kernel/seccomp.c, syscall_rollback).
     let registers = &mut context.uc_mcontext.gregs;
     let call = registers[libc::REG_RAX as usize];
     registers[libc::REG_RAX as usize] = -i64::from(libc::EPERM);
-    if call == libc::SYS_openat && is_looked_at(registers[libc::REG_RSI as usize] as usize) {
+    // A thread that ends has no witness any more, and gives its memory back.
+    if witness.is_null()
+        || call == libc::SYS_openat && is_looked_at(registers[libc::REG_RSI as usize] as usize)
+    {
         return;
     }
     // SAFETY: it lives as long as `Confined`, which clears the pointer when it goes.
@@ -254,6 +261,19 @@ mod tests {
         };
         assert!(!open("/proc/sys/vm/overcommit_memory"));
         assert!(open("/proc/sys/vm/overcommit_memory2") && open("/proc/sys/vm/overcommit"));
+    }
+
+    #[test]
+    fn a_thread_that_ends_may_still_be_refused_something() {
+        // Regression: an arena that shrank behind `Confined` ended the process.
+        let confinement = Confinement::new(&Calls::of_any_thread()).unwrap();
+        let witness = confinement.witness().clone();
+        let thread = std::thread::spawn(move || {
+            drop(confinement.enter().unwrap());
+            ["/proc/sys/vm/overcommit_memory", "/etc/passwd"].map(|it| errno(&File::open(it)))
+        });
+        assert_eq!(thread.join().unwrap(), [Some(libc::EPERM); 2]);
+        assert_eq!(witness.tried(), None);
     }
 
     #[test]
