@@ -24,7 +24,11 @@ pub enum Request {
     /// Stop the guest.
     Pause,
     /// Run it on.
-    Resume,
+    Resume {
+        /// Also where it is in doubt whether it runs elsewhere.
+        #[serde(default)]
+        force: bool,
+    },
     /// End the machine.
     Quit,
     /// Ask the guest to give back so much of its memory, in all.

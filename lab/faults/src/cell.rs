@@ -299,11 +299,11 @@ fn known(rig: &mut dyn Rig, side: Side) -> anyhow::Result<String> {
 
 fn recover(rig: &dyn Rig, side: Side, guest: &str, typed: &mut Vec<String>) -> anyhow::Result<()> {
     if rig.keeps_no_record() {
-        let command = if guest == "here" { "resume" } else { "quit" };
-        typed.push(format!("{side}: godwit microvm {command}"));
+        let command: &[&str] = if guest == "here" { &["resume", "--force"] } else { &["quit"] };
+        typed.push(format!("{side}: godwit microvm {}", command.join(" ")));
         let vm = rig.vm(side);
         let socket = vm.trim_start_matches("microvm:");
-        return rig.godwit().done(&["microvm", command, socket]).map(drop);
+        return rig.godwit().done(&[&["microvm"], command, &[socket]].concat()).map(drop);
     }
     typed.push(format!("{side}: godwit recover --guest {guest}"));
     rig.godwit().done(&["recover", "--vm", &rig.vm(side), "--guest", guest]).map(drop)

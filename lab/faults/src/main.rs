@@ -166,9 +166,20 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let points = points();
     let cells = arguments.cells(&points);
+    let earlier = if arguments.add { report::last_rows() } else { Ok(Vec::new()) };
+    let earlier = match earlier.and_then(|rows| report::begin(&rows).map(|()| rows)) {
+        Ok(earlier) => earlier,
+        Err(problem) => {
+            eprintln!("{problem:#}");
+            return ExitCode::FAILURE;
+        }
+    };
     let (rows, begun) = (Mutex::new(Vec::new()), AtomicUsize::new(0));
     let done = |row: Row| {
         let Ok(mut rows) = rows.lock() else { return };
+        if let Err(problem) = report::append(&row) {
+            eprintln!("the row is not kept: {problem:#}");
+        }
         rows.push(row);
         tell(rows.len(), cells.len(), &rows[rows.len() - 1]);
     };
@@ -183,11 +194,9 @@ fn main() -> ExitCode {
             });
         }
     });
-    let mut rows = rows.into_inner().unwrap_or_default();
-    if arguments.add {
-        rows = report::added(report::last_rows().unwrap_or_default(), rows);
-    }
-    let written = report::finish(&rows, arguments.seed).and_then(|met| {
+    let rows = report::added(earlier, rows.into_inner().unwrap_or_default());
+    let wanted = arguments.random.unwrap_or(1);
+    let written = report::finish(&rows, arguments.seed, wanted).and_then(|met| {
         if arguments.table || (arguments.is_whole() && arguments.random.is_none()) {
             report::write_page(&points, &rows)?;
         }

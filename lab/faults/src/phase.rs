@@ -177,13 +177,15 @@ pub fn watch(phase: Phase) -> Watch {
 
 #[cfg(test)]
 mod tests {
-    use godwit_wire::{Greeting, Message, Role, SessionId, barrier_aux, seal};
+    use godwit_wire::{Greeting, Message, Role, SessionId, Version, barrier_aux, seal};
 
     use super::*;
 
     fn greeting() -> Vec<u8> {
         let session = SessionId([1; 16]);
-        Greeting { session, role: Role::Control, attempt: 0 }.encode().to_vec()
+        Greeting { version: Version::NEWEST, session, role: Role::Control, attempt: 0 }
+            .encode()
+            .to_vec()
     }
 
     fn frame(kind: FrameKind, aux: u64, length: usize) -> Vec<u8> {
