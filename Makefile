@@ -75,8 +75,8 @@ soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_S
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
-# `make faults FAULTS='--only 1,40 --adapter kvm'` for a part, as --help tells; FULL=1: a thousand at random moments.
-FAULTS ?= $(if $(FULL),--random 1000)
+# `make faults FAULTS='--only 1,40 --adapter kvm'` for a part, as --help tells; FULL=1: a thousand and more at random moments.
+FAULTS ?= $(if $(FULL),--random 1400)
 
 .PHONY: faults
 faults: guest qemu ## every fault at every step of a migration with every kind of VM (an hour; FULL=1: a thousand at random)

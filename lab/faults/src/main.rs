@@ -195,7 +195,8 @@ fn main() -> ExitCode {
         }
     });
     let rows = report::added(earlier, rows.into_inner().unwrap_or_default());
-    let wanted = arguments.random.unwrap_or(1);
+    // At a random moment it may all be over.
+    let wanted = arguments.random.map_or(1, |count| (count * 3 / 4).clamp(1, 1000));
     let written = report::finish(&rows, arguments.seed, wanted).and_then(|met| {
         if arguments.table || (arguments.is_whole() && arguments.random.is_none()) {
             report::write_page(&points, &rows)?;
