@@ -9,10 +9,10 @@
 //!   report   rows, targets, and the table of docs/reliability.md
 //! ```
 //!
-//! A cell is a real migration between real VMs by the `godwit` command. Behind the fault exactly one
-//! side runs the guest, by itself or by what `docs/recovery.md` has an operator type; the guest has
-//! found no damage; nothing of godwit's is left; and the next migration comes to a good end. The
-//! guest of a cell is that of the cell before, so its stamps hold through all of them.
+//! A cell is a real migration between real VMs by the `godwit` command. Behind the fault exactly
+//! one side runs the guest, by itself or by what `docs/recovery.md` has an operator type; the guest
+//! has found no damage; nothing of godwit's is left; and the next migration comes to a good end.
+//! The guest of a cell is that of the cell before, so its stamps hold through all of them.
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
 //! The steps of a migration at which faults strike, and the byte on the link at which each begins.
 //!
-//! Keeps one promise: a step is recognised by the message that begins it, as it is about to pass; so
-//! everything before it has happened, and nothing of what it brings about has.
+//! Keeps one promise: a step is recognised by the message that begins it, as it is about to pass;
+//! so everything before it has happened, and nothing of what it brings about has.
 
 use std::collections::HashMap;
 use std::fmt;

@@ -250,7 +250,8 @@ mod tests {
         let first = |rows: &[Row]| table(&points, rows).lines().nth(2).unwrap().to_owned();
         let green = [row("green", "stayed", "offer"), row("green", "moved", "commit")];
         let line = first(&green);
-        assert!(line.starts_with("| 1 | migrate | killed | 1 stayed, 1 moved | – | not"), "{line}");
+        let expected = "| 1 | migrate | killed | 1 stayed, 1 moved | – | not";
+        assert!(line.starts_with(expected), "{line}");
         let red = added(green.to_vec(), vec![row("red", "", "commit")]);
         assert!(first(&red).contains("| **RED** 1 of 2 |"), "{}", first(&red));
     }

@@ -1,7 +1,7 @@
 //! A link that does harm on command: a relay of TCP in a process of the test.
 //!
-//! Keeps three promises. Without a command every byte passes as it came, in order. A watch holds the
-//! link before the very byte that it names, both ways of all connections with it, until it is
+//! Keeps three promises. Without a command every byte passes as it came, in order. A watch holds
+//! the link before the very byte that it names, both ways of all connections with it, until it is
 //! released; so what happens meanwhile happens at that moment, however busy the machine is. And a
 //! relay that is dropped leaves no connection. What the bytes mean is for the watch to say.
 
