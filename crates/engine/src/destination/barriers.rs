@@ -136,7 +136,6 @@ mod tests {
 
     #[test]
     fn only_reads_that_wait_all_the_while_are_still() {
-        // Mutations: any reads count as the same; those that have ended are not left out.
         let (begin, mut stillness) = (Instant::now(), Stillness { reads: None });
         let mut at = |seconds, reads: Option<&[u64]>| {
             let now = begin + Duration::from_secs(seconds);
