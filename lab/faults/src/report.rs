@@ -1,8 +1,9 @@
 //! What a run found: rows and targets for `target/bench/faults.json`, and the table of
 //! docs/reliability.md.
 //!
-//! Keeps two promises: the table is made of rows and of nothing else, of this run or, where it is to
-//! be added to, of those before; and a cell that was not tried, or could not be, is shown as such.
+//! Keeps two promises: the table is made of rows and of nothing else, of this run or, where it is
+//! to be added to, of those before; and a cell that was not tried, or could not be, is shown as
+//! such.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
