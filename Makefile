@@ -75,6 +75,14 @@ soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_S
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
 	@GODWIT_CASES=$$(( $(GODWIT_SOAK) * 5000 )) $(CARGO) test --package godwit-balloon --lib
 
+# `make faults FAULTS='--only 1,40 --adapter kvm'` for a part, as --help tells; FULL=1: a thousand and more at random moments.
+FAULTS ?= $(if $(FULL),--random 1400)
+
+.PHONY: faults
+faults: guest qemu ## every fault at every step of a migration with every kind of VM (an hour; FULL=1: a thousand at random)
+	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
+	@target/debug/godwit-faults $(FAULTS)
+
 # Seconds for each target. `make fuzz FUZZ='frames nbd'` for some of them.
 FUZZ_SECONDS ?= 60
 FUZZ ?=
@@ -98,7 +106,7 @@ check: ## format, lints and the tests that need no QEMU
 	@# What ships is built without what only tests ask for.
 	@$(CARGO) clippy --quiet --workspace --lib --bins -- --deny warnings
 	@$(CARGO) clippy --quiet --package godwit-cli --features test-hooks --all-targets -- --deny warnings
-	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed && echo "all checks passed"
+	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed --exclude godwit-faults && echo "all checks passed"
 
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio

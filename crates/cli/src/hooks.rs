@@ -31,12 +31,16 @@ pub(crate) struct Receive {
     /// Make up a fault
     #[arg(long, hide = true)]
     fault: Option<DestinationFault>,
+
+    /// Have the threads that place pages try to open a file
+    #[arg(long, hide = true)]
+    trespass: bool,
 }
 
 impl Receive {
     pub(crate) fn faults(&self) -> destination::Faults {
         let kill = self.fault.map(Into::into);
-        destination::Faults { slow_channel: self.slow_channel, kill }
+        destination::Faults { slow_channel: self.slow_channel, kill, trespass: self.trespass }
     }
 }
 

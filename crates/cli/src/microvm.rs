@@ -40,7 +40,7 @@ pub(crate) enum Command {
     /// Stop the guest of a machine
     Pause(Socket),
     /// Run it on
-    Resume(Socket),
+    Resume(Resume),
     /// Ask the guest of a machine with a balloon to give memory back to the host
     Balloon(Balloon),
     /// Plug memory into a machine while its guest runs, or while it waits for one
@@ -55,6 +55,18 @@ pub(crate) struct Socket {
     /// The machine's control socket
     #[arg(value_name = "SOCKET")]
     path: PathBuf,
+}
+
+/// Which machine, and how sure it is.
+#[derive(Debug, Args)]
+pub(crate) struct Resume {
+    #[command(flatten)]
+    socket: Socket,
+
+    /// Also a guest that is in doubt after a migration: you have seen that it does not run at the
+    /// destination, and never will. If it did, it would run twice
+    #[arg(long)]
+    force: bool,
 }
 
 /// How much memory to give back.
@@ -208,7 +220,9 @@ pub(crate) fn run(command: &Command) -> ExitCode {
             })
         }
         Command::Pause(socket) => told(&socket.path, &Request::Pause, "the guest is paused"),
-        Command::Resume(socket) => told(&socket.path, &Request::Resume, "the guest runs"),
+        Command::Resume(Resume { socket, force }) => {
+            told(&socket.path, &Request::Resume { force: *force }, "the guest runs")
+        }
         Command::Balloon(balloon) => {
             let (path, request) =
                 (&balloon.socket.path, Request::Balloon { bytes: balloon.size.0 });

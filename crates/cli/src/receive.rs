@@ -105,6 +105,11 @@ pub(crate) struct Arguments {
     #[arg(long)]
     overcommit: bool,
 
+    /// Do not confine the threads that read what comes from outside, which else have no capability
+    /// and only the system calls of their work: for a host where that is in the way
+    #[arg(long)]
+    unconfined: bool,
+
     #[cfg(feature = "test-hooks")]
     #[command(flatten)]
     hooks: crate::hooks::Receive,
@@ -220,8 +225,11 @@ fn take_in(
                 overcommit: arguments.overcommit,
                 security: arguments.security.wish(),
                 reconnect_ms: u64::try_from(arguments.reconnect.as_millis()).unwrap_or(u64::MAX),
+                unconfined: arguments.unconfined,
             };
-            let mut listening = |address: &str| tell_listening(address, None, arguments.json);
+            let mut listening = |address: &str| {
+                tell_listening(&Listening { address, advice: None, confined: None }, arguments);
+            };
             let received = client::receive(path, request, cancel, &mut listening, notice);
             Ok(received.inspect_err(|_| {
                 let waits = client::status(path).is_ok_and(|status| status.state == "incoming");
@@ -313,7 +321,10 @@ fn listen(
         let error = EngineError::Listen { address: arguments.listen.to_string(), source };
         RequestError::Refused(error.into())
     })?;
-    tell_listening(&address.to_string(), advice(&vm.ram()).as_deref(), arguments.json);
+    let confined = !arguments.unconfined && godwit_confine::is_available();
+    let (at, advice) = (address.to_string(), advice(&vm.ram()));
+    let advice = advice.as_deref();
+    tell_listening(&Listening { address: &at, advice, confined: Some(confined) }, arguments);
     #[allow(clippy::needless_update, reason = "there are more in a build with test hooks")]
     let options = Options {
         wait: Some(arguments.wait).filter(|wait| !wait.is_zero()),
@@ -322,6 +333,7 @@ fn listen(
         disks: arguments.disks.clone(),
         overcommit: arguments.overcommit,
         reconnect: arguments.reconnect,
+        confined,
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),
         ..Options::default()
@@ -342,9 +354,26 @@ fn advice(ram: &[RamBlock]) -> Option<String> {
     ))
 }
 
-fn tell_listening(address: &str, advice: Option<&str>, json: bool) {
-    if json {
-        json_line(&json!({ "event": "listening", "address": address, "advice": advice }));
+/// What is told when the port is open.
+struct Listening<'a> {
+    address: &'a str,
+    advice: Option<&'a str>,
+    /// Whether who reads what comes is confined; `None`: its VMM knows.
+    confined: Option<bool>,
+}
+
+fn tell_listening(told: &Listening<'_>, arguments: &Arguments) {
+    let Listening { address, advice, confined } = *told;
+    if confined == Some(false) && !arguments.unconfined {
+        eprintln!(
+            "godwit: this kernel has no system-call filters: the threads that read what comes are \
+             not confined"
+        );
+    }
+    if arguments.json {
+        json_line(&json!({
+            "event": "listening", "address": address, "advice": advice, "confined": confined,
+        }));
         return;
     }
     if let Some(advice) = advice {

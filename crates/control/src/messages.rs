@@ -24,7 +24,11 @@ pub enum Request {
     /// Stop the guest.
     Pause,
     /// Run it on.
-    Resume,
+    Resume {
+        /// Also where it is in doubt whether it runs elsewhere.
+        #[serde(default)]
+        force: bool,
+    },
     /// End the machine.
     Quit,
     /// Ask the guest to give back so much of its memory, in all.
@@ -89,6 +93,9 @@ pub struct ReceiveRequest {
     /// 0: not at all.
     #[serde(default = "reconnect_ms")]
     pub reconnect_ms: u64,
+    /// Leave the threads that read what comes from outside unconfined.
+    #[serde(default)]
+    pub unconfined: bool,
 }
 
 /// How to move the guest away; the engine's options. One that is not known here is refused: a
@@ -540,6 +547,7 @@ mod tests {
             overcommit: false,
             security: SecurityWish::default(),
             reconnect_ms: 60_000,
+            unconfined: false,
         };
         assert_eq!(serde_json::from_str::<Request>(line).unwrap(), Request::Receive(receive));
         assert!(serde_json::from_str::<Request>(r#"{"command":"explode"}"#).is_err());

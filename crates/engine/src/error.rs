@@ -5,6 +5,7 @@ use std::io;
 use std::time::Duration;
 
 use godwit_codec::CodecError;
+use godwit_confine::{ConfineError, Tried};
 use godwit_disk::DiskError;
 use godwit_memory::{MemoryError, NoRoom};
 use godwit_policy::Advice;
@@ -141,6 +142,20 @@ pub enum EngineError {
     /// The godwit that began the migration was killed.
     #[error("the godwit migrate that began this migration was killed")]
     Killed,
+    /// A thread that reads what the source sends tried what it has no use for, and was kept from
+    /// it.
+    #[error(
+        "what reads the bytes of the source was kept from {tried}, for which it has no use: they \
+         may have taken it over, so nothing that came is used; report this (godwit receive \
+         --unconfined keeps it from nothing)"
+    )]
+    Confined {
+        /// The call.
+        tried: Tried,
+    },
+    /// The threads that read what a peer sends cannot be confined.
+    #[error("{0}; godwit receive --unconfined goes without")]
+    Confine(#[source] ConfineError),
     /// The VM has more of something than the protocol can name.
     #[error(
         "the VM has {count} {what}, and a migration takes {limit} at the most: let it have fewer"

@@ -6,6 +6,7 @@
 //! (with a monitor that does not answer, or with digests of all memory) is not silent.
 
 use std::io::{self, Read, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,17 +94,53 @@ pub(crate) fn receive_greeting(
     Greeting::decode(&bytes).map_err(wire_error(peer))
 }
 
+/// What others see of a reader: it counts each read when it begins and when it ends.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pulse(Arc<AtomicU64>);
+
+impl Pulse {
+    pub(crate) fn beat(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The read that waits for bytes, by a number that none has again; `None` while it does
+    /// something else.
+    pub(crate) fn waits(&self) -> Option<u64> {
+        Some(self.0.load(Ordering::Relaxed)).filter(|count| count % 2 == 1)
+    }
+}
+
+#[derive(Debug)]
+struct Watched {
+    stream: Stream,
+    pulse: Pulse,
+}
+
+impl Read for Watched {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.pulse.beat();
+        let read = self.stream.read(buffer);
+        self.pulse.beat();
+        read
+    }
+}
+
 /// Reads frames, checking each; one payload buffer is used for all.
 #[derive(Debug)]
 pub(crate) struct FrameReader {
-    stream: Stream,
+    stream: Watched,
     peer: Peer,
     payload: Vec<u8>,
 }
 
 impl FrameReader {
     pub(crate) fn new(stream: Stream, peer: Peer) -> Self {
-        Self { stream, peer, payload: Vec::new() }
+        Self::watched(stream, peer, Pulse::default())
+    }
+
+    /// One whose `pulse` others look at.
+    pub(crate) fn watched(stream: Stream, peer: Peer, pulse: Pulse) -> Self {
+        Self { stream: Watched { stream, pulse }, peer, payload: Vec::new() }
     }
 
     /// The next frame. The buffer grows to the largest frame seen, which the format limits.
@@ -132,18 +169,27 @@ impl FrameReader {
 /// Reads the messages of a control connection in a thread of its own and hands each to `deliver`,
 /// up to the error that ends the connection, or until `deliver` answers no. A peer that says
 /// nothing for [`limits::LINK`] is such an error; that it is there is not handed on. While
-/// `deliver` waits nothing is read, and no time counts.
+/// `deliver` waits nothing is read, and no time counts. What the thread does to `begin` with lasts
+/// as long as it does.
 ///
 /// # Errors
 /// When the kernel does not take the limit.
-pub(crate) fn read_messages(
+pub(crate) fn read_messages<B>(
     stream: Stream,
     peer: Peer,
+    begin: impl FnOnce() -> Result<B, EngineError> + Send + 'static,
     mut deliver: impl FnMut(Result<Message, EngineError>) -> bool + Send + 'static,
 ) -> Result<(), EngineError> {
     stream.set_read_limit(Some(limits::LINK)).map_err(link_error(peer))?;
     let mut reader = FrameReader::new(stream, peer);
     let read = move || {
+        let _begun = match begin() {
+            Ok(begun) => begun,
+            Err(error) => {
+                deliver(Err(error));
+                return;
+            }
+        };
         loop {
             let message = match reader.message() {
                 Ok(Message::Alive) => continue,

@@ -121,6 +121,7 @@ impl Waiting {
                 wait: Some(Duration::from_secs(60)),
                 security,
                 disks: DiskChoice::All,
+                confined: true,
                 ..destination::Options::default()
             };
             let mut notice = |notice: &Notice| {

@@ -239,6 +239,22 @@ fn an_old_page_never_lands_on_a_newer_one() {
     }
 }
 
+#[test]
+fn a_thread_that_reads_a_strangers_bytes_can_open_nothing() {
+    // Mutations: the channels are not confined; nobody looks at what they were kept from.
+    let mut source = Source::start(Duration::from_secs(60), Vec::new());
+    let destination = Destination::of(&source);
+    let faults = destination::Faults { trespass: true, ..destination::Faults::default() };
+    let result = run(&mut source, destination, &options(2, false), faults, &some_rounds());
+    let failure = result.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    let text = failure.to_string();
+    // openat(2).
+    assert!(text.contains("was kept from system call 257 of x86-64"), "{text}");
+    assert!(text.contains("nothing that came is used") && !text.contains('\n'), "{text}");
+    assert!(source.running.load(Ordering::Relaxed));
+}
+
 /// A file system for the test that mounted it.
 struct Tmpfs(std::path::PathBuf);
 

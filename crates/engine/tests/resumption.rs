@@ -85,6 +85,7 @@ impl Move {
             disks: DiskChoice::All,
             faults: self.faults,
             reconnect: self.keep,
+            confined: true,
             ..destination::Options::default()
         };
         let (cancel, told) = (self.cancel.clone(), Arc::clone(&self.told));

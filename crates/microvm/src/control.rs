@@ -49,8 +49,10 @@ pub enum State {
     Arriving,
     /// As before; memory is being plugged in.
     Plugging,
-    /// Elsewhere, or not known to be here: it never runs here again.
+    /// Elsewhere: it never runs here again.
     Gone,
+    /// Stopped here, and perhaps running elsewhere: it runs here again only by force.
+    InDoubt,
 }
 
 /// What a machine is served with.
@@ -127,7 +129,7 @@ impl Host {
         let answer = match serde_json::from_str(&text) {
             Ok(Request::Status) => Answer::Status(self.status()),
             Ok(Request::Pause) => self.pause(),
-            Ok(Request::Resume) => self.resume(),
+            Ok(Request::Resume { force }) => self.resume(force),
             Ok(Request::Balloon { bytes }) => self.set_balloon(ByteCount(bytes)),
             Ok(Request::Plug { bytes, slots }) => self.plug(ByteCount(bytes), slots),
             Ok(Request::Quit) => {
@@ -177,6 +179,11 @@ impl Host {
             State::Gone => {
                 ("left by its guest", "the guest runs elsewhere; end this machine with quit")
             }
+            State::InDoubt => (
+                "in doubt whether its guest has left",
+                "if the guest runs at the destination, end this machine with quit; if not, it \
+                 runs on here by resume --force",
+            ),
         };
         Err(MicrovmError::WrongState { state, cure })
     }
@@ -191,6 +198,7 @@ impl Host {
             State::Arriving => "arriving",
             State::Plugging => "plugging",
             State::Gone => "gone",
+            State::InDoubt => "in-doubt",
         };
         let blocks = machine.ram().blocks();
         Status {
@@ -220,8 +228,10 @@ impl Host {
         }
     }
 
-    fn resume(&self) -> Answer {
-        let state = self.state();
+    /// By `force` also where it is in doubt: somebody has seen that the guest does not run
+    /// elsewhere.
+    fn resume(&self, force: bool) -> Answer {
+        let mut state = self.state();
         match *state {
             State::Here => {
                 self.machine.run();
@@ -230,6 +240,17 @@ impl Host {
             State::Gone => {
                 refused("the guest has gone elsewhere: it must not run twice".to_owned())
             }
+            State::InDoubt if force => {
+                *state = State::Here;
+                self.machine.run();
+                Answer::Done
+            }
+            State::InDoubt => refused(
+                "the guest perhaps runs at the destination, and must not run twice: look there \
+                 (godwit microvm status), end that machine if the guest does not run in it, and \
+                 then resume this one with --force"
+                    .to_owned(),
+            ),
             State::Plugging => refused(PLUGGING.to_owned()),
             _ => refused("there is no guest of its own to resume, or it migrates".to_owned()),
         }
@@ -328,10 +349,11 @@ impl Host {
         let meter = Meter::start(&self.machine);
         let result =
             source::migrate(&mut vm, &options, &handle, &mut |progress| line.say(&progress.into()));
-        let ours = result.as_ref().is_err_and(|failure| {
-            !matches!(failure.survivor, Survivor::Unknown | Survivor::Destination)
-        });
-        *self.state() = if ours { State::Here } else { State::Gone };
+        *self.state() = match result.as_ref().map_err(|failure| failure.survivor) {
+            Ok(_) | Err(Survivor::Destination) => State::Gone,
+            Err(Survivor::Unknown) => State::InDoubt,
+            Err(_) => State::Here,
+        };
         *self.handle() = None;
         let moved = result.is_ok();
         line.say(&match result {
@@ -391,6 +413,7 @@ impl Host {
             disks,
             overcommit: request.overcommit,
             reconnect: Duration::from_millis(request.reconnect_ms),
+            confined: !request.unconfined && godwit_confine::is_available(),
             ..destination::Options::default()
         };
         let result = destination::receive(&mut vm, &listener, &options, &cancel, &mut |notice| {

@@ -387,7 +387,8 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
         }
         Survivor::Unknown => {
             "IN DOUBT: the guest is stopped here and perhaps runs at the destination; godwit \
-             recover --vm VM, on both sides, tells who has it and what to do"
+             recover --vm VM, on both sides, tells who has it and what to do (a microvm says it \
+             by godwit microvm status, and runs on by resume --force)"
         }
         Survivor::Destination => {
             "the guest runs at the destination; end the stopped VM at the source"

@@ -171,6 +171,13 @@ pub fn ends_with_its_guardian(vm: &TestVm, godwit: Running) -> anyhow::Result<En
     kill_process(guardian, Signal::STOP)?;
     let ended = godwit.wait(LIMIT)?;
     kill_process(guardian, Signal::KILL)?;
+    // Its monitor is free before it counts as gone.
+    let until = Instant::now() + LIMIT;
+    let stat = format!("/proc/{}/stat", guardian.as_raw_nonzero());
+    while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
+        ensure!(Instant::now() < until, "the guardian outlives SIGKILL");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     Ok(ended)
 }
 

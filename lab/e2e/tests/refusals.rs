@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
@@ -214,6 +215,11 @@ fn strangers_at_the_destinations_door() -> anyhow::Result<()> {
         // Refused when it closes.
         let mut rest = Vec::new();
         let _ = stream.read_to_end(&mut rest);
+    }
+    // It is told a moment after the connection has closed.
+    let until = Instant::now() + LIMIT;
+    while receive.errors().lines().count() < 3 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(5));
     }
     ensure!(receive.errors().lines().count() == 3, "{}", receive.errors());
     ensure!(

@@ -12,6 +12,7 @@ use godwit_units::PageRun;
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
+use super::cell::{Cell, Cells};
 use super::fault::MadeUp;
 use crate::EngineError;
 use crate::link::{FrameReader, wire_error};
@@ -57,6 +58,9 @@ pub(super) struct Channel {
     /// The bytes of the pages of a compressed frame.
     pub(super) pages: Vec<u8>,
     pub(super) made_up: MadeUp,
+    /// What it works in, and who knows what was tried there.
+    pub(super) cell: Cell,
+    pub(super) cells: Cells,
 }
 
 /// What is left of a channel whose connection has ended.
@@ -70,13 +74,17 @@ impl Channel {
     /// Places pages until the connection ends.
     pub(super) fn run(mut self) -> Ended {
         let mut placed = 0;
-        loop {
-            if let Err(error) = self.frame() {
-                self.barriers.failed(error);
-                return Ended { place: self.place, placed };
-            }
-            placed += 1;
-        }
+        let error = match self.cell.enter() {
+            Ok(_confined) => loop {
+                match self.frame() {
+                    Ok(()) => placed += 1,
+                    Err(error) => break error,
+                }
+            },
+            Err(error) => error,
+        };
+        self.barriers.failed(error);
+        Ended { place: self.place, placed }
     }
 
     /// Takes one frame.
@@ -115,7 +123,8 @@ impl Channel {
         for (wire_run, bytes) in frame.runs(raw) {
             self.place.place(number, wire_run.run, wire_run.content, bytes)?;
         }
-        Ok(())
+        self.made_up.trespass();
+        self.cells.tried().map_or(Ok(()), Err)
     }
 }
 
@@ -147,6 +156,7 @@ mod tests {
         barriers: &Arc<Barriers>,
         any_channel: bool,
     ) -> Channel {
+        let cells = Cells::new(true).unwrap();
         let place = MemoryPlace {
             number,
             channels,
@@ -163,6 +173,8 @@ mod tests {
             decompressor: Decompressor::new(),
             pages: Vec::new(),
             made_up: MadeUp::of(&Options::default()),
+            cell: cells.memory(blocks).unwrap(),
+            cells,
         }
     }
 

@@ -19,6 +19,7 @@ use godwit_units::format_duration;
 use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId, Version, WireError};
 
 use super::Notice;
+use super::cell::Cells;
 use super::channel::PEER;
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
@@ -90,6 +91,7 @@ impl Door {
         listener: &Listener,
         session: Credentials,
         source: &str,
+        cells: &Cells,
     ) -> Result<Self, EngineError> {
         let (own_in, own) = mpsc::sync_channel(OWN_LIMIT);
         let (notices_in, notices) = mpsc::sync_channel(NOTICES_LIMIT);
@@ -108,7 +110,13 @@ impl Door {
             visitor: Arc::clone(&visitor),
             left_open: VecDeque::new(),
         };
-        let thread = threads::start("door", move || keeper.run())?;
+        let cell = cells.door()?;
+        let thread = threads::start("door", move || {
+            // It was tried before; a door that does not open is told as a thread that has ended.
+            if let Ok(_confined) = cell.enter() {
+                keeper.run();
+            }
+        })?;
         Ok(Self { own, notices, stop, visitor, returning, thread: Some(thread) })
     }
 
@@ -405,7 +413,8 @@ mod tests {
         let version = Version::NEWEST;
         let credentials = Credentials { id, version, security, shown: stream.shown() };
         assert!(credentials.shown.is_some());
-        let door = Door::open(&listener, credentials, "west").unwrap();
+        let cells = Cells::new(true).unwrap();
+        let door = Door::open(&listener, credentials, "west", &cells).unwrap();
         let cancel = Cancel::default();
         let mut told = Vec::new();
         let mut next = |limit: Duration| {

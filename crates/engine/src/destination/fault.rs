@@ -56,6 +56,8 @@ pub struct Faults {
     pub slow_channel: Option<(usize, Duration)>,
     /// This process is killed.
     pub kill: Option<Fault>,
+    /// The threads that place pages try to open a file, as one would that was taken over.
+    pub trespass: bool,
 }
 
 /// The faults that a migration makes up, if any.
@@ -103,6 +105,17 @@ impl MadeUp {
 
     #[cfg(not(feature = "test-hooks"))]
     pub(super) fn delay(self, _: usize) {}
+
+    /// Opens a file, if a thread is to have been taken over.
+    #[cfg(feature = "test-hooks")]
+    pub(super) fn trespass(self) {
+        if self.faults.trespass {
+            drop(std::fs::File::open("/etc/passwd"));
+        }
+    }
+
+    #[cfg(not(feature = "test-hooks"))]
+    pub(super) fn trespass(self) {}
 
     /// Ends this process if that is to be when `action` was carried out.
     pub(super) fn strike_after(self, action: Action) {

@@ -18,6 +18,7 @@ use godwit_wire::Role;
 
 use super::Notice;
 use super::barriers::Barriers;
+use super::cell::Cells;
 use super::channel::{Channel, Ended, PEER, PageSink};
 use super::disk::{DiskPlace, LastRound};
 use super::fault::MadeUp;
@@ -35,6 +36,7 @@ pub(super) struct Lanes {
     memory: usize,
     ram: Arc<Vec<RamBlock>>,
     made_up: MadeUp,
+    cells: Cells,
     /// Disks between two channels.
     parked: Vec<Box<dyn PageSink>>,
     /// The attempt whose channels there are, or were, and what these have placed.
@@ -65,6 +67,7 @@ impl Lanes {
             memory,
             ram: Arc::clone(ram),
             made_up,
+            cells: session.cells().clone(),
             parked: Vec::new(),
             attempt: 0,
             placed: Vec::new(),
@@ -98,11 +101,14 @@ impl Lanes {
         };
         let mut places: Vec<Box<dyn PageSink>> = (0..self.memory).map(memory).collect();
         places.append(&mut self.parked);
+        let (of_memory, of_disks) = (self.cells.memory(&self.ram)?, self.cells.disk()?);
         for (number, (stream, place)) in streams.into_iter().zip(places).enumerate() {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel {
                 number,
-                reader: FrameReader::new(stream, PEER),
+                cell: if number < self.memory { of_memory.clone() } else { of_disks.clone() },
+                cells: self.cells.clone(),
+                reader: FrameReader::watched(stream, PEER, self.barriers.pulse(number)),
                 place,
                 received: Arc::clone(&self.received),
                 barriers: Arc::clone(&self.barriers),

@@ -10,6 +10,7 @@
 //! compared before anything is accepted), `lanes` (the channels), `loading` (the device state).
 
 mod barriers;
+mod cell;
 mod channel;
 mod disk;
 mod door;
@@ -40,6 +41,7 @@ use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
+use cell::Cells;
 use channel::PEER;
 use door::Return;
 use fault::MadeUp;
@@ -176,6 +178,9 @@ pub struct Options {
     /// How long what has arrived is kept for a source whose connections are lost before its guest
     /// is stopped; zero: not at all.
     pub reconnect: Duration,
+    /// Confine the threads that read what comes from outside: no capability, and no system call
+    /// but those of their work. Placing pages may open nothing then, nor may the sinks of disks.
+    pub confined: bool,
     /// Faults to make up, for tests.
     #[cfg(feature = "test-hooks")]
     pub faults: Faults,
@@ -190,6 +195,7 @@ impl Default for Options {
             disks: DiskChoice::None,
             overcommit: false,
             reconnect: limits::RECONNECT,
+            confined: false,
             #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
         }
@@ -265,8 +271,10 @@ fn await_source<'a>(
     cancel: &'a Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Session<'a>, Result<Message, EngineError>), EngineError> {
+    let cells = Cells::new(options.confined)?;
     loop {
-        let mut session = Session::accept(listener, &options.security, until, cancel, notice)?;
+        let terms = (&options.security, &cells);
+        let mut session = Session::accept(listener, terms, until, cancel, notice)?;
         vm.heed(session.interrupt());
         match session.first_message(vm, notice) {
             Ok(Message::Inquiry(offer)) => answer_inquiry(session, vm, options, &offer, notice)?,
@@ -457,6 +465,11 @@ impl Destination<'_> {
 
     fn perform(&mut self, stage: &mut Stage, action: Action) -> Result<Option<Input>, EngineError> {
         use {Action as A, Stage as S};
+        // What was done since may be the work of whoever has taken a thread over.
+        if !matches!(action, A::DiscardGuest | A::SendDiscarded | A::SendRunning | A::AwaitResolve)
+        {
+            self.session.unharmed()?;
+        }
         match (action, &mut *stage) {
             (A::SendAccept, S::Offered(_)) => self.accept(stage)?,
             (A::SendRoundAck, S::Receiving(lanes)) => self.acknowledge(lanes)?,

@@ -15,6 +15,7 @@ use godwit_wire::{
 };
 
 use super::Notice;
+use super::cell::Cells;
 use super::channel::PEER;
 use super::door::{self, Credentials, Door, Return, send_back};
 use crate::address::{Listener, Stream};
@@ -22,7 +23,7 @@ use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_gree
 use crate::return_proof::{ReturnProof, prints_seed};
 use crate::security::Security;
 use crate::vm::DestinationVm;
-use crate::{Cancel, EngineError, Interrupt, limits};
+use crate::{Cancel, EngineError, Interrupt, limits, threads};
 
 /// Events that may wait: pieces of device state mostly, 256 KiB each at the most. While more than
 /// these wait, the source's last word is not read.
@@ -36,6 +37,8 @@ pub(super) struct Event {
 
 pub(super) struct Session<'a> {
     id: SessionId,
+    /// What its threads are confined by.
+    cells: Cells,
     /// That the source speaks, and we with it.
     version: Version,
     /// What an operator would call the source.
@@ -61,13 +64,13 @@ impl<'a> Session<'a> {
     /// Waits for a source, at most `until` then.
     pub(super) fn accept(
         listener: &Listener,
-        security: &Security,
+        (security, cells): (&Security, &Cells),
         until: Option<Instant>,
         cancel: &'a Cancel,
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<Self, EngineError> {
         let (Greeting { version, session: id, .. }, mut stream) = loop {
-            match next_connection(listener, security, until, cancel, notice)? {
+            match next_connection(listener, (security, cells), until, cancel, notice)? {
                 (greeting, stream) if greeting.role == Role::Control => break (greeting, stream),
                 (greeting, stream) if greeting.role == Role::Resume => {
                     let peer = stream.peer();
@@ -82,7 +85,7 @@ impl<'a> Session<'a> {
         let source = stream.peer();
         let security = security.clone();
         let credentials = Credentials { id, version, security, shown: stream.shown() };
-        let door = Door::open(listener, credentials, &source)?;
+        let door = Door::open(listener, credentials, &source, cells)?;
         let greeting = Greeting { version, session: id, role: Role::Control, attempt: 0 };
         send_greeting(&mut stream, greeting, PEER)?;
         let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
@@ -90,6 +93,7 @@ impl<'a> Session<'a> {
         let control = Arc::new(ControlWriter::new(stream, PEER)?);
         let mut session = Self {
             id,
+            cells: cells.clone(),
             version,
             source,
             cancel,
@@ -114,24 +118,39 @@ impl<'a> Session<'a> {
         self.connection += 1;
         self.interrupt.uses(self.connection);
         let (events, connection) = (self.events_in.clone(), self.connection);
-        let interrupt = self.interrupt.clone();
-        read_messages(read, PEER, move |message| {
-            let lost = message.is_err();
-            let over = matches!(message, Ok(Message::Abort { .. }));
-            let told = events.send(Event { connection, message }).is_ok();
-            if over {
-                interrupt.raise();
-            }
-            if lost {
-                interrupt.lost(connection);
-            }
-            told
-        })
+        let (interrupt, cell) = (self.interrupt.clone(), self.cells.reader()?);
+        read_messages(
+            read,
+            PEER,
+            move || cell.enter(),
+            move |message| {
+                let lost = message.is_err();
+                let over = matches!(message, Ok(Message::Abort { .. }));
+                let told = events.send(Event { connection, message }).is_ok();
+                if over {
+                    interrupt.raise();
+                }
+                if lost {
+                    interrupt.lost(connection);
+                }
+                told
+            },
+        )
     }
 
     /// Leaves whoever comes now to the next session.
     pub(super) fn close_door(&mut self) {
         self.door.close();
+    }
+
+    /// What its threads are confined by.
+    pub(super) fn cells(&self) -> &Cells {
+        &self.cells
+    }
+
+    /// Fails when one of its threads was kept from something.
+    pub(super) fn unharmed(&self) -> Result<(), EngineError> {
+        self.cells.tried().map_or(Ok(()), Err)
     }
 
     /// Who the source is, as an operator would call it.
@@ -226,6 +245,7 @@ impl<'a> Session<'a> {
             if self.committed.is_none() && vm.has_ended() {
                 return Err(EngineError::Ended("destination"));
             }
+            self.unharmed()?;
             if let Some(error) = broken().or_else(|| self.superseded()) {
                 return Err(error);
             }
@@ -469,7 +489,7 @@ fn not_aborted(message: Message) -> Result<Message, EngineError> {
 /// The next connection that greets as one of godwit's; others are refused.
 fn next_connection(
     listener: &Listener,
-    security: &Security,
+    (security, cells): (&Security, &Cells),
     until: Option<Instant>,
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
@@ -486,8 +506,18 @@ fn next_connection(
                 until.map_or(Duration::ZERO, |until| until.saturating_duration_since(began));
             return Err(EngineError::Timeout { what: "a connection of the source", limit });
         };
-        match door::greet(&mut stream, security, || cancel.is_cancelled()) {
-            Ok(greeting) => return Ok((greeting, stream)),
+        let (cell, security, cancel) = (cells.reader()?, security.clone(), cancel.clone());
+        // A thread for each: what a stranger says first is read with as few rights as the rest.
+        let greeted = threads::start("greeter", move || {
+            let _confined = cell.enter()?;
+            door::greet(&mut stream, &security, || cancel.is_cancelled()).map(|it| (it, stream))
+        })?;
+        let greeted = greeted.join().map_err(|_| EngineError::Panicked("greeter"))?;
+        if let Some(error) = cells.tried() {
+            return Err(error);
+        }
+        match greeted {
+            Ok(greeted) => return Ok(greeted),
             Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
             Err(error) if door::comes_back(&error) => {}
             Err(error) => notice(&Notice::Refused(error.to_string())),

@@ -341,19 +341,24 @@ impl Session {
         let (events, places, connection) =
             (self.events_in.clone(), self.places_in.clone(), self.connection);
         let interrupt = self.interrupt.clone();
-        read_messages(read, PEER, move |message| {
-            let lost = message.is_err();
-            let over = matches!(message, Ok(Message::Abort { .. }));
-            let told =
-                places.send(()).is_ok() && events.send(Event::Peer { connection, message }).is_ok();
-            if over {
-                interrupt.raise();
-            }
-            if lost {
-                interrupt.lost(connection);
-            }
-            told
-        })
+        read_messages(
+            read,
+            PEER,
+            || Ok(()),
+            move |message| {
+                let lost = message.is_err();
+                let over = matches!(message, Ok(Message::Abort { .. }));
+                let told = places.send(()).is_ok()
+                    && events.send(Event::Peer { connection, message }).is_ok();
+                if over {
+                    interrupt.raise();
+                }
+                if lost {
+                    interrupt.lost(connection);
+                }
+                told
+            },
+        )
     }
 
     /// The writing end of the control connection.

@@ -465,6 +465,7 @@ pub fn run(
             wait: Some(Duration::from_secs(60)),
             faults,
             disks: DiskChoice::All,
+            confined: true,
             ..destination::Options::default()
         };
         receive(&mut destination, &listener, &options, &cancel, &mut |_| {}).map(drop)
