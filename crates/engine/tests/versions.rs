@@ -20,8 +20,8 @@ use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Failure, Survivor};
 use godwit_units::PageCount;
 use godwit_wire::{
-    BlockOffer, Features, FrameHeader, GREETING_LEN, Greeting, HEADER_LEN, Message, Offer, Role,
-    SessionId, Version, WireError,
+    BlockOffer, Features, FrameHeader, FrameKind, GREETING_LEN, Greeting, HEADER_LEN, Message,
+    Offer, Role, Secret, SessionId, Version, WireError, barrier_aux, seal,
 };
 
 use machine::{Destination, Source, options};
@@ -33,6 +33,7 @@ const SESSION: SessionId = SessionId([7; 16]);
 #[allow(clippy::type_complexity, reason = "said above")]
 fn receive(
     source: &Source,
+    reconnect: Duration,
 ) -> (Address, Receiver<Notice>, JoinHandle<Result<Received, Failure>>, Cancel) {
     let mut destination = Destination::of(source);
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
@@ -43,7 +44,7 @@ fn receive(
     let receiving = std::thread::spawn(move || {
         let options = destination::Options {
             wait: Some(Duration::from_secs(60)),
-            reconnect: Duration::ZERO,
+            reconnect,
             ..destination::Options::default()
         };
         let mut tell = |notice: &Notice| told_in.send(notice.clone()).unwrap();
@@ -137,7 +138,7 @@ fn one_version(version: Version, far: &Address) -> (Address, Receiver<()>) {
 fn a_source_speaks_the_version_of_an_older_destination() {
     // Mutations: the refusal ends the migration; a channel greets in the newest version.
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let (far, told, receiving, _) = receive(&source);
+    let (far, told, receiving, _) = receive(&source, Duration::ZERO);
     let (to, refused) = one_version(Version::V5, &far);
     let handle = MigrationHandle::default();
     handle.switch_over(true).unwrap();
@@ -158,7 +159,7 @@ fn a_source_speaks_the_version_of_an_older_destination() {
 #[test]
 fn two_of_the_same_release_speak_the_newest_version() {
     let mut source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, _told, receiving, _) = receive(&source);
+    let (to, _told, receiving, _) = receive(&source, Duration::ZERO);
     let handle = MigrationHandle::default();
     handle.switch_over(true).unwrap();
     let options = Options { to, ..options(1, false) };
@@ -206,7 +207,7 @@ fn sources_of_other_releases_are_told_our_versions_and_waiting_goes_on() {
     // Mutations: the destination gives up, or answers nothing; one that will be back in a version
     // of ours is told of as if that were a problem.
     let source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, told, receiving, cancel) = receive(&source);
+    let (to, told, receiving, cancel) = receive(&source, Duration::ZERO);
     for (version, oldest) in [(4, 0), (8, 7), (7, 6)] {
         let mut stream = connect(&to);
         stream.write_all(&greeting_of(version, oldest)).unwrap();
@@ -235,29 +236,115 @@ fn sources_of_other_releases_are_told_our_versions_and_waiting_goes_on() {
 
 /// What `features` of a source that speaks `version` the destination at `to` accepts.
 fn accepted(to: &Address, source: &Source, version: Version, features: Features) -> Features {
-    let mut control = greet(to, version);
+    accepts(&mut greet(to, version), Message::Inquiry(offer(source, features)))
+}
+
+fn offer(source: &Source, features: Features) -> Offer {
     let block = |(name, pages): (&str, PageCount)| BlockOffer { name: name.to_owned(), pages };
-    let ram = source.ram();
-    let inquiry = Message::Inquiry(Offer {
+    Offer {
         channels: 1,
         codecs: 0,
         features,
         verify: false,
         running: true,
         machine: "made-up".to_owned(),
-        blocks: ram.iter().map(|it| block((it.name(), it.pages()))).collect(),
+        blocks: source.ram().iter().map(|it| block((it.name(), it.pages()))).collect(),
         disks: Vec::new(),
-    });
-    control.write_all(&inquiry.encode()).unwrap();
+    }
+}
+
+/// Offers by `message`, and answers questions, until it is accepted with these features.
+fn accepts(control: &mut TcpStream, message: Message) -> Features {
+    say(control, &message);
     loop {
-        match read_message(&mut control) {
+        match read_message(control) {
             Message::Question(mut question) => {
                 question.reverse();
-                control.write_all(&Message::Answer(question).encode()).unwrap();
+                say(control, &Message::Answer(question));
             }
             Message::Accept { features, .. } => return features,
             other => panic!("{other:?}"),
         }
+    }
+}
+
+fn say(stream: &mut TcpStream, message: &Message) {
+    stream.write_all(&message.encode()).unwrap();
+}
+
+/// Another connection of the session.
+fn join(to: &Address, role: Role, attempt: u32) -> TcpStream {
+    let mut stream = connect(to);
+    let greeting = Greeting { version: Version::V6, session: SESSION, role, attempt };
+    stream.write_all(&greeting.encode()).unwrap();
+    stream
+}
+
+/// What the destination says at last of a source with these `features` that asks for fingerprints:
+/// before it was ever gone, or so many times after it is back.
+fn asks_for_prints(features: Features, back: Option<usize>) -> (usize, String) {
+    let source = Source::start(Duration::from_secs(60), Vec::new());
+    let (to, _told, receiving, cancel) = receive(&source, Duration::from_secs(60));
+    let mut control = greet(&to, Version::V6);
+    accepts(&mut control, Message::Offer(offer(&source, features)));
+    let secret = [5; 32];
+    say(&mut control, &Message::Keep(Secret(secret)));
+    let mut channel = join(&to, Role::Channel(0), 0);
+    if back.is_some() {
+        // Told by the answer that the secret has come.
+        channel.write_all(&barrier(0)).unwrap();
+        say(&mut control, &Message::RoundEnd { round: 0 });
+        assert!(matches!(read_message(&mut control), Message::RoundAck { .. }));
+        control = join(&to, Role::Resume, 1);
+        let attempt = 1_u32.to_le_bytes();
+        let words: [&[u8]; 5] = [b"godwit", b"resume", &SESSION.0, &attempt, &[1]];
+        let proof = godwit_tls::prove(&secret, &words);
+        say(&mut control, &Message::Resume { channels: 1, proof });
+        read_greeting(&mut control).unwrap();
+        assert!(matches!(read_message(&mut control), Message::Resumed { .. }));
+        channel = join(&to, Role::Channel(0), 1);
+    }
+    for _ in 0..back.unwrap_or(1) {
+        say(&mut control, &Message::PrintsRequest);
+    }
+    let mut segments = 0;
+    let last = loop {
+        match read_message(&mut control) {
+            Message::Prints { .. } => segments += 1,
+            Message::Abort { text, .. } => break text,
+            other => panic!("{other:?}"),
+        }
+        // All of them, for one request.
+        if back == Some(1) && segments == segments_of(&source) {
+            cancel.cancel();
+        }
+    };
+    drop(channel);
+    assert!(receiving.join().unwrap().is_err());
+    (segments / segments_of(&source), last)
+}
+
+fn segments_of(source: &Source) -> usize {
+    source.ram().iter().map(|block| block.pages().0.div_ceil(4096) as usize).sum()
+}
+
+fn barrier(round: u32) -> [u8; HEADER_LEN] {
+    let mut frame = [0; HEADER_LEN];
+    seal(&mut frame, FrameKind::Barrier, 0, barrier_aux(round, false));
+    frame
+}
+
+#[test]
+fn fingerprints_are_told_once_to_a_source_that_is_back_and_has_the_feature() {
+    // Mutations: the feature is not looked at; it may ask before it was gone; it may ask twice.
+    let out_of_place = |said: &str| said.contains("PrintsRequest out of place");
+    let (told, why) = asks_for_prints(Features::HERE, Some(1));
+    assert!(told == 1 && why.contains("cancelled"), "{told} {why}");
+    for (features, back, expected) in
+        [(Features::HERE, None, 0), (Features::NONE, Some(1), 0), (Features::HERE, Some(2), 1)]
+    {
+        let (told, why) = asks_for_prints(features, back);
+        assert!(told == expected && out_of_place(&why), "{features} {back:?}: {told} {why}");
     }
 }
 
@@ -266,7 +353,7 @@ fn a_session_has_the_features_that_both_have_and_none_in_version_5() {
     // Mutations: the destination says what it has and not what both have; it does not look at the
     // version.
     let source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, _told, receiving, cancel) = receive(&source);
+    let (to, _told, receiving, cancel) = receive(&source, Duration::ZERO);
     let all = Features(u32::MAX);
     assert_eq!(accepted(&to, &source, Version::V6, all), Features::HERE, "unknown bits are left");
     assert_eq!(accepted(&to, &source, Version::V6, Features::NONE), Features::NONE);
@@ -312,7 +399,7 @@ fn a_destination_cannot_accept_a_feature_that_was_not_offered() {
 #[test]
 fn all_connections_of_a_session_are_of_one_version() {
     let source = Source::start(Duration::from_secs(60), Vec::new());
-    let (to, told, receiving, cancel) = receive(&source);
+    let (to, told, receiving, cancel) = receive(&source, Duration::ZERO);
     let _control = greet(&to, Version::V5);
     for role in [Role::Channel(0), Role::Resume] {
         let mut stream = connect(&to);

@@ -537,6 +537,7 @@ impl Destination<'_> {
     /// Accepts the offer, and its channels.
     fn accept(&mut self, stage: &mut Stage) -> Result<(), EngineError> {
         if let Stage::Offered(offered) = std::mem::take(stage) {
+            self.session.agree(offered.offer.features);
             self.session.say(&accept(&self.session, self.options, &offered.offer))?;
             let made_up = MadeUp::of(self.options);
             let lanes = Lanes::accept(&self.session, &self.ram, offered, made_up, self.notice)?;
@@ -622,11 +623,8 @@ impl Destination<'_> {
     }
 
     /// Tells a source that was started anew what is in memory here.
-    fn send_prints(&self, lanes: &Lanes) -> Result<(), EngineError> {
-        let Some(seed) = self.session.prints_seed() else {
-            return Err(out_of_place(&Message::PrintsRequest));
-        };
-        let key = Key::new(seed);
+    fn send_prints(&mut self, lanes: &Lanes) -> Result<(), EngineError> {
+        let key = Key::new(self.session.prints_seed()?);
         let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
         for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];

@@ -11,7 +11,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
 
 use godwit_wire::{
-    AbortCode, Features, Greeting, Message, QUESTION_LIMIT, Role, Secret, SessionId, Version,
+    AbortCode, Feature, Features, Greeting, Message, QUESTION_LIMIT, Role, Secret, SessionId,
+    Version,
 };
 
 use super::Notice;
@@ -41,6 +42,10 @@ pub(super) struct Session<'a> {
     cells: Cells,
     /// That the source speaks, and we with it.
     version: Version,
+    /// What both sides have, since an offer was accepted.
+    features: Features,
+    /// The source is back, and has not asked for fingerprints since.
+    may_ask_for_prints: bool,
     /// What an operator would call the source.
     source: String,
     cancel: &'a Cancel,
@@ -95,6 +100,8 @@ impl<'a> Session<'a> {
             id,
             cells: cells.clone(),
             version,
+            features: Features::NONE,
+            may_ask_for_prints: false,
             source,
             cancel,
             interrupt: Interrupt::new(cancel),
@@ -166,6 +173,11 @@ impl<'a> Session<'a> {
     /// Of the features that the source has `offered` those that the session has.
     pub(super) fn common_features(&self, offered: Features) -> Features {
         self.version.features().common(offered)
+    }
+
+    /// The offer is accepted of a source that has `offered` these features.
+    pub(super) fn agree(&mut self, offered: Features) {
+        self.features = self.common_features(offered);
     }
 
     /// Since the source was found.
@@ -279,10 +291,19 @@ impl<'a> Session<'a> {
         self.interrupt.be_patient(false);
     }
 
-    /// What the key of fingerprints is made of for a source that was started anew; `None` for one
-    /// that may not come back.
-    pub(super) fn prints_seed(&self) -> Option<u64> {
-        self.door.secret().map(|secret| prints_seed(self.id, secret))
+    /// What the key of fingerprints is made of for a source that was started anew, and asks for
+    /// them now.
+    ///
+    /// # Errors
+    /// When it does not speak of that feature, or has asked already since it is back: all of
+    /// memory is read each time.
+    pub(super) fn prints_seed(&mut self) -> Result<u64, EngineError> {
+        let agreed = self.features.contains(Feature::Restart);
+        let may_ask = std::mem::take(&mut self.may_ask_for_prints);
+        match self.door.secret() {
+            Some(secret) if agreed && may_ask => Ok(prints_seed(self.id, secret)),
+            _ => Err(out_of_place(&Message::PrintsRequest)),
+        }
     }
 
     /// Whether the source may come back.
@@ -352,7 +373,9 @@ impl<'a> Session<'a> {
         self.control.replace(stream)?;
         self.listen_to(read)?;
         let proof = proof.of_destination(of, placed);
-        self.say(&Message::Resumed { attempt: of, placed: placed.to_vec(), proof })
+        self.say(&Message::Resumed { attempt: of, placed: placed.to_vec(), proof })?;
+        self.may_ask_for_prints = true;
+        Ok(())
     }
 
     /// Our greeting on a later control connection.

@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use godwit_memory::RamBlock;
-use godwit_wire::{Features, Secret, SessionId, Version};
+use godwit_wire::{Feature, Features, Secret, SessionId, Version};
 use serde::{Deserialize, Serialize};
 
 use super::setup::Common;
@@ -85,6 +85,12 @@ impl Record {
         u32::from(self.restarts) * ATTEMPTS
     }
 
+    /// Whether this godwit has what the session's sides have agreed on.
+    fn is_understood(&self) -> bool {
+        let (features, here) = (Features(self.features), self.version().map(Version::features));
+        features.contains(Feature::Restart) && here.is_some_and(|here| features.is_within(here))
+    }
+
     /// Why it is not of this machine, if so.
     fn unfit(&self, running: bool, ram: &[RamBlock]) -> Option<&'static str> {
         if self.blocks != named(ram) {
@@ -93,6 +99,8 @@ impl Record {
             Some("the guest has been paused or let run since")
         } else if self.version().is_none() {
             Some("this godwit does not speak that version of the protocol")
+        } else if !self.is_understood() {
+            Some("this godwit has not the features of the session")
         } else if self.restarts == u8::MAX {
             Some("it was taken up too often")
         } else {
@@ -222,6 +230,13 @@ mod tests {
         mode(0o640);
         assert!(refused(true, &ram).contains("alone"));
         mode(0o600);
+
+        // Mutation: features are not compared.
+        for features in [Features::NONE, Features(Features::HERE.0 | 1 << 31)] {
+            let other = Record { features: features.0, ..record.clone() };
+            assert!(other.unfit(true, &ram).is_some_and(|why| why.contains("features")));
+        }
+        assert_eq!(record.unfit(true, &ram), None);
 
         let mut next = Place::new(&path);
         let found = next.find(true, &ram).unwrap().unwrap();
