@@ -54,11 +54,12 @@ pub enum FrameKind {
     Keep = 36,
     Resume = 37,
     Resumed = 38,
+    Prove = 41,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -84,6 +85,7 @@ impl FrameKind {
         Self::Keep,
         Self::Resume,
         Self::Resumed,
+        Self::Prove,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

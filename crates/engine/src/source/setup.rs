@@ -7,13 +7,13 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Features, Message, Offer, QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer, QUESTIONS_LIMIT,
 };
 
 use super::disks::Disks;
 use super::fault::Fault;
 use super::random::new_fingerprints;
-use super::{Options, PEER, Source};
+use super::{Options, PEER, Source, Verify};
 use crate::compression::Codecs;
 use crate::handle::{MigrationHandle, Own};
 use crate::vm::SourceVm;
@@ -27,6 +27,8 @@ pub(super) struct Setup {
     pub(super) fingerprints: Option<(PageFingerprints, Key)>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     pub(super) direct_io: bool,
+    /// The destination reads back what it places.
+    pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
 }
@@ -48,7 +50,7 @@ impl Setup {
         let (settings, own) = handle.begin(&options.to);
         let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
         let common = Common { codecs: Codecs::NONE, features: Features::NONE };
-        Ok(Self { settings, own, disks, fingerprints, direct_io: false, common })
+        Ok(Self { settings, own, disks, fingerprints, direct_io: false, proves: false, common })
     }
 
     /// Connects and offers the machine, until the destination accepts it.
@@ -58,7 +60,19 @@ impl Setup {
         if !source.options.reconnect.is_zero() {
             source.session.ask_to_keep()?;
         }
+        self.have_proven(source)?;
         Ok(Input::Accepted)
+    }
+
+    /// Has the destination read back what it places, if that is wanted and it can.
+    fn have_proven(&mut self, source: &Source<'_>) -> Result<(), EngineError> {
+        let wanted = source.options.verify == Verify::Live;
+        let key = self.fingerprints.as_ref().map(|(_, key)| key);
+        if let Some(key) = key.filter(|_| wanted && self.common.features.contains(Feature::Proof)) {
+            source.session.say(&Message::Prove { seed: key.seed() })?;
+            self.proves = true;
+        }
+        Ok(())
     }
 
     /// Connects and tells of the machine by a message that `kind` makes, until the destination
@@ -92,7 +106,7 @@ impl Setup {
             channels: source.options.channels,
             codecs: Codecs::ALL.0,
             features: source.session.version().features(),
-            verify: source.options.verify,
+            verify: source.options.verify != Verify::No,
             running: source.vm.was_running(),
             machine: source.vm.machine().to_owned(),
             blocks,
