@@ -592,7 +592,7 @@ mod tests {
         let options = Options {
             to: "192.0.2.7:7000".parse().unwrap(),
             security: Security::Insecure,
-            verify: true,
+            verify: Verify::Live,
             channels: 3,
             fingerprints: false,
             keep_source: true,
@@ -608,6 +608,11 @@ mod tests {
         };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
         assert_eq!(request.disks().unwrap(), disks);
+        for verify in [Verify::No, Verify::Live, Verify::Stopped] {
+            let options = Options { verify, ..options.clone() };
+            let request = MigrateRequest::new(&options, Vec::new(), &disks, &security);
+            assert_eq!(request.options().unwrap().verify, verify);
+        }
         let wrong = MigrateRequest { channels: 0, disk_granularity: Some(5), ..request };
         assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
         assert!(wrong.disks().unwrap_err().contains("power of two"));
