@@ -378,7 +378,9 @@ impl Destination<'_> {
             }
             input = match follow {
                 Some(input) => input,
-                None => self.await_peer(&mut stage).unwrap_or_else(|error| self.failed(state, error)),
+                None => {
+                    self.await_peer(&mut stage).unwrap_or_else(|error| self.failed(state, error))
+                }
             };
         }
         self.measures.bytes = stage.lanes().map_or(ByteCount::ZERO, Lanes::received);

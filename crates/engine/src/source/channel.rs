@@ -9,8 +9,8 @@
 //! connections are lost, the destination says how many frames it has placed, and what is remembered
 //! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;

@@ -67,7 +67,8 @@ pub(super) fn look_back(
     }))
 }
 
-/// The pages of `owned` that hold something else than what was sent, with the number of their block.
+/// The pages of `owned` that hold something else than what was sent, with the number of their
+/// block.
 fn differing(
     ram: &[RamBlock],
     owned: &Owned,

@@ -137,9 +137,10 @@ pub enum Verify {
     No,
     /// The destination reads back what it has placed while the guest runs at the source, and what
     /// the last round brought while it is stopped: the digests of all memory are compared with
-    /// those of what was sent before it may run. Then, while it runs there, all memory of the source
-    /// is read once more: whether anything was written that was never sent. Where the destination
-    /// cannot do that, or nothing is remembered of what was sent: as [`Self::Stopped`].
+    /// those of what was sent before it may run. Then, while it runs there, all memory of the
+    /// source is read once more: whether anything was written that was never sent. Where the
+    /// destination cannot do that, or nothing is remembered of what was sent: as
+    /// [`Self::Stopped`].
     Live,
     /// Both sides read all memory while the guest is stopped, and compare digests of it before it
     /// may run.

@@ -7,7 +7,8 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer, QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer,
+    QUESTIONS_LIMIT,
 };
 
 use super::disks::Disks;

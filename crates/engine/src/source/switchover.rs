@@ -9,11 +9,11 @@ use std::sync::Arc;
 use godwit_protocol::source::Input;
 use godwit_wire::Message;
 
-use super::{Source, Verify};
 use super::copying::Copying;
 use super::fault::Fault;
 use super::meter::Part;
 use super::state_relay::StateRelay;
+use super::{Source, Verify};
 use crate::report::Stage;
 use crate::{EngineError, limits};
 

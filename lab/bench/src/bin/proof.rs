@@ -75,7 +75,7 @@ fn main() -> anyhow::Result<()> {
     let config = VmConfig { accelerator: Accelerator::Kvm, ..config };
     let godwit = Godwit::built()?;
     println!(
-        "{} MiB, {} MiB of them filled, 2,000 pages/s over 64 MiB, {build} under KVM, medians of {}",
+        "{} MiB, {} MiB filled, 2,000 pages/s over 64 MiB, {build} under KVM, medians of {}",
         options.memory, options.fill, options.rounds
     );
     TABLE.print_head();

@@ -1,3 +1,5 @@
+//! What was placed is what is read back, whenever it was placed.
+
 use godwit_fingerprints::Fingerprint;
 
 use super::*;
