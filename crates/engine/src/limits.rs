@@ -20,6 +20,9 @@ pub const LINK: Duration = Duration::from_secs(10);
 pub const ALIVE: Duration = Duration::from_secs(1);
 /// An answer on the control connection; also covers what socket buffers hold, on a slow link.
 pub const ANSWER: Duration = Duration::from_secs(60);
+/// Pages of a round that the source has sent, while nothing of them comes and its control
+/// connection stands: they are lost, and the guest may stand still for them.
+pub const STALL: Duration = Duration::from_secs(5);
 /// An answer of the source's adapter to a question of the destination's.
 pub const QUESTION: Duration = Duration::from_secs(20);
 /// One write to a socket without any progress.

@@ -6,6 +6,7 @@
 //! (with a monitor that does not answer, or with digests of all memory) is not silent.
 
 use std::io::{self, Read, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -93,17 +94,53 @@ pub(crate) fn receive_greeting(
     Greeting::decode(&bytes).map_err(wire_error(peer))
 }
 
+/// What others see of a reader: it counts each read when it begins and when it ends.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Pulse(Arc<AtomicU64>);
+
+impl Pulse {
+    pub(crate) fn beat(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The read that waits for bytes, by a number that none has again; `None` while it does
+    /// something else.
+    pub(crate) fn waits(&self) -> Option<u64> {
+        Some(self.0.load(Ordering::Relaxed)).filter(|count| count % 2 == 1)
+    }
+}
+
+#[derive(Debug)]
+struct Watched {
+    stream: Stream,
+    pulse: Pulse,
+}
+
+impl Read for Watched {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.pulse.beat();
+        let read = self.stream.read(buffer);
+        self.pulse.beat();
+        read
+    }
+}
+
 /// Reads frames, checking each; one payload buffer is used for all.
 #[derive(Debug)]
 pub(crate) struct FrameReader {
-    stream: Stream,
+    stream: Watched,
     peer: Peer,
     payload: Vec<u8>,
 }
 
 impl FrameReader {
     pub(crate) fn new(stream: Stream, peer: Peer) -> Self {
-        Self { stream, peer, payload: Vec::new() }
+        Self::watched(stream, peer, Pulse::default())
+    }
+
+    /// One whose `pulse` others look at.
+    pub(crate) fn watched(stream: Stream, peer: Peer, pulse: Pulse) -> Self {
+        Self { stream: Watched { stream, pulse }, peer, payload: Vec::new() }
     }
 
     /// The next frame. The buffer grows to the largest frame seen, which the format limits.

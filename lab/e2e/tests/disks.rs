@@ -11,8 +11,8 @@ use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
 use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, MicroVm, Running, TestVm, VmConfig, allocated, builds_for,
-    images_for,
+    DiskImage, Ended, GuestConfig, MicroVm, Mount, Running, TestVm, VmConfig, allocated,
+    builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -179,6 +179,43 @@ fn the_destination_killed_in_the_full_pass() -> anyhow::Result<()> {
     let options = [OPTIONS, &disks.to.option(), &["--incoming"]].concat();
     disks.pair.destination = MicroVm::start(&disks.pair.godwit, &options)?;
     disks.second_attempt()
+}
+
+#[test]
+fn a_destination_without_room_for_the_disk_leaves_the_guest_at_the_source() -> anyhow::Result<()> {
+    let test = "a_destination_without_room_for_the_disk_leaves_the_guest_at_the_source";
+    let mount = match Mount::new("tmpfs", "size=8M") {
+        Ok(mount) => mount,
+        Err(why) => {
+            skip(test, format_args!("{why:#}"));
+            return Ok(());
+        }
+    };
+    let from = Image::filled("room-from")?;
+    let to = Image(mount.dir().join("image"));
+    File::create(&to.0)?.set_len(SIZE)?;
+    let source = [OPTIONS, &from.option()].concat();
+    let destination = [OPTIONS, &to.option()].concat();
+    let Some(pair) = MicroPair::start_apart(&format!("disks: {test}"), &source, &destination)?
+    else {
+        return Ok(());
+    };
+    let (migrate, receive) = pair.migrate(&["--disks", "all", "--compression", "none"])?;
+    let told = format!("{} {}", migrate.errors, receive.errors);
+    ensure!(migrate.last()["guest"] == "source", "{} {told}", migrate.last());
+    for ended in [&migrate, &receive] {
+        ensure!(ended.errors.contains("No space left on device"), "{told}");
+    }
+    pair.check_untouched()?;
+
+    // The cure, and the same destination takes the guest in.
+    let more = format!("mount -o remount,size=128M {}", mount.dir().display());
+    ensure!(std::process::Command::new("sh").args(["-c", &more]).status()?.success());
+    let pair = DiskPair { pair, from, to };
+    pair.second_attempt()?;
+    // The image goes before its mount does.
+    drop(pair);
+    Ok(())
 }
 
 #[test]

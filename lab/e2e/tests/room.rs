@@ -1,13 +1,15 @@
 //! Destinations without room for all that the guest may come to use: refused before anything moves.
 
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+
 use std::process::Command;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
 use godwit_guest_workload::settings::Mode;
-use godwit_testbed::{Backend, GuestConfig, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip};
+use godwit_testbed::{
+    Backend, GuestConfig, MemoryGroup, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip,
+};
 
 fn config(build: &QemuBuild) -> VmConfig {
     VmConfig::new(build, GuestConfig::small(Mode::Rate))
@@ -57,35 +59,6 @@ fn a_tmpfs_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A control group with a limit of memory; its processes are moved out when it is dropped.
-struct Group(PathBuf);
-
-impl Group {
-    fn new(limit: u64) -> anyhow::Result<Self> {
-        let (root, file) = if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
-            ("/sys/fs/cgroup", "memory.max")
-        } else {
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
-        };
-        let dir = Path::new(root).join(format!("godwit-room-{}", std::process::id()));
-        std::fs::create_dir(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-        let group = Self(dir);
-        std::fs::write(group.0.join(file), limit.to_string())
-            .context("no control group counts memory")?;
-        Ok(group)
-    }
-
-    fn take(&self, pid: i32) -> anyhow::Result<()> {
-        Ok(std::fs::write(self.0.join("cgroup.procs"), pid.to_string())?)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.0);
-    }
-}
-
 #[test]
 fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result<()> {
     let test = "a_control_group_too_small_for_all_of_the_guest_is_refused";
@@ -93,7 +66,7 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
     if builds.is_empty() {
         return Ok(());
     }
-    let group = match Group::new(200 << 20) {
+    let group = match MemoryGroup::new(200 << 20) {
         Ok(group) => group,
         Err(why) => {
             skip(test, format_args!("{why:#}"));
@@ -107,7 +80,7 @@ fn a_control_group_too_small_for_all_of_the_guest_is_refused() -> anyhow::Result
     Ok(())
 }
 
-fn in_group(group: &Group, config: &VmConfig) -> anyhow::Result<()> {
+fn in_group(group: &MemoryGroup, config: &VmConfig) -> anyhow::Result<()> {
     let mut pair = Pair::start(config)?;
     group.take(pair.destination.pid())?;
     let (migrate, _) = pair.migrate(&[])?;
@@ -120,7 +93,7 @@ fn in_group(group: &Group, config: &VmConfig) -> anyhow::Result<()> {
     check_untouched(&mut pair.source)?;
 
     // Whatever godwit itself fills counts to its own group: that of QEMU need not have a limit.
-    let root = group.0.parent().context("no root")?.join("cgroup.procs");
+    let root = group.dir().parent().context("no root")?.join("cgroup.procs");
     std::fs::write(root, pair.destination.pid().to_string())?;
     let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
     group.take(receive.pid())?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use fastrand::Rng;
-use godwit_testbed::{Harm, Proxy, Running};
+use godwit_testbed::{Harm, MemoryGroup, Proxy, Running};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -109,7 +109,9 @@ pub fn run(
     let source = rig.vm(Side::Source);
     let migrate = rig.godwit().migrate_named(&source, proxy.address(), point.options)?;
     let mut pair = [migrate, receive];
-    let told = strike(rig, point, moment, rng, &proxy, &mut pair);
+    // They go when nobody is left in them.
+    let mut groups = Vec::new();
+    let told = strike(rig, point, moment, rng, (&proxy, &mut groups), &mut pair);
     let told = told.and_then(|struck| settle(rig, point, moment, struck, &mut pair));
     let [migrate, receive] = &pair;
     told.with_context(|| {
@@ -125,7 +127,7 @@ fn strike(
     point: &Point,
     moment: Moment,
     rng: &mut Rng,
-    proxy: &Proxy,
+    (proxy, groups): (&Proxy, &mut Vec<MemoryGroup>),
     [migrate, receive]: &mut [Running; 2],
 ) -> anyhow::Result<bool> {
     let reached = proxy.await_hold(LIMIT, || migrate.has_ended() && receive.has_ended());
@@ -141,7 +143,7 @@ fn strike(
         proxy.release(Harm::None);
         return Ok(false);
     }
-    (point.strike)(&mut Scene { rig, proxy, migrate, receive, rng })?;
+    (point.strike)(&mut Scene { rig, proxy, migrate, receive, groups, rng })?;
     Ok(true)
 }
 
@@ -154,8 +156,13 @@ fn settle(
     struck: bool,
     pair: &mut [Running; 2],
 ) -> anyhow::Result<Verdict> {
-    let mut typed = Vec::new();
+    let (mut typed, since) = (Vec::new(), Instant::now());
     await_ended(rig, &pair[0], "migrate")?;
+    let limit = point.within.filter(|_| moment.is_exact() && moment.phase < Phase::Commit);
+    if let Some(limit) = limit {
+        let took = since.elapsed();
+        ensure!(took < limit, "migrate ended after {took:?}, where both sides were there");
+    }
     let owner = match find(rig)? {
         Some(owner) => Some(owner),
         None => by_hand(rig, &mut pair[1], &mut typed)?,
@@ -205,6 +212,7 @@ fn check(must: Must, moment: Moment, came: Came) -> anyhow::Result<()> {
     let copies = (Phase::FirstRound..Phase::LastRound).contains(&phase);
     let may = match must {
         Must::Move => came == Came::Moved,
+        Must::Stay => came == Came::Stayed,
         Must::MoveBeforeStop if moment.is_exact() && copies => came == Came::Moved,
         Must::StayBeforeCommit if before_commit => came == Came::Stayed,
         // One that has arrived whole may run on.

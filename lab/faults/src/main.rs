@@ -199,7 +199,7 @@ fn main() -> ExitCode {
     let wanted = arguments.random.map_or(1, |count| (count * 3 / 4).clamp(1, 1000));
     let written = report::finish(&rows, arguments.seed, wanted).and_then(|met| {
         if arguments.table || (arguments.is_whole() && arguments.random.is_none()) {
-            report::write_page(&points, &rows)?;
+            report::write_page(&points, &rows, arguments.add)?;
         }
         Ok(met)
     });

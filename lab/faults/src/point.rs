@@ -16,6 +16,9 @@ use crate::scene::Scene;
 const MOMENT: Duration = Duration::from_millis(1500);
 /// Longer than a peer is not heard of before it is given up (10 s).
 const LONG: Duration = Duration::from_secs(13);
+/// A guest that stands still does so for longer than anybody should wait, though not by much: the
+/// machine may be busy.
+const SOON: Duration = Duration::from_secs(30);
 
 /// What must come of a fault, beside that exactly one side has the guest, unharmed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +29,8 @@ pub enum Must {
     Move,
     /// The same if it strikes before the guest is stopped.
     MoveBeforeStop,
+    /// The guest is at the source.
+    Stay,
     /// The guest is at the source unless COMMIT was sent.
     StayBeforeCommit,
     /// It goes with the VM that had it, and comes to run nowhere else.
@@ -48,6 +53,8 @@ pub struct Point {
     pub adapters: &'static [Adapter],
     /// What must come of it.
     pub must: Must,
+    /// By then `migrate` must have ended, where both sides are there and can tell each other.
+    pub within: Option<Duration>,
     /// Nobody is left who could clean up: the next migration does.
     pub leaves: bool,
     /// Makes it.
@@ -66,6 +73,8 @@ const GUARDED: &[Phase] = &[
     Phase::Ready,
     Phase::Commit,
 ];
+/// Some that differ in who has to answer, for faults that take long.
+const TELLING: &[Phase] = &[Phase::FirstRound, Phase::Prepare, Phase::LastRound, Phase::Ready];
 const ALL: &[Adapter] = &Adapter::ALL;
 /// Those in a process apart from godwit's.
 const APART: &[Adapter] = &[Adapter::Kvm, Adapter::QemuFile, Adapter::QemuAnonymous];
@@ -84,7 +93,8 @@ fn point(
     strike: fn(&mut Scene<'_>) -> anyhow::Result<()>,
 ) -> Point {
     let (options, phases, adapters) = (&[][..], EVERY, ALL);
-    Point { number, place, what, options, phases, adapters, must, leaves: false, strike }
+    let (within, leaves) = (None, false);
+    Point { number, place, what, options, phases, adapters, must, within, leaves, strike }
 }
 
 /// 1 to 19: the processes of godwit.
@@ -157,12 +167,23 @@ fn processes() -> Vec<Point> {
                 Ok(())
             },
         )),
+        // Its memory in a file is filled by `receive`.
+        Point {
+            phases: &[Phase::Accept, Phase::FirstRound],
+            adapters: &[Adapter::Kvm, Adapter::QemuFile],
+            ..point(12, "receive", "gets no more memory", Must::Stay, |scene| {
+                scene.take_memory(Destination)?;
+                scene.pass();
+                Ok(())
+            })
+        },
     ]
 }
 
 /// 20 to 29: the VMs.
 fn vms() -> Vec<Point> {
     use Side::{Destination, Source};
+    let late = |point: Point| Point { phases: TELLING, ..point };
     vec![
         point(20, "VM at the source", "killed", Must::GoWithItsVm(Source), |scene| {
             scene.signal_vm(Source, Signal::KILL)?;
@@ -180,12 +201,19 @@ fn vms() -> Vec<Point> {
         point(23, "VM at the destination", "answers late", Must::Move, |scene| {
             scene.hang_vm(Destination, MOMENT)
         }),
+        late(point(24, "VM at the source", "answers very late", Must::Settle, |scene| {
+            scene.hang_vm(Source, LONG)
+        })),
+        late(point(25, "VM at the destination", "answers very late", Must::Settle, |scene| {
+            scene.hang_vm(Destination, LONG)
+        })),
     ]
 }
 
 /// 40 to 59: the link.
 fn links() -> Vec<Point> {
     use Side::{Destination, Source};
+    let soon = |point: Point| Point { within: Some(SOON), ..point };
     let reconnect = |point: Point| Point { options: &["--reconnect", "30s"], ..point };
     vec![
         point(40, "link", "cut for good", Must::StayBeforeCommit, |scene| {
@@ -216,21 +244,21 @@ fn links() -> Vec<Point> {
             scene.pass();
             Ok(())
         }),
-        point(46, "bytes", "lost", Must::Settle, |scene| {
+        soon(point(46, "bytes", "lost", Must::Settle, |scene| {
             let count = scene.rng.usize(1..24);
             scene.harm(Harm::Lose(count));
             Ok(())
-        }),
-        point(47, "bytes", "in another order", Must::Settle, |scene| {
+        })),
+        soon(point(47, "bytes", "in another order", Must::Settle, |scene| {
             let count = scene.rng.usize(8..24);
             scene.harm(Harm::Reorder(count));
             Ok(())
-        }),
-        point(48, "bytes", "a bit flipped", Must::Settle, |scene| {
+        })),
+        soon(point(48, "bytes", "a bit flipped", Must::Settle, |scene| {
             let bit = scene.rng.usize(..24 * 8);
             scene.harm(Harm::Flip(bit));
             Ok(())
-        }),
+        })),
         point(49, "bytes", "come one to seven at a time", Must::Move, |scene| {
             scene.harm(Harm::Pieces(4096));
             Ok(())

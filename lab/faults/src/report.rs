@@ -1,8 +1,9 @@
 //! What a run found: rows and targets for `target/bench/faults.json`, and the table of
 //! docs/reliability.md.
 //!
-//! Keeps two promises: the table is made of the rows and of nothing else; and a cell that was not
-//! tried, or could not be, is shown as such.
+//! Keeps two promises: the table is made of rows and of nothing else, of this run or, where it is
+//! to be added to, of those before; and a cell that was not tried, or could not be, is shown as
+//! such.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -127,13 +128,15 @@ pub fn finish(rows: &[Row], seed: u64, wanted: usize) -> anyhow::Result<bool> {
     Ok(met)
 }
 
-/// Puts the table of `rows` into docs/reliability.md.
+/// Puts the table of `rows` into docs/reliability.md. Where it `keeps` what earlier runs have put
+/// there, that is replaced only where there are rows.
 ///
 /// # Errors
 /// When the page is not there, or has no place for it.
-pub fn write_page(points: &[Point], rows: &[Row]) -> anyhow::Result<()> {
+pub fn write_page(points: &[Point], rows: &[Row], keeps: bool) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(PAGE).with_context(|| format!("cannot read {PAGE}"))?;
-    std::fs::write(PAGE, with_table(&text, &table(points, rows))?)?;
+    let before = if keeps { cells(&text) } else { Cells::new() };
+    std::fs::write(PAGE, with_table(&text, &table(points, rows, &before))?)?;
     println!("table written to {PAGE}");
     Ok(())
 }
@@ -145,8 +148,26 @@ fn with_table(page: &str, table: &str) -> anyhow::Result<String> {
     Ok([before, BEGIN, table, END, after].concat())
 }
 
-/// One line for each fault, one column for each kind of VM.
-fn table(points: &[Point], rows: &[Row]) -> String {
+/// What a table says of each fault, by its number, and each kind of VM.
+type Cells = BTreeMap<(String, String), String>;
+
+/// The cells of the table in `page`.
+fn cells(page: &str) -> Cells {
+    let inner = |line: &str| line.split('|').map(|cell| cell.trim().to_owned()).collect();
+    let table = page.split_once(BEGIN).and_then(|(_, rest)| rest.split_once(END));
+    let mut lines = table.map_or("", |(table, _)| table).lines().map(inner);
+    let names: Vec<String> = lines.next().unwrap_or_default();
+    let of = |line: Vec<String>| {
+        let number = line.get(1).cloned().unwrap_or_default();
+        let named = names.iter().cloned().zip(line).skip(4);
+        named.map(move |(name, cell)| ((number.clone(), name), cell)).collect::<Vec<_>>()
+    };
+    lines.skip(1).flat_map(of).collect()
+}
+
+/// One line for each fault, one column for each kind of VM. Where there are no rows it is as
+/// `before`.
+fn table(points: &[Point], rows: &[Row], before: &Cells) -> String {
     let mut table = "| | what | befalls it |".to_owned();
     for adapter in Adapter::ALL {
         let _ = write!(table, " {adapter} |");
@@ -159,7 +180,12 @@ fn table(points: &[Point], rows: &[Row]) -> String {
         for adapter in Adapter::ALL {
             let of = |row: &&Row| row.point == point.number && row.adapter == adapter.name();
             let own: Vec<&Row> = rows.iter().filter(of).collect();
-            let _ = write!(table, " {} |", summary(point, adapter, &own));
+            let place = (point.number.to_string(), adapter.name().to_owned());
+            let cell = match before.get(&place) {
+                Some(before) if own.is_empty() => before.clone(),
+                _ => summary(point, adapter, &own),
+            };
+            let _ = write!(table, " {cell} |");
         }
         table.push('\n');
     }
@@ -247,13 +273,25 @@ mod tests {
     #[test]
     fn the_table_shows_what_is_red_not_tried_or_impossible() {
         let points = points();
-        let first = |rows: &[Row]| table(&points, rows).lines().nth(2).unwrap().to_owned();
+        let first =
+            |rows: &[Row]| table(&points, rows, &Cells::new()).lines().nth(2).unwrap().to_owned();
         let green = [row("green", "stayed", "offer"), row("green", "moved", "commit")];
         let line = first(&green);
         let expected = "| 1 | migrate | killed | 1 stayed, 1 moved | – | not";
         assert!(line.starts_with(expected), "{line}");
         let red = added(green.to_vec(), vec![row("red", "", "commit")]);
         assert!(first(&red).contains("| **RED** 1 of 2 |"), "{}", first(&red));
+    }
+
+    #[test]
+    fn what_an_earlier_run_found_stays_where_this_one_has_tried_nothing() {
+        let points = points();
+        let earlier = table(&points, &[row("green", "moved", "commit")], &Cells::new());
+        let before = cells(&format!("{BEGIN}{earlier}{END}"));
+        let first = |rows: &[Row]| table(&points, rows, &before).lines().nth(2).unwrap().to_owned();
+        assert!(first(&[]).contains("| 1 moved |"), "{}", first(&[]));
+        let red = first(&[row("red", "", "commit")]);
+        assert!(red.contains("| **RED** 1 of 1 |"), "{red}");
     }
 
     #[test]

@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use fastrand::Rng;
-use godwit_testbed::{Harm, Proxy, Running, Way};
+use godwit_testbed::{Harm, MemoryGroup, Proxy, Running, Way};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::rig::{Rig, Side};
 
 /// From a kill to a guardian that is dead or alive.
 const SOON: Duration = Duration::from_secs(5);
+
+/// Less memory than any guest has.
+const LITTLE: u64 = 2 << 20;
 
 /// A migration at work, held at a step.
 pub struct Scene<'a> {
@@ -25,6 +28,8 @@ pub struct Scene<'a> {
     pub migrate: &'a mut Running,
     /// `godwit receive`.
     pub receive: &'a mut Running,
+    /// Control groups that somebody was put into.
+    pub groups: &'a mut Vec<MemoryGroup>,
     /// What is left to chance.
     pub rng: &'a mut Rng,
 }
@@ -45,6 +50,18 @@ impl Scene<'_> {
     /// When it has ended.
     pub fn signal(&mut self, side: Side, signal: Signal) -> anyhow::Result<()> {
         self.godwit(side).signal(signal)
+    }
+
+    /// Gives godwit on that side no more memory than it has, and a little. Whoever fills a guest's
+    /// memory with so little is ended by the kernel, or refuses to go on.
+    ///
+    /// # Errors
+    /// When no control group can be had.
+    pub fn take_memory(&mut self, side: Side) -> anyhow::Result<()> {
+        let group = MemoryGroup::new(LITTLE)?;
+        group.take(self.godwit(side).pid())?;
+        self.groups.push(group);
+        Ok(())
     }
 
     /// Kills the guardian on that side; where none is at work yet there is nothing to kill.

@@ -18,7 +18,9 @@ const SOME: &[(u32, Phase)] = &[
     (10, Phase::LastRound),
     (23, Phase::State),
     (41, Phase::FirstRound),
+    (12, Phase::FirstRound),
     (46, Phase::FirstRound),
+    (46, Phase::LastRound),
     (48, Phase::FirstRound),
     (49, Phase::State),
 ];

@@ -118,7 +118,7 @@ impl Lanes {
                 number,
                 cell: if number < self.memory { of_memory.clone() } else { of_disks.clone() },
                 cells: self.cells.clone(),
-                reader: FrameReader::new(stream, PEER),
+                reader: FrameReader::watched(stream, PEER, self.barriers.pulse(number)),
                 place,
                 received: Arc::clone(&self.received),
                 barriers: Arc::clone(&self.barriers),
