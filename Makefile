@@ -156,6 +156,14 @@ bench-secure: guest qemu ## what encryption costs (five minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
 	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
 
+# `make bench-proof BENCH_PROOF='--memory 2048 --fill 1536 --rounds 3'` for a smaller one.
+BENCH_PROOF ?=
+
+.PHONY: bench-proof
+bench-proof: guest qemu ## what --verify costs a guest of 12 GiB (ten minutes; 19 GiB of memory)
+	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin proof
+	@$(CARGO) run --quiet --release --package godwit-bench --bin proof -- $(BENCH_PROOF)
+
 .PHONY: bench-sim
 bench-sim: ## a million simulated migrations in which something goes wrong, within five minutes
 	@$(CARGO) run --quiet --release --package godwit-sim --example faults

@@ -13,7 +13,7 @@ use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
-use godwit_engine::source::{Options, migrate};
+use godwit_engine::source::{Options, Verify, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
@@ -54,10 +54,19 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "NAME", value_parser = name)]
     name: Option<String>,
 
-    /// Compare digests of all memory on both sides before the destination may run; adds to the
-    /// downtime
-    #[arg(long)]
-    verify: bool,
+    /// Prove that all memory arrived. live: it is read back at the destination while the guest
+    /// runs, compared before it may run there, and the source's is looked at once more behind that.
+    /// stopped: both sides read all of it while the guest is stopped
+    #[arg(
+        long,
+        value_name = "HOW",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "live",
+        default_value = "no",
+        hide_default_value = true
+    )]
+    verify: Verify,
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]

@@ -10,7 +10,7 @@ use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
 #[cfg(feature = "test-hooks")]
 use godwit_engine::source::Fault;
-use godwit_engine::source::Options;
+use godwit_engine::source::{Options, Verify};
 use godwit_engine::{EngineError, Failure, Phase, Survivor, limits};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
@@ -110,6 +110,9 @@ pub struct MigrateRequest {
     pub settings: Vec<(String, String)>,
     /// Compare digests of all memory.
     pub verify: bool,
+    /// Make all of them while the guest is stopped.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub verify_stopped: bool,
     /// Data channels.
     pub channels: u8,
     /// Remember what was sent.
@@ -177,7 +180,8 @@ impl MigrateRequest {
         Self {
             to: options.to.to_string(),
             settings,
-            verify: options.verify,
+            verify: options.verify != Verify::No,
+            verify_stopped: options.verify == Verify::Stopped,
             channels: options.channels,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
@@ -213,7 +217,11 @@ impl MigrateRequest {
         }
         let security = self.security.source(&to).map_err(|error| error.to_string())?;
         let mut options = Options { security, ..Options::new(to) };
-        options.verify = self.verify;
+        options.verify = match (self.verify, self.verify_stopped) {
+            (false, _) => Verify::No,
+            (true, false) => Verify::Live,
+            (true, true) => Verify::Stopped,
+        };
         options.channels = self.channels;
         options.fingerprints = self.fingerprints;
         options.keep_source = self.keep_source;
@@ -584,7 +592,7 @@ mod tests {
         let options = Options {
             to: "192.0.2.7:7000".parse().unwrap(),
             security: Security::Insecure,
-            verify: true,
+            verify: Verify::Live,
             channels: 3,
             fingerprints: false,
             keep_source: true,
@@ -600,6 +608,11 @@ mod tests {
         };
         assert_eq!(format!("{:?}", request.options().unwrap()), format!("{options:?}"));
         assert_eq!(request.disks().unwrap(), disks);
+        for verify in [Verify::No, Verify::Live, Verify::Stopped] {
+            let options = Options { verify, ..options.clone() };
+            let request = MigrateRequest::new(&options, Vec::new(), &disks, &security);
+            assert_eq!(request.options().unwrap().verify, verify);
+        }
         let wrong = MigrateRequest { channels: 0, disk_granularity: Some(5), ..request };
         assert!(wrong.options().unwrap_err().contains("use 1 to 16"));
         assert!(wrong.disks().unwrap_err().contains("power of two"));

@@ -153,7 +153,10 @@ pub(crate) fn main() -> Result<(), VmError> {
     from.start();
     std::thread::sleep(Duration::from_millis(100));
     let listener = Listener::bind(&"127.0.0.1:0".parse()?)?;
-    let options = source::Options { verify: true, ..source::Options::new(listener.address()?) };
+    let options = source::Options {
+        verify: source::Verify::Live,
+        ..source::Options::new(listener.address()?)
+    };
     let receiving = std::thread::spawn(move || {
         let options = destination::Options::default();
         let received =

@@ -11,7 +11,7 @@ use godwit_memory::{MemoryError, NoRoom};
 use godwit_policy::Advice;
 use godwit_protocol::Unexpected;
 use godwit_track::TrackError;
-use godwit_units::{PageIndex, format_duration};
+use godwit_units::{ByteCount, PageCount, PageIndex, format_duration};
 use godwit_wire::{AbortCode, WireError};
 
 use crate::vm::VmError;
@@ -246,14 +246,30 @@ pub enum EngineError {
     State(#[source] io::Error),
     /// The copy is not exact.
     #[error(
-        "the copy is NOT exact: {differing} of {chunks} chunks of 1 MiB differ, the first in RAM \
+        "the copy is NOT exact: {differing} of {chunks} chunks of {size} differ, the first in RAM \
          block '{block}' at offset {offset:#x}; please report this"
     )]
     Digest {
+        /// The size of a chunk.
+        size: ByteCount,
         /// Chunks that differ.
         differing: u64,
         /// Chunks compared.
         chunks: u64,
+        /// The block of the first.
+        block: String,
+        /// Its offset in the block.
+        offset: u64,
+    },
+    /// The guest was handed over, and was not sent whole.
+    #[error(
+        "the guest that runs at the destination is NOT an exact copy: {pages} hold here what was \
+         never sent, the first in RAM block '{block}' at offset {offset:#x}; what wrote there was \
+         not seen. The source is kept, stopped, to be looked at; please report this"
+    )]
+    Missed {
+        /// How many pages.
+        pages: PageCount,
         /// The block of the first.
         block: String,
         /// Its offset in the block.
@@ -299,7 +315,7 @@ impl EngineError {
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,
-            Self::Digest { .. } => AbortCode::Digest,
+            Self::Digest { .. } | Self::Missed { .. } => AbortCode::Digest,
             Self::Cancelled => AbortCode::Cancelled,
             Self::Timeout { .. } | Self::Silent { .. } | Self::Severed { .. } => AbortCode::Timeout,
             Self::NotConverging(_) => AbortCode::NotConverging,
@@ -432,8 +448,8 @@ mod tests {
         let timeout = EngineError::Timeout { what: "an answer", limit: Duration::from_secs(1) };
         let silent = EngineError::Silent { peer: "source", limit: Duration::from_secs(1) };
         let protocol = EngineError::Protocol { peer: "source", what: "something".to_owned() };
-        let digest =
-            EngineError::Digest { differing: 1, chunks: 2, block: "ram".to_owned(), offset: 0 };
+        let (size, block) = (ByteCount(1 << 20), "ram".to_owned());
+        let digest = EngineError::Digest { size, differing: 1, chunks: 2, block, offset: 0 };
         let io = || io::Error::from(io::ErrorKind::NotFound);
         for (error, code) in [
             (EngineError::Layout("differ".to_owned()), AbortCode::Layout),

@@ -388,6 +388,11 @@ pub struct Measures {
     pub round_list: Vec<RoundMeasures>,
     /// Whether the digests of both sides were compared and found equal.
     pub verified: bool,
+    /// How long all memory of the source was read once more, with the guest running at the
+    /// destination, and found to be what was sent; none where digests were made of it while the
+    /// guest was stopped.
+    #[serde(rename = "look_back_ms", with = "optional_milliseconds", default)]
+    pub look_back: Option<Duration>,
     /// Data channels of memory used.
     pub channels: usize,
     /// The disks that moved along.
@@ -540,6 +545,7 @@ mod tests {
             parts: DowntimeParts { load: Duration::from_micros(17), ..DowntimeParts::default() },
             round_list: vec![RoundMeasures { zero: PageCount(3), ..RoundMeasures::default() }],
             verified: true,
+            look_back: Some(Duration::from_micros(1234)),
             ..Measures::default()
         };
         let text = serde_json::to_string(&measures).unwrap();

@@ -60,7 +60,11 @@ impl Move {
             images: Vec::new(),
             found: Arc::default(),
             handle,
-            options: source::Options { channels: 2, verify: true, ..source::Options::new(to) },
+            options: source::Options {
+                channels: 2,
+                verify: source::Verify::Live,
+                ..source::Options::new(to)
+            },
             faults: Faults::default(),
             keep: Duration::from_secs(60),
             cancel: Cancel::default(),

@@ -147,6 +147,7 @@ fn a_source_speaks_the_version_of_an_older_destination() {
     receiving.join().unwrap().unwrap();
     assert_eq!((measures.protocol_version, measures.features.as_str()), (5, "none"));
     assert!(measures.verified && measures.channels == 3);
+    assert_eq!(measures.look_back, None, "it cannot read back: all was compared at the stop");
     assert_eq!(refused.try_iter().count(), 1, "one connection, the first, was of version 6");
     let accepted = told.try_iter().find_map(|notice| match notice {
         Notice::Accepted { protocol_version, features, .. } => Some((protocol_version, features)),

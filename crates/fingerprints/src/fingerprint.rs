@@ -53,6 +53,12 @@ impl Key {
         Self { seed, zero: print(seed, &[0; 4096]) }
     }
 
+    /// The seed, for the other side of the session alone.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
     /// The fingerprint of a page.
     #[must_use]
     pub fn page(&self, bytes: &[u8]) -> Fingerprint {

@@ -5,7 +5,7 @@
 
 use godwit_units::{ByteCount, PageIndex, PageRun};
 
-use crate::{Account, Fingerprint, RangeDigest};
+use crate::{Account, Fingerprint, Key, RangeDigest};
 
 /// A page in a range was not sent, or is forgotten: there is no digest of the range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,13 +28,15 @@ enum Prints {
 pub struct SegmentFingerprints {
     run: PageRun,
     prints: Prints,
+    /// The digest of all of them, as long as none of them changes.
+    digest: Option<u128>,
     account: Account,
 }
 
 impl SegmentFingerprints {
     pub(crate) fn new(run: PageRun, account: Account) -> Self {
         assert!(run.count.0 > 0, "a segment has pages");
-        Self { run, prints: Prints::Uniform(None), account }
+        Self { run, prints: Prints::Uniform(None), digest: None, account }
     }
 
     /// The pages that it is for.
@@ -79,7 +81,10 @@ impl SegmentFingerprints {
         let index = self.index(page);
         if let Prints::Each(words) = &mut self.prints {
             let changed = words[index] != print.word();
-            words[index] = print.word();
+            if changed {
+                words[index] = print.word();
+                self.digest = None;
+            }
             return changed;
         }
         let changed = !self.unchanged(page, print);
@@ -102,6 +107,44 @@ impl SegmentFingerprints {
             digest.add(self.print(page).ok_or(Unknown { page })?);
         }
         Ok(())
+    }
+
+    /// The first page of which nothing is known.
+    #[must_use]
+    pub fn first_unknown(&self) -> Option<PageIndex> {
+        let index = match &self.prints {
+            Prints::Uniform(None) => Some(0),
+            Prints::Uniform(Some(_)) => None,
+            Prints::Each(words) => words.iter().position(|word| *word == 0),
+        };
+        index.map(|index| PageIndex(self.run.start.0 + index as u64))
+    }
+
+    /// The digest of the fingerprints of all its pages, where those of which nothing is known count
+    /// as zeros: what was never sent is a hole at the destination. Made anew only when one of them
+    /// has changed since.
+    ///
+    /// ```
+    /// use godwit_fingerprints::{Key, PageFingerprints};
+    /// use godwit_units::{PageIndex, PageRun};
+    ///
+    /// let (key, fingerprints) = (Key::new(7), PageFingerprints::new());
+    /// let run = PageRun::new(0, 4096);
+    /// let (mut one, mut other) = (fingerprints.segment(run), fingerprints.segment(run));
+    /// one.record_run(run, key.zero());
+    /// assert_eq!(one.digest_of_all(&key), other.digest_of_all(&key));
+    /// other.record(PageIndex(9), key.page(&[1; 4096]));
+    /// assert_ne!(one.digest_of_all(&key), other.digest_of_all(&key));
+    /// ```
+    pub fn digest_of_all(&mut self, key: &Key) -> u128 {
+        if let Some(digest) = self.digest {
+            return digest;
+        }
+        let mut digest = key.digest();
+        for page in self.run.start.0..self.run.end().0 {
+            digest.add(self.print(PageIndex(page)).unwrap_or_else(|| key.zero()));
+        }
+        *self.digest.insert(digest.finish())
     }
 
     /// Bytes that its fingerprints take.
@@ -128,6 +171,9 @@ impl SegmentFingerprints {
         let first = self.index(run.start);
         let last = self.index(PageIndex(run.end().0 - 1));
         let word = print.map_or(0, Fingerprint::word);
+        if !matches!(&self.prints, Prints::Uniform(there) if *there == print) {
+            self.digest = None;
+        }
         match &mut self.prints {
             Prints::Uniform(there) if *there == print => {}
             _ if run.count == self.run.count => {

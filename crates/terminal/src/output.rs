@@ -363,7 +363,10 @@ fn slower_text(measures: &Measures) -> String {
 
 fn verified_text(measures: &Measures) -> String {
     let mut text = if measures.verified {
-        format!("yes: digests of all {} equal on both sides", measures.ram)
+        let looked_back = measures.look_back.map_or(String::new(), |time| {
+            format!("; nothing was missed (looked back for {})", format_duration(time))
+        });
+        format!("yes: digests of all {} equal on both sides{looked_back}", measures.ram)
     } else {
         "checksums of all frames (--verify compares digests of all memory)".to_owned()
     };

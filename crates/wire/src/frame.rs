@@ -56,11 +56,12 @@ pub enum FrameKind {
     Resumed = 38,
     PrintsRequest = 39,
     Prints = 40,
+    Prove = 41,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 27] = [
+    pub const ALL: [Self; 28] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -88,6 +89,7 @@ impl FrameKind {
         Self::Resumed,
         Self::PrintsRequest,
         Self::Prints,
+        Self::Prove,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -315,6 +315,12 @@ pub enum Message {
         /// that is 0.
         prints: Vec<u64>,
     },
+    /// S: read back what is placed, and answer the request for digests with those of fingerprints
+    /// that are made with this seed. Only with [`Feature::Proof`](crate::Feature::Proof).
+    Prove {
+        /// The seed.
+        seed: u64,
+    },
 }
 
 impl Message {
@@ -347,6 +353,7 @@ impl Message {
             Self::Resumed { .. } => FrameKind::Resumed,
             Self::PrintsRequest => FrameKind::PrintsRequest,
             Self::Prints { .. } => FrameKind::Prints,
+            Self::Prove { .. } => FrameKind::Prove,
         }
     }
 
@@ -384,6 +391,7 @@ impl Message {
                 put_text(&mut frame, text, TEXT_LIMIT);
             }
             Self::RoundEnd { round } => aux = (*round).into(),
+            Self::Prove { seed } => aux = *seed,
             Self::RoundAck { round, flush } => {
                 let micros = u32::try_from(flush.as_micros()).unwrap_or(u32::MAX);
                 aux = u64::from(micros) << 32 | u64::from(*round);
@@ -487,6 +495,7 @@ impl Message {
                 round: header.aux as u32,
                 flush: Duration::from_micros(header.aux >> 32),
             }),
+            FrameKind::Prove => empty(Self::Prove { seed: header.aux }),
             FrameKind::Prepare => empty(Self::Prepare),
             FrameKind::Prepared => empty(Self::Prepared),
             FrameKind::DigestRequest => empty(Self::DigestRequest),

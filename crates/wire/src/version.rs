@@ -129,17 +129,21 @@ impl fmt::Display for Versions {
 pub enum Feature {
     /// A godwit that was restarted takes up the session of the one before it.
     Restart = 0,
+    /// The destination reads back what it has placed while the guest runs, so that a comparison of
+    /// all memory adds next to nothing to the downtime.
+    Proof = 1,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 1] = [Self::Restart];
+    pub const ALL: [Self; 2] = [Self::Restart, Self::Proof];
 
     /// How it is called in reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Restart => "restart",
+            Self::Proof => "proof",
         }
     }
 }
@@ -162,7 +166,7 @@ impl Features {
     /// None.
     pub const NONE: Self = Self(0);
     /// Those that this godwit has.
-    pub const HERE: Self = Self::of(Feature::Restart);
+    pub const HERE: Self = Self(Self::of(Feature::Restart).0 | Self::of(Feature::Proof).0);
 
     /// One feature.
     #[must_use]

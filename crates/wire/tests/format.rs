@@ -95,6 +95,7 @@ fn golden_bytes() {
         hex(&Greeting::refusal().encode()),
         hex(&Message::Offer(Offer { features, ..offer() }).encode()),
         hex(&Message::Accept { codecs: 6, features }.encode()),
+        hex(&Message::Prove { seed: 0x0102_0304_0506_0708 }.encode()),
         hex(&Message::PrintsRequest.encode()),
         hex(&Message::Prints { block: 1, segment: 2, prints: vec![3, 4] }.encode()),
     ];
@@ -297,7 +298,8 @@ fn features_are_sets_of_bits_that_need_not_be_known() {
     assert_eq!(all.common(known), known);
     assert!(known.is_within(all) && !all.is_within(known) && Features::NONE.is_within(known));
     assert!(all.contains(Feature::Restart) && !Features(!1).contains(Feature::Restart));
-    assert_eq!((known.to_string(), Features(!1).to_string()), ("restart".into(), "none".into()));
+    assert_eq!(Features::of(Feature::Proof), Features(2));
+    assert_eq!((known.to_string(), Features(!3).to_string()), ("restart".into(), "none".into()));
 }
 
 #[test]
@@ -610,6 +612,7 @@ fn any_message() -> impl Strategy<Value = Message> {
             .prop_map(|(channels, proof)| Message::Resume { channels, proof }),
         (any::<u32>(), prop::collection::vec(any::<u64>(), 0..81), any::<[u8; PROOF_LEN]>())
             .prop_map(|(attempt, placed, proof)| Message::Resumed { attempt, placed, proof }),
+        any::<u64>().prop_map(|seed| Message::Prove { seed }),
     ]
 }
 

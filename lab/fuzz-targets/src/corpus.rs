@@ -96,6 +96,7 @@ fn frames() -> Vec<Seed> {
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
+        Message::Prove { seed: 7 },
         Message::RoundEnd { round: 3 },
         Message::Prepare,
         Message::DigestRequest,

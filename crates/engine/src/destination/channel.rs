@@ -162,6 +162,7 @@ mod tests {
             channels,
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
+            placed: None,
             any_channel,
         };
         Channel {

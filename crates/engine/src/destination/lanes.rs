@@ -12,9 +12,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_codec::Decompressor;
+use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
-use godwit_wire::Role;
+use godwit_wire::{Feature, Message, Role};
 
 use super::Notice;
 use super::barriers::Barriers;
@@ -24,7 +25,8 @@ use super::disk::{DiskPlace, LastRound};
 use super::fault::MadeUp;
 use super::memory::MemoryPlace;
 use super::offer::Accepted;
-use super::session::Session;
+use super::proof::{Placed, Prover};
+use super::session::{Session, out_of_place};
 use crate::address::Stream;
 use crate::link::{FrameReader, link_error};
 use crate::vm::{DestinationVm, VmError};
@@ -48,6 +50,9 @@ pub(super) struct Lanes {
     /// The machine's disks that are open for us.
     open_disks: usize,
     order: Arc<Vec<usize>>,
+    /// Where what is placed is marked, if it is to be read back, and who does so.
+    placed_pages: Option<Arc<Placed>>,
+    prover: Option<Prover>,
 }
 
 impl Lanes {
@@ -62,6 +67,8 @@ impl Lanes {
         let Accepted { offer, order, disks } = accepted;
         let memory = usize::from(offer.channels);
         let streams = await_channels(session, 0, memory + disks.len(), notice)?;
+        let features = session.common_features(offer.features);
+        let proves = offer.verify && features.contains(Feature::Proof);
         let mut lanes = Self {
             channels: Vec::new(),
             memory,
@@ -76,6 +83,8 @@ impl Lanes {
             last_round: Arc::default(),
             open_disks: disks.len(),
             order: Arc::new(order),
+            placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
+            prover: None,
         };
         for (index, (disk, sink)) in disks.into_iter().enumerate() {
             let last_round = Arc::clone(&lanes.last_round);
@@ -95,6 +104,7 @@ impl Lanes {
                 channels: self.memory,
                 blocks: Arc::clone(&self.ram),
                 order: Arc::clone(&self.order),
+                placed: self.placed_pages.clone(),
                 #[cfg(test)]
                 any_channel: false,
             })
@@ -212,8 +222,37 @@ impl Lanes {
         &self.order
     }
 
+    /// Has what is placed read back, for digests under `key`. A source that asks again knows
+    /// nothing of what was placed before: all of it is read once more.
+    ///
+    /// # Errors
+    /// When that was not agreed upon.
+    pub(super) fn prove(&mut self, key: Key) -> Result<(), EngineError> {
+        let Some(placed) = &self.placed_pages else {
+            return Err(out_of_place(&Message::Prove { seed: 0 }));
+        };
+        if self.prover.take().is_some() {
+            self.ram.iter().enumerate().for_each(|(number, block)| {
+                placed.mark(number, block.all());
+            });
+        }
+        self.prover = Some(Prover::start(&self.ram, placed, key)?);
+        Ok(())
+    }
+
+    /// Who reads back what is placed.
+    pub(super) fn prover(&self) -> Option<&Prover> {
+        self.prover.as_ref()
+    }
+
+    /// Nothing is read back any more.
+    pub(super) fn end_proof(&mut self) {
+        self.prover = None;
+    }
+
     /// Ends all channels; whatever disks were open are closed.
     pub(super) fn end(&mut self) {
+        self.end_proof();
         for (stream, _) in &self.channels {
             stream.shut_down();
         }

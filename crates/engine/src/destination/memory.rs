@@ -9,6 +9,7 @@ use godwit_units::{PageIndex, PageRun};
 use godwit_wire::Content;
 
 use super::channel::{PEER, PageSink};
+use super::proof::Placed;
 use crate::EngineError;
 
 /// What one channel of memory fills.
@@ -19,13 +20,16 @@ pub(super) struct MemoryPlace {
     pub(super) blocks: Arc<Vec<RamBlock>>,
     /// The source's number of a block -> ours.
     pub(super) order: Arc<Vec<usize>>,
+    /// Where what was placed is marked, so that it is read back.
+    pub(super) placed: Option<Arc<Placed>>,
     /// A fault made up: pages are taken over any channel.
     #[cfg(test)]
     pub(super) any_channel: bool,
 }
 
 impl MemoryPlace {
-    fn block(&self, number: usize) -> Result<&RamBlock, EngineError> {
+    /// Our number of block `number`.
+    fn own(&self, number: usize) -> Result<usize, EngineError> {
         let own = self.order.get(number).ok_or_else(|| EngineError::Protocol {
             peer: PEER,
             what: format!(
@@ -34,7 +38,11 @@ impl MemoryPlace {
                 self.order.len()
             ),
         })?;
-        Ok(&self.blocks[*own])
+        Ok(*own)
+    }
+
+    fn block(&self, number: usize) -> Result<&RamBlock, EngineError> {
+        self.own(number).map(|own| &self.blocks[own])
     }
 }
 
@@ -67,6 +75,10 @@ impl PageSink for MemoryPlace {
         match content {
             Content::Data => block.write(run.start, bytes)?,
             Content::Zero => block.zero(run)?,
+        }
+        // Behind the write, so that whoever takes the mark reads what was written.
+        if let Some(placed) = &self.placed {
+            placed.mark(self.own(number)?, run);
         }
         Ok(())
     }

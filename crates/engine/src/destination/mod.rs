@@ -20,6 +20,7 @@ mod layout;
 mod loading;
 mod memory;
 mod offer;
+mod proof;
 mod session;
 
 use std::io;
@@ -323,6 +324,14 @@ impl Stage {
             Self::Offered(_) | Self::Nothing => None,
         }
     }
+
+    /// Has what is placed read back.
+    fn prove(&mut self, seed: u64) -> Result<(), EngineError> {
+        match self {
+            Self::Receiving(lanes) => lanes.prove(Key::new(seed)),
+            Self::Offered(_) | Self::Nothing => Err(out_of_place(&Message::Prove { seed })),
+        }
+    }
 }
 
 impl Destination<'_> {
@@ -369,7 +378,9 @@ impl Destination<'_> {
             }
             input = match follow {
                 Some(input) => input,
-                None => self.await_peer(&stage).unwrap_or_else(|error| self.failed(state, error)),
+                None => {
+                    self.await_peer(&mut stage).unwrap_or_else(|error| self.failed(state, error))
+                }
             };
         }
         self.measures.bytes = stage.lanes().map_or(ByteCount::ZERO, Lanes::received);
@@ -423,13 +434,14 @@ impl Destination<'_> {
     }
 
     /// What the source says next, as an input.
-    fn await_peer(&mut self, stage: &Stage) -> Result<Input, EngineError> {
-        // Once all pages are in place only the control connection counts.
-        let lanes = stage.lanes().filter(|_| !self.pages_complete);
-        let broken = || lanes.and_then(Lanes::failure);
+    fn await_peer(&mut self, stage: &mut Stage) -> Result<Input, EngineError> {
         let message = loop {
+            // Once all pages are in place only the control connection counts.
+            let lanes = stage.lanes().filter(|_| !self.pages_complete);
+            let broken = || lanes.and_then(Lanes::failure);
             match self.session.next_message(self.vm, self.notice, broken)? {
                 Message::Keep(secret) => self.session.keep(secret, self.options.reconnect)?,
+                Message::Prove { seed } if !self.pages_complete => stage.prove(seed)?,
                 message => break message,
             }
         };
@@ -437,11 +449,7 @@ impl Destination<'_> {
             Message::RoundEnd { round } => {
                 self.round = round;
                 if let Some(lanes) = stage.lanes() {
-                    let session = &self.session;
-                    lanes.await_round(round, || {
-                        let cancelled = session.is_cancelled().then_some(EngineError::Cancelled);
-                        cancelled.or_else(|| session.superseded())
-                    })?;
+                    lanes.await_round(round, || self.session.ends())?;
                 }
                 Input::RoundEnd
             }
@@ -473,7 +481,12 @@ impl Destination<'_> {
         match (action, &mut *stage) {
             (A::SendAccept, S::Offered(_)) => self.accept(stage)?,
             (A::SendRoundAck, S::Receiving(lanes)) => self.acknowledge(lanes)?,
-            (A::Prepare, _) => {
+            (A::Prepare, stage) => {
+                // The guest still runs. What was placed so far need not be read back when it does
+                // not.
+                if let Some(prover) = stage.lanes().and_then(Lanes::prover) {
+                    prover.digests(|| self.session.ends())?;
+                }
                 // Others may have filled the mount meanwhile. Soon the guest stops, and then it is
                 // too late to say so.
                 check_room(&self.ram, self.vm, self.options.overcommit)?;
@@ -604,6 +617,17 @@ impl Destination<'_> {
     }
 
     fn send_digests(&self, lanes: &Lanes) -> Result<(), EngineError> {
+        if let Some(prover) = lanes.prover() {
+            let digests = prover.digests(|| self.session.ends())?;
+            for (number, own) in lanes.order().iter().enumerate() {
+                let pieces = digests[*own].chunks(DIGESTS_PER_MESSAGE);
+                for (piece, first) in pieces.zip((0..).step_by(DIGESTS_PER_MESSAGE)) {
+                    let (block, digests) = (number as u32, piece.to_vec());
+                    self.session.say(&Message::Digests { block, first, digests })?;
+                }
+            }
+            return Ok(());
+        }
         for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];
             let chunks = digests::chunks(block.pages());
@@ -623,7 +647,9 @@ impl Destination<'_> {
     }
 
     /// Tells a source that was started anew what is in memory here.
-    fn send_prints(&mut self, lanes: &Lanes) -> Result<(), EngineError> {
+    fn send_prints(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
+        // It knows nothing of what the one before it wanted to have proven.
+        lanes.end_proof();
         let key = Key::new(self.session.prints_seed()?);
         let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
         for (number, own) in lanes.order().iter().enumerate() {
@@ -647,7 +673,8 @@ impl Destination<'_> {
         Ok(())
     }
 
-    fn finish_load(&mut self, lanes: &Lanes) -> Result<Input, EngineError> {
+    fn finish_load(&mut self, lanes: &mut Lanes) -> Result<Input, EngineError> {
+        lanes.end_proof();
         if !lanes.disks_are_closed() {
             let what = "it sent all device state before the last round of its disks".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });

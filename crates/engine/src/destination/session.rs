@@ -170,6 +170,11 @@ impl<'a> Session<'a> {
         self.version
     }
 
+    /// Why what is waited for need not be waited for any more.
+    pub(super) fn ends(&self) -> Option<EngineError> {
+        self.is_cancelled().then_some(EngineError::Cancelled).or_else(|| self.superseded())
+    }
+
     /// Of the features that the source has `offered` those that the session has.
     pub(super) fn common_features(&self, offered: Features) -> Features {
         self.version.features().common(offered)

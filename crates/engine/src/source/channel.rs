@@ -9,8 +9,8 @@
 //! connections are lost, the destination says how many frames it has placed, and what is remembered
 //! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
@@ -54,6 +54,9 @@ pub(super) struct Shared {
     pub(super) link_share: Arc<LinkShare>,
     /// Where what was sent is remembered, and the key of its fingerprints.
     pub(super) fingerprints: Option<(PageFingerprints, Key)>,
+    /// Where the digest of what was sent of each segment is told in the last round, by its number,
+    /// if that is wanted.
+    pub(super) digests: Option<Arc<Mutex<Vec<u128>>>>,
 }
 
 /// No frame has this number: the segment is being dealt with.
@@ -122,6 +125,11 @@ impl Owned {
                 fingerprints.record(PageIndex(page), print);
             }
         }
+    }
+
+    /// What is known of what was sent of it.
+    pub(super) fn fingerprints(&self) -> Option<&SegmentFingerprints> {
+        self.fingerprints.as_ref()
     }
 
     /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or
@@ -212,6 +220,11 @@ impl Channel {
         (self.segments, sent)
     }
 
+    /// Its segments, when it has ended.
+    pub(super) fn into_segments(self) -> Vec<Owned> {
+        self.segments
+    }
+
     /// What it shares with the others.
     pub(super) fn shared(&self) -> &Shared {
         &self.shared
@@ -232,6 +245,8 @@ impl Channel {
             if failed {
                 break;
             }
+            // What does not change from here on need not be looked at while the guest stands still.
+            self.digests().for_each(drop);
         }
         self
     }
@@ -245,7 +260,28 @@ impl Channel {
         result?;
         self.sender.flush()?;
         self.sender.barrier(order.round, order.last)?;
+        if order.last {
+            self.tell_digests();
+        }
         Ok(self.sender.statistics())
+    }
+
+    /// The digests of what was sent of its segments, with their numbers; none where nobody wants
+    /// them.
+    fn digests(&mut self) -> impl Iterator<Item = (usize, u128)> {
+        let key = self.shared.fingerprints.as_ref().map(|(_, key)| *key);
+        let key = key.filter(|_| self.shared.digests.is_some());
+        self.segments.iter_mut().filter_map(move |owned| {
+            let digest = owned.fingerprints.as_mut()?.digest_of_all(key.as_ref()?);
+            Some((owned.number, digest))
+        })
+    }
+
+    fn tell_digests(&mut self) {
+        let Some(told) = self.shared.digests.clone() else { return };
+        let own: Vec<_> = self.digests().collect();
+        let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+        own.into_iter().for_each(|(number, digest)| told[number] = digest);
     }
 
     /// Deals with all segments but those that are to be left for later; at the end of the round
@@ -387,7 +423,12 @@ impl Channel {
     /// its segment; when the guest is stopped, nothing is touched any more.
     fn name_hole(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
         if !std::mem::replace(&mut owned.named, true) {
-            // The fingerprints are not kept: they would take memory for each page.
+            // The fingerprints are not kept: they would take memory for each page. Those of pages
+            // that were sent before the segment was put off and discarded are of what the
+            // destination no longer has.
+            if let Some(fingerprints) = &mut owned.fingerprints {
+                fingerprints.forget(owned.segment.run);
+            }
             self.frame_for(owned)?;
             self.sender.zero(owned.segment.run);
         }

@@ -6,7 +6,7 @@
 mod resumption;
 
 use std::io::Read;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use godwit_fingerprints::{Key, PageFingerprints};
@@ -30,6 +30,7 @@ use super::session::Event;
 use super::setup::Setup;
 use super::state_relay::StateRelay;
 use super::verification::{self, Cost};
+use super::{Verify, look_back};
 use crate::report::{RoundMeasures, Stage};
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
@@ -51,6 +52,8 @@ pub(super) struct Copying {
     segments: Arc<SegmentTable>,
     tracker: Arc<dyn DirtyTracker>,
     fingerprints: Option<(PageFingerprints, Key)>,
+    /// The digests of what was sent, by segment, where the destination reads back what it places.
+    digests: Option<Arc<Mutex<Vec<u128>>>>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     /// The round that was made last.
@@ -67,7 +70,8 @@ pub(super) struct Copying {
 impl Copying {
     /// Starts tracking, and all channels.
     pub(super) fn start(source: &mut Source<'_>, setup: Setup) -> Result<Self, EngineError> {
-        let Setup { settings, own, mut disks, fingerprints, direct_io, restarted, common } = setup;
+        let Setup { settings, own, mut disks, fingerprints, direct_io, .. } = setup;
+        let Setup { restarted, proves, common, .. } = setup;
         let (options, session) = (source.options, &source.session);
         let channels = options.channels.saturating_add(disks.len() as u8);
         let at_once = if restarted { 0 } else { channels };
@@ -88,6 +92,8 @@ impl Copying {
         let look = segments.begin(tracker.as_ref(), arms.then_some(ARMING))?;
         let segments = Arc::new(segments);
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
+        let count = segments.segments().count();
+        let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
         disks.start(source.vm, &mut lanes, disk_streams, (&segments, &source.session))?;
         let shared = Shared {
             tracker: Arc::clone(&tracker),
@@ -96,6 +102,7 @@ impl Copying {
             free: free.hints().cloned(),
             link_share: Arc::clone(lanes.link_share()),
             fingerprints: fingerprints.clone(),
+            digests: digests.clone(),
         };
         for (number, stream) in streams.into_iter().enumerate() {
             let shared = shared.clone();
@@ -107,7 +114,7 @@ impl Copying {
             })?;
         }
         source.meter.tracked(&source.ram, tracking_stop);
-        let cost = Cost::new(options.verify);
+        let cost = Cost::new(options.verify != Verify::No && !proves);
         let parts = (&segments, &tracker);
         let mut convergence =
             Convergence::new(source.handle, settings, parts, &lanes, cost, look.remaining);
@@ -122,6 +129,7 @@ impl Copying {
             segments,
             tracker,
             fingerprints,
+            digests,
             direct_io,
             round,
             under_way: None,
@@ -161,7 +169,8 @@ impl Copying {
         self.segments.hurry(false);
         // Where digests are compared the destination must not keep what is a hole here; otherwise
         // there is no time for that.
-        let find_holes = source.options.verify;
+        // What was sent is compared where there are digests of that.
+        let find_holes = source.options.verify != Verify::No && self.digests.is_none();
         self.begin(source, Order { round, last: true, find_holes })
     }
 
@@ -174,7 +183,7 @@ impl Copying {
         relay: &StateRelay,
     ) -> Result<Input, EngineError> {
         self.carry(source, round, Stage::StopAndCopy)?;
-        let verify = source.options.verify;
+        let verify = source.options.verify != Verify::No;
         if verify {
             self.await_acknowledgement(source, round)?;
         } else {
@@ -364,8 +373,31 @@ impl Copying {
 
     /// Compares the digests of all memory.
     pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if let Some(digests) = &self.digests {
+            let own = digests.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            return verification::compare_sent(&mut source.session, source.vm, &source.ram, &own);
+        }
         let free = self.free.hints().map(Arc::as_ref);
         verification::compare(&mut source.session, source.vm, &source.ram, free)
+    }
+
+    /// With the guest running at the destination: compares all memory with what was sent, where
+    /// that was compared before; what shows that something was missed.
+    pub(super) fn look_back(
+        &mut self,
+        source: &mut Source<'_>,
+    ) -> Result<Option<EngineError>, EngineError> {
+        let (Some(_), Some((_, key))) = (&self.digests, &self.fingerprints) else {
+            return Ok(None);
+        };
+        let began = Instant::now();
+        self.lanes.dismiss();
+        let channels = self.lanes.take()?.memory;
+        let segments = channels.into_iter().flat_map(Channel::into_segments).collect();
+        let free = self.free.hints().map(Arc::as_ref);
+        let missed = look_back::look_back(&source.ram, segments, key, free)?;
+        source.meter.looked_back(began.elapsed());
+        Ok(missed)
     }
 
     /// Tells whoever looks how the migration stands.

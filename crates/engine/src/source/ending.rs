@@ -14,6 +14,8 @@ pub(super) struct Ending {
     cause: Option<(Phase, EngineError)>,
     /// What kept the guest from being resumed or retired.
     not_resumed: Option<VmError>,
+    /// What shows that the guest at the destination is not what it was here.
+    missed: Option<EngineError>,
 }
 
 impl Ending {
@@ -57,6 +59,11 @@ impl Ending {
         self.not_resumed = result.err().or(self.not_resumed.take());
     }
 
+    /// The guest runs at the destination, and this shows that it is not what it was here.
+    pub(super) fn missed(&mut self, missed: Option<EngineError>) {
+        self.missed = missed;
+    }
+
     /// Why it ended, as far as it failed.
     pub(super) fn cause(&self) -> Option<&EngineError> {
         self.cause.as_ref().map(|(_, cause)| cause)
@@ -74,7 +81,11 @@ impl Ending {
     /// What became of a migration that ended in `state`.
     pub(super) fn outcome(mut self, state: State, vm: &mut dyn SourceVm) -> Result<(), Failure> {
         let survivor = match (state, self.not_resumed.is_some()) {
-            (State::Done, false) => return Ok(()),
+            (State::Done, false) if self.missed.is_none() => return Ok(()),
+            (State::Done, false) => {
+                self.cause = self.missed.take().map(|missed| (Phase::Handover, missed));
+                Survivor::Destination
+            }
             (State::Done, true) => Survivor::Destination,
             (State::Cancelled, _) if vm.has_ended() => {
                 // What failed in consequence, and that it could not be brought back, need not be

@@ -217,6 +217,11 @@ impl Meter {
         self.measures.verified = true;
     }
 
+    /// All memory of the source was compared with what was sent, which took so long.
+    pub(super) fn looked_back(&mut self, time: Duration) {
+        self.measures.look_back = Some(time);
+    }
+
     /// The device state had so many bytes.
     pub(super) fn state_passed(&mut self, bytes: ByteCount) {
         self.measures.device_state = bytes;

@@ -26,6 +26,7 @@ mod free;
 mod lanes;
 mod link_share;
 mod live;
+mod look_back;
 mod meter;
 mod outage;
 mod random;
@@ -75,9 +76,9 @@ pub use fault::Fault;
 /// [`MigrationHandle`].
 ///
 /// ```
-/// use godwit_engine::source::Options;
+/// use godwit_engine::source::{Options, Verify};
 ///
-/// let options = Options { verify: true, ..Options::new("west:4444".parse()?) };
+/// let options = Options { verify: Verify::Live, ..Options::new("west:4444".parse()?) };
 /// assert_eq!(options.channels, 2);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -87,8 +88,8 @@ pub struct Options {
     pub to: Address,
     /// Whether the connections to it are encrypted.
     pub security: Security,
-    /// Compare digests of all memory before the destination may run.
-    pub verify: bool,
+    /// Whether and how it is proven that all memory arrived.
+    pub verify: Verify,
     /// Data channels, at least 1.
     pub channels: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
@@ -116,7 +117,7 @@ impl Options {
         Self {
             to,
             security: Security::Local,
-            verify: false,
+            verify: Verify::No,
             channels: 2,
             fingerprints: true,
             keep_source: false,
@@ -125,6 +126,53 @@ impl Options {
             #[cfg(feature = "test-hooks")]
             fault: None,
         }
+    }
+}
+
+/// How it is proven that all memory arrived.
+///
+/// ```
+/// use godwit_engine::source::Verify;
+///
+/// assert_eq!("live".parse(), Ok(Verify::Live));
+/// assert_eq!(Verify::Stopped.to_string(), "stopped");
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Verify {
+    /// By the checksums of all frames alone.
+    #[default]
+    No,
+    /// The destination reads back what it has placed while the guest runs at the source, and what
+    /// the last round brought while it is stopped: the digests of all memory are compared with
+    /// those of what was sent before it may run. Then, while it runs there, all memory of the
+    /// source is read once more: whether anything was written that was never sent. Where the
+    /// destination cannot do that, or nothing is remembered of what was sent: as
+    /// [`Self::Stopped`].
+    Live,
+    /// Both sides read all memory while the guest is stopped, and compare digests of it before it
+    /// may run.
+    Stopped,
+}
+
+impl std::fmt::Display for Verify {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::No => "no",
+            Self::Live => "live",
+            Self::Stopped => "stopped",
+        })
+    }
+}
+
+impl std::str::FromStr for Verify {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::No, Self::Live, Self::Stopped]
+            .into_iter()
+            .find(|verify| verify.to_string() == text)
+            .ok_or_else(|| format!("{text:?}: it must be live, stopped or no"))
     }
 }
 
@@ -315,7 +363,7 @@ impl<'a> Source<'a> {
 
 impl Source<'_> {
     fn run(mut self, mut stage: Stage, mut input: Input) -> Result<Measures, Failure> {
-        let verify = self.options.verify;
+        let verify = self.options.verify != Verify::No;
         let mut state = State::Idle;
         while !state.is_final() {
             let stepped = step(state, input, verify).or_else(|unexpected| {
@@ -478,8 +526,11 @@ impl Source<'_> {
                 self.say_farewell(stage);
                 Ok(None)
             }
-            (A::RetireGuest, _) => {
-                let retired = self.vm.retire(self.options.keep_source);
+            (A::RetireGuest, stage) => {
+                let missed = self.look_back(stage);
+                let keep = self.options.keep_source || missed.is_some();
+                self.ending.missed(missed);
+                let retired = self.vm.retire(keep);
                 self.ending.brought_back(retired);
                 Ok(None)
             }
@@ -496,6 +547,13 @@ impl Source<'_> {
             // The state machine knows no such order.
             _ => Err(EngineError::Panicked("main")),
         }
+    }
+
+    /// With the guest running at the destination: whether memory here, where nobody writes any
+    /// more, holds anything that was not sent.
+    fn look_back(&mut self, stage: &mut Stage) -> Option<EngineError> {
+        let copying = stage.copying()?;
+        copying.look_back(self).unwrap_or_else(Some)
     }
 
     /// In states that only the destination can end: what it says next.

@@ -7,14 +7,15 @@ use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
 use godwit_protocol::source::Input;
 use godwit_wire::{
-    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Features, Message, Offer, QUESTIONS_LIMIT,
+    ANSWER_LIMIT, BLOCKS_LIMIT, BlockOffer, DISKS_LIMIT, Feature, Features, Message, Offer,
+    QUESTIONS_LIMIT,
 };
 
 use super::disks::Disks;
 use super::fault::Fault;
 use super::random::new_fingerprints;
 use super::record::Record;
-use super::{Options, PEER, Source};
+use super::{Options, PEER, Source, Verify};
 use crate::compression::Codecs;
 use crate::handle::{MigrationHandle, Own};
 use crate::return_proof::prints_seed;
@@ -31,6 +32,8 @@ pub(super) struct Setup {
     pub(super) direct_io: bool,
     /// A godwit that was killed had begun: the destination has accepted its offer.
     pub(super) restarted: bool,
+    /// The destination reads back what it places.
+    pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
 }
@@ -52,7 +55,16 @@ impl Setup {
         let (settings, own) = handle.begin(&options.to);
         let disks = Disks::new(vm.moving_disks().map_or_else(Vec::new, |vm| vm.disks()));
         let common = Common { codecs: Codecs::NONE, features: Features::NONE };
-        Ok(Self { settings, own, disks, fingerprints, direct_io: false, restarted: false, common })
+        Ok(Self {
+            settings,
+            own,
+            disks,
+            fingerprints,
+            direct_io: false,
+            restarted: false,
+            proves: false,
+            common,
+        })
     }
 
     /// Connects and offers the machine, until the destination accepts it.
@@ -63,7 +75,19 @@ impl Setup {
             source.session.ask_to_keep()?;
             source.write_record(&self.common)?;
         }
+        self.have_proven(source)?;
         Ok(Input::Accepted)
+    }
+
+    /// Has the destination read back what it places, if that is wanted and it can.
+    fn have_proven(&mut self, source: &Source<'_>) -> Result<(), EngineError> {
+        let wanted = source.options.verify == Verify::Live;
+        let key = self.fingerprints.as_ref().map(|(_, key)| key);
+        if let Some(key) = key.filter(|_| wanted && self.common.features.contains(Feature::Proof)) {
+            source.session.say(&Message::Prove { seed: key.seed() })?;
+            self.proves = true;
+        }
+        Ok(())
     }
 
     /// The migration of `record` is taken up.
@@ -115,7 +139,7 @@ impl Setup {
             channels: source.options.channels,
             codecs: Codecs::ALL.0,
             features: source.session.version().features(),
-            verify: source.options.verify,
+            verify: source.options.verify != Verify::No,
             running: source.vm.was_running(),
             machine: source.vm.machine().to_owned(),
             blocks,

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use godwit_protocol::source::Input;
 use godwit_wire::Message;
 
-use super::Source;
 use super::copying::Copying;
 use super::fault::Fault;
 use super::meter::Part;
 use super::state_relay::StateRelay;
+use super::{Source, Verify};
 use crate::report::Stage;
 use crate::{EngineError, limits};
 
@@ -43,7 +43,7 @@ impl Switchover {
     /// Lets the machine save its devices. Unless digests were compared and all pages are in place
     /// by now, what it saves is held back until the last round has ended.
     pub(super) fn release_state(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
-        if !source.options.verify {
+        if source.options.verify == Verify::No {
             self.relay.hold();
         }
         self.copying.release_state(source)

@@ -1,10 +1,10 @@
 //! The comparison of digests of all memory, with the guest stopped on both sides, and what it will
-//! probably take.
+//! probably take: of what memory holds now, or of what was sent and read back before.
 
 use std::time::Duration;
 
 use godwit_balloon::FreeHints;
-use godwit_memory::RamBlock;
+use godwit_memory::{RamBlock, SEGMENT_PAGES};
 use godwit_units::{PageCount, PageIndex};
 use godwit_wire::Message;
 
@@ -63,6 +63,37 @@ pub(super) fn compare(
         let digests = digests::digests(block, all, interrupt, zeroed)?;
         own.push(digests.ok_or(EngineError::Interrupted)?);
     }
+    compare_with(session, vm, ram, own, PageCount(CHUNK_PAGES))
+}
+
+/// Compares the digests `own`, one for each segment of `ram` in order, of what was sent with the
+/// destination's of what it has read back.
+pub(super) fn compare_sent(
+    session: &mut Session,
+    vm: &dyn SourceVm,
+    ram: &[RamBlock],
+    own: &[u128],
+) -> Result<(), EngineError> {
+    session.say(&Message::DigestRequest)?;
+    let mut rest = own;
+    let by_block = ram.iter().map(|block| {
+        let segments = block.pages().0.div_ceil(SEGMENT_PAGES) as usize;
+        let (first, others) = rest.split_at(segments.min(rest.len()));
+        rest = others;
+        first.to_vec()
+    });
+    let own = by_block.collect();
+    compare_with(session, vm, ram, own, PageCount(SEGMENT_PAGES))
+}
+
+/// Compares `own` digests of chunks of this size with the destination's, which were asked for.
+fn compare_with(
+    session: &mut Session,
+    vm: &dyn SourceVm,
+    ram: &[RamBlock],
+    mut own: Vec<Vec<u128>>,
+    size: PageCount,
+) -> Result<(), EngineError> {
     if session.made_up().is(Fault::WrongDigest) {
         own[0][0] ^= 1;
     }
@@ -102,10 +133,11 @@ pub(super) fn compare(
     match first_difference {
         None => Ok(()),
         Some((block, chunk)) => Err(EngineError::Digest {
+            size: size.bytes(),
             differing,
             chunks: expected,
             block: ram[block].name().to_owned(),
-            offset: PageCount(chunk as u64 * CHUNK_PAGES).bytes().0,
+            offset: chunk as u64 * size.bytes().0,
         }),
     }
 }

@@ -1,0 +1,88 @@
+//! `Verify::Live`: what was placed is read back while the guest runs, and the source's memory is
+//! looked at once more when nobody waits for it.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use godwit_engine::destination::Faults;
+use godwit_engine::handle::{MigrationHandle, Own};
+use godwit_engine::report::Measures;
+use godwit_engine::source::{Fault, Options, Verify};
+use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_policy::Settings;
+
+use machine::{Destination, Source, options, run};
+
+fn moved(source: &mut Source, options: &Options) -> (Result<Measures, Failure>, Option<bool>) {
+    let settings =
+        Settings { downtime_limit: Duration::from_secs(10), patience: None, ..Settings::default() };
+    let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
+    let destination = Destination::of(source);
+    let found = Arc::clone(&destination.found);
+    let result = run(source, destination, options, Faults::default(), &handle);
+    let exact = found.lock().unwrap().pages_first;
+    (result, exact)
+}
+
+fn busy() -> Source {
+    Source::start(Duration::from_secs(60), Vec::new())
+}
+
+/// One that has touched its memory and writes no more.
+fn rested() -> Source {
+    let source = Source::start(Duration::from_millis(100), Vec::new());
+    std::thread::sleep(Duration::from_millis(150));
+    source
+}
+
+#[test]
+fn a_busy_guest_is_proven_and_looked_back_at() {
+    for channels in 1..=4 {
+        let (measures, exact) = moved(&mut busy(), &options(channels, true));
+        let measures = measures.unwrap();
+        assert!(measures.verified && measures.look_back.is_some(), "{measures:?}");
+        assert_eq!(exact, Some(true));
+    }
+}
+
+#[test]
+fn without_fingerprints_all_is_compared_at_the_stop() {
+    let options = Options { fingerprints: false, ..options(2, true) };
+    let measures = moved(&mut busy(), &options).0.unwrap();
+    assert!(measures.verified && measures.look_back.is_none());
+    let options = Options { verify: Verify::Stopped, fingerprints: true, ..options };
+    let measures = moved(&mut busy(), &options).0.unwrap();
+    assert!(measures.verified && measures.look_back.is_none());
+}
+
+#[test]
+fn a_write_that_nobody_reported_is_found_when_it_is_looked_back() {
+    // Mutations: nothing is looked back at; the source is retired for good all the same.
+    let mut source = rested();
+    source.unseen = vec![4711, 17];
+    let (result, exact) = moved(&mut source, &options(3, true));
+    let failure = result.unwrap_err();
+    assert_eq!((failure.survivor, exact), (Survivor::Destination, Some(false)));
+    let EngineError::Missed { pages, block, offset } = &failure.cause else { panic!("{failure}") };
+    assert_eq!((pages.0, block.as_str(), *offset), (2, "ram0", 17 << 12));
+    assert!(source.retired && source.kept, "it is evidence");
+
+    // With all of memory read at the stop the guest stays.
+    let mut source = rested();
+    source.unseen = vec![17];
+    let stopped = Options { verify: Verify::Stopped, ..options(3, true) };
+    let failure = moved(&mut source, &stopped).0.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(matches!(failure.cause, EngineError::Digest { differing: 1, .. }), "{failure}");
+}
+
+#[test]
+fn a_digest_that_differs_keeps_the_guest_at_the_source() {
+    let options = Options { fault: Some(Fault::WrongDigest), ..options(2, true) };
+    let failure = moved(&mut busy(), &options).0.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(matches!(failure.cause, EngineError::Digest { differing: 1, .. }), "{failure}");
+}
