@@ -597,6 +597,7 @@ mod tests {
             fingerprints: false,
             keep_source: true,
             reconnect: Duration::from_secs(7),
+            record: None,
             fault: Some(Fault::LoseCommit),
         };
         let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };
