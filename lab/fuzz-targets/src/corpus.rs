@@ -93,10 +93,12 @@ fn frames() -> Vec<Seed> {
         Message::Running,
         Message::Discarded,
         Message::Resumed { attempt: 1, placed: vec![3, u64::MAX], proof: [7; PROOF_LEN] },
+        Message::Prints { block: 1, segment: 2, prints: vec![3, u64::MAX] },
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
         Message::Prove { seed: 7 },
+        Message::PrintsRequest,
         Message::RoundEnd { round: 3 },
         Message::Prepare,
         Message::DigestRequest,

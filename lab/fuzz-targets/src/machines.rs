@@ -181,7 +181,12 @@ impl World {
                 D::RunGuest => self.destination_work.push_back(Di::Started),
                 D::SendRunning => self.send(Said::ToSource(Si::Running)),
                 D::SendDiscarded => self.send(Said::ToSource(Si::Discarded)),
-                D::WriteState | D::AwaitResolve | D::Sever | D::AwaitReturn | D::DiscardGuest => {}
+                D::WriteState
+                | D::SendPrints
+                | D::AwaitResolve
+                | D::Sever
+                | D::AwaitReturn
+                | D::DiscardGuest => {}
             }
         }
     }
