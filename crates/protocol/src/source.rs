@@ -185,8 +185,8 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
     use {Action as A, Input as I, State as S};
     Ok(match (state, input) {
         (S::Idle, I::Start) => (S::Negotiating, vec![A::SendOffer]),
-        // Nothing is known any more of what was sent. The destination says what it holds; until then
-        // this is a session whose connections are lost.
+        // Nothing is known any more of what was sent. The destination says what it holds; until
+        // then this is a session whose connections are lost.
         (S::Idle, I::Restart) => (S::Severed { round: 0 }, vec![A::StartTracking, A::Reconnect]),
         (S::Negotiating, I::Accepted) => {
             (S::PreCopy { round: 0 }, vec![A::StartTracking, A::CopyRound(0)])

@@ -10,7 +10,7 @@ use godwit_track::GovernorMeasures;
 use godwit_units::ByteCount;
 use godwit_wire::Version;
 
-use super::setup::Common;
+use super::common::Common;
 use super::speed::Losses;
 use crate::limits;
 use crate::report::{DiskMeasures, Measures, RoundMeasures};

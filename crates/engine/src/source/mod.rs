@@ -15,6 +15,7 @@
 
 mod abort;
 mod channel;
+mod common;
 mod convergence;
 mod copying;
 mod disk;
@@ -57,13 +58,14 @@ use crate::security::Security;
 use crate::vm::SourceVm;
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
+use common::Common;
 use copying::Copying;
 use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
 use record::{Place, Record};
 use session::{Resolved, Session};
-use setup::{Common, Setup};
+use setup::Setup;
 use state_relay::StateRelay;
 use switchover::Switchover;
 

@@ -13,7 +13,7 @@ use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
 use serde::{Deserialize, Serialize};
 
-use super::setup::Common;
+use super::common::Common;
 use crate::EngineError;
 use crate::compression::Codecs;
 

@@ -11,6 +11,7 @@ use godwit_wire::{
     QUESTIONS_LIMIT,
 };
 
+use super::common::Common;
 use super::disks::Disks;
 use super::fault::Fault;
 use super::random::new_fingerprints;
@@ -36,13 +37,6 @@ pub(super) struct Setup {
     pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
-}
-
-/// What both sides have.
-#[derive(Clone, Copy)]
-pub(super) struct Common {
-    pub(super) codecs: Codecs,
-    pub(super) features: Features,
 }
 
 impl Setup {
