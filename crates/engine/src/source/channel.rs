@@ -111,8 +111,8 @@ impl Owned {
         self.segment
     }
 
-    /// The destination holds what `prints` say, of every page; none: zeros. Without fingerprints all
-    /// of it is sent.
+    /// The destination holds what `prints` say, of every page; none: zeros. Without fingerprints
+    /// all of it is sent.
     pub(super) fn learn(&mut self, prints: &[u64], zero: Fingerprint) {
         let Some(fingerprints) = &mut self.fingerprints else { return };
         let run = self.segment.run;
