@@ -129,8 +129,8 @@ pub enum EngineError {
     },
     /// What a godwit that was killed has left cannot be gone by.
     #[error(
-        "the record of an unfinished migration, {}, is of no use: {why}; if no godwit migrate is at \
-         work at this VM remove it, and begin anew",
+        "the record of an unfinished migration, {}, is of no use: {why}; if no godwit migrate is \
+         at work at this VM remove it, and begin anew",
         path.display()
     )]
     Record {
