@@ -214,34 +214,48 @@ pub fn migrate(
     source.run(Stage::Setup(setup), if restarts { Input::Restart } else { Input::Start })
 }
 
+/// What a destination answered that was asked by [`inquire`].
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::source::Inquiry;
+///
+/// let inquiry = Inquiry { refusal: None, round_trip: Duration::from_micros(240) };
+/// assert!(inquiry.refusal.is_none());
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Inquiry {
+    /// Why it would refuse the guest, if it would.
+    pub refusal: Option<String>,
+    /// How long its host took to take the connection, a round trip of the network.
+    pub round_trip: Duration,
+}
+
 /// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
 /// offered by [`migrate`]. Nothing is changed on either side, and the destination goes on waiting.
 /// Whether its disks can be written is not tried.
 ///
 /// # Errors
-/// [`EngineError::Aborted`] holds the destination's reasons; others say why it could not be asked.
+/// Why it could not be asked.
 ///
 /// ```
 /// use godwit_engine::source::{Options, inquire};
 /// use godwit_engine::vm::SourceVm;
-/// use godwit_engine::{Cancel, EngineError};
+/// use godwit_engine::Cancel;
 ///
 /// fn fits(vm: &mut dyn SourceVm, to: &str) -> Result<bool, Box<dyn std::error::Error>> {
-///     match inquire(vm, &Options::new(to.parse()?), &Cancel::default()) {
-///         Ok(()) => Ok(true),
-///         Err(EngineError::Aborted { text, .. }) => {
-///             println!("it does not fit: {text}");
-///             Ok(false)
-///         }
-///         Err(error) => Err(error.into()),
+///     let inquiry = inquire(vm, &Options::new(to.parse()?), &Cancel::default())?;
+///     if let Some(why) = &inquiry.refusal {
+///         println!("it does not fit: {why}");
 ///     }
+///     Ok(inquiry.refusal.is_none())
 /// }
 /// ```
 pub fn inquire(
     vm: &mut dyn SourceVm,
     options: &Options,
     cancel: &Cancel,
-) -> Result<(), EngineError> {
+) -> Result<Inquiry, EngineError> {
     let settings = Settings::default();
     let handle = &MigrationHandle::new(settings, Own::default(), cancel.clone());
     let progress = &mut |_: &Progress| {};
@@ -255,7 +269,12 @@ pub fn inquire(
     // What is done with the machine next is no concern of a session that has ended.
     source.session.interrupt().silence();
     source.session.end();
-    answer.map(drop)
+    let refusal = match answer {
+        Ok(_) => None,
+        Err(EngineError::Aborted { text, .. }) => Some(text),
+        Err(error) => return Err(error),
+    };
+    Ok(Inquiry { refusal, round_trip: setup.round_trip })
 }
 
 /// What lasts from the beginning to the end.
