@@ -12,7 +12,7 @@ fn main() {
     let crate_dir = std::env::var("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let out = Path::new(&std::env::var("OUT_DIR").expect("cargo sets it")).join("microvm-guest");
     let guest = Path::new(&crate_dir).join("guest");
-    for watched in ["guest", "src/boot_block.rs", "../../lab/guest-workload/src"] {
+    for watched in ["guest", "src/boot_block.rs", "../stamp/src"] {
         println!("cargo:rerun-if-changed={watched}");
     }
     let script = guest.join("link.ld");

@@ -2,7 +2,7 @@
 //!
 //! Keeps three promises: nothing is installed (the kernel is unpacked, not set up); a second run
 //! changes nothing; and the image does not hold the beacon's magic number, which an observer would
-//! take for the beacon. What the guest does is left to `godwit-guest-workload`.
+//! take for the beacon. What the guest does is left to `godwit-stamp`.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -156,7 +156,7 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
         archive.program(&name, &std::fs::read(file.path()).context("cannot read a module")?);
     }
     let image = archive.finish();
-    let magic = godwit_guest_workload::beacon::magic();
+    let magic = godwit_stamp::beacon::magic();
     ensure!(
         !image.windows(magic.len()).any(|window| window == magic),
         "the guest program holds the beacon's magic number: the compiler put it together ahead of \
@@ -183,9 +183,9 @@ fn guest_program() -> anyhow::Result<PathBuf> {
             "--quiet",
             "--release",
             "--package",
-            "godwit-guest-workload",
+            "godwit-stamp",
             "--bin",
-            "godwit-guest",
+            "godwit-stamp",
         ])
         .args(["--target", TRIPLE, "--target-dir"])
         .arg(&target)
@@ -195,7 +195,7 @@ fn guest_program() -> anyhow::Result<PathBuf> {
         .status()
         .context("cannot run cargo")?;
     ensure!(status.success(), "the guest program does not build");
-    Ok(target.join(TRIPLE).join("release/godwit-guest"))
+    Ok(target.join(TRIPLE).join("release/godwit-stamp"))
 }
 
 #[cfg(test)]

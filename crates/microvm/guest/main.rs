@@ -1,7 +1,7 @@
 //! The guest of the microvm: a program on the bare machine that stamps memory and disk, checks them
 //! and says BUG.
 //!
-//! It is the Linux guest's workload (`godwit-guest-workload`, whose files it shares) without Linux:
+//! It is the Linux guest's workload (`godwit-stamp`, whose files it shares) without Linux:
 //! one image, entered in 64-bit mode by every vCPU at once, without privilege, interrupts and
 //! allocator. Keeps the same promise: nothing it finds stops it, and what it prints means the same.
 //! Built by the build script of `godwit-microvm` with the ordinary toolchain.
@@ -13,27 +13,27 @@
 extern crate self as godwit_units;
 
 mod balloon;
-#[path = "../../../lab/guest-workload/src/beacon.rs"]
+#[path = "../../stamp/src/beacon.rs"]
 mod beacon;
 #[path = "../src/boot_block.rs"]
 mod boot_block;
 mod churn;
 mod cpu;
 mod disk;
-#[path = "../../../lab/guest-workload/src/heartbeat.rs"]
+#[path = "../../stamp/src/heartbeat.rs"]
 mod heartbeat;
-#[path = "../../../lab/guest-workload/src/main_loop.rs"]
+#[path = "../../stamp/src/main_loop.rs"]
 mod main_loop;
-#[path = "../../../lab/guest-workload/src/pace.rs"]
+#[path = "../../stamp/src/pace.rs"]
 mod pace;
 mod plugged;
 mod ports;
 mod serial;
-#[path = "../../../lab/guest-workload/src/stamp.rs"]
+#[path = "../../stamp/src/stamp.rs"]
 mod stamp;
 mod virtio;
 mod work;
-#[path = "../../../lab/guest-workload/src/workload.rs"]
+#[path = "../../stamp/src/workload.rs"]
 mod workload;
 
 use core::panic::PanicInfo;

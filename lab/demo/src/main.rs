@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use clap::{Parser, ValueEnum};
 use godwit_engine::report::Progress;
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_terminal::layout;
 use godwit_terminal::output::{self, json_line};
 use godwit_terminal::process::{CANCELLED, FAILED, cancel_on_signals};

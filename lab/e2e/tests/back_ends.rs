@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, Lan, Movable, QemuBuild, SlowReads, StorageDaemon,
     TestVm, VmConfig, builds_for, skip, soak, storage_daemon_for,

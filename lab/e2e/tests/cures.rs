@@ -15,7 +15,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{
     LIMIT, MicroPair, Pair, await_copying, check_moved, check_refused, check_untouched, oldest,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, images_for,
     skip,

@@ -4,7 +4,7 @@
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
 use serde_json::json;
 

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     DiskImage, GuestConfig, QemuBuild, SlowReads, TestVm, VmConfig, builds_for, images_for, soak,
 };

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     DiskImage, Ended, GuestConfig, MicroVm, Mount, Running, TestVm, VmConfig, allocated,
     builds_for, images_for, skip,

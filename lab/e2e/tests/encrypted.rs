@@ -7,7 +7,7 @@ use anyhow::ensure;
 use godwit_e2e::{
     Keys, LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched, oldest,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, Movable, VmConfig, builds_for};
 
 #[test]

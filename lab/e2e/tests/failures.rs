@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, Link, Movable, SlowLink, TestVm, VmConfig, builds_for, skip};
 use godwit_units::Rate;
 use rustix::process::{Pid, Signal, kill_process};

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_refused};
-use godwit_guest_workload::settings::{BuildWork, Mode};
+use godwit_stamp::settings::{BuildWork, Mode};
 use godwit_testbed::{Godwit, GuestConfig, Link, MicroVm, Movable, VmConfig, builds_for, soak};
 use godwit_units::ByteCount;
 use serde_json::Value;

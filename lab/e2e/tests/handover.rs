@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, Ended, GuestConfig, Link, Network, QemuBuild, RemoteDisk, Running, TestVm,
     VmConfig, builds_for, images_for,

@@ -9,7 +9,7 @@ use godwit_e2e::{
     LIMIT, Pair, await_copying, check_moved, check_refused, check_settings, check_untouched,
     ends_with_its_guardian, oldest,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, DiskImage, Godwit, GuestConfig, Movable, Observer, Running, TestVm, VmConfig,
     builds_for, images_for,

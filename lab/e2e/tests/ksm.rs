@@ -4,7 +4,7 @@
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, GuestConfig, Ksm, TestVm, VmConfig, builds_for, builds_since, images_for,
     kvm_builds_for,

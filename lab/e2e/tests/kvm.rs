@@ -8,7 +8,7 @@ use godwit_e2e::{
     LIMIT, Pair, await_alone, await_copying, await_quit, check_moved, check_refused,
     check_untouched,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DISK_WORK, DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, images_for,
     kvm_builds_for, skip,

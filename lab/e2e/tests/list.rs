@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, Godwit, GuestConfig, LibvirtGuest, LibvirtHost, MicroVm, Room, TestVm, VmConfig,
     builds_for, kvm_for, libvirt_for, skip,

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, await_copying, check_refused, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, Godwit, GuestConfig, Link, MicroVm, Movable, Observer, TestVm, VmConfig,
     builds_for, kvm_for,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, Pair, await_quit, check_moved, check_settings, oldest};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     BeaconPlace, DiskImage, GuestConfig, HugePages, Observer, QemuBuild, VmConfig, builds_for,
     images_for,

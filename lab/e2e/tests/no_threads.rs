@@ -2,7 +2,7 @@
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, VmConfig, builds_for};
 use rustix::process::{Pid, Resource, Rlimit, Signal, prlimit};
 

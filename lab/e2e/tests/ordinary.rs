@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_copying, await_quit, check_moved, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
     builds_for, images_for, skip,

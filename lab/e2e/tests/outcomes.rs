@@ -7,7 +7,7 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{
     LIMIT, Pair, await_alone, await_copying, check_refused, check_settings, check_untouched,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Ended, GuestConfig, Ports, QemuBuild, Running, TestVm, VmConfig, builds_for,
     images_for,

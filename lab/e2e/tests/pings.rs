@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, check_moved};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, GuestConfig, Heard, Lan, QemuBuild, Silence, Style, TestVm, VmConfig,
     builds_for, images_for, own_migration, skip,

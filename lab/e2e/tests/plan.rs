@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_untouched};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, MicroVm, Movable, TestVm, VmConfig, builds_for, kvm_for,
 };

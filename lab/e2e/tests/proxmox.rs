@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, await_copying, await_quit, check_refused, oldest};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, QemuBuild, Room, TestVm, VmConfig, builds_for,
     images_for,

@@ -9,7 +9,7 @@ use godwit_e2e::{
     LIMIT, Pair, await_copying, await_quit, check_refused, check_untouched, ends_with_its_guardian,
     oldest,
 };
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Backend, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for};
 use serde_json::Value;
 

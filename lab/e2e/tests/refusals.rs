@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, check_moved, check_refused, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, Ended, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig, builds_for,
 };

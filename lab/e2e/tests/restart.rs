@@ -3,7 +3,7 @@
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, VmConfig, builds_for};
 use rustix::process::Signal;
 use serde_json::Value;

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{Pair, check_moved, check_untouched, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, GuestConfig, MemoryGroup, Mount, QemuBuild, TestVm, VmConfig, builds_for, skip,
 };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, await_copying, await_quit, check_untouched, guardian_of_process, oldest};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Ended, Godwit, GuestConfig, GuestFiles, QemuBuild, Room, Running,
     StartedVm, StorageDaemon, TestVm, VmConfig, builds_for, images_for, storage_daemon_for,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use godwit_e2e::{Pair, check_moved, check_refused, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     DiskImage, Ended, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for,
 };

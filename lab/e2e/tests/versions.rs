@@ -5,7 +5,7 @@
 
 use anyhow::ensure;
 use godwit_e2e::{Keys, LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Ended, Godwit, GuestConfig, Link, Movable, Previous, Running, VmConfig,
     builds_for, images_for,

@@ -3,14 +3,14 @@
 //!
 //! Keeps two promises: a line's time is that of its last byte, taken before anything else is done
 //! with it; and a line that the guest began on the source and ended on the destination is put
-//! together again. What the lines mean is defined in `godwit-guest-workload`.
+//! together again. What the lines mean is defined in `godwit-stamp`.
 
 use std::io::Read;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure};
-use godwit_guest_workload::heartbeat::{BUG, DiskSecond, FAILED, Heartbeat, READY};
+use godwit_stamp::heartbeat::{BUG, DiskSecond, FAILED, Heartbeat, READY};
 
 /// What the kernel prints when memory is damaged under it.
 const KERNEL_TROUBLE: [&str; 6] =

@@ -5,8 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
-use godwit_guest_workload::settings::{BuildWork, CardAddress, DiskWork, Mode, Settings};
-use godwit_guest_workload::workload::Order;
+use godwit_stamp::settings::{BuildWork, CardAddress, DiskWork, Mode, Settings};
+use godwit_stamp::workload::Order;
 use godwit_units::ByteCount;
 
 /// `quiet` keeps the console for the guest's own lines; a panic still shows, and ends QEMU by a

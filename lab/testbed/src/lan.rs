@@ -9,7 +9,7 @@ use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use godwit_guest_workload::settings::CardAddress;
+use godwit_stamp::settings::CardAddress;
 
 use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};

@@ -12,8 +12,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
-use godwit_guest_workload::beacon::{COUNTER_OFFSET, HEADER_LEN, is_beacon};
 use godwit_memory::Mapping;
+use godwit_stamp::beacon::{COUNTER_OFFSET, HEADER_LEN, is_beacon};
 use godwit_units::{ByteCount, PAGE_SIZE};
 
 use crate::gap::{GapFinder, Observation};
@@ -208,7 +208,7 @@ mod tests {
     use std::os::unix::fs::FileExt;
     use std::path::PathBuf;
 
-    use godwit_guest_workload::beacon::{check_word, magic};
+    use godwit_stamp::beacon::{check_word, magic};
 
     use super::*;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_guest_workload::heartbeat::Heartbeat;
+use godwit_stamp::heartbeat::Heartbeat;
 use serde_json::Value;
 
 use crate::godwit::Running;

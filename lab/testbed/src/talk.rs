@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
-use godwit_guest_workload::settings::ECHO_PORT;
+use godwit_stamp::settings::ECHO_PORT;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::pings::Heard;

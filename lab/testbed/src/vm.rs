@@ -10,8 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
-use godwit_guest_workload::heartbeat::DiskSecond;
 use godwit_qemu::monitor::Qmp;
+use godwit_stamp::heartbeat::DiskSecond;
 use serde_json::{Value, json};
 
 use crate::console::{Beat, Console};

@@ -9,8 +9,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
-use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, TestVm, VmConfig, builds_for};
 use godwit_track::{Approach, attach};
 use godwit_units::PageCount;

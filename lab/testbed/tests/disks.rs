@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use godwit_disk::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
-use godwit_guest_workload::settings::{DiskWork, Mode};
 use godwit_qemu::{QemuDestination, QemuSource};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for};
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 use serde_json::{Value, json};

@@ -5,8 +5,8 @@
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::{Brake, SourceVm};
-use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, skip};
 use godwit_units::PageCount;
 

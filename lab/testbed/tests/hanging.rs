@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use godwit_disk::DiskChoice;
 use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, Interrupt};
-use godwit_guest_workload::settings::Mode;
 use godwit_qemu::{Limits, QemuSource};
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for,
     images_for,

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use godwit_engine::vm::SourceVm;
-use godwit_guest_workload::settings::Mode;
-use godwit_guest_workload::stamp::Page;
-use godwit_guest_workload::workload::Order;
 use godwit_qemu::QemuSource;
+use godwit_stamp::settings::Mode;
+use godwit_stamp::stamp::Page;
+use godwit_stamp::workload::Order;
 use godwit_testbed::{
     Backend, BeaconPlace, GuestConfig, Mount, Observer, QemuBuild, Style, TestVm, VmConfig,
     builds_since, kvm_builds_for, longest_pause, own_migration, skip,

@@ -11,8 +11,8 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::settings::Mode;
-use godwit_guest_workload::stamp::Page;
+use godwit_stamp::settings::Mode;
+use godwit_stamp::stamp::Page;
 use godwit_testbed::{
     BeaconPlace, GuestConfig, Observer, QemuBuild, Style, TestVm, VmConfig, builds_for,
     longest_pause, own_migration, skip,

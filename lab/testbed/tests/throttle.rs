@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use godwit_disk::DiskChoice;
 use godwit_engine::vm::{Brake, DiskVm, SourceVm};
-use godwit_guest_workload::settings::Mode;
 use godwit_qemu::QemuSource;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, QemuBuild, TestVm, VmConfig, builds_for};
 use godwit_units::Rate;
 use godwit_vcpu_throttle::{VcpuThrottle, vcpu_time};

@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 
-use godwit_guest_workload::heartbeat::Heartbeat;
 use godwit_memory::RamBlock;
+use godwit_stamp::heartbeat::Heartbeat;
 use godwit_units::{ByteCount, PageIndex};
 
 use super::*;

@@ -15,7 +15,7 @@ use clap::Parser;
 use godwit_bench::arguments::at_least_once;
 use godwit_bench::report::{Better, Report, median_of};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Godwit, GuestConfig, LibvirtGuest, LibvirtHost, QemuBuild, QemuEvents, libvirt_for,
 };

@@ -16,7 +16,7 @@ use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, Lan, QemuBuild, Style, TestVm, VmConfig, builds_for,
     own_migration,

@@ -11,7 +11,7 @@ use godwit_bench::fixture::{Fixture, Moved};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, machine, median};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
 use godwit_units::ByteCount;
 use serde::Serialize;

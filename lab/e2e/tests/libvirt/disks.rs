@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{DiskImage, Ended, GuestConfig, images_for};
 use godwit_units::ByteCount;
 use rustix::process::Signal;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::hosts::{Hosts, check_migrated};

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, await_copying, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Ended, Godwit, GuestConfig, LibvirtGuest, LibvirtHost, QemuBuild, Running, builds_for,
     libvirt_for,

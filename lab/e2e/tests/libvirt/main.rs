@@ -19,7 +19,7 @@ mod to_and_fro;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::LIMIT;
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{GuestConfig, LibvirtHost, builds_for, builds_since, libvirt_for};
 
 use hosts::{Hosts, check_migrated};

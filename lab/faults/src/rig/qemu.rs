@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, Pair, await_alone, await_quit, check_untouched, guardian_of, oldest};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Backend, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, kvm_builds_for,
 };

@@ -8,9 +8,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use godwit_guest_workload::settings::{BuildWork, DiskWork, Mode};
-use godwit_guest_workload::workload::Order;
 use godwit_microvm::{BootMemory, GuestMode, GuestPlan, place_guest};
+use godwit_stamp::settings::{BuildWork, DiskWork, Mode};
+use godwit_stamp::workload::Order;
 use godwit_units::ByteCount;
 
 use crate::guest::GuestConfig;

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 use godwit_bench::report::{Better, Report};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmConfig};
 use godwit_units::ByteCount;
 

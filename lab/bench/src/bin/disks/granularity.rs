@@ -12,7 +12,7 @@ use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::table::{Column, Table, figure};
 use godwit_disk::{Writes, granularity_for};
-use godwit_guest_workload::settings::DiskWork;
+use godwit_stamp::settings::DiskWork;
 use godwit_testbed::{DiskImage, TestVm, VmConfig};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};

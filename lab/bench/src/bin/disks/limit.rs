@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use godwit_bench::report::{Better, Report, median};
-use godwit_guest_workload::settings::DiskWork;
+use godwit_stamp::settings::DiskWork;
 use godwit_testbed::DiskImage;
 use godwit_units::ByteCount;
 use serde_json::{Value, json};

@@ -10,8 +10,8 @@ use anyhow::{Context, ensure};
 use godwit_bench::fixture::{Fixture, Moved, Settled};
 use godwit_bench::godwit::{Attempt, Terms};
 use godwit_bench::report::median;
-use godwit_guest_workload::heartbeat::DiskSecond;
-use godwit_guest_workload::settings::{DiskWork, Mode};
+use godwit_stamp::heartbeat::DiskSecond;
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     DiskImage, Godwit, GuestConfig, QemuBuild, SlowLink, TestVm, VmConfig, own_migration_with_disks,
 };

@@ -7,7 +7,7 @@
 use anyhow::Context;
 use godwit_bench::report::{Better, Report, median_of};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::settings::DiskWork;
+use godwit_stamp::settings::DiskWork;
 use godwit_testbed::{DiskImage, SlowLink};
 use godwit_units::{ByteCount, Rate};
 use serde_json::json;

@@ -10,8 +10,8 @@ use godwit_bench::fixture::{Fixture, Moved, Settled};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median_of};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::heartbeat::BUILD;
-use godwit_guest_workload::settings::{BuildWork, Mode};
+use godwit_stamp::heartbeat::BUILD;
+use godwit_stamp::settings::{BuildWork, Mode};
 use godwit_testbed::{
     Backend, Godwit, GuestConfig, Movable, QemuBuild, Style, TestVm, VmConfig, own_migration,
 };

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
-use godwit_guest_workload::settings::Mode;
 use godwit_memory::RamBlock;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{BeaconPlace, GuestConfig, Observer, QemuBuild, TestVm, VmConfig};
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker, Way};
 use godwit_units::{ByteCount, PageCount, PageRun};

@@ -7,7 +7,7 @@ use anyhow::Context;
 use godwit_bench::moves::{LIMIT, by_godwit, by_qemu, fixture, one_move};
 use godwit_bench::report::{Better, Report};
 use godwit_bench::row::{Row, TABLE, median_of, medians, of};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, Style, TestVm, VmConfig};
 use godwit_units::ByteCount;
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use godwit_bench::report::{Better, Report};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, MicroVm, Movable, QemuBuild, TestVm, VmConfig, kvm_for};
 use godwit_units::ByteCount;
 use serde_json::{Value, json};

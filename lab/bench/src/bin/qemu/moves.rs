@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use godwit_bench::report::{Better, Report, median};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, Ended, Godwit, GuestConfig, Observation, Observer, QemuBuild, TestVm, VmConfig,
     builds,

@@ -7,7 +7,7 @@ use godwit_bench::figures::Figures;
 use godwit_bench::fixture::{Fixture, Moved, warm_up_bytes};
 use godwit_bench::report::{Better, Report, median};
 use godwit_bench::table::{Column, Table, figure};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     Accelerator, Backend, Godwit, GuestConfig, Link, QemuBuild, TestVm, VmConfig,
 };

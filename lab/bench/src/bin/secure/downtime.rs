@@ -8,7 +8,7 @@ use godwit_bench::figures::Figures;
 use godwit_bench::fixture::{Fixture, Moved};
 use godwit_bench::godwit::Attempt;
 use godwit_bench::report::{Better, Report, median};
-use godwit_guest_workload::settings::Mode;
+use godwit_stamp::settings::Mode;
 use godwit_testbed::{Godwit, GuestConfig, QemuBuild, VmConfig};
 use serde_json::{Value, json};
 

@@ -12,17 +12,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::disk::{Blocks, DiskBug, DiskWorkload};
-use godwit_guest_workload::heartbeat::{DISK, DiskSecond, FAILED};
-use godwit_guest_workload::pace::Pace;
-use godwit_guest_workload::settings::DiskWork;
-use godwit_guest_workload::stamp::Page;
+use godwit_stamp::disk::{Blocks, DiskBug, DiskWorkload};
+use godwit_stamp::heartbeat::{DISK, DiskSecond, FAILED};
+use godwit_stamp::pace::Pace;
+use godwit_stamp::settings::DiskWork;
+use godwit_stamp::stamp::Page;
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::{preadv, pwritev};
 use zerocopy::IntoBytes;
 
-use crate::drivers;
+use super::drivers;
 
 /// Bytes of buffers that a thread reads into.
 const BUFFERS: u64 = 4 << 20;
@@ -33,7 +33,7 @@ const IDLE_SLEEP: Duration = Duration::from_micros(200);
 const OWED: u64 = 64;
 
 /// Starts the work on all disks; the counter is of bugs.
-pub(crate) fn start(work: &DiskWork) -> Result<Arc<AtomicU64>, Box<dyn Error>> {
+pub(super) fn start(work: &DiskWork) -> Result<Arc<AtomicU64>, Box<dyn Error>> {
     let bugs = Arc::new(AtomicU64::new(0));
     if work.is_idle() {
         return Ok(bugs);
@@ -124,7 +124,7 @@ struct Worker {
 impl Worker {
     fn run(mut self, name: &str) {
         if let Err(problem) = self.work(name) {
-            println!("{FAILED} {name}: {problem}");
+            say!("{FAILED} {name}: {problem}");
         }
     }
 
@@ -161,7 +161,7 @@ impl Worker {
         self.bugs.fetch_add(1, Ordering::Relaxed);
         self.told += 1;
         if self.told <= BUGS_IN_FULL {
-            println!("{bug}");
+            say!("{bug}");
         }
     }
 }
@@ -191,7 +191,7 @@ impl Latency {
         let [median, p99, max] = [50, 99, 100].map(|share| *at(share));
         let writes = writes as u64;
         let second = DiskSecond { reads, writes, median_us: median, p99_us: p99, max_us: max };
-        println!("{DISK} {name} {second}");
+        say!("{DISK} {name} {second}");
         self.micros.clear();
         self.reads = 0;
     }

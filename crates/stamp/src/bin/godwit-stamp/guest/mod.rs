@@ -7,8 +7,6 @@
 //! process 1, it takes the settings as arguments and is an ordinary program. What the lines mean is
 //! defined in the library.
 
-#![forbid(unsafe_code)]
-
 mod builds;
 mod disks;
 mod drivers;
@@ -18,10 +16,11 @@ mod work;
 
 use std::process::ExitCode;
 
-use godwit_guest_workload::heartbeat::FAILED;
-use godwit_guest_workload::settings::Settings;
+use godwit_stamp::heartbeat::FAILED;
+use godwit_stamp::settings::Settings;
 
-fn main() -> ExitCode {
+/// Works until a signal or a setting that makes no sense ends it.
+pub(crate) fn run() -> ExitCode {
     if let Some(done) = builds::job() {
         return done;
     }
@@ -37,7 +36,7 @@ fn main() -> ExitCode {
         Ok(())
     });
     if let Err(problem) = &outcome {
-        println!("{FAILED} {problem}");
+        say!("{FAILED} {problem}");
     }
     if as_init {
         init::power_off();

@@ -4,8 +4,8 @@
 //! ([`stamp`]), the buffer of such pages that is written and re-read ([`workload`]), the same on
 //! disks ([`disk`]), the page that counts for an observer outside ([`beacon`]), the loop that does
 //! all this ([`main_loop`]), and the lines a guest prints and a test reads ([`heartbeat`],
-//! [`settings`]). The binary `godwit-guest` is the
-//! other half: the init of a small guest that does nothing else.
+//! [`settings`]). The binary `godwit-stamp` is
+//! the other half: the init of a small guest that does nothing else.
 //!
 //! The microvm's guest has neither Linux nor a heap: it shares the files `beacon`, `heartbeat`,
 //! `main_loop`, `pace`, `stamp` and `workload`, which keep to `core` for that reason.

@@ -15,7 +15,7 @@ use rustix::system::{RebootCommand, reboot};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// Mounts /proc and reads the kernel's command line.
-pub(crate) fn command_line() -> Result<String, Box<dyn Error>> {
+pub(super) fn command_line() -> Result<String, Box<dyn Error>> {
     mount(c"proc", c"/proc", c"proc", MountFlags::empty(), None::<&CStr>)
         .map_err(|problem| format!("cannot mount /proc: {problem}"))?;
     std::fs::read_to_string("/proc/cmdline")
@@ -23,7 +23,7 @@ pub(crate) fn command_line() -> Result<String, Box<dyn Error>> {
 }
 
 /// A flag that a signal raises. With Ctrl-Alt-Del taken from the kernel it arrives as SIGINT.
-pub(crate) fn ending_signals() -> Result<Arc<AtomicBool>, Box<dyn Error>> {
+pub(super) fn ending_signals() -> Result<Arc<AtomicBool>, Box<dyn Error>> {
     let ending = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&ending))?;
@@ -36,9 +36,9 @@ pub(crate) fn ending_signals() -> Result<Arc<AtomicBool>, Box<dyn Error>> {
 
 /// Switches the machine off; where that fails there is nothing left but to wait for whoever started
 /// it.
-pub(crate) fn power_off() {
+pub(super) fn power_off() {
     if let Err(problem) = reboot(RebootCommand::PowerOff) {
-        println!("cannot switch off: {problem}");
+        say!("cannot switch off: {problem}");
     }
     loop {
         std::thread::sleep(Duration::from_secs(3600));

@@ -19,7 +19,7 @@ const VIRTIO_VENDOR: &str = "0x1af4";
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Loads the modules, if there is a virtio device.
-pub(crate) fn load() -> Result<(), Box<dyn Error>> {
+pub(super) fn load() -> Result<(), Box<dyn Error>> {
     for (kind, at) in [(c"sysfs", c"/sys"), (c"devtmpfs", c"/dev")] {
         mount(kind, at, kind, MountFlags::empty(), None::<&std::ffi::CStr>)
             .map_err(|problem| format!("cannot mount {}: {problem}", at.to_string_lossy()))?;
@@ -38,7 +38,7 @@ pub(crate) fn load() -> Result<(), Box<dyn Error>> {
 }
 
 /// The virtio disks, once they are all there: /dev/vda and so on.
-pub(crate) fn disks() -> Result<Vec<PathBuf>, Box<dyn Error>> {
+pub(super) fn disks() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     // 0x1001 and 0x1042: a block device, transitional or not.
     let is_disk = |device: &PathBuf| {
         let id = fs::read_to_string(device.join("device")).unwrap_or_default();

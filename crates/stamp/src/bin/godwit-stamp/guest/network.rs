@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::settings::{CardAddress, ECHO_PORT};
+use godwit_stamp::settings::{CardAddress, ECHO_PORT};
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, bind, recv, send, socket};
 
@@ -32,7 +32,7 @@ const IFA_ADDRESS: u16 = 1;
 const IFA_LOCAL: u16 = 2;
 
 /// Gives the card its address, if there is one to give.
-pub(crate) fn start(address: Option<CardAddress>) -> Result<(), Box<dyn Error>> {
+pub(super) fn start(address: Option<CardAddress>) -> Result<(), Box<dyn Error>> {
     let Some(CardAddress { host, prefix }) = address else { return Ok(()) };
     let card = card()?;
     // Protocol 0 is NETLINK_ROUTE.

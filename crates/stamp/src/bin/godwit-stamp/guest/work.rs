@@ -4,25 +4,25 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::beacon::Beacon;
-use godwit_guest_workload::heap::HeapWorkload;
-use godwit_guest_workload::heartbeat::READY;
-use godwit_guest_workload::main_loop::{Counts, Machine, MainLoop};
-use godwit_guest_workload::settings::{Mode, Settings};
+use godwit_stamp::beacon::Beacon;
+use godwit_stamp::heap::HeapWorkload;
+use godwit_stamp::heartbeat::READY;
+use godwit_stamp::main_loop::{Counts, Machine, MainLoop};
+use godwit_stamp::settings::{Mode, Settings};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount};
 
 /// Works until `ending` is raised. What others have found, `disk_bugs`, goes into the heartbeat.
-pub(crate) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBool) {
+pub(super) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBool) {
     let pages = |bytes: ByteCount| PageCount(bytes.0.div_ceil(PAGE_SIZE));
     let workload = HeapWorkload::fill(pages(settings.fill), pages(settings.working_set));
     let workload = workload.in_order(settings.order);
     if settings.mode == Mode::Idle {
         // Without this a sleep takes 50 µs longer than asked for.
         if let Err(problem) = rustix::thread::set_current_timer_slack(std::num::NonZero::new(1)) {
-            println!("cannot set the timer slack: {problem}");
+            say!("cannot set the timer slack: {problem}");
         }
     }
-    println!(
+    say!(
         "{READY} mode={} pages={} working_set_pages={}",
         settings.mode,
         workload.pages().0,
@@ -43,7 +43,7 @@ pub(crate) fn run(settings: &Settings, disk_bugs: &AtomicU64, ending: &AtomicBoo
         }
     }
     let Counts { writes, checked, bugs } = process.with_disks(guest.done());
-    println!("GUEST ENDS writes={writes} checked={checked} bugs={bugs}");
+    say!("GUEST ENDS writes={writes} checked={checked} bugs={bugs}");
 }
 
 /// A process of Linux.
@@ -69,7 +69,7 @@ impl Machine<HeapWorkload> for Process<'_> {
     }
 
     fn say(&mut self, line: fmt::Arguments<'_>) {
-        println!("{line}");
+        say!("{line}");
     }
 
     fn counts(&mut self, own: Counts) -> Option<Counts> {

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use godwit_guest_workload::heartbeat::{BUG, BUILD, FAILED};
-use godwit_guest_workload::settings::BuildWork;
-use godwit_guest_workload::stamp::{Page, mix};
+use godwit_stamp::heartbeat::{BUG, BUILD, FAILED};
+use godwit_stamp::settings::BuildWork;
+use godwit_stamp::stamp::{Page, mix};
 use godwit_units::{ByteCount, PAGE_SIZE};
 
 /// The first argument of a process that is a job.
@@ -24,7 +24,7 @@ const LARGEST: u64 = 8192;
 const REPORT: Duration = Duration::from_secs(1);
 
 /// Does a job, if that is what this process is for.
-pub(crate) fn job() -> Option<ExitCode> {
+pub(super) fn job() -> Option<ExitCode> {
     let mut arguments = std::env::args().skip(1);
     if arguments.next()? != JOB {
         return None;
@@ -39,7 +39,7 @@ pub(crate) fn job() -> Option<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for (at, (index, page)) in (first..).zip(&memory).enumerate() {
         if let Err(fault) = page.inspect(index, u64::from(at.is_multiple_of(3))) {
-            println!("{BUG} job page={index} found={fault}");
+            say!("{BUG} job page={index} found={fault}");
             code = ExitCode::FAILURE;
         }
     }
@@ -47,7 +47,7 @@ pub(crate) fn job() -> Option<ExitCode> {
 }
 
 /// Leaves the past behind and starts the jobs. `bugs` counts what they find.
-pub(crate) fn start(work: &BuildWork, bugs: &Arc<AtomicU64>) -> Result<(), Box<dyn Error>> {
+pub(super) fn start(work: &BuildWork, bugs: &Arc<AtomicU64>) -> Result<(), Box<dyn Error>> {
     if work.past > ByteCount::ZERO && !run(1, work.past.0 / PAGE_SIZE)? {
         bugs.fetch_add(1, Ordering::Relaxed);
     }
@@ -62,7 +62,7 @@ pub(crate) fn start(work: &BuildWork, bugs: &Arc<AtomicU64>) -> Result<(), Box<d
                 match run(seed, pages) {
                     Ok(true) => {}
                     Ok(false) => drop(bugs.fetch_add(1, Ordering::Relaxed)),
-                    Err(problem) => return println!("{FAILED} {problem}"),
+                    Err(problem) => return say!("{FAILED} {problem}"),
                 }
                 done.jobs.fetch_add(1, Ordering::Relaxed);
                 done.pages.fetch_add(pages, Ordering::Relaxed);
@@ -87,7 +87,7 @@ fn report(done: &Done) {
     loop {
         std::thread::sleep(REPORT);
         let (jobs, pages) = (done.jobs.load(Ordering::Relaxed), done.pages.load(Ordering::Relaxed));
-        println!("{BUILD} jobs={jobs} pages={pages} t_ms={} .", started.elapsed().as_millis());
+        say!("{BUILD} jobs={jobs} pages={pages} t_ms={} .", started.elapsed().as_millis());
     }
 }
 
