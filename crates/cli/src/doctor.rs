@@ -11,7 +11,7 @@ use godwit_doctor::{Finding, Verdict, host, worst};
 use godwit_engine::address::Address;
 use godwit_engine::measure::{Measured, measure};
 use godwit_engine::security::DEFAULT_KEYS;
-use godwit_engine::source::{Inquiry, Options, inquire};
+use godwit_engine::source::{Inquiry, Options, Trial, inquire};
 use godwit_engine::{Cancel, EngineError};
 use godwit_qemu::{QemuSource, StateBy};
 use godwit_units::{ByteCount, PAGE_SIZE, Rate, format_duration};
@@ -25,14 +25,19 @@ use crate::vm::VmName;
 
 /// How long a VM's writes are tracked.
 const TIME: Duration = Duration::from_millis(500);
+/// How long a connection is tried.
+const TRIAL: Duration = Duration::from_secs(1);
+/// Clocks that are further apart than this many seconds make certificates invalid too early or too
+/// late, and logs hard to read.
+const APART: f64 = 5.0;
 
 /// Find out what stands against migrations, by trying, and say what to do about it.
 ///
 /// What godwit needs of this host's kernel is tried on a process that is started for it: its memory
 /// is read from outside, its writes are tracked and governed. With --vm a VM is looked at, and
 /// tracked for half a second, which costs it about what a migration costs it while copying; with
-/// --to the destination is asked whether the guest fits, as `godwit migrate` would ask, and goes on
-/// waiting.
+/// --to the destination is asked whether the guest fits, as `godwit migrate` would ask, what one
+/// connection carries is tried for a second, and the destination goes on waiting.
 ///
 /// Exit codes: 0 good, also with notes · 1 something is bad: migrations would be refused or fail ·
 /// 2 wrong usage · 130 cancelled.
@@ -212,19 +217,41 @@ fn of_destination(
     cancel: &Cancel,
 ) -> Vec<Finding> {
     let asked = security.wish().source(to).and_then(|security| {
-        inquire(&mut vm, &Options { security, ..Options::new(to.clone()) }, cancel)
+        let options = Options { security, ..Options::new(to.clone()) };
+        inquire(&mut vm, &options, Some(TRIAL), cancel)
     });
     match asked {
-        Ok(Inquiry { refusal, round_trip }) => {
-            let round_trip = format!("{} for a round trip", format_duration(round_trip));
+        Ok(Inquiry { refusal, round_trip, trial }) => {
+            let mut findings = of_network(round_trip, trial);
             let fits = match refusal {
                 None => Finding::good("guest", "fits there, and would be accepted"),
                 Some(why) => Finding::bad("guest", format!("would be refused: {why}")),
             };
-            vec![Finding::good("network", round_trip), fits]
+            findings.push(fits);
+            findings
         }
         Err(error) => vec![Finding::bad("destination", error.to_string())],
     }
+}
+
+fn of_network(round_trip: Duration, trial: Option<Trial>) -> Vec<Finding> {
+    let round_trip = format_duration(round_trip);
+    let Some(trial) = trial else {
+        let text = format!("{round_trip} for a round trip; what it carries was not tried");
+        return vec![Finding::good("network", text)];
+    };
+    let rate = trial.rate();
+    let text = format!("{round_trip} for a round trip; one connection carries {rate}");
+    let apart = trial.clock_ahead;
+    let time = format_duration(Duration::try_from_secs_f64(apart.abs()).unwrap_or_default());
+    let clocks = if apart.abs() < APART {
+        Finding::good("clocks", format!("{time} apart"))
+    } else {
+        let order = if apart > 0.0 { "ahead of" } else { "behind" };
+        Finding::note("clocks", format!("the destination's is {time} {order} this host's"))
+            .cured("have both set by NTP: certificates and logs go by them")
+    };
+    vec![Finding::good("network", text), clocks]
 }
 
 fn as_json(section: &Section) -> Vec<Value> {

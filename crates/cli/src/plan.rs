@@ -301,7 +301,7 @@ fn ask(
 ) -> Result<Option<String>, EngineError> {
     let security = security.wish().source(to)?;
     let options = Options { security, ..Options::new(to.clone()) };
-    inquire(vm, &options, cancel).map(|inquiry| inquiry.refusal)
+    inquire(vm, &options, None, cancel).map(|inquiry| inquiry.refusal)
 }
 
 /// The cases to tell of: what was asked for, or a choice.
