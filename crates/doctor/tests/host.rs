@@ -1,5 +1,6 @@
 //! What is found on the host that the tests run on, by real attempts: this program becomes the
 //! process on which things are tried.
+#![allow(clippy::unwrap_used)]
 
 use std::io;
 use std::path::Path;
