@@ -39,7 +39,7 @@ const APART: f64 = 5.0;
 /// --to the destination is asked whether the guest fits, as `godwit migrate` would ask, what one
 /// connection carries is tried for a second, and the destination goes on waiting.
 ///
-/// Exit codes: 0 good, also with notes · 1 something is bad: migrations would be refused or fail ·
+/// Exit codes: 0 good, also with notes · 1 something is bad, migrations would be refused or fail ·
 /// 2 wrong usage · 130 cancelled.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {

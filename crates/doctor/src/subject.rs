@@ -2,8 +2,8 @@
 //! it is told to.
 //!
 //! It is this program once more, started with [`COMMAND`]. It speaks by lines: first where its
-//! memory is and under which number it holds /dev/userfaultfd, then a word for each page that it has
-//! written.
+//! memory is and under which number it holds /dev/userfaultfd, then a word for each page that it
+//! has written.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};

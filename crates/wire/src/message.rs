@@ -317,8 +317,8 @@ pub enum Message {
         /// that is 0.
         prints: Vec<u64>,
     },
-    /// S: bytes that mean nothing, sent for the time that they take. Only behind an inquiry that was
-    /// accepted, with [`Feature::Trial`](crate::Feature::Trial).
+    /// S: bytes that mean nothing, sent for the time that they take. Only behind an inquiry that
+    /// was accepted, with [`Feature::Trial`](crate::Feature::Trial).
     Trial(Vec<u8>),
     /// D: all that came of [`Trial`](Self::Trial)s so far.
     Tried {

@@ -1,5 +1,5 @@
-//! What the connection to a destination carries, tried with bytes that mean nothing, and how far its
-//! clock is from ours.
+//! What the connection to a destination carries, tried with bytes that mean nothing, and how far
+//! its clock is from ours.
 //!
 //! Invariant: never more is on the way than a window, so that the destination's answers, which take
 //! places of ours, cannot keep it from reading.
