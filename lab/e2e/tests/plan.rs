@@ -17,16 +17,25 @@ fn plan(godwit: &Godwit, vm: &dyn Movable) -> anyhow::Result<()> {
     let name = vm.vm_name();
     let arguments =
         ["plan", "--vm", &name, "--for", "700ms", "--link", "1MiB/s", "--link", "10Gbit", "--json"];
-    let output = godwit.done(&arguments)?;
-    let answer: Value = serde_json::from_slice(&output.stdout)?;
+    let look = || -> anyhow::Result<Value> {
+        Ok(serde_json::from_slice(&godwit.done(&arguments)?.stdout)?)
+    };
+    let finishes = |answer: &Value, link: usize, case: usize| {
+        answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone()
+    };
+    let mut answer = look()?;
+    // On a busy machine the guest may not have run all the while.
+    for _ in 0..4 {
+        if finishes(&answer, 0, 1) == false {
+            break;
+        }
+        answer = look()?;
+    }
     let samples = answer["measured"]["dirty"].as_array().map_or(0, Vec::len);
     ensure!(samples >= 5, "{answer}");
     ensure!(answer["measured"]["dirty"][samples - 1][1].as_u64() > Some(1000), "{answer}");
-    let finishes = |link: usize, case: usize| {
-        answer["plans"][link]["cases"][case]["forecast"]["finishes"].clone()
-    };
-    ensure!(finishes(0, 1) == false, "without a throttle it does not: {answer}");
-    ensure!(finishes(1, 1) == true, "over a fast link it does: {answer}");
+    ensure!(finishes(&answer, 0, 1) == false, "without a throttle it does not: {answer}");
+    ensure!(finishes(&answer, 1, 1) == true, "over a fast link it does: {answer}");
     let seconds = answer["plans"][0]["cases"][0]["forecast"]["seconds"].clone();
     ensure!(
         seconds[0].as_f64() <= seconds[1].as_f64() && seconds[1].as_f64() <= seconds[2].as_f64()
