@@ -6,6 +6,7 @@
 #[macro_use]
 extern crate godwit_terminal;
 
+mod doctor;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
@@ -61,6 +62,8 @@ enum Command {
     Receive(receive::Arguments),
     /// Show the VMs of this host, whatever runs them, and whether they could move.
     List(list::Arguments),
+    /// Find out what stands against migrations, by trying, and say what to do about it.
+    Doctor(doctor::Arguments),
     /// Tell what a migration would be like, without migrating.
     Plan(plan::Arguments),
     /// Show migrations that run: progress, estimates and settings.
@@ -87,6 +90,9 @@ enum Command {
     /// Stand in for a godwit that is killed; godwit starts it by itself.
     #[command(name = godwit_qemu::GUARD_COMMAND, hide = true)]
     Guard(guard::Arguments),
+    /// Be the process on which `godwit doctor` tries things; godwit starts it by itself.
+    #[command(name = godwit_doctor::COMMAND, hide = true)]
+    DoctorSubject,
     /// Become a QEMU in a session of its own; godwit starts it by itself.
     #[command(name = godwit_qemu::LAUNCH_COMMAND, hide = true)]
     Launch(launch::Arguments),
@@ -98,6 +104,7 @@ fn main() -> ExitCode {
         arguments.command,
         Command::Plan(_)
             | Command::List(_)
+            | Command::Doctor(_)
             | Command::Status(_)
             | Command::Simulate(_)
             | Command::Completions(_)
@@ -110,6 +117,7 @@ fn main() -> ExitCode {
         Command::Migrate(arguments) => migrate::run(&arguments),
         Command::Receive(arguments) => receive::run(&arguments),
         Command::List(arguments) => list::run(&arguments),
+        Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
@@ -122,6 +130,7 @@ fn main() -> ExitCode {
         Command::Completions(arguments) => shell::completions(&arguments, Arguments::command()),
         Command::Man(arguments) => shell::man(&arguments, Arguments::command()),
         Command::Guard(arguments) => guard::run(&arguments),
+        Command::DoctorSubject => doctor::subject(),
         Command::Launch(arguments) => launch::run(&arguments),
     }
 }

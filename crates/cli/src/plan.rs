@@ -27,7 +27,7 @@ use crate::output::{self, json_line};
 use crate::process::{self, CANCELLED, FAILED};
 use crate::security::SecurityArguments;
 use crate::settings::Assignment;
-use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
+use crate::vm::VmName;
 
 /// Bytes on the wire for a page as it is, its share of the run table among them.
 const PAGE_ON_WIRE: f64 = 4100.0;
@@ -232,23 +232,19 @@ fn look(
 ) -> Result<(Measured, Told), Box<dyn std::error::Error>> {
     let Arguments { vm, disks, .. } = arguments;
     match vm {
-        VmName::Qemu(path) => {
-            let vm = QemuSource::open(path).map_err(|error| refused_qemu(path, error))?;
-            let (vm, measured, told) = look_at_qemu(vm, arguments, cancel)?;
+        VmName::Qemu(_) => {
+            let (vm, measured, told) = look_at_qemu(vm.source()?, arguments, cancel)?;
             let receive = format!("godwit receive --disks {disks} --vm qemu:PATH --listen ADDR");
             let images = vm.image_commands();
             Ok((measured, Told { images, receive, ..told }))
         }
-        VmName::Libvirt { domain, uri } => {
-            domain_wanted(domain)?;
-            let vm = QemuSource::open_domain(domain, &libvirt_uri(uri.as_deref()), false)?;
-            let (_, measured, told) = look_at_qemu(vm, arguments, cancel)?;
+        VmName::Libvirt { .. } => {
+            let (_, measured, told) = look_at_qemu(vm.source()?, arguments, cancel)?;
             let receive = format!("godwit receive --disks {disks} --vm libvirt: --listen ADDR");
             Ok((measured, Told { receive, ..told }))
         }
-        VmName::Proxmox(id) => {
-            let (vm, measured, told) =
-                look_at_qemu(QemuSource::open_proxmox(id)?, arguments, cancel)?;
+        VmName::Proxmox(_) => {
+            let (vm, measured, told) = look_at_qemu(vm.source()?, arguments, cancel)?;
             let receive = format!("godwit receive --disks {disks} --start --listen ADDR");
             let images = vm.image_commands();
             Ok((measured, Told { images, receive, ..told }))
@@ -304,11 +300,8 @@ fn ask(
     cancel: &Cancel,
 ) -> Result<Option<String>, EngineError> {
     let security = security.wish().source(to)?;
-    match inquire(vm, &Options { security, ..Options::new(to.clone()) }, cancel) {
-        Ok(()) => Ok(None),
-        Err(EngineError::Aborted { text, .. }) => Ok(Some(text)),
-        Err(error) => Err(error),
-    }
+    let options = Options { security, ..Options::new(to.clone()) };
+    inquire(vm, &options, None, cancel).map(|inquiry| inquiry.refusal)
 }
 
 /// The cases to tell of: what was asked for, or a choice.

@@ -40,6 +40,6 @@ impl SecurityArguments {
 }
 
 /// What the environment names in place of `/etc/godwit/keys`.
-fn default_keys() -> Option<PathBuf> {
+pub(crate) fn default_keys() -> Option<PathBuf> {
     std::env::var_os("GODWIT_KEYS").filter(|dir| !dir.is_empty()).map(PathBuf::from)
 }

@@ -7,8 +7,8 @@ use std::str::FromStr;
 
 use godwit_control::client;
 use godwit_engine::Failure;
-use godwit_qemu::QemuError;
 use godwit_qemu::monitor::QmpError;
+use godwit_qemu::{QemuError, QemuSource};
 
 /// A machine as named on the command line.
 #[derive(Clone, Debug)]
@@ -57,6 +57,21 @@ impl fmt::Display for VmName {
             Self::Libvirt { domain, uri: Some(uri) } => write!(f, "libvirt:{domain}@{uri}"),
             Self::Proxmox(id) => write!(f, "proxmox:{id}"),
             Self::Microvm(path) => write!(f, "microvm:{}", path.display()),
+        }
+    }
+}
+
+impl VmName {
+    /// The QEMU of that name, to be looked at.
+    pub(crate) fn source(&self) -> Result<QemuSource, Box<dyn Error>> {
+        match self {
+            Self::Qemu(path) => QemuSource::open(path).map_err(|error| refused_qemu(path, error)),
+            Self::Libvirt { domain, uri } => {
+                domain_wanted(domain)?;
+                Ok(QemuSource::open_domain(domain, &libvirt_uri(uri.as_deref()), false)?)
+            }
+            Self::Proxmox(id) => Ok(QemuSource::open_proxmox(id)?),
+            Self::Microvm(_) => Err("a microvm is no QEMU".into()),
         }
     }
 }

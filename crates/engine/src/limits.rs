@@ -8,6 +8,8 @@ use std::time::Duration;
 
 /// A TCP connection to the destination.
 pub const CONNECT: Duration = Duration::from_secs(10);
+/// A source that only asks, behind the answer, as long as it tries what the connection carries.
+pub const TRIAL: Duration = Duration::from_secs(5);
 /// A greeting of a peer that has connected.
 pub const GREETING: Duration = Duration::from_secs(5);
 /// The greeting of a destination that a source has connected to for the first time: who waits there

@@ -19,12 +19,15 @@ use godwit_engine::destination::{self, Notice};
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::source::{Options, inquire, migrate};
 use godwit_engine::vm::SourceVm;
-use godwit_engine::{Cancel, EngineError, Failure, Phase, Survivor};
+use godwit_engine::{Cancel, Failure, Phase, Survivor};
 use godwit_memory::RamBlock;
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Features, GREETING_LEN, Message};
 
 use machine::{Destination, Found, SIZES, STATE, Source, SourceDisk, options, run};
+
+/// A short trial of a connection.
+const SHORT: Duration = Duration::from_millis(50);
 
 /// One migration; the outcome at the source, and what the destination found.
 fn move_once(
@@ -379,11 +382,19 @@ fn a_source_that_only_asks_is_answered_and_leaves_no_trace() {
     });
     let options = Options { to, ..options(2, true) };
     let cancel = Cancel::default();
-    let refusal = inquire(&mut small, &options, &cancel).unwrap_err();
-    let EngineError::Aborted { text, .. } = refusal else { panic!("{refusal}") };
-    assert!(text.contains("another machine"), "{text}");
-    for _ in 0..2 {
-        inquire(&mut small, &options, &cancel).unwrap();
+    let refused = inquire(&mut small, &options, Some(SHORT), &cancel).unwrap();
+    assert!(refused.trial.is_none(), "{refused:?}");
+    let refused = refused.refusal.unwrap();
+    assert!(refused.contains("another machine"), "{refused}");
+    for trial in [None, Some(SHORT)] {
+        let inquiry = inquire(&mut small, &options, trial, &cancel).unwrap();
+        assert!(inquiry.refusal.is_none() && inquiry.round_trip > Duration::ZERO, "{inquiry:?}");
+        assert_eq!(inquiry.trial.is_some(), trial.is_some());
+        if let Some(tried) = inquiry.trial {
+            // Both clocks are this host's.
+            assert!(tried.bytes.0 >= 1 << 20 && tried.clock_ahead.abs() < 5.0, "{tried:?}");
+            assert!(tried.rate().bytes_per_second() > 0.0, "{tried:?}");
+        }
     }
     assert!(small.running.load(Ordering::Relaxed) && found.lock().unwrap().pages_first.is_none());
     migrate(&mut small, &options, &some_rounds(), &mut |_| {}).unwrap();

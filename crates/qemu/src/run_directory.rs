@@ -9,7 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// Where it is: root's for all the host, others' for themselves.
-pub(crate) fn path() -> PathBuf {
+pub fn path() -> PathBuf {
     let user = rustix::process::getuid();
     match std::env::var_os("XDG_RUNTIME_DIR").filter(|path| !path.is_empty()) {
         Some(path) if !user.is_root() => Path::new(&path).join("godwit"),

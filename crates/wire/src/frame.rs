@@ -57,11 +57,13 @@ pub enum FrameKind {
     PrintsRequest = 39,
     Prints = 40,
     Prove = 41,
+    Trial = 42,
+    Tried = 43,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 30] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -90,6 +92,8 @@ impl FrameKind {
         Self::PrintsRequest,
         Self::Prints,
         Self::Prove,
+        Self::Trial,
+        Self::Tried,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -29,7 +29,7 @@ pub use greeting::{GREETING_LEN, Greeting, Role, SessionId};
 pub use message::{
     ANSWER_LIMIT, AbortCode, BLOCKS_LIMIT, BlockOffer, CHANNELS_LIMIT, DEVICE_STATE_CHUNK,
     DIGESTS_PER_MESSAGE, DISKS_LIMIT, DiskOffer, Message, NAME_LIMIT, Offer, PRINTS_PER_MESSAGE,
-    PROOF_LEN, QUESTION_LIMIT, QUESTIONS_LIMIT, SECRET_LEN, Secret, TEXT_LIMIT,
+    PROOF_LEN, QUESTION_LIMIT, QUESTIONS_LIMIT, SECRET_LEN, Secret, TEXT_LIMIT, TRIAL_LIMIT,
 };
 pub use pages::{
     Added, Content, FRAME_PAGES, PageFrame, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, WireRun,

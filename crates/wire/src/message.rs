@@ -21,6 +21,8 @@ pub const PROOF_LEN: usize = 32;
 pub const NAME_LIMIT: usize = 255;
 /// Bytes in the text of an abort.
 pub const TEXT_LIMIT: usize = 4096;
+/// Bytes of one trial of the connection.
+pub const TRIAL_LIMIT: usize = 256 << 10;
 /// Bytes of device state in one message.
 pub const DEVICE_STATE_CHUNK: usize = 256 << 10;
 /// Bytes in a question of the destination.
@@ -315,6 +317,16 @@ pub enum Message {
         /// that is 0.
         prints: Vec<u64>,
     },
+    /// S: bytes that mean nothing, sent for the time that they take. Only behind an inquiry that
+    /// was accepted, with [`Feature::Trial`](crate::Feature::Trial).
+    Trial(Vec<u8>),
+    /// D: all that came of [`Trial`](Self::Trial)s so far.
+    Tried {
+        /// Their bytes.
+        bytes: u64,
+        /// The time at the destination, in nanoseconds since 1970.
+        clock: u64,
+    },
     /// S: read back what is placed, and answer the request for digests with those of fingerprints
     /// that are made with this seed. Only with [`Feature::Proof`](crate::Feature::Proof).
     Prove {
@@ -354,6 +366,8 @@ impl Message {
             Self::PrintsRequest => FrameKind::PrintsRequest,
             Self::Prints { .. } => FrameKind::Prints,
             Self::Prove { .. } => FrameKind::Prove,
+            Self::Trial(_) => FrameKind::Trial,
+            Self::Tried { .. } => FrameKind::Tried,
         }
     }
 
@@ -392,6 +406,14 @@ impl Message {
             }
             Self::RoundEnd { round } => aux = (*round).into(),
             Self::Prove { seed } => aux = *seed,
+            Self::Trial(filling) => {
+                assert!(filling.len() <= TRIAL_LIMIT, "a trial of {} bytes", filling.len());
+                frame.extend(filling);
+            }
+            Self::Tried { bytes, clock } => {
+                aux = *bytes;
+                frame.extend(clock.to_le_bytes());
+            }
             Self::RoundAck { round, flush } => {
                 let micros = u32::try_from(flush.as_micros()).unwrap_or(u32::MAX);
                 aux = u64::from(micros) << 32 | u64::from(*round);
@@ -495,6 +517,15 @@ impl Message {
                 round: header.aux as u32,
                 flush: Duration::from_micros(header.aux >> 32),
             }),
+            FrameKind::Trial if payload.len() > TRIAL_LIMIT => {
+                Err(WireError::Length { what: "trial" })
+            }
+            FrameKind::Trial => Ok(Self::Trial(payload.to_vec())),
+            FrameKind::Tried => {
+                let clock = payload.try_into();
+                let clock = clock.map_err(|_| WireError::Length { what: "answer to a trial" })?;
+                Ok(Self::Tried { bytes: header.aux, clock: u64::from_le_bytes(clock) })
+            }
             FrameKind::Prove => empty(Self::Prove { seed: header.aux }),
             FrameKind::Prepare => empty(Self::Prepare),
             FrameKind::Prepared => empty(Self::Prepared),

@@ -132,11 +132,13 @@ pub enum Feature {
     /// The destination reads back what it has placed while the guest runs, so that a comparison of
     /// all memory adds next to nothing to the downtime.
     Proof = 1,
+    /// Who only asks may try what the connection carries.
+    Trial = 2,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 2] = [Self::Restart, Self::Proof];
+    pub const ALL: [Self; 3] = [Self::Restart, Self::Proof, Self::Trial];
 
     /// How it is called in reports.
     #[must_use]
@@ -144,6 +146,7 @@ impl Feature {
         match self {
             Self::Restart => "restart",
             Self::Proof => "proof",
+            Self::Trial => "trial",
         }
     }
 }
@@ -166,7 +169,9 @@ impl Features {
     /// None.
     pub const NONE: Self = Self(0);
     /// Those that this godwit has.
-    pub const HERE: Self = Self(Self::of(Feature::Restart).0 | Self::of(Feature::Proof).0);
+    pub const HERE: Self = Self(
+        Self::of(Feature::Restart).0 | Self::of(Feature::Proof).0 | Self::of(Feature::Trial).0,
+    );
 
     /// One feature.
     #[must_use]

@@ -98,6 +98,8 @@ fn golden_bytes() {
         hex(&Message::Prove { seed: 0x0102_0304_0506_0708 }.encode()),
         hex(&Message::PrintsRequest.encode()),
         hex(&Message::Prints { block: 1, segment: 2, prints: vec![3, 4] }.encode()),
+        hex(&Message::Trial(vec![5; 3]).encode()),
+        hex(&Message::Tried { bytes: 3, clock: 0x0102_0304_0506_0708 }.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -299,7 +301,7 @@ fn features_are_sets_of_bits_that_need_not_be_known() {
     assert!(known.is_within(all) && !all.is_within(known) && Features::NONE.is_within(known));
     assert!(all.contains(Feature::Restart) && !Features(!1).contains(Feature::Restart));
     assert_eq!(Features::of(Feature::Proof), Features(2));
-    assert_eq!((known.to_string(), Features(!3).to_string()), ("restart".into(), "none".into()));
+    assert_eq!((known.to_string(), Features(!7).to_string()), ("restart".into(), "none".into()));
 }
 
 #[test]
@@ -613,6 +615,8 @@ fn any_message() -> impl Strategy<Value = Message> {
         (any::<u32>(), prop::collection::vec(any::<u64>(), 0..81), any::<[u8; PROOF_LEN]>())
             .prop_map(|(attempt, placed, proof)| Message::Resumed { attempt, placed, proof }),
         any::<u64>().prop_map(|seed| Message::Prove { seed }),
+        prop::collection::vec(any::<u8>(), 0..81).prop_map(Message::Trial),
+        any::<(u64, u64)>().prop_map(|(bytes, clock)| Message::Tried { bytes, clock }),
     ]
 }
 

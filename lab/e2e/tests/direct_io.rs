@@ -87,7 +87,7 @@ fn without_the_second_look_it_is_lost() -> anyhow::Result<()> {
     let config = pair.source.config().clone();
     for _ in 0..20 {
         slow.add(pair.source.pid())?;
-        let options = ["--verify", "--fault", "trust-tracker"];
+        let options = ["--verify=stopped", "--fault", "trust-tracker"];
         let (mut receive, address) = pair.godwit.receive(&pair.destination, &[])?;
         let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
         if migrate.last()["outcome"] == "failed" {

@@ -85,6 +85,31 @@ fn a_plan_tells_how_to_make_images() -> anyhow::Result<()> {
     check_untouched(&mut vm)
 }
 
+/// What `godwit doctor` finds of a guest that fits and of one that does not.
+fn doctor(godwit: &Godwit, fits: &TestVm, differs: &TestVm, to: &str) -> anyhow::Result<()> {
+    for (vm, verdict, code) in [(fits, "good", Some(0)), (differs, "bad", Some(1))] {
+        let output = godwit.run(&["doctor", "--vm", &vm.vm_name(), "--to", to, "--json"])?;
+        ensure!(output.status.code() == code, "{output:?}");
+        let answer: Value = serde_json::from_slice(&output.stdout)?;
+        let findings = answer["findings"].as_array().map_or(&[][..], |all| all);
+        let find = |about: &str, what: &str| {
+            let mut named = findings.iter().filter(|it| it["about"] == about && it["what"] == what);
+            named.next().cloned().unwrap_or_default()
+        };
+        ensure!(find("host", "page tables")["verdict"] == "good", "{answer}");
+        ensure!(find("vm", "tracking")["verdict"] == "good", "{answer}");
+        let network = find("destination", "network").to_string();
+        ensure!(network.contains("one connection carries") == (verdict == "good"), "{answer}");
+        ensure!(find("destination", "guest")["verdict"] == verdict, "{answer}");
+        let others = findings.iter().filter(|it| it["what"] != "guest" && it["verdict"] == "bad");
+        ensure!(others.count() == 0, "{answer}");
+    }
+    let nobody = godwit.run(&["doctor", "--vm", "qemu:/nowhere"])?;
+    let said = String::from_utf8_lossy(&nobody.stdout);
+    ensure!(nobody.status.code() == Some(1) && said.contains("/nowhere"), "{nobody:?}");
+    Ok(())
+}
+
 /// The destination is asked what it would say, to a guest that fits and to one that does not, and
 /// then takes the one that fits.
 #[test]
@@ -117,12 +142,13 @@ fn a_plan_asks_the_destination() -> anyhow::Result<()> {
         ensure!(differs.status.code() == Some(1), "{differs:?}");
         let refusal = answer(&differs)?["destination"]["refusal"].to_string();
         ensure!(refusal.contains("[smp] processors: 2 at the source, 1 here"), "{refusal}");
+        doctor(&godwit, &pair.source, &other, &address)?;
         ensure!(pair.destination.status()? == "inmigrate");
         check_untouched(&mut other)?;
         let migrate = godwit.migrate(&pair.source, &address, &["--verify"])?.wait(LIMIT)?;
         let receive = receive.wait(LIMIT)?;
         let asked: Vec<_> = receive.lines.iter().filter(|line| line["event"] == "asked").collect();
-        ensure!(asked.len() == 2, "{asked:?}");
+        ensure!(asked.len() == 4, "{asked:?}");
         check_moved(&mut pair, &migrate)?;
     }
     let nobody = Godwit::built()?.run(&["plan", "--vm", "qemu:/nowhere", "--disks-are-shared"])?;

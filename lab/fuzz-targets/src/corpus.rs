@@ -94,11 +94,13 @@ fn frames() -> Vec<Seed> {
         Message::Discarded,
         Message::Resumed { attempt: 1, placed: vec![3, u64::MAX], proof: [7; PROOF_LEN] },
         Message::Prints { block: 1, segment: 2, prints: vec![3, u64::MAX] },
+        Message::Tried { bytes: 3, clock: 7 },
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
         Message::Prove { seed: 7 },
         Message::PrintsRequest,
+        Message::Trial(b"filling".to_vec()),
         Message::RoundEnd { round: 3 },
         Message::Prepare,
         Message::DigestRequest,

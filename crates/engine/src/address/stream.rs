@@ -29,6 +29,8 @@ pub struct Stream {
     socket: Socket,
     /// What it is encrypted by.
     session: Option<Arc<Session>>,
+    /// How long the other side took to take it, where it was connected to.
+    connected_in: Duration,
 }
 
 impl Stream {
@@ -40,13 +42,17 @@ impl Stream {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in address.resolve()? {
             let socket = Socket::new(address.domain(), Type::STREAM, None)?;
+            let begun = Instant::now();
             // Locally the kernel answers at once, or waits for a place in the listener's queue.
             let connected = match address.as_socket() {
                 Some(_) => socket.connect_timeout(&address, limits::CONNECT),
                 None => socket.connect(&address),
             };
             match connected {
-                Ok(()) => return Self::plain(socket).with_limits(),
+                Ok(()) => {
+                    let connected_in = begun.elapsed();
+                    return Self { connected_in, ..Self::plain(socket) }.with_limits();
+                }
                 Err(error) => last = error,
             }
         }
@@ -54,7 +60,7 @@ impl Stream {
     }
 
     fn plain(socket: Socket) -> Self {
-        Self { socket, session: None }
+        Self { socket, session: None, connected_in: Duration::ZERO }
     }
 
     /// A connection that was accepted.
@@ -103,6 +109,12 @@ impl Stream {
     /// When the kernel refuses.
     pub fn set_read_limit(&self, limit: Option<Duration>) -> io::Result<()> {
         self.socket.set_read_timeout(limit)
+    }
+
+    /// How long it took to connect, which over a network is its round trip; zero for a connection
+    /// that was accepted.
+    pub(crate) fn connected_in(&self) -> Duration {
+        self.connected_in
     }
 
     /// Who is at the other end, as an operator would call it.
@@ -190,7 +202,7 @@ impl Stream {
     /// When descriptors are exhausted.
     pub fn try_clone(&self) -> io::Result<Self> {
         let socket = self.socket.try_clone()?;
-        Ok(Self { socket, session: self.session.clone() })
+        Ok(Self { socket, session: self.session.clone(), connected_in: self.connected_in })
     }
 
     /// Ends the connection both ways; reads and writes in other threads return.

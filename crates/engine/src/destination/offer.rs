@@ -3,16 +3,18 @@
 //! Invariant: nothing here is changed but that disks are opened, last of all and only those that
 //! were allowed.
 
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
 use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_memory::RamBlock;
-use godwit_wire::{Message, Offer, QUESTIONS_LIMIT};
+use godwit_wire::{Feature, Message, Offer, QUESTIONS_LIMIT};
 
 use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
-use crate::EngineError;
 use crate::compression::Codecs;
 use crate::vm::{Ask, DestinationVm};
+use crate::{EngineError, limits};
 
 /// An offer that fits.
 pub(super) struct Accepted {
@@ -81,11 +83,29 @@ pub(super) fn answer_inquiry(
     // Who has the answer may come back at once, to stay.
     session.close_door();
     let _ = session.say(&answer);
+    let accepted = compared.is_ok();
     let refusal = compared.err().map(|cause| cause.to_string());
     notice(&Notice::Asked { peer: session.source().to_owned(), refusal });
+    if accepted && session.common_features(offer.features).contains(Feature::Trial) {
+        be_tried(&session, vm, notice);
+    }
     // What the source says meanwhile is read: a reset would overtake the answer.
     session.end(true);
     Ok(())
+}
+
+/// Answers a source that tries what the connection carries, until it has gone or time is over.
+fn be_tried(session: &Session<'_>, vm: &dyn DestinationVm, notice: &mut dyn FnMut(&Notice)) {
+    let until = Instant::now() + limits::TRIAL;
+    let mut bytes = 0;
+    while let Ok(Some(Message::Trial(filling))) = session.words_until(vm, until, notice) {
+        bytes += filling.len() as u64;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let clock = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        if session.say(&Message::Tried { bytes, clock }).is_err() {
+            return;
+        }
+    }
 }
 
 /// Compares an offer with what is here: the number here of each RAM block of the source, and the

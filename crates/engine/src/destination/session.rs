@@ -242,6 +242,16 @@ impl<'a> Session<'a> {
         said.ok_or(EngineError::Timeout { what: "the source", limit })
     }
 
+    /// What a source that has asked says next, if it does by `until`.
+    pub(super) fn words_until(
+        &self,
+        vm: &dyn DestinationVm,
+        until: Instant,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Option<Message>, EngineError> {
+        self.message_until(vm, Some(until), notice, || None)
+    }
+
     fn message_until(
         &self,
         vm: &dyn DestinationVm,

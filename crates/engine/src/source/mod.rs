@@ -40,6 +40,7 @@ mod speed;
 mod state_relay;
 mod switchover;
 mod thread_clock;
+mod trial;
 mod verification;
 
 use std::path::PathBuf;
@@ -68,11 +69,13 @@ use session::{Resolved, Session};
 use setup::Setup;
 use state_relay::StateRelay;
 use switchover::Switchover;
+use trial::try_connection;
 
 const PEER: &str = "destination";
 
 #[cfg(feature = "test-hooks")]
 pub use fault::Fault;
+pub use trial::Trial;
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in
 /// [`MigrationHandle`].
@@ -214,40 +217,67 @@ pub fn migrate(
     source.run(Stage::Setup(setup), if restarts { Input::Restart } else { Input::Start })
 }
 
+/// What a destination answered that was asked by [`inquire`].
+///
+/// ```
+/// use std::time::Duration;
+/// use godwit_engine::source::Inquiry;
+///
+/// let inquiry =
+///     Inquiry { refusal: None, round_trip: Duration::from_micros(240), trial: None };
+/// assert!(inquiry.refusal.is_none());
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Inquiry {
+    /// Why it would refuse the guest, if it would.
+    pub refusal: Option<String>,
+    /// How long its host took to take the connection, a round trip of the network.
+    pub round_trip: Duration,
+    /// What the connection carries, where that was to be tried and the guest would be accepted.
+    pub trial: Option<Trial>,
+}
+
 /// Asks the destination at `options.to` whether it would accept the guest of `vm`, as it would be
 /// offered by [`migrate`]. Nothing is changed on either side, and the destination goes on waiting.
 /// Whether its disks can be written is not tried.
 ///
+/// With `trial` bytes that mean nothing are sent for that time, at most 2 s of it, to find out what
+/// one connection carries.
+///
 /// # Errors
-/// [`EngineError::Aborted`] holds the destination's reasons; others say why it could not be asked.
+/// Why it could not be asked.
 ///
 /// ```
 /// use godwit_engine::source::{Options, inquire};
 /// use godwit_engine::vm::SourceVm;
-/// use godwit_engine::{Cancel, EngineError};
+/// use godwit_engine::Cancel;
 ///
 /// fn fits(vm: &mut dyn SourceVm, to: &str) -> Result<bool, Box<dyn std::error::Error>> {
-///     match inquire(vm, &Options::new(to.parse()?), &Cancel::default()) {
-///         Ok(()) => Ok(true),
-///         Err(EngineError::Aborted { text, .. }) => {
-///             println!("it does not fit: {text}");
-///             Ok(false)
-///         }
-///         Err(error) => Err(error.into()),
+///     let inquiry = inquire(vm, &Options::new(to.parse()?), None, &Cancel::default())?;
+///     if let Some(why) = &inquiry.refusal {
+///         println!("it does not fit: {why}");
 ///     }
+///     Ok(inquiry.refusal.is_none())
 /// }
 /// ```
 pub fn inquire(
     vm: &mut dyn SourceVm,
     options: &Options,
+    trial: Option<Duration>,
     cancel: &Cancel,
-) -> Result<(), EngineError> {
+) -> Result<Inquiry, EngineError> {
     let settings = Settings::default();
     let handle = &MigrationHandle::new(settings, Own::default(), cancel.clone());
     let progress = &mut |_: &Progress| {};
     let (mut source, mut setup) =
         Source::new(vm, options, handle, progress).map_err(EngineError::Random)?;
-    let answer = setup.present(&mut source, Message::Inquiry);
+    let answer = setup.present(&mut source, Message::Inquiry).and_then(|common| {
+        let trial = trial.filter(|_| common.features.contains(Feature::Trial));
+        let longest = Duration::from_secs(2);
+        let tried =
+            trial.map(|time| try_connection(&mut source, time.min(longest), setup.round_trip));
+        tried.transpose()
+    });
     let answer = answer.map_err(|error| source.explained(error));
     if let Err(error) = &answer {
         source.session.abort(error);
@@ -255,7 +285,12 @@ pub fn inquire(
     // What is done with the machine next is no concern of a session that has ended.
     source.session.interrupt().silence();
     source.session.end();
-    answer.map(drop)
+    let (refusal, trial) = match answer {
+        Ok(trial) => (None, trial),
+        Err(EngineError::Aborted { text, .. }) => (Some(text), None),
+        Err(error) => return Err(error),
+    };
+    Ok(Inquiry { refusal, round_trip: setup.round_trip, trial })
 }
 
 /// What lasts from the beginning to the end.

@@ -164,8 +164,9 @@ impl Session {
         })
     }
 
-    /// Makes the control connection, in the newest version that both sides speak.
-    pub(super) fn connect(&mut self) -> Result<(), EngineError> {
+    /// Makes the control connection, in the newest version that both sides speak; how long the
+    /// destination's host took to take it.
+    pub(super) fn connect(&mut self) -> Result<Duration, EngineError> {
         let stream = self.dial_and_heed(Role::Control).or_else(|error| match error {
             // Who does not speak our version has told its own, and closed: nothing has begun.
             EngineError::Wire { source: WireError::Version { theirs, .. }, .. } => {
@@ -175,7 +176,9 @@ impl Session {
             error => Err(error),
         })?;
         self.call.shown = stream.shown();
-        self.use_control(stream)
+        let connected_in = stream.connected_in();
+        self.use_control(stream)?;
+        Ok(connected_in)
     }
 
     /// The version that both sides speak.

@@ -2,6 +2,7 @@
 //! are answered until it accepts.
 
 use std::io;
+use std::time::Duration;
 
 use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Settings;
@@ -37,6 +38,8 @@ pub(super) struct Setup {
     pub(super) proves: bool,
     /// What both sides have, as soon as the destination has accepted.
     pub(super) common: Common,
+    /// How long it took to connect.
+    pub(super) round_trip: Duration,
 }
 
 impl Setup {
@@ -58,6 +61,7 @@ impl Setup {
             restarted: false,
             proves: false,
             common,
+            round_trip: Duration::ZERO,
         })
     }
 
@@ -122,7 +126,7 @@ impl Setup {
         {
             return Err(EngineError::TooMany { what, count, limit });
         }
-        source.session.connect()?;
+        self.round_trip = source.session.connect()?;
         let disks = source.vm.moving_disks();
         let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
         let blocks = source.ram.iter();

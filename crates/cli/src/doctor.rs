@@ -1,0 +1,288 @@
+//! `godwit doctor`: what stands against migrations, found out by trying, with the cure.
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::Args;
+use godwit_control::client;
+use godwit_doctor::{Finding, Verdict, host, worst};
+use godwit_engine::address::Address;
+use godwit_engine::measure::{Measured, measure};
+use godwit_engine::security::DEFAULT_KEYS;
+use godwit_engine::source::{Inquiry, Options, Trial, inquire};
+use godwit_engine::{Cancel, EngineError};
+use godwit_qemu::{QemuSource, StateBy};
+use godwit_units::{ByteCount, PAGE_SIZE, Rate, format_duration};
+use serde_json::{Value, json};
+
+use crate::layout;
+use crate::output::{self, json_line};
+use crate::process::{self, CANCELLED, FAILED};
+use crate::security::{SecurityArguments, default_keys};
+use crate::vm::VmName;
+
+/// How long a VM's writes are tracked.
+const TIME: Duration = Duration::from_millis(500);
+/// How long a connection is tried.
+const TRIAL: Duration = Duration::from_secs(1);
+/// Clocks that are further apart than this many seconds make certificates invalid too early or too
+/// late, and logs hard to read.
+const APART: f64 = 5.0;
+
+/// Find out what stands against migrations, by trying, and say what to do about it.
+///
+/// What godwit needs of this host's kernel is tried on a process that is started for it: its memory
+/// is read from outside, its writes are tracked and governed. With --vm a VM is looked at, and
+/// tracked for half a second, which costs it about what a migration costs it while copying; with
+/// --to the destination is asked whether the guest fits, as `godwit migrate` would ask, what one
+/// connection carries is tried for a second, and the destination goes on waiting.
+///
+/// Exit codes: 0 good, also with notes · 1 something is bad, migrations would be refused or fail ·
+/// 2 wrong usage · 130 cancelled.
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// A VM of this host, as for `godwit migrate`
+    #[arg(long, value_name = "VM")]
+    vm: Option<VmName>,
+
+    /// Where `godwit receive` waits for its guest
+    #[arg(long, value_name = "ADDR", requires = "vm")]
+    to: Option<Address>,
+
+    #[command(flatten)]
+    security: SecurityArguments,
+
+    /// Disks are on shared storage, as for `godwit migrate`
+    #[arg(long, requires = "to")]
+    disks_are_shared: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Findings about one thing.
+struct Section {
+    about: &'static str,
+    name: String,
+    findings: Vec<Finding>,
+}
+
+/// Runs the command.
+pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let cancel = process::cancel_on_signals();
+    let mut sections = Vec::new();
+    let width = layout::width(&io::stdout());
+    let mut tell = |section: Section| {
+        if !arguments.json {
+            print!("{}", as_text(&section, width));
+        }
+        sections.push(section);
+    };
+    tell(Section { about: "host", name: "this host".to_owned(), findings: of_host() });
+    if let Some(name) = arguments.vm.as_ref().filter(|_| !cancel.is_cancelled()) {
+        let (findings, vm) = of_vm(name, arguments, &cancel);
+        tell(Section { about: "vm", name: name.to_string(), findings });
+        if let Some((to, vm)) = arguments.to.as_ref().filter(|_| !cancel.is_cancelled()).zip(vm) {
+            let findings = of_destination(vm, to, &arguments.security, &cancel);
+            tell(Section { about: "destination", name: to.to_string(), findings });
+        }
+    }
+    if cancel.is_cancelled() {
+        output::refusal(&EngineError::Cancelled, arguments.json);
+        return ExitCode::from(CANCELLED);
+    }
+    let worst = sections.iter().map(|section| worst(&section.findings)).max();
+    let worst = worst.unwrap_or(Verdict::Good);
+    if arguments.json {
+        let all: Vec<Value> = sections.iter().flat_map(as_json).collect();
+        json_line(&json!({ "verdict": worst.word(), "findings": all }));
+    } else {
+        println!("{}", layout::wrap("", in_words(worst), 0, width));
+    }
+    if worst == Verdict::Bad { ExitCode::from(FAILED) } else { ExitCode::SUCCESS }
+}
+
+/// Is what things are tried on, until this process's parent has tried them.
+pub(crate) fn subject() -> ExitCode {
+    match godwit_doctor::stand(io::stdin().lock(), io::stdout()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::from(FAILED),
+    }
+}
+
+fn in_words(worst: Verdict) -> &'static str {
+    match worst {
+        Verdict::Good => "all is as it should be",
+        Verdict::Note => "nothing stands against migrations; see the notes",
+        Verdict::Bad => "migrations would be refused or fail: see what is bad",
+    }
+}
+
+fn of_host() -> Vec<Finding> {
+    let keys = default_keys().unwrap_or_else(|| PathBuf::from(DEFAULT_KEYS));
+    match std::env::current_exe() {
+        Ok(program) => host(&program, &keys),
+        Err(error) => vec![Finding::bad("page tables", format!("could not be tried: {error}"))],
+    }
+}
+
+/// What there is to say of a VM; and the VM, where a destination can be asked about it.
+fn of_vm(
+    name: &VmName,
+    arguments: &Arguments,
+    cancel: &Cancel,
+) -> (Vec<Finding>, Option<QemuSource>) {
+    let bad = |error: &dyn std::fmt::Display| vec![Finding::bad("VM", error.to_string())];
+    if let VmName::Microvm(path) = name {
+        let findings = match client::measure(path, TIME, cancel) {
+            Ok(measured) => of_writes(&measured),
+            Err(error) => bad(&error),
+        };
+        let alone = "microvms are not asked about: each migration asks before anything else";
+        let note = arguments.to.as_ref().map(|_| Finding::note("destination", alone));
+        return (findings.into_iter().chain(note).collect(), None);
+    }
+    let mut vm = match name.source() {
+        Ok(vm) => vm,
+        Err(error) => return (bad(&error), None),
+    };
+    if arguments.disks_are_shared {
+        vm = vm.sharing_disks();
+    }
+    let mut findings = vec![of_devices(&vm)];
+    match vm.disk_list() {
+        Ok(disks) if disks.is_empty() => findings.push(Finding::good("disks", "none")),
+        Ok(disks) => findings.extend(disks.iter().map(|disk| {
+            Finding::good("disk", format!("'{}' ({}): {}", disk.name, disk.size, disk.file))
+        })),
+        Err(error) => findings.push(Finding::bad("disks", error.to_string())),
+    }
+    match vm.reporting().map(|reporting| reporting.advice()) {
+        Ok(None) => {
+            findings.push(Finding::good("free memory", "the guest tells of it: it is not sent"));
+        }
+        Ok(Some(advice)) => findings.push(Finding::note("free memory", advice)),
+        Err(error) => findings.push(Finding::bad("free memory", error.to_string())),
+    }
+    match measure(&mut vm, TIME, cancel) {
+        Ok(measured) => findings.extend(of_writes(&measured)),
+        Err(error) => findings.push(Finding::bad("tracking", error.to_string())),
+    }
+    (findings, Some(vm))
+}
+
+fn of_devices(vm: &QemuSource) -> Finding {
+    let (major, minor, micro) = vm.version();
+    let by = match vm.state_by() {
+        StateBy::Migration => "RAM in shared files",
+        StateBy::Saving => "RAM of its own",
+    };
+    let text = format!(
+        "QEMU {major}.{minor}.{micro} with {by}; all of its devices can move; its memory is \
+         written by {}",
+        vm.writers().join(", ")
+    );
+    Finding::good("VM", text)
+}
+
+/// What a look at its writes has shown.
+fn of_writes(measured: &Measured) -> Vec<Finding> {
+    let (seconds, pages) = measured.dirty.last().copied().unwrap_or((1.0, 0));
+    let rate = pages as f64 * PAGE_SIZE as f64 / seconds.max(1e-3);
+    let text = format!(
+        "{} of memory, {} with data; {} over {}",
+        ByteCount(measured.memory_bytes),
+        ByteCount(measured.data_bytes),
+        Rate::from_bytes_per_second(rate),
+        format_duration(Duration::try_from_secs_f64(seconds).unwrap_or_default()),
+    );
+    let governed = match measured.can_govern {
+        true => Finding::good("governor", "a guest that outruns the link has its writes governed"),
+        false => Finding::note(
+            "governor",
+            "a guest that outruns the link has its processors throttled, not its writes governed",
+        )
+        .cured("let godwit open /dev/userfaultfd, or set vm.unprivileged_userfaultfd to 1"),
+    };
+    vec![Finding::good("tracking", text), governed]
+}
+
+fn of_destination(
+    mut vm: QemuSource,
+    to: &Address,
+    security: &SecurityArguments,
+    cancel: &Cancel,
+) -> Vec<Finding> {
+    let asked = security.wish().source(to).and_then(|security| {
+        let options = Options { security, ..Options::new(to.clone()) };
+        inquire(&mut vm, &options, Some(TRIAL), cancel)
+    });
+    match asked {
+        Ok(Inquiry { refusal, round_trip, trial }) => {
+            let mut findings = of_network(round_trip, trial);
+            let fits = match refusal {
+                None => Finding::good("guest", "fits there, and would be accepted"),
+                Some(why) => Finding::bad("guest", format!("would be refused: {why}")),
+            };
+            findings.push(fits);
+            findings
+        }
+        Err(error) => vec![Finding::bad("destination", error.to_string())],
+    }
+}
+
+fn of_network(round_trip: Duration, trial: Option<Trial>) -> Vec<Finding> {
+    let round_trip = format_duration(round_trip);
+    let Some(trial) = trial else {
+        let text = format!("{round_trip} for a round trip; what it carries was not tried");
+        return vec![Finding::good("network", text)];
+    };
+    let rate = trial.rate();
+    let text = format!("{round_trip} for a round trip; one connection carries {rate}");
+    let apart = trial.clock_ahead;
+    let time = format_duration(Duration::try_from_secs_f64(apart.abs()).unwrap_or_default());
+    let clocks = if apart.abs() < APART {
+        Finding::good("clocks", format!("{time} apart"))
+    } else {
+        let order = if apart > 0.0 { "ahead of" } else { "behind" };
+        Finding::note("clocks", format!("the destination's is {time} {order} this host's"))
+            .cured("have both set by NTP: certificates and logs go by them")
+    };
+    vec![Finding::good("network", text), clocks]
+}
+
+fn as_json(section: &Section) -> Vec<Value> {
+    let one = |finding: &Finding| {
+        json!({
+            "about": section.about,
+            "name": section.name,
+            "what": finding.what,
+            "verdict": finding.verdict.word(),
+            "text": finding.text,
+            "cure": finding.cure,
+        })
+    };
+    section.findings.iter().map(one).collect()
+}
+
+fn as_text(section: &Section, width: usize) -> String {
+    let widest = section.findings.iter().map(|finding| finding.what.len()).max().unwrap_or(0);
+    let mut text = format!("{}\n", layout::wrap("", &section.name, 2, width));
+    for Finding { what, verdict, text: found, cure } in &section.findings {
+        let word = verdict.word();
+        let label = format!("  {word}  {what:<widest$}  ");
+        let indent = label.len();
+        text += &layout::wrap(&label, found, indent, width);
+        text.push('\n');
+        if let Some(cure) = cure {
+            let label = format!("{}cure: ", " ".repeat(indent));
+            text += &layout::wrap(&label, cure, indent + 6, width);
+            text.push('\n');
+        }
+    }
+    text.push('\n');
+    text
+}
