@@ -112,6 +112,10 @@ check: ## format, lints and the tests that need no QEMU
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio
 	@$(CARGO) run --quiet --package xtask -- guest
 
+.PHONY: stamp
+stamp: ## build godwit-stamp, which tests any live migration from inside: target/stamp/godwit-stamp
+	@$(CARGO) run --quiet --package xtask -- stamp
+
 .PHONY: guest-database
 guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit-codecs`
 	@$(CARGO) run --quiet --package xtask -- guest-database

@@ -171,6 +171,17 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Brings target/stamp up to date: the guest's program, for other guests.
+pub(crate) fn program() -> anyhow::Result<()> {
+    let dir = crate::target_dir().join("stamp");
+    std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
+    let path = dir.join("godwit-stamp");
+    std::fs::copy(guest_program()?, &path)
+        .with_context(|| format!("cannot write {}", path.display()))?;
+    println!("{} made", path.display());
+    Ok(())
+}
+
 /// Builds the guest program, static: the image has no libraries. It has a target directory of its
 /// own, since a change of RUSTFLAGS would make cargo build everything else anew. Naming the triple,
 /// though it is the machine's own, keeps the flags from procedural macros, which cannot be static.

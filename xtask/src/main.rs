@@ -18,9 +18,10 @@ mod qemu;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|qemu|deb
+const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|stamp|qemu|deb
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
+  stamp   builds target/stamp/godwit-stamp, a static program
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
   deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
           program, --out DIR for another place";
@@ -30,6 +31,7 @@ fn main() -> ExitCode {
     let outcome = match chore.as_str() {
         "guest" => guest::build(),
         "guest-database" => database::dump(),
+        "stamp" => guest::program(),
         "qemu" => qemu::provide(),
         "previous" => previous::provide(),
         "deb" => deb::build(std::env::args().skip(2)),

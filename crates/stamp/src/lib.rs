@@ -1,11 +1,15 @@
-//! Proof that a migrated guest is the same guest: the workload that checks its own memory.
+//! Proof that a migrated guest is the same guest: memory and disks that say what they should hold.
 //!
-//! The pure half lives here and is tested on the host: pages that say what they should hold
+//! For anybody's guest and anybody's migration there is the program `godwit-stamp run`, of
+//! [`sector`]s that name their run, place, version, time and writer, the [`table`] of the versions
+//! that they should have, the orders in which they are written ([`pattern`]), the [`journal`] of
+//! what an fsync acknowledged, and what a difference means ([`finding`]).
+//!
+//! The guest of Godwit's own tests is the same program as process 1, with a cheaper page
 //! ([`stamp`]), the buffer of such pages that is written and re-read ([`workload`]), the same on
 //! disks ([`disk`]), the page that counts for an observer outside ([`beacon`]), the loop that does
 //! all this ([`main_loop`]), and the lines a guest prints and a test reads ([`heartbeat`],
-//! [`settings`]). The binary `godwit-stamp` is
-//! the other half: the init of a small guest that does nothing else.
+//! [`settings`]).
 //!
 //! The microvm's guest has neither Linux nor a heap: it shares the files `beacon`, `heartbeat`,
 //! `main_loop`, `pace`, `stamp` and `workload`, which keep to `core` for that reason.
@@ -19,10 +23,15 @@
 
 pub mod beacon;
 pub mod disk;
+pub mod finding;
 pub mod heap;
 pub mod heartbeat;
+pub mod journal;
 pub mod main_loop;
 pub mod pace;
+pub mod pattern;
+pub mod sector;
 pub mod settings;
 pub mod stamp;
+pub mod table;
 pub mod workload;

@@ -193,6 +193,7 @@ fn settle(
     };
     if struck {
         check(point.must, moment, came)?;
+        check_by_itself(point, moment, came, &typed)?;
     }
     if came == Came::Lost {
         return Ok(Verdict { struck, came, typed });
@@ -225,6 +226,24 @@ fn check(must: Must, moment: Moment, came: Came) -> anyhow::Result<()> {
         _ => came != Came::Lost,
     };
     ensure!(may, "the guest {}, where the fault must {must:?}", came.name());
+    Ok(())
+}
+
+/// Before COMMIT the guest runs on at the source without anything typed there, unless nobody was
+/// left who could have it run. When the VM at the destination dies with READY on its way, the guest
+/// is committed to one that is gone, which only an operator can know.
+fn check_by_itself(
+    point: &Point,
+    moment: Moment,
+    came: Came,
+    typed: &[String],
+) -> anyhow::Result<()> {
+    let destination_died = point.must == Must::GoWithItsVm(Side::Destination);
+    let last = if destination_died { Phase::State } else { Phase::Ready };
+    let must = moment.is_exact() && moment.phase <= last && !point.leaves;
+    let at_source = typed.iter().any(|word| word.starts_with("source:"));
+    let by_hand = must && came == Came::Stayed && at_source;
+    ensure!(!by_hand, "the guest stood at the source until somebody typed {typed:?}");
     Ok(())
 }
 

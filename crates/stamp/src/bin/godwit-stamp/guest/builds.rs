@@ -17,7 +17,7 @@ use godwit_stamp::stamp::{Page, mix};
 use godwit_units::{ByteCount, PAGE_SIZE};
 
 /// The first argument of a process that is a job.
-const JOB: &str = "job";
+pub(super) const JOB: &str = "job";
 /// Pages of a job: 1 to 32 MiB.
 const SMALLEST: u64 = 256;
 const LARGEST: u64 = 8192;

@@ -3,9 +3,9 @@
 //! Keeps one promise: nothing it finds stops it. A damaged page is reported and the work goes on,
 //! so that a test sees how many there are; only a setting that makes no sense or a signal
 //! (Ctrl-Alt-Del, a stop by hand) ends it. One thread does all the work on memory and each thread
-//! on a disk has its own part, so no page is ever read while it is written. Run by hand, not as
-//! process 1, it takes the settings as arguments and is an ordinary program. What the lines mean is
-//! defined in the library.
+//! on a disk has its own part, so no page is ever read while it is written. Run by hand, as
+//! `godwit-stamp guest`, it takes the settings as arguments, is an ordinary program, and leaves
+//! disks and network alone. What the lines mean is defined in the library.
 
 mod builds;
 mod disks;
@@ -19,15 +19,26 @@ use std::process::ExitCode;
 use godwit_stamp::heartbeat::FAILED;
 use godwit_stamp::settings::Settings;
 
-/// Works until a signal or a setting that makes no sense ends it.
-pub(crate) fn run() -> ExitCode {
+/// Whether this process was started to do a job of [`builds`].
+pub(crate) fn is_job() -> bool {
+    std::env::args().nth(1).is_some_and(|first| first == builds::JOB)
+}
+
+/// Works until a signal or a setting that makes no sense ends it. Process 1, which is given no
+/// words, takes its settings from the kernel's command line.
+pub(crate) fn run(words: Option<&str>) -> ExitCode {
     if let Some(done) = builds::job() {
         return done;
     }
-    let as_init = std::process::id() == 1;
-    let settings =
-        if as_init { drivers::load().and_then(|()| init::command_line()) } else { Ok(arguments()) };
+    let settings = match words {
+        Some(words) => Ok(words.to_owned()),
+        None => drivers::load().and_then(|()| init::command_line()),
+    };
     let outcome = settings.and_then(|line| Ok(line.parse::<Settings>()?)).and_then(|settings| {
+        if words.is_some() && (!settings.disk.is_idle() || settings.address.is_some()) {
+            let cure = "disks are written by `godwit-stamp run --destroy-data PATH`";
+            return Err(format!("disks and network are for process 1 of the guest: {cure}").into());
+        }
         let ending = init::ending_signals()?;
         network::start(settings.address)?;
         let disk_bugs = disks::start(&settings.disk)?;
@@ -38,12 +49,8 @@ pub(crate) fn run() -> ExitCode {
     if let Err(problem) = &outcome {
         say!("{FAILED} {problem}");
     }
-    if as_init {
+    if words.is_none() {
         init::power_off();
     }
     if outcome.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn arguments() -> String {
-    std::env::args().skip(1).collect::<Vec<_>>().join(" ")
 }
