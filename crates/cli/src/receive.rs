@@ -86,6 +86,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     reconnect: Duration,
 
+    /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
+    /// receive` of the same VM needs to go on, should this one be killed before the guest is
+    /// stopped: type the same command again, with the same port, within the source's --reconnect.
+    /// For a QEMU that waits, to which no disks move along
+    #[arg(long, value_name = "DIR")]
+    state_dir: Option<PathBuf>,
+
     /// Codecs that are taken: auto for all of them, none, lz4 or zstd
     #[arg(long, value_name = "CODEC", default_value = "auto")]
     compression: Compression,
@@ -182,13 +189,21 @@ fn take_in(
                          their images before they start";
             Err(RequestError::Refused(words.into()))
         }
+        None | Some(VmName::Libvirt { .. } | VmName::Microvm(_))
+            if arguments.state_dir.is_some() =>
+        {
+            let words = "--state-dir is for a QEMU that waits (--vm qemu: or pid:): one that is \
+                         started for the guest ends with this command";
+            Err(RequestError::Refused(words.into()))
+        }
         None => take_into_started(arguments, cancel, notice, again),
         Some(VmName::Qemu(path)) => {
             let vm = QemuDestination::open(path)
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
-            take_into(&mut vm, arguments, cancel, notice, again, |vm| {
+            let record = arguments.state_dir.as_ref().map(|dir| dir.join(vm.record_name()));
+            take_into(&mut vm, (arguments, record), cancel, notice, again, |vm| {
                 if vm.still_waits() { Again::Waits } else { Again::QemuEnded }
             })
         }
@@ -214,7 +229,7 @@ fn take_in(
             });
             let vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
             let mut vm = vm.with_disks(&arguments.disks, arguments.disk_paths.clone());
-            take_into(&mut vm, arguments, cancel, notice, again, |_| Again::LibvirtWaits)
+            take_into(&mut vm, (arguments, None), cancel, notice, again, |_| Again::LibvirtWaits)
         }
         Some(VmName::Microvm(path)) => {
             let request = ReceiveRequest {
@@ -257,21 +272,22 @@ fn take_into_started(
         told: Box::new(move |shown| tell_shown(shown, json)),
     });
     let mut vm = vm.map_err(|error| RequestError::Refused(error.into()))?;
-    take_into(&mut vm, arguments, cancel, notice, again, |vm| {
+    take_into(&mut vm, (arguments, None), cancel, notice, again, |vm| {
         if vm.has_shown() { Again::Shown } else { Again::Ended }
     })
 }
 
-/// Takes a guest into `vm`; where that fails, `after` says what another attempt needs.
+/// Takes a guest into `vm`, with its record at a path; where that fails, `after` says what another
+/// attempt needs.
 fn take_into<V: DestinationVm>(
     vm: &mut V,
-    arguments: &Arguments,
+    (arguments, record): (&Arguments, Option<PathBuf>),
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
     again: &mut Option<Again>,
     after: impl FnOnce(&V) -> Again,
 ) -> Result<(Received, Cost), RequestError> {
-    let taken = listen(vm, arguments, cancel, notice);
+    let taken = listen(vm, (arguments, record), cancel, notice);
     if let Err(RequestError::Failed(_)) = &taken {
         *again = Some(after(vm));
     }
@@ -310,7 +326,7 @@ fn security(arguments: &Arguments) -> Result<Security, RequestError> {
 /// Listens, and takes one guest in.
 fn listen(
     vm: &mut dyn DestinationVm,
-    arguments: &Arguments,
+    (arguments, record): (&Arguments, Option<PathBuf>),
     cancel: &Cancel,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<(Received, Cost), RequestError> {
@@ -333,6 +349,7 @@ fn listen(
         disks: arguments.disks.clone(),
         overcommit: arguments.overcommit,
         reconnect: arguments.reconnect,
+        record,
         confined,
         #[cfg(feature = "test-hooks")]
         faults: arguments.hooks.faults(),

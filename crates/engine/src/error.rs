@@ -129,8 +129,8 @@ pub enum EngineError {
     },
     /// What a godwit that was killed has left cannot be gone by.
     #[error(
-        "the record of an unfinished migration, {}, is of no use: {why}; if no godwit migrate is \
-         at work at this VM remove it, and begin anew",
+        "the record of an unfinished migration, {}, is of no use: {why}; if no godwit is at \
+         work at this VM remove it, and begin anew",
         path.display()
     )]
     Record {
@@ -140,7 +140,7 @@ pub enum EngineError {
         why: String,
     },
     /// The godwit that began the migration was killed.
-    #[error("the godwit migrate that began this migration was killed")]
+    #[error("the godwit that was at work here before was killed")]
     Killed,
     /// A thread that reads what the source sends tried what it has no use for, and was kept from
     /// it.

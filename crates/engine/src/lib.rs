@@ -28,6 +28,7 @@ mod limiter;
 pub mod limits;
 mod link;
 pub mod measure;
+mod record;
 pub mod report;
 mod return_proof;
 pub mod security;

@@ -4,6 +4,10 @@
 use godwit_tls::{prove, proves};
 use godwit_wire::{PROOF_LEN, Secret, SessionId};
 
+/// The attempt that a destination names which was started anew: it does not know what came over
+/// which channel.
+pub(crate) const FORGOTTEN: u32 = u32::MAX;
+
 /// What one attempt to take a session up again is proven by.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReturnProof {

@@ -129,6 +129,8 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
     use {Action as A, Input as I, State as S};
     Ok(match (state, input) {
         (S::Listening, I::Offer) => (S::Receiving, vec![A::SendAccept]),
+        // It comes back for what one that was killed has left.
+        (S::Listening, I::Returned) => (S::Receiving, vec![A::SendResumed]),
         (S::Receiving | S::Prepared | S::Filling, I::RoundEnd) => (state, vec![A::SendRoundAck]),
         (S::Receiving, I::Prepare) => (S::Prepared, vec![A::Prepare]),
         // A source that was lost before it heard the answer asks once more.

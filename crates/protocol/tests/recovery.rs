@@ -10,8 +10,9 @@
 //! turn, and the walk must find that out.
 //!
 //! The records and what guardians make of them are those of `crates/qemu/src/guard`; what
-//! `godwit recover` knows is `Known` there. A godwit that is started anew begins a new session, as
-//! it does today: of a session before it, it knows nothing.
+//! `godwit recover` knows is `Known` there. A source that is started anew begins a new session: of
+//! one before it, it knows nothing. A destination that is started anew takes back the source of the
+//! one that was killed, as long as its machine was not told to load.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -183,6 +184,8 @@ enum Step<I> {
     Vm(Vm),
     Say(Msg),
     Take(I),
+    /// What a destination that is started anew knows its source by is written down, or removed.
+    Keep(bool),
     /// Ends in good order, and takes the record along.
     End,
 }
@@ -200,6 +203,8 @@ struct World {
     to_source: VecDeque<Msg>,
     link: bool,
     destination_current: bool,
+    /// A destination that is started anew would know the source.
+    kept: bool,
     source_knows: bool,
     destination_knows: bool,
     faults_left: u8,
@@ -224,6 +229,7 @@ impl World {
             to_source: VecDeque::new(),
             link: true,
             destination_current: true,
+            kept: false,
             source_knows: false,
             destination_knows: false,
             faults_left,
@@ -305,9 +311,11 @@ impl World {
         let loaded = !matches!(self.there.record, Some(Stage::Waiting) | None);
         for action in actions {
             let steps: &[Step<Di>] = match action {
-                D::SendAccept => &[Step::Say(Msg::Accept)],
+                D::SendAccept => &[Step::Say(Msg::Accept), Step::Keep(true)],
                 D::SendRoundAck => &[Step::Say(Msg::RoundAck)],
-                D::Prepare => &[Step::Note(Stage::Loading), Step::Say(Msg::Prepared)],
+                D::Prepare => {
+                    &[Step::Keep(false), Step::Note(Stage::Loading), Step::Say(Msg::Prepared)]
+                }
                 D::SendPrepared => &[Step::Say(Msg::Prepared)],
                 D::SendResumed => {
                     self.destination_current = true;
@@ -347,6 +355,7 @@ impl World {
             Step::Say(msg) if self.link => self.to_destination.push_back(msg),
             Step::Say(_) => {}
             Step::Take(input) => self.source_takes(input),
+            Step::Keep(_) => {}
             Step::End => {
                 (self.here.record, self.here.process) = (None, Process::Gone);
                 self.hang_up();
@@ -366,7 +375,9 @@ impl World {
             }
             Step::Say(_) => {}
             Step::Take(input) => self.destination_takes(input),
+            Step::Keep(kept) => self.kept = kept,
             Step::End => {
+                self.kept = false;
                 (self.there.record, self.there.process) = (None, Process::Gone);
                 self.hang_up();
             }
@@ -544,7 +555,8 @@ impl World {
         if matches!(self.destination, Ds::Receiving | Ds::Prepared) {
             self.destination_takes(Di::LinkLost);
         }
-        if matches!(self.destination, Ds::Severed | Ds::SeveredPrepared) {
+        let anew = self.destination == Ds::Listening && self.kept;
+        if anew || matches!(self.destination, Ds::Severed | Ds::SeveredPrepared) {
             self.destination_takes(Di::Returned);
         } else {
             self.link = false;
@@ -605,7 +617,8 @@ impl World {
                 w.to_source.clear();
                 w.to_destination.clear();
                 // A destination that has another source, or none any more, sends it away.
-                let welcome = w.there.process == Process::AtWork && w.destination == Ds::Listening;
+                let waits = w.destination == Ds::Listening && !w.kept;
+                let welcome = w.there.process == Process::AtWork && waits;
                 (w.link, w.source_knows) = (welcome, false);
                 (w.destination_knows, w.destination_current) =
                     (w.destination_knows && !welcome, true);
@@ -778,6 +791,11 @@ fn whoever_is_killed_one_vm_runs_the_guest_or_can_be_made_to() {
     });
     any("it is given away behind a resumption", &|w| {
         w.reconnects_left == 0 && w.source == Ss::Done && w.here.restarts_left == 1
+    });
+    // Mutation: a destination that was started anew does not take its source back.
+    any("it is given to a destination that was started anew in the middle", &|w| {
+        let same = w.reconnects_left == 0 && w.here.restarts_left == 1;
+        same && w.source == Ss::Done && w.there.restarts_left == 0
     });
 }
 

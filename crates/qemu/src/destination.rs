@@ -22,6 +22,7 @@ use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
+use crate::mark::record_name;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::ram::{self, Ram};
@@ -158,6 +159,13 @@ impl QemuDestination {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.machine.pid
+    }
+
+    /// What a record is called by which another godwit takes this guest in: no other process has
+    /// it.
+    #[must_use]
+    pub fn record_name(&self) -> String {
+        record_name(self.pid(), "-incoming")
     }
 
     /// Whether it still waits for a guest, so that another attempt can use it.

@@ -57,6 +57,12 @@ pub(crate) fn leftovers<'a>(
     })
 }
 
+/// What a record of this QEMU is called, which no later process of the same number has.
+pub(crate) fn record_name(qemu: i32, side: &str) -> String {
+    let started = u32::try_from(qemu).ok().and_then(start_time).unwrap_or(0);
+    format!("qemu-{qemu}-{started}{side}.json")
+}
+
 /// When process `pid` was started, as long as it runs: one that only waits for its parent to hear
 /// of its end does not.
 pub(crate) fn start_time(pid: u32) -> Option<u64> {

@@ -82,6 +82,8 @@ pub(super) struct Door {
     visitor: Arc<Mutex<Option<Stream>>>,
     returning: Arc<Mutex<Returning>>,
     thread: Option<JoinHandle<()>>,
+    /// The certificate that the source showed.
+    shown: Option<Vec<u8>>,
 }
 
 impl Door {
@@ -98,6 +100,7 @@ impl Door {
         let (stop, visitor) =
             (Arc::<AtomicBool>::default(), Arc::<Mutex<Option<Stream>>>::default());
         let returning = Arc::<Mutex<Returning>>::default();
+        let shown = session.shown.clone();
         let keeper = Keeper {
             returning: Arc::clone(&returning),
             listener: listener.clone(),
@@ -117,13 +120,23 @@ impl Door {
                 keeper.run();
             }
         })?;
-        Ok(Self { own, notices, stop, visitor, returning, thread: Some(thread) })
+        Ok(Self { own, notices, stop, visitor, returning, thread: Some(thread), shown })
     }
 
     /// From now on the source may come back, if it proves `secret`. Whether that was not told
     /// before.
     pub(super) fn keep(&self, secret: Secret) -> bool {
         lock(&self.returning).secret.replace(secret).is_none()
+    }
+
+    /// The certificate that the source showed.
+    pub(super) fn shown(&self) -> Option<&[u8]> {
+        self.shown.as_deref()
+    }
+
+    /// Attempts to come back up to this one were taken before.
+    pub(super) fn taken(&self, attempt: u32) {
+        lock(&self.returning).attempt = attempt;
     }
 
     /// What the source is known by when it comes back, if it may.

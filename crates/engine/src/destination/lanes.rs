@@ -29,6 +29,7 @@ use super::proof::{Placed, Prover};
 use super::session::{Session, out_of_place};
 use crate::address::Stream;
 use crate::link::{FrameReader, link_error};
+use crate::return_proof::FORGOTTEN;
 use crate::vm::{DestinationVm, VmError};
 use crate::{EngineError, limits, threads};
 
@@ -53,6 +54,8 @@ pub(super) struct Lanes {
     /// Where what is placed is marked, if it is to be read back, and who does so.
     placed_pages: Option<Arc<Placed>>,
     prover: Option<Prover>,
+    /// Pages were placed whose marks are gone.
+    marks_lost: bool,
 }
 
 impl Lanes {
@@ -85,6 +88,7 @@ impl Lanes {
             order: Arc::new(order),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
             prover: None,
+            marks_lost: false,
         };
         for (index, (disk, sink)) in disks.into_iter().enumerate() {
             let last_round = Arc::clone(&lanes.last_round);
@@ -93,6 +97,34 @@ impl Lanes {
         }
         lanes.start(streams)?;
         Ok(lanes)
+    }
+
+    /// None yet, where a godwit that was killed has placed what nobody knows of: the source, whose
+    /// RAM blocks have the numbers `order` here, is told so. `proves`: it may have all read back.
+    pub(super) fn restored(
+        session: &Session<'_>,
+        ram: &Arc<Vec<RamBlock>>,
+        (order, proves): (Vec<usize>, bool),
+        made_up: MadeUp,
+    ) -> Self {
+        Self {
+            channels: Vec::new(),
+            memory: 0,
+            ram: Arc::clone(ram),
+            made_up,
+            cells: session.cells().clone(),
+            parked: Vec::new(),
+            attempt: FORGOTTEN,
+            placed: Vec::new(),
+            barriers: Arc::new(Barriers::new(0)),
+            received: Arc::default(),
+            last_round: Arc::default(),
+            open_disks: 0,
+            order: Arc::new(order),
+            placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
+            prover: None,
+            marks_lost: true,
+        }
     }
 
     /// Starts channels over `streams`: so many of memory as there are to be, and one of each disk.
@@ -231,7 +263,8 @@ impl Lanes {
         let Some(placed) = &self.placed_pages else {
             return Err(out_of_place(&Message::Prove { seed: 0 }));
         };
-        if self.prover.take().is_some() {
+        if std::mem::replace(&mut self.marks_lost, true) {
+            self.prover = None;
             self.ram.iter().enumerate().for_each(|(number, block)| {
                 placed.mark(number, block.all());
             });

@@ -21,9 +21,11 @@ mod loading;
 mod memory;
 mod offer;
 mod proof;
+mod record;
 mod session;
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,12 +34,13 @@ use godwit_fingerprints::Key;
 use godwit_memory::{RamBlock, segments};
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
+use godwit_wire::{DIGESTS_PER_MESSAGE, Feature, Message};
 
 use crate::address::Listener;
 use crate::compression::Codecs;
 use crate::digests;
 use crate::link::link_error;
+use crate::record::Place;
 use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
@@ -49,6 +52,7 @@ use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
 use offer::{Accepted, accept, answer_inquiry, check_room, consider};
+use record::Record;
 use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
@@ -179,6 +183,11 @@ pub struct Options {
     /// How long what has arrived is kept for a source whose connections are lost before its guest
     /// is stopped; zero: not at all.
     pub reconnect: Duration,
+    /// Where to write down what another godwit needs to take the source up again that comes back,
+    /// should this one be killed before the machine is told to load; one that finds such a record
+    /// there waits for that source, for as long as `reconnect`. Only where no disks move along, and
+    /// the source can. It is removed at the end.
+    pub record: Option<PathBuf>,
     /// Confine the threads that read what comes from outside: no capability, and no system call
     /// but those of their work. Placing pages may open nothing then, nor may the sinks of disks.
     pub confined: bool,
@@ -196,6 +205,7 @@ impl Default for Options {
             disks: DiskChoice::None,
             overcommit: false,
             reconnect: limits::RECONNECT,
+            record: None,
             confined: false,
             #[cfg(feature = "test-hooks")]
             faults: Faults::default(),
@@ -234,8 +244,20 @@ pub fn receive(
         .address()
         .map_err(link_error(PEER))
         .and_then(|address| options.security.allows(&address))
-        .and_then(|()| await_source(vm, listener, until, options, cancel, notice));
-    let (session, first) = match found {
+        .and_then(|()| Cells::new(options.confined))
+        .and_then(|cells| {
+            let (mut kept, record) = Kept::look(vm, options)?;
+            if let Some(record) = record {
+                let terms = (&options.security, &cells);
+                let session = Session::restored(listener, terms, &record, cancel)?;
+                let found = await_killed(vm, session, &record, options, notice)?;
+                kept.record = Some(record);
+                return Ok((kept, found));
+            }
+            let found = await_source(vm, listener, until, (options, &cells), cancel, notice)?;
+            Ok((kept, found))
+        });
+    let (kept, (session, first)) = match found {
         Ok(found) => found,
         Err(cause) => {
             // Nobody is there to be told anything.
@@ -256,6 +278,7 @@ pub fn receive(
         state_piece: Vec::new(),
         pages_complete: false,
         back: None,
+        kept,
         cause: None,
         measures: Received::default(),
     };
@@ -268,19 +291,90 @@ fn await_source<'a>(
     vm: &mut dyn DestinationVm,
     listener: &Listener,
     until: Option<Instant>,
-    options: &Options,
+    (options, cells): (&Options, &Cells),
     cancel: &'a Cancel,
     notice: &mut dyn FnMut(&Notice),
-) -> Result<(Session<'a>, Result<Message, EngineError>), EngineError> {
-    let cells = Cells::new(options.confined)?;
+) -> Result<(Session<'a>, First), EngineError> {
     loop {
-        let terms = (&options.security, &cells);
+        let terms = (&options.security, cells);
         let mut session = Session::accept(listener, terms, until, cancel, notice)?;
         vm.heed(session.interrupt());
         match session.first_message(vm, notice) {
             Ok(Message::Inquiry(offer)) => answer_inquiry(session, vm, options, &offer, notice)?,
-            first => return Ok((session, first)),
+            first => return Ok((session, First::Said(first))),
         }
+    }
+}
+
+/// Waits for the source of the session of `record`, whose godwit here was killed.
+fn await_killed<'a>(
+    vm: &mut dyn DestinationVm,
+    mut session: Session<'a>,
+    record: &Record,
+    options: &Options,
+    notice: &mut dyn FnMut(&Notice),
+) -> Result<(Session<'a>, First), EngineError> {
+    let limit = options.reconnect;
+    vm.heed(session.interrupt());
+    let ram = vm.ram();
+    let order = record.order(&ram).ok_or(EngineError::Panicked("main"))?;
+    notice(&Notice::Severed { why: EngineError::Killed.to_string(), limit });
+    let back = session.await_return(vm, limit, notice)?;
+    let back = back.ok_or_else(|| EngineError::Severed {
+        cause: Box::new(EngineError::Killed),
+        limit,
+        last: None,
+    })?;
+    let proves = record.verified && record.features().contains(Feature::Proof);
+    let made_up = MadeUp::of(options);
+    let lanes = Lanes::restored(&session, &ram, (order, proves), made_up);
+    Ok((session, First::Back(back, Box::new(lanes), record.clone())))
+}
+
+/// What a source begins with.
+enum First {
+    /// What it said first.
+    Said(Result<Message, EngineError>),
+    /// It is back for what a godwit that was killed has left.
+    Back(Return, Box<Lanes>, Record),
+}
+
+/// What is written down for another godwit.
+#[derive(Default)]
+struct Kept {
+    place: Option<Place>,
+    record: Option<Record>,
+}
+
+impl Kept {
+    /// Looks for what a godwit has left that was killed.
+    fn look(
+        vm: &mut dyn DestinationVm,
+        options: &Options,
+    ) -> Result<(Self, Option<Record>), EngineError> {
+        let Some(path) = options.record.as_ref().filter(|_| !options.reconnect.is_zero()) else {
+            return Ok((Self::default(), None));
+        };
+        let mut place = Place::new(path);
+        let found = place.find(|record: &Record| {
+            let names = record.blocks.iter().map(|(name, _)| name.as_str()).collect();
+            // What is asked was answered before, by a source that is not there.
+            let asked = vm.offered(&names, &mut |_| Err("the source is not there".into()));
+            match asked {
+                Ok(()) => record.unfit(&vm.ram()),
+                Err(_) => Some("the machine does not take a guest with these RAM blocks"),
+            }
+        })?;
+        Ok((Self { place: Some(place), record: None }, found))
+    }
+
+    /// Writes down what is known by now.
+    fn write(&mut self, change: impl FnOnce(&mut Record)) -> Result<(), EngineError> {
+        if let (Some(place), Some(record)) = (&mut self.place, &mut self.record) {
+            change(record);
+            place.write(record)?;
+        }
+        Ok(())
     }
 }
 
@@ -300,6 +394,7 @@ struct Destination<'a> {
     pages_complete: bool,
     /// The source that has come back and was not answered yet.
     back: Option<Return>,
+    kept: Kept,
     /// The first failure, and when it was.
     cause: Option<(Phase, EngineError)>,
     measures: Received,
@@ -335,18 +430,25 @@ impl Stage {
 }
 
 impl Destination<'_> {
-    /// Takes in the guest of the source that said `first`.
-    fn run(mut self, first: Result<Message, EngineError>) -> Result<Received, Failure> {
+    /// Takes in the guest of the source that began with `first`.
+    fn run(mut self, first: First) -> Result<Received, Failure> {
         let mut state = State::Listening;
         let mut stage = Stage::default();
         let mut uncertain = false;
-        let offered = first.and_then(|first| self.consider(first));
-        let mut input = match offered {
-            Ok(offered) => {
-                stage = Stage::Offered(offered);
-                Input::Offer
+        let mut input = match first {
+            First::Said(first) => match first.and_then(|first| self.consider(first)) {
+                Ok(offered) => {
+                    stage = Stage::Offered(offered);
+                    Input::Offer
+                }
+                Err(error) => self.failed(state, error),
+            },
+            First::Back(back, lanes, record) => {
+                (self.runs, self.measures.verified) = (record.running, record.verified);
+                self.back = Some(back);
+                stage = Stage::Receiving(*lanes);
+                Input::Returned
             }
-            Err(error) => self.failed(state, error),
         };
         loop {
             let stepped = step(state, input).or_else(|unexpected| {
@@ -440,7 +542,10 @@ impl Destination<'_> {
             let lanes = stage.lanes().filter(|_| !self.pages_complete);
             let broken = || lanes.and_then(Lanes::failure);
             match self.session.next_message(self.vm, self.notice, broken)? {
-                Message::Keep(secret) => self.session.keep(secret, self.options.reconnect)?,
+                Message::Keep(secret) => {
+                    self.session.keep(secret, self.options.reconnect)?;
+                    self.keep_record(stage)?;
+                }
                 Message::Prove { seed } if !self.pages_complete => stage.prove(seed)?,
                 message => break message,
             }
@@ -482,6 +587,8 @@ impl Destination<'_> {
             (A::SendAccept, S::Offered(_)) => self.accept(stage)?,
             (A::SendRoundAck, S::Receiving(lanes)) => self.acknowledge(lanes)?,
             (A::Prepare, stage) => {
+                // From here on no other godwit can take it up.
+                self.kept = Kept::default();
                 // The guest still runs. What was placed so far need not be read back when it does
                 // not.
                 if let Some(prover) = stage.lanes().and_then(Lanes::prover) {
@@ -559,6 +666,18 @@ impl Destination<'_> {
         Ok(())
     }
 
+    /// Writes down what another godwit would need to go on.
+    fn keep_record(&mut self, stage: &Stage) -> Result<(), EngineError> {
+        // Of disks nobody would know what is in place.
+        let lanes = stage.lanes().filter(|lanes| lanes.disks_are_closed());
+        let (Some(lanes), Some(record)) = (lanes, self.session.known_by()) else { return Ok(()) };
+        let blocks = lanes.order().iter().map(|own| &self.ram[*own]);
+        let blocks = blocks.map(|block| (block.name().to_owned(), block.pages().0)).collect();
+        let (running, verified) = (self.runs, self.measures.verified);
+        self.kept.record = Some(Record { running, verified, blocks, ..record });
+        self.kept.write(|_| {})
+    }
+
     /// The connections are lost. A source that may come back is told so.
     fn sever(&mut self) {
         if self.session.keeps() && self.session.sever() {
@@ -593,6 +712,7 @@ impl Destination<'_> {
     fn take_up(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
         let Some(back) = self.back.take() else { return Err(EngineError::Panicked("main")) };
         let way = (back.attempt, back.channels);
+        self.kept.write(|record| record.attempt = back.attempt)?;
         self.session.answer_return(back, lanes.placed())?;
         // A source whose channels do not come has lost its connections once more.
         lanes.start_again(&self.session, way, self.notice).map_err(|error| match error {

@@ -6,6 +6,7 @@
 //! heard here any more.
 
 use std::io;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
 use std::time::{Duration, Instant};
@@ -19,6 +20,7 @@ use super::Notice;
 use super::cell::Cells;
 use super::channel::PEER;
 use super::door::{self, Credentials, Door, Return, send_back};
+use super::record::Record;
 use crate::address::{Listener, Stream};
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
 use crate::return_proof::{ReturnProof, prints_seed};
@@ -117,6 +119,66 @@ impl<'a> Session<'a> {
         };
         session.listen_to(read)?;
         Ok(session)
+    }
+
+    /// The session of `record`, whose source has not come back yet.
+    pub(super) fn restored(
+        listener: &Listener,
+        (security, cells): (&Security, &Cells),
+        record: &Record,
+        cancel: &'a Cancel,
+    ) -> Result<Self, EngineError> {
+        let (id, source) = (record.id(), record.source.clone());
+        let version = record.version().ok_or(EngineError::Panicked("main"))?;
+        let (security, shown) = (security.clone(), record.shown.clone());
+        let door =
+            Door::open(listener, Credentials { id, version, security, shown }, &source, cells)?;
+        door.taken(record.attempt);
+        door.keep(record.secret());
+        door.lost(true);
+        let (events_in, events) = mpsc::sync_channel(EVENTS_LIMIT);
+        // A connection that has ended.
+        let (ended, _) = UnixStream::pair().map_err(link_error(PEER))?;
+        let control = Arc::new(ControlWriter::new(Stream::from(ended), PEER)?);
+        let interrupt = Interrupt::new(cancel);
+        interrupt.be_patient(true);
+        Ok(Self {
+            id,
+            cells: cells.clone(),
+            version,
+            features: record.features(),
+            may_ask_for_prints: false,
+            source,
+            cancel,
+            interrupt,
+            events,
+            events_in,
+            door,
+            control,
+            connection: 0,
+            began: Instant::now(),
+            committed: None,
+            lost: Some(Instant::now()),
+            linger_until: None,
+        })
+    }
+
+    /// What another godwit would know the source by, if it may come back, and this one was killed;
+    /// without what is not the session's to know.
+    pub(super) fn known_by(&self) -> Option<Record> {
+        let secret = self.door.secret().filter(|_| self.features.contains(Feature::Restart))?;
+        Some(Record {
+            session: self.id.0,
+            secret: secret.0,
+            version: self.version.number(),
+            features: self.features.0,
+            source: self.source.clone(),
+            shown: self.door.shown().map(<[u8]>::to_vec),
+            attempt: 0,
+            running: false,
+            verified: false,
+            blocks: Vec::new(),
+        })
     }
 
     /// Reads what the source says over `read` from now on.

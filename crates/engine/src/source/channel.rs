@@ -111,20 +111,36 @@ impl Owned {
         self.segment
     }
 
-    /// The destination holds what `prints` say, of every page; none: zeros. Without fingerprints
-    /// all of it is sent.
-    pub(super) fn learn(&mut self, prints: &[u64], zero: Fingerprint) {
+    /// The destination holds what `prints` say, of every page; none: zeros. What it holds otherwise
+    /// than it was sent is owed to it again. Without fingerprints all of it is sent.
+    pub(super) fn learn(&mut self, prints: &[u64], zero: Fingerprint, table: &SegmentTable) {
         let Some(fingerprints) = &mut self.fingerprints else { return };
         let run = self.segment.run;
+        for index in 0..run.count.0 {
+            let page = PageIndex(run.start.0 + index);
+            let there = match prints.get(index as usize) {
+                None => Some(zero),
+                Some(word) => Fingerprint::from_word(*word),
+            };
+            if there.is_none() || fingerprints.print(page) != there {
+                self.owed.set(PageRun::new(index, 1));
+            }
+        }
         fingerprints.forget(run);
         if prints.is_empty() {
-            return fingerprints.record_run(run, zero);
+            fingerprints.record_run(run, zero);
         }
         for (page, print) in (run.start.0..).zip(prints) {
             if let Some(print) = Fingerprint::from_word(*print) {
                 fingerprints.record(PageIndex(page), print);
             }
         }
+        self.named = false;
+        // One that was never sent whole will be.
+        if table.is_unsent(self.number) {
+            self.owed.clear_all();
+        }
+        table.owes(self.number, self.owed.count());
     }
 
     /// What is known of what was sent of it.

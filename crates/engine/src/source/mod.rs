@@ -54,6 +54,7 @@ use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
 use crate::handle::{MigrationHandle, Own};
+use crate::record::Place;
 use crate::report::{Measures, Progress};
 use crate::security::Security;
 use crate::vm::SourceVm;
@@ -64,7 +65,7 @@ use copying::Copying;
 use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
-use record::{Place, Record};
+use record::Record;
 use session::{Resolved, Session};
 use setup::Setup;
 use state_relay::StateRelay;
@@ -440,7 +441,7 @@ impl Source<'_> {
             return Ok(false);
         }
         let mut place = Place::new(path);
-        let found = place.find(self.vm.was_running(), &self.ram)?;
+        let found = Record::find(&mut place, self.vm.was_running(), &self.ram)?;
         if let Some(record) = &found {
             place.write(record)?;
             self.session.restore(record)?;

@@ -1,13 +1,7 @@
 //! What a source writes down for the godwit that takes its place, should it be killed in pre-copy:
 //! enough to prove to the destination that it is the same session.
 //!
-//! Invariants: the file is its owner's alone, is locked while a source lives by it, and is replaced
-//! whole. It is gone when the migration has ended, or the guest is about to be stopped.
-
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+//! Invariant: it is gone when the migration has ended, or the guest is about to be stopped.
 
 use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
@@ -16,11 +10,10 @@ use serde::{Deserialize, Serialize};
 use super::common::Common;
 use crate::EngineError;
 use crate::compression::Codecs;
+use crate::record::Place;
 
 /// Attempts to connect that one source can make: the next one counts on from there.
 const ATTEMPTS: u32 = 1 << 24;
-/// A record is some hundred bytes, and a certificate.
-const LIMIT: u64 = 1 << 20;
 
 /// What is written down.
 #[derive(Clone, Serialize, Deserialize)]
@@ -41,6 +34,19 @@ pub(super) struct Record {
 }
 
 impl Record {
+    /// The one that a killed godwit has left at `place` for this machine, if one has.
+    ///
+    /// # Errors
+    /// When that is not dead, or the record does not fit or is not ours.
+    pub(super) fn find(
+        place: &mut Place,
+        running: bool,
+        ram: &[RamBlock],
+    ) -> Result<Option<Self>, EngineError> {
+        let found = place.find(|record: &Self| record.unfit(running, ram))?;
+        Ok(found.map(|record| Self { restarts: record.restarts + 1, ..record }))
+    }
+
     pub(super) fn new(
         (id, secret, version): (SessionId, Secret, Version),
         shown: Option<Vec<u8>>,
@@ -113,92 +119,9 @@ fn named(ram: &[RamBlock]) -> Vec<(String, u64)> {
     ram.iter().map(|block| (block.name().to_owned(), block.pages().0)).collect()
 }
 
-/// The place of the record, which is removed with this, once it is written.
-pub(super) struct Place {
-    path: PathBuf,
-    /// Locks of all files that were there.
-    held: Vec<File>,
-}
-
-impl Place {
-    pub(super) fn new(path: &Path) -> Self {
-        Self { path: path.to_owned(), held: Vec::new() }
-    }
-
-    /// The record that a killed godwit has left for this machine, if one has.
-    ///
-    /// # Errors
-    /// When that is not dead, or the record does not fit or is not ours.
-    pub(super) fn find(
-        &mut self,
-        running: bool,
-        ram: &[RamBlock],
-    ) -> Result<Option<Record>, EngineError> {
-        let nofollow = rustix::fs::OFlags::NOFOLLOW.bits().cast_signed();
-        let mut file = match OpenOptions::new().read(true).custom_flags(nofollow).open(&self.path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(self.refused(error)),
-        };
-        let about = file.metadata().map_err(|error| self.refused(error))?;
-        if about.uid() != rustix::process::geteuid().as_raw() || about.mode() & 0o077 != 0 {
-            return Err(self.refused("it is not this user's alone"));
-        }
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                return Err(self.refused("the godwit migrate that wrote it is still at work"));
-            }
-            Err(TryLockError::Error(error)) => return Err(self.refused(error)),
-        }
-        let mut text = String::new();
-        let read = (&mut file).take(LIMIT).read_to_string(&mut text);
-        read.map_err(|error| self.refused(error))?;
-        let record: Record = serde_json::from_str(&text).map_err(|error| self.refused(error))?;
-        if let Some(why) = record.unfit(running, ram) {
-            return Err(self.refused(why));
-        }
-        self.held.push(file);
-        Ok(Some(Record { restarts: record.restarts + 1, ..record }))
-    }
-
-    /// Writes `record` in the place of what is there.
-    pub(super) fn write(&mut self, record: &Record) -> Result<(), EngineError> {
-        let beside = self.path.with_extension(format!("{}.new", std::process::id()));
-        let text = serde_json::to_vec(record).map_err(|error| self.refused(error))?;
-        let write = || {
-            let mut options = OpenOptions::new();
-            let mut file = options.write(true).create_new(true).mode(0o600).open(&beside)?;
-            file.try_lock()?;
-            file.write_all(&text)?;
-            file.sync_all()?;
-            std::fs::rename(&beside, &self.path)?;
-            Ok(file)
-        };
-        let written = write().map_err(|error: std::io::Error| {
-            let _ = std::fs::remove_file(&beside);
-            self.refused(error)
-        })?;
-        self.held.push(written);
-        Ok(())
-    }
-
-    fn refused(&self, why: impl std::fmt::Display) -> EngineError {
-        EngineError::Record { path: self.path.clone(), why: why.to_string() }
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        if !self.held.is_empty() {
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
     use godwit_units::PageCount;
 
@@ -212,7 +135,9 @@ mod tests {
         let common = Common { codecs: Codecs::NONE, features: Features::HERE };
         let told = (SessionId([1; 16]), Secret([2; 32]), Version::NEWEST);
         let record = Record::new(told, None, &common, (true, &ram));
-        let find = |running, ram| Place::new(&path).find(running, ram).map(|found| found.is_some());
+        let find = |running, ram| {
+            Record::find(&mut Place::new(&path), running, ram).map(|found| found.is_some())
+        };
         let refused = |running, ram| find(running, ram).unwrap_err().to_string();
 
         assert!(!find(true, &ram).unwrap());
@@ -220,7 +145,7 @@ mod tests {
         place.write(&record).unwrap();
         assert!(refused(true, &ram).contains("still at work"));
         // As when its writer is killed.
-        place.held.clear();
+        place.abandon();
         assert!(refused(true, &other).contains("other RAM blocks"));
         assert!(refused(false, &ram).contains("paused or let run"));
         let mode = |mode| {
@@ -239,7 +164,7 @@ mod tests {
         assert_eq!(record.unfit(true, &ram), None);
 
         let mut next = Place::new(&path);
-        let found = next.find(true, &ram).unwrap().unwrap();
+        let found = Record::find(&mut next, true, &ram).unwrap().unwrap();
         assert_eq!((found.attempt(), found.secret().0), (ATTEMPTS, [2; 32]));
         next.write(&found).unwrap();
         drop(next);

@@ -26,7 +26,7 @@ use crate::address::{Address, Stream};
 use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
-use crate::return_proof::ReturnProof;
+use crate::return_proof::{FORGOTTEN, ReturnProof};
 use crate::security::{BeginError, Security};
 use crate::vm::SourceVm;
 use crate::{Cancel, EngineError, Interrupt, limits, threads};
@@ -293,12 +293,12 @@ impl Session {
     }
 
     /// Makes `stream`, over which the destination has answered, the control connection; how many
-    /// frames of each channel it has placed.
+    /// frames of each channel it has placed, if it was not started anew.
     pub(super) fn finish_return(
         &mut self,
         vm: &dyn SourceVm,
         stream: Stream,
-    ) -> Result<Vec<u64>, EngineError> {
+    ) -> Result<Option<Vec<u64>>, EngineError> {
         self.use_control(stream)?;
         let what = "the destination to say what it has";
         let (of, placed, proof) =
@@ -314,7 +314,7 @@ impl Session {
         }
         let ours = std::mem::replace(&mut self.attempt, self.call.attempt);
         // Of connections that it never came to read it has placed nothing.
-        Ok(if of == ours { placed } else { Vec::new() })
+        Ok((of != FORGOTTEN).then(|| if of == ours { placed } else { Vec::new() }))
     }
 
     fn return_proof(&self) -> ReturnProof {

@@ -70,6 +70,9 @@ impl Setup {
         self.common = self.present(source, Message::Offer)?;
         source.meter.accepted(source.session.version(), &self.common);
         if !source.options.reconnect.is_zero() {
+            // A destination that is started anew tells what it holds by fingerprints of this key.
+            let ((id, secret, _), _) = source.session.known_by();
+            self.use_key(Key::new(prints_seed(id, secret)));
             source.session.ask_to_keep()?;
             source.write_record(&self.common)?;
         }
@@ -96,9 +99,12 @@ impl Setup {
     ) -> Result<(), EngineError> {
         self.look_at_io(source)?;
         (self.restarted, self.common) = (true, record.common());
-        let key = Key::new(prints_seed(record.id(), record.secret()));
-        self.fingerprints = self.fingerprints.take().map(|(fingerprints, _)| (fingerprints, key));
+        self.use_key(Key::new(prints_seed(record.id(), record.secret())));
         Ok(())
+    }
+
+    fn use_key(&mut self, key: Key) {
+        self.fingerprints = self.fingerprints.take().map(|(fingerprints, _)| (fingerprints, key));
     }
 
     fn look_at_io(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {

@@ -50,7 +50,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
-use crate::mark::start_time;
+use crate::mark::record_name;
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::proxmox::ProxmoxVm;
@@ -354,8 +354,7 @@ impl QemuSource {
     /// started.
     #[must_use]
     pub fn record_name(&self) -> String {
-        let started = u32::try_from(self.pid()).ok().and_then(start_time).unwrap_or(0);
-        format!("qemu-{}-{started}.json", self.pid())
+        record_name(self.pid(), "")
     }
 
     /// Whether its guest tells of free memory.

@@ -164,12 +164,26 @@ impl Copying {
         };
         let placed = source.session.finish_return(source.vm, stream)?;
         let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
-        lost.take_back(&placed);
+        lost.forgotten |= placed.is_none();
+        lost.take_back(&placed.unwrap_or_default());
         let all = channels.saturating_add(lost.ended.disks.len() as u8);
         let streams = (0..all).map(|number| source.session.connect_channel(number));
         let streams = streams.collect::<Result<Vec<_>, _>>()?;
         self.learn(source)?;
+        self.have_proven_again(source)?;
         self.start_again(source, channels.into(), streams)
+    }
+
+    /// Has a destination that was started anew read back what there is, where the one before it
+    /// did.
+    fn have_proven_again(&self, source: &Source<'_>) -> Result<(), EngineError> {
+        let forgotten = self.lost.as_ref().is_some_and(|lost| lost.forgotten);
+        match &self.fingerprints {
+            Some((_, key)) if forgotten && self.digests.is_some() => {
+                source.session.say(&Message::Prove { seed: key.seed() })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Asks what the destination holds, where that is not known.
@@ -192,7 +206,7 @@ impl Copying {
                 let what = "it sent fingerprints that nobody asked for".to_owned();
                 return Err(EngineError::Protocol { peer: PEER, what });
             }
-            owned.learn(&prints, key.zero());
+            owned.learn(&prints, key.zero(), &self.segments);
             next.1 += 1;
         }
         Ok(())

@@ -1,0 +1,113 @@
+//! What a destination writes down for the godwit that takes its place, should it be killed while
+//! pages arrive: enough to know the source again, which comes back for what the machine holds.
+//!
+//! Invariant: it is gone before the machine is told to load, and when the migration has ended.
+
+use godwit_memory::RamBlock;
+use godwit_wire::{Feature, Features, Secret, SessionId, Version};
+use serde::{Deserialize, Serialize};
+
+/// What is written down.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Record {
+    pub(super) session: [u8; 16],
+    pub(super) secret: [u8; 32],
+    pub(super) version: u16,
+    pub(super) features: u32,
+    /// What an operator would call the source, and the certificate that it showed.
+    pub(super) source: String,
+    pub(super) shown: Option<Vec<u8>>,
+    /// The attempt to come back that was taken last.
+    pub(super) attempt: u32,
+    /// Whether the guest runs at the source, and what is placed is to be compared.
+    pub(super) running: bool,
+    pub(super) verified: bool,
+    /// Names and pages of the RAM blocks, in the source's order.
+    pub(super) blocks: Vec<(String, u64)>,
+}
+
+impl Record {
+    pub(super) fn id(&self) -> SessionId {
+        SessionId(self.session)
+    }
+
+    pub(super) fn secret(&self) -> Secret {
+        Secret(self.secret)
+    }
+
+    pub(super) fn features(&self) -> Features {
+        Features(self.features)
+    }
+
+    pub(super) fn version(&self) -> Option<Version> {
+        Version::of_number(self.version)
+    }
+
+    /// The number in `ram` of each RAM block of the source; `None`: it is another machine's.
+    pub(super) fn order(&self, ram: &[RamBlock]) -> Option<Vec<usize>> {
+        let find = |(name, pages): &(String, u64)| {
+            ram.iter().position(|block| block.name() == name && block.pages().0 == *pages)
+        };
+        let order: Vec<usize> = self.blocks.iter().map(find).collect::<Option<_>>()?;
+        let all = (0..ram.len()).all(|own| order.contains(&own));
+        (all && order.len() == ram.len()).then_some(order)
+    }
+
+    /// Why it is not of this machine, if so.
+    pub(super) fn unfit(&self, ram: &[RamBlock]) -> Option<&'static str> {
+        let here = self.version().map(Version::features);
+        let features = self.features();
+        if self.order(ram).is_none() {
+            Some("it is of a machine with other RAM blocks")
+        } else if here.is_none() {
+            Some("this godwit does not speak that version of the protocol")
+        } else if !features.contains(Feature::Restart)
+            || !here.is_some_and(|here| features.is_within(here))
+        {
+            Some("this godwit has not the features of the session")
+        } else {
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use godwit_units::PageCount;
+
+    use super::*;
+
+    #[test]
+    fn a_record_fits_its_own_machine_and_a_godwit_with_its_features() {
+        let block = |name: &str, pages| RamBlock::anonymous(name, PageCount(pages)).unwrap();
+        let record = Record {
+            session: [1; 16],
+            secret: [2; 32],
+            version: Version::NEWEST.number(),
+            features: Features::HERE.0,
+            source: "east".to_owned(),
+            shown: None,
+            attempt: 3,
+            running: true,
+            verified: false,
+            blocks: vec![("b".to_owned(), 5), ("a".to_owned(), 4)],
+        };
+        let ram = [block("a", 4), block("b", 5)];
+        assert_eq!((record.unfit(&ram), record.order(&ram)), (None, Some(vec![1, 0])));
+        let other = [
+            vec![block("a", 4)],
+            vec![block("a", 4), block("b", 6)],
+            vec![block("a", 4), block("b", 5), block("c", 1)],
+        ];
+        for other in other {
+            assert!(record.unfit(&other).is_some_and(|why| why.contains("other RAM blocks")));
+        }
+        for features in [Features::NONE, Features(Features::HERE.0 | 1 << 31)] {
+            let other = Record { features: features.0, ..record.clone() };
+            assert!(other.unfit(&ram).is_some_and(|why| why.contains("features")));
+        }
+        let other = Record { version: u16::MAX, ..record };
+        assert!(other.unfit(&ram).is_some_and(|why| why.contains("version")));
+    }
+}
