@@ -358,7 +358,7 @@ fn a_destination_that_was_killed_is_followed_by_one_to_which_only_the_rest_is_se
 
 #[test]
 fn a_destination_that_was_killed_under_a_busy_guest_is_followed_by_another() {
-    // Mutation: what it holds otherwise than it was sent is not sent again.
+    // Mutation: what there is is not asked for.
     for channels in [1, 3] {
         let mut this = Move::new(BUSY, 60, Vec::new());
         this.options.channels = channels;
