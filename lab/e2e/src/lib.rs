@@ -126,17 +126,21 @@ pub fn await_quit(vm: &mut TestVm) -> anyhow::Result<()> {
 /// # Errors
 /// When one stays, or leaves its record.
 pub fn await_alone(vm: &TestVm) -> anyhow::Result<()> {
-    let record = format!("-guard-{}", vm.pid());
+    let end = format!("-guard-{}", vm.pid());
     let until = Instant::now() + LIMIT;
-    while guardian_of(vm)?.is_some() {
-        ensure!(Instant::now() < until, "a guardian stays");
-        std::thread::sleep(Duration::from_millis(5));
+    // One that was only just started has godwit's own command line, and makes its record then.
+    loop {
+        let guardian = guardian_of(vm)?;
+        let entries = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
+        let mut names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let record = names.find(|name| name.ends_with(&end));
+        match (guardian, record) {
+            (None, None) => return Ok(()),
+            _ if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
+            (Some(_), _) => bail!("a guardian stays"),
+            (None, Some(name)) => bail!("the record {name} stays"),
+        }
     }
-    for entry in std::fs::read_dir("/run/godwit").into_iter().flatten().flatten() {
-        let name = entry.file_name().to_string_lossy().into_owned();
-        ensure!(!name.ends_with(&record), "the record {name} stays");
-    }
-    Ok(())
 }
 
 /// The guardian of the godwit that is at work on `vm`.

@@ -1,5 +1,6 @@
 //! The guardian's own process: waits for godwit to end, and then undoes what the record names.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixStream};
@@ -65,12 +66,15 @@ pub fn stand_guard(
         return true;
     }
     sweep_images();
-    // What was written down last. Godwit alone removes it, at an ordinary end.
-    let Ok(Some(record)) = Record::open(path) else { return true };
-    if record.left().is_nothing() {
-        record.remove();
-        return true;
-    }
+    // What was written down last. Godwit removes it at an ordinary end.
+    let record = match Record::open(path) {
+        Ok(Some(record)) if !record.left().is_nothing() => record,
+        // Whatever was to be written down has not been done.
+        _ => {
+            let _ = std::fs::remove_file(path);
+            return true;
+        }
+    };
     let qemu = record.pid();
     let mut words = Words { godwit, qemu };
     let stood_in = stand_in(record, monitor, &mut words);
@@ -80,7 +84,8 @@ pub fn stand_guard(
     stood_in.is_ok()
 }
 
-type Prepared = (UnixStream, Held, Record, OwnedFd);
+/// The last of them is `None` where godwit has ended by now.
+type Prepared = (UnixStream, Held, File, Option<OwnedFd>);
 
 /// How the monitor is reached.
 enum Reach {
@@ -100,7 +105,6 @@ enum Held {
 /// Everything that can fail, while godwit still waits for the answer.
 fn prepare(path: &Path, godwit: i32, reach: Reach) -> Option<Prepared> {
     let line = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
-    let record = Record::open(path).ok()??;
     let monitor = match reach {
         Reach::Path(path) => Held::Path(path),
         Reach::Output => {
@@ -108,23 +112,35 @@ fn prepare(path: &Path, godwit: i32, reach: Reach) -> Option<Prepared> {
             Held::Socket(UnixStream::from(stdout))
         }
         Reach::Domain(name) => {
-            Held::Libvirt(Box::new(LibvirtMonitor::find(&name, record.pid()).ok()?))
+            Held::Libvirt(Box::new(LibvirtMonitor::find(&name, record::qemu_of(path)?).ok()?))
         }
     };
-    record.lock().ok()?;
+    let held = record::hold(path).ok()?;
     let godwit = Pid::from_raw(godwit)?;
-    let process = pidfd_open(godwit, PidfdFlags::empty()).ok()?;
-    // The number is that of the parent as long as the parent lives.
-    if getppid() != Some(godwit) {
-        return None;
+    let process = match pidfd_open(godwit, PidfdFlags::empty()) {
+        // The number is that of the parent as long as the parent lives.
+        Ok(process) if getppid() == Some(godwit) => Some(process),
+        Ok(_) | Err(Errno::SRCH) if has_ended(record::owner(path)?) => None,
+        _ => return None,
+    };
+    // Whoever is gone does not hear it.
+    let _ = (&line).write_all(&[READY]);
+    Some((line, monitor, held, process))
+}
+
+/// Whether `godwit`, whose children have another parent by now, has come to its end.
+fn has_ended(godwit: Mark) -> bool {
+    let until = Instant::now() + ITSELF_LIMIT;
+    while godwit.is_alive() && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
     }
-    (&line).write_all(&[READY]).ok()?;
-    Some((line, monitor, record, process))
+    !godwit.is_alive()
 }
 
 /// Waits until godwit says that it is done (`false`) or has ended (`true`). The end of the line
 /// alone says nothing: a godwit that panics closes it and may still use the monitor.
-fn await_end(line: UnixStream, process: OwnedFd) -> bool {
+fn await_end(line: UnixStream, process: Option<OwnedFd>) -> bool {
+    let Some(process) = process else { return true };
     let mut line = Some(line);
     loop {
         let mut fds = vec![PollFd::new(&process, PollFlags::IN)];

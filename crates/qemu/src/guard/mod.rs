@@ -119,15 +119,24 @@ struct Guardian {
 impl Guard {
     /// Starts a guardian by `program` for what is `left` so far.
     pub(crate) fn start(program: &Path, machine: &Machine, left: Left) -> Result<Self, QemuError> {
-        let record = Record::create(machine.pid, left).map_err(unwritable)?;
-        let guardian = match Guardian::start(program, &record, machine) {
-            Ok(guardian) => guardian,
+        let path = Record::place(machine.pid).map_err(unwritable)?;
+        // The guardian makes the file, so that there is none but while somebody would remove it.
+        let begun = Guardian::start(program, &path, machine)
+            .map_err(|source| QemuError::Guardian { source })
+            .and_then(|mut guardian| match Record::begin(&path, machine.pid, left) {
+                Ok(record) => Ok((record, guardian)),
+                Err(error) => {
+                    guardian.end();
+                    Err(unwritable(error))
+                }
+            });
+        match begun {
+            Ok((record, guardian)) => Ok(Self { program: program.to_owned(), record, guardian }),
             Err(error) => {
-                record.remove();
-                return Err(QemuError::Guardian { source: error });
+                let _ = std::fs::remove_file(path);
+                Err(error)
             }
-        };
-        Ok(Self { program: program.to_owned(), record, guardian })
+        }
     }
 
     /// Writes down what is about to be done, or was undone.
@@ -140,7 +149,7 @@ impl Guard {
         if matches!(self.guardian.child.try_wait(), Ok(None)) {
             return Ok(());
         }
-        self.guardian = Guardian::start(&self.program, &self.record, machine)
+        self.guardian = Guardian::start(&self.program, self.record.path(), machine)
             .map_err(|source| QemuError::Guardian { source })?;
         Ok(())
     }
@@ -160,11 +169,11 @@ fn start_error(error: io::Error) -> io::Error {
 }
 
 impl Guardian {
-    fn start(program: &Path, record: &Record, machine: &Machine) -> io::Result<Self> {
+    fn start(program: &Path, record: &Path, machine: &Machine) -> io::Result<Self> {
         let (line, theirs) = UnixStream::pair()?;
         let mut command = Command::new(program);
         command.arg0("godwit").arg(COMMAND);
-        command.arg(record.path()).arg(std::process::id().to_string());
+        command.arg(record).arg(std::process::id().to_string());
         match machine.qmp.handle()? {
             Handle::Socket(monitor) => command.stdout(Stdio::from(OwnedFd::from(monitor))),
             Handle::Path(path) => command.arg("--monitor").arg(path).stdout(Stdio::null()),
@@ -205,10 +214,11 @@ impl Drop for Guard {
         if std::thread::panicking() {
             return;
         }
-        self.guardian.end();
+        // While the guardian lives: a kill between the two would leave what nobody removes.
         if self.record.left().is_nothing() {
             self.record.remove();
         }
+        self.guardian.end();
     }
 }
 

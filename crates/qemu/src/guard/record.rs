@@ -181,16 +181,19 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// A new one of this process for the QEMU `pid`.
-    pub(super) fn create(pid: i32, left: Left) -> io::Result<Self> {
+    /// Where the one of this process for the QEMU `pid` is to be, in a directory that is there.
+    pub(super) fn place(pid: i32) -> io::Result<PathBuf> {
         let dir = run_directory::path();
         run_directory::make(&dir, user()).map_err(io::Error::other)?;
-        let path = dir.join(format!("{}{}", Mark::own(), end(pid)));
+        Ok(dir.join(format!("{}{}", Mark::own(), end(pid))))
+    }
+
+    /// A new one for the QEMU `pid` at `path`, of which the guardian has made an empty file.
+    pub(super) fn begin(path: &Path, pid: i32, left: Left) -> io::Result<Self> {
         let qemu = Qemu::of(pid).ok_or(io::ErrorKind::NotFound)?;
-        let mut options = OpenOptions::new();
-        let file = options.append(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        let file = append(path)?;
         file.set_len(0)?;
-        let mut record = Self { file, path, qemu, left };
+        let mut record = Self { file, path: path.to_owned(), qemu, left };
         record.note(|_| {})?;
         Ok(record)
     }
@@ -233,14 +236,27 @@ impl Record {
         Ok(())
     }
 
-    /// Keeps the lock for as long as this lives (flock(2)).
-    pub(super) fn lock(&self) -> io::Result<()> {
-        Ok(flock(&self.file, FlockOperation::NonBlockingLockExclusive)?)
-    }
-
     pub(super) fn remove(&self) {
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+/// Opens the file at `path`, and makes it if need be.
+fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path)
+}
+
+/// Makes the record at `path` guarded for as long as what is returned lives (flock(2)). A file that
+/// is not there yet is made here, so that there is none that nobody would remove.
+pub(super) fn hold(path: &Path) -> io::Result<File> {
+    let file = append(path)?;
+    flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(file)
+}
+
+/// The QEMU that the name of the record at `path` tells.
+pub(super) fn qemu_of(path: &Path) -> Option<i32> {
+    path.file_name()?.to_str()?.rsplit_once("-guard-")?.1.parse().ok()
 }
 
 fn user() -> u32 {
