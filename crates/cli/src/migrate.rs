@@ -80,7 +80,7 @@ pub(crate) struct Arguments {
     /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
     /// migrate` of the same VM needs to take the migration up, should this one be killed before the
     /// guest is stopped: type the same command again, within the destination's --reconnect. For a
-    /// QEMU none of whose disks move along
+    /// QEMU; disks that move along are sent anew
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 
@@ -315,7 +315,7 @@ fn move_qemu(
     }
     let mut options = options.clone();
     if let Some(directory) = &arguments.state_dir {
-        options.record = Some(directory.join(vm.record_name()));
+        options.record = Some(vm.record_in(directory));
     }
     let measures = migrate(&mut vm, &options, handle, progress).map_err(RequestError::Failed)?;
     Ok((measures, process::cost()))

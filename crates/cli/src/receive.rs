@@ -89,7 +89,7 @@ pub(crate) struct Arguments {
     /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
     /// receive` of the same VM needs to go on, should this one be killed before the guest is
     /// stopped: type the same command again, with the same port, within the source's --reconnect.
-    /// For a QEMU that waits, to which no disks move along
+    /// For a QEMU that waits
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 
@@ -202,7 +202,7 @@ fn take_in(
                 .and_then(|mut vm| vm.check_disks(&arguments.disks).map(|()| vm));
             let vm = vm.and_then(|vm| vm.guarded(Path::new(process::THIS_PROGRAM)));
             let mut vm = vm.map_err(|error| RequestError::Refused(refused_qemu(path, error)))?;
-            let record = arguments.state_dir.as_ref().map(|dir| dir.join(vm.record_name()));
+            let record = arguments.state_dir.as_ref().map(|dir| vm.record_in(dir));
             take_into(&mut vm, (arguments, record), cancel, notice, again, |vm| {
                 if vm.still_waits() { Again::Waits } else { Again::QemuEnded }
             })

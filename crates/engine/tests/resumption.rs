@@ -306,6 +306,18 @@ fn a_source_that_was_killed_in_the_middle_is_followed_by_one_that_sends_the_rest
     }
 }
 
+#[test]
+fn disks_move_along_with_a_guest_whose_source_was_killed() {
+    // Mutation: no channel is made for them, or none but what is dirty by now is sent.
+    for sent in [2 * MIB, 20 * MIB] {
+        let (disks, images) = disks(Duration::from_millis(1));
+        let mut this = Move::new(BUSY, 30, disks);
+        this.images = images;
+        restarted(&mut this, |progress| progress.sent.0 > sent);
+        assert!(this.found.lock().unwrap().disks_closed);
+    }
+}
+
 /// Moves a guest whose destination is gone when `when` says so, and followed by one that knows only
 /// its record.
 fn received_by_another(this: &mut Move, when: impl Fn(&Progress) -> bool) -> Measures {
@@ -756,4 +768,22 @@ fn of_a_disk_that_stays_as_it_is_little_is_sent_again() {
     let data: u64 = measures.disks.iter().map(|disk| disk.data.bytes().0).sum();
     assert!(data <= size + measures.sent_again.0, "{data} of {size}");
     assert!(measures.sent_again.0 < size, "{}", measures.sent_again);
+}
+
+#[test]
+fn of_disks_too_only_the_rest_is_sent_to_a_destination_that_follows_another() {
+    // Mutation: what was not acknowledged counts as placed, or all is sent again.
+    let (disks, images) = disks(Duration::from_millis(1));
+    let size: u64 = disks.iter().map(|disk| disk.disk().size.0).sum();
+    let mut this = Move::new(Duration::from_millis(1), 30, disks);
+    this.images = images;
+    let measures = received_by_another(&mut this, |progress| progress.sent.0 > 8 * MIB);
+    let data: u64 = measures.disks.iter().map(|disk| disk.data.bytes().0).sum();
+    assert!(data <= size + measures.sent_again.0, "{data} of {size}");
+    assert!(this.found.lock().unwrap().disks_closed);
+
+    let (disks, images) = self::disks(Duration::ZERO);
+    let mut this = Move::new(BUSY, 30, disks);
+    this.images = images;
+    received_by_another(&mut this, |progress| progress.round_ended && progress.round > 0);
 }

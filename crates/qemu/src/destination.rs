@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use crate::compare;
 use crate::disks::{self, Receiving};
 use crate::guard::{self, Guard, Left, Stage};
 use crate::machine::Machine;
-use crate::mark::record_name;
+use crate::mark::record_in;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
 use crate::ram::{self, Ram};
@@ -161,11 +161,11 @@ impl QemuDestination {
         self.machine.pid
     }
 
-    /// What a record is called by which another godwit takes this guest in: no other process has
-    /// it.
+    /// The record in `directory` by which another godwit takes this guest in: no other QEMU has
+    /// it. Those there of QEMUs of this host that have ended are removed.
     #[must_use]
-    pub fn record_name(&self) -> String {
-        record_name(self.pid(), "-incoming")
+    pub fn record_in(&self, directory: &Path) -> PathBuf {
+        record_in(directory, self.pid(), "-incoming")
     }
 
     /// Whether it still waits for a guest, so that another attempt can use it.

@@ -57,10 +57,46 @@ pub(crate) fn leftovers<'a>(
     })
 }
 
-/// What a record of this QEMU is called, which no later process of the same number has.
-pub(crate) fn record_name(qemu: i32, side: &str) -> String {
+/// What a record of this QEMU is called, which no later process of the same number has, and none of
+/// another host that has the directory as well.
+fn record_name(qemu: i32, side: &str) -> String {
     let started = u32::try_from(qemu).ok().and_then(start_time).unwrap_or(0);
-    format!("qemu-{qemu}-{started}{side}.json")
+    format!("qemu-{qemu}-{started}-{}{side}.json", boot())
+}
+
+/// The beginning of what this host has drawn when it was started: eight hexadecimal digits of
+/// `/proc/sys/kernel/random/boot_id` (random(4)).
+fn boot() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.chars().take(8).collect()
+}
+
+/// The file in `directory` of that name; what others have left there is swept.
+pub(crate) fn record_in(directory: &Path, qemu: i32, side: &str) -> PathBuf {
+    sweep_records(directory);
+    directory.join(record_name(qemu, side))
+}
+
+/// Removes from `directory` what godwits that were killed have left there of QEMUs that have ended
+/// since: [`record_name`], and what was to become one. Nobody can go on by it.
+fn sweep_records(directory: &Path) {
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if qemu_of(&name).is_some_and(|(pid, started)| start_time(pid) != Some(started)) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
+/// The process of which a file of this name is, and when that was started, if it is a record of
+/// this host's.
+fn qemu_of(name: &str) -> Option<(u32, u64)> {
+    let (stem, ending) = name.split_once('.')?;
+    let stem = stem.strip_suffix("-incoming").unwrap_or(stem);
+    let (pid, rest) = stem.strip_prefix("qemu-")?.split_once('-')?;
+    let (started, boot) = rest.split_once('-')?;
+    let ours = ending == "json" || ending.ends_with(".new");
+    (ours && boot == self::boot()).then_some((pid.parse().ok()?, started.parse().ok()?))
 }
 
 /// When process `pid` was started, as long as it runs: one that only waits for its parent to hear
@@ -86,6 +122,35 @@ mod tests {
         for other in ["godwit", "godwit-x-7", "bitmap0", "godwit-12"] {
             assert_eq!(Mark::of(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn records_of_what_has_ended_are_swept_and_no_others() {
+        // Mutation: other hosts' records go as well, or those of QEMUs that run.
+        let directory = std::env::temp_dir().join(format!("godwit-sweep-records-{}", Mark::own()));
+        std::fs::create_dir(&directory).unwrap();
+        let own = std::process::id();
+        let (runs, boot) = (record_name(own.cast_signed(), "-incoming"), boot());
+        let gone = format!("qemu-{own}-1-{boot}");
+        let kept = [
+            runs.clone(),
+            runs.replace("json", "7.new"),
+            format!("qemu-{own}-1-00000000.json"),
+            format!("qemu-{own}-1.json"),
+            format!("{gone}.txt"),
+            "other.json".to_owned(),
+        ];
+        let swept = [".json", "-incoming.json", ".12.new"].map(|end| format!("{gone}{end}"));
+        for name in kept.iter().chain(&swept) {
+            std::fs::write(directory.join(name), "").unwrap();
+        }
+        sweep_records(&directory);
+        for (names, there) in [(&kept[..], true), (&swept[..], false)] {
+            for name in names {
+                assert_eq!(directory.join(name).exists(), there, "{name}");
+            }
+        }
+        std::fs::remove_dir_all(directory).unwrap();
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_codec::Decompressor;
+use godwit_disk::{Disk, DiskSink};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
@@ -48,7 +49,8 @@ pub(super) struct Lanes {
     barriers: Arc<Barriers>,
     received: Arc<AtomicU64>,
     last_round: Arc<LastRound>,
-    /// The machine's disks that are open for us.
+    /// The disks that move along, and how many of the machine's are open for us.
+    disks: Vec<Disk>,
     open_disks: usize,
     order: Arc<Vec<usize>>,
     /// Where what is placed is marked, if it is to be read back, and who does so.
@@ -84,30 +86,29 @@ impl Lanes {
             barriers: Arc::new(Barriers::new(0)),
             received: Arc::default(),
             last_round: Arc::default(),
-            open_disks: disks.len(),
+            disks: Vec::new(),
+            open_disks: 0,
             order: Arc::new(order),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
             prover: None,
             marks_lost: false,
         };
-        for (index, (disk, sink)) in disks.into_iter().enumerate() {
-            let last_round = Arc::clone(&lanes.last_round);
-            let number = lanes.order.len() + index;
-            lanes.parked.push(Box::new(DiskPlace::new(number, disk, sink, last_round)));
-        }
+        lanes.open(disks);
         lanes.start(streams)?;
         Ok(lanes)
     }
 
     /// None yet, where a godwit that was killed has placed what nobody knows of: the source, whose
     /// RAM blocks have the numbers `order` here, is told so. `proves`: it may have all read back.
+    /// What was placed in `disks` and acknowledged is there, as it is in memory.
     pub(super) fn restored(
         session: &Session<'_>,
         ram: &Arc<Vec<RamBlock>>,
         (order, proves): (Vec<usize>, bool),
+        disks: Vec<(Disk, Box<dyn DiskSink>)>,
         made_up: MadeUp,
     ) -> Self {
-        Self {
+        let mut lanes = Self {
             channels: Vec::new(),
             memory: 0,
             ram: Arc::clone(ram),
@@ -119,11 +120,24 @@ impl Lanes {
             barriers: Arc::new(Barriers::new(0)),
             received: Arc::default(),
             last_round: Arc::default(),
+            disks: Vec::new(),
             open_disks: 0,
             order: Arc::new(order),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
             prover: None,
             marks_lost: true,
+        };
+        lanes.open(disks);
+        lanes
+    }
+
+    /// Takes in what the channels of `disks` will fill.
+    fn open(&mut self, disks: Vec<(Disk, Box<dyn DiskSink>)>) {
+        self.open_disks = disks.len();
+        for (index, (disk, sink)) in disks.into_iter().enumerate() {
+            let (last_round, number) = (Arc::clone(&self.last_round), self.order.len() + index);
+            self.disks.push(disk.clone());
+            self.parked.push(Box::new(DiskPlace::new(number, disk, sink, last_round)));
         }
     }
 
@@ -247,6 +261,11 @@ impl Lanes {
     /// Whether the machine has its disks.
     pub(super) fn disks_are_closed(&self) -> bool {
         self.open_disks == 0
+    }
+
+    /// The disks that move along.
+    pub(super) fn disks(&self) -> &[Disk] {
+        &self.disks
     }
 
     /// The number here of each RAM block of the source.

@@ -51,7 +51,7 @@ use door::Return;
 use fault::MadeUp;
 use lanes::Lanes;
 use loading::Loading;
-use offer::{Accepted, accept, answer_inquiry, check_room, consider};
+use offer::{Accepted, accept, answer_inquiry, check_room, consider, open_disks};
 use record::Record;
 use session::{Session, out_of_place};
 
@@ -185,8 +185,8 @@ pub struct Options {
     pub reconnect: Duration,
     /// Where to write down what another godwit needs to take the source up again that comes back,
     /// should this one be killed before the machine is told to load; one that finds such a record
-    /// there waits for that source, for as long as `reconnect`. Only where no disks move along, and
-    /// the source can. It is removed at the end.
+    /// there waits for that source, for as long as `reconnect`. Only where the source can. It is
+    /// removed at the end.
     pub record: Option<PathBuf>,
     /// Confine the threads that read what comes from outside: no capability, and no system call
     /// but those of their work. Placing pages may open nothing then, nor may the sinks of disks.
@@ -327,7 +327,11 @@ fn await_killed<'a>(
     })?;
     let proves = record.verified && record.features().contains(Feature::Proof);
     let made_up = MadeUp::of(options);
-    let lanes = Lanes::restored(&session, &ram, (order, proves), made_up);
+    // Those that the operator names now: what the one before was allowed is no matter.
+    let disks = record.disks();
+    let sinks = open_disks(vm, &disks, &options.disks)?;
+    let disks = disks.into_iter().zip(sinks).collect();
+    let lanes = Lanes::restored(&session, &ram, (order, proves), disks, made_up);
     Ok((session, First::Back(back, Box::new(lanes), record.clone())))
 }
 
@@ -361,6 +365,9 @@ impl Kept {
             // What is asked was answered before, by a source that is not there.
             let asked = vm.offered(&names, &mut |_| Err("the source is not there".into()));
             match asked {
+                Ok(()) if options.disks.is_none() && !record.disks.is_empty() => {
+                    Some("disks move along, which have to be allowed again")
+                }
                 Ok(()) => record.unfit(&vm.ram()),
                 Err(_) => Some("the machine does not take a guest with these RAM blocks"),
             }
@@ -668,13 +675,14 @@ impl Destination<'_> {
 
     /// Writes down what another godwit would need to go on.
     fn keep_record(&mut self, stage: &Stage) -> Result<(), EngineError> {
-        // Of disks nobody would know what is in place.
-        let lanes = stage.lanes().filter(|lanes| lanes.disks_are_closed());
-        let (Some(lanes), Some(record)) = (lanes, self.session.known_by()) else { return Ok(()) };
+        let (Some(lanes), Some(record)) = (stage.lanes(), self.session.known_by()) else {
+            return Ok(());
+        };
         let blocks = lanes.order().iter().map(|own| &self.ram[*own]);
         let blocks = blocks.map(|block| (block.name().to_owned(), block.pages().0)).collect();
+        let disks = lanes.disks().iter().map(|disk| (disk.name.clone(), disk.size.0)).collect();
         let (running, verified) = (self.runs, self.measures.verified);
-        self.kept.record = Some(Record { running, verified, blocks, ..record });
+        self.kept.record = Some(Record { running, verified, blocks, disks, ..record });
         self.kept.write(|_| {})
     }
 

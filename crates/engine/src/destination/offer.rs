@@ -170,7 +170,8 @@ fn asking<T>(
     broken.map_or(Ok(done), Err)
 }
 
-fn open_disks(
+/// Opens `disks` for writing, as far as `allowed` has them.
+pub(super) fn open_disks(
     vm: &mut dyn DestinationVm,
     disks: &[Disk],
     allowed: &DiskChoice,

@@ -3,7 +3,9 @@
 //!
 //! Invariant: it is gone before the machine is told to load, and when the migration has ended.
 
+use godwit_disk::Disk;
 use godwit_memory::RamBlock;
+use godwit_units::ByteCount;
 use godwit_wire::{Feature, Features, Secret, SessionId, Version};
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +27,9 @@ pub(super) struct Record {
     pub(super) verified: bool,
     /// Names and pages of the RAM blocks, in the source's order.
     pub(super) blocks: Vec<(String, u64)>,
+    /// Names and bytes of the disks that move along.
+    #[serde(default)]
+    pub(super) disks: Vec<(String, u64)>,
 }
 
 impl Record {
@@ -42,6 +47,12 @@ impl Record {
 
     pub(super) fn version(&self) -> Option<Version> {
         Version::of_number(self.version)
+    }
+
+    pub(super) fn disks(&self) -> Vec<Disk> {
+        let disk =
+            |(name, size): &(String, u64)| Disk { name: name.clone(), size: ByteCount(*size) };
+        self.disks.iter().map(disk).collect()
     }
 
     /// The number in `ram` of each RAM block of the source; `None`: it is another machine's.
@@ -92,6 +103,7 @@ mod tests {
             running: true,
             verified: false,
             blocks: vec![("b".to_owned(), 5), ("a".to_owned(), 4)],
+            disks: vec![("system".to_owned(), 1536)],
         };
         let ram = [block("a", 4), block("b", 5)];
         assert_eq!((record.unfit(&ram), record.order(&ram)), (None, Some(vec![1, 0])));

@@ -178,6 +178,7 @@ impl<'a> Session<'a> {
             running: false,
             verified: false,
             blocks: Vec::new(),
+            disks: Vec::new(),
         })
     }
 

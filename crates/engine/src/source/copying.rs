@@ -94,7 +94,11 @@ impl Copying {
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
-        disks.start(source.vm, &mut lanes, disk_streams, (&segments, &source.session))?;
+        disks.track(source.vm)?;
+        if !restarted {
+            let session = (&segments, &source.session);
+            disks.connect(source.ram.len(), &mut lanes, disk_streams, session)?;
+        }
         let shared = Shared {
             tracker: Arc::clone(&tracker),
             blocks: Arc::clone(&source.ram),

@@ -113,18 +113,17 @@ impl Disks {
         self.list.iter().zip(granularity).map(offer).collect()
     }
 
-    /// Starts tracking them, and their channels over `streams`.
-    pub(super) fn start(
-        &mut self,
-        vm: &mut dyn SourceVm,
-        lanes: &mut Lanes,
-        streams: Vec<(Stream, Stream)>,
-        (table, session): (&Arc<SegmentTable>, &Session),
-    ) -> Result<(), EngineError> {
+    /// Their names, and bytes.
+    pub(super) fn named(&self) -> Vec<(String, u64)> {
+        let named = |moving: &Moving| (moving.disk.name.clone(), moving.disk.size.0);
+        self.list.iter().map(named).collect()
+    }
+
+    /// Starts tracking them.
+    pub(super) fn track(&mut self, vm: &mut dyn SourceVm) -> Result<(), EngineError> {
         if self.is_empty() {
             return Ok(());
         }
-        let blocks = vm.ram().len();
         if let Some(vm) = vm.moving_disks() {
             vm.start_disk_tracking().map_err(EngineError::Vm)?;
             for (moving, granularity) in self.list.iter_mut().zip(vm.disk_granularity()) {
@@ -132,12 +131,23 @@ impl Disks {
             }
             self.note_writes(vm);
         }
+        Ok(())
+    }
+
+    /// Starts a channel for each of them over `streams`; frames number them behind so many RAM
+    /// `blocks`.
+    pub(super) fn connect(
+        &self,
+        blocks: usize,
+        lanes: &mut Lanes,
+        streams: Vec<(Stream, Stream)>,
+        (table, session): (&Arc<SegmentTable>, &Session),
+    ) -> Result<(), EngineError> {
         for (index, (moving, stream)) in self.list.iter().zip(streams).enumerate() {
             let link_share = Arc::clone(lanes.link_share());
             let segments = segments(moving.disk.pages());
             lanes.add_disk(stream, segments, session.reports(), |sender| {
                 let (table, counters) = (Arc::clone(table), Arc::clone(&moving.counters));
-                // Frames number disks behind the RAM blocks.
                 DiskChannel::new(
                     (index, blocks + index, segments),
                     sender,

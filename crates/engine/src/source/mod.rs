@@ -62,6 +62,7 @@ use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
 use common::Common;
 use copying::Copying;
+use disks::Disks;
 use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
@@ -436,12 +437,12 @@ impl Source<'_> {
     /// Looks for what a godwit has left that was killed; whether its migration is to be taken up.
     fn look_for_record(&mut self, setup: &mut Setup) -> Result<bool, EngineError> {
         let Some(path) = &self.options.record else { return Ok(false) };
-        // Disks are copied anew, so all is.
-        if !setup.disks.is_empty() || self.options.reconnect.is_zero() {
+        if self.options.reconnect.is_zero() {
             return Ok(false);
         }
         let mut place = Place::new(path);
-        let found = Record::find(&mut place, self.vm.was_running(), &self.ram)?;
+        let disks = setup.disks.named();
+        let found = Record::find(&mut place, self.vm.was_running(), (&self.ram, &disks))?;
         if let Some(record) = &found {
             place.write(record)?;
             self.session.restore(record)?;
@@ -453,7 +454,7 @@ impl Source<'_> {
     }
 
     /// Writes down what another godwit needs.
-    fn write_record(&mut self, common: &Common) -> Result<(), EngineError> {
+    fn write_record(&mut self, common: &Common, disks: &Disks) -> Result<(), EngineError> {
         let Some(place) = &mut self.record else { return Ok(()) };
         if !common.features.contains(Feature::Restart) {
             tracing::warn!("the destination cannot go on with a godwit that is started anew");
@@ -461,7 +462,7 @@ impl Source<'_> {
         }
         let running = self.vm.was_running();
         let (told, shown) = self.session.known_by();
-        place.write(&Record::new(told, shown, common, (running, &self.ram)))
+        place.write(&Record::new(told, shown, common, running, (&self.ram, &disks.named())))
     }
 
     /// Whether connections that are lost now are made again.

@@ -15,6 +15,9 @@ use crate::record::Place;
 /// Attempts to connect that one source can make: the next one counts on from there.
 const ATTEMPTS: u32 = 1 << 24;
 
+/// What a machine is known by: its RAM, and names and bytes of the disks that move along.
+pub(super) type Machine<'a> = (&'a [RamBlock], &'a [(String, u64)]);
+
 /// What is written down.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -29,6 +32,9 @@ pub(super) struct Record {
     running: bool,
     /// Names and pages of the RAM blocks.
     blocks: Vec<(String, u64)>,
+    /// Names and bytes of the disks that move along.
+    #[serde(default)]
+    disks: Vec<(String, u64)>,
     /// How many godwits have taken it up already.
     restarts: u8,
 }
@@ -41,9 +47,9 @@ impl Record {
     pub(super) fn find(
         place: &mut Place,
         running: bool,
-        ram: &[RamBlock],
+        (ram, disks): Machine<'_>,
     ) -> Result<Option<Self>, EngineError> {
-        let found = place.find(|record: &Self| record.unfit(running, ram))?;
+        let found = place.find(|record: &Self| record.unfit(running, (ram, disks)))?;
         Ok(found.map(|record| Self { restarts: record.restarts + 1, ..record }))
     }
 
@@ -51,7 +57,8 @@ impl Record {
         (id, secret, version): (SessionId, Secret, Version),
         shown: Option<Vec<u8>>,
         common: &Common,
-        (running, ram): (bool, &[RamBlock]),
+        running: bool,
+        (ram, disks): Machine<'_>,
     ) -> Self {
         Self {
             session: id.0,
@@ -62,6 +69,7 @@ impl Record {
             shown,
             running,
             blocks: named(ram),
+            disks: disks.to_vec(),
             restarts: 0,
         }
     }
@@ -98,9 +106,11 @@ impl Record {
     }
 
     /// Why it is not of this machine, if so.
-    fn unfit(&self, running: bool, ram: &[RamBlock]) -> Option<&'static str> {
+    fn unfit(&self, running: bool, (ram, disks): Machine<'_>) -> Option<&'static str> {
         if self.blocks != named(ram) {
             Some("it is of a machine with other RAM blocks")
+        } else if self.disks != disks {
+            Some("other disks moved along")
         } else if self.running != running {
             Some("the guest has been paused or let run since")
         } else if self.version().is_none() {
@@ -134,9 +144,12 @@ mod tests {
         let other = [RamBlock::anonymous("mem", PageCount(5)).unwrap()];
         let common = Common { codecs: Codecs::NONE, features: Features::HERE };
         let told = (SessionId([1; 16]), Secret([2; 32]), Version::NEWEST);
-        let record = Record::new(told, None, &common, (true, &ram));
+        let disk = |name: &str| (name.to_owned(), 1536);
+        let disks = [disk("system")];
+        let record = Record::new(told, None, &common, true, (&ram, &disks));
         let find = |running, ram| {
-            Record::find(&mut Place::new(&path), running, ram).map(|found| found.is_some())
+            let place = &mut Place::new(&path);
+            Record::find(place, running, (ram, &disks)).map(|found| found.is_some())
         };
         let refused = |running, ram| find(running, ram).unwrap_err().to_string();
 
@@ -159,12 +172,18 @@ mod tests {
         // Mutation: features are not compared.
         for features in [Features::NONE, Features(Features::HERE.0 | 1 << 31)] {
             let other = Record { features: features.0, ..record.clone() };
-            assert!(other.unfit(true, &ram).is_some_and(|why| why.contains("features")));
+            let unfit = other.unfit(true, (&ram, &disks));
+            assert!(unfit.is_some_and(|why| why.contains("features")));
         }
-        assert_eq!(record.unfit(true, &ram), None);
+        // Mutation: disks are not compared.
+        for other in [vec![], vec![disk("data")], vec![disk("system"), disk("data")]] {
+            let unfit = record.unfit(true, (&ram, &other));
+            assert!(unfit.is_some_and(|why| why.contains("other disks")));
+        }
+        assert_eq!(record.unfit(true, (&ram, &disks)), None);
 
         let mut next = Place::new(&path);
-        let found = Record::find(&mut next, true, &ram).unwrap().unwrap();
+        let found = Record::find(&mut next, true, (&ram, &disks)).unwrap().unwrap();
         assert_eq!((found.attempt(), found.secret().0), (ATTEMPTS, [2; 32]));
         next.write(&found).unwrap();
         drop(next);

@@ -74,7 +74,7 @@ impl Setup {
             let ((id, secret, _), _) = source.session.known_by();
             self.use_key(Key::new(prints_seed(id, secret)));
             source.session.ask_to_keep()?;
-            source.write_record(&self.common)?;
+            source.write_record(&self.common, &self.disks)?;
         }
         self.have_proven(source)?;
         Ok(Input::Accepted)

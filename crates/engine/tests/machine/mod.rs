@@ -274,6 +274,8 @@ impl Brake for Source {
 
 impl DiskVm for Source {
     fn start_disk_tracking(&mut self) -> Result<(), VmError> {
+        // Whoever begins anew knows nothing of what was read.
+        self.begun = false;
         Ok(())
     }
 

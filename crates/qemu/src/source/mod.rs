@@ -26,7 +26,7 @@ use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -50,7 +50,7 @@ use crate::guard::{self, Guard, Left, Stage};
 use crate::libvirt::{QUESTION, SourceDomain};
 use crate::limits::Limits;
 use crate::machine::{Machine, Reporting, is_over};
-use crate::mark::record_name;
+use crate::mark::record_in;
 use crate::monitor::commands::{AnnounceSelf, CloseFd, MigrateContinue, QueryMigrate, Quit};
 use crate::monitor::{Event, Monitor, QmpError, Seen};
 use crate::proxmox::ProxmoxVm;
@@ -350,11 +350,11 @@ impl QemuSource {
         self.machine.pid
     }
 
-    /// A file name that no other QEMU has while this host runs: by its process and when that was
-    /// started.
+    /// A file in `directory` that no other QEMU has: by its process, and when that and the host
+    /// were started. Those there of QEMUs of this host that have ended are removed.
     #[must_use]
-    pub fn record_name(&self) -> String {
-        record_name(self.pid(), "")
+    pub fn record_in(&self, directory: &Path) -> PathBuf {
+        record_in(directory, self.pid(), "")
     }
 
     /// Whether its guest tells of free memory.

@@ -36,11 +36,13 @@ pub(super) struct Lost {
     in_round: Option<Duration>,
     /// It is not known what the destination holds.
     forgotten: bool,
+    /// No channel of a disk was made yet.
+    new_disks: bool,
 }
 
 impl Lost {
     /// What a godwit begins with that takes the place of one that was killed: nothing is known of
-    /// what was sent, and all of memory is to be looked at.
+    /// what was sent, all of memory is to be looked at, and disks are sent anew.
     pub(super) fn restarted(limit: Duration, shared: Shared, direct_io: bool) -> Self {
         let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
         Self {
@@ -51,6 +53,7 @@ impl Lost {
             again: PageCount::ZERO,
             in_round: None,
             forgotten: true,
+            new_disks: true,
         }
     }
 
@@ -86,6 +89,7 @@ impl Copying {
             again: PageCount::ZERO,
             in_round: None,
             forgotten: false,
+            new_disks: false,
         });
         self.convergence.let_go(source.vm, &mut self.disks);
         self.free.stop(source.vm);
@@ -154,6 +158,7 @@ impl Copying {
 
     fn attempt(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
         let (to, channels) = source.way();
+        let disks = self.disks.len() as u8;
         let dialled = source.session.begin_return(&to, channels)?;
         let stream = loop {
             match dialled.try_recv() {
@@ -166,7 +171,7 @@ impl Copying {
         let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
         lost.forgotten |= placed.is_none();
         lost.take_back(&placed.unwrap_or_default());
-        let all = channels.saturating_add(lost.ended.disks.len() as u8);
+        let all = channels.saturating_add(disks);
         let streams = (0..all).map(|number| source.session.connect_channel(number));
         let streams = streams.collect::<Result<Vec<_>, _>>()?;
         self.learn(source)?;
@@ -219,7 +224,8 @@ impl Copying {
         channels: usize,
         mut streams: Vec<(Stream, Stream)>,
     ) -> Result<(), EngineError> {
-        let Some(Lost { ended, segments, shared: Some(shared), .. }) = &mut self.lost else {
+        let Some(Lost { ended, segments, shared: Some(shared), new_disks, .. }) = &mut self.lost
+        else {
             return Err(EngineError::Panicked("main"));
         };
         self.lanes.reopen(streams.len());
@@ -234,6 +240,10 @@ impl Copying {
             self.lanes.add_memory(stream, all, source.session.reports(), |sender| {
                 Channel::with(sender, shared, part)
             })?;
+        }
+        if std::mem::take(new_disks) {
+            let session = (&shared.table, &source.session);
+            return self.disks.connect(source.ram.len(), &mut self.lanes, disk_streams, session);
         }
         for (disk, stream) in ended.disks.drain(..).zip(disk_streams) {
             let segments = disk.segments();
