@@ -39,12 +39,12 @@ pub const RESOLVE: Duration = Duration::from_secs(60);
 /// How long connections that were lost in pre-copy are tried for, and waited for at the
 /// destination, if nothing else is said.
 pub const RECONNECT: Duration = Duration::from_secs(60);
-/// Before the first attempt to make them again, and before each later one at the most; the pauses
-/// grow in between.
-pub const FIRST_RETRY: Duration = Duration::from_millis(50);
-/// See [`FIRST_RETRY`]. An attempt is one connection; a link that is back and not yet used costs
-/// the move just this long.
-pub const LAST_RETRY: Duration = Duration::from_millis(100);
+/// Before each attempt to make them again. An attempt is one connection; a link that is back and
+/// not yet used costs the move just this long.
+pub const RETRY: Duration = Duration::from_millis(25);
+/// A TCP connection of such an attempt. The kernel asks again after 1 s, and then ever more seldom
+/// (RFC 6298); a new attempt asks at once.
+pub const RETRY_CONNECT: Duration = Duration::from_secs(1);
 /// The answer to one attempt: the destination first places what has arrived.
 pub const RESUME: Duration = Duration::from_secs(10);
 /// A destination that is ready, and has lost the source, waits this long for its word.

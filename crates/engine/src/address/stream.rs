@@ -39,13 +39,21 @@ impl Stream {
     /// # Errors
     /// When nobody answers there.
     pub fn connect(address: &Address) -> io::Result<Self> {
+        Self::connect_within(address, limits::CONNECT)
+    }
+
+    /// The same within `limit` for each address that a name has.
+    ///
+    /// # Errors
+    /// When nobody answers there.
+    pub fn connect_within(address: &Address, limit: Duration) -> io::Result<Self> {
         let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
         for address in address.resolve()? {
             let socket = Socket::new(address.domain(), Type::STREAM, None)?;
             let begun = Instant::now();
             // Locally the kernel answers at once, or waits for a place in the listener's queue.
             let connected = match address.as_socket() {
-                Some(_) => socket.connect_timeout(&address, limits::CONNECT),
+                Some(_) => socket.connect_timeout(&address, limit),
                 None => socket.connect(&address),
             };
             match connected {

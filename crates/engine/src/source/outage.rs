@@ -1,7 +1,7 @@
 //! Connections that are lost: for how long they are tried for, and when the next attempt is due.
 //!
-//! Attempts come soon at first, since most losses are short, then a little more seldom: a link that
-//! is back should not wait for us.
+//! Attempts follow each other soon: a link that is back should not wait for us, and one that refuses
+//! costs next to nothing.
 
 use std::time::{Duration, Instant};
 
@@ -16,12 +16,13 @@ pub(super) struct Outage {
     cause: EngineError,
     attempts: u32,
     last: Option<EngineError>,
+    told: Option<Instant>,
 }
 
 impl Outage {
     /// One that begins now with `cause`, and ends within `limit` or for good.
     pub(super) fn new(cause: EngineError, limit: Duration) -> Self {
-        Self { began: Instant::now(), limit, cause, attempts: 0, last: None }
+        Self { began: Instant::now(), limit, cause, attempts: 0, last: None, told: None }
     }
 
     /// Since it began.
@@ -36,9 +37,16 @@ impl Outage {
 
     /// An attempt is due; returns how long to wait before it.
     pub(super) fn next_attempt(&mut self) -> Duration {
-        let doublings = self.attempts.min(16);
         self.attempts += 1;
-        (limits::FIRST_RETRY * 2u32.pow(doublings)).min(limits::LAST_RETRY)
+        limits::RETRY
+    }
+
+    /// Whether an operator is to be told how it stands: every [`limits::TICK`], though attempts come
+    /// more often.
+    pub(super) fn is_to_be_told(&mut self) -> bool {
+        let due = self.told.is_none_or(|told| told.elapsed() >= limits::TICK);
+        self.told = if due { Some(Instant::now()) } else { self.told };
+        due
     }
 
     /// The attempt has failed.
@@ -69,11 +77,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn attempts_come_soon_and_never_much_more_seldom() {
+    fn it_is_told_of_at_once_and_not_at_every_attempt() {
         let mut outage = Outage::new(EngineError::Cancelled, Duration::from_secs(60));
-        let pauses: Vec<u128> = (0..40).map(|_| outage.next_attempt().as_millis()).collect();
-        assert_eq!(pauses[..5], [50, 100, 100, 100, 100]);
-        assert_eq!(pauses[39], 100);
+        let told = (0..100).filter(|_| outage.is_to_be_told()).count();
+        assert!(outage.next_attempt() < limits::TICK && (1..100).contains(&told), "{told}");
     }
 
     #[test]

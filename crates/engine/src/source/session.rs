@@ -688,7 +688,11 @@ impl Call {
             role == Role::Control
                 && matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock)
         };
-        let mut stream = Stream::connect(&self.to)
+        let within = match role {
+            Role::Resume => limits::RETRY_CONNECT,
+            Role::Control | Role::Channel(_) | Role::Resolve => limits::CONNECT,
+        };
+        let mut stream = Stream::connect_within(&self.to, within)
             .map_err(|source| EngineError::Connect { address: address(), source })?;
         if stop() {
             return Err(EngineError::Interrupted);

@@ -5,7 +5,7 @@
 //! to it again before any channel sends. Segments change hands only then, so there may be another
 //! number of channels.
 
-use std::sync::mpsc::TryRecvError;
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use godwit_protocol::source::Input;
@@ -119,8 +119,12 @@ impl Copying {
     ) -> Result<Input, EngineError> {
         let Some(lost) = &mut self.lost else { return Err(EngineError::Panicked("main")) };
         let due = Instant::now() + lost.outage.next_attempt();
-        while Instant::now() < due {
-            self.wait(source)?;
+        loop {
+            let left = due.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            self.wait(source, left.min(limits::TICK))?;
         }
         match self.attempt(source) {
             Ok(()) => self.taken_up(source).map(|()| Input::Resumed),
@@ -140,7 +144,7 @@ impl Copying {
     }
 
     /// Waits for a moment, if there is time left.
-    fn wait(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+    fn wait(&mut self, source: &mut Source<'_>, moment: Duration) -> Result<(), EngineError> {
         if self.outage().is_some_and(Outage::is_over)
             && let Some(lost) = self.lost.take()
         {
@@ -148,11 +152,13 @@ impl Copying {
         }
         source.check_fate()?;
         // What else comes over a connection of an attempt that has failed is of no interest.
-        let event = source.session.next_event(source.vm, limits::TICK)?;
+        let event = source.session.next_event(source.vm, moment)?;
         if let Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) = event {
             return Err(event.out_of_place());
         }
-        self.report(source, Stage::PreCopy, self.round.round, false);
+        if self.lost.as_mut().is_some_and(|lost| lost.outage.is_to_be_told()) {
+            self.report(source, Stage::PreCopy, self.round.round, false);
+        }
         Ok(())
     }
 
@@ -161,10 +167,12 @@ impl Copying {
         let disks = self.disks.len() as u8;
         let dialled = source.session.begin_return(&to, channels)?;
         let stream = loop {
-            match dialled.try_recv() {
+            match dialled.recv_timeout(limits::TICK) {
                 Ok(stream) => break stream?,
-                Err(TryRecvError::Empty) => self.wait(source)?,
-                Err(TryRecvError::Disconnected) => return Err(EngineError::Panicked("connect")),
+                Err(RecvTimeoutError::Timeout) => self.wait(source, Duration::ZERO)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(EngineError::Panicked("connect"));
+                }
             }
         };
         let placed = source.session.finish_return(source.vm, stream)?;
