@@ -17,6 +17,8 @@ use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
 const LIMIT: Duration = Duration::from_secs(300);
+/// How often a move that says nothing is made once more.
+const REPEATS: u32 = 3;
 /// How long the link is away.
 const AWAY: Duration = Duration::from_secs(10);
 /// Sent when it goes: half of the guest.
@@ -63,7 +65,7 @@ pub(crate) fn run(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for round in 0..rounds {
         for turn in 0..2 {
-            let row = one_move(&config, &godwit, (round + turn) % 2 == 1)?;
+            let row = measured(&config, &godwit, (round + turn) % 2 == 1)?;
             TABLE.print(&row);
             rows.push(row);
         }
@@ -80,6 +82,18 @@ pub(crate) fn run(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
     report.target("10 s cut: ms of downtime that it costs", downtime, 3.0, Better::Lower);
     report.figure("cut", serde_json::to_value(rows)?);
     Ok(())
+}
+
+/// The hypervisor beneath may be slow to give memory for longer than the cut lasts. Such a move
+/// says nothing, and is made once more.
+fn measured(config: &VmConfig, godwit: &Godwit, cut: bool) -> anyhow::Result<Row> {
+    for _ in 0..REPEATS {
+        match one_move(config, godwit, cut) {
+            Err(error) if error.is::<TooLong>() => println!("{error}: once more"),
+            row => return row,
+        }
+    }
+    one_move(config, godwit, cut)
 }
 
 fn one_move(config: &VmConfig, godwit: &Godwit, cut: bool) -> anyhow::Result<Row> {
@@ -101,6 +115,11 @@ fn one_move(config: &VmConfig, godwit: &Godwit, cut: bool) -> anyhow::Result<Row
         severed_ms: last["severed_ms"].as_f64().unwrap_or(0.0),
     })
 }
+
+/// Why a cut move counts for nothing.
+#[derive(Debug, thiserror::Error)]
+#[error("to touch memory took longer than the cut was to last: is something else running?")]
+struct TooLong;
 
 /// Both kinds of move go through the relay.
 fn through(
@@ -147,7 +166,7 @@ fn away(link: &Link) -> anyhow::Result<()> {
         warm_up_bytes(HALF * 3 / 2)?;
         last = one.elapsed();
     }
-    ensure!(began.elapsed() < AWAY, "to touch memory took too long: is something else running?");
+    ensure!(began.elapsed() < AWAY, TooLong);
     std::thread::sleep(AWAY.saturating_sub(began.elapsed()));
     link.mend();
     Ok(())
