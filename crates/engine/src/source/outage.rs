@@ -1,7 +1,7 @@
 //! Connections that are lost: for how long they are tried for, and when the next attempt is due.
 //!
-//! Attempts follow each other soon: a link that is back should not wait for us, and one that refuses
-//! costs next to nothing.
+//! Attempts follow each other soon: a link that is back should not wait for us, and one that
+//! refuses costs next to nothing.
 
 use std::time::{Duration, Instant};
 
