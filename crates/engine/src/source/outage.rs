@@ -41,8 +41,8 @@ impl Outage {
         limits::RETRY
     }
 
-    /// Whether an operator is to be told how it stands: every [`limits::TICK`], though attempts come
-    /// more often.
+    /// Whether an operator is to be told how it stands: every [`limits::TICK`], though attempts
+    /// come more often.
     pub(super) fn is_to_be_told(&mut self) -> bool {
         let due = self.told.is_none_or(|told| told.elapsed() >= limits::TICK);
         self.told = if due { Some(Instant::now()) } else { self.told };
