@@ -4,7 +4,9 @@ use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, Pair, await_copying, await_quit, check_moved, check_untouched};
+use godwit_e2e::{
+    LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_untouched,
+};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
     Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
@@ -420,4 +422,46 @@ fn three_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
 #[ignore = "takes five minutes: make test-long"]
 fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
     repeat("a_hundred_moves_in_a_row_with_anonymous_ram", 100)
+}
+
+/// What the unit of the package and docs/service.md give it.
+const CAPABILITIES: [&str; 4] = ["sys_ptrace", "dac_override", "kill", "sys_resource"];
+
+#[test]
+fn four_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<()> {
+    let test = "four_capabilities_are_enough_for_a_qemu_of_another_user";
+    let unit = include_str!("../../../packaging/systemd/godwit-receive@.service");
+    let bound = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
+    let named = CAPABILITIES.map(|name| format!("CAP_{}", name.to_uppercase())).join(" ");
+    ensure!(bound == Some(named.as_str()), "the unit has {bound:?}");
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "only root may give up capabilities");
+        return Ok(());
+    }
+    for build in builds_for(test) {
+        for backend in [Backend::Anonymous, Backend::SharedFile] {
+            let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+            let user = build.as_user("nobody");
+            let config = config.with_backend(backend).with_extra(&[&user[0], &user[1]]);
+            let mut pair = Pair::start(&config)?;
+            let whole = pair.godwit.clone();
+            let with = |names: &[&str]| {
+                let list: Vec<String> = names.iter().map(|name| format!("+{name}")).collect();
+                whole.clone().with_capabilities(&list.join(","))
+            };
+            // Without the first: one line that names it, and nothing has changed.
+            let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+            let short = with(&CAPABILITIES[1..]);
+            let migrate = short.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
+            check_refused(&migrate, 1, &["CAP_SYS_PTRACE", "give it that capability"])?;
+            check_untouched(&mut pair.source)?;
+            receive.signal(Signal::INT)?;
+            drop(receive.wait(LIMIT)?);
+
+            pair.godwit = with(&CAPABILITIES);
+            let (migrate, _) = pair.migrate(&["--verify"])?;
+            check_moved(&mut pair, &migrate).with_context(|| format!("{build} {backend:?}"))?;
+        }
+    }
+    Ok(())
 }

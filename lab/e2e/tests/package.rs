@@ -10,6 +10,7 @@ use godwit_testbed::{Godwit, Room, skip};
 
 /// What the package depends on.
 const BELOW: [&str; 2] = ["libc6", "libgcc-s1"];
+const UNIT: &str = "/usr/lib/systemd/system/godwit-receive@.service";
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
     command.output().with_context(|| format!("cannot run {command:?}"))
@@ -71,6 +72,31 @@ fn package(out: &Path) -> anyhow::Result<PathBuf> {
     Ok(done(&mut make)?.lines().last().context("no path")?.into())
 }
 
+/// The unit in `root` is one that systemd understands whole, and has it confined.
+fn check_unit(test: &str, root: &Path) -> anyhow::Result<()> {
+    if Command::new("systemd-analyze").arg("--version").output().is_err() {
+        skip(test, "there is no systemd-analyze: the unit was not looked at");
+        return Ok(());
+    }
+    // An instance of it, since its name is that of a file of options.
+    let unit = root.join("usr/lib/systemd/system/godwit-receive@test.service");
+    let text = std::fs::read_to_string(root.join(&UNIT[1..]))?;
+    let program = root.join("usr/bin/godwit");
+    std::fs::write(&unit, text.replace("/usr/bin/godwit", &program.to_string_lossy()))?;
+    let verified = run(Command::new("systemd-analyze")
+        .args(["verify", "--man=no", "--recursive-errors=no"])
+        .arg(&unit))?;
+    let said = String::from_utf8_lossy(&verified.stderr);
+    // Mutation: a setting with a slip of the pen, which systemd passes over with a warning.
+    ensure!(verified.status.success() && !said.contains("godwit"), "{said}");
+    let secure = run(Command::new("systemd-analyze")
+        .args(["security", "--no-pager", "--offline=true", "--threshold=45"])
+        .arg(&unit))?;
+    let said = String::from_utf8_lossy(&secure.stdout);
+    ensure!(secure.status.success(), "{said}");
+    Ok(std::fs::remove_file(&unit)?)
+}
+
 #[test]
 fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
     let test = "a_package_is_all_that_a_clean_root_needs";
@@ -116,10 +142,13 @@ fn a_package_is_all_that_a_clean_root_needs() -> anyhow::Result<()> {
         "/usr/share/fish/vendor_completions.d/godwit.fish",
         "/usr/share/doc/godwit/docs/qemu.md",
         "/usr/share/doc/godwit/copyright",
+        UNIT,
     ] {
         ensure!(files.lines().any(|file| file == wanted), "{wanted} is not in {files}");
         ensure!(root.join(&wanted[1..]).metadata()?.len() > 0, "{wanted} is empty");
     }
+
+    check_unit(test, &root)?;
 
     // A system without its C library is told so.
     let status = root.join("var/lib/dpkg/status");

@@ -25,6 +25,8 @@ pub struct Godwit {
     program: PathBuf,
     /// What is different about its environment.
     variables: Vec<(String, String)>,
+    /// What it may do of what root may: a list as setpriv(1) takes it.
+    capabilities: Option<String>,
 }
 
 impl Godwit {
@@ -50,13 +52,21 @@ impl Godwit {
 
     /// The one at this place.
     pub(crate) fn at(program: PathBuf) -> Self {
-        Self { program, variables: Vec::new() }
+        Self { program, variables: Vec::new(), capabilities: None }
     }
 
     /// Another program of the same build, such as `godwit-codecs`, in its place.
     #[must_use]
     pub fn beside(&self, name: &str) -> Self {
         Self { program: self.program.with_file_name(name), ..self.clone() }
+    }
+
+    /// The same with no capability but those in `list`, as in `+sys_ptrace,+kill` (setpriv(1)), and
+    /// no way to more.
+    #[must_use]
+    pub fn with_capabilities(mut self, list: &str) -> Self {
+        self.capabilities = Some(format!("-all,{list}"));
+        self
     }
 
     /// The same with a variable in its environment, where it is run on this host.
@@ -67,7 +77,14 @@ impl Godwit {
     }
 
     fn command(&self) -> Command {
-        let mut command = Command::new(&self.program);
+        let mut command = match &self.capabilities {
+            Some(list) => {
+                let mut command = Command::new("setpriv");
+                command.args(["--no-new-privs", "--bounding-set", list]).arg(&self.program);
+                command
+            }
+            None => Command::new(&self.program),
+        };
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }

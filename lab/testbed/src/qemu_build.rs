@@ -22,6 +22,16 @@ pub struct QemuBuild {
 }
 
 impl QemuBuild {
+    /// Arguments that have it give up root's rights for those of `user`, once it has opened all.
+    #[must_use]
+    pub fn as_user(&self, user: &str) -> [String; 2] {
+        if self.version.0 >= 10 {
+            ["-run-with".to_owned(), format!("user={user}")]
+        } else {
+            ["-runas".to_owned(), user.to_owned()]
+        }
+    }
+
     /// The QEMU `program`, if it runs.
     #[must_use]
     pub fn at(program: &Path) -> Option<Self> {
