@@ -192,8 +192,8 @@ fn table(points: &[Point], rows: &[Row], before: &Cells) -> String {
     table
 }
 
-/// Whether `before` tells of more faults than `rows`, none of which is red: of some of its steps the
-/// rows are gone.
+/// Whether `before` tells of more faults than `rows`, none of which is red: of some of its steps
+/// the rows are gone.
 fn knows_more(before: &str, rows: &[&Row]) -> bool {
     let real = |row: &&&Row| matches!(row.verdict.as_str(), "green" | "red");
     let red = rows.iter().any(|row| row.verdict == "red");
