@@ -1,10 +1,12 @@
 //! `godwit receive`.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use godwit_confine::{Rights, keep, seal};
 use godwit_control::client;
 use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
@@ -126,6 +128,10 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+/// What a destination needs of what root may do, for a VM of another user; docs/security.md.
+const RIGHTS: Rights =
+    Rights::TRACE.and(Rights::FILES).and(Rights::KILL).and(Rights::RESOURCE).and(Rights::PORTS);
+
 /// Where a disk is to be.
 fn disk_path(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
@@ -136,8 +142,22 @@ fn disk_path(text: &str) -> Result<(String, PathBuf), String> {
     }
 }
 
+/// Gives up what of root's rights a destination has no use for, before any thread is started; its
+/// guardian has no more. A QEMU that is started has to have what it would have by hand.
+fn give_up_rights(arguments: &Arguments) -> io::Result<()> {
+    if arguments.vm.is_none() {
+        return Ok(());
+    }
+    let given_up = seal().and_then(|()| keep(RIGHTS));
+    given_up.map_err(|error| io::Error::other(format!("cannot give up rights of root's: {error}")))
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    if let Err(error) = give_up_rights(arguments) {
+        output::refusal(&error, arguments.json);
+        return ExitCode::from(FAILED);
+    }
     let cancel = process::cancel_on_signals();
     let json = arguments.json;
     let mut again = None;

@@ -53,6 +53,12 @@ impl Rights {
     /// CAP_FOWNER: to change the mode of what belongs to others.
     pub const OWNER: Self = Self(CapabilitySet::FOWNER);
 
+    /// These and `others`.
+    #[must_use]
+    pub const fn and(self, others: Self) -> Self {
+        Self(self.0.union(others.0))
+    }
+
     /// Whether all of `others` are among them.
     #[must_use]
     pub fn contains(self, others: Self) -> bool {

@@ -9,7 +9,7 @@ use godwit_e2e::{
 };
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
+    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, Running, TestVm, VmConfig,
     builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
@@ -427,6 +427,23 @@ fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
 /// What the unit of the package and docs/service.md give it.
 const CAPABILITIES: [&str; 4] = ["sys_ptrace", "dac_override", "kill", "sys_resource"];
 
+/// Each thread of `receive`, which has all of root's rights to begin with, has given up those that
+/// it has no use for, and the way back.
+fn check_rights(receive: &Running) -> anyhow::Result<()> {
+    // CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE.
+    let used = [1, 5, 10, 19, 24].iter().fold(0, |set, bit| set | 1u64 << bit);
+    for task in std::fs::read_dir(format!("/proc/{}/task", receive.pid()))? {
+        let status = std::fs::read_to_string(task?.path().join("status"))?;
+        let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+        for name in ["CapEff:\t", "CapPrm:\t", "CapBnd:\t"] {
+            let set = u64::from_str_radix(word(name).context("no such line")?, 16)?;
+            ensure!(set & !used == 0, "{name}{set:x} of {}", word("Name:\t").unwrap_or_default());
+        }
+        ensure!(word("NoNewPrivs:\t") == Some("1"), "{status}");
+    }
+    Ok(())
+}
+
 #[test]
 fn four_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<()> {
     let test = "four_capabilities_are_enough_for_a_qemu_of_another_user";
@@ -451,6 +468,7 @@ fn four_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<(
             };
             // Without the first: one line that names it, and nothing has changed.
             let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+            check_rights(&receive)?;
             let short = with(&CAPABILITIES[1..]);
             let migrate = short.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
             check_refused(&migrate, 1, &["CAP_SYS_PTRACE", "give it that capability"])?;

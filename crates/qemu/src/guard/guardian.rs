@@ -70,10 +70,11 @@ pub fn stand_guard(
     let record = match Record::open(path) {
         Ok(Some(record)) if !record.left().is_nothing() => record,
         // Whatever was to be written down has not been done.
-        _ => {
+        Ok(_) => {
             let _ = std::fs::remove_file(path);
             return true;
         }
+        Err(_) => return true,
     };
     let qemu = record.pid();
     let mut words = Words { godwit, qemu };

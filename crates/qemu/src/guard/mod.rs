@@ -149,6 +149,10 @@ impl Guard {
         if matches!(self.guardian.child.try_wait(), Ok(None)) {
             return Ok(());
         }
+        // A guardian would make an empty one in its place.
+        if self.record.is_gone() {
+            return Err(unwritable(io::ErrorKind::NotFound.into()));
+        }
         self.guardian = Guardian::start(&self.program, self.record.path(), machine)
             .map_err(|source| QemuError::Guardian { source })?;
         Ok(())

@@ -7,7 +7,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
@@ -236,6 +236,11 @@ impl Record {
         Ok(())
     }
 
+    /// Whether somebody has taken it away: what is written goes nowhere.
+    pub(super) fn is_gone(&self) -> bool {
+        self.file.metadata().map_or(true, |about| about.nlink() == 0)
+    }
+
     pub(super) fn remove(&self) {
         let _ = std::fs::remove_file(&self.path);
     }
@@ -306,6 +311,10 @@ pub(super) fn orphans(pid: i32) -> Vec<Record> {
                 record.remove();
             }
             Ok(Some(record)) if record.qemu.pid == pid => orphans.push(record),
+            // It was never begun.
+            Ok(None) => {
+                let _ = std::fs::remove_file(&path);
+            }
             _ => {}
         }
     }
