@@ -15,7 +15,7 @@ const ROWS: [&[&str]; 8] = [
     &["track", "vcpu-throttle", "balloon", "sim", "nbd", "libvirt", "tls", "confine"],
     &["engine"],
     &["qemu", "control"],
-    &["microvm", "terminal", "doctor"],
+    &["microvm", "terminal", "doctor", "report"],
     &["cli"],
 ];
 /// No clock, thread, file or socket: their clippy.toml bans them.

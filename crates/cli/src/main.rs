@@ -19,6 +19,7 @@ mod migrate;
 mod plan;
 mod receive;
 mod recover;
+mod report;
 mod run_directory;
 mod security;
 mod settings;
@@ -74,6 +75,8 @@ enum Command {
     Switchover(steer::SwitchoverArguments),
     /// Cancel a migration that runs: the guest stays where it is.
     Cancel(steer::CancelArguments),
+    /// Show a migration that was made, in one HTML file.
+    Report(report::Arguments),
     /// Tell who has the guest after a migration whose end nobody knows, and settle it.
     Recover(recover::Arguments),
     /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
@@ -106,6 +109,7 @@ fn main() -> ExitCode {
             | Command::List(_)
             | Command::Doctor(_)
             | Command::Status(_)
+            | Command::Report(_)
             | Command::Simulate(_)
             | Command::Completions(_)
             | Command::Man(_)
@@ -124,6 +128,7 @@ fn main() -> ExitCode {
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Recover(arguments) => recover::run(&arguments),
+        Command::Report(arguments) => report::run(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Keys(arguments) => keys::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),

@@ -3,7 +3,7 @@
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use godwit_control::client;
@@ -15,6 +15,7 @@ use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
 use godwit_engine::source::{Options, Verify, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
+use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
@@ -125,6 +126,12 @@ pub(crate) struct Arguments {
     #[arg(long, conflicts_with = "keep_source")]
     undefine_source: bool,
 
+    /// Keep a record of it, which `godwit report` shows: in $XDG_STATE_HOME/godwit/records, or
+    /// ~/.local/state/godwit/records; of root /var/lib/godwit/records
+    #[arg(long = "record", value_name = "on|off", default_value = "on")]
+    #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
+    keeps_record: bool,
+
     /// Print progress and result as lines of JSON on standard output
     #[arg(long)]
     json: bool,
@@ -216,11 +223,23 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
+    let mut recording = arguments.keeps_record.then(|| Recording::begin(arguments));
     let result = move_guest(arguments, &options, (&disks, &security), &handle, &mut |progress| {
+        if let Some(recording) = &mut recording {
+            recording.see(progress);
+        }
         display.progress(progress)
     });
     drop(socket);
     display.finish();
+    if let Some(recording) = recording {
+        match &result {
+            Ok((measures, cost)) => recording.end(&migrated_json(measures, *cost)),
+            Err(RequestError::Failed(failure)) => recording.end(&output::failure_json(failure)),
+            // Nothing has begun.
+            Err(RequestError::Refused(_)) => {}
+        }
+    }
     match result {
         Ok((measures, cost)) => {
             tell(&measures, cost, arguments.json);
@@ -329,18 +348,66 @@ fn tell_wait(what: &str) {
     eprintln!("godwit: {}", say::line(what));
 }
 
+/// A record of this migration, in the making.
+struct Recording {
+    recorder: Recorder,
+    vm: String,
+    began_ms: u64,
+}
+
+impl Recording {
+    fn begin(arguments: &Arguments) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let began_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let vm = arguments.name.clone().unwrap_or_else(|| arguments.vm.to_string());
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let head = Head {
+            vm: vm.clone(),
+            to: arguments.to.to_string(),
+            host,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            began_ms: Some(began_ms),
+        };
+        Self { recorder: Recorder::new(head), vm, began_ms }
+    }
+
+    fn see(&mut self, progress: &Progress) {
+        self.recorder.see(progress);
+    }
+
+    /// What cannot be kept is told of, and is no failure.
+    fn end(&self, last: &Value) {
+        let Some(store) = records() else { return };
+        if let Err(error) = store.keep(&self.vm, self.began_ms, &self.recorder.lines(last)) {
+            let place = store.directory().display().to_string();
+            eprintln!("godwit: no record is kept in {}: {error}", say::line(&place));
+        }
+    }
+}
+
+/// Where records of this user's are.
+pub(crate) fn records() -> Option<Store> {
+    Store::own(rustix::process::geteuid().is_root())
+}
+
 fn tell(measures: &Measures, cost: Cost, json: bool) {
     let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
-    if !json {
+    if json {
+        json_line(&migrated_json(measures, cost));
+    } else {
         let width = layout::width(&std::io::stdout());
         print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));
-        return;
     }
+}
+
+/// What became of it, for programs.
+fn migrated_json(measures: &Measures, cost: Cost) -> Value {
+    let Cost { cpu_ms, peak_rss_bytes: rss } = cost;
     let mut value = json!({ "outcome": "migrated", "cpu_ms": cpu_ms, "peak_rss_bytes": rss });
     if let (Value::Object(object), Ok(Value::Object(rest))) =
         (&mut value, serde_json::to_value(measures))
     {
         object.extend(rest);
     }
-    json_line(&value);
+    value
 }

@@ -386,6 +386,10 @@ pub struct Measures {
     pub rounds: usize,
     /// Each of them.
     pub round_list: Vec<RoundMeasures>,
+    /// Pages whose bytes were sent, by round (behind the 64th all in one) and by equal parts of
+    /// guest memory, at most 128, in the order of its RAM blocks.
+    #[serde(rename = "memory_map_pages", default, skip_serializing_if = "Vec::is_empty")]
+    pub memory_map: Vec<Vec<u32>>,
     /// Whether the digests of both sides were compared and found equal.
     pub verified: bool,
     /// How long all memory of the source was read once more, with the guest running at the

@@ -412,25 +412,31 @@ pub fn failure(failure: &Failure, json: bool) {
     };
     eprintln!("godwit: {}; {guest}", say::line(failure));
     if json {
-        let outcome = match (&failure.cause, failure.survivor) {
-            (_, Survivor::Unknown) => "in-doubt",
-            (EngineError::Cancelled, _) => "cancelled",
-            _ => "failed",
-        };
-        let guest = match failure.survivor {
-            Survivor::Source => "source",
-            Survivor::SourceStopped => "source-stopped",
-            Survivor::Unknown => "unknown",
-            Survivor::Destination => "destination",
-            Survivor::Ended => "ended",
-        };
-        json_line(&json!({
-            "outcome": outcome,
-            "phase": failure.phase.to_string(),
-            "guest": guest,
-            "error": failure.cause.to_string(),
-        }));
+        json_line(&failure_json(failure));
     }
+}
+
+/// The same for programs.
+#[must_use]
+pub fn failure_json(failure: &Failure) -> Value {
+    let outcome = match (&failure.cause, failure.survivor) {
+        (_, Survivor::Unknown) => "in-doubt",
+        (EngineError::Cancelled, _) => "cancelled",
+        _ => "failed",
+    };
+    let guest = match failure.survivor {
+        Survivor::Source => "source",
+        Survivor::SourceStopped => "source-stopped",
+        Survivor::Unknown => "unknown",
+        Survivor::Destination => "destination",
+        Survivor::Ended => "ended",
+    };
+    json!({
+        "outcome": outcome,
+        "phase": failure.phase.to_string(),
+        "guest": guest,
+        "error": failure.cause.to_string(),
+    })
 }
 
 /// Tells that a VM was refused before anything began.

@@ -330,11 +330,13 @@ impl Channel {
     }
 
     fn segment(&mut self, owned: &mut Owned, order: Order) -> Result<(), EngineError> {
-        let before = self.sender.statistics().sent;
+        let before = self.sender.statistics();
         owned.begin(order.round);
         self.copy_segment(owned, order)?;
         owned.last_frame = self.sender.last_frame();
-        self.shared.link_share.memory_sent(self.sender.statistics().sent - before);
+        let after = self.sender.statistics();
+        self.shared.link_share.memory_sent(after.sent - before.sent);
+        self.shared.table.sent(owned.number, after.data - before.data);
         Ok(())
     }
 

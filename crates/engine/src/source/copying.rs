@@ -195,7 +195,7 @@ impl Copying {
             relay.open();
         }
         self.end(source);
-        source.meter.keep(self.round);
+        source.meter.keep(self.round, self.segments.take_parts());
         source.meter.part_ended(Part::Copy);
         Ok(if verify { Input::RoundPlaced } else { Input::RoundSent })
     }
@@ -322,10 +322,10 @@ impl Copying {
         source: &mut Source<'_>,
         prepared: bool,
     ) -> Result<Input, EngineError> {
-        let Self { convergence, disks, lanes, round, .. } = self;
+        let Self { convergence, disks, lanes, round, segments, .. } = self;
         let decision =
             convergence.judge(source.vm, (disks, lanes), &source.meter, round, prepared)?;
-        source.meter.keep(*round);
+        source.meter.keep(*round, segments.take_parts());
         let number = round.round;
         self.report(source, Stage::PreCopy, number, true);
         match decision {

@@ -31,6 +31,9 @@ pub(super) enum Part {
     Handover,
 }
 
+/// Rounds whose pages are told apart by where they are.
+const MAPPED_ROUNDS: usize = 64;
+
 /// What the others have counted when the migration is over.
 pub(super) struct Totals {
     /// Bytes on the wire for pages.
@@ -88,9 +91,9 @@ impl Meter {
     }
 
     /// The connections were lost within a round, of which so much was done.
-    pub(super) fn severed(&mut self, mut round: RoundMeasures) {
+    pub(super) fn severed(&mut self, mut round: RoundMeasures, map: Vec<u32>) {
         (round.time, round.cut_off) = (self.round_began.elapsed(), true);
-        self.keep(round);
+        self.keep(round, map);
     }
 
     /// They stand again, with so many channels of memory, after having been lost for `time`; so
@@ -144,9 +147,15 @@ impl Meter {
         self.round_began.elapsed()
     }
 
-    /// Keeps what was measured of a round.
-    pub(super) fn keep(&mut self, round: RoundMeasures) {
+    /// Keeps what was measured of a round, and how many pages of which part of memory were sent.
+    pub(super) fn keep(&mut self, round: RoundMeasures, map: Vec<u32>) {
         self.measures.round_list.push(round);
+        match self.measures.memory_map.last_mut() {
+            Some(last) if self.measures.round_list.len() > MAPPED_ROUNDS => {
+                last.iter_mut().zip(map).for_each(|(sum, pages)| *sum = sum.saturating_add(pages));
+            }
+            _ => self.measures.memory_map.push(map),
+        }
     }
 
     /// The number of the last round that was kept.

@@ -51,7 +51,12 @@ pub(super) struct SegmentTable {
     threads: usize,
     /// What is dirty when the guest is stopped, by segment, where many threads have looked at once.
     last: OnceLock<Vec<Vec<PageRun>>>,
+    /// Pages sent in this round, by equal parts of all segments: for who looks at it afterwards.
+    parts: Vec<AtomicU32>,
 }
+
+/// Parts that are told apart.
+const PARTS: usize = 128;
 
 /// What a look found.
 #[derive(Debug, Default)]
@@ -90,6 +95,7 @@ impl SegmentTable {
         let unsent = segments.iter().map(|_| AtomicBool::new(true)).collect();
         let owed = segments.iter().map(|_| AtomicU32::new(0)).collect();
         let baseline = vec![0; segments.len()];
+        let parts = (0..segments.len().min(PARTS)).map(|_| AtomicU32::new(0)).collect();
         let present: u64 = data.iter().copied().map(u64::from).sum();
         let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
         let threads = (present / PART).clamp(1, processors.min(THREADS_LIMIT)) as usize;
@@ -105,7 +111,21 @@ impl SegmentTable {
             baseline,
             threads,
             last: OnceLock::new(),
+            parts,
         })
+    }
+
+    /// So many `pages` of segment `number` were sent.
+    pub(super) fn sent(&self, number: usize, pages: PageCount) {
+        let part = number * self.parts.len() / self.segments.len().max(1);
+        if let (Some(part), 1..) = (self.parts.get(part), pages.0) {
+            part.fetch_add(pages.0 as u32, Ordering::Relaxed);
+        }
+    }
+
+    /// What was sent of each part since this was last asked.
+    pub(super) fn take_parts(&self) -> Vec<u32> {
+        self.parts.iter().map(|part| part.swap(0, Ordering::Relaxed)).collect()
     }
 
     /// Looks before anything is sent. With `arming`, segments are made clean in `tracker` first, so

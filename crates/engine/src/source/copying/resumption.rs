@@ -104,7 +104,7 @@ impl Copying {
         source.session.forget_reports();
         if let Some(round) = self.under_way.take() {
             lost.in_round = Some(source.meter.in_round());
-            source.meter.severed(cut_off(round, &lost.ended));
+            source.meter.severed(cut_off(round, &lost.ended), self.segments.take_parts());
         }
         let disks = &lost.ended.disks;
         self.disks.cut_off(disks.iter().map(|disk| (disk.statistics(), disk.is_unfinished())));

@@ -1,0 +1,26 @@
+//! Records of migrations, and a page that shows one.
+//!
+//! A record is lines of JSON: who moved where and when, what progress was seen (fewer and fewer
+//! looks, the longer it took), and how it ended. The lines are those that `godwit migrate --json`
+//! prints, so the page can be made of them as well.
+//!
+//! ```text
+//!   record   what was seen of one migration, written and read
+//!   store    the directory in which records are kept, the oldest of which go
+//!   page     one HTML file with all in it: no script, nothing that is fetched
+//!   chart    a plot of values over time
+//!   heat     where in memory pages were sent, round by round
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod chart;
+mod heat;
+mod html;
+mod page;
+mod record;
+mod store;
+
+pub use page::page;
+pub use record::{Ending, Head, Record, RecordError, Recorder};
+pub use store::{Kept, Store};
