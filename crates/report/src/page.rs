@@ -1,5 +1,5 @@
-//! One HTML file that shows a migration: no script, nothing that is fetched, readable on paper, on a
-//! telephone, in light and in the dark.
+//! One HTML file that shows a migration: no script, nothing that is fetched, readable on paper, on
+//! a telephone, in light and in the dark.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -155,7 +155,8 @@ fn timeline(looks: &[Progress], total: Duration) -> String {
     html += &chart("Rates", &axis, &rates, Unit::Bytes, rate);
     html += &chart("Left", &axis, &left, Unit::Bytes, bytes);
     html += &chart("The guest", &axis, &guest, Unit::Share, share);
-    html + "<p class=\"note\">Thin lines: rounds ended. Shaded: the guest stopped, or connections lost.</p>"
+    html + "<p class=\"note\">Thin lines: rounds ended. Shaded: the guest stopped, or connections \
+            lost.</p>"
 }
 
 fn at(look: &Progress) -> f64 {
@@ -215,7 +216,8 @@ fn downtime(measures: &Measures) -> String {
         let _ = write!(list, "<li class=\"key d{number}\">{words}</li>");
     }
     format!(
-        "<h2>Where the downtime went</h2><div class=\"bar\">{bar}</div><ul class=\"keys\">{list}</ul>"
+        "<h2>Where the downtime went</h2><div class=\"bar\">{bar}</div>\
+         <ul class=\"keys\">{list}</ul>"
     )
 }
 
@@ -230,8 +232,8 @@ fn map(measures: &Measures) -> String {
     let rounds = measures.memory_map.len();
     format!(
         "<h2>Memory, round by round</h2><figure><figcaption>Left to right: {rounds} rounds. Top to \
-         bottom: guest memory, {} a row. The stronger the colour, the more of it was sent.</figcaption>{map}\
-         </figure>",
+         bottom: guest memory, {} a row. The stronger the colour, the more of it was sent.\
+         </figcaption>{map}</figure>",
         PageCount(pages).bytes()
     )
 }

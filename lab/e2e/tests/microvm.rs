@@ -3,15 +3,15 @@
 
 use std::os::unix::net::UnixStream;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, await_copying, check_refused, check_untouched, oldest};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    BeaconPlace, Godwit, GuestConfig, Link, MicroVm, Movable, Observer, TestVm, VmConfig,
+    BeaconPlace, Godwit, GuestConfig, Link, MicroVm, Movable, Observer, Room, TestVm, VmConfig,
     builds_for, kvm_for,
 };
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Slow enough that a pre-copy lasts for seconds.
 const SLOW: &[&str] = &["--max-bandwidth", "20MiB/s"];
@@ -44,6 +44,57 @@ fn a_writing_guest_with_all_witnesses() -> anyhow::Result<()> {
     let seen = observer.finish()?;
     ensure!(!seen.ran_on_both, "two guests from one");
     ensure!(seen.switchover.is_some(), "the guest was not seen to move");
+    Ok(())
+}
+
+#[test]
+fn a_move_can_be_looked_at_afterwards() -> anyhow::Result<()> {
+    let test = "a_move_can_be_looked_at_afterwards";
+    let Some(mut pair) = MicroPair::start(test, SMALL)? else { return Ok(()) };
+    let room = Room::new()?;
+    let state = room.dir().to_str().context("a path that is text")?;
+    pair.godwit = pair.godwit.with_variable("XDG_STATE_HOME", state);
+    let done = |godwit: &Godwit, words: &[&str]| -> anyhow::Result<String> {
+        Ok(String::from_utf8(godwit.done(words)?.stdout)?)
+    };
+    let listed = |godwit: &Godwit| -> anyhow::Result<Vec<String>> {
+        let list = done(godwit, &["report", "--list", "--json"])?;
+        let name =
+            |line: &str| serde_json::from_str::<Value>(line).map(|it| it["name"].to_string());
+        Ok(list.lines().map(name).collect::<Result<_, _>>()?)
+    };
+    ensure!(listed(&pair.godwit)?.is_empty());
+    let none = pair.godwit.run(&["report"])?;
+    let said = String::from_utf8_lossy(&none.stderr);
+    ensure!(none.status.code() == Some(1) && said.contains("godwit migrate makes them"), "{said}");
+
+    // What fails is kept as well; what is not to be kept is not.
+    let nobody = "127.0.0.1:1";
+    for (options, count) in [(&[][..], 1), (&["--record", "off"][..], 1)] {
+        pair.godwit.migrate(&pair.source, nobody, options)?.wait(LIMIT)?;
+        ensure!(listed(&pair.godwit)?.len() == count, "{:?}", listed(&pair.godwit)?);
+    }
+    pair.check_untouched()?;
+    let page = done(&pair.godwit, &["report", "--out", "-"])?;
+    ensure!(page.contains(": failed</h1>") && page.contains(nobody), "{page}");
+
+    let (migrate, _) = pair.migrate(&[])?;
+    pair.check_moved(&migrate)?;
+    ensure!(listed(&pair.godwit)?.len() == 2, "{:?}", listed(&pair.godwit)?);
+    let out = room.dir().join("page.html");
+    pair.godwit.done(&["report", "--out", out.to_str().context("a path that is text")?])?;
+    let page = std::fs::read_to_string(&out)?;
+    for wanted in ["gone for", "Where the downtime went", "Memory, round by round", "<th>round"] {
+        ensure!(page.contains(wanted), "{wanted}: {page}");
+    }
+    // Every page that was sent is in the map, and in its round.
+    let last = migrate.last();
+    let sum = |map: &Value| map.as_array().into_iter().flatten().filter_map(Value::as_u64).sum();
+    let mapped: Vec<u64> =
+        last["memory_map_pages"].as_array().context("no map")?.iter().map(sum).collect();
+    let rounds = last["round_list"].as_array().context("no rounds")?;
+    let sent: Vec<u64> = rounds.iter().filter_map(|it| it["data_pages"].as_u64()).collect();
+    ensure!(mapped == sent, "{mapped:?} instead of {sent:?}");
     Ok(())
 }
 

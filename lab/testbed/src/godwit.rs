@@ -85,6 +85,8 @@ impl Godwit {
             }
             None => Command::new(&self.program),
         };
+        // Records of test VMs are not this user's.
+        command.env("XDG_STATE_HOME", std::env::temp_dir().join("godwit-test-state"));
         command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         command
     }
