@@ -6,6 +6,7 @@
 #[macro_use]
 extern crate godwit_terminal;
 
+mod deadline;
 mod doctor;
 mod guard;
 #[cfg(feature = "test-hooks")]

@@ -7,8 +7,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use godwit_control::client;
-use godwit_control::messages::{Cost, DiskWish};
+use godwit_control::messages::{Cost, DiskWish, Request};
 use godwit_disk::{DiskChoice, parse_granularity};
+use godwit_engine::Survivor;
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
@@ -19,6 +20,7 @@ use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
+use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
@@ -126,6 +128,16 @@ pub(crate) struct Arguments {
     #[arg(long, conflicts_with = "keep_source")]
     undefine_source: bool,
 
+    /// How long it may take in all. What is done about one that takes longer: see --on-timeout
+    /// [default: as long as it takes]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    finish_by: Option<Duration>,
+
+    /// With --finish-by: cancel it, so that the guest stays where it is, or force the switchover,
+    /// so early that it may end in time, however long the guest is stopped for
+    #[arg(long, value_name = "WHAT", default_value = "cancel", requires = "finish_by")]
+    on_timeout: OnTimeout,
+
     /// Keep a record of it, which `godwit report` shows: in $XDG_STATE_HOME/godwit/records, or
     /// ~/.local/state/godwit/records; of root /var/lib/godwit/records
     #[arg(long = "record", value_name = "on|off", default_value = "on")]
@@ -211,7 +223,8 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
         VmName::Microvm(path) => Engine::Microvm(path.clone()),
     };
-    let socket = match steer::serve(&name, Host { vm, to, engine }) {
+    let host = Host { vm, to, engine };
+    let socket = match steer::serve(&name, host.clone()) {
         Ok(socket) => Some(socket),
         Err(error) if arguments.name.is_some() => {
             output::refusal(&format!("--name {name}: {error}"), arguments.json);
@@ -223,12 +236,23 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     };
     let mut display = Display::new(arguments.json);
+    let mut deadline = arguments.finish_by.map(|limit| Deadline::new(limit, arguments.on_timeout));
     let mut recording = arguments.keeps_record.then(|| Recording::begin(arguments));
     let result = move_guest(arguments, &options, (&disks, &security), &handle, &mut |progress| {
         if let Some(recording) = &mut recording {
             recording.see(progress);
         }
-        display.progress(progress)
+        display.progress(progress);
+        if let Some(deadline) = &mut deadline
+            && let Some(action) = deadline.look(progress)
+        {
+            tell_wait(&deadline.words());
+            match action {
+                OnTimeout::Cancel => handle.cancel().cancel(),
+                // What has begun by itself meanwhile need not be told to.
+                OnTimeout::Force => drop(host.answer(&Request::Switchover { force: true })),
+            }
+        }
     });
     drop(socket);
     display.finish();
@@ -251,7 +275,11 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
         Err(RequestError::Failed(failure)) => {
             output::failure(&failure, arguments.json);
-            process::exit_code(&failure)
+            match deadline.is_some_and(|deadline| deadline.has_cancelled()) {
+                // Nobody has typed Ctrl-C.
+                true if failure.survivor == Survivor::Source => ExitCode::from(FAILED),
+                _ => process::exit_code(&failure),
+            }
         }
     }
 }

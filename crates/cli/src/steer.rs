@@ -401,6 +401,7 @@ fn running() -> Found {
 }
 
 /// Whom a migration's socket speaks for.
+#[derive(Clone)]
 pub(crate) struct Host {
     /// The machine, as it was named.
     pub(crate) vm: String,
@@ -411,6 +412,7 @@ pub(crate) struct Host {
 }
 
 /// Where the engine of a migration is.
+#[derive(Clone)]
 pub(crate) enum Engine {
     /// The engine in this process.
     Here(MigrationHandle),
@@ -452,7 +454,8 @@ pub(crate) fn serve(name: &str, host: Host) -> Result<Socket, String> {
 }
 
 impl Host {
-    fn answer(&self, request: &Request) -> Answer {
+    /// Does what `request` wants of the migration.
+    pub(crate) fn answer(&self, request: &Request) -> Answer {
         let answer = match &self.engine {
             Engine::Here(handle) => steer(handle, request),
             Engine::Microvm(path) => client::ask(path, request)
