@@ -129,8 +129,12 @@ pub(crate) struct Arguments {
 }
 
 /// What a destination needs of what root may do, for a VM of another user; docs/security.md.
-const RIGHTS: Rights =
-    Rights::TRACE.and(Rights::FILES).and(Rights::KILL).and(Rights::RESOURCE).and(Rights::PORTS);
+const RIGHTS: Rights = Rights::TRACE
+    .and(Rights::MAPPED)
+    .and(Rights::FILES)
+    .and(Rights::KILL)
+    .and(Rights::RESOURCE)
+    .and(Rights::PORTS);
 
 /// Where a disk is to be.
 fn disk_path(text: &str) -> Result<(String, PathBuf), String> {

@@ -22,7 +22,8 @@ use rustix::thread::{
 pub struct Rights(CapabilitySet);
 
 /// Those that godwit has a use for.
-const NAMES: [(Rights, &str); 8] = [
+const NAMES: [(Rights, &str); 9] = [
+    (Rights::MAPPED, "CAP_CHECKPOINT_RESTORE"),
     (Rights::FILES, "CAP_DAC_OVERRIDE"),
     (Rights::LOOK, "CAP_DAC_READ_SEARCH"),
     (Rights::KILL, "CAP_KILL"),
@@ -38,6 +39,9 @@ impl Rights {
     pub const NONE: Self = Self(CapabilitySet::empty());
     /// CAP_DAC_OVERRIDE: to reach sockets and files that belong to others.
     pub const FILES: Self = Self(CapabilitySet::DAC_OVERRIDE);
+    /// CAP_CHECKPOINT_RESTORE: to open memory that a process has mapped and no name leads to
+    /// (`/proc/PID/map_files`, proc(5)).
+    pub const MAPPED: Self = Self(CapabilitySet::CHECKPOINT_RESTORE);
     /// CAP_DAC_READ_SEARCH: to read files and directories of others.
     pub const LOOK: Self = Self(CapabilitySet::DAC_READ_SEARCH);
     /// CAP_KILL: to end a process of another user.

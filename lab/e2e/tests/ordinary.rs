@@ -425,13 +425,15 @@ fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
 }
 
 /// What the unit of the package and docs/service.md give it.
-const CAPABILITIES: [&str; 4] = ["sys_ptrace", "dac_override", "kill", "sys_resource"];
+const CAPABILITIES: [&str; 5] =
+    ["sys_ptrace", "checkpoint_restore", "dac_override", "kill", "sys_resource"];
 
 /// Each thread of `receive`, which has all of root's rights to begin with, has given up those that
 /// it has no use for, and the way back.
 fn check_rights(receive: &Running) -> anyhow::Result<()> {
-    // CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE.
-    let used = [1, 5, 10, 19, 24].iter().fold(0, |set, bit| set | 1u64 << bit);
+    // CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE,
+    // CAP_CHECKPOINT_RESTORE.
+    let used = [1, 5, 10, 19, 24, 40].iter().fold(0, |set, bit| set | 1u64 << bit);
     for task in std::fs::read_dir(format!("/proc/{}/task", receive.pid()))? {
         let status = std::fs::read_to_string(task?.path().join("status"))?;
         let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
@@ -445,8 +447,8 @@ fn check_rights(receive: &Running) -> anyhow::Result<()> {
 }
 
 #[test]
-fn four_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<()> {
-    let test = "four_capabilities_are_enough_for_a_qemu_of_another_user";
+fn five_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<()> {
+    let test = "five_capabilities_are_enough_for_a_qemu_of_another_user";
     let unit = include_str!("../../../packaging/systemd/godwit-receive@.service");
     let bound = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
     let named = CAPABILITIES.map(|name| format!("CAP_{}", name.to_uppercase())).join(" ");
@@ -456,7 +458,7 @@ fn four_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<(
         return Ok(());
     }
     for build in builds_for(test) {
-        for backend in [Backend::Anonymous, Backend::SharedFile] {
+        for backend in [Backend::Anonymous, Backend::SharedFile, Backend::Memfd] {
             let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
             let user = build.as_user("nobody");
             let config = config.with_backend(backend).with_extra(&[&user[0], &user[1]]);
