@@ -36,7 +36,8 @@ impl Deadline {
             OnTimeout::Force => progress.expected_downtime.unwrap_or_default(),
         };
         let due = progress.stage == Stage::PreCopy && progress.elapsed + ahead >= self.limit;
-        let strikes = due && !std::mem::replace(&mut self.struck, self.struck || due);
+        let strikes = due && !self.struck;
+        self.struck |= due;
         strikes.then_some(self.then)
     }
 

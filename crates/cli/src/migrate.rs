@@ -250,7 +250,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             match action {
                 OnTimeout::Cancel => handle.cancel().cancel(),
                 // What has begun by itself meanwhile need not be told to.
-                OnTimeout::Force => drop(host.answer(&Request::Switchover { force: true })),
+                OnTimeout::Force => drop(host.answer(&Request::SwitchOver { force: true })),
             }
         }
     });

@@ -365,7 +365,14 @@ impl RamBlock {
     /// The parts of `run` that hold data, in order; what lies between them are holes, which read as
     /// zeros. `hint` is what was learnt from earlier pieces of the same block.
     pub fn data<'a>(&'a self, run: PageRun, hint: &'a mut DataHint) -> DataExtents<'a> {
-        DataExtents::new(self, &*self.backing, run, hint, &[])
+        DataExtents::new(self, &*self.backing, run, Some(hint), &[])
+    }
+
+    /// The same, in time that depends on `run` alone and not on how much data lies behind it: small
+    /// holes may be named as data.
+    #[must_use]
+    pub fn data_coarse(&self, run: PageRun) -> DataExtents<'_> {
+        DataExtents::new(self, &*self.backing, run, None, &[])
     }
 
     /// The same where `known`, in order, was data a while ago. Where that has become holes since,
@@ -376,7 +383,7 @@ impl RamBlock {
         hint: &'a mut DataHint,
         known: &'a [PageRun],
     ) -> DataExtents<'a> {
-        DataExtents::new(self, &*self.backing, run, hint, known)
+        DataExtents::new(self, &*self.backing, run, Some(hint), known)
     }
 }
 

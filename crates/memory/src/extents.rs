@@ -9,7 +9,8 @@
 //! [`DataHint`]. Only data is kept, never holes: what was data and has become a hole since reads as
 //! zeros, which does no harm; what was a hole and was written since must be seen. Where all of it
 //! was gone through before, the data found then is told ([`RamBlock::data_known`]), and no page of
-//! it is walked again.
+//! it is walked again. Who looks here and there while others write walks nowhere
+//! ([`RamBlock::data_coarse`]): a walk holds the lock that every write to the file takes.
 
 use std::io;
 
@@ -31,7 +32,8 @@ pub struct DataHint {
 pub struct DataExtents<'a> {
     block: &'a RamBlock,
     backing: &'a dyn Backing,
-    hint: &'a mut DataHint,
+    /// Without one, no end of data is walked to.
+    hint: Option<&'a mut DataHint>,
     known: &'a [PageRun],
     /// Bytes from the beginning of the block.
     at: u64,
@@ -43,7 +45,7 @@ impl<'a> DataExtents<'a> {
         block: &'a RamBlock,
         backing: &'a dyn Backing,
         run: PageRun,
-        hint: &'a mut DataHint,
+        hint: Option<&'a mut DataHint>,
         known: &'a [PageRun],
     ) -> Self {
         let run = run.intersect(block.all()).unwrap_or(PageRun::new(0, 0));
@@ -62,29 +64,45 @@ impl<'a> DataExtents<'a> {
         if self.at >= self.end {
             return Ok(None);
         }
-        if !(self.hint.start..self.hint.end).contains(&self.at) {
-            let mut known = self.known_end(self.at);
-            let data = match known {
-                Some(_) => self.at,
-                None => self.backing.data_from(self.at, self.end)?.unwrap_or(self.end),
-            };
-            if data >= self.end {
-                self.at = self.end;
-                return Ok(None);
-            }
-            known = known.or_else(|| self.known_end(data));
-            let hole = match known {
-                Some(end) => end,
-                None => self.backing.hole_from(data, self.end)?.unwrap_or(self.end),
-            };
-            // A hole punched between the two calls: never look at the same spot twice.
-            *self.hint = DataHint { start: data, end: hole.max(data + PAGE_SIZE) };
-            self.at = data;
-        }
+        let seen = self.hint.as_deref().copied();
+        let reach = match seen {
+            Some(seen) if (seen.start..seen.end).contains(&self.at) => seen.end,
+            _ => match self.look(seen.is_some())? {
+                Some(reach) => reach,
+                None => return Ok(None),
+            },
+        };
         let start = self.at;
-        self.at = self.hint.end.min(self.end);
+        self.at = reach.min(self.end);
         let first = start / PAGE_SIZE;
         Ok(Some(PageRun::new(first, (self.at - start).div_ceil(PAGE_SIZE))))
+    }
+
+    /// Goes to the next data; returns up to where it reaches, and keeps that if it is to be
+    /// `walked` to.
+    fn look(&mut self, walked: bool) -> io::Result<Option<u64>> {
+        let mut known = self.known_end(self.at);
+        let data = match known {
+            Some(_) => self.at,
+            None => self.backing.data_from(self.at, self.end)?.unwrap_or(self.end),
+        };
+        self.at = data;
+        if data >= self.end {
+            self.at = self.end;
+            return Ok(None);
+        }
+        known = known.or_else(|| self.known_end(data));
+        let reach = match known {
+            Some(end) => end,
+            None if walked => self.backing.hole_from(data, self.end)?.unwrap_or(self.end),
+            None => self.backing.data_end(data, self.end)?,
+        };
+        // A hole punched between the two calls: never look at the same spot twice.
+        let reach = reach.max(data + PAGE_SIZE);
+        if let Some(hint) = self.hint.as_deref_mut() {
+            *hint = DataHint { start: data, end: reach };
+        }
+        Ok(Some(reach))
     }
 }
 
@@ -169,5 +187,22 @@ mod tests {
         assert_eq!(extents(10, 20), [PageRun::new(10, 10)]);
         block.write(PageIndex(40), &[1; 4096]).unwrap();
         assert_eq!(extents(30, 34), [PageRun::new(40, 1)]);
+    }
+
+    #[test]
+    fn a_coarse_look_ends_with_its_piece_and_hides_no_data() {
+        let block = block(300, false);
+        block.write(PageIndex(2), &vec![1; 200 * 4096]).unwrap();
+        block.write(PageIndex(250), &[1; 4096]).unwrap();
+        let coarse = |start, count| {
+            let extents = block.data_coarse(PageRun::new(start, count)).map(Result::unwrap);
+            extents.map(|run| (run.start.0, run.count.0)).collect::<Vec<_>>()
+        };
+        // In pieces of 64 pages, however far the data reaches: nobody walked to its end.
+        assert_eq!(coarse(0, 300), [(2, 62), (64, 64), (128, 64), (192, 64)]);
+        assert_eq!(coarse(0, 1), []);
+        assert_eq!(coarse(5, 3), [(5, 3)]);
+        assert_eq!(coarse(240, 40), [(250, 6)]);
+        assert_eq!(coarse(260, 40), []);
     }
 }

@@ -277,3 +277,30 @@ fn a_throttle_ends_with_the_godwit_that_held_it() -> anyhow::Result<()> {
     }
     Ok(())
 }
+
+#[test]
+fn a_migration_that_takes_too_long_is_cancelled_or_forced() -> anyhow::Result<()> {
+    let test = "a_migration_that_takes_too_long_is_cancelled_or_forced";
+    for machines in machines(test, Qemus::Newest) {
+        let mut machines = machines?;
+        let late: &[&str] = &["--finish-by", "2s"];
+        let (migrate, receive) = machines.start(&name("late"), &[ENDLESS, late].concat())?;
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(migrate.status.code() == Some(1), "{}", migrate.status);
+        let said = &migrate.errors;
+        ensure!(said.contains("not ended within 2s (--finish-by): cancelled"), "{said}");
+        receive.wait(LIMIT)?;
+        machines.check_untouched()?;
+    }
+    for machines in machines(test, Qemus::Newest) {
+        let mut machines = machines?;
+        let late: &[&str] = &["--finish-by", "3s", "--on-timeout", "force"];
+        let late = [ENDLESS, &["--switchover-bandwidth", "1GiB/s"], late].concat();
+        let (migrate, receive) = machines.start(&name("late-forced"), &late)?;
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(migrate.errors.contains("switching over now"), "{}", migrate.errors);
+        machines.check_moved(&migrate)?;
+        ensure!(receive.wait(LIMIT)?.status.success());
+    }
+    Ok(())
+}

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use godwit_bitmap::AtomicDirtyBitmap;
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
-use godwit_memory::{DataHint, MemoryError, RamBlock, SEGMENT_PAGES, segments};
+use godwit_memory::{MemoryError, RamBlock, SEGMENT_PAGES, segments};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::{EngineError, limits, threads};
@@ -217,9 +217,8 @@ impl Reader {
     /// Reads `run` of RAM block `number`, of which holes are known to be zeros.
     fn read(&mut self, number: usize, run: PageRun) -> Result<(), Stopped> {
         let ram = Arc::clone(&self.ram);
-        let mut hint = DataHint::default();
         let mut at = run.start;
-        for data in ram[number].data(run, &mut hint) {
+        for data in ram[number].data_coarse(run) {
             let data = data?;
             self.holes(number, at, data.start);
             self.data(&ram[number], number, data)?;

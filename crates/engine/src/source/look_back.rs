@@ -16,7 +16,7 @@ use std::thread::Builder;
 use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_fingerprints::Key;
-use godwit_memory::{DataHint, MemoryError, RamBlock};
+use godwit_memory::{MemoryError, RamBlock};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 
 use super::channel::Owned;
@@ -79,7 +79,7 @@ fn differing(
     let segment = owned.segment();
     let Some(sent) = owned.fingerprints() else { return Ok(Vec::new()) };
     let mut found = Vec::new();
-    for data in ram[segment.block].data(segment.run, &mut DataHint::default()) {
+    for data in ram[segment.block].data_coarse(segment.run) {
         let data = data?;
         let mut at = data.start.0;
         while at < data.end().0 {

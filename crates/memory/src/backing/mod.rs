@@ -84,6 +84,15 @@ pub trait Backing: fmt::Debug + Send + Sync {
     /// What the kernel says.
     fn hole_from(&self, at: u64, end: u64) -> io::Result<Option<u64>>;
 
+    /// The same without a look at anything beyond `end`, and in the same time however much data
+    /// there is: up to the end of a small piece holes may count as data.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn data_end(&self, at: u64, end: u64) -> io::Result<u64> {
+        Ok(self.hole_from(at, end)?.unwrap_or(end).min(end))
+    }
+
     /// Bytes of memory that hold it; of all that is in the same file, where there is one.
     ///
     /// # Errors
