@@ -126,11 +126,19 @@ pub fn await_quit(vm: &mut TestVm) -> anyhow::Result<()> {
 /// # Errors
 /// When one stays, or leaves its record.
 pub fn await_alone(vm: &TestVm) -> anyhow::Result<()> {
-    let end = format!("-guard-{}", vm.pid());
+    await_process_alone(vm.pid())
+}
+
+/// The same for the QEMU `pid`, which may have ended.
+///
+/// # Errors
+/// When somebody stays.
+pub fn await_process_alone(pid: i32) -> anyhow::Result<()> {
+    let end = format!("-guard-{pid}");
     let until = Instant::now() + LIMIT;
     // One that was only just started has godwit's own command line, and makes its record then.
     loop {
-        let guardian = guardian_of(vm)?;
+        let guardian = guardian_of_process(pid)?;
         let entries = std::fs::read_dir("/run/godwit").into_iter().flatten().flatten();
         let mut names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
         let record = names.find(|name| name.ends_with(&end));
@@ -211,18 +219,27 @@ pub fn check_untouched(vm: &mut TestVm) -> anyhow::Result<()> {
     ensure!(status == "running", "the guest is '{status}'");
     vm.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
     ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
-    for task in std::fs::read_dir(format!("/proc/{}/task", vm.pid()))? {
+    check_process(vm.pid())?;
+    check_settings(vm)
+}
+
+/// Checks that nobody traces a thread of the QEMU `pid` or protects its memory.
+///
+/// # Errors
+/// What is left of godwit's.
+pub fn check_process(pid: i32) -> anyhow::Result<()> {
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
         let status = std::fs::read_to_string(task?.path().join("status")).unwrap_or_default();
         let tracer =
             status.lines().find(|line| line.starts_with("TracerPid:")).unwrap_or("TracerPid:\t0");
         ensure!(tracer == "TracerPid:\t0", "a thread is traced: {tracer}");
     }
     // `uw`: registered with a userfaultfd for write protection (proc(5), smaps VmFlags).
-    let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", vm.pid()))?;
+    let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     let tracked =
         smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
     ensure!(!tracked, "memory is still write-protected");
-    check_settings(vm)
+    Ok(())
 }
 
 /// Checks that QEMU's migration settings are its own defaults.

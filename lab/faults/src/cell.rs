@@ -103,7 +103,7 @@ pub fn run(
     rng: &mut Rng,
 ) -> anyhow::Result<Verdict> {
     rig.renew()?;
-    let (receive, address) = rig.godwit().receive_named(&rig.vm(Side::Destination), &[])?;
+    let (receive, address) = rig.godwit().receive_named(&rig.receiver(), &[])?;
     let proxy = Proxy::to(&address)?;
     proxy.hold_where(watch_behind(moment.phase, moment.bytes));
     let source = rig.vm(Side::Source);
@@ -216,8 +216,8 @@ fn check(must: Must, moment: Moment, came: Came) -> anyhow::Result<()> {
         Must::Stay => came == Came::Stayed,
         Must::MoveBeforeStop if moment.is_exact() && copies => came == Came::Moved,
         Must::StayBeforeCommit if before_commit => came == Came::Stayed,
-        // One that has arrived whole may run on.
-        Must::GoWithItsVm(Side::Source) if before_commit && phase < Phase::Ready => {
+        // One that has arrived whole may run on; the last of it may be on its way.
+        Must::GoWithItsVm(Side::Source) if before_commit && phase < Phase::State => {
             came == Came::Lost
         }
         Must::GoWithItsVm(Side::Source) => came != Came::Stayed,
@@ -323,6 +323,10 @@ fn known(rig: &mut dyn Rig, side: Side) -> anyhow::Result<String> {
         return Ok(word.to_owned());
     }
     let output = rig.godwit().run(&["recover", "--vm", &rig.vm(side), "--json"])?;
+    // A domain that never was, or has ended, is nobody's to tell of.
+    if !output.status.success() && rig.state(side) == State::Gone {
+        return Ok("gone".to_owned());
+    }
     let said: Value = serde_json::from_slice(&output.stdout)
         .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
     Ok(said["known"].as_str().unwrap_or_default().to_owned())
@@ -391,7 +395,7 @@ fn release_source(rig: &mut dyn Rig, typed: &mut Vec<String>) -> anyhow::Result<
 /// Moves the guest once more, with digests compared, and has it stay there.
 fn second_attempt(rig: &mut dyn Rig) -> anyhow::Result<()> {
     rig.renew()?;
-    let (receive, address) = rig.godwit().receive_named(&rig.vm(Side::Destination), &[])?;
+    let (receive, address) = rig.godwit().receive_named(&rig.receiver(), &[])?;
     let migrate = rig.godwit().migrate_named(&rig.vm(Side::Source), &address, &["--verify"])?;
     let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
     let told = || format!("{} {} {}", migrate.last(), migrate.errors, receive.errors);

@@ -61,9 +61,9 @@ impl Arguments {
         let mut cells = Vec::new();
         for adapter in Adapter::ALL.into_iter().filter(|it| all_or(&self.adapter, it)) {
             for (number, point) in points.iter().enumerate() {
-                let struck = point.adapters.contains(&adapter);
-                let phases = point.phases.iter().filter(|it| all_or(&self.phase, it));
-                let wanted = struck && all_or(&self.only, &point.number);
+                let phases = point.phases.iter().filter(|it| point.can_strike(adapter, **it));
+                let phases = phases.filter(|it| all_or(&self.phase, it));
+                let wanted = all_or(&self.only, &point.number);
                 cells.extend(phases.filter(|_| wanted).map(|phase| Cell {
                     adapter,
                     point: number,

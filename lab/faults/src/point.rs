@@ -77,7 +77,22 @@ const GUARDED: &[Phase] = &[
 const TELLING: &[Phase] = &[Phase::FirstRound, Phase::Prepare, Phase::LastRound, Phase::Ready];
 const ALL: &[Adapter] = &Adapter::ALL;
 /// Those in a process apart from godwit's.
-const APART: &[Adapter] = &[Adapter::Kvm, Adapter::QemuFile, Adapter::QemuAnonymous];
+const APART: &[Adapter] =
+    &[Adapter::Kvm, Adapter::QemuFile, Adapter::QemuAnonymous, Adapter::Libvirt];
+
+/// Those that strike the VM at the destination.
+const DESTINATION_VM: [u32; 3] = [21, 23, 25];
+
+impl Point {
+    /// Whether there is anything to strike: libvirt has no VM at the destination before `receive`
+    /// knows what comes.
+    #[must_use]
+    pub fn can_strike(&self, adapter: Adapter, phase: Phase) -> bool {
+        let not_there_yet = adapter == Adapter::Libvirt && phase == Phase::Offer;
+        self.adapters.contains(&adapter)
+            && !(not_there_yet && DESTINATION_VM.contains(&self.number))
+    }
+}
 
 /// All faults.
 #[must_use]
@@ -180,10 +195,11 @@ fn processes() -> Vec<Point> {
     ]
 }
 
-/// 20 to 29: the VMs.
+/// 20 to 31: the VMs, and who manages them.
 fn vms() -> Vec<Point> {
     use Side::{Destination, Source};
     let late = |point: Point| Point { phases: TELLING, ..point };
+    let managed = |point: Point| Point { adapters: &[Adapter::Libvirt], ..point };
     vec![
         point(20, "VM at the source", "killed", Must::GoWithItsVm(Source), |scene| {
             scene.signal_vm(Source, Signal::KILL)?;
@@ -207,6 +223,22 @@ fn vms() -> Vec<Point> {
         late(point(25, "VM at the destination", "answers very late", Must::Settle, |scene| {
             scene.hang_vm(Destination, LONG)
         })),
+        managed(point(30, "libvirt at the source", "killed, started", Must::Settle, |scene| {
+            scene.restart_manager(Source)?;
+            scene.pass();
+            Ok(())
+        })),
+        managed(point(
+            31,
+            "libvirt at the destination",
+            "killed, started",
+            Must::Settle,
+            |scene| {
+                scene.restart_manager(Destination)?;
+                scene.pass();
+                Ok(())
+            },
+        )),
     ]
 }
 

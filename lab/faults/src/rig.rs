@@ -3,6 +3,7 @@
 //! Keeps one promise: each of them is looked at from outside, by the VM's own word and its guest's,
 //! never by godwit's.
 
+mod libvirt;
 mod micro;
 mod qemu;
 
@@ -11,6 +12,7 @@ use std::fmt;
 use godwit_testbed::{Godwit, skip};
 use rustix::process::Pid;
 
+pub use libvirt::Libvirt;
 pub use micro::Micro;
 pub use qemu::Qemu;
 
@@ -53,11 +55,14 @@ pub enum Adapter {
     Kvm,
     /// A microvm, which has the engine in its own process.
     Microvm,
+    /// A domain of libvirt's under TCG, in QEMU's own memory, between two daemons.
+    Libvirt,
 }
 
 impl Adapter {
     /// All of them, the quickest first.
-    pub const ALL: [Self; 4] = [Self::Kvm, Self::Microvm, Self::QemuFile, Self::QemuAnonymous];
+    pub const ALL: [Self; 5] =
+        [Self::Kvm, Self::Microvm, Self::QemuFile, Self::QemuAnonymous, Self::Libvirt];
 
     /// Its name in tables and on the command line.
     #[must_use]
@@ -67,6 +72,7 @@ impl Adapter {
             Self::QemuAnonymous => "qemu-anonymous",
             Self::Kvm => "kvm",
             Self::Microvm => "microvm",
+            Self::Libvirt => "libvirt",
         }
     }
 
@@ -78,6 +84,7 @@ impl Adapter {
     pub fn rig(self) -> anyhow::Result<Option<Box<dyn Rig>>> {
         let made: Option<Box<dyn Rig>> = match self {
             Self::Microvm => Micro::start()?.map(|rig| Box::new(rig) as Box<dyn Rig>),
+            Self::Libvirt => Libvirt::start()?.map(|rig| Box::new(rig) as Box<dyn Rig>),
             _ => Qemu::start(self)?.map(|rig| Box::new(rig) as Box<dyn Rig>),
         };
         if made.is_none() {
@@ -101,7 +108,20 @@ pub trait Rig {
     /// The VM's name for `--vm`.
     fn vm(&self, side: Side) -> String;
 
-    /// The process of the VM.
+    /// What `godwit receive` takes for `--vm`.
+    fn receiver(&self) -> String {
+        self.vm(Side::Destination)
+    }
+
+    /// Ends who manages the VMs on that side, as a crash would, and starts them again.
+    ///
+    /// # Errors
+    /// When nobody does, or they do not come up.
+    fn restart_manager(&mut self, side: Side) -> anyhow::Result<()> {
+        anyhow::bail!("nobody manages the VM at the {side}")
+    }
+
+    /// The process of the VM; the last one, where there is none now.
     fn process(&self, side: Side) -> i32;
 
     /// Whether there is nothing that `godwit recover` could look at.

@@ -105,6 +105,14 @@ impl Scene<'_> {
         kill_process(vm, signal).with_context(|| format!("the VM at the {side} has ended"))
     }
 
+    /// Ends who manages the VM on that side, and starts them again.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn restart_manager(&mut self, side: Side) -> anyhow::Result<()> {
+        self.rig.restart_manager(side)
+    }
+
     /// Has the process of that side's godwit stand still for a while.
     ///
     /// # Errors

@@ -188,17 +188,33 @@ impl Words {
     }
 }
 
-/// Undoes what the record names: the guest first.
+/// Undoes what the record names, which goes with its QEMU.
 fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), QemuError> {
-    let process = match Process::open(record.pid()) {
-        Ok(process) if record.names_a_living_qemu() => process,
-        // The guest has gone with its QEMU.
-        _ => {
-            let unlocked = record.left().unlock();
-            record.remove();
-            return unlocked;
+    let (process, watched) = (Process::open(record.pid()), Process::open(record.pid()));
+    let undone = match (process, &watched) {
+        (Ok(process), Ok(watched)) if record.names_a_living_qemu() => {
+            let undone = undo_all(&mut record, process, monitor, words);
+            // One that was told to end does so while it is asked.
+            let patience = if undone.is_ok() { Duration::ZERO } else { ITSELF_LIMIT };
+            if !watched.ends_within(patience).unwrap_or(false) {
+                return undone;
+            }
+            record.left().unlock()
         }
+        // The guest has gone with its QEMU.
+        _ => record.left().unlock(),
     };
+    record.remove();
+    undone
+}
+
+/// Undoes what the record names in a QEMU that lives: the guest first.
+fn undo_all(
+    record: &mut Record,
+    process: Process,
+    monitor: Held,
+    words: &Words,
+) -> Result<(), QemuError> {
     let qmp: Box<dyn Monitor> = match monitor {
         Held::Socket(stream) => Box::new(Qmp::take_over(stream)?),
         Held::Libvirt(monitor) => monitor,
@@ -248,7 +264,7 @@ fn stand_in(mut record: Record, monitor: Held, words: &mut Words) -> Result<(), 
         // A record that cannot be written any more only makes the next godwit look again.
         // One that runs its guest is anybody's from now on.
         let _ = record.note(|left| (left.stage, left.started) = (rest, false));
-        undo(&mut machine, &mut record)
+        undo(&mut machine, record)
     };
     let (severity, text) = match stage {
         Stage::Waiting if alone => {
