@@ -21,6 +21,7 @@ mod plan;
 mod receive;
 mod recover;
 mod report;
+mod rights;
 mod run_directory;
 mod security;
 mod settings;

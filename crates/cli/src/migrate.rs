@@ -1,11 +1,12 @@
 //! `godwit migrate`.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
+use godwit_confine::Rights;
 use godwit_control::client;
 use godwit_control::messages::{Cost, DiskWish, Request};
 use godwit_disk::{DiskChoice, parse_granularity};
@@ -24,6 +25,7 @@ use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
+use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
 use crate::settings::Given;
@@ -138,6 +140,11 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "WHAT", default_value = "cancel", requires = "finish_by")]
     on_timeout: OnTimeout,
 
+    /// Do not confine the thread that reads what the destination says, which else has no capability
+    /// and only the system calls of that: for a host where that is in the way
+    #[arg(long)]
+    unconfined: bool,
+
     /// Keep a record of it, which `godwit report` shows: in $XDG_STATE_HOME/godwit/records, or
     /// ~/.local/state/godwit/records; of root /var/lib/godwit/records
     #[arg(long = "record", value_name = "on|off", default_value = "on")]
@@ -187,8 +194,31 @@ fn name(text: &str) -> Result<String, String> {
     }
 }
 
+/// What a source needs of what root may do, for a QEMU of another user; docs/security.md.
+const RIGHTS: Rights = Rights::TRACE
+    .and(Rights::MAPPED)
+    .and(Rights::FILES)
+    .and(Rights::KILL)
+    .and(Rights::RESOURCE)
+    .and(Rights::PORTS)
+    .and(Rights::NICE)
+    .and(Rights::SUSPEND);
+
+/// Gives up the others before any thread is started. Managers of VMs are asked by their own
+/// programs, which have what they would have by hand.
+fn give_up_rights(vm: &VmName) -> io::Result<()> {
+    match vm {
+        VmName::Qemu(_) | VmName::Microvm(_) => rights::keep_only(RIGHTS),
+        VmName::Libvirt { .. } | VmName::Proxmox(_) => Ok(()),
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    if let Err(error) = give_up_rights(&arguments.vm) {
+        output::refusal(&error, arguments.json);
+        return ExitCode::from(FAILED);
+    }
     let cancel = process::cancel_on_signals();
     let handle = match MigrationHandle::typed(arguments.settings.0.clone(), cancel) {
         Ok(handle) => handle,
@@ -211,6 +241,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
     options.reconnect = arguments.reconnect;
+    options.confined = !arguments.unconfined && godwit_confine::is_available();
     #[cfg(feature = "test-hooks")]
     arguments.hooks.put_into(&mut options);
     let disks =

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use godwit_confine::{Rights, keep, seal};
+use godwit_confine::Rights;
 use godwit_control::client;
 use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
@@ -26,6 +26,7 @@ use serde_json::json;
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
+use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
 use crate::vm::{RequestError, VmName, libvirt_uri, refused_qemu};
@@ -149,11 +150,7 @@ fn disk_path(text: &str) -> Result<(String, PathBuf), String> {
 /// Gives up what of root's rights a destination has no use for, before any thread is started; its
 /// guardian has no more. A QEMU that is started has to have what it would have by hand.
 fn give_up_rights(arguments: &Arguments) -> io::Result<()> {
-    if arguments.vm.is_none() {
-        return Ok(());
-    }
-    let given_up = seal().and_then(|()| keep(RIGHTS));
-    given_up.map_err(|error| io::Error::other(format!("cannot give up rights of root's: {error}")))
+    arguments.vm.as_ref().map_or(Ok(()), |_| rights::keep_only(RIGHTS))
 }
 
 /// Runs the command.

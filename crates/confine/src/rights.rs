@@ -22,7 +22,8 @@ use rustix::thread::{
 pub struct Rights(CapabilitySet);
 
 /// Those that godwit has a use for.
-const NAMES: [(Rights, &str); 9] = [
+const NAMES: [(Rights, &str); 10] = [
+    (Rights::SUSPEND, "CAP_SYS_ADMIN"),
     (Rights::MAPPED, "CAP_CHECKPOINT_RESTORE"),
     (Rights::FILES, "CAP_DAC_OVERRIDE"),
     (Rights::LOOK, "CAP_DAC_READ_SEARCH"),
@@ -54,6 +55,9 @@ impl Rights {
     pub const NICE: Self = Self(CapabilitySet::SYS_NICE);
     /// CAP_SYS_RESOURCE: to be the last that is killed where memory runs out.
     pub const RESOURCE: Self = Self(CapabilitySet::SYS_RESOURCE);
+    /// CAP_SYS_ADMIN: to suspend the system-call filter of a process that is attached to
+    /// (PTRACE_O_SUSPEND_SECCOMP, ptrace(2)).
+    pub const SUSPEND: Self = Self(CapabilitySet::SYS_ADMIN);
     /// CAP_FOWNER: to change the mode of what belongs to others.
     pub const OWNER: Self = Self(CapabilitySet::FOWNER);
 

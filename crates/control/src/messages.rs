@@ -136,6 +136,9 @@ pub struct MigrateRequest {
     /// How long connections that are lost are tried for, in milliseconds; 0: not at all.
     #[serde(default = "reconnect_ms")]
     pub reconnect_ms: u64,
+    /// Leave the threads that read what comes from outside unconfined.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unconfined: bool,
 }
 
 /// Which disks move along, and the size of their dirty blocks; `None`: as the guest writes.
@@ -191,6 +194,7 @@ impl MigrateRequest {
             disk_granularity: disks.granularity.map(|size| size.0),
             security: security.clone(),
             reconnect_ms: millis(options.reconnect),
+            unconfined: !options.confined,
         }
     }
 
@@ -217,6 +221,7 @@ impl MigrateRequest {
         }
         let security = self.security.source(&to).map_err(|error| error.to_string())?;
         let mut options = Options { security, ..Options::new(to) };
+        options.confined = !self.unconfined;
         options.verify = match (self.verify, self.verify_stopped) {
             (false, _) => Verify::No,
             (true, false) => Verify::Live,
@@ -598,6 +603,7 @@ mod tests {
             keep_source: true,
             reconnect: Duration::from_secs(7),
             record: None,
+            confined: true,
             fault: Some(Fault::LoseCommit),
         };
         let disks = DiskWish { choice: "a,b".parse().unwrap(), granularity: Some(ByteCount(4096)) };

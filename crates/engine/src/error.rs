@@ -142,19 +142,20 @@ pub enum EngineError {
     /// The godwit that began the migration was killed.
     #[error("the godwit that was at work here before was killed")]
     Killed,
-    /// A thread that reads what the source sends tried what it has no use for, and was kept from
-    /// it.
+    /// A thread that reads what the peer sends tried what it has no use for, and was kept from it.
     #[error(
-        "what reads the bytes of the source was kept from {tried}, for which it has no use: they \
-         may have taken it over, so nothing that came is used; report this (godwit receive \
-         --unconfined keeps it from nothing)"
+        "what reads the bytes of {peer} was kept from {tried}, for which it has no use: they may \
+         have taken it over, so nothing that came is used; report this (--unconfined keeps it \
+         from nothing)"
     )]
     Confined {
+        /// Whose bytes.
+        peer: &'static str,
         /// The call.
         tried: Tried,
     },
     /// The threads that read what a peer sends cannot be confined.
-    #[error("{0}; godwit receive --unconfined goes without")]
+    #[error("{0}; --unconfined goes without")]
     Confine(#[source] ConfineError),
     /// The VM has more of something than the protocol can name.
     #[error(

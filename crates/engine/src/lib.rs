@@ -17,6 +17,7 @@
 
 pub mod address;
 mod cancel;
+mod cells;
 pub mod compression;
 pub mod destination;
 mod digests;

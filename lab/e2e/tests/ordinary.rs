@@ -428,20 +428,59 @@ fn a_hundred_moves_in_a_row_with_anonymous_ram() -> anyhow::Result<()> {
 const CAPABILITIES: [&str; 5] =
     ["sys_ptrace", "checkpoint_restore", "dac_override", "kill", "sys_resource"];
 
-/// Each thread of `receive`, which has all of root's rights to begin with, has given up those that
-/// it has no use for, and the way back.
-fn check_rights(receive: &Running) -> anyhow::Result<()> {
-    // CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_RESOURCE,
-    // CAP_CHECKPOINT_RESTORE.
-    let used = [1, 5, 10, 19, 24, 40].iter().fold(0, |set, bit| set | 1u64 << bit);
-    for task in std::fs::read_dir(format!("/proc/{}/task", receive.pid()))? {
+/// What both sides keep: CAP_DAC_OVERRIDE, CAP_KILL, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE,
+/// CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE.
+const KEPT: [u64; 6] = [1, 5, 10, 19, 24, 40];
+
+/// Each thread of `godwit`, which has all of root's rights to begin with, has given up those that
+/// it has no use for, and the way back; those that are named have no more than is said of them.
+fn check_rights(godwit: &Running, kept: &[u64], own: &[(&str, &[u64])]) -> anyhow::Result<()> {
+    let set = |bits: &[u64]| bits.iter().fold(0, |set, bit| set | 1u64 << bit);
+    let mut seen = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{}/task", godwit.pid()))? {
         let status = std::fs::read_to_string(task?.path().join("status"))?;
         let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-        for name in ["CapEff:\t", "CapPrm:\t", "CapBnd:\t"] {
-            let set = u64::from_str_radix(word(name).context("no such line")?, 16)?;
-            ensure!(set & !used == 0, "{name}{set:x} of {}", word("Name:\t").unwrap_or_default());
+        let thread = word("Name:\t").unwrap_or_default();
+        let more = own.iter().find(|(name, _)| *name == thread);
+        let used = set(more.map_or(kept, |(_, bits)| bits));
+        seen.extend(more.map(|(name, _)| *name));
+        // The last is the process's: who has given up the right to set it cannot.
+        for (name, used) in [("CapEff:\t", used), ("CapPrm:\t", used), ("CapBnd:\t", set(kept))] {
+            let has = u64::from_str_radix(word(name).context("no such line")?, 16)?;
+            ensure!(has & !used == 0, "{name}{has:x} of {thread}");
         }
         ensure!(word("NoNewPrivs:\t") == Some("1"), "{status}");
+    }
+    let missing = own.iter().find(|(name, _)| !seen.contains(name));
+    ensure!(missing.is_none(), "no such thread: {missing:?} among {seen:?}");
+    Ok(())
+}
+
+#[test]
+fn a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own() -> anyhow::Result<()> {
+    let test = "a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own";
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "only root has rights to give up");
+        return Ok(());
+    }
+    for build in builds_for(test) {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+        let user = build.as_user("nobody");
+        let config = config.with_backend(Backend::Anonymous).with_extra(&[&user[0], &user[1]]);
+        let mut pair = Pair::start(&config)?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let slow =
+            ["--max-bandwidth", "10MiB/s", "--compression", "none", "--downtime-limit", "1ms"];
+        let migrate = pair.godwit.migrate(&pair.source, &address, &slow)?;
+        await_copying(&migrate)?;
+        // CAP_SYS_ADMIN for a QEMU in a sandbox, CAP_SYS_NICE to hold the guest back.
+        let kept = [KEPT.as_slice(), &[21, 23]].concat();
+        check_rights(&migrate, &kept, &[("control", &[]), ("channel", &[19])])?;
+        check_rights(&receive, &KEPT, &[("control", &[]), ("channel", &[19])])?;
+        migrate.signal(Signal::INT)?;
+        drop(migrate.wait(LIMIT)?);
+        drop(receive.wait(LIMIT)?);
+        check_untouched(&mut pair.source)?;
     }
     Ok(())
 }
@@ -470,7 +509,7 @@ fn five_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<(
             };
             // Without the first: one line that names it, and nothing has changed.
             let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-            check_rights(&receive)?;
+            check_rights(&receive, &KEPT, &[])?;
             let short = with(&CAPABILITIES[1..]);
             let migrate = short.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
             check_refused(&migrate, 1, &["CAP_SYS_PTRACE", "give it that capability"])?;

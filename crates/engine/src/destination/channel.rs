@@ -12,9 +12,9 @@ use godwit_units::PageRun;
 use godwit_wire::{Content, FRAME_PAGES, FrameKind, HEADER_LEN, PageFrame, barrier_of};
 
 use super::barriers::Barriers;
-use super::cell::{Cell, Cells};
 use super::fault::MadeUp;
 use crate::EngineError;
+use crate::cells::{Cell, Cells};
 use crate::link::{FrameReader, wire_error};
 
 pub(super) const PEER: &str = "source";
@@ -156,7 +156,7 @@ mod tests {
         barriers: &Arc<Barriers>,
         any_channel: bool,
     ) -> Channel {
-        let cells = Cells::new(true).unwrap();
+        let cells = Cells::new(true, "the source").unwrap();
         let place = MemoryPlace {
             number,
             channels,

@@ -19,9 +19,9 @@ use godwit_units::format_duration;
 use godwit_wire::{AbortCode, Greeting, Message, Role, Secret, SessionId, Version, WireError};
 
 use super::Notice;
-use super::cell::Cells;
 use super::channel::PEER;
 use crate::address::{Listener, Stream};
+use crate::cells::Cells;
 use crate::link::{ControlWriter, FrameReader, link_error, receive_greeting, send_greeting};
 use crate::return_proof::ReturnProof;
 use crate::security::{BeginError, Security};
@@ -426,7 +426,7 @@ mod tests {
         let version = Version::NEWEST;
         let credentials = Credentials { id, version, security, shown: stream.shown() };
         assert!(credentials.shown.is_some());
-        let cells = Cells::new(true).unwrap();
+        let cells = Cells::new(true, "the source").unwrap();
         let door = Door::open(&listener, credentials, "west", &cells).unwrap();
         let cancel = Cancel::default();
         let mut told = Vec::new();

@@ -20,7 +20,6 @@ use godwit_wire::{Feature, Message, Role};
 
 use super::Notice;
 use super::barriers::Barriers;
-use super::cell::Cells;
 use super::channel::{Channel, Ended, PEER, PageSink};
 use super::disk::{DiskPlace, LastRound};
 use super::fault::MadeUp;
@@ -29,6 +28,7 @@ use super::offer::Accepted;
 use super::proof::{Placed, Prover};
 use super::session::{Session, out_of_place};
 use crate::address::Stream;
+use crate::cells::Cells;
 use crate::link::{FrameReader, link_error};
 use crate::return_proof::FORGOTTEN;
 use crate::vm::{DestinationVm, VmError};

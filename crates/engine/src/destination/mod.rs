@@ -10,7 +10,6 @@
 //! compared before anything is accepted), `lanes` (the channels), `loading` (the device state).
 
 mod barriers;
-mod cell;
 mod channel;
 mod disk;
 mod door;
@@ -37,6 +36,7 @@ use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Feature, Message};
 
 use crate::address::Listener;
+use crate::cells::Cells;
 use crate::compression::Codecs;
 use crate::digests;
 use crate::link::link_error;
@@ -45,7 +45,6 @@ use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
-use cell::Cells;
 use channel::PEER;
 use door::Return;
 use fault::MadeUp;
@@ -244,7 +243,7 @@ pub fn receive(
         .address()
         .map_err(link_error(PEER))
         .and_then(|address| options.security.allows(&address))
-        .and_then(|()| Cells::new(options.confined))
+        .and_then(|()| Cells::new(options.confined, PEER))
         .and_then(|cells| {
             let (mut kept, record) = Kept::look(vm, options)?;
             if let Some(record) = record {

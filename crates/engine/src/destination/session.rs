@@ -17,11 +17,11 @@ use godwit_wire::{
 };
 
 use super::Notice;
-use super::cell::Cells;
 use super::channel::PEER;
 use super::door::{self, Credentials, Door, Return, send_back};
 use super::record::Record;
 use crate::address::{Listener, Stream};
+use crate::cells::Cells;
 use crate::link::{ControlWriter, link_error, read_messages, say_alive, send_greeting};
 use crate::return_proof::{ReturnProof, prints_seed};
 use crate::security::Security;

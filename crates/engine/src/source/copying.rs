@@ -113,7 +113,7 @@ impl Copying {
             let count = usize::from(options.channels);
             let own = segments.segments().filter(|(_, segment)| segment.channel(count) == number);
             let all = segments.segments().count();
-            lanes.add_memory(stream, all, source.session.reports(), |sender| {
+            lanes.add_memory(stream, all, source.session.for_memory(), |sender| {
                 Channel::new(sender, shared, own, direct_io)
             })?;
         }

@@ -146,7 +146,7 @@ impl Disks {
         for (index, (moving, stream)) in self.list.iter().zip(streams).enumerate() {
             let link_share = Arc::clone(lanes.link_share());
             let segments = segments(moving.disk.pages());
-            lanes.add_disk(stream, segments, session.reports(), |sender| {
+            lanes.add_disk(stream, segments, session.for_disk(), |sender| {
                 let (table, counters) = (Arc::clone(table), Arc::clone(&moving.counters));
                 DiskChannel::new(
                     (index, blocks + index, segments),

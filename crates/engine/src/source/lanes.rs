@@ -19,6 +19,7 @@ use super::link_share::LinkShare;
 use super::live::{IdleWatch, Live};
 use super::session::Event;
 use crate::address::Stream;
+use crate::cells::Cell;
 use crate::compression::{Codecs, Compression};
 use crate::handle::Own;
 use crate::limiter::Limiter;
@@ -98,12 +99,18 @@ impl Lanes {
         &mut self,
         stream: (Stream, Stream),
         segments: usize,
-        events: Sender<Event>,
+        (events, cell): (Sender<Event>, Cell),
         channel: impl FnOnce(FrameSender) -> Channel,
     ) -> Result<(), EngineError> {
         let (stream, handle) = stream;
         let channel = channel(FrameSender::new(stream, self.link.clone(), segments));
-        let run = move |orders: &Receiver<Order>| channel.run(orders, &events);
+        let run = move |orders: &Receiver<Order>| match cell.enter() {
+            Ok(_) => channel.run(orders, &events),
+            Err(error) => {
+                let _ = events.send(Event::RoundStatistics { round: 0, result: Err(error) });
+                channel
+            }
+        };
         self.memory.push(Lane::start("channel", handle, run)?);
         Ok(())
     }
@@ -113,12 +120,19 @@ impl Lanes {
         &mut self,
         stream: (Stream, Stream),
         segments: usize,
-        events: Sender<Event>,
+        (events, cell): (Sender<Event>, Cell),
         channel: impl FnOnce(FrameSender) -> DiskChannel,
     ) -> Result<(), EngineError> {
         let (stream, handle) = stream;
         let channel = channel(FrameSender::new(stream, self.link.clone(), segments));
-        let run = move |orders: &Receiver<DiskOrder>| channel.run(orders, &events);
+        let disk = self.disks.len();
+        let run = move |orders: &Receiver<DiskOrder>| match cell.enter() {
+            Ok(_) => channel.run(orders, &events),
+            Err(error) => {
+                let _ = events.send(Event::DiskStatistics { disk, round: 0, result: Err(error) });
+                channel
+            }
+        };
         self.disks.push(Lane::start("disk", handle, run)?);
         Ok(())
     }

@@ -53,6 +53,7 @@ use godwit_protocol::source::{Action, Input, State, step};
 use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
+use crate::cells::Cells;
 use crate::handle::{MigrationHandle, Own};
 use crate::record::Place;
 use crate::report::{Measures, Progress};
@@ -111,6 +112,9 @@ pub struct Options {
     /// killed before the guest is stopped; one that finds such a record there does. Only where no
     /// disks move along, and the destination can. It is removed at the end.
     pub record: Option<PathBuf>,
+    /// Confine the thread that reads what the destination sends to the system calls of that, and
+    /// leave each thread only the capabilities of its work.
+    pub confined: bool,
     /// A fault to make up, for tests.
     #[cfg(feature = "test-hooks")]
     pub fault: Option<Fault>,
@@ -130,6 +134,7 @@ impl Options {
             keep_source: false,
             reconnect: limits::RECONNECT,
             record: None,
+            confined: false,
             #[cfg(feature = "test-hooks")]
             fault: None,
         }
@@ -388,7 +393,9 @@ impl<'a> Source<'a> {
     ) -> std::io::Result<(Self, Setup)> {
         let meter = Meter::begin(options.channels);
         let made_up = MadeUp::of(options);
-        let session = Session::new(&options.to, &options.security, handle.cancel(), made_up)?;
+        let cells = Cells::new(options.confined, PEER).map_err(std::io::Error::other)?;
+        let terms = (&options.security, &cells);
+        let session = Session::new(&options.to, terms, handle.cancel(), made_up)?;
         let setup = Setup::new(vm, options, handle)?;
         vm.heed(session.interrupt());
         let ending = Ending::default();

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::time::{Duration, Instant};
 
+use godwit_confine::Rights;
 use godwit_units::ByteCount;
 use godwit_wire::{
     AbortCode, Features, Greeting, Message, Role, Secret, SessionId, Version, Versions, WireError,
@@ -23,6 +24,7 @@ use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::{new_secret, new_session};
 use super::record::Record;
 use crate::address::{Address, Stream};
+use crate::cells::{Cell, Cells};
 use crate::link::{
     ControlWriter, link_error, read_messages, receive_greeting, say_alive, send_greeting,
 };
@@ -97,6 +99,7 @@ struct Control {
 
 pub(super) struct Session {
     call: Call,
+    cells: Cells,
     cancel: Cancel,
     interrupt: Interrupt,
     made_up: MadeUp,
@@ -130,7 +133,7 @@ impl Session {
     /// A session with the destination at `to`, which is not connected to yet.
     pub(super) fn new(
         to: &Address,
-        security: &Security,
+        (security, cells): (&Security, &Cells),
         cancel: &Cancel,
         made_up: MadeUp,
     ) -> io::Result<Self> {
@@ -145,6 +148,7 @@ impl Session {
                 shown: None,
                 attempt: 0,
             },
+            cells: cells.clone(),
             cancel: cancel.clone(),
             interrupt: Interrupt::new(cancel),
             made_up,
@@ -229,7 +233,12 @@ impl Session {
         let (dialled, wait) = mpsc::channel();
         // Who was given up must not take the destination's place for a source.
         let stop = move || interrupt.is_raised();
-        let dial = move || drop(dialled.send(call.dial(role, first.as_ref(), stop)));
+        // A socket of another user's is reached by the first, a port below 1024 by the other.
+        let cell = self.cells.with(Rights::FILES | Rights::PORTS);
+        let dial = move || {
+            let made = cell.enter().and_then(|_| call.dial(role, first.as_ref(), stop));
+            drop(dialled.send(made));
+        };
         threads::start("connect", dial)?;
         Ok(wait)
     }
@@ -343,12 +352,14 @@ impl Session {
         self.interrupt.uses(self.connection);
         let (events, places, connection) =
             (self.events_in.clone(), self.places_in.clone(), self.connection);
-        let interrupt = self.interrupt.clone();
+        let (interrupt, cells, cell) =
+            (self.interrupt.clone(), self.cells.clone(), self.cells.reader()?);
         read_messages(
             read,
             PEER,
-            || Ok(()),
+            move || cell.enter(),
             move |message| {
+                let message = cells.tried().map_or(message, Err);
                 let lost = message.is_err();
                 let over = matches!(message, Ok(Message::Abort { .. }));
                 let told = places.send(()).is_ok()
@@ -362,6 +373,23 @@ impl Session {
                 told
             },
         )
+    }
+
+    /// What a channel of memory reports by, and what it may do: the kernel asks for that at each
+    /// read, where memory is in another user's process.
+    pub(super) fn for_memory(&self) -> (Sender<Event>, Cell) {
+        (self.reports(), self.cells.with(Rights::TRACE))
+    }
+
+    /// The same of a disk's channel: the server's socket, which is connected to anew, may be
+    /// another user's.
+    pub(super) fn for_disk(&self) -> (Sender<Event>, Cell) {
+        (self.reports(), self.cells.with(Rights::FILES))
+    }
+
+    /// The same of who passes device state on.
+    pub(super) fn for_state(&self) -> (Sender<Event>, Cell) {
+        (self.reports(), self.cells.with(Rights::NONE))
     }
 
     /// The writing end of the control connection.

@@ -16,6 +16,7 @@ use godwit_units::ByteCount;
 use godwit_wire::{DEVICE_STATE_CHUNK, Message};
 
 use super::session::Event;
+use crate::cells::Cell;
 use crate::link::ControlWriter;
 use crate::{EngineError, threads};
 
@@ -66,14 +67,14 @@ impl StateRelay {
     pub(super) fn start(
         mut stream: Box<dyn Read + Send>,
         control: Arc<ControlWriter>,
-        events: Sender<Event>,
+        (events, cell): (Sender<Event>, Cell),
     ) -> Result<Self, EngineError> {
         let passage = Passage { flow: Flow::Open, read: Vec::new(), end: None };
         let shared = Arc::new(Shared { passage: Mutex::new(passage), changed: Condvar::new() });
         let (of_reader, of_sender) = (Arc::clone(&shared), Arc::clone(&shared));
         let reader = threads::start("state-read", move || read_all(&mut stream, &of_reader))?;
         let sender = threads::start("state", move || {
-            let result = pass_on(&of_sender, &control);
+            let result = cell.enter().and_then(|_| pass_on(&of_sender, &control));
             if result.is_err() {
                 of_sender.lock().flow = Flow::Ended;
                 of_sender.changed.notify_all();
@@ -179,6 +180,8 @@ mod tests {
     use std::sync::mpsc::channel;
     use std::time::Duration;
 
+    use godwit_confine::Rights;
+
     use super::*;
     use crate::address::Stream;
     use crate::link::FrameReader;
@@ -194,7 +197,8 @@ mod tests {
         machine.set_write_timeout(Some(LIMIT)).unwrap();
         let control = ControlWriter::new(Stream::from(control), "destination").unwrap();
         let (events, ended) = channel();
-        let relay = StateRelay::start(Box::new(stream), Arc::new(control), events).unwrap();
+        let cell = crate::cells::Cells::new(false, "the destination").unwrap().with(Rights::NONE);
+        let relay = StateRelay::start(Box::new(stream), Arc::new(control), (events, cell)).unwrap();
         (relay, machine, destination, ended)
     }
 

@@ -115,6 +115,6 @@ pub(super) fn prepare(
     }
     let control = Arc::clone(source.session.control()?);
     let stream = copying.take_state().ok_or(EngineError::Panicked("main"))?;
-    let relay = StateRelay::start(stream, control, source.session.reports())?;
+    let relay = StateRelay::start(stream, control, source.session.for_state())?;
     Ok((relay, if in_haste { Input::PreparedInHaste } else { Input::Prepared }))
 }

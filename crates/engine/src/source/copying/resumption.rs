@@ -245,7 +245,7 @@ impl Copying {
         }
         for (stream, part) in streams.into_iter().zip(parts) {
             let shared = shared.clone();
-            self.lanes.add_memory(stream, all, source.session.reports(), |sender| {
+            self.lanes.add_memory(stream, all, source.session.for_memory(), |sender| {
                 Channel::with(sender, shared, part)
             })?;
         }
@@ -256,7 +256,7 @@ impl Copying {
         for (disk, stream) in ended.disks.drain(..).zip(disk_streams) {
             let segments = disk.segments();
             let over = |sender| disk.over(sender);
-            self.lanes.add_disk(stream, segments, source.session.reports(), over)?;
+            self.lanes.add_disk(stream, segments, source.session.for_disk(), over)?;
         }
         Ok(())
     }
