@@ -83,7 +83,7 @@ impl Cells {
     /// What one of them was kept from, as an error.
     pub(crate) fn tried(&self) -> Option<EngineError> {
         let (witness, peer) = self.0.as_ref()?;
-        Some(EngineError::Confined { peer: peer, tried: witness.tried()? })
+        Some(EngineError::Confined { peer, tried: witness.tried()? })
     }
 }
 
