@@ -46,7 +46,8 @@ fn a_record_goes_with_a_qemu_that_ends_while_it_is_asked() {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
     let number: u64 = start_time(qemu.id()).parse().unwrap();
     let left = serde_json::json!({
-        "qemu": qemu.id(), "qemu_started": number, "boot": boot.trim(), "stage": "handing-over",
+        "qemu": qemu.id(), "qemu_started": number, "boot": boot.trim(),
+        "stage": "handing-over",
         "was_running": true, "settings": null, "limits": { "before": [], "ours": [] }, "disks": false, "definition": null,
         "lock": null, "started": false,
     });
