@@ -48,8 +48,8 @@ fn a_record_goes_with_a_qemu_that_ends_while_it_is_asked() {
     let left = serde_json::json!({
         "qemu": qemu.id(), "qemu_started": number, "boot": boot.trim(),
         "stage": "handing-over",
-        "was_running": true, "settings": null, "limits": { "before": [], "ours": [] }, "disks": false,
-        "definition": null,
+        "was_running": true, "settings": null, "limits": { "before": [], "ours": [] },
+        "disks": false, "definition": null,
         "lock": null, "started": false,
     });
     std::fs::write(&record, format!("\n{left}\n")).unwrap();

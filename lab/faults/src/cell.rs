@@ -263,8 +263,8 @@ fn await_ended(rig: &mut dyn Rig, godwit: &Running, name: &str) -> anyhow::Resul
 
 /// What both VMs do, which is not to run the guest twice.
 fn both(rig: &mut dyn Rig) -> anyhow::Result<[State; 2]> {
-    // In this order: between two looks the guest may leave the source for the destination, never the
-    // other way.
+    // In this order: between two looks the guest may leave the source for the destination, never
+    // the other way.
     let destination = rig.state(Side::Destination);
     let states = [rig.state(Side::Source), destination];
     ensure!(states != [State::Runs; 2], "BOTH SIDES RUN THE GUEST");
