@@ -80,6 +80,23 @@ fn a_write_that_nobody_reported_is_found_when_it_is_looked_back() {
 }
 
 #[test]
+fn a_page_that_was_given_back_after_it_was_sent_is_not_missed() {
+    // Cause: the look for data names a hole between full pages as data. Mutations: a page that is a
+    // hole counts; any page of zeros is taken for a hole.
+    let mut source = rested();
+    source.given_back = vec![17, 300];
+    moved(&mut source, &options(3, true)).0.unwrap();
+}
+
+#[test]
+fn a_page_of_zeros_that_nobody_reported_is_missed() {
+    let mut source = rested();
+    source.wiped = vec![17];
+    let failure = moved(&mut source, &options(3, true)).0.unwrap_err();
+    assert!(matches!(failure.cause, EngineError::Missed { .. }), "{failure}");
+}
+
+#[test]
 fn a_digest_that_differs_keeps_the_guest_at_the_source() {
     let options = Options { fault: Some(Fault::WrongDigest), ..options(2, true) };
     let failure = moved(&mut busy(), &options).0.unwrap_err();

@@ -6,7 +6,8 @@
 //! when it keeps nobody waiting.
 //!
 //! A page that is a hole here may have been sent: its content was given back meanwhile, and whoever
-//! gave it back does not ask for it. So holes are not looked at.
+//! gave it back does not ask for it. So holes are not compared. A coarse look names small holes as
+//! data, so a page that differs and is zero is looked at once more, alone.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -17,7 +18,7 @@ use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_fingerprints::Key;
 use godwit_memory::{MemoryError, RamBlock};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use super::channel::Owned;
 use crate::EngineError;
@@ -92,7 +93,7 @@ fn differing(
                     // Nothing was sent: it is a hole at the destination.
                     None => is_zero(bytes),
                 };
-                if !same {
+                if !same && !(is_zero(bytes) && is_hole(&ram[segment.block], page)?) {
                     found.push((segment.block, page));
                 }
             }
@@ -107,4 +108,9 @@ fn differing(
         found.retain(|(_, page)| !skipped.contains(page));
     }
     Ok(found)
+}
+
+/// Whether `page` holds nothing, not even zeros.
+fn is_hole(block: &RamBlock, page: u64) -> Result<bool, MemoryError> {
+    Ok(block.data_coarse(PageRun::new(page, 1)).next().transpose()?.is_none())
 }

@@ -113,6 +113,11 @@ pub struct Source {
     pub throttles: Option<Arc<Mutex<Vec<f64>>>>,
     /// Pages of the first block that are written when the guest is stopped, and not reported.
     pub unseen: Vec<u64>,
+    /// Pages of the first block that are given back to the host when the guest is stopped, as a
+    /// balloon does with pages that the guest reports free: nobody asks for them any more.
+    pub given_back: Vec<u64>,
+    /// Pages of the first block that are overwritten with zeros then, and not reported.
+    pub wiped: Vec<u64>,
 }
 
 /// The first pages of the first block.
@@ -155,6 +160,8 @@ impl Source {
             late,
             throttles: None,
             unseen: Vec::new(),
+            given_back: Vec::new(),
+            wiped: Vec::new(),
         };
         source.resume().unwrap();
         source
@@ -196,6 +203,12 @@ impl SourceVm for Source {
         self.guest.take().unwrap().join().unwrap();
         for page in &self.unseen {
             self.ram[0].write(PageIndex(*page), &[0xee; 4096]).unwrap();
+        }
+        for page in &self.wiped {
+            self.ram[0].write(PageIndex(*page), &[0; 4096]).unwrap();
+        }
+        for page in &self.given_back {
+            self.ram[0].zero(PageRun::new(*page, 1)).unwrap();
         }
         Ok(Instant::now())
     }
