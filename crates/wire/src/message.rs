@@ -306,15 +306,20 @@ pub enum Message {
     /// S: behind Resumed and the channels' greetings, what do you hold of every page? From a source
     /// that was started anew and knows nothing of it. Only with
     /// [`Feature::Restart`](crate::Feature::Restart).
-    PrintsRequest,
-    /// D: the fingerprints of the pages of one segment, in order; none where all are zero.
+    PrintsRequest {
+        /// And of every disk that moves along? Only with
+        /// [`Feature::DiskPrints`](crate::Feature::DiskPrints).
+        disks: bool,
+    },
+    /// D: the fingerprints of the pages of one segment, in order; none where all are zero. Of a disk
+    /// one for each 16 pages.
     Prints {
-        /// The RAM block.
+        /// The RAM block or disk.
         block: u32,
         /// The segment, counted from 0 in its block.
         segment: u32,
-        /// One XXH3-64 a page, under a seed that both sides make of the session's secret; 1 where
-        /// that is 0.
+        /// XXH3-64 under a seed that both sides make of the session's secret; 1 where that is 0.
+        /// 0: what a disk holds there is not known.
         prints: Vec<u64>,
     },
     /// S: bytes that mean nothing, sent for the time that they take. Only behind an inquiry that
@@ -363,7 +368,7 @@ impl Message {
             Self::Keep(_) => FrameKind::Keep,
             Self::Resume { .. } => FrameKind::Resume,
             Self::Resumed { .. } => FrameKind::Resumed,
-            Self::PrintsRequest => FrameKind::PrintsRequest,
+            Self::PrintsRequest { .. } => FrameKind::PrintsRequest,
             Self::Prints { .. } => FrameKind::Prints,
             Self::Prove { .. } => FrameKind::Prove,
             Self::Trial(_) => FrameKind::Trial,
@@ -451,8 +456,8 @@ impl Message {
                 aux = u64::from(*block) << 32 | u64::from(*segment);
                 frame.extend(prints.iter().flat_map(|print| print.to_le_bytes()));
             }
+            Self::PrintsRequest { disks } => aux = (*disks).into(),
             Self::Prepare
-            | Self::PrintsRequest
             | Self::Prepared
             | Self::DigestRequest
             | Self::DeviceStateEnd
@@ -545,7 +550,12 @@ impl Message {
                     digests: payload.chunks_exact(16).map(digest).collect(),
                 })
             }
-            FrameKind::PrintsRequest => empty(Self::PrintsRequest),
+            FrameKind::PrintsRequest if header.aux > 1 => Err(WireError::Field {
+                what: "request for fingerprints",
+                field: "disks",
+                value: header.aux,
+            }),
+            FrameKind::PrintsRequest => empty(Self::PrintsRequest { disks: header.aux == 1 }),
             FrameKind::Prints => {
                 let (words, []) = payload.as_chunks() else {
                     return Err(WireError::Length { what: "fingerprints" });

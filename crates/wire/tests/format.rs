@@ -96,10 +96,11 @@ fn golden_bytes() {
         hex(&Message::Offer(Offer { features, ..offer() }).encode()),
         hex(&Message::Accept { codecs: 6, features }.encode()),
         hex(&Message::Prove { seed: 0x0102_0304_0506_0708 }.encode()),
-        hex(&Message::PrintsRequest.encode()),
+        hex(&Message::PrintsRequest { disks: false }.encode()),
         hex(&Message::Prints { block: 1, segment: 2, prints: vec![3, 4] }.encode()),
         hex(&Message::Trial(vec![5; 3]).encode()),
         hex(&Message::Tried { bytes: 3, clock: 0x0102_0304_0506_0708 }.encode()),
+        hex(&Message::PrintsRequest { disks: true }.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());

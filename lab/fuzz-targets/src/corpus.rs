@@ -99,7 +99,7 @@ fn frames() -> Vec<Seed> {
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
         Message::Prove { seed: 7 },
-        Message::PrintsRequest,
+        Message::PrintsRequest { disks: true },
         Message::Trial(b"filling".to_vec()),
         Message::RoundEnd { round: 3 },
         Message::Prepare,

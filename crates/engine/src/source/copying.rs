@@ -14,7 +14,7 @@ use godwit_policy::Decision;
 use godwit_protocol::source::Input;
 use godwit_track::DirtyTracker;
 use godwit_units::ByteCount;
-use godwit_wire::Message;
+use godwit_wire::{Feature, Message};
 
 use super::Source;
 use super::channel::{Channel, Order, Shared};
@@ -97,7 +97,7 @@ impl Copying {
         disks.track(source.vm)?;
         if !restarted {
             let session = (&segments, &source.session);
-            disks.connect(source.ram.len(), &mut lanes, disk_streams, session)?;
+            disks.connect(source.ram.len(), &mut lanes, (disk_streams, Vec::new()), session)?;
         }
         let shared = Shared {
             tracker: Arc::clone(&tracker),
@@ -138,7 +138,11 @@ impl Copying {
             round,
             under_way: None,
             state: None,
-            lost: restarted.then(|| Lost::restarted(options.reconnect, shared, direct_io)),
+            lost: restarted.then(|| {
+                let disks_are_told = common.features.contains(Feature::DiskPrints);
+                let parts = (shared, direct_io, disks_are_told);
+                Lost::restarted(options.reconnect, parts)
+            }),
         })
     }
 
