@@ -73,6 +73,8 @@ enum Command {
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
     Set(steer::SetArguments),
+    /// Make the connections of a migration by another way when they are lost.
+    Redirect(steer::RedirectArguments),
     /// End the copying of a migration that runs and switch over now.
     Switchover(steer::SwitchoverArguments),
     /// Cancel a migration that runs: the guest stays where it is.
@@ -127,6 +129,7 @@ fn main() -> ExitCode {
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
+        Command::Redirect(arguments) => steer::redirect(&arguments),
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Recover(arguments) => recover::run(&arguments),
