@@ -26,7 +26,7 @@ const ROWS: [&[&str]; 8] = [
     &["track", "vcpu-throttle", "balloon", "sim", "nbd", "libvirt", "tls", "confine"],
     &["engine"],
     &["qemu", "control"],
-    &["microvm", "terminal", "doctor", "report"],
+    &["microvm", "terminal", "doctor", "report", "evacuate"],
     &["cli"],
 ];
 /// No clock, thread, file or socket: their clippy.toml bans them.
