@@ -37,8 +37,8 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 #[command(after_help = GRAMMAR)]
 pub(crate) struct Arguments {
     /// The file that lists VMs and destinations
-    #[arg(value_name = "LIST", required_unless_present_any = ["resume", "pause", "proceed", "cancel",
-          "status"])]
+    #[arg(value_name = "LIST")]
+    #[arg(required_unless_present_any = ["resume", "pause", "proceed", "cancel", "status"])]
     list: Option<PathBuf>,
 
     /// What this evacuation is called, among others on this host
@@ -147,17 +147,25 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     private(&directory).with_context(|| place.clone())?;
     let cancel = process::cancel_on_signals();
-    let store = RedbStore::open(&store)?;
     let godwit = std::env::current_exe().context("this program cannot be found")?;
-    let mut moves = Moves::new(
-        &directory.join("moves"),
-        &arguments.name,
-        &godwit,
-        &run_directory::path(),
-    )?;
+    let mut moves =
+        Moves::new(&directory.join("moves"), &arguments.name, &godwit, &run_directory::path())?;
     let (mut runner, events) = match &plan {
-        Some(plan) => (Runner::begin(store, plan, &place, &mut moves)?, Vec::new()),
-        None => Runner::resume(store, &place, &mut moves)?,
+        Some(plan) => {
+            // The file has its name only when the plan is in it.
+            let new = directory.join(format!("plan.redb.new{}", std::process::id()));
+            let runner = Runner::begin(RedbStore::open(&new)?, plan, &place, &mut moves);
+            let linked = std::fs::hard_link(&new, &store);
+            std::fs::remove_file(&new)?;
+            linked.map_err(|error| match error.kind() {
+                std::io::ErrorKind::AlreadyExists => {
+                    EvacuateError::Planned { place: place.clone() }.into()
+                }
+                _ => anyhow::Error::from(error).context(place.clone()),
+            })?;
+            (runner?, Vec::new())
+        }
+        None => Runner::resume(RedbStore::open(&store)?, &place, &mut moves)?,
     };
     let (_socket, requests) = serve(&directory.join("control"))?;
     let names = runner.plan().clone();
@@ -273,9 +281,8 @@ fn tell_plan(plan: &Plan, json: bool) {
         Column::number("begins", 0),
         Column::number("ends", 0),
     ];
-    let time = |seconds: Option<f64>| {
-        seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1} s"))
-    };
+    let time =
+        |seconds: Option<f64>| seconds.map_or("-".to_owned(), |seconds| format!("{seconds:.1} s"));
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|(name, to, times, why)| {

@@ -17,9 +17,9 @@ mod plan;
 mod runner;
 mod store;
 
-pub use list::{List, ListedDestination, ListedVm, Receiver};
+pub use list::{List, ListedDestination, ListedVm};
 pub use moves::Moves;
-pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Step};
+pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Receiver, Step};
 pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner};
 pub use store::{MemoryStore, RedbStore, Store};
 

@@ -4,24 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use godwit_units::{ByteCount, Rate};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use crate::EvacuateError;
-use crate::plan::{Plan, PlannedDestination, PlannedVm};
-
-/// How a guest is taken in.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Receiver {
-    /// A `godwit receive` listens there already.
-    Listens(String),
-    /// A command starts one: it prints the address on its first line, or lines of JSON of which one
-    /// is `{"event":"listening","address":"…"}`, as `godwit receive --json` does.
-    Starts {
-        /// The command and its arguments.
-        start: Vec<String>,
-    },
-}
+use crate::plan::{Plan, PlannedDestination, PlannedVm, Receiver};
 
 /// One to move.
 #[derive(Clone, Debug, Deserialize)]
@@ -81,8 +67,7 @@ impl List {
     /// # Errors
     /// What is wrong, and where.
     pub fn read(file: &Path) -> Result<Self, EvacuateError> {
-        let wrong =
-            |why: String| EvacuateError::List { file: file.display().to_string(), why };
+        let wrong = |why: String| EvacuateError::List { file: file.display().to_string(), why };
         let text = std::fs::read_to_string(file)
             .map_err(|error| wrong(format!("cannot be read: {error}")))?;
         let is_json = file.extension().is_some_and(|extension| extension == "json");
@@ -159,7 +144,6 @@ impl List {
         Ok(Plan {
             bytes_per_second: budget.bytes_per_second(),
             at_once,
-            cpu: None,
             options: Vec::new(),
             vms,
             destinations,
@@ -217,7 +201,9 @@ mod tests {
         let plan = plan.plan("f", Rate::from_bytes_per_second(1e8), 2).unwrap();
         assert_eq!(plan.vms[0].name, "qemu--run-web01.qmp");
         assert_eq!(plan.vms[0].receivers["east"], Receiver::Listens("192.0.2.7:7000".into()));
-        assert!(matches!(&plan.vms[1].receivers["east"], Receiver::Starts { start } if start.len() == 4));
+        assert!(
+            matches!(&plan.vms[1].receivers["east"], Receiver::Starts { start } if start.len() == 4)
+        );
         assert_eq!(plan.vms[0].data_bytes, 4 << 30);
         let (vms, hosts, source) = plan.inventory();
         assert_eq!((vms[1].group, hosts[0].room.0, source.at_once), (Some(0), 64 << 30, 2));

@@ -21,8 +21,7 @@ use godwit_control::messages::Request;
 use godwit_units::Rate;
 use serde_json::Value;
 
-use crate::list::Receiver;
-use crate::plan::{Attempt, Plan, PlannedVm};
+use crate::plan::{Attempt, Plan, PlannedVm, Receiver};
 use crate::runner::{Hands, Look};
 
 /// Until who takes a guest in says where.
@@ -98,7 +97,9 @@ impl Moves {
         // Appended to, so that the lines of an earlier process stay until the lock is held.
         let file = File::options().create(true).append(true).open(path).map_err(failed)?;
         file.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => format!("{} belongs to a process that lives", path.display()),
+            TryLockError::WouldBlock => {
+                format!("{} belongs to a process that lives", path.display())
+            }
             TryLockError::Error(error) => failed(error),
         })?;
         file.set_len(0).map_err(failed)?;
@@ -225,7 +226,9 @@ impl Moves {
                 let host = &plan.destinations[attempt.to].name;
                 let path = self.directory.join(format!("{}@{}.receive", vm.name, plain(host)));
                 match said(&path) {
-                    Ok(Said::Ended(lines)) if lines.iter().any(|it| it["outcome"] == "received") => {
+                    Ok(Said::Ended(lines))
+                        if lines.iter().any(|it| it["outcome"] == "received") =>
+                    {
                         Look::Moved
                     }
                     _ => Look::InDoubt(
@@ -258,22 +261,27 @@ fn plain(name: &str) -> String {
     name.chars().map(plain).collect()
 }
 
-/// What the process of the file at `path` has said, and whether it lives.
-fn said(path: &Path) -> Result<Said, String> {
+/// The file at `path`, if there is one, and whether its process lives.
+fn found(path: &Path) -> Result<Option<(File, bool)>, String> {
     let failed = |error: std::io::Error| format!("{}: {error}", path.display());
-    let mut file = match File::open(path) {
+    let file = match File::open(path) {
         Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Said::Nothing),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
     };
-    // Before it is read: what ends between the two has said its last word.
-    let lives = match file.try_lock_shared() {
-        Ok(()) => false,
-        Err(TryLockError::WouldBlock) => true,
-        Err(TryLockError::Error(error)) => return Err(failed(error)),
-    };
+    match file.try_lock_shared() {
+        Ok(()) => Ok(Some((file, false))),
+        Err(TryLockError::WouldBlock) => Ok(Some((file, true))),
+        Err(TryLockError::Error(error)) => Err(failed(error)),
+    }
+}
+
+/// What the process of the file at `path` has said, and whether it lives.
+fn said(path: &Path) -> Result<Said, String> {
+    // The lock comes before the reading: what ends between the two has said its last word.
+    let Some((mut file, lives)) = found(path)? else { return Ok(Said::Nothing) };
     let mut text = String::new();
-    file.read_to_string(&mut text).map_err(failed)?;
+    file.read_to_string(&mut text).map_err(|error| format!("{}: {error}", path.display()))?;
     let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     Ok(if lives { Said::Lives(lines) } else { Said::Ended(lines) })
 }
@@ -301,6 +309,10 @@ impl Hands for Moves {
         self.reap();
         let vm = &plan.vms[attempt.vm];
         let path = self.file(vm, attempt);
+        // While it lives, what it has said is not read at each look.
+        if matches!(found(&path), Ok(Some((_, true)))) {
+            return Look::Moving;
+        }
         let lines = match said(&path) {
             Err(why) => return Look::InDoubt(why),
             Ok(Said::Nothing) => return Look::NeverBegan,
@@ -346,7 +358,9 @@ mod tests {
         let path = directory.join("a.1.jsonl");
         assert!(matches!(said(&path).unwrap(), Said::Nothing));
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", "echo '{\"event\":\"progress\"}'; read -r line < \"$0\"; echo '{\"outcome\":\"migrated\"}'"]);
+        let script = "echo '{\"event\":\"progress\"}'; read -r line < \"$0\"; \
+                      echo '{\"outcome\":\"migrated\"}'";
+        command.args(["-c", script]);
         let gate = directory.join("gate");
         assert!(Command::new("mkfifo").arg(&gate).status().unwrap().success());
         command.arg(&gate);

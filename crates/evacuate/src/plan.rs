@@ -6,8 +6,6 @@ use godwit_fleet::{CpuSet, Destination, Source, Vm};
 use godwit_units::{ByteCount, Rate};
 use serde::{Deserialize, Serialize};
 
-use crate::list::Receiver;
-
 /// What an evacuation is to do; it does not change once it is written down.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
@@ -15,9 +13,6 @@ pub struct Plan {
     pub bytes_per_second: f64,
     /// The most moves at once.
     pub at_once: u32,
-    /// Processor time that all moves together may take, as a part of one processor.
-    #[serde(default)]
-    pub cpu: Option<f64>,
     /// Options for each `godwit migrate`.
     pub options: Vec<String>,
     /// Who leaves.
@@ -66,6 +61,20 @@ pub struct PlannedDestination {
     pub at_once: u32,
     /// Groups of which it has one already.
     pub groups: Vec<String>,
+}
+
+/// How a guest is taken in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Receiver {
+    /// A `godwit receive` listens there already.
+    Listens(String),
+    /// A command starts one: it prints the address on its first line, or lines of JSON of which one
+    /// is `{"event":"listening","address":"…"}`, as `godwit receive --json` does.
+    Starts {
+        /// The command and its arguments.
+        start: Vec<String>,
+    },
 }
 
 /// A move, as it is written down before it begins.

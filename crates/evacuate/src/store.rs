@@ -70,11 +70,9 @@ impl RedbStore {
         let place = || path.display().to_string();
         let database = Database::create(path).map_err(|error| match error {
             DatabaseError::DatabaseAlreadyOpen => EvacuateError::Busy { place: place() },
-            error => EvacuateError::Store {
-                place: place(),
-                action: "opened",
-                why: error.to_string(),
-            },
+            error => {
+                EvacuateError::Store { place: place(), action: "opened", why: error.to_string() }
+            }
         })?;
         Ok(Self { database, path: path.to_owned() })
     }

@@ -10,9 +10,9 @@ use godwit_units::Rate;
 use serde::{Deserialize, Serialize};
 
 use crate::divide::{Claim, divide};
+use crate::flow::expected_seconds;
 use crate::inventory::{Destination, Source, Vm};
 use crate::rooms::{Rooms, Unplaced};
-use crate::virtual_run::expected_seconds;
 
 /// A guest that writes at a rate needs that and a quarter more, or its rounds do not get shorter.
 const HEADROOM: f64 = 1.25;

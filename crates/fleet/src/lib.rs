@@ -27,6 +27,7 @@
 
 mod divide;
 mod evacuation;
+mod flow;
 mod inventory;
 mod rolling;
 
@@ -35,8 +36,9 @@ mod virtual_run;
 
 pub use divide::{Claim, divide};
 pub use evacuation::{Action, Ending, Evacuation, Place, Stays};
+pub use flow::SETUP;
 pub use inventory::{CpuSet, Destination, Source, Vm};
 pub use rolling::{Fleet, Rolled, Terms, roll};
 
 pub use rooms::{Rooms, Unplaced};
-pub use virtual_run::{Faults, NoFaults, Ran, SETUP, run};
+pub use virtual_run::{Faults, NoFaults, Ran, run};

@@ -145,10 +145,7 @@ fn tell(arguments: &Arguments, terms: &Terms, rolled: &Rolled, took: Duration) {
         time(quantile(rolled, 0.5)),
         time(quantile(rolled, 1.0))
     );
-    println!(
-        "  forecast        without faults; it took {:+.1}%",
-        over_forecast(rolled) * 100.0
-    );
+    println!("  forecast        without faults; it took {:+.1}%", over_forecast(rolled) * 100.0);
     println!("  hosts emptied   {} of {}", rolled.emptied, arguments.hosts);
     println!(
         "  moves           {}, {} at once at most, {} failed on their way",

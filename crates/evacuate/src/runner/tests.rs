@@ -7,8 +7,7 @@ use std::rc::Rc;
 use godwit_units::Rate;
 
 use super::*;
-use crate::list::Receiver;
-use crate::plan::{PlannedDestination, PlannedVm};
+use crate::plan::{PlannedDestination, PlannedVm, Receiver};
 use crate::store::MemoryStore;
 
 /// Where guests really are, and what moves them: it goes on without a coordinator.
@@ -150,7 +149,6 @@ fn plan() -> Plan {
     Plan {
         bytes_per_second: 1e8,
         at_once: 3,
-        cpu: None,
         options: Vec::new(),
         vms: (0..6).map(vm).collect(),
         destinations: vec![host("east"), host("west")],

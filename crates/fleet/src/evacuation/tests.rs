@@ -211,8 +211,8 @@ proptest! {
     fn an_evacuation_without_faults_moves_whatever_has_a_place(world in world()) {
         let (vms, hosts, sources) = world;
         let mut evacuation = Evacuation::new(vms, hosts, sources);
-        let placed = evacuation.places().iter().filter(|place| matches!(place, Place::Waiting { .. }));
-        let placed = placed.count();
+        let places = evacuation.places().iter();
+        let placed = places.filter(|place| matches!(place, Place::Waiting { .. })).count();
         let ran = run(&mut evacuation, &mut NoFaults);
         prop_assert_eq!((ran.moved, ran.failures), (placed, 0));
         prop_assert!(ran.most_of_budget <= 1.0 + 1e-9, "{}", ran.most_of_budget);
@@ -259,11 +259,8 @@ fn a_pause_begins_nothing_and_ends_nothing() {
 #[test]
 fn what_failed_goes_elsewhere_and_three_times_is_enough() {
     let hosts = vec![Destination::new(ByteCount(8 << 30)), Destination::new(ByteCount(4 << 30))];
-    let mut evacuation = Evacuation::new(
-        vec![Vm::idle(ByteCount(1 << 30))],
-        hosts,
-        vec![Source::new(rate(1e8), 2)],
-    );
+    let mut evacuation =
+        Evacuation::new(vec![Vm::idle(ByteCount(1 << 30))], hosts, vec![Source::new(rate(1e8), 2)]);
     let mut went = Vec::new();
     while let Some(Action::Begin { to, .. }) = evacuation.advance().first().copied() {
         went.push(to);
@@ -283,7 +280,13 @@ fn facts_are_taken_up_and_nothing_is_moved_again() {
     evacuation.adopt(2, Place::Waiting { to: 1 });
     // There is no room at 1 any more.
     let begun = evacuation.advance();
-    assert!(matches!(begun[..], [Action::Begin { to: 0, .. }, Action::Pace { vm: 1, .. }]
-        | [Action::Pace { vm: 1, .. }, Action::Begin { to: 0, .. }]), "{begun:?}");
+    assert!(
+        matches!(
+            begun[..],
+            [Action::Begin { to: 0, .. }, Action::Pace { vm: 1, .. }]
+                | [Action::Pace { vm: 1, .. }, Action::Begin { to: 0, .. }]
+        ),
+        "{begun:?}"
+    );
     assert_eq!(evacuation.places()[0], Place::Moved { to: 1 });
 }
