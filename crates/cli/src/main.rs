@@ -8,6 +8,7 @@ extern crate godwit_terminal;
 
 mod deadline;
 mod doctor;
+mod evacuate;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
@@ -69,6 +70,8 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Tell what a migration would be like, without migrating.
     Plan(plan::Arguments),
+    /// Empty this host: move its VMs to where there is room, under one budget.
+    Evacuate(evacuate::Arguments),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
@@ -127,6 +130,7 @@ fn main() -> ExitCode {
         Command::List(arguments) => list::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Evacuate(arguments) => evacuate::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
         Command::Redirect(arguments) => steer::redirect(&arguments),
