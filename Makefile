@@ -176,6 +176,11 @@ bench-proof: guest qemu ## what --verify costs a guest of 12 GiB (ten minutes; 1
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin proof
 	@$(CARGO) run --quiet --release --package godwit-bench --bin proof -- $(BENCH_PROOF)
 
+.PHONY: bench-stamp
+bench-stamp: ## what stamping and checking cost a processor (a minute)
+	@$(CARGO) build --quiet --release --package godwit-stamp --bin godwit-stamp --example costs
+	@target/release/examples/costs
+
 .PHONY: bench-sim
 bench-sim: ## a million simulated migrations in which something goes wrong, within five minutes
 	@$(CARGO) run --quiet --release --package godwit-sim --example faults

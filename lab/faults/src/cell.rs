@@ -421,6 +421,13 @@ pub fn move_verified(rig: &mut dyn Rig, options: &[&str]) -> anyhow::Result<Valu
     let own = rig.migrate_options();
     let all: Vec<&str> = options.iter().copied().chain(own.iter().map(String::as_str)).collect();
     let migrate = rig.godwit().migrate_named(&rig.vm(Side::Source), &address, &all)?;
+    // Its last word says where it stands if it does not end.
+    let until = Instant::now() + LIMIT;
+    while !migrate.has_ended() {
+        let last = migrate.lines().last().cloned().unwrap_or_default();
+        ensure!(Instant::now() < until, "migrate does not end within {LIMIT:?}: {last}");
+        std::thread::sleep(LOOK);
+    }
     let migrate = migrate.wait(LIMIT)?;
     if migrate.last()["outcome"] != "migrated" {
         // It may wait for another source.

@@ -25,8 +25,8 @@ pub enum Verdict {
     Moved,
     /// A fault struck; what had to follow did, and the guest moved behind it.
     Survived,
-    /// Without a throttle the guest outran the link: godwit gave up, and the guest ran on at the
-    /// source as if nothing had been.
+    /// The busy host let too little through for the downtime limit: godwit gave up, and the guest
+    /// ran on at the source as if nothing had been.
     Stayed,
     /// Anything else.
     Failed,
@@ -64,7 +64,7 @@ impl Row {
         let came = match self.verdict {
             Verdict::Moved => format!("moved, stopped for {:.1} ms", self.downtime_ms),
             Verdict::Survived => "fault survived".to_owned(),
-            Verdict::Stayed => "outran the link, stayed".to_owned(),
+            Verdict::Stayed => "given up, stayed".to_owned(),
             Verdict::Failed if self.bug => "BUG".to_owned(),
             Verdict::Failed => "FAILED".to_owned(),
             Verdict::Skipped => "skipped".to_owned(),
@@ -97,7 +97,7 @@ pub fn finish(rows: &[Row], asked: &Asked, seconds: f64) -> anyhow::Result<bool>
     report.figure("load", asked.load.clone());
     report.figure("seconds", seconds);
     report.figure("faults_survived", count(Verdict::Survived));
-    report.figure("outran_the_link", count(Verdict::Stayed));
+    report.figure("given_up", count(Verdict::Stayed));
     report.figure("rows", serde_json::to_value(rows)?);
     let (moved, failed) = (count(Verdict::Moved), count(Verdict::Failed));
     let bugs = rows.iter().filter(|row| row.bug).count();
@@ -112,6 +112,8 @@ pub fn finish(rows: &[Row], asked: &Asked, seconds: f64) -> anyhow::Result<bool>
     report.target("moves with equal digests", moved as f64, asked.moves as f64, higher);
     report.target("VMs that moved", moving.len() as f64, asked.vms.len() as f64, higher);
     report.target("kinds of VMs that moved", kinds.len() as f64, wanted.len() as f64, higher);
+    let given_up = count(Verdict::Stayed) as f64 / (moved + count(Verdict::Stayed)).max(1) as f64;
+    report.target("moves given up, % of all", given_up * 100.0, 10.0, lower);
     report.target("BUGs", bugs as f64, 0.0, lower);
     report.target("moves that failed", failed as f64, 0.0, lower);
     let met = report.targets().iter().all(|target| target.met);
@@ -139,7 +141,7 @@ pub fn write_page(rows: &[Row], asked: &Asked, seconds: f64) -> anyhow::Result<(
 fn table(rows: &[Row], asked: &Asked, seconds: f64) -> String {
     let mut table = format!(
         "Seed {}, load: {}, {:.0} minutes.\n\n\
-         | VM | kind | moves | outran the link | faults survived | failed | BUGs | downtime, median \
+         | VM | kind | moves | given up | faults survived | failed | BUGs | downtime, median \
          | longest |\n| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n",
         asked.seed,
         asked.load,

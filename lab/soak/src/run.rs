@@ -165,8 +165,7 @@ impl Soak {
             Ok(_) => row.verdict = Verdict::Survived,
             Err(problem) => row.evidence = format!("{problem:#}"),
         }
-        let outran = row.evidence.contains("\"error\":\"not converging");
-        if outran && drawn.options.windows(2).any(|pair| pair == ["--throttle", "off"]) {
+        if row.evidence.contains("\"error\":\"not converging") {
             row.verdict = self.stayed(place, rig, &mut row.evidence);
         }
         // What has failed may be damaged.
@@ -178,14 +177,14 @@ impl Soak {
         row
     }
 
-    /// Looks whether a guest that outran its link runs on at the source as if nothing had been.
+    /// Looks whether a guest that could not be moved within its limits runs on at the source as if nothing had been.
     fn stayed(
         &self,
         place: usize,
         rig: &mut Option<Box<dyn Rig>>,
         evidence: &mut String,
     ) -> Verdict {
-        self.table.doing(place, "outran the link");
+        self.table.doing(place, "giving up");
         let Some(vms) = rig else { return Verdict::Failed };
         match vms.check_stayed() {
             Ok(()) => Verdict::Stayed,
