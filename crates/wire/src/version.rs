@@ -134,11 +134,14 @@ pub enum Feature {
     Proof = 1,
     /// Who only asks may try what the connection carries.
     Trial = 2,
+    /// The last pages follow when the guest runs at the destination. No godwit has it yet: the two
+    /// machines of `protocol` and these messages do.
+    PostCopy = 3,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 3] = [Self::Restart, Self::Proof, Self::Trial];
+    pub const ALL: [Self; 4] = [Self::Restart, Self::Proof, Self::Trial, Self::PostCopy];
 
     /// How it is called in reports.
     #[must_use]
@@ -147,6 +150,7 @@ impl Feature {
             Self::Restart => "restart",
             Self::Proof => "proof",
             Self::Trial => "trial",
+            Self::PostCopy => "postcopy",
         }
     }
 }
