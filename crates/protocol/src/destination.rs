@@ -182,7 +182,8 @@ pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action
         (S::Severed, I::Returned) => (S::Receiving, vec![A::SendResumed]),
         (S::SeveredPrepared, I::Returned) => (S::Prepared, vec![A::SendResumed]),
 
-        // The guest runs, and nobody but the source can complete it. Whatever fails, it is waited for.
+        // The guest runs, and nobody but the source can complete it. Whatever fails, that is waited
+        // for.
         (S::Fetching, I::LinkLost | I::Failed | I::Aborted) => {
             (S::SeveredFetching, vec![A::Sever, A::AwaitReturn])
         }

@@ -33,11 +33,12 @@
 //!   Closing                                           Prepared
 //! ```
 //!
-//! In post-copy the last pages go over behind the handover, while the guest runs at the destination:
+//! In post-copy the last pages go over behind the handover, while the guest runs at the
+//! destination:
 //!
 //! ```text
 //!   Stopping         (guest stops)
-//!   StopAndCopy   -- RoundEnd, Missing … ---------->  Prepared     (who accesses a missing page waits)
+//!   StopAndCopy   -- RoundEnd, Missing … ---------->  Prepared     (who accesses one waits)
 //!   SavingState   -- DeviceState …, DeviceStateEnd->  Loading      (may ask for pages already)
 //!   AwaitingReady <------------------------- Ready -- Ready
 //!   Handover      -- Commit ----------------------->  Starting

@@ -273,8 +273,8 @@ pub fn step(
             )
         }
         (S::StopAndCopy, I::RoundSent) if last == L::Sent => (S::SavingState, vec![A::FinishState]),
-        // What is left is told behind the end of a round, so that no page of a round is placed on one
-        // that is awaited. A machine that loads its devices may look at guest memory, so the
+        // What is left is told behind the end of a round, so that no page of a round is placed on
+        // one that is awaited. A machine that loads its devices may look at guest memory, so the
         // destination may ask for pages from here on.
         (S::Stopping { round }, I::GuestStopped) if last == L::Left => {
             let round = round + 1;
@@ -299,7 +299,8 @@ pub fn step(
         (S::Serving, I::AllPlaced) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
         (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
 
-        // Only this side has the pages that are missing. Whatever fails, it keeps them and comes back.
+        // Only this side has the pages that are missing. Whatever fails, it keeps them and comes
+        // back.
         (S::Serving, I::LinkLost | I::Failed) => (S::SeveredServing, vec![A::Sever, A::Reconnect]),
         (S::SeveredServing, I::LinkLost | I::Failed) => (state, vec![A::Reconnect]),
         (S::SeveredServing, I::Resumed) => (S::Serving, vec![A::ServePages]),

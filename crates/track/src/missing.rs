@@ -19,8 +19,8 @@
 //!   and discards nothing before that was read. What was told of is not awaited any more; an access
 //!   to it is answered with zeros.
 //!
-//! As long as pages are missing, nobody may go by another way to them: process_vm_readv(2) would wait
-//! like everyone else.
+//! As long as pages are missing, nobody may go by another way to them: process_vm_readv(2) would
+//! wait like everyone else.
 //!
 //! What was rejected: that the guardian holds the descriptor. It can be killed as well.
 
@@ -28,6 +28,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::{ControlFlow, Range};
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,8 @@ use crate::uapi::{self, Message};
 const DISCARDED_AT_ONCE: u64 = 256 << 20;
 /// Placed without a look at what was discarded meanwhile.
 const PLACED_AT_ONCE: u64 = 64;
+/// How often messages are read when nothing is awaited any more.
+const READ_EVERY: Duration = Duration::from_millis(1);
 /// How long the kernel may refuse to place pages because mappings change.
 const CHANGING: Duration = Duration::from_secs(5);
 
@@ -66,7 +69,8 @@ const CHANGING: Duration = Duration::from_secs(5);
 ///     // The process may run from here on.
 ///     while missing.left().0 > 0 {
 ///         let mut asked = Vec::new();
-///         missing.await_faults(Duration::from_millis(10), &mut |block, at| asked.push((block, at)))?;
+///         let time = Duration::from_millis(10);
+///         missing.await_faults(time, &mut |block, at| asked.push((block, at)))?;
 ///         for (block, at) in asked {
 ///             missing.place(block, at, page)?;
 ///         }
@@ -162,8 +166,7 @@ impl MissingPages {
         let armed = missing.arm(blocks, &ranges);
         if let Err(error) = armed {
             // Nobody runs on it: what was registered is taken back, and nothing stays.
-            unregister(missing.uffd(), &missing.ranges);
-            let _ = close_in(pid, number, approach);
+            let _ = missing.end();
             return Err(error);
         }
         Ok(missing)
@@ -340,8 +343,29 @@ impl MissingPages {
         if left > PageCount::ZERO {
             return Err(TrackError::StillMissing { pid: self.pid, pages: left.0 });
         }
+        self.end()
+    }
+
+    /// Ends the registration and has the process close its descriptor.
+    fn end(&self) -> Result<(), TrackError> {
         unregister(self.uffd(), &self.ranges);
-        close_in(self.pid, self.number, self.approach)
+        // Who has begun to discard something goes on waiting until that was read, and may be the
+        // thread that is to close.
+        let closed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let read = || {
+                while !closed.load(Ordering::Relaxed) {
+                    let _ = uapi::uffd_messages(self.uffd(), |_| {});
+                    std::thread::sleep(READ_EVERY);
+                }
+            };
+            let reader =
+                std::thread::Builder::new().name("missing".to_owned()).spawn_scoped(scope, read);
+            let ended = close_in(self.pid, self.number, self.approach);
+            closed.store(true, Ordering::Relaxed);
+            reader.map_err(|error| self.failed(error))?;
+            ended
+        })
     }
 
     /// Has `place` fill those of `pages` that are still to come.

@@ -24,8 +24,8 @@ const SOURCE: [Si; 16] = [
     Si::Reconnected,
     Si::Failed,
 ];
-/// What is said to a source that has lost its connections, or whose pages follow later; in the place
-/// of one of the others, where the byte is one of the last.
+/// What is said to a source that has lost its connections, or whose pages follow later; in the
+/// place of one of the others, where the byte is one of the last.
 const LOST: [Si; 4] = [Si::LinkLost, Si::Resumed, Si::MissingListed, Si::AllPlaced];
 const DESTINATION: [Di; 16] = [
     Di::Offer,
@@ -46,8 +46,8 @@ const DESTINATION: [Di; 16] = [
     Di::AllPlaced,
 ];
 
-/// Each machine alone. The first byte says how the last pages go over and how the source treats what
-/// is out of place: it is refused, or it is a failure, as an engine has it.
+/// Each machine alone. The first byte says how the last pages go over and how the source treats
+/// what is out of place: it is refused, or it is a failure, as an engine has it.
 pub(crate) fn inputs(bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else { return };
     let fails = first & 2 == 2;
