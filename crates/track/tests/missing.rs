@@ -404,24 +404,6 @@ fn a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it() {
     missing.finish().unwrap();
 }
 
-#[test]
-fn who_discards_at_the_very_end_does_not_wait_for_ever() {
-    let mut process = Process::start();
-    let Some(missing) = process.await_pages(&[PageRun::new(0, 9)]) else { return };
-    missing.place(0, PageIndex(0), &new_pages(0, 9)).unwrap();
-    // The main thread, which is to close its descriptor, waits until somebody reads of it.
-    let role = &mut process.role;
-    let discarded = std::thread::scope(|scope| {
-        let discards = std::thread::Builder::new().spawn_scoped(scope, || role.ask("discard 3 2"));
-        std::thread::sleep(Duration::from_millis(200));
-        missing.finish().unwrap();
-        discards.unwrap().join().unwrap()
-    });
-    assert_eq!((discarded.as_str(), process.userfaultfds()), ("0", 0));
-    process.role.tell("read 3");
-    assert_eq!(process.await_result(3), 0);
-}
-
 fn serve_until(missing: &MissingPages, reached: impl Fn(&godwit_track::MissingMeasures) -> bool) {
     let until = Instant::now() + LIMIT;
     while !reached(&missing.measures()) {
