@@ -136,11 +136,15 @@ pub enum Feature {
     Trial = 2,
     /// A source that was started anew may ask what the destination's disks hold.
     DiskPrints = 3,
+    /// The last pages follow when the guest runs at the destination. No godwit has it yet: the two
+    /// machines of `protocol` and these messages do.
+    PostCopy = 4,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 4] = [Self::Restart, Self::Proof, Self::Trial, Self::DiskPrints];
+    pub const ALL: [Self; 5] =
+        [Self::Restart, Self::Proof, Self::Trial, Self::DiskPrints, Self::PostCopy];
 
     /// How it is called in reports.
     #[must_use]
@@ -150,6 +154,7 @@ impl Feature {
             Self::Proof => "proof",
             Self::Trial => "trial",
             Self::DiskPrints => "disk-prints",
+            Self::PostCopy => "postcopy",
         }
     }
 }

@@ -461,10 +461,10 @@ impl Destination<'_> {
             }
         };
         loop {
-            let stepped = step(state, input).or_else(|unexpected| {
+            let stepped = step(state, input, false).or_else(|unexpected| {
                 let error = EngineError::Protocol { peer: PEER, what: unexpected.to_string() };
                 let input = self.failed(state, error);
-                step(state, input)
+                step(state, input, false)
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
@@ -889,8 +889,12 @@ fn phase_of(state: State) -> Phase {
         State::Listening => Phase::Setup,
         State::Receiving | State::Severed | State::SeveredPrepared => Phase::PreCopy,
         State::Prepared | State::Filling | State::Loading => Phase::StopAndCopy,
-        State::Ready | State::Starting | State::Running | State::Done | State::Discarded => {
-            Phase::Handover
-        }
+        State::Ready
+        | State::Starting
+        | State::Fetching
+        | State::SeveredFetching
+        | State::Running
+        | State::Done
+        | State::Discarded => Phase::Handover,
     }
 }
