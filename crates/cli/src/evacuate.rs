@@ -244,12 +244,15 @@ fn planned(arguments: &Arguments, list: &Path) -> anyhow::Result<Plan> {
     Ok(plan)
 }
 
+/// A VM, its destination, when its move begins and ends in seconds, and why it stays.
+type Planned = (String, Option<String>, Option<(f64, f64)>, Option<String>);
+
 fn tell_plan(plan: &Plan, json: bool) {
     let (vms, destinations, source) = plan.inventory();
     let mut evacuation = Evacuation::new(vms, destinations, vec![source]);
     let first = evacuation.places().to_vec();
     let ran = run_virtually(&mut evacuation, &mut NoFaults);
-    let rows: Vec<(String, Option<String>, Option<(f64, f64)>, Option<String>)> = plan
+    let rows: Vec<Planned> = plan
         .vms
         .iter()
         .zip(&first)
