@@ -1,5 +1,5 @@
-//! What the disks at the destination hold, as a source that was started anew learns it: a fingerprint
-//! of each piece of 64 KiB.
+//! What the disks at the destination hold, as a source that was started anew learns it: a
+//! fingerprint of each piece of 64 KiB.
 //!
 //! Invariant: a piece counts as held only if all of its bytes were read at the destination behind
 //! the last write there, and nothing was sent of it since. So it is left out of the pass over the

@@ -68,6 +68,13 @@ impl Client {
     fn over(stream: Stream, wish: &Wish) -> Result<Self, NbdError> {
         let mut stream = BufReader::with_capacity(BUFFER, stream);
         let export = negotiate(&mut stream, wish)?;
+        if wish.ahead {
+            stream.get_mut().read_ahead().map_err(|source| NbdError::Io {
+                export: wish.export.clone(),
+                during: "starting to read ahead",
+                source,
+            })?;
+        }
         Ok(Self {
             stream,
             name: wish.export.clone(),

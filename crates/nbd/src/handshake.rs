@@ -24,19 +24,29 @@ pub struct Wish {
     pub contexts: Vec<String>,
     /// Whether it shall be written to.
     pub writable: bool,
+    /// Whether a thread shall take in what the server answers, also while nobody takes it from
+    /// the client: QEMU stops its guest's disks until all answers are sent, when it changes them.
+    pub ahead: bool,
 }
 
 impl Wish {
     /// An export to read from.
     #[must_use]
     pub fn new(export: &str) -> Self {
-        Self { export: export.to_owned(), contexts: Vec::new(), writable: false }
+        Self { export: export.to_owned(), contexts: Vec::new(), writable: false, ahead: false }
     }
 
     /// The same with one more context.
     #[must_use]
     pub fn with_context(mut self, context: &str) -> Self {
         self.contexts.push(context.to_owned());
+        self
+    }
+
+    /// The same with a thread that reads ahead.
+    #[must_use]
+    pub fn ahead(mut self) -> Self {
+        self.ahead = true;
         self
     }
 

@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+mod ahead;
 mod client;
 mod error;
 mod handshake;

@@ -7,6 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::ahead::Ahead;
+
 /// Without a byte for that long the server counts as dead. A request may wait for a slow disk.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -31,6 +33,8 @@ impl fmt::Display for Address {
 #[derive(Debug)]
 pub(crate) enum Stream {
     Unix(UnixStream),
+    /// The same, read ahead.
+    Ahead(UnixStream, Ahead),
     Tcp(TcpStream),
 }
 
@@ -55,6 +59,17 @@ impl Stream {
     }
 }
 
+impl Stream {
+    /// Reads ahead from now on what comes over a unix socket; TCP has buffers of its own.
+    pub(crate) fn read_ahead(&mut self) -> io::Result<()> {
+        if let Self::Unix(stream) = self {
+            let (ahead, writer) = (Ahead::start(stream)?, stream.try_clone()?);
+            *self = Self::Ahead(writer, ahead);
+        }
+        Ok(())
+    }
+}
+
 /// A read that ran into the limit says so; "temporarily unavailable" would tell nobody anything.
 fn in_words(error: io::Error) -> io::Error {
     if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
@@ -67,6 +82,7 @@ impl Read for Stream {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Unix(stream) => stream.read(bytes),
+            Self::Ahead(_, ahead) => ahead.read(bytes, LIMIT),
             Self::Tcp(stream) => stream.read(bytes),
         }
         .map_err(in_words)
@@ -76,7 +92,7 @@ impl Read for Stream {
 impl Write for Stream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Unix(stream) => stream.write(bytes),
+            Self::Unix(stream) | Self::Ahead(stream, _) => stream.write(bytes),
             Self::Tcp(stream) => stream.write(bytes),
         }
         .map_err(in_words)

@@ -1,3 +1,4 @@
+//! What is told of a disk, and what a source makes of it.
 #![allow(clippy::unwrap_used)]
 
 use godwit_disk::DiskError;

@@ -26,7 +26,7 @@ const WINDOW: u64 = 16 << 20;
 
 /// How a server is asked for the disk of that name, to read it.
 pub(crate) fn reading(name: &str) -> Wish {
-    Wish::new(name).with_context(ALLOCATION)
+    Wish::new(name).with_context(ALLOCATION).ahead()
 }
 
 /// The connection of a disk while no round has it.
