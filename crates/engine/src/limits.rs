@@ -30,8 +30,9 @@ pub const QUESTION: Duration = Duration::from_secs(20);
 /// One write to a socket without any progress.
 pub const WRITE: Duration = Duration::from_secs(20);
 /// The same for pages: a destination may need long for a few of them, as for a huge page of 1 GiB
-/// or on a disk that stands still. Its control connection tells meanwhile that it is there.
-pub const PLACE: Duration = Duration::from_secs(60);
+/// or on a disk that stands still. Its control connection tells meanwhile that it is there. It is
+/// longer than a destination waits for its storage (60 s), so that it can say what it waited for.
+pub const PLACE: Duration = Duration::from_secs(75);
 /// From COMMIT to the word that the guest runs; longer than an adapter waits for its machine.
 pub const RUNNING: Duration = Duration::from_secs(30);
 /// The attempts of a source in doubt to ask the destination.
