@@ -26,6 +26,7 @@ use super::frame_sender::{DiskStatistics, FrameSender};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;
+use super::slips::Slips;
 use crate::EngineError;
 
 /// Pages of zeros named at once, at the most: 1 TiB, which the run table holds.
@@ -142,6 +143,8 @@ pub(super) struct DiskChannel {
     memory: Memory,
     /// Time spent in this round waiting for storage.
     storage: Duration,
+    /// What is got wrong on purpose.
+    slips: Slips,
 }
 
 impl DiskChannel {
@@ -152,6 +155,7 @@ impl DiskChannel {
         table: Arc<SegmentTable>,
         link_share: Arc<LinkShare>,
         counters: Arc<DiskCounters>,
+        slips: Slips,
     ) -> Self {
         Self {
             index,
@@ -168,6 +172,7 @@ impl DiskChannel {
             owed: VecDeque::new(),
             memory: Memory::default(),
             storage: Duration::ZERO,
+            slips,
         }
     }
 
@@ -339,8 +344,11 @@ impl DiskChannel {
     fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
         self.frame_for(run.start.0, run.count.0 as usize)?;
         self.asked.pop_front();
-        let judge =
-            |_, bytes: &[u8]| Some(if is_zero(bytes) { Content::Zero } else { Content::Data });
+        let (slips, index) = (self.slips.clone(), self.index);
+        let judge = |page, bytes: &[u8]| {
+            let sent = !slips.drops(index, (page, run), bytes);
+            sent.then(|| if is_zero(bytes) { Content::Zero } else { Content::Data })
+        };
         // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
         let mut waited = Duration::ZERO;
         let read = |bytes: &mut [u8]| {

@@ -13,7 +13,7 @@ use godwit_wire::Version;
 use super::common::Common;
 use super::speed::Losses;
 use crate::limits;
-use crate::report::{DiskMeasures, Measures, RoundMeasures};
+use crate::report::{Audit, DiskMeasures, Measures, RoundMeasures};
 
 /// In the first moments of the first round looks come more often: what is hot is best left before
 /// it is sent.
@@ -222,6 +222,11 @@ impl Meter {
     }
 
     /// The digests of both sides were equal.
+    /// The audit has found nothing wrong.
+    pub(super) fn audited(&mut self, audit: Audit) {
+        self.measures.audit = Some(audit);
+    }
+
     pub(super) fn verified(&mut self) {
         self.measures.verified = true;
     }

@@ -88,6 +88,9 @@ impl Setup {
             source.session.say(&Message::Prove { seed: key.seed() })?;
             self.proves = true;
         }
+        if source.options.audit && !self.proves {
+            return Err(EngineError::NoAudit);
+        }
         Ok(())
     }
 
