@@ -656,15 +656,15 @@ impl fmt::Display for Difference {
             ),
             Self::NotSent { place, reported, sent, channel } => write!(
                 f,
-                "{place} was reported as written {}, and not sent then (sent last: {}, over channel \
-                 {channel}): the engine left it out",
+                "{place} was reported as written {}, and not sent then (sent last: {}, over \
+                 channel {channel}): the engine left it out",
                 round(*reported),
                 round(*sent)
             ),
             Self::NotReported { place, sent, channel } => write!(
                 f,
-                "{place} was written, and not reported as written since it was sent {} over channel \
-                 {channel}: the tracker missed it",
+                "{place} was written, and not reported as written since it was sent {} over \
+                 channel {channel}: the tracker missed it",
                 round(*sent)
             ),
         }

@@ -7,12 +7,12 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{bail, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, SlowReads, TestVm, VmConfig,
-    builds_for, images_for, kvm_builds_for, kvm_for,
+    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, SlowReads, Style, TestVm, VmConfig,
+    builds_for, images_for, kvm_builds_for, kvm_for, own_migration,
 };
 use godwit_units::ByteCount;
 
@@ -213,6 +213,16 @@ const CHURN: &[&str] = &[
     "hints",
 ];
 
+/// Waits until the guest has written a part of its disk.
+fn await_written(image: &DiskImage) -> anyhow::Result<()> {
+    let until = Instant::now() + LIMIT;
+    while image.allocated()?.0 < 2 << 20 {
+        ensure!(Instant::now() < until, "the guest does not write its disk");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
+}
+
 fn disk_image() -> anyhow::Result<DiskImage> {
     DiskImage::create("raw", ByteCount(64 << 20))
 }
@@ -258,6 +268,7 @@ impl Rig {
                 let (from, to) = (disk_image()?, disk_image()?);
                 let config = |image: &DiskImage| base.clone().with_disk("vda", image);
                 let pair = Pair::start_apart(&config(&from), &config(&to))?;
+                await_written(&from)?;
                 let disks = Some((from, to));
                 Ok(Some(Self::qemu(QemuRig { pair, disks, slow: None, base, _image: None })))
             }
@@ -280,12 +291,9 @@ impl Rig {
                 };
                 let guest = GuestConfig { disk, ..GuestConfig::small(Mode::Idle) };
                 let file = image.path();
-                let drive = format!(
-                    "file={},if=virtio,format=raw,cache=none,aio=threads",
-                    file.display()
-                );
-                let base =
-                    VmConfig::new(oldest(&builds)?, guest).with_extra(&["-drive", &drive]);
+                let drive =
+                    format!("file={},if=virtio,format=raw,cache=none,aio=threads", file.display());
+                let base = VmConfig::new(oldest(&builds)?, guest).with_extra(&["-drive", &drive]);
                 let pair = Pair::start(&base)?;
                 let (slow, image) = (Some(slow), Some(image));
                 Ok(Some(Self::qemu(QemuRig { pair, disks: None, slow, base, _image: image })))
@@ -310,8 +318,7 @@ impl Rig {
         }
         if let Some(words) = defect.verify {
             let said = self.one_move(defect, &["--verify"], &mut found)?;
-            found.verify =
-                said.filter(|line| keep(line, line.contains(words), &mut found.misfits));
+            found.verify = said.filter(|line| keep(line, line.contains(words), &mut found.misfits));
         }
         if found.guest.is_none() {
             self.one_move(defect, &[], &mut found)?;
@@ -401,9 +408,11 @@ impl Rig {
             let bugs = vm.bugs();
             let (settled, over) = (bugs.len() == seen, Instant::now() > until);
             if over || (settled && (!bugs.is_empty() || !wanted)) {
-                beats.map(drop).or_else(|problem| {
-                    if bugs.is_empty() { Err(problem) } else { Ok(()) }
-                })?;
+                beats.map(drop).or_else(
+                    |problem| {
+                        if bugs.is_empty() { Err(problem) } else { Ok(()) }
+                    },
+                )?;
                 return Ok(bugs);
             }
             seen = bugs.len();
@@ -476,12 +485,54 @@ impl QemuRig {
     }
 }
 
-/// The defect of this name.
+/// What came of moves by QEMU itself.
+#[derive(Clone, Debug, Default)]
+pub struct OwnMoves {
+    /// Moves that came to an end.
+    pub moves: u32,
+    /// Of these, those behind which the guest found damage, or said nothing any more.
+    pub damaged: u32,
+    /// What it said.
+    pub evidence: Vec<String>,
+}
+
+/// Moves a Linux that writes as fast as it can by QEMU's own migration under TCG, so often with
+/// each QEMU there is; by version.
 ///
 /// # Errors
-/// When there is none.
-pub fn named(name: &str) -> anyhow::Result<&'static Defect> {
-    let found = DEFECTS.iter().chain([&CONTROL]).find(|defect| defect.name == name);
-    let names = || DEFECTS.iter().map(|defect| defect.name).collect::<Vec<_>>().join(", ");
-    found.with_context(|| format!("no defect is called {name:?}: use one of {}", names()))
+/// When QEMU refuses, or a machine does not come up.
+pub fn own_moves(times: u32, limit: Duration) -> anyhow::Result<Vec<(String, OwnMoves)>> {
+    let mut builds = builds_for("defects");
+    builds.sort_by_key(|build| build.version);
+    let mut all = Vec::new();
+    for build in builds {
+        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
+        let mut own = OwnMoves::default();
+        let mut source = None;
+        while own.moves < times {
+            let mut from = match source.take() {
+                Some(source) => source,
+                None => {
+                    let vm = TestVm::source(&config)?;
+                    vm.wait_ready(LIMIT)?;
+                    vm
+                }
+            };
+            let mut to = TestVm::destination(&config)?;
+            own_migration(&mut from, &mut to, Style::Plain, limit)?;
+            own.moves += 1;
+            let beats = to.wait_for_heartbeats_after(Instant::now(), 20, LOOKS);
+            let bugs = to.bugs();
+            if beats.is_ok() && bugs.is_empty() {
+                source = Some(to);
+                continue;
+            }
+            own.damaged += 1;
+            let silent = || "the guest says nothing any more".to_owned();
+            own.evidence.push(bugs.into_iter().next().unwrap_or_else(silent));
+        }
+        println!("{build} by itself: {} of {} moves damaged", own.damaged, own.moves);
+        all.push((build.to_string(), own));
+    }
+    Ok(all)
 }

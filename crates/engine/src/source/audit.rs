@@ -71,7 +71,14 @@ impl History {
     ) {
         let at = self.began.elapsed();
         let pages = run.start.0 - self.first..run.end().0 - self.first;
-        self.sent.extend(pages.map(|page| Sent { page: page as u32, round, frame, at, print, free }));
+        self.sent.extend(pages.map(|page| Sent {
+            page: page as u32,
+            round,
+            frame,
+            at,
+            print,
+            free,
+        }));
     }
 
     /// The versions of a page that were sent, the last first.
@@ -160,9 +167,8 @@ impl Auditor<'_> {
     /// What came of it, with the first difference of each kind explained.
     pub(super) fn conclude(&self, segments: &[Owned], differing: &Differing) -> Audit {
         let damaged = differing.damaged.first();
-        let damaged = damaged.map(|(number, page, there)| {
-            self.explain_damage(segments, (*number, *page), *there)
-        });
+        let damaged = damaged
+            .map(|(number, page, there)| self.explain_damage(segments, (*number, *page), *there));
         let missed = differing.missed.first();
         let missed = missed.and_then(|(number, page)| self.explain_miss(&segments[*number], *page));
         Audit {
@@ -204,7 +210,12 @@ impl Auditor<'_> {
                 history.sent.iter().find(same).map(|sent| history.first + u64::from(sent.page))
             });
             if let Some(found) = found {
-                return Difference::OtherPage { place, other: self.place(of, found), last, channel };
+                return Difference::OtherPage {
+                    place,
+                    other: self.place(of, found),
+                    last,
+                    channel,
+                };
             }
         }
         Difference::Unknown { place, last, channel }
@@ -222,9 +233,7 @@ impl Auditor<'_> {
                 Difference::BelievedFree { place, left_out: *round, reported }
             }
             // What is reported in a round is sent in it.
-            _ if reported > sent => {
-                Difference::NotSent { place, reported, sent, channel }
-            }
+            _ if reported > sent => Difference::NotSent { place, reported, sent, channel },
             _ => Difference::NotReported { place, sent, channel },
         })
     }
@@ -250,10 +259,8 @@ impl Auditor<'_> {
                         (false, false) => "data",
                     };
                     let (offset, at, print) = (page.offset(), at.as_millis(), print.word());
-                    writeln!(
-                        file,
-                        "{name}\t{offset:#x}\t{round}\t{channel}\t{frame}\t{at}\t{print:016x}\t{what}"
-                    )?;
+                    write!(file, "{name}\t{offset:#x}\t{round}\t{channel}\t{frame}\t")?;
+                    writeln!(file, "{at}\t{print:016x}\t{what}")?;
                 }
             }
         }

@@ -9,6 +9,7 @@
 //! connections are lost, the destination says how many frames it has placed, and what is remembered
 //! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
+use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -220,6 +221,8 @@ pub(super) struct Channel {
     /// The round, and whether the guest is stopped.
     round: u32,
     last: bool,
+    /// Pages that are left out as free for good: a fault made up.
+    believed: BTreeSet<(usize, u64)>,
 }
 
 impl Channel {
@@ -246,6 +249,7 @@ impl Channel {
             hint_block: 0,
             round: 0,
             last: false,
+            believed: BTreeSet::new(),
         }
     }
 
@@ -430,6 +434,17 @@ impl Channel {
                     recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
                 });
             }
+            if let Some(hints) = &self.shared.free {
+                // What is written is free no more, whatever is done about it from here on.
+                for written in &dirty {
+                    if self.shared.slips.believes_hints() {
+                        hints.skipped(block, *written, |page| {
+                            self.believed.insert((block, page.0));
+                        });
+                    }
+                    hints.unskip(block, *written);
+                }
+            }
             if let Some(free) = &mut free {
                 // Written since the guest was asked: perhaps when it was free no more.
                 dirty.iter().for_each(|written| {
@@ -567,13 +582,8 @@ impl Channel {
     fn send(&mut self, owned: &mut Owned, run: PageRun) -> Result<(), EngineError> {
         let blocks = Arc::clone(&self.shared.blocks);
         let block = owned.segment.block;
-        let mut believed = Vec::new();
         if let Some(hints) = &self.shared.free {
-            if self.shared.slips.believes_hints() {
-                hints.skipped(block, run, |page| believed.push(page));
-            } else {
-                hints.unskip(block, run);
-            }
+            hints.unskip(block, run);
         }
         let (slips, last, round) = (self.shared.slips.clone(), self.last, self.round);
         let mut at = run.start.0;
@@ -582,6 +592,7 @@ impl Channel {
             let count = (run.end().0 - at).min(self.sender.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
             let (frame, history) = (self.sender.building(), &mut owned.history);
+            let believed = &self.believed;
             let mut fingerprints =
                 owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
             let judge = |page: PageIndex, bytes: &[u8]| {
@@ -589,7 +600,7 @@ impl Channel {
                 if let Some((fingerprints, (_, key))) = &mut fingerprints {
                     let print = if zero { key.zero() } else { key.page(bytes) };
                     let changed = || fingerprints.print(page) != Some(print);
-                    let slips = believed.contains(&page)
+                    let slips = believed.contains(&(block, page.0))
                         || (last && slips.skips((block, page), bytes, changed));
                     if slips || !fingerprints.update(page, print) {
                         return None;

@@ -386,7 +386,8 @@ impl Copying {
     /// Compares the digests of all memory.
     pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
         if let (Some(audited), Some((_, key))) = (&self.audited, &self.fingerprints) {
-            let segments = std::mem::take(&mut *audited.lock().unwrap_or_else(PoisonError::into_inner));
+            let segments =
+                std::mem::take(&mut *audited.lock().unwrap_or_else(PoisonError::into_inner));
             return self.audit(source, segments, *key);
         }
         if let Some(digests) = &self.digests {
@@ -417,10 +418,9 @@ impl Copying {
         }
         let audit = auditor.conclude(&segments, &differing);
         if let Some(path) = &source.options.trace {
-            auditor.write_trace(&segments, path).map_err(|error| EngineError::Trace {
-                path: path.clone(),
-                source: error,
-            })?;
+            auditor
+                .write_trace(&segments, path)
+                .map_err(|error| EngineError::Trace { path: path.clone(), source: error })?;
         }
         tracing::info!(%audit, "audited");
         if audit.is_clean() {

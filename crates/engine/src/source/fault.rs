@@ -21,6 +21,7 @@ use super::Options;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "test-hooks"), expect(unreachable_pub, reason = "nobody can name one"))]
+#[cfg_attr(not(feature = "test-hooks"), allow(dead_code, reason = "nobody makes one up"))]
 pub enum Fault {
     /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
     CutAfterCommit = 1,

@@ -50,12 +50,7 @@ impl Slips {
     }
 
     #[cfg(not(feature = "test-hooks"))]
-    pub(super) fn skips(
-        &self,
-        _: (usize, PageIndex),
-        _: &[u8],
-        _: impl FnOnce() -> bool,
-    ) -> bool {
+    pub(super) fn skips(&self, _: (usize, PageIndex), _: &[u8], _: impl FnOnce() -> bool) -> bool {
         false
     }
 
