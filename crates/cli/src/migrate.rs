@@ -75,7 +75,7 @@ pub(crate) struct Arguments {
 
     /// Hunt for a bug: while the guest is stopped, compare every page of its memory on both sides
     /// with what was sent of it, and explain the first that differs. Where one does, the guest
-    /// stays. Takes about half a second for each GiB
+    /// stays
     #[arg(long, conflicts_with = "verify")]
     audit: bool,
 
