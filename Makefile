@@ -65,11 +65,19 @@ mutants: ## break the code in many small ways, one after the other, and list wha
 	@$(CARGO) mutants --version >/dev/null 2>&1 || { echo "installing cargo-mutants with cargo"; $(CARGO) install --quiet --locked cargo-mutants; }
 	@$(CARGO) mutants --no-shuffle --minimum-test-timeout 60 --output target/mutants $(MUTANTS)
 
+# `make soak SOAK='--for 8h --faults 10'`, `SOAK='--only kvm-disk --moves 20'`; see --help.
+SOAK ?=
+
+.PHONY: soak
+soak: guest qemu ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
+	@$(CARGO) build --package godwit-cli --package godwit-soak --features godwit-cli/test-hooks --bins
+	@target/debug/godwit-soak $(SOAK)
+
 # How often each of them repeats itself.
 GODWIT_SOAK ?= 40
 
-.PHONY: soak
-soak: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
+.PHONY: soak-tests
+soak-tests: guest qemu ## the tests that find what is rare, forty times over (GODWIT_SOAK=N for more or less; an hour)
 	@$(CARGO) build --workspace --bins --features godwit-cli/test-hooks
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test direct_io -- --nocapture
 	@GODWIT_SOAK=$(GODWIT_SOAK) $(CARGO) test --package godwit-e2e --test free_memory no_page_in_use -- --nocapture
@@ -175,6 +183,11 @@ BENCH_PROOF ?=
 bench-proof: guest qemu ## what --verify costs a guest of 12 GiB (ten minutes; 19 GiB of memory)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin proof
 	@$(CARGO) run --quiet --release --package godwit-bench --bin proof -- $(BENCH_PROOF)
+
+.PHONY: bench-stamp
+bench-stamp: ## what stamping and checking cost a processor (a minute)
+	@$(CARGO) build --quiet --release --package godwit-stamp --bin godwit-stamp --example costs
+	@target/release/examples/costs
 
 .PHONY: bench-sim
 bench-sim: ## a million simulated migrations in which something goes wrong, within five minutes

@@ -8,6 +8,7 @@ extern crate godwit_terminal;
 
 mod deadline;
 mod doctor;
+mod evacuate;
 mod guard;
 #[cfg(feature = "test-hooks")]
 mod hooks;
@@ -69,10 +70,14 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Tell what a migration would be like, without migrating.
     Plan(plan::Arguments),
+    /// Empty this host: move its VMs to where there is room, under one budget.
+    Evacuate(evacuate::Arguments),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
     Set(steer::SetArguments),
+    /// Make the connections of a migration by another way when they are lost.
+    Redirect(steer::RedirectArguments),
     /// End the copying of a migration that runs and switch over now.
     Switchover(steer::SwitchoverArguments),
     /// Cancel a migration that runs: the guest stays where it is.
@@ -125,8 +130,10 @@ fn main() -> ExitCode {
         Command::List(arguments) => list::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Evacuate(arguments) => evacuate::run(&arguments),
         Command::Status(arguments) => steer::status(&arguments),
         Command::Set(arguments) => steer::set(&arguments),
+        Command::Redirect(arguments) => steer::redirect(&arguments),
         Command::Switchover(arguments) => steer::switchover(&arguments),
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Recover(arguments) => recover::run(&arguments),

@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use godwit_confine::Rights;
 use godwit_control::client;
 use godwit_control::messages::{Plugged, Request};
 use godwit_engine::Cancel;
@@ -22,6 +23,7 @@ use godwit_units::{ByteCount, GRAMMAR};
 use crate::layout;
 use crate::output;
 use crate::process::{CANCELLED, FAILED, cancel_on_signals};
+use crate::rights;
 use crate::say;
 
 /// The guest cannot go on.
@@ -277,7 +279,15 @@ fn plug(arguments: &Plug) -> Result<ExitCode, MicrovmError> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// What a machine needs of what root may do: to hold its own guest back (userfaultfd(2), and in
+/// time), to go on where memory is short, and ports and files that are somebody else's.
+const RIGHTS: Rights =
+    Rights::TRACE.and(Rights::NICE).and(Rights::RESOURCE).and(Rights::PORTS).and(Rights::FILES);
+
 fn run_machine(arguments: &Run) -> Result<ExitCode, MicrovmError> {
+    // Before any thread is started.
+    rights::keep_only(RIGHTS)
+        .map_err(|source| MicrovmError::System { action: "give up rights of root's", source })?;
     let cancel = cancel_on_signals();
     let blocks = match &arguments.block[..] {
         [] => plain_layout(arguments.memory, arguments.memory_path.clone()),

@@ -1,5 +1,6 @@
 //! `godwit simulate`: a migration in virtual time, under the policy and protocol of the real ones.
 
+mod evacuate;
 mod table;
 
 use std::path::{Path, PathBuf};
@@ -7,7 +8,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use clap::Args;
+use clap::{Args, Subcommand};
 use godwit_policy::{Settings, ThrottleMode};
 use godwit_sim::{NAMES, Outcome, Scenario, Synchronisation, chart, named, run as simulate};
 use godwit_units::{ByteCount, GRAMMAR, Rate, parse_duration};
@@ -24,8 +25,11 @@ use crate::settings;
 /// Guest, link and disk are made up, time is virtual, and what decides is the policy and the
 /// protocol of real migrations.
 #[derive(Debug, Args)]
-#[command(after_help = GRAMMAR)]
+#[command(after_help = GRAMMAR, args_conflicts_with_subcommands = true)]
 pub(crate) struct Arguments {
+    #[command(subcommand)]
+    other: Option<Other>,
+
     /// A scenario by name; `--list` shows them
     #[arg(long, value_name = "NAME", default_value = "busy")]
     scenario: String,
@@ -85,8 +89,19 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
+/// What else can be simulated.
+#[derive(Debug, Subcommand)]
+enum Other {
+    /// Empty all hosts of a made-up fleet, one wave after the other, by the planner of `godwit
+    /// evacuate`.
+    Evacuate(evacuate::Arguments),
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    if let Some(Other::Evacuate(arguments)) = &arguments.other {
+        return evacuate::run(arguments);
+    }
     if arguments.list {
         list();
         return ExitCode::SUCCESS;

@@ -15,6 +15,7 @@ use clap::Args;
 use godwit_control::messages::{Answer, MigrationLook, Request};
 use godwit_control::steer::{Socket, steer};
 use godwit_control::{ControlError, client};
+use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_qemu::monitor::Qmp;
 use godwit_qemu::{Known, known_of};
@@ -65,6 +66,20 @@ pub(crate) struct SetArguments {
     #[arg(required = true, value_name = "KEY=VALUE", value_parser = Assignment,
         hide_possible_values = true)]
     settings: Vec<(String, String)>,
+}
+
+/// Make the connections of a migration by another way when they are lost, from the next attempt on.
+#[derive(Debug, Args)]
+pub(crate) struct RedirectArguments {
+    #[command(flatten)]
+    which: Which,
+    /// Another address of the same destination; one beyond this host only if the migration has
+    /// left it already
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "channels")]
+    to: Option<Address>,
+    /// Another number of connections for memory, 1 to 16
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    channels: Option<u8>,
 }
 
 /// End the copying of a migration that runs and switch over now.
@@ -231,6 +246,20 @@ pub(crate) fn set(arguments: &SetArguments) -> ExitCode {
             }
         }
         format!("now {}", told.join(", "))
+    })
+}
+
+pub(crate) fn redirect(arguments: &RedirectArguments) -> ExitCode {
+    let RedirectArguments { which, to, channels } = arguments;
+    let request =
+        Request::Redirect { to: to.as_ref().map(Address::to_string), channels: *channels };
+    ask(which, &request, |look| {
+        let to = to.as_ref().map(|to| format!("to {to}"));
+        let channels = channels.map(|count| format!("with {count} connections for memory"));
+        let way: Vec<String> = [to, channels].into_iter().flatten().collect();
+        let severed = look.progress.as_ref().is_some_and(|progress| progress.severed.is_some());
+        let when = if severed { "from now on" } else { "when they are lost" };
+        format!("its connections are made {}, {when}", way.join(" "))
     })
 }
 

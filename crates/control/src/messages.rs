@@ -58,6 +58,15 @@ pub enum Request {
         /// Names and values.
         settings: Vec<(String, String)>,
     },
+    /// Make its connections by another way when they are lost, from the next attempt on.
+    Redirect {
+        /// Another address of the destination.
+        #[serde(default)]
+        to: Option<String>,
+        /// Another number of connections for memory.
+        #[serde(default)]
+        channels: Option<u8>,
+    },
     /// Have it switch over now.
     SwitchOver {
         /// Whatever the downtime.

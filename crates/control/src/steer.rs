@@ -4,6 +4,7 @@
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 
 use crate::ControlError;
@@ -25,6 +26,13 @@ pub fn steer(handle: &MigrationHandle, request: &Request) -> Answer {
             });
         }
         Request::Set { settings } => handle.set(settings),
+        Request::Redirect { to, channels } => {
+            let to = match to.as_deref().map(str::parse::<Address>).transpose() {
+                Ok(to) => to,
+                Err(error) => return Answer::Refused { error: error.to_string() },
+            };
+            handle.redirect(to, *channels)
+        }
         Request::SwitchOver { force } => handle.switch_over(*force),
         Request::Cancel => {
             handle.cancel().cancel();

@@ -140,6 +140,15 @@ pub enum HandleError {
     /// The guest is being handed over.
     #[error("the switchover has begun: nothing can be changed any more")]
     TooLate,
+    /// It would leave this host, which it was not to do.
+    #[error(
+        "{to} is beyond this host, and this migration may be unencrypted since it began within \
+         it: cancel it, and migrate to that address with keys or with --insecure"
+    )]
+    Beyond {
+        /// The other address.
+        to: Address,
+    },
     /// No round has ended yet.
     #[error("the first round is under way and the downtime not known yet: wait, or use --force")]
     NotYet,
@@ -303,6 +312,27 @@ impl MigrationHandle {
         let mut live = self.live();
         live.to = to.or(live.to.take());
         live.channels = channels.map(|count| count.clamp(1, CHANNELS_LIMIT)).or(live.channels);
+    }
+
+    /// The same for an operator: it has to make sense as the migration stands.
+    ///
+    /// # Errors
+    /// When the guest is being handed over: connections are not made again then. And when a
+    /// migration within this host would leave it, which need not be encrypted.
+    pub fn redirect(&self, to: Option<Address>, channels: Option<u8>) -> Result<(), HandleError> {
+        let (closed, from) = {
+            let live = self.live();
+            (live.closed, live.to.clone())
+        };
+        if closed {
+            return Err(HandleError::TooLate);
+        }
+        let stays = |address: &Address| address.is_local();
+        if let Some(to) = to.clone().filter(|to| !stays(to) && from.as_ref().is_none_or(stays)) {
+            return Err(HandleError::Beyond { to });
+        }
+        self.go_by(to, channels);
+        Ok(())
     }
 
     /// Channels of memory from the next connections on, where that was said.

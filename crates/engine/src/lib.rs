@@ -21,6 +21,7 @@ mod cells;
 pub mod compression;
 pub mod destination;
 mod digests;
+mod disk_prints;
 mod error;
 pub mod handle;
 mod holder;

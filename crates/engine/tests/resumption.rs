@@ -318,6 +318,20 @@ fn disks_move_along_with_a_guest_whose_source_was_killed() {
     }
 }
 
+#[test]
+fn of_disks_too_only_what_differs_is_sent_by_a_source_that_follows_another() {
+    // Mutation: it is not asked what the destination's disks hold.
+    let (disks, images) = disks(Duration::from_millis(30));
+    let size: u64 = disks.iter().map(|disk| disk.disk().size.0).sum();
+    let mut this = Move::new(Duration::from_millis(1), 60, disks);
+    this.images = images;
+    let clean = |progress: &Progress| progress.round_ended && progress.remaining.0 == 0;
+    let measures = restarted(&mut this, clean);
+    let data: u64 = measures.disks.iter().map(|disk| disk.data.bytes().0).sum();
+    assert!(data < size / 20, "{data} of {size}");
+    assert!(this.found.lock().unwrap().disks_closed);
+}
+
 /// Moves a guest whose destination is gone when `when` says so, and followed by one that knows only
 /// its record.
 fn received_by_another(this: &mut Move, when: impl Fn(&Progress) -> bool) -> Measures {

@@ -306,7 +306,7 @@ fn asks_for_prints(features: Features, back: Option<usize>) -> (usize, String) {
         channel = join(&to, Role::Channel(0), 1);
     }
     for _ in 0..back.unwrap_or(1) {
-        say(&mut control, &Message::PrintsRequest);
+        say(&mut control, &Message::PrintsRequest { disks: false });
     }
     let mut segments = 0;
     let last = loop {

@@ -61,6 +61,9 @@ pub enum Looked {
     /// Those that hold bytes, in memory or in the swap: not the ones that were never touched, or
     /// only read.
     Filled,
+    /// Those that have an entry at all, in memory or in the swap, the kernel's page of zeros
+    /// included: an access to them needs nobody's help.
+    Mapped,
 }
 
 /// Scans `start..end` for pages that are as `looked` says, reporting up to `max_pages` (0: no
@@ -94,6 +97,7 @@ pub fn scan(
     let (inverted, mask, any) = match looked {
         Looked::Written => (0, PAGE_IS_WRITTEN, 0),
         Looked::Filled => (PAGE_IS_PFNZERO, PAGE_IS_PFNZERO, PAGE_IS_PRESENT | PAGE_IS_SWAPPED),
+        Looked::Mapped => (0, 0, PAGE_IS_PRESENT | PAGE_IS_SWAPPED),
     };
     let mut arg = ScanArg {
         size: size_of::<ScanArg>() as u64,

@@ -142,6 +142,7 @@ impl Host {
             Ok(
                 request @ (Request::Progress
                 | Request::Set { .. }
+                | Request::Redirect { .. }
                 | Request::SwitchOver { .. }
                 | Request::Cancel),
             ) => match &*self.handle() {

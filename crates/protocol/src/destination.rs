@@ -24,7 +24,11 @@ pub enum State {
     Ready,
     /// COMMIT came: the guest is being started here.
     Starting,
-    /// The guest runs here; the source may not know yet.
+    /// The guest runs here, and pages are missing that only the source has: who accesses one waits.
+    Fetching,
+    /// The same with the source lost. It is waited for without end.
+    SeveredFetching,
+    /// The guest runs here and nothing is missing; the source may not know yet.
     Running,
     /// The guest runs here, and the source knows.
     Done,
@@ -45,6 +49,10 @@ pub enum Input {
     DigestRequest,
     /// A source that was started anew, or that audits, asks for the fingerprints of all pages.
     PrintsRequest,
+    /// The source has said which pages are still to come when the guest runs here.
+    Missing,
+    /// All of them are in place.
+    AllPlaced,
     /// A piece of device state came.
     State,
     /// The device state is complete.
@@ -89,6 +97,12 @@ pub enum Action {
     SendDigests,
     /// Compute and send the fingerprints of all pages.
     SendPrints,
+    /// From here on whoever accesses one of the missing pages waits until it has come.
+    AwaitPages,
+    /// Ask the source for pages that somebody waits for, and place what it sends.
+    FetchPages,
+    /// Say that every missing page is in place.
+    SendPlaced,
     /// Hand the piece of device state to the VM.
     WriteState,
     /// Wait until the VM has loaded it.
@@ -111,7 +125,10 @@ impl State {
     /// Whether the destination may run the guest in this state.
     #[must_use]
     pub fn may_run_guest(self) -> bool {
-        matches!(self, Self::Starting | Self::Running | Self::Done)
+        matches!(
+            self,
+            Self::Starting | Self::Fetching | Self::SeveredFetching | Self::Running | Self::Done
+        )
     }
 
     /// Whether nothing more will happen.
@@ -121,16 +138,26 @@ impl State {
     }
 }
 
-/// One step.
+/// One step; `left` says whether [`Input::Missing`] came, so that the guest will run before all of
+/// its pages are here.
 ///
 /// # Errors
 /// When the input is out of place: the caller treats that as [`Input::Failed`].
-pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpected> {
+pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action>), Unexpected> {
     use {Action as A, Input as I, State as S};
     Ok(match (state, input) {
         (S::Listening, I::Offer) => (S::Receiving, vec![A::SendAccept]),
         // It comes back for what one that was killed has left.
         (S::Listening, I::Returned) => (S::Receiving, vec![A::SendResumed]),
+        // Behind it nothing is placed but what is missing, and the guest is stopped at the source.
+        (S::Prepared, I::Missing) if !left => (state, vec![A::AwaitPages]),
+        (S::Prepared, I::LinkLost) if left => {
+            (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded])
+        }
+        (
+            S::Prepared | S::Filling,
+            I::RoundEnd | I::Prepare | I::DigestRequest | I::PrintsRequest,
+        ) if left => return Err(unexpected(state, input)),
         (S::Receiving | S::Prepared | S::Filling, I::RoundEnd) => (state, vec![A::SendRoundAck]),
         (S::Receiving, I::Prepare) => (S::Prepared, vec![A::Prepare]),
         // A source that was lost before it heard the answer asks once more.
@@ -143,7 +170,9 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         (S::Prepared | S::Filling, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
         (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),
         (S::Ready, I::Commit) => (S::Starting, vec![A::RunGuest]),
+        (S::Starting, I::Started) if left => (S::Fetching, vec![A::SendRunning, A::FetchPages]),
         (S::Starting, I::Started) => (S::Running, vec![A::SendRunning]),
+        (S::Fetching, I::AllPlaced) => (S::Running, vec![A::SendPlaced]),
         (S::Running, I::Farewell) => (S::Done, vec![]),
 
         // While pages arrive, a source that is lost may come back. With device state, the guest is
@@ -153,6 +182,23 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
         (S::Severed | S::SeveredPrepared, I::LinkLost) => (state, vec![A::AwaitReturn]),
         (S::Severed, I::Returned) => (S::Receiving, vec![A::SendResumed]),
         (S::SeveredPrepared, I::Returned) => (S::Prepared, vec![A::SendResumed]),
+
+        // The guest runs, and nobody but the source can complete it. Whatever fails, that is waited
+        // for.
+        (S::Fetching, I::LinkLost | I::Failed | I::Aborted) => {
+            (S::SeveredFetching, vec![A::Sever, A::AwaitReturn])
+        }
+        (S::SeveredFetching, I::LinkLost | I::Failed | I::Aborted) => (state, vec![A::AwaitReturn]),
+        (S::SeveredFetching, I::Returned) => (S::Fetching, vec![A::SendResumed, A::FetchPages]),
+        // It did not hear that the guest runs.
+        (S::Fetching | S::SeveredFetching, I::Commit) => {
+            (S::Fetching, vec![A::SendRunning, A::FetchPages])
+        }
+        // The last page can come while nobody is connected any more.
+        (S::SeveredFetching, I::AllPlaced) => (S::Running, vec![A::AwaitResolve]),
+        // It did not hear that nothing is missing any more.
+        (S::Running, I::Returned) if left => (state, vec![A::SendResumed, A::SendPlaced]),
+        (S::Running, I::Commit) if left => (state, vec![A::SendRunning, A::SendPlaced]),
 
         // Who may run the guest? Ours since COMMIT; a source that did not hear it asks again and is
         // told.
@@ -173,8 +219,10 @@ pub fn step(state: State, input: Input) -> Result<(State, Vec<Action>), Unexpect
             (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded])
         }
 
-        (state, input) => {
-            return Err(Unexpected { state: format!("{state:?}"), input: format!("{input:?}") });
-        }
+        (state, input) => return Err(unexpected(state, input)),
     })
+}
+
+fn unexpected(state: State, input: Input) -> Unexpected {
+    Unexpected { state: format!("{state:?}"), input: format!("{input:?}") }
 }

@@ -33,6 +33,25 @@
 //!   Closing                                           Prepared
 //! ```
 //!
+//! In post-copy the last pages go over behind the handover, while the guest runs at the
+//! destination:
+//!
+//! ```text
+//!   Stopping         (guest stops)
+//!   StopAndCopy   -- RoundEnd, Missing … ---------->  Prepared     (who accesses one waits)
+//!   SavingState   -- DeviceState …, DeviceStateEnd->  Loading      (may ask for pages already)
+//!   AwaitingReady <------------------------- Ready -- Ready
+//!   Handover      -- Commit ----------------------->  Starting
+//!   Serving       <----------------------- Running -- Fetching
+//!                 <----- pages that are waited for --
+//!                 -- pages ------------------------>
+//!   Done          <------------------------ Placed -- Running
+//!                 -- Farewell --------------------->  Done
+//! ```
+//!
+//! Connections that are lost in Serving and Fetching are made again without end: the source keeps
+//! every page until it hears that all are in place, and nothing but that ends Serving.
+//!
 //! The machines say what to do; pages never enter them, and neither do signs of life: a peer that
 //! falls silent is a link that is lost. [`source::step`] and [`destination::step`] are total: what
 //! must not happen in a state is an error, not a panic.
@@ -41,7 +60,8 @@
 //! including `AwaitingReady`, and again in `Cancelled`; the destination from `Starting` on. The
 //! source leaves the former for good by sending COMMIT and comes back only when told `Discarded`,
 //! which the destination says only in a state that it never leaves. `tests/model.rs` walks every
-//! interleaving of both machines and a link that may break at any point, and checks it;
+//! interleaving of both machines and a link that may break at any point, and checks it, and that no
+//! source ends while a page is missing;
 //! `tests/resumption.rs` does so with a page whose versions are sent, lost and sent again.
 
 #![forbid(unsafe_code)]

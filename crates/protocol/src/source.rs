@@ -54,7 +54,13 @@ pub enum State {
     Handover,
     /// The connection broke after COMMIT: who runs the guest is unknown. It stays stopped here.
     InDoubt,
-    /// The guest runs at the destination.
+    /// The guest runs at the destination, where pages are missing that only this side has. It keeps
+    /// all of them until each is in place.
+    Serving,
+    /// The same with the connections lost. They are tried for without end: to give up would lose
+    /// the guest.
+    SeveredServing,
+    /// The guest runs at the destination, and nothing is missing there.
     Done,
     /// The guest stays here and runs, if it ran before.
     Cancelled,
@@ -74,6 +80,11 @@ pub enum Input {
     RoundPlaced,
     /// Every page of the last round is on its way, and so is the word that ends the round.
     RoundSent,
+    /// The last round has ended without the pages that are left, and the destination was told
+    /// which these are.
+    MissingListed,
+    /// The destination has every page that was missing.
+    AllPlaced,
     /// Policy wants another round.
     NextRound,
     /// Policy wants to switch over.
@@ -122,6 +133,11 @@ pub enum Action {
     StopGuest,
     /// Copy the last dirty pages.
     CopyLastRound(u32),
+    /// End the last round, tell the destination which pages are left, and answer it from here on
+    /// when it asks for one.
+    ListMissing(u32),
+    /// Send the pages that are missing, those first that the guest waits for.
+    ServePages,
     /// Compute digests and compare them with the destination's.
     CompareDigests,
     /// Begin to copy the last dirty pages.
@@ -148,6 +164,25 @@ pub enum Action {
     ResumeGuest,
 }
 
+/// How the pages go over that are dirty when the guest has stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LastPages {
+    /// In the last round, before the handover.
+    Sent,
+    /// The same, and digests of all memory are compared before it.
+    Compared,
+    /// Behind the handover, while the guest runs at the destination (post-copy).
+    Left,
+}
+
+impl LastPages {
+    /// In the last round; `verify` says whether digests are compared.
+    #[must_use]
+    pub fn sent(verify: bool) -> Self {
+        if verify { Self::Compared } else { Self::Sent }
+    }
+}
+
 impl State {
     /// Whether the source may run the guest in this state.
     #[must_use]
@@ -166,7 +201,9 @@ impl State {
             | Self::SavingState
             | Self::AwaitingReady
             | Self::Cancelled => true,
-            Self::Handover | Self::InDoubt | Self::Done => false,
+            Self::Handover | Self::InDoubt | Self::Serving | Self::SeveredServing | Self::Done => {
+                false
+            }
         }
     }
 
@@ -177,12 +214,17 @@ impl State {
     }
 }
 
-/// One step; `verify` says whether digests are compared.
+/// One step; `last` says how the last pages go over. It may change until the guest is stopped, and
+/// not after that.
 ///
 /// # Errors
 /// When the input is out of place: the caller treats that as [`Input::Failed`].
-pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Action>), Unexpected> {
-    use {Action as A, Input as I, State as S};
+pub fn step(
+    state: State,
+    input: Input,
+    last: LastPages,
+) -> Result<(State, Vec<Action>), Unexpected> {
+    use {Action as A, Input as I, LastPages as L, State as S};
     Ok(match (state, input) {
         (S::Idle, I::Start) => (S::Negotiating, vec![A::SendOffer]),
         // Nothing is known any more of what was sent. The destination says what it holds; until
@@ -223,23 +265,45 @@ pub fn step(state: State, input: Input, verify: bool) -> Result<(State, Vec<Acti
         }
         // The machine saves its devices while the last pages are copied. The destination takes both
         // in the order in which they were sent, so it need not be waited for in between.
-        (S::Stopping { round }, I::GuestStopped) if !verify => {
+        (S::Stopping { round }, I::GuestStopped) if last == L::Sent => {
             let round = round + 1;
             (
                 S::StopAndCopy,
                 vec![A::StartLastRound(round), A::ReleaseState, A::CopyLastRound(round)],
             )
         }
-        (S::StopAndCopy, I::RoundSent) if !verify => (S::SavingState, vec![A::FinishState]),
+        (S::StopAndCopy, I::RoundSent) if last == L::Sent => (S::SavingState, vec![A::FinishState]),
+        // What is left is told behind the end of a round, so that no page of a round is placed on
+        // one that is awaited. A machine that loads its devices may look at guest memory, so the
+        // destination may ask for pages from here on.
+        (S::Stopping { round }, I::GuestStopped) if last == L::Left => {
+            let round = round + 1;
+            (S::StopAndCopy, vec![A::StartLastRound(round), A::ReleaseState, A::ListMissing(round)])
+        }
+        (S::StopAndCopy, I::MissingListed) if last == L::Left => {
+            (S::SavingState, vec![A::FinishState])
+        }
         // Digests are compared before anything else is done.
         (S::Stopping { round }, I::GuestStopped) => {
             (S::StopAndCopy, vec![A::StartLastRound(round + 1), A::CopyLastRound(round + 1)])
         }
-        (S::StopAndCopy, I::RoundPlaced) if verify => (S::Verifying, vec![A::CompareDigests]),
+        (S::StopAndCopy, I::RoundPlaced) if last == L::Compared => {
+            (S::Verifying, vec![A::CompareDigests])
+        }
         (S::Verifying, I::DigestsEqual) => (S::SavingState, vec![A::ReleaseState, A::FinishState]),
         (S::SavingState, I::StateSent) => (S::AwaitingReady, vec![]),
         (S::AwaitingReady, I::Ready) => (S::Handover, vec![A::SendCommit]),
+        (S::Handover | S::InDoubt, I::Running) if last == L::Left => {
+            (S::Serving, vec![A::ServePages])
+        }
+        (S::Serving, I::AllPlaced) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
         (S::Handover | S::InDoubt, I::Running) => (S::Done, vec![A::SendFarewell, A::RetireGuest]),
+
+        // Only this side has the pages that are missing. Whatever fails, it keeps them and comes
+        // back.
+        (S::Serving, I::LinkLost | I::Failed) => (S::SeveredServing, vec![A::Sever, A::Reconnect]),
+        (S::SeveredServing, I::LinkLost | I::Failed) => (state, vec![A::Reconnect]),
+        (S::SeveredServing, I::Resumed) => (S::Serving, vec![A::ServePages]),
 
         // Who may run the guest? Before COMMIT: the source, whatever happened.
         (state, I::Failed | I::LinkLost) if state.may_run_guest() && state != S::Cancelled => {

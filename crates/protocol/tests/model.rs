@@ -10,7 +10,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
-use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
 /// A message on its way; only what the machines tell apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -33,6 +33,10 @@ enum Msg {
     Abort,
     Resume,
     Resumed,
+    Missing,
+    /// The last of the missing pages.
+    Page,
+    Placed,
 }
 
 /// What an engine does by itself after an action: an input to its own machine.
@@ -59,13 +63,16 @@ struct World {
     /// The source process was killed in the state that `source` holds: nobody asks or answers any
     /// more.
     source_gone: bool,
-    verify: bool,
+    last: LastPages,
+    /// The destination was told that pages are still to come, and whether they have.
+    left: bool,
+    missing: bool,
     /// The operator does not want to wait for another round once both machines are ready.
     haste: bool,
 }
 
 impl World {
-    fn start(verify: bool, haste: bool) -> Self {
+    fn start(last: LastPages, haste: bool) -> Self {
         Self {
             source: Ss::Idle,
             destination: Ds::Listening,
@@ -81,7 +88,9 @@ impl World {
             reconnects_left: 2,
             destination_gone: false,
             source_gone: false,
-            verify,
+            last,
+            left: false,
+            missing: false,
             haste,
         }
     }
@@ -94,8 +103,8 @@ impl World {
     }
 
     fn source_takes(&mut self, input: Si) {
-        let (state, actions) = src::step(self.source, input, self.verify).unwrap_or_else(|_| {
-            src::step(self.source, Si::Failed, self.verify).unwrap_or((self.source, vec![]))
+        let (state, actions) = src::step(self.source, input, self.last).unwrap_or_else(|_| {
+            src::step(self.source, Si::Failed, self.last).unwrap_or((self.source, vec![]))
         });
         self.source = state;
         for action in actions {
@@ -104,10 +113,16 @@ impl World {
                 S::CopyRound(_) => self.send(true, Msg::RoundEnd),
                 S::CopyLastRound(_) => {
                     self.send(true, Msg::RoundEnd);
-                    if !self.verify {
+                    if self.last == LastPages::Sent {
                         self.source_todo.push_back(Si::RoundSent);
                     }
                 }
+                S::ListMissing(_) => {
+                    self.send(true, Msg::RoundEnd);
+                    self.send(true, Msg::Missing);
+                    self.source_todo.push_back(Si::MissingListed);
+                }
+                S::ServePages => self.send(true, Msg::Page),
                 // One further round is enough to go round each of the two loops.
                 S::AskPolicy => {
                     let first = [Ss::PreCopy { round: 0 }, Ss::Closing { round: 2 }];
@@ -126,8 +141,9 @@ impl World {
                 S::SendCommit => self.send(true, Msg::Commit),
                 S::SendAbort => self.send(true, Msg::Abort),
                 S::SendFarewell => self.send(true, Msg::Farewell),
+                // What is left of the connections is ended; what has come over them is read.
+                S::Sever => (self.link, self.source_knows) = (false, true),
                 S::StartTracking
-                | S::Sever
                 | S::Reconnect
                 | S::StartLastRound(_)
                 | S::ReleaseState
@@ -139,8 +155,8 @@ impl World {
     }
 
     fn destination_takes(&mut self, input: Di) {
-        let (state, actions) = dst::step(self.destination, input).unwrap_or_else(|_| {
-            dst::step(self.destination, Di::Failed).unwrap_or((self.destination, vec![]))
+        let (state, actions) = dst::step(self.destination, input, self.left).unwrap_or_else(|_| {
+            dst::step(self.destination, Di::Failed, self.left).unwrap_or((self.destination, vec![]))
         });
         self.destination = state;
         for action in actions {
@@ -158,10 +174,17 @@ impl World {
                 D::RunGuest => self.destination_todo.push_back(Di::Started),
                 D::SendRunning => self.send(false, Msg::Running),
                 D::SendDiscarded => self.send(false, Msg::Discarded),
-                D::WriteState
+                D::AwaitPages => (self.left, self.missing) = (true, true),
+                D::SendPlaced => self.send(false, Msg::Placed),
+                D::Sever => (self.link, self.destination_knows) = (false, true),
+                // All of them may have come while the state was loaded.
+                D::FetchPages if !self.missing => {
+                    self.destination_todo.push_back(Di::AllPlaced);
+                }
+                D::FetchPages
+                | D::WriteState
                 | D::SendPrints
                 | D::AwaitResolve
-                | D::Sever
                 | D::AwaitReturn
                 | D::DiscardGuest => {}
             }
@@ -171,10 +194,16 @@ impl World {
     /// A source that has lost its connections comes back over a new one. Who still believes in the
     /// old ones gives them up; who does not wait for it closes the new one.
     fn destination_is_asked(&mut self) {
-        if matches!(self.destination, Ds::Receiving | Ds::Prepared) {
+        if matches!(self.destination, Ds::Receiving | Ds::Prepared | Ds::Fetching) {
+            // What it ends is the old connection, not this one.
+            let new = (self.link, self.destination_knows);
             self.destination_takes(Di::LinkLost);
+            (self.link, self.destination_knows) = new;
         }
-        if matches!(self.destination, Ds::Severed | Ds::SeveredPrepared) {
+        let complete = self.destination == Ds::Running && self.left;
+        if complete
+            || matches!(self.destination, Ds::Severed | Ds::SeveredPrepared | Ds::SeveredFetching)
+        {
             self.destination_takes(Di::Returned);
         } else {
             self.link = false;
@@ -213,11 +242,13 @@ impl World {
                 Msg::Running => Si::Running,
                 Msg::Discarded => Si::Discarded,
                 Msg::Resumed => Si::Resumed,
+                Msg::Placed => Si::AllPlaced,
                 other => panic!("{other:?} to the source"),
             };
             // Nobody waits for the last round to be in place, unless digests are to be compared.
             let awaited = matches!(self.source, Ss::PreCopy { .. } | Ss::Closing { .. });
-            let passed_over = msg == Msg::RoundAck && !self.verify && !awaited;
+            let compared = self.last == LastPages::Compared;
+            let passed_over = msg == Msg::RoundAck && !compared && !awaited;
             add(&|w| {
                 w.to_source.pop_front();
                 if !passed_over {
@@ -239,6 +270,8 @@ impl World {
                 Msg::State => Di::State,
                 Msg::StateEnd => Di::StateEnd,
                 Msg::Commit => Di::Commit,
+                Msg::Missing => Di::Missing,
+                Msg::Page => Di::AllPlaced,
                 Msg::Farewell => Di::Farewell,
                 Msg::Abort => Di::Aborted,
                 other => panic!("{other:?} to the destination"),
@@ -247,9 +280,22 @@ impl World {
                 w.to_destination.pop_front();
                 match msg {
                     Msg::Resume => w.destination_is_asked(),
+                    // A page comes over its own connection, and changes nothing where it is not
+                    // missing any more.
+                    Msg::Page if !w.missing => {}
+                    Msg::Page => {
+                        w.missing = false;
+                        w.destination_takes(input);
+                    }
                     _ => w.destination_takes(input),
                 }
             });
+        }
+        // A machine that loads its state may look at all pages that are missing, and gets them.
+        let loads = matches!(self.destination, Ds::Filling | Ds::Loading | Ds::Ready);
+        let answers = self.link && !self.source_gone && !self.destination_gone;
+        if loads && answers && self.missing && !self.source.is_final() {
+            add(&|w| w.missing = false);
         }
         // A broken link is noticed after what had arrived by then was read.
         let source_notices =
@@ -291,11 +337,15 @@ impl World {
                 w.source_takes(Si::Reconnected);
             });
         }
+        let serves = self.source == Ss::SeveredServing;
         let severed = matches!(self.source, Ss::Severed { .. } | Ss::SeveredClosing { .. });
-        if severed && !self.source_gone && self.source_knows && !self.link {
-            // It does not try for ever.
-            add(&|w| w.source_takes(Si::Failed));
-            if self.reconnects_left > 0 && !self.destination_gone {
+        if (severed || serves) && !self.source_gone && self.source_knows && !self.link {
+            // It does not try for ever, unless it has pages that are missing.
+            if severed {
+                add(&|w| w.source_takes(Si::Failed));
+            }
+            let answers = !self.destination_gone && !self.destination.is_final();
+            if self.reconnects_left > 0 && (answers || severed && !self.destination_gone) {
                 // What was said over the old connection may still be read first.
                 for keep in 0..=self.to_destination.len() {
                     add(&|w| {
@@ -379,10 +429,12 @@ fn reachable(from: World, faults: bool) -> HashSet<World> {
     seen
 }
 
-/// With and without digests, with and without another round when both machines are ready.
-fn starts() -> [World; 4] {
-    [(true, true), (true, false), (false, true), (false, false)]
-        .map(|(verify, haste)| World::start(verify, haste))
+/// The last pages sent, compared or left, with and without another round when both machines are
+/// ready.
+fn starts() -> [World; 6] {
+    let ways = [LastPages::Sent, LastPages::Compared, LastPages::Left];
+    let starts = ways.map(|last| [true, false].map(|haste| World::start(last, haste)));
+    starts.concat().try_into().unwrap()
 }
 
 #[test]
@@ -395,6 +447,7 @@ fn never_two_owners() {
             u8::from(world.source.may_run_guest()) + u8::from(world.destination.may_run_guest());
         assert!(owners <= 1, "two owners: {world:?}");
         if world.source == Ss::Done {
+            assert!(!world.missing, "nobody has the missing pages: {world:?}");
             assert!(world.destination.may_run_guest(), "the guest is gone: {world:?}");
         }
     }
@@ -436,6 +489,7 @@ fn after_any_fault_there_is_an_owner_unless_nobody_is_left_to_ask() {
         // In doubt to the end only when the destination is gone, in good order or not, or the last
         // chance to ask was used up.
         let ended = world.destination_gone || world.destination.is_final();
+        // One that is in doubt asks who runs the guest.
         let unheard = in_doubt && (ended || world.reconnects_left == 0);
         // A source that was killed after it had sent COMMIT cannot ask any more.
         let killed = world.source_gone && matches!(world.source, Ss::Handover | Ss::InDoubt);
@@ -465,13 +519,53 @@ fn a_source_killed_before_commit_still_owns_its_guest() {
     );
 }
 
+/// A guest that runs with pages missing is completed, and the source hears of it, as long as both
+/// sides are there and the link comes back.
+#[test]
+fn missing_pages_come_however_often_the_link_breaks() {
+    let start = World::start(LastPages::Left, true);
+    let worlds = reachable(start, true);
+    let fetching = [Ds::Fetching, Ds::SeveredFetching, Ds::Running];
+    let mut severed = 0;
+    for world in worlds.iter().filter(|world| fetching.contains(&world.destination)) {
+        let there = !world.source_gone && !world.destination_gone;
+        severed += usize::from(world.destination == Ds::SeveredFetching);
+        if !there || world.reconnects_left == 0 {
+            continue;
+        }
+        // It is at least as far as COMMIT, and does not end before the pages have come.
+        assert!(!world.missing || !world.source.is_final(), "{world:?}");
+        let ends = reachable(world.clone(), false);
+        let completed = |end: &World| end.source == Ss::Done && !end.missing;
+        assert!(ends.iter().any(completed), "it is never completed: {world:?}");
+    }
+    assert!(severed > 100, "{severed}: the model is broken");
+}
+
+/// What was said of missing pages is in place before the guest can run, and once.
+#[test]
+fn missing_pages_are_told_once_before_the_state_and_behind_all_rounds() {
+    let missing = |state, left| dst::step(state, Di::Missing, left).is_ok();
+    assert!(missing(Ds::Prepared, false));
+    for state in [Ds::Receiving, Ds::Filling, Ds::Loading, Ds::Ready, Ds::Running] {
+        assert!(!missing(state, false), "{state:?}");
+    }
+    assert!(!missing(Ds::Prepared, true), "twice");
+    // A page of a round would wait for itself.
+    assert!(dst::step(Ds::Prepared, Di::RoundEnd, true).is_err());
+    // The guest is stopped there, and its source brings it back.
+    let lost = dst::step(Ds::Prepared, Di::LinkLost, true).unwrap();
+    assert_eq!(lost.0, Ds::Discarded);
+}
+
 /// The last round has a number of its own, which the destination's acknowledgements rely on.
 #[test]
 fn the_last_round_is_numbered_after_all_others() {
-    for verify in [false, true] {
-        let (_, actions) = src::step(Ss::Stopping { round: 6 }, Si::GuestStopped, verify).unwrap();
+    for last in [LastPages::Sent, LastPages::Compared, LastPages::Left] {
+        let (_, actions) = src::step(Ss::Stopping { round: 6 }, Si::GuestStopped, last).unwrap();
         assert_eq!(actions[0], S::StartLastRound(7));
-        assert!(actions.contains(&S::CopyLastRound(7)), "{actions:?}");
+        let copies = if last == LastPages::Left { S::ListMissing(7) } else { S::CopyLastRound(7) };
+        assert!(actions.contains(&copies), "{actions:?}");
     }
 }
 

@@ -18,7 +18,7 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
-use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
 /// A rule that is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -249,8 +249,8 @@ impl World {
             self.source_steps.extend([Step::Vm(Vm::Runs), Step::End]);
             return;
         }
-        let (state, actions) = src::step(self.source, input, false)
-            .or_else(|_| src::step(self.source, Si::Failed, false))
+        let (state, actions) = src::step(self.source, input, LastPages::Sent)
+            .or_else(|_| src::step(self.source, Si::Failed, LastPages::Sent))
             .unwrap_or((self.source, Vec::new()));
         self.source = state;
         for action in actions {
@@ -290,6 +290,8 @@ impl World {
                     &[]
                 }
                 S::StartTracking
+                | S::ListMissing(_)
+                | S::ServePages
                 | S::StartLastRound(_)
                 | S::ReleaseState
                 | S::CompareDigests
@@ -301,8 +303,8 @@ impl World {
     }
 
     fn destination_takes(&mut self, input: Di) {
-        let (state, mut actions) = dst::step(self.destination, input)
-            .or_else(|_| dst::step(self.destination, Di::Failed))
+        let (state, mut actions) = dst::step(self.destination, input, false)
+            .or_else(|_| dst::step(self.destination, Di::Failed, false))
             .unwrap_or((self.destination, Vec::new()));
         self.destination = state;
         if self.breaks(Broken::DiscardSaidFirst) {
@@ -334,6 +336,9 @@ impl World {
                 D::DiscardGuest if loaded => &[Step::Note(Stage::Discarding), Step::Vm(Vm::Ended)],
                 D::SendDiscarded => &[Step::Say(Msg::Discarded)],
                 D::DiscardGuest
+                | D::AwaitPages
+                | D::FetchPages
+                | D::SendPlaced
                 | D::SendDigests
                 | D::SendPrints
                 | D::WriteState

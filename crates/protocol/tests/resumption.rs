@@ -10,7 +10,7 @@
 use std::collections::{HashSet, VecDeque};
 
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
-use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
 /// A rule that is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -154,8 +154,8 @@ impl World {
     }
 
     fn source_takes(&mut self, input: Si) {
-        let (state, actions) = src::step(self.source, input, false)
-            .or_else(|_| src::step(self.source, Si::Failed, false))
+        let (state, actions) = src::step(self.source, input, LastPages::Sent)
+            .or_else(|_| src::step(self.source, Si::Failed, LastPages::Sent))
             .unwrap_or((self.source, Vec::new()));
         self.source = state;
         for action in actions {
@@ -178,8 +178,8 @@ impl World {
     }
 
     fn destination_takes(&mut self, input: Di, placed_on_the_way_out: usize) {
-        let (state, actions) = dst::step(self.destination, input)
-            .or_else(|_| dst::step(self.destination, Di::Failed))
+        let (state, actions) = dst::step(self.destination, input, false)
+            .or_else(|_| dst::step(self.destination, Di::Failed, false))
             .unwrap_or((self.destination, Vec::new()));
         self.destination = state;
         for action in actions {

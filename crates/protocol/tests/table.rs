@@ -5,9 +5,10 @@
 
 use std::fmt::Debug;
 
+use godwit_protocol::source::LastPages;
 use godwit_protocol::{destination as dst, source as src};
 
-const SOURCE_STATES: [src::State; 16] = [
+const SOURCE_STATES: [src::State; 18] = [
     src::State::Idle,
     src::State::Negotiating,
     src::State::PreCopy { round: 0 },
@@ -22,15 +23,19 @@ const SOURCE_STATES: [src::State; 16] = [
     src::State::AwaitingReady,
     src::State::Handover,
     src::State::InDoubt,
+    src::State::Serving,
+    src::State::SeveredServing,
     src::State::Done,
     src::State::Cancelled,
 ];
-const SOURCE_INPUTS: [src::Input; 19] = [
+const SOURCE_INPUTS: [src::Input; 21] = [
     src::Input::Start,
     src::Input::Restart,
     src::Input::Accepted,
     src::Input::RoundPlaced,
     src::Input::RoundSent,
+    src::Input::MissingListed,
+    src::Input::AllPlaced,
     src::Input::NextRound,
     src::Input::SwitchOver,
     src::Input::Prepared,
@@ -46,7 +51,7 @@ const SOURCE_INPUTS: [src::Input; 19] = [
     src::Input::Resumed,
     src::Input::Failed,
 ];
-const DESTINATION_STATES: [dst::State; 12] = [
+const DESTINATION_STATES: [dst::State; 14] = [
     dst::State::Listening,
     dst::State::Receiving,
     dst::State::Prepared,
@@ -56,16 +61,20 @@ const DESTINATION_STATES: [dst::State; 12] = [
     dst::State::Loading,
     dst::State::Ready,
     dst::State::Starting,
+    dst::State::Fetching,
+    dst::State::SeveredFetching,
     dst::State::Running,
     dst::State::Done,
     dst::State::Discarded,
 ];
-const DESTINATION_INPUTS: [dst::Input; 15] = [
+const DESTINATION_INPUTS: [dst::Input; 17] = [
     dst::Input::Offer,
     dst::Input::RoundEnd,
     dst::Input::Prepare,
     dst::Input::DigestRequest,
     dst::Input::PrintsRequest,
+    dst::Input::Missing,
+    dst::Input::AllPlaced,
     dst::Input::State,
     dst::Input::StateEnd,
     dst::Input::Loaded,
@@ -111,15 +120,21 @@ fn rows<S: Copy + Debug + PartialEq, I: Copy + Debug, A: Debug, E>(
 
 #[test]
 fn the_page_shows_what_the_code_does() {
-    let source = rows(&SOURCE_STATES, &SOURCE_INPUTS, |s, i| src::step(s, i, false));
-    let verifying = rows(&SOURCE_STATES, &SOURCE_INPUTS, |s, i| src::step(s, i, true));
-    let destination = rows(&DESTINATION_STATES, &DESTINATION_INPUTS, dst::step);
+    let source = |last| rows(&SOURCE_STATES, &SOURCE_INPUTS, |s, i| src::step(s, i, last));
+    let destination =
+        |left| rows(&DESTINATION_STATES, &DESTINATION_INPUTS, |s, i| dst::step(s, i, left));
     let page = format!(
         "# The state machines\n\nGenerated from `crates/protocol` by its test `table`, which fails \
          when this page and the code differ;\ndo not edit. What is not listed is an error, which \
          the engine treats as `Failed`. The conversation\nas a picture is in \
-         `crates/protocol/src/lib.rs`.\n\n## Source\n\n{source}\n## Source, with digests compared \
-         (`--verify`)\n\n{verifying}\n## Destination\n\n{destination}"
+         `crates/protocol/src/lib.rs`.\n\n## Source\n\n{}\n## Source, with digests compared \
+         (`--verify`)\n\n{}\n## Source, in post-copy\n\n{}\n## Destination\n\n{}\n## Destination, \
+         once it was told what is missing (post-copy)\n\n{}",
+        source(LastPages::Sent),
+        source(LastPages::Compared),
+        source(LastPages::Left),
+        destination(false),
+        destination(true),
     );
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/state-machines.md");
     if std::env::var_os("UPDATE_TABLES").is_some() {

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
@@ -324,6 +324,10 @@ impl DiskDestination for QemuDestination {
         let (receiving, sinks) = Receiving::open(&mut self.machine, wanted, allowed)?;
         self.receiving = Some(receiving);
         Ok(sinks)
+    }
+
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        Ok(self.receiving.as_ref().map_or(Ok(Vec::new()), Receiving::read)?)
     }
 
     fn close_disks(&mut self) -> Result<(), VmError> {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use godwit_policy::Decision;
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
-use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
 use crate::outcome::{End, Outcome};
 use crate::scenario::{Moment, Scenario, Trouble};
@@ -294,9 +294,9 @@ impl Simulation<'_> {
     }
 
     fn source_takes(&mut self, input: Si) {
-        let verify = self.scenario.verify;
-        let stepped = src::step(self.source, input, verify)
-            .or_else(|_| src::step(self.source, Si::Failed, verify))
+        let last = LastPages::sent(self.scenario.verify);
+        let stepped = src::step(self.source, input, last)
+            .or_else(|_| src::step(self.source, Si::Failed, last))
             .unwrap_or((self.source, Vec::new()));
         self.source = stepped.0;
         for action in stepped.1 {
@@ -358,6 +358,8 @@ impl Simulation<'_> {
             S::SendAbort => self.send(Message::ToDestination(Di::Aborted)),
             S::ResumeGuest => self.engine.runs_again(),
             S::StartTracking
+            | S::ListMissing(_)
+            | S::ServePages
             | S::StartLastRound(_)
             | S::ReleaseState
             | S::Reconnect
@@ -385,8 +387,8 @@ impl Simulation<'_> {
     }
 
     fn destination_takes(&mut self, input: Di) {
-        let stepped = dst::step(self.destination, input)
-            .or_else(|_| dst::step(self.destination, Di::Failed))
+        let stepped = dst::step(self.destination, input, false)
+            .or_else(|_| dst::step(self.destination, Di::Failed, false))
             .unwrap_or((self.destination, Vec::new()));
         self.destination = stepped.0;
         for action in stepped.1 {
@@ -409,6 +411,9 @@ impl Simulation<'_> {
                 }
                 D::SendResumed => self.send(Message::ToSource(Si::Resumed)),
                 D::AwaitReturn
+                | D::AwaitPages
+                | D::FetchPages
+                | D::SendPlaced
                 | D::WriteState
                 | D::SendPrints
                 | D::AwaitResolve

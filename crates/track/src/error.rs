@@ -104,6 +104,52 @@ pub enum TrackError {
     /// A segment could not be given to the governor; all stay where they are.
     #[error("a segment could not be handed over: {0}")]
     NotHandedOver(String),
+    /// Pages that are still to come, of memory of another kind.
+    #[error(
+        "pages of RAM block '{block}' cannot be waited for: that takes private memory in pages of \
+         4 KiB, and it is a file, or in huge pages"
+    )]
+    NotFillable {
+        /// The block.
+        block: String,
+    },
+    /// Pages that are still to come, in too many pieces.
+    #[error("missing pages are in {runs} runs, more than {most}: join those that are near")]
+    TooManyRuns {
+        /// How many.
+        runs: usize,
+        /// How many there may be.
+        most: usize,
+    },
+    /// Something is where a page was still to come.
+    #[error(
+        "page {page} of RAM block {block} of process {pid} was filled by somebody else before it \
+         came: what it holds is not what it should"
+    )]
+    Intruded {
+        /// The process.
+        pid: i32,
+        /// The index of the block.
+        block: usize,
+        /// The page.
+        page: u64,
+    },
+    /// Pages are still to come.
+    #[error("{pages} pages of process {pid} have not come yet; who accesses one goes on waiting")]
+    StillMissing {
+        /// The process.
+        pid: i32,
+        /// How many.
+        pages: u64,
+    },
+    /// A call on the userfaultfd of missing pages failed.
+    #[error("missing pages of process {pid} cannot be placed: {source}")]
+    Missing {
+        /// The process.
+        pid: i32,
+        /// Why.
+        source: io::Error,
+    },
     /// Someone else traces it.
     #[error("process {pid} is already traced by process {tracer} (a debugger?): detach that first")]
     Traced {
@@ -249,6 +295,9 @@ impl TrackError {
             | Self::NoKernelFaults { pid }
             | Self::Traced { pid, .. }
             | Self::NotMapped { pid, .. }
+            | Self::Intruded { pid, .. }
+            | Self::StillMissing { pid, .. }
+            | Self::Missing { pid, .. }
             | Self::Attach { pid, .. }
             | Self::Proc { pid, .. } => Some(*pid),
             _ => None,

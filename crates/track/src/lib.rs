@@ -22,6 +22,7 @@ mod governed;
 mod governor;
 mod kvm;
 mod mappings;
+mod missing;
 mod pagemap;
 mod partial;
 mod permission;
@@ -44,6 +45,7 @@ pub use kvm::{
     clear_dirty_log,
 };
 pub use mappings::{AddressSpace, BlockMapping, Mapped, Writer, other_writers};
+pub use missing::{MissingMeasures, MissingPages};
 pub use pagemap::{PagemapTracker, kernel_support};
 pub use permission::may_trace;
 #[cfg(feature = "vm-memory")]

@@ -1,7 +1,7 @@
 //! The kernel's numbers and structures, from `linux/userfaultfd.h`, and the calls on them.
 //!
 //! No crate knows asynchronous write protection yet. Everything unsafe about its ioctls is here;
-//! what they mean is in `attach` and `pagemap`.
+//! what they mean is in `attach`, `pagemap` and `missing`.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -11,6 +11,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 const UFFD_API: u64 = 0xaa;
 /// Messages say whether a fault is one of write protection.
 pub(crate) const UFFD_FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+/// `madvise(MADV_DONTNEED)` and its like are told of, and wait until that was read.
+pub(crate) const UFFD_FEATURE_EVENT_REMOVE: u64 = 1 << 3;
 /// Messages say which thread faulted.
 pub(crate) const UFFD_FEATURE_THREAD_ID: u64 = 1 << 8;
 pub(crate) const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
@@ -20,9 +22,11 @@ pub(crate) const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
 /// here, since asynchronous write protection resolves kernel-mode faults without a message to
 /// anyone.
 pub(crate) const UFFD_USER_MODE_ONLY: u64 = 1;
+const UFFDIO_REGISTER_MODE_MISSING: u64 = 1 << 0;
 const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const UFFD_EVENT_PAGEFAULT: u8 = 0x12;
+const UFFD_EVENT_REMOVE: u8 = 0x15;
 
 /// `_IOWR(0xaa, 0x3f, struct uffdio_api)`.
 const UFFDIO_API: u64 = iowr(0xaa, 0x3f, size_of::<UffdioApi>());
@@ -32,6 +36,10 @@ const UFFDIO_REGISTER: u64 = iowr(0xaa, 0x00, size_of::<UffdioRegister>());
 const UFFDIO_UNREGISTER: u64 = ior(0xaa, 0x01, size_of::<UffdioRange>());
 /// `_IOR(0xaa, 0x02, struct uffdio_range)`.
 const UFFDIO_WAKE: u64 = ior(0xaa, 0x02, size_of::<UffdioRange>());
+/// `_IOWR(0xaa, 0x03, struct uffdio_copy)`.
+const UFFDIO_COPY: u64 = iowr(0xaa, 0x03, size_of::<UffdioCopy>());
+/// `_IOWR(0xaa, 0x04, struct uffdio_zeropage)`.
+const UFFDIO_ZEROPAGE: u64 = iowr(0xaa, 0x04, size_of::<UffdioZeropage>());
 /// `_IOWR(0xaa, 0x06, struct uffdio_writeprotect)`.
 const UFFDIO_WRITEPROTECT: u64 = iowr(0xaa, 0x06, size_of::<UffdioWriteprotect>());
 /// `_IO(0xaa, 0x00)`: on /dev/userfaultfd, a userfaultfd of the process that asks, with the flags
@@ -74,13 +82,31 @@ struct UffdioRange {
 }
 
 #[repr(C)]
+struct UffdioCopy {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copy: i64,
+}
+
+#[repr(C)]
+struct UffdioZeropage {
+    start: u64,
+    len: u64,
+    mode: u64,
+    zeropage: i64,
+}
+
+#[repr(C)]
 struct UffdioWriteprotect {
     start: u64,
     len: u64,
     mode: u64,
 }
 
-/// `struct uffd_msg`, with the page-fault arm of its union.
+/// `struct uffd_msg`, with the page-fault arm of its union. In the arm of a removal, `flags` is the
+/// first address and `address` the first one behind it.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct UffdMsg {
@@ -99,6 +125,20 @@ pub(crate) struct Fault {
     pub(crate) address: u64,
     /// The thread that waits, as its own process numbers it.
     pub(crate) thread: i32,
+}
+
+/// What is read from a userfaultfd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// A fault waits for an answer.
+    Fault(Fault),
+    /// What is at these addresses is thrown away as soon as this was read.
+    Remove {
+        /// The first address.
+        start: u64,
+        /// The first one behind it.
+        end: u64,
+    },
 }
 
 /// Messages taken by one read.
@@ -135,12 +175,55 @@ pub(crate) fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<()> {
 
 /// Registers `start..start + len` of the process that made `uffd` for write protection.
 pub(crate) fn uffd_register_wp(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
-    let mut arg = UffdioRegister { start, len, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
+    uffd_register(uffd, start, len, UFFDIO_REGISTER_MODE_WP)
+}
+
+/// Registers `start..start + len` of the process that made `uffd`: who accesses a page there that
+/// has no entry waits until it is placed.
+pub(crate) fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    uffd_register(uffd, start, len, UFFDIO_REGISTER_MODE_MISSING)
+}
+
+fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len: u64, mode: u64) -> io::Result<()> {
+    let mut arg = UffdioRegister { start, len, mode, ioctls: 0 };
     // SAFETY: UFFDIO_REGISTER reads and writes one `struct uffdio_register`, which `arg` is, and
-    // keeps no pointer to it. The range it names is in the other process and only gets
-    // write-protected, never unmapped.
+    // keeps no pointer to it. The range it names is in the other process; accesses to it may wait
+    // from now on, and it is never unmapped.
     let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_REGISTER, &raw mut arg) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Fills pages from `start` on that have no entry with `bytes`, and wakes whoever waits there.
+/// Returns how many bytes were placed before the first page that could not be, and why it could
+/// not: EEXIST where there is an entry, EAGAIN while a message about a change of the mappings waits
+/// to be read.
+pub(crate) fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, bytes: &[u8]) -> (usize, io::Result<()>) {
+    let (src, len) = (bytes.as_ptr() as u64, bytes.len() as u64);
+    let mut arg = UffdioCopy { dst: start, src, len, mode: 0, copy: 0 };
+    // SAFETY: UFFDIO_COPY reads and writes one `struct uffdio_copy`, which `arg` is, and reads
+    // `len` bytes at `src`, which `bytes` has. It fills only pages of the other process that hold
+    // nothing.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_COPY, &raw mut arg) };
+    outcome(result, arg.copy, bytes.len())
+}
+
+/// The same with zeros, for `len` bytes.
+pub(crate) fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len: u64) -> (usize, io::Result<()>) {
+    let mut arg = UffdioZeropage { start, len, mode: 0, zeropage: 0 };
+    // SAFETY: UFFDIO_ZEROPAGE reads and writes one `struct uffdio_zeropage`, which `arg` is. It
+    // fills only pages of the other process that hold nothing.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut arg) };
+    outcome(result, arg.zeropage, len as usize)
+}
+
+/// What a call says that places pages: `moved` is bytes, or an error before the first page. A call
+/// that stops in between says EAGAIN, whatever the reason.
+fn outcome(result: libc::c_int, moved: i64, wanted: usize) -> (usize, io::Result<()>) {
+    if result >= 0 {
+        return (wanted, Ok(()));
+    }
+    let error = io::Error::last_os_error();
+    (usize::try_from(moved).unwrap_or(0), Err(error))
 }
 
 /// Takes `start..start + len` off `uffd`: its protection is lifted and whoever waits there is
@@ -192,6 +275,18 @@ pub(crate) fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len: u64) -> io::Resul
 
 /// Takes faults that wait, without waiting for any; whether there may be more.
 pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> io::Result<bool> {
+    uffd_messages(uffd, |message| {
+        if let Message::Fault(fault) = message {
+            found(fault);
+        }
+    })
+}
+
+/// Takes all messages in their order, without waiting for any; whether there may be more.
+pub(crate) fn uffd_messages(
+    uffd: BorrowedFd<'_>,
+    mut found: impl FnMut(Message),
+) -> io::Result<bool> {
     let mut messages = [UffdMsg::default(); MESSAGES];
     let room = size_of_val(&messages);
     // SAFETY: read(2) writes at most `room` bytes to `messages`, all of whose values are plain
@@ -206,8 +301,17 @@ pub(crate) fn uffd_read(uffd: BorrowedFd<'_>, mut found: impl FnMut(Fault)) -> i
         };
     };
     let messages = &messages[..length / size_of::<UffdMsg>()];
-    for message in messages.iter().filter(|message| message.event == UFFD_EVENT_PAGEFAULT) {
-        found(Fault { address: message.address, thread: message.thread.cast_signed() });
+    for message in messages {
+        match message.event {
+            UFFD_EVENT_PAGEFAULT => {
+                let thread = message.thread.cast_signed();
+                found(Message::Fault(Fault { address: message.address, thread }));
+            }
+            UFFD_EVENT_REMOVE => {
+                found(Message::Remove { start: message.flags, end: message.address });
+            }
+            _ => {}
+        }
     }
     Ok(messages.len() == MESSAGES)
 }
@@ -223,6 +327,8 @@ mod tests {
         assert_eq!(UFFDIO_REGISTER, 0xc020_aa00);
         assert_eq!(UFFDIO_UNREGISTER, 0x8010_aa01);
         assert_eq!(UFFDIO_WAKE, 0x8010_aa02);
+        assert_eq!(UFFDIO_COPY, 0xc028_aa03);
+        assert_eq!(UFFDIO_ZEROPAGE, 0xc020_aa04);
         assert_eq!(UFFDIO_WRITEPROTECT, 0xc018_aa06);
         assert_eq!(USERFAULTFD_IOC_NEW, 0xaa00);
         assert_eq!(size_of::<UffdMsg>(), 32);

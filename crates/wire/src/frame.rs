@@ -59,11 +59,14 @@ pub enum FrameKind {
     Prove = 41,
     Trial = 42,
     Tried = 43,
+    Missing = 44,
+    Wanted = 45,
+    Placed = 46,
 }
 
 impl FrameKind {
     /// Every kind there is.
-    pub const ALL: [Self; 30] = [
+    pub const ALL: [Self; 33] = [
         Self::Pages,
         Self::Barrier,
         Self::Offer,
@@ -94,6 +97,9 @@ impl FrameKind {
         Self::Prove,
         Self::Trial,
         Self::Tried,
+        Self::Missing,
+        Self::Wanted,
+        Self::Placed,
     ];
 
     fn from_wire(number: u16) -> Result<Self, WireError> {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use godwit_units::{ByteCount, PageCount};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 
 use crate::frame::{FrameHeader, FrameKind, HEADER_LEN, PAYLOAD_LIMIT, seal};
 use crate::{Features, WireError};
@@ -35,6 +35,10 @@ pub const QUESTIONS_LIMIT: usize = 4096;
 pub const DIGESTS_PER_MESSAGE: usize = 4096;
 /// Pages of which one message has the fingerprints: those of one segment.
 pub const PRINTS_PER_MESSAGE: usize = 4096;
+/// Most runs of missing pages, in one message and in all of a session.
+pub const MISSING_LIMIT: usize = 4096;
+/// Most pages that are asked for in one message.
+pub const WANTED_LIMIT: usize = 1024;
 
 /// Channels of memory and of disks together.
 const PLACED_LIMIT: usize = CHANNELS_LIMIT as usize + DISKS_LIMIT;
@@ -306,15 +310,20 @@ pub enum Message {
     /// S: behind Resumed and the channels' greetings, what do you hold of every page? From a source
     /// that was started anew and knows nothing of it. Only with
     /// [`Feature::Restart`](crate::Feature::Restart).
-    PrintsRequest,
-    /// D: the fingerprints of the pages of one segment, in order; none where all are zero.
+    PrintsRequest {
+        /// And of every disk that moves along? Only with
+        /// [`Feature::DiskPrints`](crate::Feature::DiskPrints).
+        disks: bool,
+    },
+    /// D: the fingerprints of the pages of one segment, in order; none where all are zero. Of a disk
+    /// one for each 16 pages.
     Prints {
-        /// The RAM block.
+        /// The RAM block or disk.
         block: u32,
         /// The segment, counted from 0 in its block.
         segment: u32,
-        /// One XXH3-64 a page, under a seed that both sides make of the session's secret; 1 where
-        /// that is 0.
+        /// XXH3-64 under a seed that both sides make of the session's secret; 1 where that is 0.
+        /// 0: what a disk holds there is not known.
         prints: Vec<u64>,
     },
     /// S: bytes that mean nothing, sent for the time that they take. Only behind an inquiry that
@@ -333,6 +342,26 @@ pub enum Message {
         /// The seed.
         seed: u64,
     },
+    /// S: pages of a RAM block that are still to come when the guest runs at the destination, in
+    /// order and apart from each other. Behind the end of the last round, and before the first
+    /// piece of device state. Only with [`Feature::PostCopy`](crate::Feature::PostCopy).
+    Missing {
+        /// The RAM block.
+        block: u32,
+        /// Nothing else is missing.
+        last: bool,
+        /// The pages.
+        runs: Vec<PageRun>,
+    },
+    /// D: somebody waits for these of the missing pages.
+    Wanted {
+        /// The RAM block.
+        block: u32,
+        /// The pages.
+        pages: Vec<PageIndex>,
+    },
+    /// D: every missing page is in place, and the source is needed no more.
+    Placed,
 }
 
 impl Message {
@@ -363,7 +392,10 @@ impl Message {
             Self::Keep(_) => FrameKind::Keep,
             Self::Resume { .. } => FrameKind::Resume,
             Self::Resumed { .. } => FrameKind::Resumed,
-            Self::PrintsRequest => FrameKind::PrintsRequest,
+            Self::PrintsRequest { .. } => FrameKind::PrintsRequest,
+            Self::Missing { .. } => FrameKind::Missing,
+            Self::Wanted { .. } => FrameKind::Wanted,
+            Self::Placed => FrameKind::Placed,
             Self::Prints { .. } => FrameKind::Prints,
             Self::Prove { .. } => FrameKind::Prove,
             Self::Trial(_) => FrameKind::Trial,
@@ -451,8 +483,20 @@ impl Message {
                 aux = u64::from(*block) << 32 | u64::from(*segment);
                 frame.extend(prints.iter().flat_map(|print| print.to_le_bytes()));
             }
+            Self::PrintsRequest { disks } => aux = (*disks).into(),
+            Self::Missing { block, last, runs } => {
+                assert!(runs.len() <= MISSING_LIMIT, "{} runs", runs.len());
+                aux = u64::from(*last) << 32 | u64::from(*block);
+                let words = runs.iter().flat_map(|run| [run.start.0, run.count.0]);
+                frame.extend(words.flat_map(u64::to_le_bytes));
+            }
+            Self::Wanted { block, pages } => {
+                assert!(pages.len() <= WANTED_LIMIT, "{} pages", pages.len());
+                aux = (*block).into();
+                frame.extend(pages.iter().flat_map(|page| page.0.to_le_bytes()));
+            }
             Self::Prepare
-            | Self::PrintsRequest
+            | Self::Placed
             | Self::Prepared
             | Self::DigestRequest
             | Self::DeviceStateEnd
@@ -545,7 +589,27 @@ impl Message {
                     digests: payload.chunks_exact(16).map(digest).collect(),
                 })
             }
-            FrameKind::PrintsRequest => empty(Self::PrintsRequest),
+            FrameKind::PrintsRequest if header.aux > 1 => Err(WireError::Field {
+                what: "request for fingerprints",
+                field: "disks",
+                value: header.aux,
+            }),
+            FrameKind::PrintsRequest => empty(Self::PrintsRequest { disks: header.aux == 1 }),
+            FrameKind::Missing => decode_missing(header.aux, payload),
+            FrameKind::Wanted => {
+                let (words, []) = payload.as_chunks() else {
+                    return Err(WireError::Length { what: "wanted pages" });
+                };
+                if words.is_empty() || words.len() > WANTED_LIMIT {
+                    return Err(WireError::Length { what: "wanted pages" });
+                }
+                let page = |word: &[u8; 8]| PageIndex(u64::from_le_bytes(*word));
+                Ok(Self::Wanted {
+                    block: number("wanted pages")?,
+                    pages: words.iter().map(page).collect(),
+                })
+            }
+            FrameKind::Placed => empty(Self::Placed),
             FrameKind::Prints => {
                 let (words, []) = payload.as_chunks() else {
                     return Err(WireError::Length { what: "fingerprints" });
@@ -603,6 +667,35 @@ fn reason(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(bytes);
     let text: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
     cut(&text, TEXT_LIMIT).to_owned()
+}
+
+fn decode_missing(aux: u64, payload: &[u8]) -> Result<Message, WireError> {
+    const WHAT: &str = "missing pages";
+    let (words, []) = payload.as_chunks::<16>() else {
+        return Err(WireError::Length { what: WHAT });
+    };
+    if words.len() > MISSING_LIMIT {
+        return Err(WireError::Length { what: WHAT });
+    }
+    let last = match aux >> 32 {
+        flag @ 0..=1 => flag == 1,
+        value => return Err(WireError::Field { what: WHAT, field: "last", value }),
+    };
+    let mut runs: Vec<PageRun> = Vec::with_capacity(words.len());
+    for word in words {
+        let word = u128::from_le_bytes(*word);
+        let (start, count) = (word as u64, (word >> 64) as u64);
+        let wrong = |field, value| WireError::Field { what: WHAT, field, value };
+        if count == 0 || start.checked_add(count).is_none() {
+            return Err(wrong("pages", count));
+        }
+        // Runs that touch are one.
+        if runs.last().is_some_and(|before| before.end().0 >= start) {
+            return Err(wrong("start", start));
+        }
+        runs.push(PageRun::new(start, count));
+    }
+    Ok(Message::Missing { block: aux as u32, last, runs })
 }
 
 fn decode_resume(aux: u64, payload: &[u8]) -> Result<Message, WireError> {

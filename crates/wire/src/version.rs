@@ -134,11 +134,17 @@ pub enum Feature {
     Proof = 1,
     /// Who only asks may try what the connection carries.
     Trial = 2,
+    /// A source that was started anew may ask what the destination's disks hold.
+    DiskPrints = 3,
+    /// The last pages follow when the guest runs at the destination. No godwit has it yet: the two
+    /// machines of `protocol` and these messages do.
+    PostCopy = 4,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 3] = [Self::Restart, Self::Proof, Self::Trial];
+    pub const ALL: [Self; 5] =
+        [Self::Restart, Self::Proof, Self::Trial, Self::DiskPrints, Self::PostCopy];
 
     /// How it is called in reports.
     #[must_use]
@@ -147,6 +153,8 @@ impl Feature {
             Self::Restart => "restart",
             Self::Proof => "proof",
             Self::Trial => "trial",
+            Self::DiskPrints => "disk-prints",
+            Self::PostCopy => "postcopy",
         }
     }
 }
@@ -170,7 +178,10 @@ impl Features {
     pub const NONE: Self = Self(0);
     /// Those that this godwit has.
     pub const HERE: Self = Self(
-        Self::of(Feature::Restart).0 | Self::of(Feature::Proof).0 | Self::of(Feature::Trial).0,
+        Self::of(Feature::Restart).0
+            | Self::of(Feature::Proof).0
+            | Self::of(Feature::Trial).0
+            | Self::of(Feature::DiskPrints).0,
     );
 
     /// One feature.

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use godwit_units::{ByteCount, PageCount, PageRun};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 use godwit_wire::*;
 use proptest::prelude::*;
 
@@ -63,6 +63,32 @@ fn pages_frame() -> Vec<u8> {
     builder.finish(7).to_vec()
 }
 
+fn missing(runs: Vec<PageRun>) -> Message {
+    Message::Missing { block: 1, last: true, runs }
+}
+
+#[test]
+fn runs_of_missing_pages_are_apart_in_order_and_within_64_bits() {
+    let good = vec![PageRun::new(0, 1), PageRun::new(2, 5), PageRun::new(u64::MAX - 1, 1)];
+    assert_eq!(parse(&missing(good.clone()).encode()).unwrap(), missing(good));
+    assert_eq!(parse(&missing(vec![]).encode()).unwrap(), missing(vec![]));
+    let refused = |runs| matches!(parse(&missing(runs).encode()), Err(WireError::Field { .. }));
+    assert!(refused(vec![PageRun::new(4, 0)]), "an empty one");
+    assert!(refused(vec![PageRun::new(2, u64::MAX - 1)]), "beyond all numbers");
+    assert!(refused(vec![PageRun::new(2, 2), PageRun::new(4, 1)]), "two that touch");
+    assert!(refused(vec![PageRun::new(9, 1), PageRun::new(3, 1)]), "not in order");
+    let mut many = missing(vec![]).encode();
+    many.resize(HEADER_LEN + (MISSING_LIMIT + 1) * 16, 0);
+    seal(&mut many, FrameKind::Missing, 0, 0);
+    assert!(matches!(parse(&many), Err(WireError::Length { .. })));
+    let mut flags = missing(vec![]).encode();
+    seal(&mut flags, FrameKind::Missing, 0, 2 << 32);
+    assert!(matches!(parse(&flags), Err(WireError::Field { field: "last", .. })));
+    let mut nothing = Message::Placed.encode();
+    seal(&mut nothing, FrameKind::Wanted, 0, 0);
+    assert!(matches!(parse(&nothing), Err(WireError::Length { .. })));
+}
+
 #[test]
 fn golden_bytes() {
     let (version, session) = (Version::V5, SessionId([0x11; 16]));
@@ -96,10 +122,14 @@ fn golden_bytes() {
         hex(&Message::Offer(Offer { features, ..offer() }).encode()),
         hex(&Message::Accept { codecs: 6, features }.encode()),
         hex(&Message::Prove { seed: 0x0102_0304_0506_0708 }.encode()),
-        hex(&Message::PrintsRequest.encode()),
+        hex(&Message::PrintsRequest { disks: false }.encode()),
         hex(&Message::Prints { block: 1, segment: 2, prints: vec![3, 4] }.encode()),
         hex(&Message::Trial(vec![5; 3]).encode()),
         hex(&Message::Tried { bytes: 3, clock: 0x0102_0304_0506_0708 }.encode()),
+        hex(&Message::PrintsRequest { disks: true }.encode()),
+        hex(&missing(vec![PageRun::new(3, 4), PageRun::new(9, 1)]).encode()),
+        hex(&Message::Wanted { block: 1, pages: vec![PageIndex(3)] }.encode()),
+        hex(&Message::Placed.encode()),
     ];
     let golden = include_str!("golden.txt");
     assert_eq!(seen.join("\n"), golden.trim_end());
@@ -301,7 +331,7 @@ fn features_are_sets_of_bits_that_need_not_be_known() {
     assert!(known.is_within(all) && !all.is_within(known) && Features::NONE.is_within(known));
     assert!(all.contains(Feature::Restart) && !Features(!1).contains(Feature::Restart));
     assert_eq!(Features::of(Feature::Proof), Features(2));
-    assert_eq!((known.to_string(), Features(!7).to_string()), ("restart".into(), "none".into()));
+    assert_eq!((known.to_string(), Features(!15).to_string()), ("restart".into(), "none".into()));
 }
 
 #[test]
@@ -617,7 +647,24 @@ fn any_message() -> impl Strategy<Value = Message> {
         any::<u64>().prop_map(|seed| Message::Prove { seed }),
         prop::collection::vec(any::<u8>(), 0..81).prop_map(Message::Trial),
         any::<(u64, u64)>().prop_map(|(bytes, clock)| Message::Tried { bytes, clock }),
+        any_missing(),
+        (any::<u32>(), prop::collection::vec(any::<u64>().prop_map(PageIndex), 1..9))
+            .prop_map(|(block, pages)| Message::Wanted { block, pages }),
+        Just(Message::Placed),
     ]
+}
+
+fn any_missing() -> impl Strategy<Value = Message> {
+    let runs = prop::collection::vec((1..99_u64, 1..99_u64), 0..9);
+    (any::<u32>(), any::<bool>(), runs).prop_map(|(block, last, steps)| {
+        let mut end = 0;
+        let run = |(gap, count)| {
+            let run = PageRun::new(end + gap, count);
+            end = run.end().0;
+            run
+        };
+        Message::Missing { block, last, runs: steps.into_iter().map(run).collect() }
+    })
 }
 
 proptest! {

@@ -89,6 +89,13 @@ impl Report {
     }
 }
 
+/// `page` with `table` in the place of what stands between `begin` and `end`.
+pub fn with_table(page: &str, begin: &str, end: &str, table: &str) -> anyhow::Result<String> {
+    let (before, rest) = page.split_once(begin).context("the page has no place for the table")?;
+    let (_, after) = rest.split_once(end).context("the place for the table has no end")?;
+    Ok([before, begin, table, end, after].concat())
+}
+
 /// The median of `values` (mean of the middle two when their number is even); NaN for none.
 pub fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();

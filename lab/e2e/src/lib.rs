@@ -282,3 +282,30 @@ pub fn oldest(builds: &[QemuBuild]) -> anyhow::Result<&QemuBuild> {
     let Some(build) = builds.iter().min_by_key(|build| build.version) else { bail!("no QEMU") };
     Ok(build)
 }
+
+/// Each thread of the process `pid`, which had all of root's rights to begin with, has given up those that
+/// it has no use for, and the way back; those that are named have no more than is said of them.
+///
+/// # Errors
+/// A thread that has more, or a named one that is not there.
+pub fn check_rights(pid: i32, kept: &[u64], own: &[(&str, &[u64])]) -> anyhow::Result<()> {
+    let set = |bits: &[u64]| bits.iter().fold(0, |set, bit| set | 1u64 << bit);
+    let mut seen = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let status = std::fs::read_to_string(task?.path().join("status"))?;
+        let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+        let thread = word("Name:\t").unwrap_or_default();
+        let more = own.iter().find(|(name, _)| *name == thread);
+        let used = set(more.map_or(kept, |(_, bits)| bits));
+        seen.extend(more.map(|(name, _)| *name));
+        // The last is the process's: who has given up the right to set it cannot.
+        for (name, used) in [("CapEff:\t", used), ("CapPrm:\t", used), ("CapBnd:\t", set(kept))] {
+            let has = u64::from_str_radix(word(name).context("no such line")?, 16)?;
+            ensure!(has & !used == 0, "{name}{has:x} of {thread}");
+        }
+        ensure!(word("NoNewPrivs:\t") == Some("1"), "{status}");
+    }
+    let missing = own.iter().find(|(name, _)| !seen.contains(name));
+    ensure!(missing.is_none(), "no such thread: {missing:?} among {seen:?}");
+    Ok(())
+}

@@ -5,14 +5,14 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair, Pair, check_moved, check_refused, check_untouched};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DiskImage, Ended, GuestConfig, MicroVm, Mount, Running, TestVm, VmConfig, allocated,
-    builds_for, images_for, skip,
+    DiskImage, Ended, GuestConfig, MicroVm, Mount, QemuBuild, RemoteDisk, Running, TestVm,
+    VmConfig, allocated, builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -496,6 +496,60 @@ fn a_disk_that_cannot_be_flushed_keeps_the_guest_at_the_source() -> anyhow::Resu
         check_refused(&migrate, 1, &words)?;
         ensure!(receive.status.code() == Some(1), "{build}: {}", receive.errors);
         check_untouched(&mut pair.source)?;
+    }
+    Ok(())
+}
+
+/// A guest whose disk goes to storage that hangs when some of it was written there: godwit's two
+/// sides, as they are then.
+fn hung(build: &QemuBuild) -> anyhow::Result<(Pair, [Running; 2], RemoteDisk, DiskImage)> {
+    let size = ByteCount(64 << 20);
+    let from = DiskImage::create("raw", size)?;
+    File::options().write(true).open(from.path())?.write_all_at(&[0x5a; 48 << 20], 0)?;
+    let to = RemoteDisk::start(size)?;
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    let mut destination = config.clone();
+    destination.extra.extend(to.arguments("d"));
+    let pair = Pair::start_apart(&config.with_disk("d", &from), &destination)?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &["--disks", "all"])?;
+    let slow = ["--disks", "all", "--max-bandwidth", "16MiB/s", "--compression", "none"];
+    let migrate = pair.godwit.migrate(&pair.source, &address, &slow)?;
+    let copying = |line: &Value| line["disks"][0]["sent_bytes"].as_u64() > Some(4 << 20);
+    migrate.wait_for("full pass", LIMIT, copying)?;
+    to.hang()?;
+    Ok((pair, [migrate, receive], to, from))
+}
+
+#[test]
+fn a_disk_whose_new_storage_hangs_for_a_while_arrives() -> anyhow::Result<()> {
+    let test = "a_disk_whose_new_storage_hangs_for_a_while_arrives";
+    let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
+    for build in builds.iter().rev().take(1) {
+        let (mut pair, [migrate, receive], storage, _image) = hung(build)?;
+        pair.source.wait_for_heartbeats_after(Instant::now(), 30, LIMIT)?;
+        ensure!(!migrate.has_ended() && !receive.has_ended(), "nobody waited for the storage");
+        storage.answer()?;
+        let migrate = migrate.wait(LIMIT)?;
+        ensure!(receive.wait(LIMIT)?.status.success(), "{}", migrate.errors);
+        check_moved(&mut pair, &migrate)?;
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "takes a minute or two: make test-long"]
+fn a_disk_whose_new_storage_hangs_for_good_leaves_the_guest_where_it_runs() -> anyhow::Result<()> {
+    let test = "a_disk_whose_new_storage_hangs_for_good_leaves_the_guest_where_it_runs";
+    let builds = if images_for(test) { builds_for(test) } else { Vec::new() };
+    for build in builds.iter().rev().take(1) {
+        let (mut pair, [migrate, receive], storage, _image) = hung(build)?;
+        let migrate = migrate.wait(LIMIT)?;
+        check_refused(&migrate, 1, &["silence for", "the guest is at the source"])?;
+        check_untouched(&mut pair.source)?;
+        storage.answer()?;
+        ensure!(receive.wait(LIMIT)?.status.code() == Some(1), "{}", migrate.errors);
+        let (migrate, _) = pair.migrate(&["--disks", "all"])?;
+        check_moved(&mut pair, &migrate)?;
     }
     Ok(())
 }

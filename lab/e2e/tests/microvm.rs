@@ -4,11 +4,13 @@
 use std::os::unix::net::UnixStream;
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, MicroPair, await_copying, check_refused, check_untouched, oldest};
+use godwit_e2e::{
+    LIMIT, MicroPair, await_copying, check_refused, check_rights, check_untouched, oldest,
+};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
     BeaconPlace, Godwit, GuestConfig, Link, MicroVm, Movable, Observer, Room, TestVm, VmConfig,
-    builds_for, kvm_for,
+    builds_for, kvm_for, skip,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -330,6 +332,21 @@ fn nothing_is_plugged_in_while_writes_are_tracked() -> anyhow::Result<()> {
     }
     pair.source.wait_plugged(1, LIMIT)?;
     pair.second_attempt()
+}
+
+#[test]
+fn a_microvm_keeps_the_rights_of_its_work() -> anyhow::Result<()> {
+    // Mutation: it keeps all.
+    let test = "a_microvm_keeps_the_rights_of_its_work";
+    if !rustix::process::geteuid().is_root() {
+        skip(test, "only root has rights to give up");
+        return Ok(());
+    }
+    let Some(pair) = MicroPair::start(test, &["--mode", "rate"])? else { return Ok(()) };
+    // CAP_DAC_OVERRIDE, CAP_NET_BIND_SERVICE, CAP_SYS_PTRACE, CAP_SYS_NICE, CAP_SYS_RESOURCE.
+    check_rights(pair.source.pid(), &[1, 10, 19, 23, 24], &[])?;
+    let (migrate, _) = pair.migrate(&["--verify"])?;
+    pair.check_moved(&migrate)
 }
 
 #[test]

@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use godwit_e2e::{
-    LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_untouched,
+    LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_rights,
+    check_untouched,
 };
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, Running, TestVm, VmConfig,
+    Backend, DiskImage, Godwit, GuestConfig, HugePages, Link, QemuBuild, TestVm, VmConfig,
     builds_for, images_for, skip,
 };
 use godwit_units::ByteCount;
@@ -432,30 +433,6 @@ const CAPABILITIES: [&str; 5] =
 /// CAP_SYS_RESOURCE, CAP_CHECKPOINT_RESTORE.
 const KEPT: [u64; 6] = [1, 5, 10, 19, 24, 40];
 
-/// Each thread of `godwit`, which has all of root's rights to begin with, has given up those that
-/// it has no use for, and the way back; those that are named have no more than is said of them.
-fn check_rights(godwit: &Running, kept: &[u64], own: &[(&str, &[u64])]) -> anyhow::Result<()> {
-    let set = |bits: &[u64]| bits.iter().fold(0, |set, bit| set | 1u64 << bit);
-    let mut seen = Vec::new();
-    for task in std::fs::read_dir(format!("/proc/{}/task", godwit.pid()))? {
-        let status = std::fs::read_to_string(task?.path().join("status"))?;
-        let word = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-        let thread = word("Name:\t").unwrap_or_default();
-        let more = own.iter().find(|(name, _)| *name == thread);
-        let used = set(more.map_or(kept, |(_, bits)| bits));
-        seen.extend(more.map(|(name, _)| *name));
-        // The last is the process's: who has given up the right to set it cannot.
-        for (name, used) in [("CapEff:\t", used), ("CapPrm:\t", used), ("CapBnd:\t", set(kept))] {
-            let has = u64::from_str_radix(word(name).context("no such line")?, 16)?;
-            ensure!(has & !used == 0, "{name}{has:x} of {thread}");
-        }
-        ensure!(word("NoNewPrivs:\t") == Some("1"), "{status}");
-    }
-    let missing = own.iter().find(|(name, _)| !seen.contains(name));
-    ensure!(missing.is_none(), "no such thread: {missing:?} among {seen:?}");
-    Ok(())
-}
-
 #[test]
 fn a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own() -> anyhow::Result<()> {
     let test = "a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own";
@@ -475,8 +452,8 @@ fn a_source_keeps_the_rights_of_its_work_and_each_thread_those_of_its_own() -> a
         await_copying(&migrate)?;
         // CAP_SYS_ADMIN for a QEMU in a sandbox, CAP_SYS_NICE to hold the guest back.
         let kept = [KEPT.as_slice(), &[21, 23]].concat();
-        check_rights(&migrate, &kept, &[("control", &[]), ("channel", &[19])])?;
-        check_rights(&receive, &KEPT, &[("control", &[]), ("channel", &[19])])?;
+        check_rights(migrate.pid(), &kept, &[("control", &[]), ("channel", &[19])])?;
+        check_rights(receive.pid(), &KEPT, &[("control", &[]), ("channel", &[19])])?;
         migrate.signal(Signal::INT)?;
         drop(migrate.wait(LIMIT)?);
         drop(receive.wait(LIMIT)?);
@@ -509,7 +486,7 @@ fn five_capabilities_are_enough_for_a_qemu_of_another_user() -> anyhow::Result<(
             };
             // Without the first: one line that names it, and nothing has changed.
             let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
-            check_rights(&receive, &KEPT, &[])?;
+            check_rights(receive.pid(), &KEPT, &[])?;
             let short = with(&CAPABILITIES[1..]);
             let migrate = short.migrate(&pair.source, &address, &[])?.wait(LIMIT)?;
             check_refused(&migrate, 1, &["CAP_SYS_PTRACE", "give it that capability"])?;

@@ -139,6 +139,34 @@ fn a_microvm_is_taken_up_again_behind_a_cut() -> anyhow::Result<()> {
 }
 
 #[test]
+fn a_move_goes_on_by_another_address_with_more_connections() -> anyhow::Result<()> {
+    // Mutations: the address is not taken; nor the number; one beyond this host is.
+    let test = "a_move_goes_on_by_another_address_with_more_connections";
+    let Some(build) = builds_for(test).into_iter().next_back() else { return Ok(()) };
+    let mut pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Rate)))?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let (first, second) = (Link::to(&address)?, Link::to(&address)?);
+    let name = format!("redirected-{}", std::process::id());
+    let options = [SLOW, &["--channels", "2", "--name", &name]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, first.address(), &options)?;
+    await_copying(&migrate)?;
+    let redirect = ["redirect", "--migration", &name];
+    let beyond = pair.godwit.run(&[&redirect[..], &["--to", "192.0.2.7:4444"]].concat())?;
+    let said = String::from_utf8_lossy(&beyond.stderr).into_owned();
+    ensure!(beyond.status.code() == Some(1) && said.contains("beyond this host"), "{said}");
+    first.cut();
+    migrate.wait_for("severed", LIMIT, |line| line["event"] == "severed")?;
+    let way = ["--to", second.address(), "--channels", "3"];
+    pair.godwit.done(&[&redirect[..], &way].concat())?;
+    let ended = migrate.wait(LIMIT)?;
+    ensure!(receive.wait(LIMIT)?.status.success(), "{}", ended.errors);
+    check_moved(&mut pair, &ended)?;
+    let last = ended.last();
+    ensure!(last["resumptions"] == 1 && last["channels"] == 3, "{last}");
+    Ok(())
+}
+
+#[test]
 fn ctrl_c_while_the_link_is_cut() -> anyhow::Result<()> {
     let builds = builds_for("ctrl_c_while_the_link_is_cut");
     if builds.is_empty() {

@@ -103,11 +103,14 @@ pub fn run(
     rng: &mut Rng,
 ) -> anyhow::Result<Verdict> {
     rig.renew()?;
-    let (receive, address) = rig.godwit().receive_named(&rig.receiver(), &[])?;
+    let (receive, address) = receive(rig)?;
     let proxy = Proxy::to(&address)?;
     proxy.hold_where(watch_behind(moment.phase, moment.bytes));
     let source = rig.vm(Side::Source);
-    let migrate = rig.godwit().migrate_named(&source, proxy.address(), point.options)?;
+    let own = rig.migrate_options();
+    let options: Vec<&str> =
+        own.iter().map(String::as_str).chain(point.options.iter().copied()).collect();
+    let migrate = rig.godwit().migrate_named(&source, proxy.address(), &options)?;
     let mut pair = [migrate, receive];
     // They go when nobody is left in them.
     let mut groups = Vec::new();
@@ -395,16 +398,47 @@ fn release_source(rig: &mut dyn Rig, typed: &mut Vec<String>) -> anyhow::Result<
     Ok(())
 }
 
+/// Starts `godwit receive` for the guest of `rig`.
+fn receive(rig: &dyn Rig) -> anyhow::Result<(Running, String)> {
+    let options = rig.receive_options();
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    rig.godwit().receive_named(&rig.receiver(), &options)
+}
+
 /// Moves the guest once more, with digests compared, and has it stay there.
 fn second_attempt(rig: &mut dyn Rig) -> anyhow::Result<()> {
+    move_verified(rig, &["--verify"]).map(drop)
+}
+
+/// Moves the guest with `options`, of which one is `--verify`, checks that it arrived unharmed with
+/// its digests equal, and has it stay there; what `migrate` told at its end.
+///
+/// # Errors
+/// What is not as it should be.
+pub fn move_verified(rig: &mut dyn Rig, options: &[&str]) -> anyhow::Result<Value> {
     rig.renew()?;
-    let (receive, address) = rig.godwit().receive_named(&rig.receiver(), &[])?;
-    let migrate = rig.godwit().migrate_named(&rig.vm(Side::Source), &address, &["--verify"])?;
-    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    let (receive, address) = receive(rig)?;
+    let own = rig.migrate_options();
+    let all: Vec<&str> = options.iter().copied().chain(own.iter().map(String::as_str)).collect();
+    let migrate = rig.godwit().migrate_named(&rig.vm(Side::Source), &address, &all)?;
+    // Its last word says where it stands if it does not end.
+    let until = Instant::now() + LIMIT;
+    while !migrate.has_ended() {
+        let last = migrate.lines().last().cloned().unwrap_or_default();
+        ensure!(Instant::now() < until, "migrate does not end within {LIMIT:?}: {last}");
+        std::thread::sleep(LOOK);
+    }
+    let migrate = migrate.wait(LIMIT)?;
+    if migrate.last()["outcome"] != "migrated" {
+        // It may wait for another source.
+        let said = receive.errors();
+        bail!("{} {} {}", migrate.last(), migrate.errors.trim(), said.trim());
+    }
+    let receive = receive.wait(LIMIT)?;
     let told = || format!("{} {} {}", migrate.last(), migrate.errors, receive.errors);
-    ensure!(migrate.last()["outcome"] == "migrated", "{}", told());
     ensure!(migrate.last()["verified"] == true && receive.status.success(), "{}", told());
     rig.check_arrived()?;
     rig.await_alone(Side::Source)?;
-    rig.turn()
+    rig.turn()?;
+    Ok(migrate.last().clone())
 }

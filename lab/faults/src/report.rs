@@ -143,9 +143,7 @@ pub fn write_page(points: &[Point], rows: &[Row], keeps: bool) -> anyhow::Result
 
 /// `page` with `table` in its place.
 fn with_table(page: &str, table: &str) -> anyhow::Result<String> {
-    let (before, rest) = page.split_once(BEGIN).context("the page has no place for the table")?;
-    let (_, after) = rest.split_once(END).context("the place for the table has no end")?;
-    Ok([before, BEGIN, table, END, after].concat())
+    godwit_bench::report::with_table(page, BEGIN, END, table)
 }
 
 /// What a table says of each fault, by its number, and each kind of VM.

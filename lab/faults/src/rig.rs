@@ -9,7 +9,8 @@ mod qemu;
 
 use std::fmt;
 
-use godwit_testbed::{Godwit, skip};
+use godwit_testbed::{Backend, Godwit, skip};
+use godwit_units::ByteCount;
 use rustix::process::Pid;
 
 pub use libvirt::Libvirt;
@@ -82,10 +83,18 @@ impl Adapter {
     /// # Errors
     /// When they do not come up.
     pub fn rig(self) -> anyhow::Result<Option<Box<dyn Rig>>> {
+        self.rig_with(&Outfit::default())
+    }
+
+    /// The same with VMs of another outfit.
+    ///
+    /// # Errors
+    /// When they do not come up.
+    pub fn rig_with(self, outfit: &Outfit) -> anyhow::Result<Option<Box<dyn Rig>>> {
         let made: Option<Box<dyn Rig>> = match self {
-            Self::Microvm => Micro::start()?.map(|rig| Box::new(rig) as Box<dyn Rig>),
-            Self::Libvirt => Libvirt::start()?.map(|rig| Box::new(rig) as Box<dyn Rig>),
-            _ => Qemu::start(self)?.map(|rig| Box::new(rig) as Box<dyn Rig>),
+            Self::Microvm => Micro::start(outfit)?.map(|rig| Box::new(rig) as Box<dyn Rig>),
+            Self::Libvirt => Libvirt::start(outfit)?.map(|rig| Box::new(rig) as Box<dyn Rig>),
+            _ => Qemu::start(self, outfit)?.map(|rig| Box::new(rig) as Box<dyn Rig>),
         };
         if made.is_none() {
             skip("faults", format_args!("{self} cannot run here"));
@@ -100,6 +109,45 @@ impl fmt::Display for Adapter {
     }
 }
 
+/// What the VMs of a rig have, and what their guest does.
+#[derive(Clone, Debug)]
+pub struct Outfit {
+    /// The newest QEMU there is, instead of the oldest.
+    pub newest: bool,
+    /// A disk of its own on each side, which moves along.
+    pub disk: bool,
+    /// RAM of the VM.
+    pub memory: ByteCount,
+    /// The part of it that the guest stamps and checks.
+    pub fill: ByteCount,
+    /// The part of that which it writes.
+    pub working_set: ByteCount,
+    /// Pages that it writes each second.
+    pub rate: u64,
+    /// Where a QEMU has its memory, where that is not what the kind of VM says.
+    pub backend: Option<Backend>,
+    /// The tracker of a microvm.
+    pub tracker: &'static str,
+}
+
+impl Default for Outfit {
+    fn default() -> Self {
+        Self {
+            newest: false,
+            disk: false,
+            memory: ByteCount(256 << 20),
+            fill: ByteCount(32 << 20),
+            working_set: ByteCount(16 << 20),
+            rate: 2000,
+            backend: None,
+            tracker: "kvm-log",
+        }
+    }
+}
+
+/// The size of a disk that moves along: no whole number of the blocks in which writes are tracked.
+const DISK: ByteCount = ByteCount((48 << 20) + 4096);
+
 /// Two VMs and the guest between them.
 pub trait Rig {
     /// The command.
@@ -111,6 +159,16 @@ pub trait Rig {
     /// What `godwit receive` takes for `--vm`.
     fn receiver(&self) -> String {
         self.vm(Side::Destination)
+    }
+
+    /// What `godwit migrate` must be told to move this guest.
+    fn migrate_options(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// What `godwit receive` must be told to take it in.
+    fn receive_options(&self) -> Vec<String> {
+        self.migrate_options()
     }
 
     /// Ends who manages the VMs on that side, as a crash would, and starts them again.

@@ -3,7 +3,7 @@
 use godwit_codec::{Codec, CodecId, Compressor};
 use godwit_control::messages::Answer;
 use godwit_engine::report::{DiskProgress, Measures, Progress, Stage};
-use godwit_units::{ByteCount, PageCount, PageRun, Rate};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 use godwit_wire::{
     AbortCode, BlockOffer, Content, DiskOffer, Features, Greeting, HEADER_LEN, Message, NAME_LIMIT,
     Offer, PROOF_LEN, PageFrameBuilder, RUN_LEN, RUNS_LIMIT, Role, SECRET_LEN, Secret, SessionId,
@@ -95,11 +95,14 @@ fn frames() -> Vec<Seed> {
         Message::Resumed { attempt: 1, placed: vec![3, u64::MAX], proof: [7; PROOF_LEN] },
         Message::Prints { block: 1, segment: 2, prints: vec![3, u64::MAX] },
         Message::Tried { bytes: 3, clock: 7 },
+        Message::Wanted { block: 1, pages: vec![PageIndex(3)] },
+        Message::Placed,
     ];
     let source = [
         Message::Answer(b"{\"version\":[10,0,2]}".to_vec()),
         Message::Prove { seed: 7 },
-        Message::PrintsRequest,
+        Message::PrintsRequest { disks: true },
+        Message::Missing { block: 1, last: true, runs: vec![PageRun::new(3, 4)] },
         Message::Trial(b"filling".to_vec()),
         Message::RoundEnd { round: 3 },
         Message::Prepare,

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use godwit_protocol::destination::{self as dst, Action as D, Input as Di, State as Ds};
-use godwit_protocol::source::{self as src, Action as S, Input as Si, State as Ss};
+use godwit_protocol::source::{self as src, Action as S, Input as Si, LastPages, State as Ss};
 
 const SOURCE: [Si; 16] = [
     Si::Start,
@@ -24,10 +24,10 @@ const SOURCE: [Si; 16] = [
     Si::Reconnected,
     Si::Failed,
 ];
-/// What is said to a source that has lost its connections; in the place of one of the others, where
-/// the byte is one of the last.
-const LOST: [Si; 2] = [Si::LinkLost, Si::Resumed];
-const DESTINATION: [Di; 14] = [
+/// What is said to a source that has lost its connections, or whose pages follow later; in the
+/// place of one of the others, where the byte is one of the last.
+const LOST: [Si; 4] = [Si::LinkLost, Si::Resumed, Si::MissingListed, Si::AllPlaced];
+const DESTINATION: [Di; 16] = [
     Di::Offer,
     Di::RoundEnd,
     Di::Prepare,
@@ -42,20 +42,25 @@ const DESTINATION: [Di; 14] = [
     Di::Aborted,
     Di::Failed,
     Di::Returned,
+    Di::Missing,
+    Di::AllPlaced,
 ];
 
-/// Each machine alone. The first byte says whether digests are compared and how the source treats
+/// Each machine alone. The first byte says how the last pages go over and how the source treats
 /// what is out of place: it is refused, or it is a failure, as an engine has it.
 pub(crate) fn inputs(bytes: &[u8]) {
     let Some((first, rest)) = bytes.split_first() else { return };
-    let (verify, fails) = (first & 1 == 1, first & 2 == 2);
+    let fails = first & 2 == 2;
+    let sent = LastPages::sent(first & 1 == 1);
+    let last = if first & 4 == 4 { LastPages::Left } else { sent };
+    let mut left = false;
     let (mut source, mut destination) = (Ss::Idle, Ds::Listening);
     let mut committed = false;
     for byte in rest {
         let input =
-            if *byte < 0xe0 { SOURCE[usize::from(byte & 15)] } else { LOST[usize::from(byte & 1)] };
+            if *byte < 0xe0 { SOURCE[usize::from(byte & 15)] } else { LOST[usize::from(byte & 3)] };
         let (was, gave) = (source, source.may_run_guest());
-        match src::step(source, input, verify) {
+        match src::step(source, input, last) {
             Ok((state, actions)) => {
                 source = state;
                 committed |= actions.contains(&S::SendCommit);
@@ -65,7 +70,7 @@ pub(crate) fn inputs(bytes: &[u8]) {
             }
             Err(error) if fails => {
                 let _ = error.to_string();
-                if let Ok((state, _)) = src::step(source, Si::Failed, verify) {
+                if let Ok((state, _)) = src::step(source, Si::Failed, last) {
                     source = state;
                 }
             }
@@ -76,10 +81,13 @@ pub(crate) fn inputs(bytes: &[u8]) {
 
         let input = DESTINATION[usize::from(byte >> 4) % DESTINATION.len()];
         let was = destination;
-        match dst::step(destination, input) {
-            Ok((state, _)) => destination = state,
+        match dst::step(destination, input, left) {
+            Ok((state, _)) => {
+                destination = state;
+                left |= input == Di::Missing;
+            }
             Err(_) if fails => {
-                if let Ok((state, _)) = dst::step(destination, Di::Failed) {
+                if let Ok((state, _)) = dst::step(destination, Di::Failed, left) {
                     destination = state;
                 }
             }
@@ -126,8 +134,9 @@ impl World {
 
     /// What is out of place is a failure, as an engine has it.
     fn source_takes(&mut self, input: Si) {
-        let step = src::step(self.source, input, self.verify)
-            .or_else(|_| src::step(self.source, Si::Failed, self.verify));
+        let last = LastPages::sent(self.verify);
+        let step = src::step(self.source, input, last)
+            .or_else(|_| src::step(self.source, Si::Failed, last));
         let Ok((state, actions)) = step else { return };
         self.source = state;
         for action in actions {
@@ -152,6 +161,8 @@ impl World {
                 S::SendAbort => self.send(Said::ToDestination(Di::Aborted)),
                 S::SendFarewell => self.send(Said::ToDestination(Di::Farewell)),
                 S::AskPolicy
+                | S::ListMissing(_)
+                | S::ServePages
                 | S::Sever
                 | S::Reconnect
                 | S::StartTracking
@@ -165,8 +176,8 @@ impl World {
     }
 
     fn destination_takes(&mut self, input: Di) {
-        let step =
-            dst::step(self.destination, input).or_else(|_| dst::step(self.destination, Di::Failed));
+        let step = dst::step(self.destination, input, false)
+            .or_else(|_| dst::step(self.destination, Di::Failed, false));
         let Ok((state, actions)) = step else { return };
         self.destination = state;
         for action in actions {
@@ -182,6 +193,9 @@ impl World {
                 D::SendRunning => self.send(Said::ToSource(Si::Running)),
                 D::SendDiscarded => self.send(Said::ToSource(Si::Discarded)),
                 D::WriteState
+                | D::AwaitPages
+                | D::FetchPages
+                | D::SendPlaced
                 | D::SendPrints
                 | D::AwaitResolve
                 | D::Sever

@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod children;
+mod clock;
 mod console;
 mod cpu;
 mod disk;
@@ -51,6 +52,7 @@ mod talk;
 mod vm;
 
 pub use children::end_children;
+pub use clock::Clock;
 pub use console::{Beat, Console, longest_pause};
 pub use cpu::{CpuTime, peak_rss};
 pub use disk::{DiskImage, allocated, images_for};

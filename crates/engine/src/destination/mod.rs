@@ -40,6 +40,7 @@ use crate::address::Listener;
 use crate::cells::Cells;
 use crate::compression::Codecs;
 use crate::digests;
+use crate::disk_prints;
 use crate::link::link_error;
 use crate::record::Place;
 use crate::security::Security;
@@ -276,6 +277,7 @@ pub fn receive(
         loading: Loading::default(),
         round: 0,
         state_piece: Vec::new(),
+        disk_prints_wanted: false,
         pages_complete: false,
         back: None,
         kept,
@@ -397,6 +399,8 @@ struct Destination<'a> {
     /// The round whose end was told last, and the piece of device state.
     round: u32,
     state_piece: Vec<u8>,
+    /// What is on the disks is to be told as well, when it is told what is in memory.
+    disk_prints_wanted: bool,
     /// All pages are in place.
     pages_complete: bool,
     /// The source that has come back and was not answered yet.
@@ -458,10 +462,10 @@ impl Destination<'_> {
             }
         };
         loop {
-            let stepped = step(state, input).or_else(|unexpected| {
+            let stepped = step(state, input, false).or_else(|unexpected| {
                 let error = EngineError::Protocol { peer: PEER, what: unexpected.to_string() };
                 let input = self.failed(state, error);
-                step(state, input)
+                step(state, input, false)
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
@@ -567,7 +571,10 @@ impl Destination<'_> {
             }
             Message::Prepare => Input::Prepare,
             Message::DigestRequest => Input::DigestRequest,
-            Message::PrintsRequest => Input::PrintsRequest,
+            Message::PrintsRequest { disks } => {
+                self.disk_prints_wanted = disks;
+                Input::PrintsRequest
+            }
             Message::DeviceState(piece) => {
                 self.session.no_longer_keeps();
                 self.state_piece = piece;
@@ -780,9 +787,9 @@ impl Destination<'_> {
         // nothing of what the one before it wanted to have proven.
         let audit = lanes.take_proof_key();
         lanes.end_proof();
-        let key = match audit.filter(|_| !self.session.may_ask_for_prints()) {
+        let key = match audit.filter(|_| !self.disk_prints_wanted && !self.session.may_ask_for_prints()) {
             Some(key) => key,
-            None => Key::new(self.session.prints_seed()?),
+            None => Key::new(self.session.prints_seed(self.disk_prints_wanted)?),
         };
         let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
         for (number, own) in lanes.order().iter().enumerate() {
@@ -802,6 +809,29 @@ impl Destination<'_> {
                 let (block, segment) = (number as u32, segment as u32);
                 self.session.say(&Message::Prints { block, segment, prints })?;
             }
+        }
+        if self.disk_prints_wanted { self.send_disk_prints(lanes, &key) } else { Ok(()) }
+    }
+
+    /// Tells it what is on the disks here.
+    fn send_disk_prints(&mut self, lanes: &Lanes, key: &Key) -> Result<(), EngineError> {
+        let disks = self.vm.disk_destination();
+        let mut readers = match disks {
+            Some(disks) => disks.read_disks().map_err(EngineError::Vm)?.into_iter(),
+            None => Vec::new().into_iter(),
+        };
+        for (index, disk) in lanes.disks().iter().enumerate() {
+            let block = (lanes.order().len() + index) as u32;
+            let tell = |segment, prints| {
+                if self.session.is_cancelled() {
+                    return Err(EngineError::Cancelled);
+                }
+                if let Some(error) = self.session.superseded() {
+                    return Err(error);
+                }
+                self.session.say(&Message::Prints { block, segment, prints })
+            };
+            disk_prints::tell(readers.next(), disk.pages(), key, tell)?;
         }
         Ok(())
     }
@@ -865,8 +895,12 @@ fn phase_of(state: State) -> Phase {
         State::Listening => Phase::Setup,
         State::Receiving | State::Severed | State::SeveredPrepared => Phase::PreCopy,
         State::Prepared | State::Filling | State::Loading => Phase::StopAndCopy,
-        State::Ready | State::Starting | State::Running | State::Done | State::Discarded => {
-            Phase::Handover
-        }
+        State::Ready
+        | State::Starting
+        | State::Fetching
+        | State::SeveredFetching
+        | State::Running
+        | State::Done
+        | State::Discarded => Phase::Handover,
     }
 }

@@ -370,17 +370,18 @@ impl<'a> Session<'a> {
     }
 
     /// What the key of fingerprints is made of for a source that was started anew, and asks for
-    /// them now.
+    /// them now, perhaps those of `disks` too.
     ///
     /// # Errors
     /// When it does not speak of that feature, or has asked already since it is back: all of
     /// memory is read each time.
-    pub(super) fn prints_seed(&mut self) -> Result<u64, EngineError> {
-        let agreed = self.features.contains(Feature::Restart);
+    pub(super) fn prints_seed(&mut self, disks: bool) -> Result<u64, EngineError> {
+        let agreed = self.features.contains(Feature::Restart)
+            && (!disks || self.features.contains(Feature::DiskPrints));
         let may_ask = std::mem::take(&mut self.may_ask_for_prints);
         match self.door.secret() {
             Some(secret) if agreed && may_ask => Ok(prints_seed(self.id, secret)),
-            _ => Err(out_of_place(&Message::PrintsRequest)),
+            _ => Err(out_of_place(&Message::PrintsRequest { disks })),
         }
     }
 

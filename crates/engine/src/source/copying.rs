@@ -14,7 +14,7 @@ use godwit_policy::Decision;
 use godwit_protocol::source::Input;
 use godwit_track::DirtyTracker;
 use godwit_units::ByteCount;
-use godwit_wire::Message;
+use godwit_wire::{Feature, Message};
 
 use super::Source;
 use super::audit::{Auditor, Differing};
@@ -102,7 +102,7 @@ impl Copying {
         disks.track(source.vm)?;
         if !restarted {
             let session = (&segments, &source.session);
-            disks.connect(source.ram.len(), &mut lanes, disk_streams, session)?;
+            disks.connect(source.ram.len(), &mut lanes, (disk_streams, Vec::new()), session)?;
         }
         let shared = Shared {
             tracker: Arc::clone(&tracker),
@@ -146,7 +146,11 @@ impl Copying {
             round,
             under_way: None,
             state: None,
-            lost: restarted.then(|| Lost::restarted(options.reconnect, shared, direct_io)),
+            lost: restarted.then(|| {
+                let disks_are_told = common.features.contains(Feature::DiskPrints);
+                let parts = (shared, direct_io, disks_are_told);
+                Lost::restarted(options.reconnect, parts)
+            }),
         })
     }
 
@@ -410,7 +414,7 @@ impl Copying {
         let free = self.free.hints().map(Arc::as_ref);
         let auditor = Auditor { ram: &ram, key, free, channels: self.lanes.memory() };
         let mut differing = Differing::default();
-        source.session.say(&Message::PrintsRequest)?;
+        source.session.say(&Message::PrintsRequest { disks: false })?;
         let mut next = (0, 0);
         for (number, owned) in segments.iter().enumerate() {
             let prints = resumption::await_prints(source, owned, &mut next)?;

@@ -10,6 +10,7 @@
 //! not placed when the connections are lost is read once more, in the pass that is finished or in
 //! the next one: what has been written there since is dirty in the one behind that.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +18,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use godwit_codec::is_zero;
-use godwit_disk::{Content as Held, DiskRound, Extent};
+use godwit_disk::{Content as OnDisk, DiskRound, Extent};
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES};
@@ -28,6 +29,7 @@ use super::segment_table::SegmentTable;
 use super::session::Event;
 use super::slips::Slips;
 use crate::EngineError;
+use crate::disk_prints::{Held, Same};
 
 /// Pages of zeros named at once, at the most: 1 TiB, which the run table holds.
 const ZERO_LIMIT: u64 = 1 << 28;
@@ -98,7 +100,7 @@ impl Memory {
             let end = one.end().0.max(other.end().0);
             let run = PageRun::new(start, end - start);
             // The frame of the later one: all of it counts as lost as long as any of it may be.
-            second.extent = Extent { run, content: Held::Data };
+            second.extent = Extent { run, content: OnDisk::Data };
         }
     }
 
@@ -141,6 +143,8 @@ pub(super) struct DiskChannel {
     /// What was sent, did not arrive, and is to be sent again.
     owed: VecDeque<Extent>,
     memory: Memory,
+    /// What the destination holds of it already, until the first pass is over.
+    held: Option<Held>,
     /// Time spent in this round waiting for storage.
     storage: Duration,
     /// What is got wrong on purpose.
@@ -171,16 +175,22 @@ impl DiskChannel {
             zeros: None,
             owed: VecDeque::new(),
             memory: Memory::default(),
+            held: None,
             storage: Duration::ZERO,
             slips,
         }
+    }
+
+    /// The same where the destination holds something of the disk already.
+    pub(super) fn knowing(self, held: Option<Held>) -> Self {
+        Self { held, ..self }
     }
 
     /// Takes back what the destination has not placed, of which it has `placed` frames: it is owed
     /// to it. Returns how many pages of data that are.
     pub(super) fn take_back(&mut self, placed: u64) -> PageCount {
         let lost = self.memory.take_back(placed);
-        let data = lost.iter().filter(|extent| extent.content == Held::Data);
+        let data = lost.iter().filter(|extent| extent.content == OnDisk::Data);
         let pages = data.map(|extent| extent.run.count).sum();
         self.owed.extend(lost);
         pages
@@ -245,6 +255,9 @@ impl DiskChannel {
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!matches!(copied, Ok(true))).then_some(pass);
         let whole = copied?;
+        if whole {
+            self.held = None;
+        }
         let sent = self.sender.flush()?;
         self.count(sent);
         self.sender.barrier(round, last)?;
@@ -262,6 +275,7 @@ impl DiskChannel {
             let copied = self.copy(pass.as_mut(), true);
             self.unfinished = copied.is_err().then_some(pass);
             copied?;
+            self.held = None;
         }
         Ok(DiskStatistics {
             statistics: self.sender.statistics(),
@@ -317,8 +331,8 @@ impl DiskChannel {
             self.storage += began.elapsed();
             match next {
                 None => return Ok(None),
-                Some(Extent { run, content: Held::Data }) => self.rest = Some(run),
-                Some(Extent { run, content: Held::Zero }) => self.zeros = Some(run),
+                Some(Extent { run, content: OnDisk::Data }) => self.rest = Some(run),
+                Some(Extent { run, content: OnDisk::Zero }) => self.zeros = Some(run),
             }
         }
     }
@@ -330,7 +344,7 @@ impl DiskChannel {
             self.frame_for(start, 1)?;
             let piece = PageRun::new(start, ZERO_LIMIT.min(run.count.0));
             self.sender.zero(piece);
-            let extent = Extent { run: piece, content: Held::Zero };
+            let extent = Extent { run: piece, content: OnDisk::Zero };
             self.memory.remember(self.sender.building(), extent);
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
             let left = run.count.0 - piece.count.0;
@@ -345,9 +359,12 @@ impl DiskChannel {
         self.frame_for(run.start.0, run.count.0 as usize)?;
         self.asked.pop_front();
         let (slips, index) = (self.slips.clone(), self.index);
+        let same = Cell::new(Same::default());
         let judge = |page, bytes: &[u8]| {
-            let sent = !slips.drops(index, (page, run), bytes);
-            sent.then(|| if is_zero(bytes) { Content::Zero } else { Content::Data })
+            if same.get().has(page) || slips.drops(index, (page, run), bytes) {
+                return None;
+            }
+            Some(if is_zero(bytes) { Content::Zero } else { Content::Data })
         };
         // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
         let mut waited = Duration::ZERO;
@@ -355,12 +372,15 @@ impl DiskChannel {
             let began = Instant::now();
             let taken = pass.complete(bytes);
             waited += began.elapsed();
+            if let (Some(held), Ok(())) = (&self.held, &taken) {
+                same.set(held.same(run, bytes));
+            }
             taken
         };
         let added = self.sender.add(run, read, judge);
         self.storage += waited;
         added.map_err(EngineError::Disk)?;
-        let extent = Extent { run, content: Held::Data };
+        let extent = Extent { run, content: OnDisk::Data };
         self.memory.remember(self.sender.building(), extent);
         self.counters.read.fetch_add(run.count.0, Ordering::Relaxed);
         Ok(())

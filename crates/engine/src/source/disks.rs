@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use godwit_disk::Disk;
-use godwit_units::{ByteCount, Rate};
+use godwit_units::{ByteCount, PageCount, Rate};
 use godwit_wire::DiskOffer;
 
 use super::disk::{DiskChannel, DiskCounters, DiskOrder, left_of_pass, segments};
@@ -19,6 +19,7 @@ use super::session::Session;
 use super::slips::Slips;
 use crate::EngineError;
 use crate::address::Stream;
+use crate::disk_prints::Held;
 use crate::report::{DiskMeasures, DiskProgress, RoundMeasures};
 use crate::vm::{DiskVm, SourceVm, VmError};
 
@@ -135,16 +136,23 @@ impl Disks {
         Ok(())
     }
 
+    /// How many pages each has.
+    pub(super) fn pages(&self) -> Vec<PageCount> {
+        self.list.iter().map(|moving| moving.disk.pages()).collect()
+    }
+
     /// Starts a channel for each of them over `streams`; frames number them behind so many RAM
-    /// `blocks`.
+    /// `blocks`. What the destination holds of each stands beside, where that is known.
     pub(super) fn connect(
         &self,
         blocks: usize,
         lanes: &mut Lanes,
-        streams: Vec<(Stream, Stream)>,
+        (streams, held): (Vec<(Stream, Stream)>, Vec<Held>),
         (table, session): (&Arc<SegmentTable>, &Session),
     ) -> Result<(), EngineError> {
+        let mut held = held.into_iter();
         for (index, (moving, stream)) in self.list.iter().zip(streams).enumerate() {
+            let held = held.next();
             let link_share = Arc::clone(lanes.link_share());
             let segments = segments(moving.disk.pages());
             lanes.add_disk(stream, segments, session.for_disk(), |sender| {
@@ -157,6 +165,7 @@ impl Disks {
                     counters,
                     Slips::new(session.made_up()),
                 )
+                .knowing(held)
             })?;
         }
         Ok(())

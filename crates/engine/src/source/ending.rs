@@ -126,6 +126,8 @@ fn phase_of(state: State) -> Phase {
         | State::SavingState
         | State::AwaitingReady
         | State::Cancelled => Phase::StopAndCopy,
-        State::Handover | State::InDoubt | State::Done => Phase::Handover,
+        State::Handover | State::InDoubt | State::Serving | State::SeveredServing | State::Done => {
+            Phase::Handover
+        }
     }
 }

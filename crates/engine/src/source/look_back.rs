@@ -93,7 +93,8 @@ fn differing(
                     // Nothing was sent: it is a hole at the destination.
                     None => is_zero(bytes),
                 };
-                if !same && !(is_zero(bytes) && is_hole(&ram[segment.block], page)?) {
+                let is_exact = same || is_zero(bytes) && is_hole(&ram[segment.block], page)?;
+                if !is_exact {
                     found.push((segment.block, page));
                 }
             }

@@ -51,7 +51,7 @@ use std::time::Duration;
 
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
-use godwit_protocol::source::{Action, Input, State, step};
+use godwit_protocol::source::{Action, Input, LastPages, State, step};
 use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
@@ -418,12 +418,12 @@ impl<'a> Source<'a> {
 
 impl Source<'_> {
     fn run(mut self, mut stage: Stage, mut input: Input) -> Result<Measures, Failure> {
-        let verify = self.options.verify != Verify::No;
+        let last = LastPages::sent(self.options.verify != Verify::No);
         let mut state = State::Idle;
         while !state.is_final() {
-            let stepped = step(state, input, verify).or_else(|unexpected| {
+            let stepped = step(state, input, last).or_else(|unexpected| {
                 self.note(state, unexpected.into());
-                step(state, Input::Failed, verify)
+                step(state, Input::Failed, last)
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;

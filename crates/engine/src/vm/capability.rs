@@ -251,6 +251,17 @@ pub trait DiskDestination {
         allowed: &DiskChoice,
     ) -> Result<Vec<Box<dyn DiskSink>>, VmError>;
 
+    /// Reads the disks that are open, all of each as it is now, in the order of
+    /// [`open_disks`](Self::open_disks): a source that was started anew asks what they hold. The
+    /// sinks live on, and nothing is written through them until what is returned has been dropped.
+    /// A machine that cannot read them returns nothing, and all of them is sent again.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        Ok(Vec::new())
+    }
+
     /// The last round of all disks is on stable storage and the sinks have been dropped: lets the
     /// machine have its disks. Comes before the first piece of device state is written. Not called
     /// where no disk moves.

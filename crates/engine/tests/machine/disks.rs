@@ -11,6 +11,8 @@ use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 
 /// Bytes of a dirty block.
 const BLOCK: u64 = 16 << 10;
+/// Every third of these stretches is a hole.
+const STRETCH: u64 = 256 << 10;
 /// What the guest writes at once.
 const PIECE: u64 = 512;
 
@@ -21,19 +23,18 @@ pub struct SourceDisk {
     bytes: Mutex<Vec<u8>>,
     dirty: Mutex<BTreeSet<u64>>,
     read: AtomicBool,
-    /// Each read takes so long.
+    /// To read a block takes so long.
     pub slow: Duration,
     /// This many reads succeed.
     pub reads_left: AtomicU64,
-    /// Reads that were made.
+    /// Blocks that were read.
     pub reads: AtomicU64,
 }
 
 impl SourceDisk {
-    /// A disk of `size` bytes, of which every third block is zero.
+    /// A disk of `size` bytes, of which every third stretch is zero.
     pub fn new(name: &str, size: u64) -> Self {
-        let block =
-            |at: u64| if (at / BLOCK).is_multiple_of(3) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
+        let block = |at: u64| if is_hole(at) { 0 } else { (at / PAGE_SIZE % 251) as u8 };
         Self {
             name: name.to_owned(),
             bytes: Mutex::new((0..size).map(block).collect()),
@@ -81,6 +82,10 @@ impl SourceDisk {
     }
 }
 
+fn is_hole(at: u64) -> bool {
+    (at / STRETCH).is_multiple_of(3)
+}
+
 struct Round {
     disk: Arc<SourceDisk>,
     extents: VecDeque<u64>,
@@ -101,16 +106,25 @@ impl DiskRound for Round {
 
     fn next(&mut self) -> Result<Option<Extent>, DiskError> {
         let Some(block) = self.extents.pop_front() else { return Ok(None) };
+        let in_hole = is_hole(block * BLOCK);
+        let mut count = 1;
+        while self
+            .extents
+            .front()
+            .is_some_and(|next| *next == block + count && is_hole(next * BLOCK) == in_hole)
+        {
+            self.extents.pop_front();
+            count += 1;
+        }
         let pages = self.disk.disk().pages().0;
         let start = block * (BLOCK / PAGE_SIZE);
-        let run = PageRun::new(start, (BLOCK / PAGE_SIZE).min(pages - start));
+        let run = PageRun::new(start, (count * BLOCK / PAGE_SIZE).min(pages - start));
         // A hole is one as long as nothing was written there; what is written behind this look is
         // dirty in the next round.
         let bytes = self.disk.bytes.lock().unwrap();
         let (from, to) =
             (run.start.offset() as usize, bytes.len().min(run.end().offset() as usize));
-        let hole =
-            self.all && block.is_multiple_of(3) && bytes[from..to].iter().all(|byte| *byte == 0);
+        let hole = self.all && in_hole && bytes[from..to].iter().all(|byte| *byte == 0);
         Ok(Some(Extent { run, content: if hole { Content::Zero } else { Content::Data } }))
     }
 
@@ -126,8 +140,9 @@ impl DiskRound for Round {
 
     fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
         let run = self.asked.pop_front().unwrap();
-        std::thread::sleep(self.disk.slow);
-        self.disk.reads.fetch_add(1, Ordering::SeqCst);
+        let blocks = run.count.bytes().0.div_ceil(BLOCK) as u32;
+        std::thread::sleep(self.disk.slow * blocks);
+        self.disk.reads.fetch_add(blocks.into(), Ordering::SeqCst);
         let left = self.disk.reads_left.fetch_sub(1, Ordering::SeqCst);
         if left == 0 {
             return Err(format!(
@@ -179,6 +194,14 @@ impl Image {
         *self.bytes.lock().unwrap() == *disk.bytes.lock().unwrap()
     }
 
+    /// Reads all of it.
+    pub fn round(self: &Arc<Self>) -> Box<dyn DiskRound> {
+        let size = self.bytes.lock().unwrap().len() as u64;
+        let all = PageRun::new(0, size.div_ceil(PAGE_SIZE));
+        let rest = Some(Extent { run: all, content: Content::Data });
+        Box::new(ImageRound { image: Arc::clone(self), rest, asked: VecDeque::new() })
+    }
+
     pub fn is_open(&self) -> bool {
         self.open.load(Ordering::SeqCst)
     }
@@ -205,6 +228,41 @@ impl Image {
         let end = bytes.len().min(run.end().offset() as usize);
         bytes[start..end].iter_mut().enumerate().for_each(|(index, byte)| *byte = fill(index));
         self.written.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// All of an image.
+struct ImageRound {
+    image: Arc<Image>,
+    rest: Option<Extent>,
+    asked: VecDeque<PageRun>,
+}
+
+impl DiskRound for ImageRound {
+    fn dirty(&self) -> Option<ByteCount> {
+        None
+    }
+
+    fn next(&mut self) -> Result<Option<Extent>, DiskError> {
+        Ok(self.rest.take())
+    }
+
+    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
+        self.asked.push_back(run);
+        Ok(())
+    }
+
+    fn depth(&self) -> usize {
+        2
+    }
+
+    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
+        let start = self.asked.pop_front().unwrap().start.offset() as usize;
+        let held = self.image.bytes.lock().unwrap();
+        let inside = bytes.len().min(held.len() - start);
+        bytes[..inside].copy_from_slice(&held[start..start + inside]);
+        bytes[inside..].fill(0);
+        Ok(())
     }
 }
 

@@ -460,6 +460,10 @@ impl DiskDestination for Destination {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        Ok(self.images.iter().map(|image| image.round()).collect())
+    }
+
     fn close_disks(&mut self) -> Result<(), VmError> {
         assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the last round");
         self.found.lock().unwrap().disks_closed = true;

@@ -28,6 +28,7 @@ pub use find::ListedDisk;
 pub(crate) use find::{Drive, Found, by_name, choose, drives, writable_and_staying};
 pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
+pub(crate) use round::{Pool, Round, reading};
 pub(crate) use server::FD_NAME;
 pub(crate) use sink::{Receiving, Sink};
 pub(crate) use tracking::{Tracking, written};

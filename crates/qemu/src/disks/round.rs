@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Content, Disk, DiskError, DiskRound, Extent};
-use godwit_nbd::{Asked, Link, STRETCH_MAX, Stretch, ZERO};
+use godwit_nbd::{ALLOCATION, Asked, Link, STRETCH_MAX, Stretch, Wish, ZERO};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::QemuError;
@@ -23,6 +23,11 @@ const STATUSES: usize = 4;
 /// counts as behind the copy, so they begin small; they grow over parts that are nothing but zeros.
 /// A multiple of every granularity.
 const WINDOW: u64 = 16 << 20;
+
+/// How a server is asked for the disk of that name, to read it.
+pub(crate) fn reading(name: &str) -> Wish {
+    Wish::new(name).with_context(ALLOCATION)
+}
 
 /// The connection of a disk while no round has it.
 pub(crate) type Pool = Arc<Mutex<Option<Link>>>;
@@ -68,6 +73,11 @@ impl Round {
             extents: VecDeque::new(),
             reads: VecDeque::new(),
         }
+    }
+
+    /// All of `disk`, where nobody writes and nobody asks how far it has come.
+    pub(crate) fn whole(disk: Disk, link: Link, pool: &Pool) -> Self {
+        Self::new(disk, Dirty::All { asked: Arc::default() }, link, Arc::clone(pool))
     }
 
     fn link(&mut self) -> Result<&mut Link, QemuError> {

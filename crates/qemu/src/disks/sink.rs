@@ -6,13 +6,14 @@
 
 use std::collections::VecDeque;
 
-use godwit_disk::{Disk, DiskChoice, DiskError, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskError, DiskRound, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
 use godwit_units::{ByteCount, PageRun};
 
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
 use crate::disks::leftovers;
+use crate::disks::round::{Pool, Round, reading};
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
@@ -23,6 +24,7 @@ use crate::monitor::{Monitor, QmpError};
 #[derive(Debug)]
 pub(crate) struct Receiving {
     server: Server,
+    disks: Vec<Disk>,
 }
 
 impl Receiving {
@@ -36,7 +38,8 @@ impl Receiving {
         let found = receiving(&there, wanted, allowed)?;
         leftovers::check_alone(&mut *machine.qmp)?;
         let server = Server::start(machine)?;
-        let receiving = Self { server };
+        let described = |disk: &Found| Disk { name: disk.name.clone(), size: disk.size };
+        let receiving = Self { server, disks: found.iter().map(described).collect() };
         let opened =
             found.iter().enumerate().map(|(place, disk)| receiving.sink(machine, place, disk));
         match opened.collect::<Result<Vec<_>, _>>() {
@@ -65,6 +68,15 @@ impl Receiving {
         }
         let wish = Wish::new(&disk.name).with_context(ALLOCATION).writable();
         Ok(Box::new(Sink::new(Link::connect(self.server.address(), wish)?, disk.size)))
+    }
+
+    /// Reads all disks, each over a connection of its own.
+    pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
+        let read = |disk: &Disk| -> Result<Box<dyn DiskRound>, QemuError> {
+            let link = Link::connect(self.server.address(), reading(&disk.name))?;
+            Ok(Box::new(Round::whole(disk.clone(), link, &Pool::default())))
+        };
+        self.disks.iter().map(read).collect()
     }
 
     /// Closes all disks.

@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskRound};
-use godwit_nbd::{ALLOCATION, Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
+use godwit_nbd::{Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 
 use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
 use crate::disks::granularity::Granularity;
 use crate::disks::leftovers;
-use crate::disks::round::{Dirty, Pool, Round};
+use crate::disks::round::{Dirty, Pool, Round, reading};
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
@@ -266,10 +266,6 @@ impl Tracking {
 /// The export of a disk with a bitmap that has ended.
 fn export_of(place: usize, ended: u32) -> String {
     format!("{}-{place}-{ended}", Mark::own())
-}
-
-fn reading(name: &str) -> Wish {
-    Wish::new(name).with_context(ALLOCATION)
 }
 
 fn bitmap(number: u32) -> String {

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_disk::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_libvirt::{Connection, Domain, ErrorKind, State, Xml};
@@ -358,6 +358,10 @@ impl DiskDestination for LibvirtDestination {
     ) -> Result<Vec<Box<dyn DiskSink>>, VmError> {
         // What is allowed was looked at before the images were opened.
         Ok(self.incoming()?.images.sinks(wanted)?)
+    }
+
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+        Ok(self.incoming()?.images.read()?)
     }
 
     fn close_disks(&mut self) -> Result<(), VmError> {

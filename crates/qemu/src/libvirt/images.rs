@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A qemu-nbd knows the formats, locks what it writes to, so that the source's own image is
-//! refused, and ends with its only connection, thus with this process.
+//! refused, and ends with its last connection, thus with this process.
 //!
 //! Invariant: nothing is written to an image that the operator has not allowed, and what was made
 //! for a guest that did not come is removed, by this process or by who stands in for it.
@@ -19,9 +19,10 @@ use std::io::{self, Read};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
 use godwit_nbd::{ALLOCATION, Address, Link, Wish};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
@@ -30,7 +31,7 @@ use super::made::Made;
 use super::xml;
 use crate::QemuError;
 use crate::compare::{self, Identity};
-use crate::disks::Sink;
+use crate::disks::{Pool, Round, Sink, reading};
 use crate::mark::Mark;
 use crate::run_directory;
 
@@ -66,6 +67,8 @@ struct Image {
     path: PathBuf,
     server: Option<Child>,
     sink: Option<Sink>,
+    /// A connection by which it is read.
+    reader: Pool,
 }
 
 /// All of them.
@@ -135,6 +138,14 @@ impl Images {
         }
         let sinks = self.all.iter_mut().filter_map(|image| image.sink.take());
         Ok(sinks.map(|sink| Box::new(sink) as Box<dyn DiskSink>).collect())
+    }
+
+    /// Reads all images.
+    ///
+    /// # Errors
+    /// When one is being read already.
+    pub(super) fn read(&self) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
+        self.all.iter().map(Image::read).collect()
     }
 
     /// Lets go of all images, to which everything was written.
@@ -237,7 +248,8 @@ impl Image {
             fill(path, there.format, size).map_err(failed)?;
         }
         let disk = Disk { name: name.clone(), size };
-        let mut image = Self { disk, path: path.to_owned(), server: None, sink: None };
+        let mut image =
+            Self { disk, path: path.to_owned(), server: None, sink: None, reader: Pool::default() };
         image.serve(there.format).map(|()| image)
     }
 
@@ -248,6 +260,8 @@ impl Image {
         let mut command = Command::new("qemu-nbd");
         command.args(["--format", format, "--cache", "writeback", "--discard", "unmap"]);
         command.arg("--socket").arg(&socket).args(["--export-name", &self.disk.name]);
+        // One that writes and one that reads; it ends with the last of them.
+        command.args(["--shared", "2"]);
         command.arg(&self.path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let started = command.spawn().map_err(|error| not_started("qemu-nbd", &error))?;
         self.server = Some(started);
@@ -276,6 +290,8 @@ impl Image {
                 self.disk.name
             )));
         }
+        let reader = Link::connect(Address::Unix(socket), reading(&self.disk.name))?;
+        self.reader = Arc::new(Mutex::new(Some(reader)));
         self.sink = Some(Sink::new(link, here));
         Ok(())
     }
@@ -301,8 +317,17 @@ impl Image {
         self.failed(&said)
     }
 
+    fn read(&self) -> Result<Box<dyn DiskRound>, QemuError> {
+        let link = self.take_reader().ok_or_else(|| self.failed("it is being read already"))?;
+        Ok(Box::new(Round::whole(self.disk.clone(), link, &self.reader)))
+    }
+
+    fn take_reader(&self) -> Option<Link> {
+        self.reader.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     fn close(&mut self) -> Result<(), QemuError> {
-        self.sink = None;
+        (self.sink, _) = (None, self.take_reader());
         let Some(mut server) = self.server.take() else { return Ok(()) };
         if !ends_within(&mut server, CLOSE_LIMIT) {
             let _ = server.kill();
@@ -316,7 +341,7 @@ impl Image {
     }
 
     fn end(&mut self) {
-        self.sink = None;
+        (self.sink, _) = (None, self.take_reader());
         if let Some(mut server) = self.server.take() {
             let _ = server.kill();
             let _ = server.wait();

@@ -26,6 +26,7 @@ mod sched;
 mod thread;
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
 use std::time::Duration;
 
@@ -39,8 +40,9 @@ use self::thread::StoppedThread;
 use crate::TrackError;
 use crate::permission;
 use crate::uapi::{
-    self, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID, UFFD_FEATURE_WP_ASYNC,
-    UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED, UFFD_USER_MODE_ONLY,
+    self, UFFD_FEATURE_EVENT_REMOVE, UFFD_FEATURE_PAGEFAULT_FLAG_WP, UFFD_FEATURE_THREAD_ID,
+    UFFD_FEATURE_WP_ASYNC, UFFD_FEATURE_WP_HUGETLBFS_SHMEM, UFFD_FEATURE_WP_UNPOPULATED,
+    UFFD_USER_MODE_ONLY,
 };
 
 /// A userfaultfd of another process, held by this one alone.
@@ -77,6 +79,9 @@ pub(crate) enum Kind {
     Tracking,
     /// Tell of each first write and let the writer wait for the answer: the governor's.
     Governing,
+    /// Let whoever accesses a page that is not there wait until it is placed (`missing`). The
+    /// process keeps a descriptor of its own, so that they wait on whatever becomes of this one.
+    Filling,
 }
 
 /// How a userfaultfd is made in a process. The governor's has to handle faults of the kernel on the
@@ -149,8 +154,108 @@ pub(crate) fn attach_governing(pid: i32, approach: Approach) -> Result<Attachmen
     })
 }
 
+/// Takes a userfaultfd for missing pages out of process `pid`, and throws away what that has at the
+/// addresses of `discarded` once `may_discard` has seen the descriptor. The process keeps a
+/// descriptor itself, whose number is returned: faults wait for an answer as long as it lives.
+///
+/// # Errors
+/// As [`attach_governing`], and those of `may_discard`; nothing was thrown away then.
+pub(crate) fn attach_filling(
+    pid: i32,
+    approach: Approach,
+    discarded: &[Range<u64>],
+    may_discard: &(dyn Fn(BorrowedFd<'_>) -> Result<(), TrackError> + Sync),
+) -> Result<(Attachment, RawFd), TrackError> {
+    let inside = |thread: &mut StoppedThread, userfaultfd: &OwnedFd| {
+        negotiate(userfaultfd, pid, Kind::Filling)?;
+        may_discard(userfaultfd.as_fd())?;
+        for range in discarded {
+            let advice = libc::MADV_DONTNEED.unsigned_abs().into();
+            let arguments = [range.start, range.end - range.start, advice];
+            thread
+                .call(libc::SYS_madvise, arguments)
+                .map_err(|source| thread::error(pid, "madvise(2) in the process", source))?;
+        }
+        Ok(())
+    };
+    take_and(pid, Kind::Filling, approach, &inside).map_err(|error| match error {
+        TrackError::Refused { .. } => TrackError::NoKernelFaults { pid },
+        error => error,
+    })
+}
+
+/// Takes a further descriptor of the userfaultfd that process `pid` holds as `number` since
+/// [`attach_filling`]. Nobody is stopped.
+///
+/// # Errors
+/// When there is no such userfaultfd, or the process may not be traced.
+pub(crate) fn take_again(pid: i32, number: RawFd) -> Result<Attachment, TrackError> {
+    let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
+    if !is_userfaultfd(pid, number) {
+        return Err(failed("finding its userfaultfd")(io::ErrorKind::NotFound.into()));
+    }
+    let raw_pid = Pid::from_raw(pid)
+        .ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
+    let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
+        .map_err(|errno| failed("pidfd_open")(errno.into()))?;
+    let userfaultfd = rustix::process::pidfd_getfd(pidfd, number, PidfdGetfdFlags::empty())
+        .map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
+    Ok(Attachment { userfaultfd, stopped: Duration::ZERO })
+}
+
+/// Has process `pid` close the userfaultfd that it holds as `number`.
+///
+/// # Errors
+/// As [`attach`]. The descriptor is then still there, and does no harm when nothing is registered
+/// with it any more.
+pub(crate) fn close_in(pid: i32, number: RawFd, approach: Approach) -> Result<(), TrackError> {
+    let failed = |step| move |source: io::Error| thread::error(pid, step, source);
+    if !is_userfaultfd(pid, number) {
+        return Err(failed("finding its userfaultfd")(io::ErrorKind::NotFound.into()));
+    }
+    on_own_thread(pid, |process, memory, _| {
+        let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
+        let closed = thread.call(libc::SYS_close, [number.unsigned_abs().into(), 0, 0]);
+        thread.release().map_err(failed("PTRACE_DETACH"))?;
+        closed.map(drop).map_err(failed("close(2) in the process"))
+    })
+}
+
+fn is_userfaultfd(pid: i32, number: RawFd) -> bool {
+    let target = std::fs::read_link(format!("/proc/{pid}/fd/{number}"));
+    target.is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
+}
+
 /// Has a thread of process `pid` make a userfaultfd, and takes it over.
 fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackError> {
+    let (attachment, _) = take_and(pid, kind, approach, &|_, _| Ok(()))?;
+    negotiate(&attachment.userfaultfd, pid, kind)?;
+    Ok(attachment)
+}
+
+/// What a thread is made to do once its userfaultfd was taken over.
+type Inside<'a> = dyn Fn(&mut StoppedThread, &OwnedFd) -> Result<(), TrackError> + Sync + 'a;
+
+/// The same without asking for features, and what else the thread is to do; with the number under
+/// which the process has its own descriptor, if it keeps that.
+fn take_and(
+    pid: i32,
+    kind: Kind,
+    approach: Approach,
+    inside: &Inside<'_>,
+) -> Result<(Attachment, RawFd), TrackError> {
+    let (userfaultfd, stopped, number) = on_own_thread(pid, |process, memory, pidfd| {
+        take_from(pid, (process, memory, pidfd), kind, approach, inside)
+    })?;
+    Ok((Attachment { userfaultfd, stopped }, number))
+}
+
+/// Does what is to be done with process `pid` on a thread of its own: what that traces is let go
+/// when it ends, wherever that is.
+fn on_own_thread<T: Send>(
+    pid: i32,
+    work: impl FnOnce(&Process, &Memory, &OwnedFd) -> Result<T, TrackError> + Send,
+) -> Result<T, TrackError> {
     let failed = |step| move |source: io::Error| TrackError::Attach { pid, step, source };
     let process =
         Process::new(pid).map_err(|source| TrackError::Proc { pid, what: "stat", source })?;
@@ -159,21 +264,17 @@ fn take(pid: i32, kind: Kind, approach: Approach) -> Result<Attachment, TrackErr
         .ok_or_else(|| failed("pidfd_open")(io::ErrorKind::InvalidInput.into()))?;
     let pidfd = rustix::process::pidfd_open(raw_pid, PidfdFlags::empty())
         .map_err(|errno| failed("pidfd_open")(errno.into()))?;
-    // A thread of its own: what it traces is let go when it ends, wherever that is.
-    let taken = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let work = || {
             sched::become_urgent();
-            take_from(pid, &process, &memory, &pidfd, kind, approach)
+            work(&process, &memory, &pidfd)
         };
         let thread =
             std::thread::Builder::new().name("attach".to_owned()).spawn_scoped(scope, work);
         thread.map_err(failed("starting a thread"))?.join().unwrap_or_else(|_| {
             Err(failed("the thread that does it")(io::Error::other("this is a bug in godwit")))
         })
-    });
-    let (userfaultfd, stopped) = taken?;
-    negotiate(&userfaultfd, pid, kind)?;
-    Ok(Attachment { userfaultfd, stopped })
+    })
 }
 
 const IN_PROCESS: &str = "userfaultfd(2) in the process";
@@ -181,12 +282,11 @@ const IN_PROCESS: &str = "userfaultfd(2) in the process";
 /// Stops the main thread of `process` and has it make a userfaultfd; with how long it was stopped.
 fn take_from(
     pid: i32,
-    process: &Process,
-    memory: &Memory,
-    pidfd: &OwnedFd,
+    (process, memory, pidfd): (&Process, &Memory, &OwnedFd),
     kind: Kind,
     approach: Approach,
-) -> Result<(OwnedFd, Duration), TrackError> {
+    inside: &Inside<'_>,
+) -> Result<(OwnedFd, Duration, RawFd), TrackError> {
     let failed = |step| move |source: io::Error| thread::error(pid, step, source);
     let mut thread = StoppedThread::stop(pid, process, memory, approach.harmless_filters)?;
     let flags = libc::O_CLOEXEC as u64 | libc::O_NONBLOCK as u64;
@@ -206,7 +306,12 @@ fn take_from(
     }
     let taken = made.as_ref().ok().and_then(|&fd| RawFd::try_from(fd).ok()).map(|theirs| {
         let taken = rustix::process::pidfd_getfd(pidfd, theirs, PidfdGetfdFlags::empty());
-        (taken, thread.call(libc::SYS_close, [theirs.unsigned_abs().into(), 0, 0]))
+        let done = taken.as_ref().map_or(Ok(()), |taken| inside(&mut thread, taken));
+        let closed = match (&taken, &done, kind) {
+            (Ok(_), Ok(()), Kind::Filling) => Ok(0),
+            _ => thread.call(libc::SYS_close, [theirs.unsigned_abs().into(), 0, 0]),
+        };
+        (taken, done, closed, theirs)
     });
     let stopped = thread.release().map_err(failed("PTRACE_DETACH"))?;
     if let Err(source) = made {
@@ -215,11 +320,12 @@ fn take_from(
             _ => failed(IN_PROCESS)(source),
         });
     }
-    let (taken, closed) =
+    let (taken, done, closed, number) =
         taken.ok_or_else(|| failed(IN_PROCESS)(io::ErrorKind::InvalidData.into()))?;
     let userfaultfd = taken.map_err(|errno| failed("pidfd_getfd")(errno.into()))?;
+    done?;
     closed.map_err(failed("close(2) in the process"))?;
-    Ok((userfaultfd, stopped))
+    Ok((userfaultfd, stopped, number))
 }
 
 /// Opens a userfaultfd for this process itself: nobody is stopped.
@@ -230,11 +336,11 @@ pub(crate) fn attach_own(kind: Kind) -> Result<Attachment, TrackError> {
     let pid = std::process::id().cast_signed();
     let made = match kind {
         Kind::Tracking => uapi::userfaultfd(),
-        Kind::Governing => uapi::userfaultfd_with(0),
+        Kind::Governing | Kind::Filling => uapi::userfaultfd_with(0),
     };
     let userfaultfd = made.map_err(|source| match source.raw_os_error() {
         Some(libc::ENOSYS) => TrackError::Kernel { missing: "userfaultfd(2)" },
-        Some(libc::EPERM) if kind == Kind::Governing => TrackError::NoKernelFaults { pid },
+        Some(libc::EPERM) if kind != Kind::Tracking => TrackError::NoKernelFaults { pid },
         _ => TrackError::Attach { pid, step: "userfaultfd(2)", source },
     })?;
     negotiate(&userfaultfd, pid, kind)?;
@@ -252,6 +358,7 @@ fn negotiate(userfaultfd: &OwnedFd, pid: i32, kind: Kind) -> Result<(), TrackErr
             common | UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_THREAD_ID,
             "write protection of shared memory by userfaultfd",
         ),
+        Kind::Filling => (UFFD_FEATURE_EVENT_REMOVE, "word of discarded memory by userfaultfd"),
     };
     uapi::uffd_api(userfaultfd.as_fd(), features).map_err(|error| match error.raw_os_error() {
         Some(libc::EINVAL) => TrackError::Kernel { missing },

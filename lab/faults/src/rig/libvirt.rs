@@ -4,16 +4,18 @@
 //! where the guest did not come.
 
 use std::cell::Cell;
+use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::{LIMIT, await_process_alone, check_process, guardian_of_process, oldest};
-use godwit_stamp::settings::Mode;
-use godwit_testbed::{Godwit, GuestConfig, LibvirtGuest, LibvirtHost, builds_for, libvirt_for};
-use godwit_units::ByteCount;
+use godwit_e2e::{LIMIT, await_process_alone, check_process, guardian_of_process};
+use godwit_testbed::{
+    DiskImage, Godwit, LibvirtGuest, LibvirtHost, builds_for, images_for, libvirt_for,
+};
 use rustix::process::Pid;
 
-use super::{Rig, Side, State};
+use super::qemu::{chosen, linux_guest};
+use super::{DISK, Outfit, Rig, Side, State};
 
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -25,6 +27,19 @@ pub struct Libvirt {
     godwit: Godwit,
     /// The last QEMU that was seen on each side.
     seen: [Cell<i32>; 2],
+    /// Where each side has the disk, if there is one: the source's first.
+    images: Vec<DiskImage>,
+}
+
+/// The disk in libvirt's XML. Both daemons are on one machine, and would take a file that both use
+/// from each other.
+fn device(image: &DiskImage) -> String {
+    format!(
+        "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/>\
+         <source file='{}'><seclabel model='dac' relabel='no'/></source>\
+         <target dev='vda' bus='virtio'/></disk>",
+        image.path().display()
+    )
 }
 
 impl Libvirt {
@@ -32,18 +47,27 @@ impl Libvirt {
     ///
     /// # Errors
     /// When they do not come up.
-    pub fn start() -> anyhow::Result<Option<Self>> {
+    pub fn start(outfit: &Outfit) -> anyhow::Result<Option<Self>> {
         let builds = builds_for("faults");
-        if builds.is_empty() || !libvirt_for("faults") {
+        if builds.is_empty() || !libvirt_for("faults") || (outfit.disk && !images_for("faults")) {
             return Ok(None);
         }
-        let build = oldest(&builds)?;
-        let config = GuestConfig { fill: ByteCount(32 << 20), ..GuestConfig::small(Mode::Rate) };
-        let guest = LibvirtGuest::new(build, &config, "")?;
+        let build = chosen(&builds, outfit.newest)?;
+        let mut images = Vec::new();
+        if outfit.disk {
+            for _ in 0..2 {
+                let image = DiskImage::create("raw", DISK)?;
+                std::fs::set_permissions(image.path(), std::fs::Permissions::from_mode(0o666))?;
+                images.push(image);
+            }
+        }
+        let devices = images.first().map(device).unwrap_or_default();
+        let guest = LibvirtGuest::new(build, &linux_guest(outfit), &devices)?;
         let hosts = [LibvirtHost::start_for(build)?, LibvirtHost::start_for(build)?];
         guest.create_on(&hosts[0])?;
         guest.await_beats(3, LIMIT)?;
-        Ok(Some(Self { hosts, guest, godwit: Godwit::built()?, seen: Default::default() }))
+        let (godwit, seen) = (Godwit::built()?, Default::default());
+        Ok(Some(Self { hosts, guest, godwit, seen, images }))
     }
 
     fn on(&self, side: Side) -> &LibvirtHost {
@@ -90,6 +114,21 @@ impl Rig for Libvirt {
 
     fn receiver(&self) -> String {
         self.on(Side::Destination).vm_name()
+    }
+
+    fn migrate_options(&self) -> Vec<String> {
+        match self.images.is_empty() {
+            true => Vec::new(),
+            false => ["--disks", "all"].map(str::to_owned).to_vec(),
+        }
+    }
+
+    fn receive_options(&self) -> Vec<String> {
+        let mut options = self.migrate_options();
+        if let Some(next) = self.images.last() {
+            options.extend(["--disk".to_owned(), format!("vda={}", next.path().display())]);
+        }
+        options
     }
 
     fn restart_manager(&mut self, side: Side) -> anyhow::Result<()> {
@@ -149,6 +188,7 @@ impl Rig for Libvirt {
     fn turn(&mut self) -> anyhow::Result<()> {
         self.hosts.swap(0, 1);
         self.seen.swap(0, 1);
+        self.images.reverse();
         Ok(())
     }
 }

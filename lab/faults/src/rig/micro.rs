@@ -4,17 +4,22 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use godwit_e2e::{LIMIT, MicroPair};
-use godwit_testbed::{Godwit, MicroVm, Movable};
+use godwit_testbed::{DiskImage, Godwit, MicroVm, Movable, images_for};
 use rustix::process::Pid;
 
-use super::{Rig, Side, State};
-
-const GUEST: &[&str] = &["--memory", "128MiB", "--mode", "rate", "--working-set", "16MiB"];
+use super::{DISK, Outfit, Rig, Side, State};
 
 /// Two microvms.
 #[derive(Debug)]
 pub struct Micro {
     pair: MicroPair,
+    /// Those of the source, and of a destination.
+    options: [Vec<String>; 2],
+    images: Vec<DiskImage>,
+}
+
+fn words(options: &[String]) -> Vec<&str> {
+    options.iter().map(String::as_str).collect()
 }
 
 impl Micro {
@@ -22,8 +27,33 @@ impl Micro {
     ///
     /// # Errors
     /// When they do not come up.
-    pub fn start() -> anyhow::Result<Option<Self>> {
-        Ok(MicroPair::start("faults", GUEST)?.map(|pair| Self { pair }))
+    pub fn start(outfit: &Outfit) -> anyhow::Result<Option<Self>> {
+        if outfit.disk && !images_for("faults") {
+            return Ok(None);
+        }
+        let [memory, fill, set] = [outfit.memory, outfit.fill, outfit.working_set]
+            .map(|size| format!("{}MiB", size.0 >> 20));
+        let rate = outfit.rate.to_string();
+        let both = [
+            ["--memory", &memory],
+            ["--fill", &fill],
+            ["--working-set", &set],
+            ["--mode", "rate"],
+            ["--rate", &rate],
+            ["--tracker", outfit.tracker],
+        ];
+        let both: Vec<String> = both.as_flattened().iter().map(|&word| word.to_owned()).collect();
+        let mut options = [both.clone(), both];
+        let mut images = Vec::new();
+        if outfit.disk {
+            for options in &mut options {
+                let image = DiskImage::create("raw", DISK)?;
+                options.extend(["--disk".to_owned(), image.path().display().to_string()]);
+                images.push(image);
+            }
+        }
+        let pair = MicroPair::start_apart("faults", &words(&options[0]), &words(&options[1]))?;
+        Ok(pair.map(|pair| Self { pair, options, images }))
     }
 
     fn on(&self, side: Side) -> &MicroVm {
@@ -31,7 +61,7 @@ impl Micro {
     }
 
     fn new_destination(&self) -> anyhow::Result<MicroVm> {
-        MicroVm::start(&self.pair.godwit, &[GUEST, &["--incoming"]].concat())
+        MicroVm::start(&self.pair.godwit, &[&words(&self.options[1])[..], &["--incoming"]].concat())
     }
 }
 
@@ -42,6 +72,13 @@ impl Rig for Micro {
 
     fn vm(&self, side: Side) -> String {
         self.on(side).vm_name()
+    }
+
+    fn migrate_options(&self) -> Vec<String> {
+        match self.images.is_empty() {
+            true => Vec::new(),
+            false => ["--disks", "all"].map(str::to_owned).to_vec(),
+        }
     }
 
     fn process(&self, side: Side) -> i32 {
@@ -91,12 +128,15 @@ impl Rig for Micro {
 
     fn renew(&mut self) -> anyhow::Result<()> {
         if self.state(Side::Destination) != State::Waits {
+            self.pair.destination.kill();
             self.pair.destination = self.new_destination()?;
         }
         Ok(())
     }
 
     fn turn(&mut self) -> anyhow::Result<()> {
+        self.pair.source.kill();
+        self.options.swap(0, 1);
         let next = self.new_destination()?;
         self.pair.source = std::mem::replace(&mut self.pair.destination, next);
         Ok(())

@@ -2,21 +2,47 @@
 
 use std::time::Instant;
 
-use anyhow::ensure;
-use godwit_e2e::{LIMIT, Pair, await_alone, await_quit, check_untouched, guardian_of, oldest};
-use godwit_stamp::settings::Mode;
+use anyhow::{Context, ensure};
+use godwit_e2e::{LIMIT, Pair, await_alone, await_quit, check_untouched, guardian_of};
+use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, Godwit, GuestConfig, Movable, TestVm, VmConfig, builds_for, kvm_builds_for,
+    Backend, DISK_WORK, DiskImage, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig,
+    builds_for, images_for, kvm_builds_for,
 };
-use godwit_units::ByteCount;
 use rustix::process::Pid;
 
-use super::{Adapter, Rig, Side, State};
+use super::{Adapter, DISK, Outfit, Rig, Side, State};
 
 /// Two QEMUs.
 #[derive(Debug)]
 pub struct Qemu {
     pair: Pair,
+    /// How the source was started, and how a destination is.
+    configs: [VmConfig; 2],
+    /// Go after the VMs that have them.
+    images: Vec<DiskImage>,
+}
+
+/// The oldest or the newest of `builds`.
+///
+/// # Errors
+/// When there is none.
+pub(super) fn chosen(builds: &[QemuBuild], newest: bool) -> anyhow::Result<&QemuBuild> {
+    let by_age = |build: &&QemuBuild| build.version;
+    let found =
+        if newest { builds.iter().max_by_key(by_age) } else { builds.iter().min_by_key(by_age) };
+    found.context("no QEMU")
+}
+
+/// What a Linux guest is to do.
+pub(super) fn linux_guest(outfit: &Outfit) -> GuestConfig {
+    let Outfit { memory, fill, working_set, rate, .. } = *outfit;
+    let guest = GuestConfig::small(Mode::Rate);
+    let disk = match outfit.disk {
+        true => DiskWork { write: 1 << 20, read: 1 << 20, span: DISK_WORK.span, ..guest.disk },
+        false => guest.disk,
+    };
+    GuestConfig { memory, fill, working_set, rate, disk, ..guest }
 }
 
 impl Qemu {
@@ -24,20 +50,38 @@ impl Qemu {
     ///
     /// # Errors
     /// When they do not come up.
-    pub fn start(adapter: Adapter) -> anyhow::Result<Option<Self>> {
+    pub fn start(adapter: Adapter, outfit: &Outfit) -> anyhow::Result<Option<Self>> {
         let on_kvm = adapter == Adapter::Kvm;
         let builds = if on_kvm { kvm_builds_for("faults") } else { builds_for("faults") };
-        if builds.is_empty() {
+        if builds.is_empty() || (outfit.disk && !images_for("faults")) {
             return Ok(None);
         }
-        let guest = GuestConfig { fill: ByteCount(32 << 20), ..GuestConfig::small(Mode::Rate) };
-        let config = VmConfig::new(oldest(&builds)?, guest);
-        let config = match adapter {
-            Adapter::Kvm => config.on_kvm(),
-            Adapter::QemuAnonymous => config.with_backend(Backend::Anonymous),
-            _ => config,
-        };
-        Ok(Some(Self { pair: Pair::start(&config)? }))
+        let mut guest = linux_guest(outfit);
+        if on_kvm && outfit.disk {
+            guest.disk = DISK_WORK;
+        }
+        let mut config = VmConfig::new(chosen(&builds, outfit.newest)?, guest);
+        if on_kvm {
+            config = config.on_kvm();
+        }
+        match outfit.backend {
+            Some(backend) => config = config.with_backend(backend),
+            None if adapter == Adapter::QemuAnonymous => {
+                config = config.with_backend(Backend::Anonymous);
+            }
+            None => {}
+        }
+        let mut configs = [config.clone(), config];
+        let mut images = Vec::new();
+        if outfit.disk {
+            for config in &mut configs {
+                let image = DiskImage::create("raw", DISK)?;
+                *config = config.clone().with_disk("disk0", &image);
+                images.push(image);
+            }
+        }
+        let pair = Pair::start_apart(&configs[0], &configs[1])?;
+        Ok(Some(Self { pair, configs, images }))
     }
 
     fn on(&self, side: Side) -> &TestVm {
@@ -52,6 +96,13 @@ impl Rig for Qemu {
 
     fn vm(&self, side: Side) -> String {
         self.on(side).vm_name()
+    }
+
+    fn migrate_options(&self) -> Vec<String> {
+        match self.images.is_empty() {
+            true => Vec::new(),
+            false => ["--disks", "all"].map(str::to_owned).to_vec(),
+        }
     }
 
     fn process(&self, side: Side) -> i32 {
@@ -98,13 +149,17 @@ impl Rig for Qemu {
 
     fn renew(&mut self) -> anyhow::Result<()> {
         if self.state(Side::Destination) != State::Waits {
-            self.pair.destination = TestVm::destination(self.pair.source.config())?;
+            // It may have the disk that the next one is to have.
+            self.pair.destination.kill();
+            self.pair.destination = TestVm::destination(&self.configs[1])?;
         }
         Ok(())
     }
 
     fn turn(&mut self) -> anyhow::Result<()> {
-        let next = TestVm::destination(self.pair.source.config())?;
+        self.pair.source.kill();
+        self.configs.swap(0, 1);
+        let next = TestVm::destination(&self.configs[1])?;
         self.pair.move_on(next);
         // A heartbeat that began on the other side is no measure of this one's.
         self.pair.source.wait_for_heartbeats_after(Instant::now(), 1, LIMIT)?;

@@ -19,6 +19,7 @@ use super::super::session::Event;
 use super::super::{PEER, Source};
 use super::Copying;
 use crate::address::Stream;
+use crate::disk_prints::Held;
 use crate::report::{RoundMeasures, Stage};
 use crate::{EngineError, limits};
 
@@ -38,12 +39,18 @@ pub(super) struct Lost {
     forgotten: bool,
     /// No channel of a disk was made yet.
     new_disks: bool,
+    /// The destination can be asked what its disks hold, and what it has said.
+    disks_are_told: bool,
+    held: Vec<Held>,
 }
 
 impl Lost {
     /// What a godwit begins with that takes the place of one that was killed: nothing is known of
-    /// what was sent, all of memory is to be looked at, and disks are sent anew.
-    pub(super) fn restarted(limit: Duration, shared: Shared, direct_io: bool) -> Self {
+    /// what was sent, so all of memory and of the disks is to be looked at.
+    pub(super) fn restarted(
+        limit: Duration,
+        (shared, direct_io, disks_are_told): (Shared, bool, bool),
+    ) -> Self {
         let owned = |(number, segment)| Owned::new(number, segment, &shared, direct_io);
         Self {
             outage: Outage::new(EngineError::Killed, limit),
@@ -54,6 +61,8 @@ impl Lost {
             in_round: None,
             forgotten: true,
             new_disks: true,
+            disks_are_told,
+            held: Vec::new(),
         }
     }
 
@@ -90,6 +99,8 @@ impl Copying {
             in_round: None,
             forgotten: false,
             new_disks: false,
+            disks_are_told: false,
+            held: Vec::new(),
         });
         self.convergence.let_go(source.vm, &mut self.disks);
         self.free.stop(source.vm);
@@ -201,13 +212,24 @@ impl Copying {
 
     /// Asks what the destination holds, where that is not known.
     fn learn(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
-        let Some(Lost { segments, forgotten: true, .. }) = &mut self.lost else { return Ok(()) };
+        let Some(Lost { segments, forgotten: true, new_disks, held, disks_are_told, .. }) =
+            &mut self.lost
+        else {
+            return Ok(());
+        };
+        let disks_are_told = *disks_are_told;
         let Some((_, key)) = &self.fingerprints else { return Ok(()) };
-        source.session.say(&Message::PrintsRequest)?;
+        let disks = disks_are_told && *new_disks && !self.disks.is_empty();
+        source.session.say(&Message::PrintsRequest { disks })?;
         let mut next = (0, 0);
         for owned in segments {
             let prints = await_prints(source, owned, &mut next)?;
             owned.learn(&prints, key.zero(), &self.segments);
+        }
+        held.clear();
+        let disks = if disks { self.disks.pages() } else { Vec::new() };
+        for (block, pages) in (source.ram.len() as u32..).zip(disks) {
+            held.push(learn_disk(source, block, Held::new(pages, *key))?);
         }
         Ok(())
     }
@@ -219,7 +241,8 @@ impl Copying {
         channels: usize,
         mut streams: Vec<(Stream, Stream)>,
     ) -> Result<(), EngineError> {
-        let Some(Lost { ended, segments, shared: Some(shared), new_disks, .. }) = &mut self.lost
+        let Some(Lost { ended, segments, shared: Some(shared), new_disks, held, .. }) =
+            &mut self.lost
         else {
             return Err(EngineError::Panicked("main"));
         };
@@ -238,7 +261,9 @@ impl Copying {
         }
         if std::mem::take(new_disks) {
             let session = (&shared.table, &source.session);
-            return self.disks.connect(source.ram.len(), &mut self.lanes, disk_streams, session);
+            let held = std::mem::take(held);
+            let streams = (disk_streams, held);
+            return self.disks.connect(source.ram.len(), &mut self.lanes, streams, session);
         }
         for (disk, stream) in ended.disks.drain(..).zip(disk_streams) {
             let segments = disk.segments();
@@ -260,6 +285,23 @@ impl Copying {
         self.report(source, Stage::PreCopy, self.round.round, false);
         Ok(())
     }
+}
+
+/// Takes in what the destination says that it holds of the disk with this number in frames.
+fn learn_disk(source: &mut Source<'_>, number: u32, mut held: Held) -> Result<Held, EngineError> {
+    let what = "the destination's fingerprints of a disk";
+    while held.is_incomplete() {
+        let (at, prints) =
+            source.session.await_message(source.vm, what, limits::ANSWER, |message| {
+                let Message::Prints { block, segment, prints } = message else { return None };
+                Some(((*block, *segment), prints.clone()))
+            })?;
+        if at != (number, held.next_segment()) || !held.add(prints) {
+            let what = "it sent fingerprints of a disk that nobody asked for".to_owned();
+            return Err(EngineError::Protocol { peer: PEER, what });
+        }
+    }
+    Ok(held)
 }
 
 /// What was done of `round`.

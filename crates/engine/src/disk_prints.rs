@@ -1,0 +1,221 @@
+//! What the disks at the destination hold, as a source that was started anew learns it: a fingerprint
+//! of each piece of 64 KiB.
+//!
+//! Invariant: a piece counts as held only if all of its bytes were read at the destination behind
+//! the last write there, and nothing was sent of it since. So it is left out of the pass over the
+//! whole disk alone, which comes before anything else is sent.
+
+use std::collections::VecDeque;
+
+use godwit_disk::{Content, DiskRound, Extent};
+use godwit_fingerprints::Key;
+use godwit_memory::SEGMENT_PAGES;
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+
+use crate::EngineError;
+
+/// Pages of a piece. Its 8 bytes make 128 MiB for a disk of 1 TiB, which both sides can afford.
+const PIECE_PAGES: u64 = 16;
+/// Pages that are asked for at once, at the most ([`DiskRound::submit`]).
+const READ_PAGES: u64 = 256;
+/// The word for a piece of which it is not known what it holds: no fingerprint is 0.
+const UNKNOWN: u64 = 0;
+
+/// Reads all of a disk of `pages` by `round`, and calls `tell` with the fingerprints of the pieces
+/// of each segment, in order; with none for a segment of zeros. Without a round nothing is known.
+///
+/// # Errors
+/// When the disk cannot be read, or `tell` fails.
+pub(crate) fn tell(
+    round: Option<Box<dyn DiskRound>>,
+    pages: PageCount,
+    key: &Key,
+    mut tell: impl FnMut(u32, Vec<u64>) -> Result<(), EngineError>,
+) -> Result<(), EngineError> {
+    let segments = pages.0.div_ceil(SEGMENT_PAGES);
+    let Some(mut round) = round else {
+        for segment in 0..segments {
+            tell(segment as u32, vec![UNKNOWN; pieces(segment_run(segment, pages)) as usize])?;
+        }
+        return Ok(());
+    };
+    let mut segment = SegmentBytes::new(pages);
+    let mut source = DataRuns { rest: None };
+    let mut asked: VecDeque<PageRun> = VecDeque::new();
+    let mut over = false;
+    loop {
+        while !over && asked.len() < round.depth().max(1) {
+            match source.next(round.as_mut())? {
+                Some(run) => {
+                    round.submit(run).map_err(EngineError::Disk)?;
+                    asked.push_back(run);
+                }
+                None => over = true,
+            }
+        }
+        let Some(run) = asked.pop_front() else { break };
+        while run.start.0 >= segment.run.end().0 {
+            tell(segment.number as u32, segment.next(key))?;
+        }
+        round.complete(segment.bytes_of(run)).map_err(EngineError::Disk)?;
+    }
+    while segment.number < segments {
+        tell(segment.number as u32, segment.next(key))?;
+    }
+    Ok(())
+}
+
+fn segment_run(segment: u64, pages: PageCount) -> PageRun {
+    let start = segment * SEGMENT_PAGES;
+    PageRun::new(start, SEGMENT_PAGES.min(pages.0.saturating_sub(start)))
+}
+
+fn pieces(run: PageRun) -> u64 {
+    run.count.0.div_ceil(PIECE_PAGES)
+}
+
+/// Data of a disk, in runs that are read at once and lie within a segment.
+struct DataRuns {
+    rest: Option<PageRun>,
+}
+
+impl DataRuns {
+    fn next(&mut self, round: &mut dyn DiskRound) -> Result<Option<PageRun>, EngineError> {
+        loop {
+            if let Some(rest) = self.rest.take() {
+                let border = (rest.start.0 / SEGMENT_PAGES + 1) * SEGMENT_PAGES;
+                let end = rest.end().0.min(border).min(rest.start.0 + READ_PAGES);
+                if end < rest.end().0 {
+                    self.rest = Some(PageRun::new(end, rest.end().0 - end));
+                }
+                return Ok(Some(PageRun::new(rest.start.0, end - rest.start.0)));
+            }
+            match round.next().map_err(EngineError::Disk)? {
+                None => return Ok(None),
+                Some(Extent { run, content: Content::Data }) => self.rest = Some(run),
+                Some(Extent { content: Content::Zero, .. }) => {}
+            }
+        }
+    }
+}
+
+/// The bytes of the segment that is being read.
+struct SegmentBytes {
+    pages: PageCount,
+    number: u64,
+    run: PageRun,
+    bytes: Vec<u8>,
+    /// Something other than zeros may have been read.
+    has_data: bool,
+}
+
+impl SegmentBytes {
+    fn new(pages: PageCount) -> Self {
+        let run = segment_run(0, pages);
+        let bytes = vec![0; run.count.bytes().0 as usize];
+        Self { pages, number: 0, run, bytes, has_data: false }
+    }
+
+    fn bytes_of(&mut self, run: PageRun) -> &mut [u8] {
+        self.has_data = true;
+        let start = ((run.start.0 - self.run.start.0) * PAGE_SIZE) as usize;
+        &mut self.bytes[start..start + run.count.bytes().0 as usize]
+    }
+
+    /// The fingerprints of this segment; goes on to the next one.
+    fn next(&mut self, key: &Key) -> Vec<u64> {
+        let mut prints = Vec::new();
+        if std::mem::take(&mut self.has_data) {
+            let pieces = self.bytes[..self.run.count.bytes().0 as usize]
+                .chunks((PIECE_PAGES * PAGE_SIZE) as usize);
+            prints.extend(pieces.map(|piece| key.page(piece).word()));
+            self.bytes.fill(0);
+        }
+        self.number += 1;
+        self.run = segment_run(self.number, self.pages);
+        prints
+    }
+}
+
+/// What a disk at the destination holds, as the source was told.
+#[derive(Debug)]
+pub(crate) struct Held {
+    pages: PageCount,
+    key: Key,
+    /// The fingerprints of each segment's pieces; none: zeros.
+    segments: Vec<Box<[u64]>>,
+}
+
+/// Pieces of a run, at most [`READ_PAGES`] long, that the destination holds as they are here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Same {
+    first: u64,
+    pieces: u32,
+}
+
+impl Same {
+    /// Whether `page` is in one of them.
+    pub(crate) fn has(self, page: PageIndex) -> bool {
+        let piece = (page.0 / PIECE_PAGES).checked_sub(self.first);
+        piece.is_some_and(|piece| piece < 32 && self.pieces >> piece & 1 == 1)
+    }
+}
+
+impl Held {
+    /// Nothing of a disk of `pages` yet.
+    pub(crate) fn new(pages: PageCount, key: Key) -> Self {
+        Self { pages, key, segments: Vec::new() }
+    }
+
+    /// Segments that were not told yet.
+    pub(crate) fn is_incomplete(&self) -> bool {
+        (self.segments.len() as u64) < self.pages.0.div_ceil(SEGMENT_PAGES)
+    }
+
+    /// The number of the next segment.
+    pub(crate) fn next_segment(&self) -> u32 {
+        self.segments.len() as u32
+    }
+
+    /// Takes in the fingerprints of the next segment; false where these cannot be of it.
+    #[must_use]
+    pub(crate) fn add(&mut self, prints: Vec<u64>) -> bool {
+        let run = segment_run(self.segments.len() as u64, self.pages);
+        let fits = prints.is_empty() || prints.len() as u64 == pieces(run);
+        self.segments.push(prints.into_boxed_slice());
+        fits
+    }
+
+    /// Which pieces of `run`, whose bytes are these, need not be sent.
+    pub(crate) fn same(&self, run: PageRun, bytes: &[u8]) -> Same {
+        let first = run.start.0.div_ceil(PIECE_PAGES);
+        let mut same = Same { first, pieces: 0 };
+        for index in 0..32 {
+            let start = (first + index) * PIECE_PAGES;
+            let end = (start + PIECE_PAGES).min(self.pages.0);
+            if start >= end || end > run.end().0 {
+                break;
+            }
+            let from = ((start - run.start.0) * PAGE_SIZE) as usize;
+            let to = ((end - run.start.0) * PAGE_SIZE) as usize;
+            let piece = bytes.get(from..to).unwrap_or_default();
+            same.pieces |= u32::from(self.holds(start, piece)) << index;
+        }
+        same
+    }
+
+    /// Whether the piece that begins with the page `start` holds `bytes`.
+    fn holds(&self, start: u64, bytes: &[u8]) -> bool {
+        match self.segments.get((start / SEGMENT_PAGES) as usize) {
+            None => false,
+            Some(prints) if prints.is_empty() => godwit_codec::is_zero(bytes),
+            Some(prints) => {
+                let index = start % SEGMENT_PAGES / PIECE_PAGES;
+                prints.get(index as usize) == Some(&self.key.page(bytes).word())
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,69 @@
+//! Evacuations that survive whoever coordinates them.
+//!
+//! `godwit-fleet` decides what is to be done; here it is done, written down before, and found out
+//! again afterwards. A coordinator may be killed at any step: moves go on without it, as processes
+//! of their own, and the next coordinator finds each of them by its facts.
+//!
+//! Invariants: a move is written down before it begins ([`Runner`]); of one virtual machine no two
+//! moves are under way, since a move holds a lock on its own file for as long as its process lives
+//! ([`Moves`]); what became of a move is read from what it said and from who runs the guest, never
+//! from the plan.
+
+#![forbid(unsafe_code)]
+
+mod list;
+mod moves;
+mod plan;
+mod runner;
+mod store;
+
+pub use list::{List, ListedDestination, ListedVm};
+pub use moves::Moves;
+pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Receiver, Step};
+pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner};
+pub use store::{MemoryStore, RedbStore, Store};
+
+/// What goes wrong with an evacuation itself, rather than with a move.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EvacuateError {
+    /// The list of virtual machines is not one.
+    #[error("{file}: {why}")]
+    List {
+        /// Which file.
+        file: String,
+        /// What is wrong, and the cure.
+        why: String,
+    },
+    /// Another coordinator is at work.
+    #[error(
+        "another godwit evacuate has {place} open: wait for its end, or steer it by godwit \
+         evacuate --pause, --continue or --cancel"
+    )]
+    Busy {
+        /// Where the plan is.
+        place: String,
+    },
+    /// The plan cannot be read or written.
+    #[error("the plan in {place} cannot be {action}: {why}")]
+    Store {
+        /// Where the plan is.
+        place: String,
+        /// What was tried.
+        action: &'static str,
+        /// Why not.
+        why: String,
+    },
+    /// There is nothing to go on with.
+    #[error("there is no plan in {place}: begin one with godwit evacuate LIST")]
+    NoPlan {
+        /// Where it would be.
+        place: String,
+    },
+    /// There is one already.
+    #[error("{place} has a plan already: go on with --resume, or choose another --name")]
+    Planned {
+        /// Where it is.
+        place: String,
+    },
+}

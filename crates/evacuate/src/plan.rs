@@ -1,0 +1,163 @@
+//! What is written down: who is to go where under which limits, and how far each is.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use godwit_fleet::{CpuSet, Destination, Source, Vm};
+use godwit_units::{ByteCount, Rate};
+use serde::{Deserialize, Serialize};
+
+/// What an evacuation is to do; it does not change once it is written down.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// What all moves together may send, in bytes a second.
+    pub bytes_per_second: f64,
+    /// The most moves at once.
+    pub at_once: u32,
+    /// Options for each `godwit migrate`.
+    pub options: Vec<String>,
+    /// Who leaves.
+    pub vms: Vec<PlannedVm>,
+    /// Where there is room.
+    pub destinations: Vec<PlannedDestination>,
+    /// Seconds that it was forecast to take.
+    pub forecast_seconds: f64,
+    /// Milliseconds since 1970 when it began.
+    pub began_ms: u64,
+}
+
+/// One that leaves.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlannedVm {
+    /// Its name, of which there is one.
+    pub name: String,
+    /// How `godwit migrate --vm` knows it.
+    pub vm: String,
+    /// Its memory.
+    pub memory_bytes: u64,
+    /// How much of that holds data.
+    pub data_bytes: u64,
+    /// What it writes each second.
+    pub dirty_bytes_per_second: f64,
+    /// The model of processor that it needs.
+    #[serde(default)]
+    pub cpu: Option<String>,
+    /// At most one of a group is on a host.
+    #[serde(default)]
+    pub group: Option<String>,
+    /// Who takes it in, for each destination that it may go to.
+    pub receivers: BTreeMap<String, Receiver>,
+}
+
+/// A host with room.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PlannedDestination {
+    /// Its name, of which there is one.
+    pub name: String,
+    /// Memory that it has for these guests.
+    pub room_bytes: u64,
+    /// Models of processors that it can be; none: all.
+    pub cpus: Vec<String>,
+    /// The most that it takes in at once.
+    pub at_once: u32,
+    /// Groups of which it has one already.
+    pub groups: Vec<String>,
+}
+
+/// How a guest is taken in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Receiver {
+    /// A `godwit receive` listens there already.
+    Listens(String),
+    /// A command starts one: it prints the address on its first line, or lines of JSON of which one
+    /// is `{"event":"listening","address":"…"}`, as `godwit receive --json` does.
+    Starts {
+        /// The command and its arguments.
+        start: Vec<String>,
+    },
+}
+
+/// A move, as it is written down before it begins.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attempt {
+    /// Whose.
+    pub vm: usize,
+    /// Where to.
+    pub to: usize,
+    /// The how manieth, from 1.
+    pub number: u32,
+}
+
+/// How far a virtual machine is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Step {
+    /// A move is under way, or was about to begin.
+    Moving(Attempt),
+    /// It is there.
+    Moved {
+        /// Where.
+        to: usize,
+        /// By which attempt.
+        number: u32,
+    },
+    /// A move has failed, and it is where it was.
+    Failed {
+        /// The how manieth that was.
+        number: u32,
+        /// Where to.
+        to: usize,
+        /// Why.
+        why: String,
+    },
+    /// An operator has to look at it.
+    Operator {
+        /// Which attempt left it so.
+        number: u32,
+        /// Where to.
+        to: usize,
+        /// What is known.
+        why: String,
+    },
+}
+
+impl Plan {
+    /// The same for the planner: virtual machines, destinations and the host that is emptied.
+    #[must_use]
+    pub fn inventory(&self) -> (Vec<Vm>, Vec<Destination>, Source) {
+        let groups: BTreeSet<&str> = self
+            .vms
+            .iter()
+            .filter_map(|vm| vm.group.as_deref())
+            .chain(self.destinations.iter().flat_map(|host| host.groups.iter().map(String::as_str)))
+            .collect();
+        let group = |name: &str| groups.iter().position(|known| *known == name).map(|at| at as u32);
+        let cpus: BTreeSet<&str> = self.vms.iter().filter_map(|vm| vm.cpu.as_deref()).collect();
+        // Models beyond the 64th count as the last one, which a destination then is not.
+        let cpu = |name: &str| cpus.iter().position(|known| *known == name).map(|at| at.min(63));
+        let host = |name: &str| self.destinations.iter().position(|host| host.name == name);
+        let vms = self.vms.iter().map(|vm| Vm {
+            source: 0,
+            memory: ByteCount(vm.memory_bytes),
+            data: ByteCount(vm.data_bytes),
+            dirty: Rate::from_bytes_per_second(vm.dirty_bytes_per_second),
+            cpu: vm.cpu.as_deref().and_then(cpu).map(|at| at as u8),
+            group: vm.group.as_deref().and_then(group),
+            only: Some(vm.receivers.keys().filter_map(|name| host(name)).collect()),
+        });
+        let destinations = self.destinations.iter().map(|host| Destination {
+            room: ByteCount(host.room_bytes),
+            cpus: if host.cpus.is_empty() {
+                CpuSet::ALL
+            } else {
+                let known = host.cpus.iter().filter_map(|name| cpu(name));
+                CpuSet(known.fold(0, |set, at| set | 1 << at))
+            },
+            at_once: host.at_once,
+            groups: host.groups.iter().filter_map(|name| group(name)).collect(),
+            ..Destination::new(ByteCount::ZERO)
+        });
+        let budget = Rate::from_bytes_per_second(self.bytes_per_second);
+        (vms.collect(), destinations.collect(), Source::new(budget, self.at_once))
+    }
+}

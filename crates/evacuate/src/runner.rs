@@ -1,0 +1,396 @@
+//! The coordinator: carries out what the planner says, and takes up what another one has left.
+//!
+//! Invariants: a move is written down before it begins, and its end before the next thing is
+//! decided; no other move begins before those under way have been told to make room for it.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use godwit_fleet::{Action, Ending, Evacuation, Place, Stays};
+use godwit_units::Rate;
+use serde::Serialize;
+
+use crate::EvacuateError;
+use crate::plan::{Attempt, Plan, Step};
+use crate::store::Store;
+
+const PLAN: &str = "plan";
+const VM: &str = "vm/";
+
+/// What is seen of a move.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Look {
+    /// It never began: nothing of it is there, and the guest runs at the source.
+    NeverBegan,
+    /// It is under way.
+    Moving,
+    /// The guest runs at the destination.
+    Moved,
+    /// It runs at the source.
+    Failed(String),
+    /// Nobody but an operator can tell where it runs, or whether.
+    InDoubt(String),
+}
+
+/// What really moves virtual machines.
+pub trait Hands {
+    /// Begins a move, which then goes on without the coordinator.
+    ///
+    /// # Errors
+    /// Why it did not begin.
+    fn begin(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> Result<(), String>;
+    /// What became of one, by the facts.
+    fn look(&mut self, plan: &Plan, attempt: &Attempt) -> Look;
+    /// Holds one to `rate`. Whether that was done: one that has only just begun, or ends, cannot be
+    /// told.
+    fn pace(&mut self, plan: &Plan, attempt: &Attempt, rate: Rate) -> bool;
+    /// Asks one to end; the guest stays.
+    fn cancel(&mut self, plan: &Plan, attempt: &Attempt);
+}
+
+/// Something that an operator wants to hear of.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A move has begun.
+    Began {
+        /// Whose.
+        vm: usize,
+        /// Where to.
+        to: usize,
+        /// At what rate.
+        rate: Rate,
+    },
+    /// One was found under way.
+    Found {
+        /// Whose.
+        vm: usize,
+        /// Where to.
+        to: usize,
+    },
+    /// A guest is at its destination.
+    Moved {
+        /// Which.
+        vm: usize,
+        /// Where.
+        to: usize,
+    },
+    /// A move has failed.
+    Failed {
+        /// Whose.
+        vm: usize,
+        /// Why.
+        why: String,
+        /// Whether another attempt follows.
+        again: bool,
+    },
+    /// An operator has to look at one.
+    Operator {
+        /// Which.
+        vm: usize,
+        /// What is known.
+        why: String,
+    },
+}
+
+/// What became of each.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// One for each.
+    pub vms: Vec<ReportedVm>,
+    /// How many are at a destination.
+    pub moved: usize,
+    /// How many are where they were.
+    pub stayed: usize,
+    /// How many an operator has to look at.
+    pub in_doubt: usize,
+}
+
+/// What became of one.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReportedVm {
+    /// Its name.
+    pub name: String,
+    /// How `godwit` knows it at the source.
+    pub vm: String,
+    /// In a word: `waiting`, `moving`, `moved`, `stayed` or `in-doubt`.
+    pub state: &'static str,
+    /// The destination.
+    pub to: Option<String>,
+    /// Moves that were begun.
+    pub attempts: u32,
+    /// Why it stayed.
+    pub why: Option<String>,
+}
+
+/// See the module.
+pub struct Runner<'a, S: Store> {
+    store: S,
+    plan: Plan,
+    hands: &'a mut dyn Hands,
+    evacuation: Evacuation,
+    steps: BTreeMap<usize, Step>,
+    pending: VecDeque<Action>,
+    cancelling: bool,
+}
+
+impl<'a, S: Store> Runner<'a, S> {
+    /// Writes down a new plan.
+    ///
+    /// # Errors
+    /// When there is one already, or it cannot be written.
+    pub fn begin(
+        mut store: S,
+        plan: &Plan,
+        place: &str,
+        hands: &'a mut dyn Hands,
+    ) -> Result<Self, EvacuateError> {
+        if store.read(PLAN)?.is_some() {
+            return Err(EvacuateError::Planned { place: place.to_owned() });
+        }
+        store.put(PLAN, &bytes(plan))?;
+        Self::resume(store, place, hands).map(|(runner, _)| runner)
+    }
+
+    /// Takes up the one that is written down: what is under way, what has ended meanwhile, and what
+    /// never began.
+    ///
+    /// # Errors
+    /// When there is none, or it cannot be read.
+    pub fn resume(
+        store: S,
+        place: &str,
+        hands: &'a mut dyn Hands,
+    ) -> Result<(Self, Vec<Event>), EvacuateError> {
+        let unread = |error: serde_json::Error| EvacuateError::Store {
+            place: place.to_owned(),
+            action: "read",
+            why: error.to_string(),
+        };
+        let Some(plan) = store.read(PLAN)? else {
+            return Err(EvacuateError::NoPlan { place: place.to_owned() });
+        };
+        let plan: Plan = serde_json::from_slice(&plan).map_err(unread)?;
+        let (vms, destinations, source) = plan.inventory();
+        let mut runner = Self {
+            evacuation: Evacuation::new(vms, destinations, vec![source]),
+            plan,
+            hands,
+            steps: BTreeMap::new(),
+            pending: VecDeque::new(),
+            cancelling: false,
+            store,
+        };
+        let mut events = Vec::new();
+        for (key, value) in runner.store.list(VM)? {
+            let Some(vm) = runner.plan.vms.iter().position(|vm| key == format!("{VM}{}", vm.name))
+            else {
+                continue;
+            };
+            let step: Step = serde_json::from_slice(&value).map_err(unread)?;
+            runner.steps.insert(vm, step.clone());
+            match step {
+                Step::Moved { to, .. } => runner.evacuation.adopt(vm, Place::Moved { to }),
+                Step::Operator { to, .. } => {
+                    // It may be there, and take the room.
+                    runner.evacuation.adopt(vm, Place::Moving { to });
+                    runner.evacuation.ended(vm, Ending::InDoubt);
+                }
+                Step::Failed { .. } => {}
+                Step::Moving(attempt) => {
+                    runner.evacuation.adopt(vm, Place::Moving { to: attempt.to });
+                    match runner.hands.look(&runner.plan, &attempt) {
+                        Look::Moving => events.push(Event::Found { vm, to: attempt.to }),
+                        look => runner.end(&attempt, look, &mut events)?,
+                    }
+                }
+            }
+        }
+        Ok((runner, events))
+    }
+
+    /// The plan.
+    #[must_use]
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// No further move begins, until it goes on.
+    pub fn pause(&mut self, paused: bool) {
+        self.evacuation.pause(paused);
+    }
+
+    /// All moves together may send `budget` from now on.
+    pub fn set_budget(&mut self, budget: Rate) {
+        self.evacuation.set_budget(0, budget);
+    }
+
+    /// Ends what is under way, and begins nothing more. The plan stays, to go on with.
+    pub fn cancel(&mut self) {
+        self.cancelling = true;
+        self.evacuation.pause(true);
+        for attempt in self.moving() {
+            self.hands.cancel(&self.plan, &attempt);
+        }
+    }
+
+    /// The moves under way.
+    #[must_use]
+    pub fn moving(&self) -> Vec<Attempt> {
+        let moving = self.steps.values().filter_map(|step| match step {
+            Step::Moving(attempt) => Some(attempt.clone()),
+            _ => None,
+        });
+        moving.collect()
+    }
+
+    /// Whether there is nothing left to do.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.moving().is_empty() && (self.cancelling || self.evacuation.is_over())
+    }
+
+    /// Looks at what is under way, and does what is to be done.
+    ///
+    /// # Errors
+    /// When something cannot be written down; then nothing more is done.
+    pub fn turn(&mut self) -> Result<Vec<Event>, EvacuateError> {
+        let mut events = Vec::new();
+        for attempt in self.moving() {
+            match self.hands.look(&self.plan, &attempt) {
+                Look::Moving => {}
+                look => self.end(&attempt, look, &mut events)?,
+            }
+        }
+        self.pending.extend(self.evacuation.advance());
+        while let Some(action) = self.pending.pop_front() {
+            match action {
+                Action::Pace { vm, rate } => {
+                    // One that has ended takes nothing any more.
+                    let Some(Step::Moving(attempt)) = self.steps.get(&vm) else { continue };
+                    if !self.hands.pace(&self.plan, attempt, rate) {
+                        self.pending.push_front(action);
+                        break;
+                    }
+                }
+                Action::Begin { vm, to, rate } => self.start(vm, to, rate, &mut events)?,
+            }
+        }
+        Ok(events)
+    }
+
+    fn start(
+        &mut self,
+        vm: usize,
+        to: usize,
+        rate: Rate,
+        events: &mut Vec<Event>,
+    ) -> Result<(), EvacuateError> {
+        let attempt = Attempt { vm, to, number: self.attempts(vm) + 1 };
+        self.write(vm, Step::Moving(attempt.clone()))?;
+        if self.cancelling {
+            return self.end(&attempt, Look::Failed("it was cancelled".to_owned()), events);
+        }
+        match self.hands.begin(&self.plan, &attempt, rate) {
+            Ok(()) => events.push(Event::Began { vm, to, rate }),
+            Err(why) => self.end(&attempt, Look::Failed(why), events)?,
+        }
+        Ok(())
+    }
+
+    /// Moves of `vm` that were begun so far.
+    fn attempts(&self, vm: usize) -> u32 {
+        match self.steps.get(&vm) {
+            None => 0,
+            Some(Step::Moving(attempt)) => attempt.number,
+            Some(
+                Step::Moved { number, .. }
+                | Step::Failed { number, .. }
+                | Step::Operator { number, .. },
+            ) => *number,
+        }
+    }
+
+    fn write(&mut self, vm: usize, step: Step) -> Result<(), EvacuateError> {
+        self.store.put(&format!("{VM}{}", self.plan.vms[vm].name), &bytes(&step))?;
+        self.steps.insert(vm, step);
+        Ok(())
+    }
+
+    /// The move of `attempt` is over, as `look` says.
+    fn end(
+        &mut self,
+        attempt: &Attempt,
+        look: Look,
+        events: &mut Vec<Event>,
+    ) -> Result<(), EvacuateError> {
+        let Attempt { vm, to, number } = *attempt;
+        match look {
+            Look::Moving => {}
+            Look::Moved => {
+                self.write(vm, Step::Moved { to, number })?;
+                self.evacuation.ended(vm, Ending::Moved);
+                events.push(Event::Moved { vm, to });
+            }
+            Look::InDoubt(why) => {
+                self.write(vm, Step::Operator { to, number, why: why.clone() })?;
+                self.evacuation.ended(vm, Ending::InDoubt);
+                events.push(Event::Operator { vm, why });
+            }
+            Look::NeverBegan => {
+                let why = "it never began".to_owned();
+                self.write(vm, Step::Failed { to, number, why })?;
+                self.evacuation.ended(vm, Ending::Failed);
+            }
+            Look::Failed(why) => {
+                self.write(vm, Step::Failed { to, number, why: why.clone() })?;
+                self.evacuation.ended(vm, Ending::Failed);
+                let again = matches!(self.evacuation.places()[vm], Place::Waiting { .. });
+                events.push(Event::Failed { vm, why, again: again && !self.cancelling });
+            }
+        }
+        Ok(())
+    }
+
+    /// What became of each so far.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        let host = |to: usize| Some(self.plan.destinations[to].name.clone());
+        let of = |(at, vm): (usize, &crate::PlannedVm)| {
+            let (state, to, why) = match self.evacuation.places()[at] {
+                Place::Waiting { to } => ("waiting", host(to), None),
+                Place::Moving { to } => ("moving", host(to), None),
+                Place::Moved { to } => ("moved", host(to), None),
+                Place::Stays(Stays::Unplaced(why)) => ("stayed", None, Some(why.to_string())),
+                Place::Stays(Stays::Failed) => ("stayed", None, None),
+                Place::Stays(Stays::Operator) => ("in-doubt", None, None),
+            };
+            let told = match self.steps.get(&at) {
+                Some(Step::Failed { why, .. } | Step::Operator { why, .. }) => Some(why.clone()),
+                _ => None,
+            };
+            ReportedVm {
+                name: vm.name.clone(),
+                vm: vm.vm.clone(),
+                state,
+                to,
+                attempts: self.attempts(at),
+                why: told.or(why),
+            }
+        };
+        let vms: Vec<ReportedVm> = self.plan.vms.iter().enumerate().map(of).collect();
+        let count = |states: &[&str]| vms.iter().filter(|vm| states.contains(&vm.state)).count();
+        Report {
+            moved: count(&["moved"]),
+            stayed: count(&["stayed", "waiting"]),
+            in_doubt: count(&["in-doubt", "moving"]),
+            vms,
+        }
+    }
+}
+
+/// JSON of our own types cannot fail.
+fn bytes(value: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(value).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,256 @@
+//! A coordinator that is killed at each of its steps, one after the other, and followed by another.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use godwit_units::Rate;
+
+use super::*;
+use crate::plan::{PlannedDestination, PlannedVm, Receiver};
+use crate::store::MemoryStore;
+
+/// Where guests really are, and what moves them: it goes on without a coordinator.
+#[derive(Default)]
+struct World {
+    /// Moves: until when they last, how they end, and at what rate they are.
+    moves: BTreeMap<(usize, u32), (u32, Look, f64)>,
+    /// Guests that have arrived, how often each.
+    arrived: BTreeMap<usize, u32>,
+    time: u32,
+    most_rate: f64,
+}
+
+/// What kills the coordinator.
+struct Killed;
+
+/// Steps of the coordinator that are left until it is killed.
+#[derive(Clone)]
+struct Life(Rc<Cell<u32>>);
+
+impl Life {
+    /// A kill may come before each step and behind it.
+    fn step(&self) {
+        if self.0.get() == 0 {
+            std::panic::resume_unwind(Box::new(Killed));
+        }
+        self.0.set(self.0.get() - 1);
+    }
+}
+
+impl World {
+    fn pass_time(&mut self) {
+        self.time += 1;
+        for ((vm, _), (until, look, rate)) in &mut self.moves {
+            if *until == self.time {
+                *rate = 0.0;
+                if *look == Look::Moved {
+                    *self.arrived.entry(*vm).or_default() += 1;
+                }
+            }
+        }
+    }
+
+    fn check_rates(&mut self) {
+        let sum = self.moves.values().map(|(_, _, rate)| rate).sum();
+        self.most_rate = self.most_rate.max(sum);
+    }
+}
+
+/// A coordinator's hands on it.
+struct Own(Rc<RefCell<World>>, Life);
+
+impl Hands for Own {
+    fn begin(&mut self, _: &Plan, attempt: &Attempt, rate: Rate) -> Result<(), String> {
+        self.1.step();
+        let mut world = self.0.borrow_mut();
+        let (vm, time) = (attempt.vm, world.time);
+        let under_way =
+            world.moves.iter().any(|((other, _), (until, ..))| *other == vm && *until > time);
+        assert!(!under_way, "two moves of {vm} at once");
+        assert_eq!(world.arrived.get(&vm), None, "{vm} moves once more");
+        let look = match (vm, attempt.number) {
+            (2, 1) => Look::Failed("the link broke".to_owned()),
+            (3, _) => Look::InDoubt("who knows".to_owned()),
+            _ => Look::Moved,
+        };
+        let new = (time + 2 + vm as u32 % 3, look, rate.bytes_per_second());
+        assert!(world.moves.insert((vm, attempt.number), new).is_none(), "one name twice");
+        world.check_rates();
+        self.1.step();
+        Ok(())
+    }
+
+    fn look(&mut self, _: &Plan, attempt: &Attempt) -> Look {
+        self.1.step();
+        let world = self.0.borrow();
+        match world.moves.get(&(attempt.vm, attempt.number)) {
+            None => Look::NeverBegan,
+            Some((until, ..)) if *until > world.time => Look::Moving,
+            Some((_, look, _)) => look.clone(),
+        }
+    }
+
+    fn pace(&mut self, _: &Plan, attempt: &Attempt, rate: Rate) -> bool {
+        self.1.step();
+        let mut world = self.0.borrow_mut();
+        let time = world.time;
+        if let Some((until, _, held)) = world.moves.get_mut(&(attempt.vm, attempt.number))
+            && *until > time
+        {
+            *held = rate.bytes_per_second();
+        }
+        world.check_rates();
+        true
+    }
+
+    fn cancel(&mut self, _: &Plan, _: &Attempt) {}
+}
+
+/// A store whose coordinator is killed before it has written, and behind that.
+struct Mortal(MemoryStore, Life);
+
+impl Store for Mortal {
+    fn read(&self, key: &str) -> Result<Option<Vec<u8>>, EvacuateError> {
+        self.0.read(key)
+    }
+
+    fn put(&mut self, key: &str, value: &[u8]) -> Result<(), EvacuateError> {
+        self.1.step();
+        self.0.put(key, value)?;
+        self.1.step();
+        Ok(())
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>, EvacuateError> {
+        self.0.list(prefix)
+    }
+}
+
+fn plan() -> Plan {
+    let receiver = || Receiver::Listens("127.0.0.1:1".to_owned());
+    let vm = |at: usize| PlannedVm {
+        name: format!("vm{at}"),
+        vm: format!("qemu:/{at}"),
+        memory_bytes: 1 << 30,
+        data_bytes: 1 << 29,
+        dirty_bytes_per_second: 0.0,
+        cpu: None,
+        group: (at < 2).then(|| "pair".to_owned()),
+        receivers: ["east", "west"].map(|host| (host.to_owned(), receiver())).into(),
+    };
+    let host = |name: &str| PlannedDestination {
+        name: name.to_owned(),
+        room_bytes: 8 << 30,
+        cpus: Vec::new(),
+        at_once: 2,
+        groups: Vec::new(),
+    };
+    Plan {
+        bytes_per_second: 1e8,
+        at_once: 3,
+        options: Vec::new(),
+        vms: (0..6).map(vm).collect(),
+        destinations: vec![host("east"), host("west")],
+        forecast_seconds: 0.0,
+        began_ms: 0,
+    }
+}
+
+/// Runs a coordinator until it is killed after `life` steps, or done.
+fn coordinate(store: &MemoryStore, world: &Rc<RefCell<World>>, life: u32) -> Option<Report> {
+    let life = Life(Rc::new(Cell::new(life)));
+    let run = std::panic::AssertUnwindSafe(|| {
+        let mut hands = Own(Rc::clone(world), life.clone());
+        let store = Mortal(store.clone(), life.clone());
+        let (mut runner, _) = Runner::resume(store, "memory", &mut hands).unwrap();
+        while !runner.is_over() {
+            runner.turn().unwrap();
+            world.borrow_mut().pass_time();
+        }
+        runner.report()
+    });
+    match std::panic::catch_unwind(run) {
+        Ok(report) => Some(report),
+        Err(cause) if cause.is::<Killed>() => None,
+        Err(cause) => std::panic::resume_unwind(cause),
+    }
+}
+
+/// A coordinator that lives for `life` steps each time, the next one `later` ticks behind it.
+fn evacuate(life: impl Fn(u32) -> u32, later: u32) -> (World, Report, u32) {
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&plan())).unwrap();
+    for coordinator in 0.. {
+        if let Some(report) = coordinate(&store, &world, life(coordinator)) {
+            return (world.take(), report, coordinator);
+        }
+        (0..later).for_each(|_| world.borrow_mut().pass_time());
+    }
+    unreachable!("there is always another coordinator")
+}
+
+fn check(world: &World, report: &Report) {
+    let states: Vec<&str> = report.vms.iter().map(|vm| vm.state).collect();
+    assert_eq!(states, ["moved", "moved", "moved", "in-doubt", "moved", "moved"]);
+    let arrived: Vec<(usize, u32)> = world.arrived.clone().into_iter().collect();
+    assert_eq!(arrived, [(0, 1), (1, 1), (2, 1), (4, 1), (5, 1)]);
+    assert_ne!(report.vms[0].to, report.vms[1].to, "they are a group");
+}
+
+#[test]
+fn a_coordinator_that_lives_moves_each_once_within_the_budget() {
+    let (world, report, killed) = evacuate(|_| u32::MAX, 0);
+    check(&world, &report);
+    assert_eq!((killed, report.moved, report.in_doubt), (0, 5, 1));
+    assert!(world.most_rate <= 1e8 && world.most_rate > 0.99e8, "{}", world.most_rate);
+}
+
+#[test]
+fn a_coordinator_that_is_killed_at_any_step_leaves_nothing_twice_and_nothing_out() {
+    for later in [0, 1, 5] {
+        for life in 0..200 {
+            let (world, report, _) = evacuate(|n| if n == 0 { life } else { u32::MAX }, later);
+            check(&world, &report);
+        }
+    }
+}
+
+#[test]
+fn coordinators_that_are_killed_again_and_again_come_to_the_end() {
+    for life in 7..60 {
+        let (world, report, _) = evacuate(|n| life + n % 3, 1);
+        check(&world, &report);
+    }
+}
+
+#[test]
+fn a_plan_is_begun_once() {
+    let store = MemoryStore::default();
+    let world = Rc::new(RefCell::new(World::default()));
+    let mut hands = Own(world, Life(Rc::new(Cell::new(u32::MAX))));
+    let none = Runner::resume(store.clone(), "here", &mut hands).err().unwrap();
+    assert!(none.to_string().contains("there is no plan in here"), "{none}");
+    drop(Runner::begin(store.clone(), &plan(), "here", &mut hands).unwrap());
+    let again = Runner::begin(store, &plan(), "here", &mut hands).err().unwrap();
+    assert!(again.to_string().contains("--resume"), "{again}");
+}
+
+#[test]
+fn what_is_cancelled_stays_and_can_be_taken_up_again() {
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    store.put(PLAN, &bytes(&plan())).unwrap();
+    let mut hands = Own(Rc::clone(&world), Life(Rc::new(Cell::new(u32::MAX))));
+    let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
+    runner.turn().unwrap();
+    runner.cancel();
+    while !runner.is_over() {
+        runner.turn().unwrap();
+        world.borrow_mut().pass_time();
+    }
+    let report = runner.report();
+    assert_eq!(world.borrow().moves.len(), 3, "none begins after that");
+    assert!(report.stayed >= 3, "{report:?}");
+    let report = coordinate(&store, &world, u32::MAX).unwrap();
+    check(&world.borrow(), &report);
+}

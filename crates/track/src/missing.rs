@@ -1,0 +1,656 @@
+//! Pages of another process's memory that are still to come while it runs: who accesses one waits
+//! until it is placed (userfaultfd in missing mode, Documentation/admin-guide/mm/userfaultfd.rst).
+//!
+//! ```text
+//!  thread of the process          kernel                          godwit
+//!    access to a missing page ──▶  message, thread sleeps ──────▶ asks whoever has the page
+//!    goes on ◀───────────────────  entry made, thread woken ◀──── UFFDIO_COPY, UFFDIO_ZEROPAGE
+//! ```
+//!
+//! Invariants:
+//! - *Nobody reads zeros where a page is missing, whatever becomes of godwit.* When the last
+//!   descriptor of a userfaultfd is closed the kernel ends the registration, and the next access
+//!   finds a page of zeros (fs/userfaultfd.c, `userfaultfd_release`). So the process itself keeps a
+//!   descriptor: it closes when the process ends, and not before. When godwit is killed, those who
+//!   wait go on waiting, and [`MissingPages::take_again`] serves them.
+//! - *A page is placed once, and never over what is there.* The kernel refuses to fill a page that
+//!   has an entry. An entry that should not be there is an error, [`TrackError::Intruded`].
+//! - *What was discarded meanwhile is zeros, and stays so.* The kernel tells of `MADV_DONTNEED`,
+//!   and discards nothing before that was read. What was told of is not awaited any more; an access
+//!   to it is answered with zeros.
+//!
+//! As long as pages are missing, nobody may go by another way to them: process_vm_readv(2) would
+//! wait like everyone else.
+//!
+//! What was rejected: that the guardian holds the descriptor. It can be killed as well.
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::{ControlFlow, Range};
+use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_memory::pagemap::{Looked, PageRegion, scan};
+use godwit_memory::{Place, RamBlock};
+use godwit_units::{Hva, PAGE_SIZE, PageCount, PageIndex, PageRun};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fd::OwnedFd;
+
+use crate::TrackError;
+use crate::attach::{Approach, Attachment, attach_filling, close_in, take_again};
+use crate::mappings::{AddressSpace, BlockMapping, open_pagemap};
+use crate::uapi::{self, Message};
+
+/// Discarded by one system call of the process, which takes its time.
+const DISCARDED_AT_ONCE: u64 = 256 << 20;
+/// Placed without a look at what was discarded meanwhile.
+const PLACED_AT_ONCE: u64 = 64;
+/// How often messages are read when nothing is awaited any more.
+const READ_EVERY: Duration = Duration::from_millis(1);
+/// How long the kernel may refuse to place pages because mappings change.
+const CHANGING: Duration = Duration::from_secs(5);
+
+/// Pages of a process that are still to come.
+///
+/// ```no_run
+/// use std::time::Duration;
+/// use godwit_bitmap::DirtyBitmap;
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{Approach, MissingPages, TrackError};
+///
+/// /// Has process `pid`, which must stand still, wait for all of `block`; and serves it.
+/// fn serve(pid: i32, block: RamBlock, page: &[u8; 4096]) -> Result<(), TrackError> {
+///     let mut all = DirtyBitmap::new(block.pages());
+///     all.set_all();
+///     let missing = MissingPages::start(Approach::default(), pid, &[block], vec![all])?;
+///     // The process may run from here on.
+///     while missing.left().0 > 0 {
+///         let mut asked = Vec::new();
+///         let time = Duration::from_millis(10);
+///         missing.await_faults(time, &mut |block, at| asked.push((block, at)))?;
+///         for (block, at) in asked {
+///             missing.place(block, at, page)?;
+///         }
+///     }
+///     missing.finish()
+/// }
+/// ```
+#[derive(Debug)]
+pub struct MissingPages {
+    pid: i32,
+    approach: Approach,
+    attachment: Attachment,
+    /// The number of the descriptor that the process keeps.
+    number: RawFd,
+    blocks: Vec<Vec<BlockMapping>>,
+    /// What is registered.
+    ranges: Vec<Range<u64>>,
+    /// Wakes who waits for faults when another thread has taken messages.
+    bell: OwnedFd,
+    state: Mutex<State>,
+}
+
+/// What is known of the pages.
+#[derive(Debug)]
+struct State {
+    /// Still to come, by block.
+    awaited: Vec<DirtyBitmap>,
+    /// Of these, the ones somebody waits for that were reported.
+    asked: Vec<DirtyBitmap>,
+    /// To be reported.
+    faults: VecDeque<(usize, PageIndex)>,
+    measures: MissingMeasures,
+}
+
+/// What was done for missing pages so far.
+///
+/// ```
+/// use godwit_track::MissingMeasures;
+///
+/// assert_eq!(MissingMeasures::default().faults, 0);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MissingMeasures {
+    /// Pages that somebody waited for.
+    pub faults: u64,
+    /// Pages that were placed.
+    pub placed: u64,
+    /// Pages that the process discarded before they had come.
+    pub discarded: u64,
+    /// Accesses to discarded pages, answered with zeros.
+    pub zeros: u64,
+}
+
+impl MissingPages {
+    /// The most runs of missing pages. Each is a system call of the process while it stands still,
+    /// and takes up to two of its mappings, of which it may have 65,530.
+    pub const MOST_RUNS: usize = 4096;
+
+    /// Throws away what process `pid` has of the pages in `missing`, one bitmap a block, and lets
+    /// whoever accesses one wait. The process must not use them before this has returned; its main
+    /// thread is stopped for it.
+    ///
+    /// # Errors
+    /// When there are more than [`Self::MOST_RUNS`] runs, the memory is of another kind than
+    /// private memory in pages of 4 KiB, the process may not be traced or may not handle faults of
+    /// the kernel, another userfaultfd is there, or somebody used the pages meanwhile. What was
+    /// thrown away is lost then.
+    pub fn start(
+        approach: Approach,
+        pid: i32,
+        blocks: &[RamBlock],
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let mappings = mappings_of(pid, blocks, &missing)?;
+        let ranges = ranges_of(&mappings, &missing);
+        let runs = ranges.iter().flatten().count();
+        if runs > Self::MOST_RUNS {
+            return Err(TrackError::TooManyRuns { runs, most: Self::MOST_RUNS });
+        }
+        let all: Vec<Range<u64>> = ranges.iter().flatten().cloned().collect();
+        let discarded: Vec<Range<u64>> = all.iter().flat_map(in_pieces).collect();
+        // Where another userfaultfd is, to discard may take that one's leave; and it is refused
+        // before anything is lost.
+        let is_free = |uffd: BorrowedFd<'_>| {
+            for (block, ranges) in blocks.iter().zip(&ranges) {
+                register(uffd, pid, block, ranges)?;
+                unregister(uffd, ranges);
+            }
+            Ok(())
+        };
+        let (attachment, number) = attach_filling(pid, approach, &discarded, &is_free)?;
+        let missing = Self::new(pid, approach, attachment, number, mappings, all, missing)?;
+        let armed = missing.arm(blocks, &ranges);
+        if let Err(error) = armed {
+            // Nobody runs on it: what was registered is taken back, and nothing stays.
+            let _ = missing.end();
+            return Err(error);
+        }
+        Ok(missing)
+    }
+
+    /// Goes on for a godwit that was killed: `number` is what its [`Self::number`] was, and
+    /// `missing` what it was to await. What it has placed is found by the page tables. Who waits
+    /// asks anew.
+    ///
+    /// # Errors
+    /// When the process has no such userfaultfd, or may not be traced.
+    pub fn take_again(
+        approach: Approach,
+        pid: i32,
+        number: RawFd,
+        blocks: &[RamBlock],
+        mut missing: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let mappings = mappings_of(pid, blocks, &missing)?;
+        let ranges = ranges_of(&mappings, &missing).into_iter().flatten().collect();
+        let attachment = take_again(pid, number)?;
+        for (block, awaited) in missing.iter_mut().enumerate() {
+            let mut there = Vec::new();
+            mapped(pid, block, &mappings[block], &mut |run| there.push(run))?;
+            for run in there {
+                awaited.clear(run);
+            }
+        }
+        let taken = Self::new(pid, approach, attachment, number, mappings, ranges, missing)?;
+        // Messages that the one before has read are told to nobody again, unless who waits is
+        // woken and comes back.
+        for range in &taken.ranges {
+            let (start, length) = (range.start, range.end - range.start);
+            uapi::uffd_wake(taken.uffd(), start, length).map_err(|error| taken.failed(error))?;
+        }
+        Ok(taken)
+    }
+
+    fn new(
+        pid: i32,
+        approach: Approach,
+        attachment: Attachment,
+        number: RawFd,
+        blocks: Vec<Vec<BlockMapping>>,
+        ranges: Vec<Range<u64>>,
+        awaited: Vec<DirtyBitmap>,
+    ) -> Result<Self, TrackError> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|errno| {
+            TrackError::Attach { pid, step: "eventfd(2)", source: errno.into() }
+        })?;
+        let asked = awaited.iter().map(|pages| DirtyBitmap::new(pages.len())).collect();
+        let (faults, measures) = (VecDeque::new(), MissingMeasures::default());
+        let state = Mutex::new(State { awaited, asked, faults, measures });
+        Ok(Self { pid, approach, attachment, number, blocks, ranges, bell, state })
+    }
+
+    /// Lets accesses wait, and makes sure that none came before.
+    fn arm(&self, blocks: &[RamBlock], ranges: &[Vec<Range<u64>>]) -> Result<(), TrackError> {
+        for (block, ranges) in blocks.iter().zip(ranges) {
+            register(self.uffd(), self.pid, block, ranges)?;
+        }
+        let state = self.state();
+        for (block, awaited) in state.awaited.iter().enumerate() {
+            let mut intruder = None;
+            mapped(self.pid, block, &self.blocks[block], &mut |run| {
+                let found = awaited.try_for_each_run_in(run, ControlFlow::Break).break_value();
+                intruder = intruder.or(found.map(|run| run.start));
+            })?;
+            if let Some(page) = intruder {
+                return Err(TrackError::Intruded { pid: self.pid, block, page: page.0 });
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of the descriptor that the process keeps, by which another godwit goes on.
+    #[must_use]
+    pub fn number(&self) -> RawFd {
+        self.number
+    }
+
+    /// How long the process's main thread was stopped.
+    #[must_use]
+    pub fn stopped(&self) -> Duration {
+        self.attachment.stopped()
+    }
+
+    /// How many pages are still to come.
+    #[must_use]
+    pub fn left(&self) -> PageCount {
+        self.state().awaited.iter().map(DirtyBitmap::count).sum()
+    }
+
+    /// The first run of pages of `block` from `from` on that are still to come.
+    #[must_use]
+    pub fn next_run(&self, block: usize, from: PageIndex) -> Option<PageRun> {
+        self.state().awaited.get(block)?.next_run(from)
+    }
+
+    /// What was done so far.
+    #[must_use]
+    pub fn measures(&self) -> MissingMeasures {
+        self.state().measures
+    }
+
+    /// Waits for up to `time`, and reports each page that somebody has begun to wait for: block and
+    /// page, once each.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn await_faults(
+        &self,
+        time: Duration,
+        found: &mut dyn FnMut(usize, PageIndex),
+    ) -> Result<(), TrackError> {
+        if !self.take_faults(found)? {
+            self.sleep(time);
+            self.take_faults(found)?;
+        }
+        Ok(())
+    }
+
+    /// Reports what is there already; whether that was anything.
+    fn take_faults(&self, found: &mut dyn FnMut(usize, PageIndex)) -> Result<bool, TrackError> {
+        let mut state = self.state();
+        self.read(&mut state)?;
+        let faults = std::mem::take(&mut state.faults);
+        // Whoever is told may want to place pages at once.
+        drop(state);
+        faults.iter().for_each(|&(block, page)| found(block, page));
+        Ok(!faults.is_empty())
+    }
+
+    /// Places `bytes`, whole pages, at page `start` of `block` on: those of them that are still to
+    /// come. Returns how many that were.
+    ///
+    /// # Errors
+    /// When the process has ended, or something is where nothing should be.
+    ///
+    /// # Panics
+    /// When `bytes` are not whole pages.
+    pub fn place(
+        &self,
+        block: usize,
+        start: PageIndex,
+        bytes: &[u8],
+    ) -> Result<PageCount, TrackError> {
+        assert!(bytes.len().is_multiple_of(PAGE_SIZE as usize), "whole pages");
+        let pages = PageRun::new(start.0, bytes.len() as u64 / PAGE_SIZE);
+        self.fill(block, pages, &|address, run| {
+            let at = ((run.start.0 - start.0) * PAGE_SIZE) as usize;
+            let bytes = &bytes[at..at + run.count.bytes().0 as usize];
+            uapi::uffd_copy(self.uffd(), address, bytes)
+        })
+    }
+
+    /// The same with zeros.
+    ///
+    /// # Errors
+    /// As [`Self::place`].
+    pub fn place_zeros(&self, block: usize, pages: PageRun) -> Result<PageCount, TrackError> {
+        self.fill(block, pages, &|address, run| {
+            uapi::uffd_zero(self.uffd(), address, run.count.bytes().0)
+        })
+    }
+
+    /// Ends it when every page has come.
+    ///
+    /// # Errors
+    /// When some have not: [`TrackError::StillMissing`]; those who wait for them go on waiting.
+    /// Another error: all have come, and the process keeps a descriptor that does nothing.
+    pub fn finish(self) -> Result<(), TrackError> {
+        let left = self.left();
+        if left > PageCount::ZERO {
+            return Err(TrackError::StillMissing { pid: self.pid, pages: left.0 });
+        }
+        self.end()
+    }
+
+    /// Ends the registration and has the process close its descriptor.
+    fn end(&self) -> Result<(), TrackError> {
+        unregister(self.uffd(), &self.ranges);
+        // Who has begun to discard something goes on waiting until that was read, and may be the
+        // thread that is to close.
+        let closed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let read = || {
+                while !closed.load(Ordering::Relaxed) {
+                    let _ = uapi::uffd_messages(self.uffd(), |_| {});
+                    std::thread::sleep(READ_EVERY);
+                }
+            };
+            let reader =
+                std::thread::Builder::new().name("missing".to_owned()).spawn_scoped(scope, read);
+            let ended = close_in(self.pid, self.number, self.approach);
+            closed.store(true, Ordering::Relaxed);
+            reader.map_err(|error| self.failed(error))?;
+            ended
+        })
+    }
+
+    /// Has `place` fill those of `pages` that are still to come.
+    fn fill(
+        &self,
+        block: usize,
+        pages: PageRun,
+        place: &dyn Fn(u64, PageRun) -> (usize, io::Result<()>),
+    ) -> Result<PageCount, TrackError> {
+        let mut filled = PageCount::ZERO;
+        let mut at = pages.start;
+        let mut patience: Option<Instant> = None;
+        while at < pages.end() {
+            // Looked at and filled under one lock: what is told of as discarded in between would
+            // be filled with what it was before.
+            let mut state = self.state();
+            let end = pages.end().0.min(at.0 + PLACED_AT_ONCE);
+            let part = PageRun::new(at.0, end - at.0);
+            let wanted = state.awaited.get(block).and_then(|awaited| {
+                awaited.try_for_each_run_in(part, ControlFlow::Break).break_value()
+            });
+            let Some((address, run)) = wanted.and_then(|run| self.address(block, run)) else {
+                at = part.end();
+                continue;
+            };
+            let (bytes, outcome) = place(address, run);
+            let placed = PageRun::new(run.start.0, bytes as u64 / PAGE_SIZE);
+            state.awaited[block].clear(placed);
+            state.asked[block].clear(placed);
+            state.measures.placed += placed.count.0;
+            filled += placed.count;
+            at = placed.end();
+            match outcome {
+                Ok(()) => {}
+                // The rest says why by itself.
+                Err(_) if placed.count > PageCount::ZERO => {}
+                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                    return Err(TrackError::Intruded { pid: self.pid, block, page: at.0 });
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let since = *patience.get_or_insert_with(Instant::now);
+                    if since.elapsed() > CHANGING {
+                        return Err(self.failed(error));
+                    }
+                    // Mappings change, or something is discarded as soon as it was read.
+                    self.read(&mut state)?;
+                    if !state.faults.is_empty() {
+                        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+                    }
+                    drop(state);
+                    std::thread::yield_now();
+                    continue;
+                }
+                Err(error) => return Err(self.failed(error)),
+            }
+            patience = None;
+        }
+        Ok(filled)
+    }
+
+    /// Takes all messages.
+    fn read(&self, state: &mut State) -> Result<(), TrackError> {
+        loop {
+            let mut zeros = Vec::new();
+            let more = uapi::uffd_messages(self.uffd(), |message| match message {
+                Message::Fault(fault) => zeros.extend(self.fault(state, fault.address)),
+                Message::Remove { start, end } => self.discarded(state, start..end),
+            });
+            let more = more.map_err(|error| self.failed(error))?;
+            for address in zeros {
+                state.measures.zeros += 1;
+                self.answer_with_zeros(address)?;
+            }
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Somebody waits at `address`. Returns the page's address where nothing is to come.
+    fn fault(&self, state: &mut State, address: u64) -> Option<u64> {
+        let address = address & !(PAGE_SIZE - 1);
+        let Some((block, page)) = self.page_at(address) else { return Some(address) };
+        if !state.awaited[block].is_set(page) {
+            return Some(address);
+        }
+        if state.asked[block].set(PageRun { start: page, count: PageCount(1) }).0 == 1 {
+            state.measures.faults += 1;
+            state.faults.push_back((block, page));
+        }
+        None
+    }
+
+    /// What is at these addresses is being thrown away.
+    fn discarded(&self, state: &mut State, range: Range<u64>) {
+        for (block, mappings) in self.blocks.iter().enumerate() {
+            for mapping in mappings {
+                let last = mapping.address.0 + mapping.pages.count.bytes().0;
+                let (from, to) = (range.start.max(mapping.address.0), range.end.min(last));
+                if from < to {
+                    let first = mapping.pages.start.0 + (from - mapping.address.0) / PAGE_SIZE;
+                    let run = PageRun::new(first, (to - from).div_ceil(PAGE_SIZE));
+                    state.measures.discarded += state.awaited[block].clear(run).0;
+                    state.asked[block].clear(run);
+                }
+            }
+        }
+    }
+
+    /// Nothing is to come for the page at `address`: it was placed since somebody began to wait, or
+    /// thrown away.
+    fn answer_with_zeros(&self, address: u64) -> Result<(), TrackError> {
+        match uapi::uffd_zero(self.uffd(), address, PAGE_SIZE).1 {
+            Ok(()) => Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Err(self.failed(error)),
+            // It is there, or the mappings change: who is woken in vain comes back.
+            Err(_) => {
+                uapi::uffd_wake(self.uffd(), address, PAGE_SIZE).map_err(|error| self.failed(error))
+            }
+        }
+    }
+
+    /// Where the beginning of `run` is mapped, and how much of it there.
+    fn address(&self, block: usize, run: PageRun) -> Option<(u64, PageRun)> {
+        self.blocks.get(block)?.iter().find_map(|mapping| {
+            let part = mapping.pages.intersect(run).filter(|part| part.start == run.start)?;
+            Some((mapping.address.0 + (part.start.0 - mapping.pages.start.0) * PAGE_SIZE, part))
+        })
+    }
+
+    fn page_at(&self, address: u64) -> Option<(usize, PageIndex)> {
+        self.blocks.iter().enumerate().find_map(|(block, mappings)| {
+            mappings.iter().find_map(|mapping| {
+                let offset = address.checked_sub(mapping.address.0)?;
+                let page = mapping.pages.start.0 + offset / PAGE_SIZE;
+                (page < mapping.pages.end().0).then_some((block, PageIndex(page)))
+            })
+        })
+    }
+
+    fn sleep(&self, time: Duration) {
+        let timeout =
+            Timespec { tv_sec: time.as_secs().cast_signed(), tv_nsec: time.subsec_nanos().into() };
+        let uffd = self.uffd();
+        let mut wanted =
+            [PollFd::new(&uffd, PollFlags::IN), PollFd::new(&self.bell, PollFlags::IN)];
+        let _ = poll(&mut wanted, Some(&timeout));
+        if wanted[1].revents().contains(PollFlags::IN) {
+            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        }
+    }
+
+    fn uffd(&self) -> BorrowedFd<'_> {
+        self.attachment.userfaultfd()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failed(&self, source: io::Error) -> TrackError {
+        TrackError::Missing { pid: self.pid, source }
+    }
+}
+
+/// Lets accesses to `ranges` of `block` wait.
+fn register(
+    uffd: BorrowedFd<'_>,
+    pid: i32,
+    block: &RamBlock,
+    ranges: &[Range<u64>],
+) -> Result<(), TrackError> {
+    ranges.iter().try_for_each(|range| {
+        uapi::uffd_register_missing(uffd, range.start, range.end - range.start).map_err(|source| {
+            match source.raw_os_error() {
+                Some(libc::EBUSY) => TrackError::Registered { block: block.name().to_owned() },
+                _ => TrackError::Missing { pid, source },
+            }
+        })
+    })
+}
+
+/// Ends the registration of `ranges`: who waits is woken.
+fn unregister(uffd: BorrowedFd<'_>, ranges: &[Range<u64>]) {
+    for range in ranges {
+        let _ = uapi::uffd_unregister(uffd, range.start, range.end - range.start);
+    }
+}
+
+/// Where the process maps the blocks, of which each has a bitmap of its size.
+fn mappings_of(
+    pid: i32,
+    blocks: &[RamBlock],
+    missing: &[DirtyBitmap],
+) -> Result<Vec<Vec<BlockMapping>>, TrackError> {
+    let space = AddressSpace::of(pid)?;
+    let fit = blocks.iter().map(RamBlock::pages).eq(missing.iter().map(DirtyBitmap::len));
+    if !fit {
+        return Err(TrackError::Missing { pid, source: io::ErrorKind::InvalidInput.into() });
+    }
+    let of_block = |(block, pages): (&RamBlock, &DirtyBitmap)| {
+        // Blocks of which nothing is missing may be of any kind.
+        if pages.next_run(PageIndex(0)).is_none() {
+            return Ok(Vec::new());
+        }
+        let private =
+            matches!(block.place(), Ok(Place::Process { pid: owner, .. }) if owner == pid);
+        if !private || block.has_huge_pages() {
+            return Err(TrackError::NotFillable { block: block.name().to_owned() });
+        }
+        space.mappings_of(block)
+    };
+    blocks.iter().zip(missing).map(of_block).collect()
+}
+
+/// The addresses of the missing pages, by block.
+fn ranges_of(mappings: &[Vec<BlockMapping>], missing: &[DirtyBitmap]) -> Vec<Vec<Range<u64>>> {
+    let of_block = |(mappings, missing): (&Vec<BlockMapping>, &DirtyBitmap)| {
+        let mut ranges = Vec::new();
+        for mapping in mappings {
+            missing.for_each_run_in(mapping.pages, |run| {
+                let at = mapping.address.0 + (run.start.0 - mapping.pages.start.0) * PAGE_SIZE;
+                ranges.push(at..at + run.count.bytes().0);
+            });
+        }
+        ranges
+    };
+    mappings.iter().zip(missing).map(of_block).collect()
+}
+
+fn in_pieces(range: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let end = range.end;
+    let starts = (range.start..end).step_by(DISCARDED_AT_ONCE as usize);
+    starts.map(move |start| start..(start + DISCARDED_AT_ONCE).min(end))
+}
+
+/// Reports the pages of a block that have an entry in the page tables.
+fn mapped(
+    pid: i32,
+    block: usize,
+    mappings: &[BlockMapping],
+    found: &mut dyn FnMut(PageRun),
+) -> Result<(), TrackError> {
+    let pagemap = open_pagemap(pid)?;
+    let mut regions = [PageRegion::default(); 128];
+    for mapping in mappings {
+        let Hva(start) = mapping.address;
+        let end = start + mapping.pages.count.bytes().0;
+        let mut at = start;
+        while at < end {
+            let scanned = scan(pagemap.as_fd(), Looked::Mapped, at..end, 0, 0, &mut regions);
+            let (count, walked) = scanned.map_err(|source| TrackError::Scan { block, source })?;
+            for region in &regions[..count] {
+                let first = mapping.pages.start.0 + (region.start - start) / PAGE_SIZE;
+                found(PageRun::new(first, (region.end - region.start) / PAGE_SIZE));
+            }
+            if walked <= at {
+                let source = io::Error::other("PAGEMAP_SCAN made no progress");
+                return Err(TrackError::Scan { block, source });
+            }
+            at = walked;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_range_is_discarded_in_pieces() {
+        let pieces: Vec<_> = in_pieces(&(4096..4096 + DISCARDED_AT_ONCE + 8192)).collect();
+        let second = 4096 + DISCARDED_AT_ONCE;
+        assert_eq!(pieces, [4096..second, second..second + 8192]);
+    }
+
+    #[test]
+    fn ranges_are_where_the_pages_are_mapped() {
+        let mapping =
+            |start, count, at| BlockMapping { pages: PageRun::new(start, count), address: Hva(at) };
+        let mappings = [vec![mapping(0, 4, 0x10_0000), mapping(4, 4, 0x90_0000)]];
+        let mut missing = DirtyBitmap::new(PageCount(8));
+        missing.set(PageRun::new(2, 4));
+        let expected = [vec![0x10_2000..0x10_4000, 0x90_0000..0x90_2000]];
+        assert_eq!(ranges_of(&mappings, &[missing]), expected);
+    }
+}

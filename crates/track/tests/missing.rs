@@ -1,0 +1,469 @@
+//! Pages that come while a process runs that knows nothing of it: this test program, started once
+//! more.
+//!
+//! The process has private memory; its threads read and write it, by themselves and by the kernel.
+//! Needs Linux 6.7, the right to trace, and the right to handle faults of the kernel; skips aloud
+//! without.
+#![allow(unsafe_code, clippy::unwrap_used)]
+
+mod role;
+
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_memory::{ProcessBacking, RamBlock};
+use godwit_track::{Approach, MissingPages, TrackError};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+
+use role::Role;
+
+const PAGES: u64 = 8448;
+const WORDS: usize = PAGE_SIZE as usize / 8;
+const PROCESS: &str = "GODWIT_TEST_MISSING";
+const SERVER: &str = "GODWIT_TEST_MISSING_SERVER";
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// What a page holds first, and what is to come.
+const OLD: u64 = 1 << 32;
+const NEW: u64 = 2 << 32;
+
+/// The memory of the process.
+#[derive(Clone, Copy)]
+struct Memory(*mut u64);
+
+// SAFETY: it is only accessed by volatile loads and stores of single words.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn map() -> Self {
+        let (access, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let length = (PAGES * PAGE_SIZE) as usize;
+        // SAFETY: a new private mapping at an address of the kernel's choice.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), length, access, flags, -1, 0) };
+        assert_ne!(memory, libc::MAP_FAILED);
+        Self(memory.cast())
+    }
+
+    fn word(self, page: u64, word: usize) -> *mut u64 {
+        // SAFETY: within the mapping, which lives as long as the process.
+        unsafe { self.0.add(page as usize * WORDS + word) }
+    }
+
+    fn load(self, page: u64, word: usize) -> u64 {
+        // SAFETY: as above.
+        unsafe { self.word(page, word).read_volatile() }
+    }
+
+    fn store(self, page: u64, value: u64) {
+        // SAFETY: as above.
+        (0..WORDS).for_each(|word| unsafe { self.word(page, word).write_volatile(value) });
+    }
+
+    /// What the kernel reads there when it copies the page into a pipe.
+    fn load_by_kernel(self, page: u64) -> u64 {
+        use std::os::fd::AsRawFd;
+        let (mut reader, writer) = std::io::pipe().unwrap();
+        // SAFETY: write(2) reads one page of the mapping.
+        let written = unsafe {
+            libc::write(writer.as_raw_fd(), self.word(page, 0).cast(), PAGE_SIZE as usize)
+        };
+        assert_eq!(usize::try_from(written), Ok(PAGE_SIZE as usize));
+        let mut bytes = vec![0; PAGE_SIZE as usize];
+        reader.read_exact(&mut bytes).unwrap();
+        u64::from_ne_bytes(bytes[8..16].try_into().unwrap())
+    }
+}
+
+/// Not a test by itself: the process whose pages are to come.
+#[test]
+fn process_with_memory() {
+    if std::env::var_os(PROCESS).is_none() {
+        return;
+    }
+    let memory = Memory::map();
+    let read: Arc<Mutex<HashMap<u64, u64>>> = Arc::default();
+    println!("\nready");
+    for line in std::io::stdin().lines() {
+        let line = line.unwrap();
+        let words: Vec<&str> = line.split(' ').collect();
+        let page = || words[1].parse::<u64>().unwrap();
+        match words[0] {
+            "address" => println!("{}", memory.0 as u64),
+            "fill" => {
+                (0..PAGES).for_each(|page| memory.store(page, OLD + page));
+                println!("done");
+            }
+            // Reads on a thread of its own, which may wait.
+            "read" | "kernel" => {
+                let (page, read) = (page(), Arc::clone(&read));
+                let by_kernel = words[0] == "kernel";
+                std::thread::spawn(move || {
+                    let value =
+                        if by_kernel { memory.load_by_kernel(page) } else { memory.load(page, 1) };
+                    read.lock().unwrap().insert(page, value);
+                });
+                println!("done");
+            }
+            "result" => println!(
+                "{}",
+                read.lock().unwrap().get(&page()).map_or("waits".to_owned(), u64::to_string)
+            ),
+            // All pages, in the order of a stride, by a thread; every third is written.
+            "sweep" => {
+                let (stride, read) = (page(), Arc::clone(&read));
+                std::thread::spawn(move || {
+                    let wrong = (0..PAGES)
+                        .map(|number| number * stride % PAGES)
+                        .filter(|&page| {
+                            let word = memory.load(page, WORDS - 1);
+                            if page.is_multiple_of(3) {
+                                // SAFETY: within the mapping.
+                                unsafe { memory.word(page, 0).write_volatile(page) };
+                            }
+                            word != NEW + page && word != OLD + page
+                        })
+                        .count();
+                    read.lock().unwrap().insert(PAGES + stride, wrong as u64);
+                });
+                println!("done");
+            }
+            "hammer" => {
+                let page = page();
+                std::thread::spawn(move || {
+                    loop {
+                        memory.store(page, 7);
+                    }
+                });
+                println!("done");
+            }
+            "store" => {
+                memory.store(page(), 77);
+                println!("done");
+            }
+            "discard" => {
+                let length = words[2].parse::<usize>().unwrap() * PAGE_SIZE as usize;
+                // SAFETY: pages of the mapping, which nobody holds a reference to.
+                let result = unsafe {
+                    libc::madvise(memory.word(page(), 0).cast(), length, libc::MADV_DONTNEED)
+                };
+                println!("{result}");
+            }
+            other => panic!("unknown command {other}"),
+        }
+    }
+}
+
+/// Not a test by itself: a godwit that hears of a fault and is killed before it answers.
+#[test]
+fn server_process() {
+    let Ok(words) = std::env::var(SERVER) else { return };
+    let words: Vec<&str> = words.split(' ').collect();
+    let (pid, address) = (words[0].parse().unwrap(), words[1].parse().unwrap());
+    let pages = bitmap(&[PageRun::new(100, 50)]);
+    let missing =
+        MissingPages::start(Approach::default(), pid, &[block(pid, address)], vec![pages]).unwrap();
+    // One has come before.
+    assert_eq!(missing.place(0, PageIndex(101), &new_pages(101, 1)).unwrap().0, 1);
+    println!("\n{}", missing.number());
+    let mut heard = 0;
+    while heard == 0 {
+        missing.await_faults(Duration::from_millis(100), &mut |_, _| heard += 1).unwrap();
+    }
+    println!("heard");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+fn block(pid: i32, address: u64) -> RamBlock {
+    let backing = ProcessBacking::open(pid, address, PAGES * PAGE_SIZE).unwrap();
+    RamBlock::new("ram", Box::new(backing), PageCount(PAGES))
+}
+
+fn bitmap(runs: &[PageRun]) -> DirtyBitmap {
+    let mut pages = DirtyBitmap::new(PageCount(PAGES));
+    for &run in runs {
+        pages.set(run);
+    }
+    pages
+}
+
+fn new_pages(first: u64, count: u64) -> Vec<u8> {
+    let words = (first..first + count).flat_map(|page| vec![NEW + page; WORDS]);
+    words.flat_map(u64::to_ne_bytes).collect()
+}
+
+/// The process, and where its memory is.
+struct Process {
+    role: Role,
+    address: u64,
+}
+
+impl Process {
+    fn start() -> Self {
+        let mut role = Role::start("process_with_memory", PROCESS, "yes");
+        role.hear_until("ready");
+        let address = role.ask("address").parse().unwrap();
+        role.tell("fill");
+        Self { role, address }
+    }
+
+    fn block(&self) -> RamBlock {
+        block(self.role.pid(), self.address)
+    }
+
+    fn await_pages(&self, runs: &[PageRun]) -> Option<MissingPages> {
+        let started = self.try_to_await(runs);
+        match started {
+            Ok(missing) => Some(missing),
+            Err(
+                error @ (TrackError::Kernel { .. }
+                | TrackError::NotPermitted { .. }
+                | TrackError::NoKernelFaults { .. }),
+            ) => {
+                // Past the test harness, which keeps what a passing test prints to itself.
+                let line = format!("\nSKIPPED a test of missing pages: {error}\n");
+                std::io::stderr().write_all(line.as_bytes()).unwrap();
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn try_to_await(&self, runs: &[PageRun]) -> Result<MissingPages, TrackError> {
+        let approach = Approach::default();
+        MissingPages::start(approach, self.role.pid(), &[self.block()], vec![bitmap(runs)])
+    }
+
+    /// What the thread has read that was to read this page.
+    fn result(&mut self, page: u64) -> String {
+        self.role.ask(&format!("result {page}"))
+    }
+
+    fn await_result(&mut self, page: u64) -> u64 {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let result = self.result(page);
+            if result != "waits" {
+                return result.parse().unwrap();
+            }
+            assert!(Instant::now() < until, "page {page} is waited for in vain");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    fn flags(&self) -> Vec<String> {
+        let smaps = std::fs::read_to_string(format!("/proc/{}/smaps", self.role.pid())).unwrap();
+        let flags = smaps.lines().filter(|line| line.starts_with("VmFlags:"));
+        flags.flat_map(|line| line.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect()
+    }
+
+    fn userfaultfds(&self) -> usize {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", self.role.pid())).unwrap();
+        let targets = files.map(|file| std::fs::read_link(file.unwrap().path()).unwrap());
+        targets.filter(|target| target.to_str() == Some("anon_inode:[userfaultfd]")).count()
+    }
+}
+
+/// Answers faults with the new pages; pages that somebody waits for.
+fn serve(missing: &MissingPages, time: Duration) -> u64 {
+    let mut asked = Vec::new();
+    missing.await_faults(time, &mut |_, page| asked.push(page.0)).unwrap();
+    for &page in &asked {
+        missing.place(0, PageIndex(page), &new_pages(page, 1)).unwrap();
+    }
+    asked.len() as u64
+}
+
+#[test]
+fn every_missing_page_comes_to_whoever_accesses_it() {
+    let mut process = Process::start();
+    // Runs of all lengths, far and near; a quarter of all pages.
+    let runs: Vec<PageRun> =
+        (0..128).map(|number| PageRun::new(number * 64 + number % 7, 1 + number % 31)).collect();
+    let Some(missing) = process.await_pages(&runs) else { return };
+    let total = missing.left();
+    for stride in [1, 5, 4099] {
+        process.role.tell(&format!("sweep {stride}"));
+    }
+    process.role.tell("kernel 130");
+    let mut background = PageIndex(0);
+    let until = Instant::now() + LIMIT;
+    while missing.left().0 > 0 {
+        assert!(Instant::now() < until, "{} have not come", missing.left());
+        // One page in the background for whatever was asked for meanwhile.
+        serve(&missing, Duration::from_millis(1));
+        if let Some(run) = missing.next_run(0, background) {
+            missing.place(0, run.start, &new_pages(run.start.0, 1)).unwrap();
+            background = run.end();
+        }
+    }
+    let measures = missing.measures();
+    assert_eq!((measures.placed, measures.discarded), (total.0, 0));
+    assert!(measures.faults > total.0 / 4, "{measures:?}");
+    for stride in [1, 5, 4099] {
+        assert_eq!(process.await_result(PAGES + stride), 0, "pages of another content");
+    }
+    assert_eq!(process.await_result(130), NEW + 130, "what the kernel read");
+    missing.finish().unwrap();
+    let memory = process.block();
+    let mut bytes = vec![0; PAGE_SIZE as usize];
+    for page in 0..PAGES {
+        memory.read(PageIndex(page), &mut bytes).unwrap();
+        let came = runs.iter().any(|run| run.intersect(PageRun::new(page, 1)).is_some());
+        let expected = if came { NEW } else { OLD } + page;
+        let word = u64::from_ne_bytes(bytes[16..24].try_into().unwrap());
+        assert_eq!(word, expected, "page {page}");
+    }
+    assert!(!process.flags().iter().any(|flag| flag == "um"), "still registered");
+    assert_eq!(process.userfaultfds(), 0);
+}
+
+/// The promise that all else stands on.
+#[test]
+fn nobody_reads_zeros_when_godwit_is_killed() {
+    let mut process = Process::start();
+    let Some(probe) = process.await_pages(&[PageRun::new(0, 1)]) else { return };
+    probe.place(0, PageIndex(0), &new_pages(0, 1)).unwrap();
+    probe.finish().unwrap();
+    let words = format!("{} {}", process.role.pid(), process.address);
+    let mut server = Role::start("server_process", SERVER, words);
+    let number = loop {
+        if let Ok(number) = server.hear().parse() {
+            break number;
+        }
+    };
+    process.role.tell("read 120");
+    server.hear_until("heard");
+    server.kill();
+    // Another, and the kernel, begin to wait when nobody serves.
+    process.role.tell("read 121");
+    process.role.tell("kernel 122");
+    std::thread::sleep(Duration::from_millis(300));
+    for page in [120, 121, 122] {
+        assert_eq!(process.result(page), "waits", "page {page} with nobody there");
+    }
+    // Those that are there are no business of godwit's.
+    process.role.tell("read 101");
+    process.role.tell("read 99");
+    assert_eq!((process.await_result(101), process.await_result(99)), (NEW + 101, OLD + 99));
+
+    let (pid, pages) = (process.role.pid(), bitmap(&[PageRun::new(100, 50)]));
+    let approach = Approach::default();
+    let missing =
+        MissingPages::take_again(approach, pid, number, &[process.block()], vec![pages]).unwrap();
+    assert_eq!(missing.left(), PageCount(49), "one was placed by the one before");
+    let until = Instant::now() + LIMIT;
+    let mut asked = 0;
+    while asked < 3 && Instant::now() < until {
+        asked += serve(&missing, Duration::from_millis(10));
+    }
+    for page in [120, 121, 122] {
+        assert_eq!(process.await_result(page), NEW + page);
+    }
+    let refused = missing.finish().unwrap_err().to_string();
+    assert!(refused.starts_with("46 pages of process "), "{refused}");
+}
+
+#[test]
+fn a_discarded_page_is_zeros_and_no_older_page_is_placed_over_it() {
+    let mut process = Process::start();
+    let Some(missing) = process.await_pages(&[PageRun::new(10, 20)]) else { return };
+    // The process waits until that was read, as a guest's balloon does.
+    let discarded = std::thread::scope(|scope| {
+        let reader = std::thread::Builder::new().spawn_scoped(scope, || {
+            while missing.measures().discarded == 0 {
+                missing.await_faults(Duration::from_millis(10), &mut |_, _| {}).unwrap();
+            }
+        });
+        let discarded = process.role.ask("discard 12 3");
+        reader.unwrap().join().unwrap();
+        discarded
+    });
+    assert_eq!((discarded.as_str(), missing.measures().discarded), ("0", 3));
+    // One was accessed, one written, before the older pages come; one is accessed later.
+    process.role.tell("read 12");
+    serve_until(&missing, |measures| measures.zeros == 1);
+    assert_eq!(process.await_result(12), 0);
+    std::thread::scope(|scope| {
+        let stored = || serve_until(&missing, |measures| measures.zeros == 2);
+        let reader = std::thread::Builder::new().spawn_scoped(scope, stored).unwrap();
+        process.role.tell("store 13");
+        reader.join().unwrap();
+    });
+    assert_eq!(missing.place(0, PageIndex(10), &new_pages(10, 20)).unwrap(), PageCount(17));
+    process.role.tell("read 13");
+    assert_eq!(process.await_result(13), 77, "an older page was placed over it");
+    process.role.tell("read 14");
+    serve_until(&missing, |measures| measures.zeros == 3);
+    assert_eq!(process.await_result(14), 0);
+    missing.finish().unwrap();
+}
+
+fn serve_until(missing: &MissingPages, reached: impl Fn(&godwit_track::MissingMeasures) -> bool) {
+    let until = Instant::now() + LIMIT;
+    while !reached(&missing.measures()) {
+        assert!(Instant::now() < until, "{:?}", missing.measures());
+        serve(missing, Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_page_comes_once_and_in_any_order() {
+    let process = Process::start();
+    let Some(missing) = process.await_pages(&[PageRun::new(0, 300)]) else { return };
+    assert_eq!(missing.place(0, PageIndex(100), &new_pages(100, 150)).unwrap(), PageCount(150));
+    assert_eq!(missing.place(0, PageIndex(0), &new_pages(0, 300)).unwrap(), PageCount(150));
+    assert_eq!(missing.place_zeros(0, PageRun::new(0, 300)).unwrap(), PageCount(0));
+    assert_eq!((missing.left(), missing.measures().placed), (PageCount(0), 300));
+    missing.finish().unwrap();
+}
+
+#[test]
+fn what_cannot_be_waited_for_is_refused() {
+    let process = Process::start();
+    let Some(missing) = process.await_pages(&[PageRun::new(0, 1)]) else { return };
+    let refused = |runs: &[PageRun]| process.try_to_await(runs).unwrap_err();
+    // Somebody else's userfaultfd is on a part of it. Nothing was thrown away.
+    let error = refused(&[PageRun::new(0, 2)]);
+    assert!(matches!(error, TrackError::Registered { .. }), "{error}");
+    let mut bytes = vec![0; PAGE_SIZE as usize];
+    process.block().read(PageIndex(1), &mut bytes).unwrap();
+    assert_eq!(u64::from_ne_bytes(bytes[..8].try_into().unwrap()), OLD + 1);
+    let scattered: Vec<PageRun> = (0..4097).map(|run| PageRun::new(run * 2, 1)).collect();
+    let error = refused(&scattered);
+    assert!(matches!(error, TrackError::TooManyRuns { runs: 4097, most: 4096 }), "{error}");
+    let file = RamBlock::anonymous("file", PageCount(16)).unwrap();
+    let mut all = DirtyBitmap::new(PageCount(16));
+    all.set_all();
+    let approach = Approach::default();
+    let of_file = MissingPages::start(approach, process.role.pid(), &[file], vec![all]);
+    assert!(matches!(of_file.unwrap_err(), TrackError::NotFillable { .. }));
+    assert_eq!(process.userfaultfds(), 1, "what was refused leaves nothing behind");
+    drop(missing);
+}
+
+#[test]
+fn who_uses_a_page_before_it_is_waited_for_is_found_out() {
+    let mut process = Process::start();
+    process.role.tell("hammer 5");
+    // Where processors are few it may not run in between; not so each time.
+    let error = (0..100).find_map(|_| match process.try_to_await(&[PageRun::new(0, 4096)]) {
+        Ok(missing) => {
+            missing.place(0, PageIndex(0), &new_pages(0, 4096)).unwrap();
+            missing.finish().unwrap();
+            None
+        }
+        Err(error) => Some(error),
+    });
+    let error = error.expect("it is never found out");
+    if matches!(error, TrackError::NotPermitted { .. } | TrackError::NoKernelFaults { .. }) {
+        return;
+    }
+    assert!(matches!(error, TrackError::Intruded { page: 5, .. }), "{error}");
+    assert_eq!(process.userfaultfds(), 0);
+}

@@ -1,0 +1,218 @@
+//! `godwit evacuate` with real guests: several microvms leave, each for one of two destinations,
+//! while the coordinator is killed.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::LIMIT;
+use godwit_testbed::{Godwit, MicroVm, Movable, kvm_for};
+use serde_json::{Value, json};
+
+const VMS: usize = 4;
+const HOSTS: [&str; 2] = ["east", "west"];
+const MACHINE: [&str; 6] = ["--memory", "64MiB", "--mode", "rate", "--fill", "24MiB"];
+/// What all of them may send: the moves take a second or two.
+const BUDGET: &str = "80MiB/s";
+
+/// Guests at their source, and a machine that waits for each at both destinations.
+struct World {
+    godwit: Godwit,
+    sources: Vec<MicroVm>,
+    destinations: Vec<[MicroVm; 2]>,
+    directory: PathBuf,
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+impl World {
+    fn new(round: u64) -> anyhow::Result<Self> {
+        let godwit = Godwit::built()?;
+        let name = format!("godwit-e2e-evacuate-{}-{round}", std::process::id());
+        let directory = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&directory)?;
+        let waiting = || MicroVm::start(&godwit, &[&MACHINE[..], &["--incoming"]].concat());
+        let sources = (0..VMS).map(|_| MicroVm::start(&godwit, &MACHINE));
+        let sources = sources.collect::<anyhow::Result<Vec<_>>>()?;
+        let destinations = (0..VMS).map(|_| Ok([waiting()?, waiting()?]));
+        let destinations = destinations.collect::<anyhow::Result<Vec<_>>>()?;
+        for source in &sources {
+            source.wait_ready(LIMIT)?;
+            source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+        }
+        let world = Self { godwit, sources, destinations, directory };
+        std::fs::write(world.directory.join("list.json"), world.list().to_string())?;
+        Ok(world)
+    }
+
+    fn list(&self) -> Value {
+        let godwit = self.godwit.program().display().to_string();
+        let receive = |vm: &MicroVm| {
+            json!({ "start": [
+                godwit, "receive", "--vm", vm.vm_name(), "--listen", "127.0.0.1:0", "--json",
+                "--wait", "2min", "--reconnect", "0s",
+            ] })
+        };
+        let vm = |at: usize| {
+            json!({
+                "name": format!("vm{at}"),
+                "vm": self.sources[at].vm_name(),
+                "memory": "64MiB",
+                "data": "24MiB",
+                // Two of them must not share a host.
+                "group": (at < 2).then_some("pair"),
+                "to": {
+                    "east": receive(&self.destinations[at][0]),
+                    "west": receive(&self.destinations[at][1]),
+                },
+            })
+        };
+        let host = |name: &&str| json!({ "name": name, "memory": "192MiB", "at_once": 2 });
+        json!({
+            "destination": HOSTS.iter().map(host).collect::<Vec<_>>(),
+            "vm": (0..VMS).map(vm).collect::<Vec<_>>(),
+        })
+    }
+
+    /// A coordinator: the first, or one that goes on.
+    fn coordinator(&self, resumes: bool) -> anyhow::Result<Child> {
+        let mut command = Command::new(self.godwit.program());
+        command.arg("evacuate").arg("--state-dir").arg(&self.directory).arg("--json");
+        if resumes {
+            command.arg("--resume");
+        } else {
+            command.arg(self.directory.join("list.json"));
+            command.args(["--bandwidth", BUDGET, "--at-once", "2"]);
+            command.args(["--", "--reconnect", "0s", "--compression", "none"]);
+        }
+        command.env("XDG_STATE_HOME", self.directory.join("state"));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().context("cannot start godwit evacuate")
+    }
+
+    fn is_planned(&self) -> bool {
+        self.directory.join("evacuation/plan.redb").exists()
+    }
+
+    /// Each guest runs at one destination, which the report names, and nowhere else.
+    fn check(&mut self, report: &Value) -> anyhow::Result<()> {
+        ensure!(report["moved"] == VMS, "{report}");
+        for at in 0..VMS {
+            let told = report["vms"][at]["to"].as_str().context("no destination")?;
+            let to = HOSTS.iter().position(|host| *host == told).context("an unknown host")?;
+            self.sources[at].wait(LIMIT)?;
+            let (there, other) = (&self.destinations[at][to], &self.destinations[at][1 - to]);
+            there.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+            ensure!(there.status()? == "running", "vm{at}: {}", there.status()?);
+            // A machine that an earlier coordinator had told to wait for the guest is "arriving".
+            let waits = ["incoming", "arriving"].contains(&other.status()?.as_str());
+            ensure!(waits && other.heartbeats().is_empty(), "vm{at}: {}", other.status()?);
+            let beats = self.sources[at].heartbeats_across(there);
+            ensure!(
+                beats.windows(2).all(|pair| pair[1].heartbeat.n == pair[0].heartbeat.n + 1),
+                "vm{at}: {beats:?}"
+            );
+            ensure!(there.bugs().is_empty(), "{:?}", there.bugs());
+        }
+        ensure!(report["vms"][0]["to"] != report["vms"][1]["to"], "a pair on one host: {report}");
+        Ok(())
+    }
+}
+
+/// Waits for the end of a coordinator: its last line.
+fn finish(child: Child) -> anyhow::Result<Value> {
+    let output = child.wait_with_output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let last = text
+        .lines()
+        .last()
+        .context("no last line")
+        .and_then(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
+    last.with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+/// Evacuates once, and kills the coordinator `after` its start; others after half of that, until
+/// one lives long enough.
+fn killed(round: u64, after: Duration) -> anyhow::Result<u32> {
+    let mut world = World::new(round)?;
+    let mut kills = 0;
+    let mut life = after;
+    loop {
+        let mut child = world.coordinator(world.is_planned())?;
+        let until = Instant::now() + life;
+        while Instant::now() < until && child.try_wait()?.is_none() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if child.try_wait()?.is_some() || kills == 3 {
+            let report = finish(child)?;
+            world.check(&report)?;
+            return Ok(kills);
+        }
+        child.kill()?;
+        child.wait()?;
+        kills += 1;
+        life /= 2;
+    }
+}
+
+fn rounds(test: &str, count: u64) -> anyhow::Result<()> {
+    if !kvm_for(test) {
+        return Ok(());
+    }
+    let mut kills = 0;
+    // The moments are spread over all that a coordinator lives for, two and a half seconds.
+    for round in 0..count {
+        let after = Duration::from_micros(20_000 + round * 2_480_000 / count);
+        let killed = killed(round, after).with_context(|| format!("killed after {after:?}"))?;
+        kills += u64::from(killed);
+    }
+    println!("{test}: {count} evacuations, {kills} coordinators killed");
+    ensure!(kills >= count / 2, "only {kills} coordinators were killed in {count} evacuations");
+    Ok(())
+}
+
+#[test]
+fn guests_leave_for_two_destinations_within_the_budget() -> anyhow::Result<()> {
+    if !kvm_for("guests_leave_for_two_destinations_within_the_budget") {
+        return Ok(());
+    }
+    let mut world = World::new(u64::MAX)?;
+    let report = finish(world.coordinator(false)?)?;
+    world.check(&report)?;
+    let took = report["took_seconds"].as_f64().context("no time")?;
+    // 24 MiB of each guest at least, at 80 MiB/s together.
+    ensure!(took > 1.0, "faster than the budget: {took} s");
+    Ok(())
+}
+
+#[test]
+fn a_coordinator_that_is_killed_moves_no_guest_twice_and_forgets_none() -> anyhow::Result<()> {
+    rounds("a_coordinator_that_is_killed_moves_no_guest_twice_and_forgets_none", 10)
+}
+
+#[test]
+#[ignore = "takes minutes"]
+fn a_coordinator_is_killed_at_a_hundred_moments() -> anyhow::Result<()> {
+    rounds("a_coordinator_is_killed_at_a_hundred_moments", 100)
+}
+
+#[test]
+fn a_list_that_is_wrong_begins_nothing() -> anyhow::Result<()> {
+    let godwit = Godwit::built()?;
+    let list = std::env::temp_dir().join(format!("godwit-e2e-list-{}.toml", std::process::id()));
+    std::fs::write(&list, "[[vm]]\nvm = \"qemu:/x\"\nmemroy = \"1GiB\"\n")?;
+    let output = godwit.run(&["evacuate", &list.display().to_string()])?;
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.code() == Some(1), "{}", output.status);
+    ensure!(errors.contains("line 3: unknown field `memroy`"), "{errors}");
+    std::fs::remove_file(list)?;
+    let output = godwit.run(&["evacuate", "--resume", "--state-dir", "/tmp/none"])?;
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(errors.contains("there is no plan in /tmp/none/evacuation"), "{errors}");
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! The settings of one move, from a seed.
+//!
+//! Keeps one promise: the same seed, VM and number of a move give the same settings and the same
+//! fault, whatever was moved before and whatever other VMs do.
+
+use fastrand::Rng;
+use godwit_faults::cell::Moment;
+use godwit_faults::point::{Must, Point};
+use godwit_faults::rig::Adapter;
+
+use crate::machine::Machine;
+
+const CHANNELS: &[&str] = &["auto", "1", "2", "4"];
+const COMPRESSION: &[&str] = &["auto", "none", "lz4", "zstd"];
+const VERIFY: &[&str] = &["--verify", "--verify=stopped"];
+const THROTTLE: &[&str] = &["adaptive", "off", "direct", "staged", "auto-converge"];
+const BANDWIDTH: &[&str] = &["off", "64MiB/s", "128MiB/s", "2Gbit"];
+const FINGERPRINTS: &[&str] = &["on", "off"];
+const DOWNTIME: &[&str] = &["300ms", "1s", "3s"];
+const GRANULARITY: &[&str] = &["auto", "4KiB", "64KiB", "1MiB"];
+
+/// What strikes a move.
+#[derive(Clone, Debug)]
+pub struct Strike {
+    /// Which of the list of faults.
+    pub point: usize,
+    /// When.
+    pub moment: Moment,
+    /// What is left to chance in it.
+    pub seed: u64,
+}
+
+/// How one move is made.
+#[derive(Clone, Debug)]
+pub struct Drawn {
+    /// Options of `godwit migrate`.
+    pub options: Vec<&'static str>,
+    /// The fault that strikes it. Its options are the fault's own then.
+    pub strike: Option<Strike>,
+}
+
+/// Draws the move with the number `number` of `machine`. Of a hundred moves `faults` are struck by
+/// one of `points` that this VM can survive.
+#[must_use]
+pub fn draw(seed: u64, machine: &Machine, number: u64, faults: u8, points: &[Point]) -> Drawn {
+    // Two rounds, so that neighbours have nothing in common.
+    let mut rng = Rng::with_seed(seed ^ machine.number << 48 ^ number << 16);
+    let mut rng = Rng::with_seed(rng.u64(..));
+    let mut one = |of: &[&'static str]| of[rng.usize(..of.len())];
+    let mut options = vec![one(VERIFY)];
+    for (name, of) in [
+        ("--channels", CHANNELS),
+        ("--compression", COMPRESSION),
+        ("--throttle", THROTTLE),
+        ("--max-bandwidth", BANDWIDTH),
+        ("--fingerprints", FINGERPRINTS),
+        ("--downtime-limit", DOWNTIME),
+    ] {
+        options.extend([name, one(of)]);
+    }
+    // Without fingerprints a disk with direct I/O is refused (docs/qemu.md), as libvirt has it here.
+    if machine.adapter == Adapter::Libvirt
+        && let Some(fingerprints) =
+            options.iter_mut().skip_while(|it| **it != "--fingerprints").nth(1)
+    {
+        *fingerprints = "on";
+    }
+    let granularity = one(GRANULARITY);
+    if machine.outfit.disk {
+        options.extend(["--disk-granularity", granularity]);
+    }
+    let strike = (rng.u8(..100) < faults).then(|| strike(&mut rng, machine, points)).flatten();
+    Drawn { options, strike }
+}
+
+/// A fault at a random moment that does not take the guest with it.
+fn strike(rng: &mut Rng, machine: &Machine, points: &[Point]) -> Option<Strike> {
+    let survived = |point: &Point| !matches!(point.must, Must::GoWithItsVm(_));
+    let candidates: Vec<(usize, _)> = (0..)
+        .zip(points)
+        .filter(|(_, point)| survived(point))
+        .flat_map(|(index, point)| point.phases.iter().map(move |phase| (index, *phase)))
+        .filter(|(index, phase)| points[*index].can_strike(machine.adapter, *phase))
+        .collect();
+    let (point, phase) = *candidates.get(rng.usize(..candidates.len().max(1)))?;
+    let seed = rng.u64(..1 << 32);
+    Some(Strike { point, moment: Moment::at(phase), seed })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use godwit_faults::point::points;
+
+    use super::*;
+    use crate::machine::machines;
+
+    fn options(seed: u64, vm: usize, number: u64) -> Vec<&'static str> {
+        draw(seed, &machines()[vm], number, 0, &points()).options
+    }
+
+    #[test]
+    fn a_move_is_drawn_again_from_its_seed_and_number() {
+        assert_eq!(options(7, 2, 40), options(7, 2, 40));
+        let different = [options(8, 2, 40), options(7, 0, 40), options(7, 2, 41)];
+        assert!(different.iter().all(|other| *other != options(7, 2, 40)), "{different:?}");
+    }
+
+    #[test]
+    fn every_value_is_drawn_and_memory_is_always_compared() {
+        let moves: Vec<_> = (0..200).map(|number| options(1, 0, number)).collect();
+        assert!(moves.iter().all(|options| options[0].starts_with("--verify")));
+        let drawn: BTreeSet<_> = moves.iter().flatten().copied().collect();
+        let all = [CHANNELS, COMPRESSION, VERIFY, THROTTLE, BANDWIDTH, FINGERPRINTS, DOWNTIME];
+        for value in all.iter().chain([&GRANULARITY]).copied().flatten() {
+            assert!(drawn.contains(value), "{value}");
+        }
+    }
+
+    #[test]
+    fn faults_strike_as_often_as_they_are_asked_for_and_none_takes_the_guest() {
+        let points = points();
+        for machine in machines() {
+            let strikes = |faults| {
+                let drawn = (0..500).filter_map(|n| draw(1, &machine, n, faults, &points).strike);
+                drawn.collect::<Vec<_>>()
+            };
+            assert!(strikes(0).is_empty());
+            assert!((60..140).contains(&strikes(20).len()), "{}", strikes(20).len());
+            for strike in strikes(100) {
+                let point = &points[strike.point];
+                assert!(point.can_strike(machine.adapter, strike.moment.phase));
+                assert!(!matches!(point.must, Must::GoWithItsVm(_)), "{}", point.number);
+            }
+        }
+    }
+}

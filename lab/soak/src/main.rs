@@ -1,0 +1,117 @@
+//! `make soak`: many VMs at once, of every kind, moved to and fro under load, from one seed.
+//!
+//! Keeps two promises: Ctrl-C ends all VMs and still leaves a report; and the exit code is 0 only
+//! where all targets were met, 1 where one was missed, 130 where somebody has ended it.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, ensure};
+use clap::Parser;
+use godwit_faults::point::points;
+use godwit_soak::load::{Kind, Load};
+use godwit_soak::machine::{machine_named, machines};
+use godwit_soak::report::{self, Asked};
+use godwit_soak::run::{Soak, Until};
+use godwit_testbed::end_children;
+use godwit_units::parse_duration;
+
+/// How often the table is drawn.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Moves many VMs to and fro, and looks whether their guests are unharmed.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// So many moves in all
+    #[arg(long, default_value_t = 500)]
+    moves: usize,
+    /// Instead, for so long (30min, 8h)
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_duration)]
+    time: Option<Duration>,
+    /// What chance begins with
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// These VMs only, by their names, with commas between
+    #[arg(long, value_parser = machine_named, value_delimiter = ',')]
+    only: Vec<&'static str>,
+    /// The number of the first move of each VM, on which its settings depend
+    #[arg(long, default_value_t = 0)]
+    from: u64,
+    /// Of a hundred moves, so many are struck by a fault of docs/reliability.md
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
+    faults: u8,
+    /// What keeps the host busy meanwhile
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,memory,io")]
+    load: Vec<Kind>,
+    /// No load beside the VMs
+    #[arg(long, conflicts_with = "load")]
+    no_load: bool,
+    /// Put the table into docs/reliability.md, also when these are not all VMs
+    #[arg(long)]
+    table: bool,
+}
+
+fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    ensure!(arguments.moves > 0, "--moves 0: use 1 or more");
+    let wanted = |name: &&str| arguments.only.is_empty() || arguments.only.contains(name);
+    let vms: Vec<_> = machines().into_iter().filter(|vm| wanted(&vm.name)).collect();
+    let kinds = if arguments.no_load { &[][..] } else { &arguments.load };
+    let words: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}").to_lowercase()).collect();
+    let load = if words.is_empty() { "none".to_owned() } else { words.join(", ") };
+    let (until, moves) = match arguments.time {
+        Some(time) => (Until::Time(time), 1),
+        None => (Until::Moves(arguments.moves), arguments.moves),
+    };
+    let asked = Asked { seed: arguments.seed, moves, vms, load };
+    let soak = Soak::new(asked, until, arguments.from, arguments.faults, points());
+
+    let heard = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&heard)).context("no signals")?;
+    }
+    let load = Load::start(kinds)?;
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..soak.asked.vms.len())
+            .map(|place| (scope, place))
+            .map(|(scope, place)| {
+                scope.spawn({
+                    let soak = &soak;
+                    move || soak.work(place)
+                })
+            })
+            .collect();
+        let mut drawn = false;
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            if heard.load(Ordering::Relaxed) {
+                soak.interrupted.store(true, Ordering::Relaxed);
+                // Every wait for one of them fails then.
+                end_children();
+            }
+            soak.table.draw(drawn);
+            drawn = true;
+            std::thread::sleep(PAUSE);
+        }
+        soak.table.draw(drawn);
+    });
+    drop(load);
+    let (rows, seconds) = (soak.rows(), soak.since.elapsed().as_secs_f64());
+    let met = report::finish(&rows, &soak.asked, seconds)?;
+    if heard.load(Ordering::Relaxed) {
+        println!("ended by a signal; all VMs are ended");
+        return Ok(ExitCode::from(130));
+    }
+    let whole = arguments.only.is_empty() && arguments.from == 0 && arguments.moves >= 500;
+    if arguments.table || whole {
+        report::write_page(&rows, &soak.asked, seconds)?;
+    }
+    Ok(if met { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn main() -> ExitCode {
+    run(&Arguments::parse()).unwrap_or_else(|problem| {
+        eprintln!("{problem:#}");
+        ExitCode::FAILURE
+    })
+}
