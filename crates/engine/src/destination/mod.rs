@@ -787,7 +787,9 @@ impl Destination<'_> {
         // nothing of what the one before it wanted to have proven.
         let audit = lanes.take_proof_key();
         lanes.end_proof();
-        let key = match audit.filter(|_| !self.disk_prints_wanted && !self.session.may_ask_for_prints()) {
+        let key = match audit
+            .filter(|_| !self.disk_prints_wanted && !self.session.may_ask_for_prints())
+        {
             Some(key) => key,
             None => Key::new(self.session.prints_seed(self.disk_prints_wanted)?),
         };

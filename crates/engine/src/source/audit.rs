@@ -156,9 +156,10 @@ impl Auditor<'_> {
                         let left_out = history.of(page).next().map(|sent| sent.round);
                         history.last_report(page) < left_out
                     });
-                if !same && !believed && !(is_zero(&bytes) && is_hole(ram, page)?) {
-                    differing.missed.push((number, page));
+                if same || believed || (is_zero(&bytes) && is_hole(ram, page)?) {
+                    continue;
                 }
+                differing.missed.push((number, page));
             }
         }
         Ok(())
