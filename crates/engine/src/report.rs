@@ -586,11 +586,11 @@ impl fmt::Display for Audit {
         let Self { pages, damaged, missed, first_damaged, first_missed } = self;
         match first_damaged {
             None => write!(f, "memory arrived as it was sent")?,
-            Some(first) => write!(f, "{damaged} of {pages} did not arrive as sent: {first}")?,
+            Some(first) => write!(f, "{} of {pages} did not arrive as sent: {first}", damaged.0)?,
         }
         match first_missed {
             None => write!(f, "; all of it was sent"),
-            Some(first) => write!(f, "; {missed} of {pages} were not sent: {first}"),
+            Some(first) => write!(f, "; {} of {pages} were not sent: {first}", missed.0),
         }
     }
 }

@@ -115,7 +115,7 @@ mod made {
     use godwit_units::{PAGE_SIZE, PageIndex, PageRun};
 
     use super::super::fault::Defect;
-    use crate::stamped::is_stamped;
+    use crate::stamped::is_checked;
 
     const PAGE: usize = PAGE_SIZE as usize;
     /// What is placed late is so behind this time, in which the guest runs.
@@ -154,7 +154,8 @@ mod made {
             let mut old = vec![0; PAGE];
             for (page, new) in (run.start.0..).zip(bytes.chunks_exact(PAGE)) {
                 block.read(PageIndex(page), &mut old)?;
-                if is_stamped(new) && is_stamped(&old) && new != old {
+                let at = PageIndex(page);
+                if is_checked(at, new) && is_checked(at, &old) && new != old {
                     self.kept.entry((number, page)).or_insert_with(|| old.clone().into());
                 }
             }
@@ -175,10 +176,16 @@ mod made {
             };
             for (page, new) in (run.start.0..).zip(bytes.chunks_exact(PAGE)) {
                 let place = (number, page);
-                if self.defect == Defect::LateOldPage && is_stamped(new) && self.kept.len() < KEPT {
+                if self.defect == Defect::LateOldPage
+                    && is_checked(PageIndex(page), new)
+                    && self.kept.len() < KEPT
+                {
                     self.kept.entry(place).or_insert_with(|| new.into());
                 }
-                if is_stamped(new) && self.chosen.len() < wanted && !self.chosen.contains(&place) {
+                if is_checked(PageIndex(page), new)
+                    && self.chosen.len() < wanted
+                    && !self.chosen.contains(&place)
+                {
                     self.chosen.push(place);
                     if self.chosen.len() == 2 {
                         self.swap(block)?;
@@ -251,7 +258,7 @@ mod made {
                     let mut now = vec![0; PAGE];
                     for ((number, page), old) in &self.kept {
                         blocks[*number].read(PageIndex(*page), &mut now)?;
-                        if is_stamped(&now) && now[..] != old[..] {
+                        if is_checked(PageIndex(*page), &now) && now[..] != old[..] {
                             blocks[*number].write(PageIndex(*page), old)?;
                             touched(*number, PageRun::new(*page, 1));
                             break;

@@ -44,7 +44,7 @@ impl Slips {
         let (all, one) =
             (self.made_up.is(Fault::ForgetLastRound), self.made_up.is(Fault::SkipDirtyPage));
         (all || one)
-            && crate::stamped::is_stamped(bytes)
+            && crate::stamped::is_checked(page, bytes)
             && changed()
             && (all || *self.chosen.get_or_init(|| this) == this)
     }
