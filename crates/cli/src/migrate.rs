@@ -76,7 +76,7 @@ pub(crate) struct Arguments {
     /// Hunt for a bug: while the guest is stopped, compare every page of its memory on both sides
     /// with what was sent of it, and explain the first that differs. Where one does, the guest
     /// stays
-    #[arg(long, conflicts_with = "verify")]
+    #[arg(long, conflicts_with_all = ["verify", "state_dir"])]
     audit: bool,
 
     /// With --audit: write down where each page came from, a line for each time that one was sent

@@ -281,8 +281,8 @@ pub enum EngineError {
     Audit(Box<crate::report::Audit>),
     /// An audit is wanted and cannot be made.
     #[error(
-        "no audit can be made: it needs fingerprints of what was sent (not --fingerprints off), \
-         and a destination that can tell its own"
+        "no audit can be made: it needs fingerprints of all that was sent (not --fingerprints off, \
+         nor a migration that another godwit began), and a destination that can tell its own"
     )]
     NoAudit,
     /// The trace of an audit cannot be written.

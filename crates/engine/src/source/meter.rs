@@ -221,12 +221,12 @@ impl Meter {
         } = time;
     }
 
-    /// The digests of both sides were equal.
     /// The audit has found nothing wrong.
     pub(super) fn audited(&mut self, audit: Audit) {
         self.measures.audit = Some(audit);
     }
 
+    /// The digests of both sides were equal.
     pub(super) fn verified(&mut self) {
         self.measures.verified = true;
     }

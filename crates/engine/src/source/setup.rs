@@ -100,6 +100,10 @@ impl Setup {
         source: &mut Source<'_>,
         record: &Record,
     ) -> Result<(), EngineError> {
+        if source.options.audit {
+            // When was sent what the one before has sent is not known.
+            return Err(EngineError::NoAudit);
+        }
         self.look_at_io(source)?;
         (self.restarted, self.common) = (true, record.common());
         self.use_key(Key::new(prints_seed(record.id(), record.secret())));
