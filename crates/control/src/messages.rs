@@ -621,6 +621,8 @@ mod tests {
     #[test]
     fn options_survive_being_asked_for() {
         let options = Options {
+            audit: true,
+            trace: Some("/tmp/pages.tsv".into()),
             to: "192.0.2.7:7000".parse().unwrap(),
             security: Security::Insecure,
             verify: Verify::Live,

@@ -33,8 +33,9 @@ fn busy() -> Source {
 
 /// One that has touched its memory and writes no more.
 fn rested() -> Source {
-    let source = Source::start(Duration::from_millis(100), Vec::new());
-    std::thread::sleep(Duration::from_millis(150));
+    // Long enough to touch every page, also beside the other tests.
+    let source = Source::start(Duration::from_millis(600), Vec::new());
+    std::thread::sleep(Duration::from_millis(650));
     source
 }
 
