@@ -91,6 +91,14 @@ faults: guest qemu ## every fault at every step of a migration with every kind o
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-faults $(FAULTS)
 
+# `make defects DEFECTS='--only flip,late --times 10'` for a part.
+DEFECTS ?=
+
+.PHONY: defects
+defects: guest qemu ## deliberate defects, each a hundred times, and who finds them (an hour or two)
+	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
+	@target/debug/godwit-defects $(DEFECTS)
+
 # Seconds for each target. `make fuzz FUZZ='frames nbd'` for some of them.
 FUZZ_SECONDS ?= 60
 FUZZ ?=

@@ -35,12 +35,20 @@ pub(crate) struct Receive {
     /// Have the threads that place pages try to open a file
     #[arg(long, hide = true)]
     trespass: bool,
+
+    /// Place pages wrongly
+    #[arg(long, hide = true)]
+    defect: Option<DestinationDefect>,
 }
 
 impl Receive {
     pub(crate) fn faults(&self) -> destination::Faults {
-        let kill = self.fault.map(Into::into);
-        destination::Faults { slow_channel: self.slow_channel, kill, trespass: self.trespass }
+        destination::Faults {
+            slow_channel: self.slow_channel,
+            kill: self.fault.map(Into::into),
+            trespass: self.trespass,
+            defect: self.defect.map(Into::into),
+        }
     }
 }
 
@@ -69,6 +77,8 @@ names!(SourceFault of source::Fault:
     CutAfterCommit LoseCommit WrongDigest LoseFarewell TrustTracker HoldStopped HoldReady
     KillAfterPrepare KillAfterStop KillInLastRound KillAfterRelease KillAfterLastRound
     KillAfterDigests KillAfterState KillAfterReady KillBeforeCommit KillAfterCommit
-    KillAfterFarewell PanicAfterStop);
+    KillAfterFarewell PanicAfterStop SkipDirtyPage ForgetLastRound BelieveHints DropExtent);
+names!(DestinationDefect of destination::Defect:
+    LateOldPage SwapPages FlipBit RunAhead);
 names!(DestinationFault of destination::Fault:
     KillAfterPrepare KillAfterLoad KillAfterReady KillBeforeRun KillAfterRun);

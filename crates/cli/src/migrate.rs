@@ -73,6 +73,16 @@ pub(crate) struct Arguments {
     )]
     verify: Verify,
 
+    /// Hunt for a bug: while the guest is stopped, compare every page of its memory on both sides
+    /// with what was sent of it, and explain the first that differs. Where one does, the guest
+    /// stays
+    #[arg(long, conflicts_with_all = ["verify", "state_dir"])]
+    audit: bool,
+
+    /// With --audit: write down where each page came from, a line for each time that one was sent
+    #[arg(long, value_name = "FILE", requires = "audit")]
+    trace: Option<PathBuf>,
+
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: u8,
@@ -169,6 +179,10 @@ fn channels(text: &str) -> Result<u8, String> {
     number.ok_or_else(|| "use 1 to 16, or auto".to_owned())
 }
 
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
 /// The size of dirty blocks; `None`: as the guest writes.
 type Granularity = Option<ByteCount>;
 
@@ -236,7 +250,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             return ExitCode::from(FAILED);
         }
     }
-    options.verify = arguments.verify;
+    options.verify = if arguments.audit { Verify::Live } else { arguments.verify };
+    options.audit = arguments.audit;
+    // The VMM of a microvm, which writes it, may be in another directory.
+    options.trace = arguments.trace.as_ref().map(|path| absolute(path));
     options.channels = arguments.channels;
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
@@ -456,6 +473,9 @@ fn tell(measures: &Measures, cost: Cost, json: bool) {
     } else {
         let width = layout::width(&std::io::stdout());
         print!("migrated\n{}", output::measures_text(measures, cpu_ms, rss, width));
+        if let Some(audit) = &measures.audit {
+            println!("audit of {}: {audit}", audit.pages);
+        }
     }
 }
 

@@ -129,6 +129,12 @@ pub struct MigrateRequest {
     pub fingerprints: bool,
     /// Leave the machine stopped instead of ending it.
     pub keep_source: bool,
+    /// Compare every page with what was sent of it before the guest is handed over.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub audit: bool,
+    /// Where to write down where each page came from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trace: Option<PathBuf>,
     /// A fault to make up, by its number.
     #[cfg(feature = "test-hooks")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -197,6 +203,8 @@ impl MigrateRequest {
             channels: options.channels,
             fingerprints: options.fingerprints,
             keep_source: options.keep_source,
+            audit: options.audit,
+            trace: options.trace.clone(),
             #[cfg(feature = "test-hooks")]
             fault: options.fault.map(|fault| fault as u8),
             disks: disks.choice.to_string(),
@@ -236,6 +244,7 @@ impl MigrateRequest {
             (true, false) => Verify::Live,
             (true, true) => Verify::Stopped,
         };
+        (options.audit, options.trace) = (self.audit, self.trace.clone());
         options.channels = self.channels;
         options.fingerprints = self.fingerprints;
         options.keep_source = self.keep_source;
@@ -250,8 +259,16 @@ impl MigrateRequest {
     /// Not those that kill: they would end the machine.
     #[cfg(feature = "test-hooks")]
     fn fault(&self) -> Option<Fault> {
-        let known =
-            [Fault::CutAfterCommit, Fault::LoseCommit, Fault::WrongDigest, Fault::LoseFarewell];
+        let known = [
+            Fault::CutAfterCommit,
+            Fault::LoseCommit,
+            Fault::WrongDigest,
+            Fault::LoseFarewell,
+            Fault::SkipDirtyPage,
+            Fault::ForgetLastRound,
+            Fault::BelieveHints,
+            Fault::DropExtent,
+        ];
         known.into_iter().find(|fault| Some(*fault as u8) == self.fault)
     }
 }
@@ -604,6 +621,8 @@ mod tests {
     #[test]
     fn options_survive_being_asked_for() {
         let options = Options {
+            audit: true,
+            trace: Some("/tmp/pages.tsv".into()),
             to: "192.0.2.7:7000".parse().unwrap(),
             security: Security::Insecure,
             verify: Verify::Live,

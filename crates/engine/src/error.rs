@@ -276,6 +276,23 @@ pub enum EngineError {
         /// Its offset in the block.
         offset: u64,
     },
+    /// The audit found that the copy is not exact. The guest was not handed over.
+    #[error("the copy at the destination is NOT exact: {0}")]
+    Audit(Box<crate::report::Audit>),
+    /// An audit is wanted and cannot be made.
+    #[error(
+        "no audit can be made: it needs fingerprints of all that was sent (not --fingerprints off, \
+         nor a migration that another godwit began), and a destination that can tell its own"
+    )]
+    NoAudit,
+    /// The trace of an audit cannot be written.
+    #[error("cannot write the trace to {path}: {source}")]
+    Trace {
+        /// Where it was to be.
+        path: std::path::PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
     /// It would not finish.
     #[error("not converging: {0}")]
     NotConverging(Advice),
@@ -316,7 +333,7 @@ impl EngineError {
             Self::Wire { .. } | Self::Protocol { .. } => AbortCode::Protocol,
             Self::Memory(_) | Self::Track(_) | Self::NoRoom(_) => AbortCode::Memory,
             Self::State(_) => AbortCode::DeviceState,
-            Self::Digest { .. } | Self::Missed { .. } => AbortCode::Digest,
+            Self::Digest { .. } | Self::Missed { .. } | Self::Audit(_) => AbortCode::Digest,
             Self::Cancelled => AbortCode::Cancelled,
             Self::Timeout { .. } | Self::Silent { .. } | Self::Severed { .. } => AbortCode::Timeout,
             Self::NotConverging(_) => AbortCode::NotConverging,

@@ -35,6 +35,8 @@ pub mod report;
 mod return_proof;
 pub mod security;
 pub mod source;
+#[cfg(feature = "test-hooks")]
+mod stamped;
 mod threads;
 pub mod vm;
 

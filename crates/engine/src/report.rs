@@ -4,6 +4,7 @@
 //! downtime, loss of guest performance (how long it was tracked and throttled, and how slow it was
 //! as far as its vCPUs' time tells), and the resources used.
 
+use std::fmt;
 use std::time::Duration;
 
 use godwit_units::{ByteCount, PageCount, Rate};
@@ -392,6 +393,9 @@ pub struct Measures {
     pub memory_map: Vec<Vec<u32>>,
     /// Whether the digests of both sides were compared and found equal.
     pub verified: bool,
+    /// What the audit has found, if there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub audit: Option<Audit>,
     /// How long all memory of the source was read once more, with the guest running at the
     /// destination, and found to be what was sent; none where digests were made of it while the
     /// guest was stopped.
@@ -533,6 +537,137 @@ mod pages {
         deserializer: D,
     ) -> Result<PageCount, D::Error> {
         u64::deserialize(deserializer).map(PageCount)
+    }
+}
+
+/// A page of a RAM block.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// The block.
+    pub block: String,
+    /// Bytes from its beginning.
+    pub offset: u64,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RAM block '{}' at {:#x}", self.block, self.offset)
+    }
+}
+
+/// What an audit has found: whether memory arrived as it was sent, and whether all was sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Audit {
+    /// Pages that were compared.
+    #[serde(rename = "compared_pages", with = "pages")]
+    pub pages: PageCount,
+    /// Of these, pages of which the destination holds something else than was sent last.
+    #[serde(rename = "damaged_pages", with = "pages")]
+    pub damaged: PageCount,
+    /// Of these, pages that hold something else at the source than was sent last.
+    #[serde(rename = "missed_pages", with = "pages")]
+    pub missed: PageCount,
+    /// The first that did not arrive as it was sent.
+    pub first_damaged: Option<Difference>,
+    /// The first that was not sent.
+    pub first_missed: Option<Difference>,
+}
+
+impl Audit {
+    /// Whether both answers are yes.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.damaged == PageCount::ZERO && self.missed == PageCount::ZERO
+    }
+}
+
+impl fmt::Display for Audit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { pages, damaged, missed, first_damaged, first_missed } = self;
+        match first_damaged {
+            None => write!(f, "memory arrived as it was sent")?,
+            Some(first) => write!(f, "{} of {pages} did not arrive as sent: {first}", damaged.0)?,
+        }
+        match first_missed {
+            None => write!(f, "; all of it was sent"),
+            Some(first) => write!(f, "; {} of {pages} were not sent: {first}", missed.0),
+        }
+    }
+}
+
+/// How a page came to differ. Rounds are counted from 0.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "place: the page; last, sent: the round in which it was sent last")]
+pub enum Difference {
+    /// The destination holds an older version.
+    Older { place: Place, held: u32, last: Option<u32>, channel: usize },
+    /// The destination holds zeros.
+    Zeros { place: Place, last: Option<u32>, channel: usize },
+    /// The destination holds what was sent for another page.
+    OtherPage { place: Place, other: Place, last: Option<u32>, channel: usize },
+    /// The destination holds what was never sent.
+    Unknown { place: Place, last: Option<u32>, channel: usize },
+    /// It was left out as free, and was written.
+    BelievedFree { place: Place, left_out: u32, reported: Option<u32> },
+    /// The tracker reported it, and it was not sent since.
+    NotSent { place: Place, reported: Option<u32>, sent: Option<u32>, channel: usize },
+    /// It was written, and the tracker has not reported it since it was sent.
+    NotReported { place: Place, sent: Option<u32>, channel: usize },
+}
+
+/// A round, if there was one.
+fn round(round: Option<u32>) -> String {
+    round.map_or_else(|| "never".to_owned(), |round| format!("in round {round}"))
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Older { place, held, last, channel } => write!(
+                f,
+                "{place} holds the version of round {held}, though a newer one was sent {} over \
+                 channel {channel}: that one was not placed, or the older one came behind it",
+                round(*last)
+            ),
+            Self::Zeros { place, last, channel } => write!(
+                f,
+                "{place} holds zeros, though it was sent {} over channel {channel}: it was not \
+                 placed, or was thrown away",
+                round(*last)
+            ),
+            Self::OtherPage { place, other, last, channel } => write!(
+                f,
+                "{place} holds what was sent for {other}; it was itself sent {} over channel \
+                 {channel}",
+                round(*last)
+            ),
+            Self::Unknown { place, last, channel } => write!(
+                f,
+                "{place} holds bytes that were never sent; it was sent {} over channel {channel}: \
+                 they changed behind the frame's checksum",
+                round(*last)
+            ),
+            Self::BelievedFree { place, left_out, reported } => write!(
+                f,
+                "{place} was left out as free in round {left_out}, and was written since \
+                 (reported by the tracker: {})",
+                round(*reported)
+            ),
+            Self::NotSent { place, reported, sent, channel } => write!(
+                f,
+                "{place} was reported as written {}, and not sent then (sent last: {}, over \
+                 channel {channel}): the engine left it out",
+                round(*reported),
+                round(*sent)
+            ),
+            Self::NotReported { place, sent, channel } => write!(
+                f,
+                "{place} was written, and not reported as written since it was sent {} over \
+                 channel {channel}: the tracker missed it",
+                round(*sent)
+            ),
+        }
     }
 }
 

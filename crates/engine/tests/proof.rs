@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use godwit_engine::destination::Faults;
 use godwit_engine::handle::{MigrationHandle, Own};
-use godwit_engine::report::Measures;
+use godwit_engine::report::{Difference, Measures};
 use godwit_engine::source::{Fault, Options, Verify};
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::Settings;
@@ -33,8 +33,9 @@ fn busy() -> Source {
 
 /// One that has touched its memory and writes no more.
 fn rested() -> Source {
-    let source = Source::start(Duration::from_millis(100), Vec::new());
-    std::thread::sleep(Duration::from_millis(150));
+    // Long enough to touch every page, also beside the other tests.
+    let source = Source::start(Duration::from_millis(600), Vec::new());
+    std::thread::sleep(Duration::from_millis(650));
     source
 }
 
@@ -102,4 +103,45 @@ fn a_digest_that_differs_keeps_the_guest_at_the_source() {
     let failure = moved(&mut busy(), &options).0.unwrap_err();
     assert_eq!(failure.survivor, Survivor::Source);
     assert!(matches!(failure.cause, EngineError::Digest { differing: 1, .. }), "{failure}");
+}
+
+#[test]
+fn an_audit_of_a_sound_move_finds_nothing_and_writes_where_pages_came_from() {
+    let path = std::env::temp_dir().join(format!("godwit-trace-{}", std::process::id()));
+    let options = Options { audit: true, trace: Some(path.clone()), ..options(3, true) };
+    let (measures, exact) = moved(&mut busy(), &options);
+    let trace = std::fs::read_to_string(&path);
+    std::fs::remove_file(&path).unwrap();
+    let measures = measures.unwrap();
+    let audit = measures.audit.as_ref().unwrap();
+    assert!(audit.is_clean() && audit.pages.0 > 0 && measures.verified, "{measures:?}");
+    assert_eq!((measures.look_back, exact), (None, Some(true)));
+    let trace = trace.unwrap();
+    let columns = |line: &str| line.split('\t').count();
+    assert!(trace.lines().count() > 1 && trace.lines().all(|line| columns(line) == 8));
+}
+
+#[test]
+fn an_audit_explains_what_was_missed_and_the_guest_stays() {
+    // Mutation: the source's own pages are not looked at.
+    let mut source = rested();
+    source.unseen = vec![4711, 17];
+    let options = Options { audit: true, ..options(3, true) };
+    let failure = moved(&mut source, &options).0.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    let EngineError::Audit(audit) = &failure.cause else { panic!("{failure}") };
+    assert_eq!((audit.damaged.0, audit.missed.0), (0, 2));
+    let Some(Difference::NotReported { place, .. }) = &audit.first_missed else {
+        panic!("{audit:?}")
+    };
+    assert_eq!((place.block.as_str(), place.offset), ("ram0", 17 << 12));
+}
+
+#[test]
+fn an_audit_without_fingerprints_is_refused() {
+    // Mutation: it is left out silently.
+    let options = Options { audit: true, fingerprints: false, ..options(2, true) };
+    let failure = moved(&mut busy(), &options).0.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(matches!(failure.cause, EngineError::NoAudit), "{failure}");
 }

@@ -47,7 +47,7 @@ pub enum Input {
     Prepare,
     /// The source asks for digests.
     DigestRequest,
-    /// A source that was started anew asks for the fingerprints of all pages.
+    /// A source that was started anew, or that audits, asks for the fingerprints of all pages.
     PrintsRequest,
     /// The source has said which pages are still to come when the guest runs here.
     Missing,
@@ -163,8 +163,9 @@ pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action
         // A source that was lost before it heard the answer asks once more.
         (S::Prepared, I::Prepare) => (state, vec![A::SendPrepared]),
         (S::Prepared | S::Filling, I::DigestRequest) => (state, vec![A::SendDigests]),
-        // No page can be on its way, as the source waits for the answer before it sends any.
-        (S::Receiving | S::Prepared, I::PrintsRequest) => (state, vec![A::SendPrints]),
+        // No page can be on its way: the source waits for the answer before it sends any, or asks
+        // behind the last round.
+        (S::Receiving | S::Prepared | S::Filling, I::PrintsRequest) => (state, vec![A::SendPrints]),
         (S::Prepared | S::Filling, I::State) => (S::Filling, vec![A::WriteState]),
         (S::Prepared | S::Filling, I::StateEnd) => (S::Loading, vec![A::FinishLoad]),
         (S::Loading, I::Loaded) => (S::Ready, vec![A::SendReady]),

@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cell;
+pub mod defects;
 pub mod phase;
 pub mod point;
 pub mod report;

@@ -139,6 +139,7 @@ mod tests {
     use godwit_wire::PageFrameBuilder;
 
     use super::super::memory::MemoryPlace;
+    use super::super::slips::Slips;
     use super::super::{Faults, Options};
     use super::*;
     use crate::address::Stream;
@@ -163,6 +164,7 @@ mod tests {
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
             placed: None,
+            slips: Slips::new(MadeUp::none()),
             any_channel,
         };
         Channel {

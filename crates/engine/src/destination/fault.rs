@@ -39,6 +39,27 @@ pub enum Fault {
     KillAfterRun = 5,
 }
 
+/// What is placed wrongly, although it came as it was sent.
+///
+/// ```
+/// use godwit_engine::destination::{Defect, Faults};
+///
+/// let faults = Faults { defect: Some(Defect::FlipBit), ..Faults::default() };
+/// assert!(faults.kill.is_none());
+/// ```
+#[cfg(feature = "test-hooks")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Defect {
+    /// The first version of a page is placed once more, behind the last.
+    LateOldPage,
+    /// Two pages are placed one in the place of the other.
+    SwapPages,
+    /// A bit of a page is flipped.
+    FlipBit,
+    /// The pages of the last round are placed only when the guest runs.
+    RunAhead,
+}
+
 /// Faults made up on purpose.
 ///
 /// ```
@@ -58,6 +79,8 @@ pub struct Faults {
     pub kill: Option<Fault>,
     /// The threads that place pages try to open a file, as one would that was taken over.
     pub trespass: bool,
+    /// Pages are placed wrongly.
+    pub defect: Option<Defect>,
 }
 
 /// The faults that a migration makes up, if any.
@@ -76,6 +99,12 @@ impl MadeUp {
     #[cfg(not(feature = "test-hooks"))]
     pub(super) fn of(_: &Options) -> Self {
         Self {}
+    }
+
+    /// What is placed wrongly.
+    #[cfg(feature = "test-hooks")]
+    pub(super) fn defect(self) -> Option<Defect> {
+        self.faults.defect
     }
 
     /// No fault.

@@ -27,6 +27,7 @@ use super::memory::MemoryPlace;
 use super::offer::Accepted;
 use super::proof::{Placed, Prover};
 use super::session::{Session, out_of_place};
+use super::slips::Slips;
 use crate::address::Stream;
 use crate::cells::Cells;
 use crate::link::{FrameReader, link_error};
@@ -56,6 +57,8 @@ pub(super) struct Lanes {
     /// Where what is placed is marked, if it is to be read back, and who does so.
     placed_pages: Option<Arc<Placed>>,
     prover: Option<Prover>,
+    /// The key that fingerprints are told by, once, of a source that audits.
+    proof_key: Option<Key>,
     /// Pages were placed whose marks are gone.
     marks_lost: bool,
 }
@@ -91,6 +94,7 @@ impl Lanes {
             order: Arc::new(order),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
             prover: None,
+            proof_key: None,
             marks_lost: false,
         };
         lanes.open(disks);
@@ -125,6 +129,7 @@ impl Lanes {
             order: Arc::new(order),
             placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
             prover: None,
+            proof_key: None,
             marks_lost: true,
         };
         lanes.open(disks);
@@ -151,6 +156,7 @@ impl Lanes {
                 blocks: Arc::clone(&self.ram),
                 order: Arc::clone(&self.order),
                 placed: self.placed_pages.clone(),
+                slips: Slips::new(self.made_up),
                 #[cfg(test)]
                 any_channel: false,
             })
@@ -289,12 +295,18 @@ impl Lanes {
             });
         }
         self.prover = Some(Prover::start(&self.ram, placed, key)?);
+        self.proof_key = Some(key);
         Ok(())
     }
 
     /// Who reads back what is placed.
     pub(super) fn prover(&self) -> Option<&Prover> {
         self.prover.as_ref()
+    }
+
+    /// The key of the fingerprints that are read back, if nobody has asked for them yet.
+    pub(super) fn take_proof_key(&mut self) -> Option<Key> {
+        self.proof_key.take().filter(|_| self.prover.is_some())
     }
 
     /// Nothing is read back any more.

@@ -10,6 +10,7 @@ use godwit_wire::Content;
 
 use super::channel::{PEER, PageSink};
 use super::proof::Placed;
+use super::slips::Slips;
 use crate::EngineError;
 
 /// What one channel of memory fills.
@@ -22,6 +23,8 @@ pub(super) struct MemoryPlace {
     pub(super) order: Arc<Vec<usize>>,
     /// Where what was placed is marked, so that it is read back.
     pub(super) placed: Option<Arc<Placed>>,
+    /// What is got wrong on purpose.
+    pub(super) slips: Slips,
     /// A fault made up: pages are taken over any channel.
     #[cfg(test)]
     pub(super) any_channel: bool,
@@ -71,20 +74,23 @@ impl PageSink for MemoryPlace {
                 format!("it sent {} from {} over channel {}", run.count, run.start, self.number);
             return Err(EngineError::Protocol { peer: PEER, what });
         }
-        let block = self.block(number)?;
+        let own = self.own(number)?;
+        let (block, mark) = (&self.blocks[own], marking(self.placed.as_deref()));
         match content {
-            Content::Data => block.write(run.start, bytes)?,
+            Content::Data => {
+                self.slips.before((own, block), run, bytes)?;
+                block.write(run.start, bytes)?;
+                self.slips.after((own, block), run, bytes, &mut |run| mark(own, run))?;
+            }
             Content::Zero => block.zero(run)?,
         }
-        // Behind the write, so that whoever takes the mark reads what was written.
-        if let Some(placed) = &self.placed {
-            placed.mark(self.own(number)?, run);
-        }
+        mark(own, run);
         Ok(())
     }
 
-    fn end_round(&mut self, _: bool) -> Result<(), EngineError> {
-        Ok(())
+    fn end_round(&mut self, last: bool) -> Result<(), EngineError> {
+        let mark = marking(self.placed.as_deref());
+        Ok(self.slips.end_round(&self.blocks, last, &mut |own, run| mark(own, run))?)
     }
 
     fn settle(&mut self) -> Result<(), EngineError> {
@@ -92,7 +98,17 @@ impl PageSink for MemoryPlace {
     }
 
     fn rest(&mut self) -> Result<(), EngineError> {
-        Ok(())
+        Ok(self.slips.rest(&self.blocks)?)
+    }
+}
+
+/// Marks a run of a block as placed: behind the write, so that whoever takes the mark reads what
+/// was written.
+fn marking(placed: Option<&Placed>) -> impl Fn(usize, PageRun) + '_ {
+    move |own, run| {
+        if let Some(placed) = placed {
+            placed.mark(own, run);
+        }
     }
 }
 

@@ -22,6 +22,7 @@ mod offer;
 mod proof;
 mod record;
 mod session;
+mod slips;
 
 use std::io;
 use std::path::PathBuf;
@@ -56,7 +57,7 @@ use record::Record;
 use session::{Session, out_of_place};
 
 #[cfg(feature = "test-hooks")]
-pub use fault::{Fault, Faults};
+pub use fault::{Defect, Fault, Faults};
 
 /// What is told while receiving.
 ///
@@ -780,11 +781,18 @@ impl Destination<'_> {
         Ok(())
     }
 
-    /// Tells a source that was started anew what is in memory here.
+    /// Tells a source that was started anew, or one that audits, what is in memory here.
     fn send_prints(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
-        // It knows nothing of what the one before it wanted to have proven.
+        // A source that audits asks by the key of its proof. One that was started anew knows
+        // nothing of what the one before it wanted to have proven.
+        let audit = lanes.take_proof_key();
         lanes.end_proof();
-        let key = Key::new(self.session.prints_seed(self.disk_prints_wanted)?);
+        let key = match audit
+            .filter(|_| !self.disk_prints_wanted && !self.session.may_ask_for_prints())
+        {
+            Some(key) => key,
+            None => Key::new(self.session.prints_seed(self.disk_prints_wanted)?),
+        };
         let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
         for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];

@@ -385,6 +385,11 @@ impl<'a> Session<'a> {
         }
     }
 
+    /// Whether the source is back, and has not asked for fingerprints since.
+    pub(super) fn may_ask_for_prints(&self) -> bool {
+        self.may_ask_for_prints
+    }
+
     /// Whether the source may come back.
     pub(super) fn keeps(&self) -> bool {
         self.door.secret().is_some()

@@ -9,8 +9,10 @@
 //! connections are lost, the destination says how many frames it has placed, and what is remembered
 //! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
+use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use godwit_balloon::FreeHints;
 use godwit_bitmap::DirtyBitmap;
@@ -21,10 +23,12 @@ use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
+use super::audit::History;
 use super::frame_sender::{FrameSender, RoundStatistics};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;
+use super::slips::Slips;
 use crate::EngineError;
 
 /// Pages read at once, at the most: 64 KiB, which are still in the core's own caches when they are
@@ -57,6 +61,11 @@ pub(super) struct Shared {
     /// Where the digest of what was sent of each segment is told in the last round, by its number,
     /// if that is wanted.
     pub(super) digests: Option<Arc<Mutex<Vec<u128>>>>,
+    /// Where segments are put behind the last round, for an audit, and since when things are
+    /// remembered for it.
+    pub(super) audit: Option<(Arc<Mutex<Vec<Owned>>>, Instant)>,
+    /// What is got wrong on purpose.
+    pub(super) slips: Slips,
 }
 
 /// No frame has this number: the segment is being dealt with.
@@ -80,6 +89,8 @@ pub(super) struct Owned {
     last_frame: u64,
     /// What was taken back, and is still to be sent again.
     owed: DirtyBitmap,
+    /// When its pages were sent and reported, for an audit.
+    history: Option<History>,
 }
 
 impl Owned {
@@ -98,6 +109,7 @@ impl Owned {
             round: 0,
             last_frame: 0,
             owed: DirtyBitmap::new(pages),
+            history: shared.audit.as_ref().map(|(_, began)| History::new(segment, *began)),
         }
     }
 
@@ -146,6 +158,11 @@ impl Owned {
     /// What is known of what was sent of it.
     pub(super) fn fingerprints(&self) -> Option<&SegmentFingerprints> {
         self.fingerprints.as_ref()
+    }
+
+    /// When its pages were sent and reported, if that is remembered.
+    pub(super) fn history(&self) -> Option<&History> {
+        self.history.as_ref()
     }
 
     /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or
@@ -201,6 +218,11 @@ pub(super) struct Channel {
     /// Where data was seen to be in this round, and in which block.
     hint: DataHint,
     hint_block: usize,
+    /// The round, and whether the guest is stopped.
+    round: u32,
+    last: bool,
+    /// Pages that are left out as free for good: a fault made up.
+    believed: BTreeSet<(usize, u64)>,
 }
 
 impl Channel {
@@ -225,6 +247,9 @@ impl Channel {
             dirty: Vec::new(),
             hint: DataHint::default(),
             hint_block: 0,
+            round: 0,
+            last: false,
+            believed: BTreeSet::new(),
         }
     }
 
@@ -269,6 +294,7 @@ impl Channel {
 
     fn round(&mut self, order: Order) -> Result<RoundStatistics, EngineError> {
         self.hint = DataHint::default();
+        (self.round, self.last) = (order.round, order.last);
         self.sender.begin();
         let mut segments = std::mem::take(&mut self.segments);
         let result = self.segments(&mut segments, order);
@@ -278,6 +304,10 @@ impl Channel {
         self.sender.barrier(order.round, order.last)?;
         if order.last {
             self.tell_digests();
+            if let Some((kept, _)) = &self.shared.audit {
+                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                kept.append(&mut self.segments);
+            }
         }
         Ok(self.sender.statistics())
     }
@@ -396,10 +426,24 @@ impl Channel {
                 self.shared.tracker.harvest(block, rest, NEXT_HARVEST, &mut note)?
             };
             dirty.iter().for_each(|harvested| owned.remember(*harvested));
+            if let Some(history) = &mut owned.history {
+                dirty.iter().for_each(|harvested| history.reported(*harvested, order.round));
+            }
             if let Some(recent) = &mut owned.recent {
                 dirty.iter().for_each(|harvested| {
                     recent.set(PageRun::new(harvested.start.0 - run.start.0, harvested.count.0));
                 });
+            }
+            if let Some(hints) = &self.shared.free {
+                // What is written is free no more, whatever is done about it from here on.
+                for written in &dirty {
+                    if self.shared.slips.believes_hints() {
+                        hints.skipped(block, *written, |page| {
+                            self.believed.insert((block, page.0));
+                        });
+                    }
+                    hints.unskip(block, *written);
+                }
             }
             if let Some(free) = &mut free {
                 // Written since the guest was asked: perhaps when it was free no more.
@@ -466,12 +510,12 @@ impl Channel {
         let mut hint = self.hint;
         for data in blocks[block].data_known(run, &mut hint, table.extents(block)) {
             let data = data?;
-            self.send_zero(owned, at, data.start)?;
+            self.send_zero(owned, at, data.start, false)?;
             self.send_unless_free(owned, data, free)?;
             at = data.end();
         }
         self.hint = hint;
-        self.send_zero(owned, at, run.end())
+        self.send_zero(owned, at, run.end(), false)
     }
 
     /// Sends `run`; but what of it is `free` is named as zero.
@@ -506,7 +550,7 @@ impl Channel {
             hints.skip(owned.segment.block, run);
         }
         self.sender.count_hinted(run.count);
-        self.send_zero(owned, run.start, run.end())
+        self.send_zero(owned, run.start, run.end(), true)
     }
 
     fn send_zero(
@@ -514,6 +558,7 @@ impl Channel {
         owned: &mut Owned,
         start: PageIndex,
         end: PageIndex,
+        free: bool,
     ) -> Result<(), EngineError> {
         if start < end {
             self.frame_for(owned)?;
@@ -523,6 +568,10 @@ impl Channel {
                 (&mut owned.fingerprints, &self.shared.fingerprints)
             {
                 fingerprints.record_run(run, key.zero());
+                if let Some(history) = &mut owned.history {
+                    let of = (self.round, self.sender.building());
+                    history.sent(run, key.zero(), of, free);
+                }
             }
         }
         Ok(())
@@ -536,19 +585,31 @@ impl Channel {
         if let Some(hints) = &self.shared.free {
             hints.unskip(block, run);
         }
+        let (slips, last, round) = (self.shared.slips.clone(), self.last, self.round);
         let mut at = run.start.0;
         while at < run.end().0 {
             self.frame_for(owned)?;
             let count = (run.end().0 - at).min(self.sender.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
+            let (frame, history) = (self.sender.building(), &mut owned.history);
+            let believed = &self.believed;
             let mut fingerprints =
                 owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
-            let judge = |page, bytes: &[u8]| {
+            let judge = |page: PageIndex, bytes: &[u8]| {
                 let zero = is_zero(bytes);
-                let sent_before = fingerprints.as_mut().is_some_and(|(fingerprints, (_, key))| {
-                    !fingerprints.update(page, if zero { key.zero() } else { key.page(bytes) })
-                });
-                (!sent_before).then_some(if zero { Content::Zero } else { Content::Data })
+                if let Some((fingerprints, (_, key))) = &mut fingerprints {
+                    let print = if zero { key.zero() } else { key.page(bytes) };
+                    let changed = || fingerprints.print(page) != Some(print);
+                    let slips = believed.contains(&(block, page.0))
+                        || (last && slips.skips((block, page), bytes, changed));
+                    if slips || !fingerprints.update(page, print) {
+                        return None;
+                    }
+                    if let Some(history) = history {
+                        history.sent(PageRun::new(page.0, 1), print, (round, frame), false);
+                    }
+                }
+                Some(if zero { Content::Zero } else { Content::Data })
             };
             self.sender.add(part, |bytes| blocks[block].read(part.start, bytes), judge)?;
             // Zero pages among them do no harm: to zero a page twice is to zero it.
@@ -575,7 +636,8 @@ impl Channel {
             owned.held.clear(hole);
             owned.unacknowledged.set(hole);
             let start = run.start.0 + hole.start.0;
-            self.send_zero(owned, PageIndex(start), PageIndex(start + hole.count.0))?;
+            let end = PageIndex(start + hole.count.0);
+            self.send_zero(owned, PageIndex(start), end, false)?;
         }
         Ok(())
     }

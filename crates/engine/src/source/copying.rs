@@ -17,7 +17,8 @@ use godwit_units::ByteCount;
 use godwit_wire::{Feature, Message};
 
 use super::Source;
-use super::channel::{Channel, Order, Shared};
+use super::audit::{Auditor, Differing};
+use super::channel::{Channel, Order, Owned, Shared};
 use super::convergence::Convergence;
 use super::disks::Disks;
 use super::frame_sender::{DiskStatistics, RoundStatistics};
@@ -28,6 +29,7 @@ use super::outage::Outage;
 use super::segment_table::{ARMING, SegmentTable};
 use super::session::Event;
 use super::setup::Setup;
+use super::slips::Slips;
 use super::state_relay::StateRelay;
 use super::verification::{self, Cost};
 use super::{Verify, look_back};
@@ -54,6 +56,8 @@ pub(super) struct Copying {
     fingerprints: Option<(PageFingerprints, Key)>,
     /// The digests of what was sent, by segment, where the destination reads back what it places.
     digests: Option<Arc<Mutex<Vec<u128>>>>,
+    /// Where channels put their segments behind the last round, if there is to be an audit.
+    audited: Option<Arc<Mutex<Vec<Owned>>>>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     /// The round that was made last.
@@ -94,6 +98,7 @@ impl Copying {
         let mut lanes = Lanes::new(&own, channels.into(), common.codecs, !disks.is_empty());
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
+        let audited: Option<Arc<Mutex<Vec<Owned>>>> = options.audit.then(Arc::default);
         disks.track(source.vm)?;
         if !restarted {
             let session = (&segments, &source.session);
@@ -107,6 +112,8 @@ impl Copying {
             link_share: Arc::clone(lanes.link_share()),
             fingerprints: fingerprints.clone(),
             digests: digests.clone(),
+            audit: audited.clone().map(|kept| (kept, Instant::now())),
+            slips: Slips::new(source.session.made_up()),
         };
         for (number, stream) in streams.into_iter().enumerate() {
             let shared = shared.clone();
@@ -134,6 +141,7 @@ impl Copying {
             tracker,
             fingerprints,
             digests,
+            audited,
             direct_io,
             round,
             under_way: None,
@@ -381,6 +389,11 @@ impl Copying {
 
     /// Compares the digests of all memory.
     pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if let (Some(audited), Some((_, key))) = (&self.audited, &self.fingerprints) {
+            let segments =
+                std::mem::take(&mut *audited.lock().unwrap_or_else(PoisonError::into_inner));
+            return self.audit(source, segments, *key);
+        }
         if let Some(digests) = &self.digests {
             let own = digests.lock().unwrap_or_else(PoisonError::into_inner).clone();
             return verification::compare_sent(&mut source.session, source.vm, &source.ram, &own);
@@ -389,13 +402,47 @@ impl Copying {
         verification::compare(&mut source.session, source.vm, &source.ram, free)
     }
 
+    /// Compares every page of both sides with what was sent of it.
+    fn audit(
+        &self,
+        source: &mut Source<'_>,
+        mut segments: Vec<Owned>,
+        key: Key,
+    ) -> Result<(), EngineError> {
+        segments.sort_unstable_by_key(Owned::number);
+        let ram = Arc::clone(&source.ram);
+        let free = self.free.hints().map(Arc::as_ref);
+        let auditor = Auditor { ram: &ram, key, free, channels: self.lanes.memory() };
+        let mut differing = Differing::default();
+        source.session.say(&Message::PrintsRequest { disks: false })?;
+        let mut next = (0, 0);
+        for (number, owned) in segments.iter().enumerate() {
+            let prints = resumption::await_prints(source, owned, &mut next)?;
+            auditor.compare((number, owned), &prints, &mut differing)?;
+        }
+        let audit = auditor.conclude(&segments, &differing);
+        if let Some(path) = &source.options.trace {
+            auditor
+                .write_trace(&segments, path)
+                .map_err(|error| EngineError::Trace { path: path.clone(), source: error })?;
+        }
+        tracing::info!(%audit, "audited");
+        if audit.is_clean() {
+            source.meter.audited(audit);
+            Ok(())
+        } else {
+            Err(EngineError::Audit(Box::new(audit)))
+        }
+    }
+
     /// With the guest running at the destination: compares all memory with what was sent, where
     /// that was compared before; what shows that something was missed.
     pub(super) fn look_back(
         &mut self,
         source: &mut Source<'_>,
     ) -> Result<Option<EngineError>, EngineError> {
-        let (Some(_), Some((_, key))) = (&self.digests, &self.fingerprints) else {
+        let (Some(_), Some((_, key)), None) = (&self.digests, &self.fingerprints, &self.audited)
+        else {
             return Ok(None);
         };
         let began = Instant::now();

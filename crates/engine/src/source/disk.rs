@@ -27,6 +27,7 @@ use super::frame_sender::{DiskStatistics, FrameSender};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;
+use super::slips::Slips;
 use crate::EngineError;
 use crate::disk_prints::{Held, Same};
 
@@ -146,6 +147,8 @@ pub(super) struct DiskChannel {
     held: Option<Held>,
     /// Time spent in this round waiting for storage.
     storage: Duration,
+    /// What is got wrong on purpose.
+    slips: Slips,
 }
 
 impl DiskChannel {
@@ -156,6 +159,7 @@ impl DiskChannel {
         table: Arc<SegmentTable>,
         link_share: Arc<LinkShare>,
         counters: Arc<DiskCounters>,
+        slips: Slips,
     ) -> Self {
         Self {
             index,
@@ -173,6 +177,7 @@ impl DiskChannel {
             memory: Memory::default(),
             held: None,
             storage: Duration::ZERO,
+            slips,
         }
     }
 
@@ -353,10 +358,13 @@ impl DiskChannel {
     fn send(&mut self, pass: &mut dyn DiskRound, run: PageRun) -> Result<(), EngineError> {
         self.frame_for(run.start.0, run.count.0 as usize)?;
         self.asked.pop_front();
+        let (slips, index) = (self.slips.clone(), self.index);
         let same = Cell::new(Same::default());
-        let judge = |page, bytes: &[u8]| match same.get().has(page) {
-            true => None,
-            false => Some(if is_zero(bytes) { Content::Zero } else { Content::Data }),
+        let judge = |page, bytes: &[u8]| {
+            if same.get().has(page) || slips.drops(index, (page, run), bytes) {
+                return None;
+            }
+            Some(if is_zero(bytes) { Content::Zero } else { Content::Data })
         };
         // Reads were asked for ahead, so only storage that is slower than the link makes this wait.
         let mut waited = Duration::ZERO;

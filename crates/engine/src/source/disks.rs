@@ -16,6 +16,7 @@ use super::frame_sender::DiskStatistics;
 use super::lanes::Lanes;
 use super::segment_table::SegmentTable;
 use super::session::Session;
+use super::slips::Slips;
 use crate::EngineError;
 use crate::address::Stream;
 use crate::disk_prints::Held;
@@ -162,6 +163,7 @@ impl Disks {
                     table,
                     link_share,
                     counters,
+                    Slips::new(session.made_up()),
                 )
                 .knowing(held)
             })?;

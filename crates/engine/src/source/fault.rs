@@ -21,6 +21,7 @@ use super::Options;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "test-hooks"), expect(unreachable_pub, reason = "nobody can name one"))]
+#[cfg_attr(not(feature = "test-hooks"), allow(dead_code, reason = "nobody makes one up"))]
 pub enum Fault {
     /// Break the control connection just after COMMIT was sent: it arrives, its answer does not.
     CutAfterCommit = 1,
@@ -60,6 +61,14 @@ pub enum Fault {
     KillAfterFarewell = 18,
     /// Panic when the guest is stopped.
     PanicAfterStop = 19,
+    /// Leave out one dirty page of the last round.
+    SkipDirtyPage = 20,
+    /// Leave out all pages of the last round that the guest checks.
+    ForgetLastRound = 21,
+    /// Take pages for free that were written since the guest said so.
+    BelieveHints = 22,
+    /// Leave out one extent of a disk, whenever it is to be sent.
+    DropExtent = 23,
 }
 
 impl Fault {

@@ -112,6 +112,6 @@ fn differing(
 }
 
 /// Whether `page` holds nothing, not even zeros.
-fn is_hole(block: &RamBlock, page: u64) -> Result<bool, MemoryError> {
+pub(super) fn is_hole(block: &RamBlock, page: u64) -> Result<bool, MemoryError> {
     Ok(block.data_coarse(PageRun::new(page, 1)).next().transpose()?.is_none())
 }

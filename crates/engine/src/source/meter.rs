@@ -13,7 +13,7 @@ use godwit_wire::Version;
 use super::common::Common;
 use super::speed::Losses;
 use crate::limits;
-use crate::report::{DiskMeasures, Measures, RoundMeasures};
+use crate::report::{Audit, DiskMeasures, Measures, RoundMeasures};
 
 /// In the first moments of the first round looks come more often: what is hot is best left before
 /// it is sent.
@@ -219,6 +219,11 @@ impl Meter {
             Part::Load => &mut parts.load,
             Part::Handover => &mut parts.handover,
         } = time;
+    }
+
+    /// The audit has found nothing wrong.
+    pub(super) fn audited(&mut self, audit: Audit) {
+        self.measures.audit = Some(audit);
     }
 
     /// The digests of both sides were equal.

@@ -14,6 +14,7 @@
 //! session's queue of events.
 
 mod abort;
+mod audit;
 mod channel;
 mod common;
 mod convergence;
@@ -35,6 +36,7 @@ mod record;
 mod segment_table;
 mod session;
 mod setup;
+mod slips;
 mod slowdown;
 mod speed;
 mod state_relay;
@@ -112,6 +114,11 @@ pub struct Options {
     /// killed before the guest is stopped; one that finds such a record there does. Only where no
     /// disks move along, and the destination can. It is removed at the end.
     pub record: Option<PathBuf>,
+    /// Compare every page of both sides with what was sent of it while the guest is stopped, and
+    /// explain the first that differs, before anything is handed over; wants `verify`.
+    pub audit: bool,
+    /// Where the audit writes down where each page came from.
+    pub trace: Option<PathBuf>,
     /// Confine the thread that reads what the destination sends to the system calls of that, and
     /// leave each thread only the capabilities of its work.
     pub confined: bool,
@@ -134,6 +141,8 @@ impl Options {
             keep_source: false,
             reconnect: limits::RECONNECT,
             record: None,
+            audit: false,
+            trace: None,
             confined: false,
             #[cfg(feature = "test-hooks")]
             fault: None,

@@ -88,6 +88,9 @@ impl Setup {
             source.session.say(&Message::Prove { seed: key.seed() })?;
             self.proves = true;
         }
+        if source.options.audit && !self.proves {
+            return Err(EngineError::NoAudit);
+        }
         Ok(())
     }
 
@@ -97,6 +100,10 @@ impl Setup {
         source: &mut Source<'_>,
         record: &Record,
     ) -> Result<(), EngineError> {
+        if source.options.audit {
+            // When was sent what the one before has sent is not known.
+            return Err(EngineError::NoAudit);
+        }
         self.look_at_io(source)?;
         (self.restarted, self.common) = (true, record.common());
         self.use_key(Key::new(prints_seed(record.id(), record.secret())));

@@ -223,21 +223,8 @@ impl Copying {
         source.session.say(&Message::PrintsRequest { disks })?;
         let mut next = (0, 0);
         for owned in segments {
-            let block = owned.segment().block as u32;
-            next = if next.0 == block { next } else { (block, 0) };
-            let what = "the destination's fingerprints";
-            let (at, prints) =
-                source.session.await_message(source.vm, what, limits::ANSWER, |message| {
-                    let Message::Prints { block, segment, prints } = message else { return None };
-                    Some(((*block, *segment), prints.clone()))
-                })?;
-            let whole = prints.len() as u64 == owned.segment().run.count.0;
-            if at != next || !(whole || prints.is_empty()) {
-                let what = "it sent fingerprints that nobody asked for".to_owned();
-                return Err(EngineError::Protocol { peer: PEER, what });
-            }
+            let prints = await_prints(source, owned, &mut next)?;
             owned.learn(&prints, key.zero(), &self.segments);
-            next.1 += 1;
         }
         held.clear();
         let disks = if disks { self.disks.pages() } else { Vec::new() };
@@ -323,4 +310,28 @@ fn cut_off(round: u32, ended: &Ended) -> RoundMeasures {
     ended.memory.iter().for_each(|channel| total.add(&channel.statistics()));
     total.disk_sent = ended.disks.iter().map(|disk| disk.statistics().statistics.sent).sum();
     total
+}
+
+/// The fingerprints that the destination tells of the segment `owned`, which is to be the `next`
+/// one; none: it holds zeros there.
+pub(super) fn await_prints(
+    source: &mut Source<'_>,
+    owned: &Owned,
+    next: &mut (u32, u32),
+) -> Result<Vec<u64>, EngineError> {
+    let block = owned.segment().block as u32;
+    *next = if next.0 == block { *next } else { (block, 0) };
+    let what = "the destination's fingerprints";
+    let (at, prints) =
+        source.session.await_message(source.vm, what, limits::ANSWER, |message| {
+            let Message::Prints { block, segment, prints } = message else { return None };
+            Some(((*block, *segment), prints.clone()))
+        })?;
+    let whole = prints.len() as u64 == owned.segment().run.count.0;
+    if at != *next || !(whole || prints.is_empty()) {
+        let what = "it sent fingerprints that nobody asked for".to_owned();
+        return Err(EngineError::Protocol { peer: PEER, what });
+    }
+    next.1 += 1;
+    Ok(prints)
 }

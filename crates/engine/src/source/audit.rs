@@ -1,0 +1,270 @@
+//! The audit: with the guest stopped, every page of both sides is compared with what was sent of
+//! it, one by one, and the first difference is explained.
+//!
+//! Three things are known of a page: the fingerprints of what was sent of it, round by round; that
+//! of what the destination holds; and what it holds here, where nobody writes any more. The
+//! destination must hold what was sent last, and so must this side. Beside that it is remembered
+//! when the tracker reported the page, before anything was done about it.
+//!
+//! Nothing is handed over before all of it is equal. A page that is a hole here may have been given
+//! back since it was sent, so it is not compared with what was sent.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use godwit_balloon::FreeHints;
+use godwit_codec::is_zero;
+use godwit_fingerprints::{Fingerprint, Key};
+use godwit_memory::{RamBlock, Segment, channel_of};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+
+use super::channel::Owned;
+use super::look_back::is_hole;
+use crate::EngineError;
+use crate::report::{Audit, Difference, Place};
+
+/// A version of a page that was sent.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    /// In its segment.
+    page: u32,
+    round: u32,
+    frame: u64,
+    at: Duration,
+    print: Fingerprint,
+    /// It was named as zero because the guest said that it is free.
+    free: bool,
+}
+
+/// What is remembered of a segment for the audit.
+#[derive(Debug)]
+pub(super) struct History {
+    first: u64,
+    sent: Vec<Sent>,
+    /// The last round in which the tracker reported each page, plus one.
+    reported: Vec<u32>,
+    began: Instant,
+}
+
+impl History {
+    /// Of `segment`, of which nothing was sent.
+    pub(super) fn new(segment: Segment, began: Instant) -> Self {
+        let reported = vec![0; segment.run.count.0 as usize];
+        Self { first: segment.run.start.0, sent: Vec::new(), reported, began }
+    }
+
+    /// The tracker has reported `run` in `round`.
+    pub(super) fn reported(&mut self, run: PageRun, round: u32) {
+        let first = (run.start.0 - self.first) as usize;
+        self.reported[first..first + run.count.0 as usize].fill(round + 1);
+    }
+
+    /// The pages of `run` are put into frame number `frame`, with this fingerprint each.
+    pub(super) fn sent(
+        &mut self,
+        run: PageRun,
+        print: Fingerprint,
+        (round, frame): (u32, u64),
+        free: bool,
+    ) {
+        let at = self.began.elapsed();
+        let pages = run.start.0 - self.first..run.end().0 - self.first;
+        self.sent.extend(pages.map(|page| Sent {
+            page: page as u32,
+            round,
+            frame,
+            at,
+            print,
+            free,
+        }));
+    }
+
+    /// The versions of a page that were sent, the last first.
+    fn of(&self, page: u64) -> impl Iterator<Item = &Sent> {
+        let page = (page - self.first) as u32;
+        self.sent.iter().rev().filter(move |sent| sent.page == page)
+    }
+
+    /// The last round in which the page was reported.
+    fn last_report(&self, page: u64) -> Option<u32> {
+        self.reported[(page - self.first) as usize].checked_sub(1)
+    }
+}
+
+/// What both sides are compared by.
+pub(super) struct Auditor<'a> {
+    pub(super) ram: &'a [RamBlock],
+    pub(super) key: Key,
+    pub(super) free: Option<&'a FreeHints>,
+    /// Channels of memory.
+    pub(super) channels: usize,
+}
+
+/// Pages that differ, in the order in which they were found, and what the destination holds of
+/// them.
+#[derive(Default)]
+pub(super) struct Differing {
+    pages: u64,
+    /// They arrived otherwise than they were sent: with their segment.
+    damaged: Vec<(usize, u64, Fingerprint)>,
+    /// They hold what was not sent.
+    missed: Vec<(usize, u64)>,
+}
+
+impl Auditor<'_> {
+    /// Compares segment `number`, of which the destination holds `prints`; none: zeros.
+    pub(super) fn compare(
+        &self,
+        (number, owned): (usize, &Owned),
+        prints: &[u64],
+        differing: &mut Differing,
+    ) -> Result<(), EngineError> {
+        let Segment { block, run } = owned.segment();
+        let zero = self.key.zero();
+        let sent = |page: u64| {
+            let known = owned.fingerprints().and_then(|prints| prints.print(PageIndex(page)));
+            known.unwrap_or(zero)
+        };
+        differing.pages += run.count.0;
+        for page in run.start.0..run.end().0 {
+            let there = match prints.get((page - run.start.0) as usize) {
+                Some(word) => Fingerprint::from_word(*word).unwrap_or(zero),
+                None => zero,
+            };
+            if there != sent(page) {
+                differing.damaged.push((number, page, there));
+            }
+        }
+        let mut skipped = BTreeSet::new();
+        if let Some(free) = self.free {
+            free.skipped(block, run, |page| {
+                skipped.insert(page.0);
+            });
+        }
+        let ram = &self.ram[block];
+        let mut bytes = vec![0; PAGE_SIZE as usize];
+        for data in ram.data_coarse(run) {
+            let data = data?;
+            for page in data.start.0..data.end().0 {
+                ram.read(PageIndex(page), &mut bytes)?;
+                let same = self.key.page(&bytes) == sent(page);
+                // A hint holds until the page is reported.
+                let believed = skipped.contains(&page)
+                    && owned.history().is_none_or(|history| {
+                        let left_out = history.of(page).next().map(|sent| sent.round);
+                        history.last_report(page) < left_out
+                    });
+                if same || believed || (is_zero(&bytes) && is_hole(ram, page)?) {
+                    continue;
+                }
+                differing.missed.push((number, page));
+            }
+        }
+        Ok(())
+    }
+
+    /// What came of it, with the first difference of each kind explained.
+    pub(super) fn conclude(&self, segments: &[Owned], differing: &Differing) -> Audit {
+        let damaged = differing.damaged.first();
+        let damaged = damaged
+            .map(|(number, page, there)| self.explain_damage(segments, (*number, *page), *there));
+        let missed = differing.missed.first();
+        let missed = missed.and_then(|(number, page)| self.explain_miss(&segments[*number], *page));
+        Audit {
+            pages: PageCount(differing.pages),
+            damaged: PageCount(differing.damaged.len() as u64),
+            missed: PageCount(differing.missed.len() as u64),
+            first_damaged: damaged,
+            first_missed: missed,
+        }
+    }
+
+    fn place(&self, block: usize, page: u64) -> Place {
+        Place { block: self.ram[block].name().to_owned(), offset: PageIndex(page).offset() }
+    }
+
+    fn explain_damage(
+        &self,
+        segments: &[Owned],
+        (number, page): (usize, u64),
+        there: Fingerprint,
+    ) -> Difference {
+        let owned = &segments[number];
+        let block = owned.segment().block;
+        let place = self.place(block, page);
+        let channel = channel_of(block, PageIndex(page), self.channels);
+        let sent: Vec<Sent> =
+            owned.history().into_iter().flat_map(|history| history.of(page)).copied().collect();
+        let last = sent.first().map(|sent| sent.round);
+        if let Some(older) = sent.iter().skip(1).find(|sent| sent.print == there) {
+            return Difference::Older { place, held: older.round, last, channel };
+        }
+        if there == self.key.zero() {
+            return Difference::Zeros { place, last, channel };
+        }
+        for other in segments {
+            let of = other.segment().block;
+            let found = other.history().and_then(|history| {
+                let same = |sent: &&Sent| sent.print == there;
+                history.sent.iter().find(same).map(|sent| history.first + u64::from(sent.page))
+            });
+            if let Some(found) = found {
+                return Difference::OtherPage {
+                    place,
+                    other: self.place(of, found),
+                    last,
+                    channel,
+                };
+            }
+        }
+        Difference::Unknown { place, last, channel }
+    }
+
+    fn explain_miss(&self, owned: &Owned, page: u64) -> Option<Difference> {
+        let block = owned.segment().block;
+        let place = self.place(block, page);
+        let history = owned.history()?;
+        let last = history.of(page).next();
+        let (sent, reported) = (last.map(|sent| sent.round), history.last_report(page));
+        let channel = channel_of(block, PageIndex(page), self.channels);
+        Some(match last {
+            Some(Sent { free: true, round, .. }) => {
+                Difference::BelievedFree { place, left_out: *round, reported }
+            }
+            // What is reported in a round is sent in it.
+            _ if reported > sent => Difference::NotSent { place, reported, sent, channel },
+            _ => Difference::NotReported { place, sent, channel },
+        })
+    }
+
+    /// Writes where each page came from: one line for each version of a page that was sent, in the
+    /// order of places and then of time.
+    pub(super) fn write_trace(&self, segments: &[Owned], path: &Path) -> io::Result<()> {
+        let mut file = io::BufWriter::new(std::fs::File::create(path)?);
+        writeln!(file, "# block\toffset\tround\tchannel\tframe\tmilliseconds\tfingerprint\twhat")?;
+        for owned in segments {
+            let block = owned.segment().block;
+            let name = self.ram[block].name();
+            let Some(history) = owned.history() else { continue };
+            let mut by_page: BTreeMap<u32, Vec<&Sent>> = BTreeMap::new();
+            history.sent.iter().for_each(|sent| by_page.entry(sent.page).or_default().push(sent));
+            for (page, versions) in by_page {
+                let page = PageIndex(history.first + u64::from(page));
+                let channel = channel_of(block, page, self.channels);
+                for Sent { round, frame, at, print, free, .. } in versions {
+                    let what = match (*free, *print == self.key.zero()) {
+                        (true, _) => "free",
+                        (false, true) => "zero",
+                        (false, false) => "data",
+                    };
+                    let (offset, at, print) = (page.offset(), at.as_millis(), print.word());
+                    write!(file, "{name}\t{offset:#x}\t{round}\t{channel}\t{frame}\t")?;
+                    writeln!(file, "{at}\t{print:016x}\t{what}")?;
+                }
+            }
+        }
+        file.flush()
+    }
+}
