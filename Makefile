@@ -95,7 +95,7 @@ faults: guest qemu ## every fault at every step of a migration with every kind o
 DEFECTS ?=
 
 .PHONY: defects
-defects: guest qemu ## deliberate defects, each a hundred times, and who finds them (an hour or two)
+defects: guest qemu ## deliberate defects, each a hundred times, and who finds them (hours)
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-defects $(DEFECTS)
 

@@ -11,8 +11,10 @@ use godwit_engine::destination::Faults;
 use godwit_engine::handle::{MigrationHandle, Own};
 use godwit_engine::report::{Difference, Measures};
 use godwit_engine::source::{Fault, Options, Verify};
+use godwit_engine::vm::SourceVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
 use godwit_policy::Settings;
+use godwit_units::PageIndex;
 
 use machine::{Destination, Source, options, run};
 
@@ -37,6 +39,12 @@ fn rested() -> Source {
     let source = Source::start(Duration::from_millis(600), Vec::new());
     std::thread::sleep(Duration::from_millis(650));
     source
+}
+
+/// These pages of the first block hold something, whatever the guest has come to.
+fn write(source: &Source, pages: &[u64]) {
+    let ram = source.ram();
+    pages.iter().for_each(|page| ram[0].write(PageIndex(*page), &[0x5a; 4096]).unwrap());
 }
 
 #[test]
@@ -85,6 +93,7 @@ fn a_page_that_was_given_back_after_it_was_sent_is_not_missed() {
     // Cause: the look for data names a hole between full pages as data. Mutations: a page that is a
     // hole counts; any page of zeros is taken for a hole.
     let mut source = rested();
+    write(&source, &[17, 300]);
     source.given_back = vec![17, 300];
     moved(&mut source, &options(3, true)).0.unwrap();
 }
@@ -92,6 +101,7 @@ fn a_page_that_was_given_back_after_it_was_sent_is_not_missed() {
 #[test]
 fn a_page_of_zeros_that_nobody_reported_is_missed() {
     let mut source = rested();
+    write(&source, &[17]);
     source.wiped = vec![17];
     let failure = moved(&mut source, &options(3, true)).0.unwrap_err();
     assert!(matches!(failure.cause, EngineError::Missed { .. }), "{failure}");
