@@ -1,9 +1,9 @@
 //! A connection that is read ahead of whoever wants the answers.
 //!
-//! A server that cannot send an answer has it under way, and QEMU waits for all that is under way
-//! whenever it changes the graph of its block nodes: a client that is kept from reading, by a link
-//! that stalls, would have the guest stand still (QEMU, `nbd_drained_poll` in nbd/server.c). So a
-//! thread takes in what comes.
+//! A server that cannot send an answer has it under way, and QEMU's main loop waits for all that is
+//! under way whenever dirty bitmaps are made or taken away (QEMU, `nbd_drained_poll` in
+//! nbd/server.c). A client that is kept from reading, by a link or a disk that stalls, would have
+//! QEMU answer nothing. So a thread takes in what comes.
 //!
 //! Invariant: it holds no more than [`LIMIT`] bytes, which is more than the answers to all requests
 //! that may be under way. The thread ends with its value.

@@ -25,7 +25,7 @@ pub struct Wish {
     /// Whether it shall be written to.
     pub writable: bool,
     /// Whether a thread shall take in what the server answers, also while nobody takes it from
-    /// the client: QEMU stops its guest's disks until all answers are sent, when it changes them.
+    /// the client: QEMU waits until all answers are sent when it changes its dirty bitmaps.
     pub ahead: bool,
 }
 
