@@ -60,7 +60,11 @@ impl Acting {
         let migrate = self.pair.godwit.migrate(&self.pair.source, &address, options)?;
         match when {
             When::PreCopy => await_copying(&migrate)?,
-            When::Stopped => await_state(&mut self.pair.source, &["finish-migrate"])?,
+            When::Stopped => {
+                await_state(&mut self.pair.source, &["finish-migrate"])?;
+                // QEMU is in that state before its vCPUs have stopped (do_vm_stop, softmmu/cpus.c).
+                std::thread::sleep(Duration::from_millis(300));
+            }
         }
         Ok((migrate, receive))
     }
