@@ -29,8 +29,8 @@ fn a_hint_that_is_believed_too_long_is_found() -> anyhow::Result<()> {
 
 #[test]
 fn a_direct_write_that_is_missed_is_found() -> anyhow::Result<()> {
-    // Whether a write lands behind the tracker, or in a page that it reports as well and that is then
-    // explained otherwise, is up to chance, move by move.
+    // It is up to chance, move by move, whether a write lands behind the tracker, or in a page that
+    // it reports as well and that is then explained otherwise.
     let mut told = all_of(Bench::Direct);
     for _ in 0..12 {
         if told.is_ok() {
