@@ -541,6 +541,11 @@ mod pages {
 }
 
 /// A page of a RAM block.
+///
+/// ```
+/// let place = godwit_engine::report::Place { block: "pc.ram".to_owned(), offset: 0x3000 };
+/// assert_eq!(place.to_string(), "RAM block 'pc.ram' at 0x3000");
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// The block.
@@ -556,6 +561,12 @@ impl fmt::Display for Place {
 }
 
 /// What an audit has found: whether memory arrived as it was sent, and whether all was sent.
+///
+/// ```
+/// # fn show(audit: &godwit_engine::report::Audit) {
+/// println!("{} of {} did not arrive as they were sent", audit.damaged, audit.pages);
+/// # }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Audit {
     /// Pages that were compared.
@@ -596,6 +607,14 @@ impl fmt::Display for Audit {
 }
 
 /// How a page came to differ. Rounds are counted from 0.
+///
+/// ```
+/// use godwit_engine::report::Difference;
+///
+/// fn is_of_tracking(why: &Difference) -> bool {
+///     matches!(why, Difference::NotReported { .. })
+/// }
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 #[allow(missing_docs, reason = "place: the page; last, sent: the round in which it was sent last")]

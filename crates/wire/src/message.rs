@@ -315,8 +315,8 @@ pub enum Message {
         /// [`Feature::DiskPrints`](crate::Feature::DiskPrints).
         disks: bool,
     },
-    /// D: the fingerprints of the pages of one segment, in order; none where all are zero. Of a disk
-    /// one for each 16 pages.
+    /// D: the fingerprints of the pages of one segment, in order; none where all are zero. Of a
+    /// disk one for each 16 pages.
     Prints {
         /// The RAM block or disk.
         block: u32,

@@ -12,86 +12,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_fingerprints::{Fingerprint, Key};
 use godwit_memory::{RamBlock, Segment, channel_of};
-use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
+use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 
 use super::channel::Owned;
+use super::history::Sent;
 use super::look_back::is_hole;
 use crate::EngineError;
 use crate::report::{Audit, Difference, Place};
-
-/// A version of a page that was sent.
-#[derive(Clone, Copy, Debug)]
-struct Sent {
-    /// In its segment.
-    page: u32,
-    round: u32,
-    frame: u64,
-    at: Duration,
-    print: Fingerprint,
-    /// It was named as zero because the guest said that it is free.
-    free: bool,
-}
-
-/// What is remembered of a segment for the audit.
-#[derive(Debug)]
-pub(super) struct History {
-    first: u64,
-    sent: Vec<Sent>,
-    /// The last round in which the tracker reported each page, plus one.
-    reported: Vec<u32>,
-    began: Instant,
-}
-
-impl History {
-    /// Of `segment`, of which nothing was sent.
-    pub(super) fn new(segment: Segment, began: Instant) -> Self {
-        let reported = vec![0; segment.run.count.0 as usize];
-        Self { first: segment.run.start.0, sent: Vec::new(), reported, began }
-    }
-
-    /// The tracker has reported `run` in `round`.
-    pub(super) fn reported(&mut self, run: PageRun, round: u32) {
-        let first = (run.start.0 - self.first) as usize;
-        self.reported[first..first + run.count.0 as usize].fill(round + 1);
-    }
-
-    /// The pages of `run` are put into frame number `frame`, with this fingerprint each.
-    pub(super) fn sent(
-        &mut self,
-        run: PageRun,
-        print: Fingerprint,
-        (round, frame): (u32, u64),
-        free: bool,
-    ) {
-        let at = self.began.elapsed();
-        let pages = run.start.0 - self.first..run.end().0 - self.first;
-        self.sent.extend(pages.map(|page| Sent {
-            page: page as u32,
-            round,
-            frame,
-            at,
-            print,
-            free,
-        }));
-    }
-
-    /// The versions of a page that were sent, the last first.
-    fn of(&self, page: u64) -> impl Iterator<Item = &Sent> {
-        let page = (page - self.first) as u32;
-        self.sent.iter().rev().filter(move |sent| sent.page == page)
-    }
-
-    /// The last round in which the page was reported.
-    fn last_report(&self, page: u64) -> Option<u32> {
-        self.reported[(page - self.first) as usize].checked_sub(1)
-    }
-}
 
 /// What both sides are compared by.
 pub(super) struct Auditor<'a> {

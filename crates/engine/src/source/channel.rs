@@ -23,8 +23,8 @@ use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::audit::History;
 use super::frame_sender::{FrameSender, RoundStatistics};
+use super::history::History;
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;

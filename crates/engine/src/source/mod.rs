@@ -25,6 +25,7 @@ mod ending;
 mod fault;
 mod frame_sender;
 mod free;
+mod history;
 mod lanes;
 mod link_share;
 mod live;

@@ -1,0 +1,77 @@
+//! What was sent of each page of a segment, for an audit: its channel writes it down as it sends.
+//!
+//! Invariant: versions stand in the order in which they were sent.
+
+use std::time::{Duration, Instant};
+
+use godwit_fingerprints::Fingerprint;
+use godwit_memory::Segment;
+use godwit_units::PageRun;
+
+/// A version of a page that was sent.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sent {
+    /// In its segment.
+    pub(super) page: u32,
+    pub(super) round: u32,
+    pub(super) frame: u64,
+    pub(super) at: Duration,
+    pub(super) print: Fingerprint,
+    /// It was named as zero because the guest said that it is free.
+    pub(super) free: bool,
+}
+
+/// What is remembered of a segment for the audit.
+#[derive(Debug)]
+pub(super) struct History {
+    pub(super) first: u64,
+    pub(super) sent: Vec<Sent>,
+    /// The last round in which the tracker reported each page, plus one.
+    pub(super) reported: Vec<u32>,
+    pub(super) began: Instant,
+}
+
+impl History {
+    /// Of `segment`, of which nothing was sent.
+    pub(super) fn new(segment: Segment, began: Instant) -> Self {
+        let reported = vec![0; segment.run.count.0 as usize];
+        Self { first: segment.run.start.0, sent: Vec::new(), reported, began }
+    }
+
+    /// The tracker has reported `run` in `round`.
+    pub(super) fn reported(&mut self, run: PageRun, round: u32) {
+        let first = (run.start.0 - self.first) as usize;
+        self.reported[first..first + run.count.0 as usize].fill(round + 1);
+    }
+
+    /// The pages of `run` are put into frame number `frame`, with this fingerprint each.
+    pub(super) fn sent(
+        &mut self,
+        run: PageRun,
+        print: Fingerprint,
+        (round, frame): (u32, u64),
+        free: bool,
+    ) {
+        let at = self.began.elapsed();
+        let pages = run.start.0 - self.first..run.end().0 - self.first;
+        self.sent.extend(pages.map(|page| Sent {
+            page: page as u32,
+            round,
+            frame,
+            at,
+            print,
+            free,
+        }));
+    }
+
+    /// The versions of a page that were sent, the last first.
+    pub(super) fn of(&self, page: u64) -> impl Iterator<Item = &Sent> {
+        let page = (page - self.first) as u32;
+        self.sent.iter().rev().filter(move |sent| sent.page == page)
+    }
+
+    /// The last round in which the page was reported.
+    pub(super) fn last_report(&self, page: u64) -> Option<u32> {
+        self.reported[(page - self.first) as usize].checked_sub(1)
+    }
+}
