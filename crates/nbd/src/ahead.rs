@@ -16,10 +16,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::client::{DEPTH, REQUEST_MAX};
-
-/// Bytes that are read and not taken yet, at the most.
-const LIMIT: usize = 2 * DEPTH * REQUEST_MAX as usize;
+/// Bytes that are read and not taken yet, at the most: twice what all answers to
+/// [`DEPTH`](crate::DEPTH) requests of [`REQUEST_MAX`](crate::REQUEST_MAX) bytes are.
+const LIMIT: usize = 32 << 20;
 /// Bytes that are read at once.
 const PIECE: usize = 256 << 10;
 
@@ -173,7 +172,7 @@ mod tests {
         let (mut server, client) = UnixStream::pair().unwrap();
         server.set_write_timeout(Some(SOON)).unwrap();
         let mut ahead = Ahead::start(&client).unwrap();
-        let answers: Vec<u8> = (0..DEPTH * REQUEST_MAX as usize).map(|at| (at / 7) as u8).collect();
+        let answers: Vec<u8> = (0..LIMIT / 2).map(|at| (at / 7) as u8).collect();
         server.write_all(&answers).unwrap();
         drop(server);
         let mut taken = vec![0; answers.len() + 1];

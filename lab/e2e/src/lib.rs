@@ -283,7 +283,8 @@ pub fn oldest(builds: &[QemuBuild]) -> anyhow::Result<&QemuBuild> {
     Ok(build)
 }
 
-/// Each thread of the process `pid`, which had all of root's rights to begin with, has given up those that
+/// Each thread of the process `pid`, which had all of root's rights to begin with, has given up
+/// those that
 /// it has no use for, and the way back; those that are named have no more than is said of them.
 ///
 /// # Errors

@@ -2,7 +2,8 @@
 //! reads past the host's.
 //!
 //! What a device reads lands in guest memory after the tracker has seen the write. The guest looks
-//! again at all that it has read, and `--verify` compares all memory. `make soak-tests` runs it in the
+//! again at all that it has read, and `--verify` compares all memory. `make soak-tests` runs it in
+//! the
 //! hundreds.
 
 use std::path::Path;

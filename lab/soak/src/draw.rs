@@ -58,7 +58,8 @@ pub fn draw(seed: u64, machine: &Machine, number: u64, faults: u8, points: &[Poi
     ] {
         options.extend([name, one(of)]);
     }
-    // Without fingerprints a disk with direct I/O is refused (docs/qemu.md), as libvirt has it here.
+    // Without fingerprints a disk with direct I/O is refused (docs/qemu.md), as libvirt has it
+    // here.
     if machine.adapter == Adapter::Libvirt
         && let Some(fingerprints) =
             options.iter_mut().skip_while(|it| **it != "--fingerprints").nth(1)

@@ -1,6 +1,7 @@
 //! What keeps the host busy beside the VMs: processors, memory and a file on its disk.
 //!
-//! Keeps two promises: each thread works for a share of the time and no longer, so that a machine of
+//! Keeps two promises: each thread works for a share of the time and no longer, so that a machine
+//! of
 //! few processors still moves its VMs; and file and threads go with the value.
 
 use std::fs::File;

@@ -1,6 +1,7 @@
 //! The VMs of a soak.
 //!
-//! Keeps one promise: together they are of every kind that `godwit-faults` has, with memory in files
+//! Keeps one promise: together they are of every kind that `godwit-faults` has, with memory in
+//! files
 //! and in QEMU, with disks and without, of the oldest and the newest QEMU there is.
 
 use godwit_faults::rig::{Adapter, Outfit};

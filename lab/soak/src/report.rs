@@ -1,7 +1,8 @@
 //! What a soak found: rows and targets for `target/bench/soak.json`, and the table of
 //! docs/reliability.md.
 //!
-//! Keeps two promises: the table is made of rows of one run and of nothing else; and whatever failed
+//! Keeps two promises: the table is made of rows of one run and of nothing else; and whatever
+//! failed
 //! says how it is made again.
 
 use std::collections::BTreeSet;

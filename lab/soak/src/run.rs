@@ -1,7 +1,9 @@
 //! One thread for each VM, which moves it until all moves are made.
 //!
-//! Keeps two promises: a move that fails says what was wrong and how it is made again, and the VM is
-//! replaced by a new one; and whoever is interrupted ends what it started, and calls no failure what
+//! Keeps two promises: a move that fails says what was wrong and how it is made again, and the VM
+//! is
+//! replaced by a new one; and whoever is interrupted ends what it started, and calls no failure
+//! what
 //! the interruption has broken.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -83,7 +85,8 @@ impl Soak {
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether all is done, or somebody wants it to end. Of moves each VM makes a share at least, so
+    /// Whether all is done, or somebody wants it to end. Of moves each VM makes a share at least,
+    /// so
     /// that quick ones do not make all of them; they go on until the others have theirs.
     fn is_over(&self) -> bool {
         let lines = self.table.moves();
@@ -177,7 +180,8 @@ impl Soak {
         row
     }
 
-    /// Looks whether a guest that could not be moved within its limits runs on at the source as if nothing had been.
+    /// Looks whether a guest that could not be moved within its limits runs on at the source as if
+    /// nothing had been.
     fn stayed(
         &self,
         place: usize,

@@ -3,7 +3,8 @@
 /// The variable that says so.
 const VARIABLE: &str = "GODWIT_SOAK";
 
-/// The number in GODWIT_SOAK, as `make soak-tests` sets it, or `short` where there is none: in `make
+/// The number in GODWIT_SOAK, as `make soak-tests` sets it, or `short` where there is none: in
+/// `make
 /// test`.
 ///
 /// # Panics
