@@ -797,12 +797,7 @@ impl Destination<'_> {
         for (number, own) in lanes.order().iter().enumerate() {
             let block = &self.ram[*own];
             for (segment, at) in segments(&[block.pages()]).enumerate() {
-                if self.session.is_cancelled() {
-                    return Err(EngineError::Cancelled);
-                }
-                if let Some(error) = self.session.superseded() {
-                    return Err(error);
-                }
+                self.check_wanted()?;
                 let prints = if block.has_data(at.run)? {
                     prints(block, at.run, &key, &mut pages)?
                 } else {
@@ -815,6 +810,15 @@ impl Destination<'_> {
         if self.disk_prints_wanted { self.send_disk_prints(lanes, &key) } else { Ok(()) }
     }
 
+    /// Whether somebody still waits for what takes long: the operator has not cancelled, and no
+    /// other connection of the source has come.
+    fn check_wanted(&self) -> Result<(), EngineError> {
+        if self.session.is_cancelled() {
+            return Err(EngineError::Cancelled);
+        }
+        self.session.superseded().map_or(Ok(()), Err)
+    }
+
     /// Tells it what is on the disks here.
     fn send_disk_prints(&mut self, lanes: &Lanes, key: &Key) -> Result<(), EngineError> {
         let disks = self.vm.disk_destination();
@@ -825,12 +829,7 @@ impl Destination<'_> {
         for (index, disk) in lanes.disks().iter().enumerate() {
             let block = (lanes.order().len() + index) as u32;
             let tell = |segment, prints| {
-                if self.session.is_cancelled() {
-                    return Err(EngineError::Cancelled);
-                }
-                if let Some(error) = self.session.superseded() {
-                    return Err(error);
-                }
+                self.check_wanted()?;
                 self.session.say(&Message::Prints { block, segment, prints })
             };
             disk_prints::tell(readers.next(), disk.pages(), key, tell)?;

@@ -9,7 +9,6 @@
 //! connections are lost, the destination says how many frames it has placed, and what is remembered
 //! of segments with a later one is owed to it again ([`Owned::take_back`]).
 
-use std::collections::BTreeSet;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -221,8 +220,6 @@ pub(super) struct Channel {
     /// The round, and whether the guest is stopped.
     round: u32,
     last: bool,
-    /// Pages that are left out as free for good: a fault made up.
-    believed: BTreeSet<(usize, u64)>,
 }
 
 impl Channel {
@@ -249,7 +246,6 @@ impl Channel {
             hint_block: 0,
             round: 0,
             last: false,
-            believed: BTreeSet::new(),
         }
     }
 
@@ -437,11 +433,7 @@ impl Channel {
             if let Some(hints) = &self.shared.free {
                 // What is written is free no more, whatever is done about it from here on.
                 for written in &dirty {
-                    if self.shared.slips.believes_hints() {
-                        hints.skipped(block, *written, |page| {
-                            self.believed.insert((block, page.0));
-                        });
-                    }
+                    self.shared.slips.written(block, *written, hints);
                     hints.unskip(block, *written);
                 }
             }
@@ -592,7 +584,6 @@ impl Channel {
             let count = (run.end().0 - at).min(self.sender.room() as u64).min(READ_LIMIT);
             let part = PageRun::new(at, count);
             let (frame, history) = (self.sender.building(), &mut owned.history);
-            let believed = &self.believed;
             let mut fingerprints =
                 owned.fingerprints.as_mut().zip(self.shared.fingerprints.as_ref());
             let judge = |page: PageIndex, bytes: &[u8]| {
@@ -600,7 +591,7 @@ impl Channel {
                 if let Some((fingerprints, (_, key))) = &mut fingerprints {
                     let print = if zero { key.zero() } else { key.page(bytes) };
                     let changed = || fingerprints.print(page) != Some(print);
-                    let slips = believed.contains(&(block, page.0))
+                    let slips = slips.believes((block, page))
                         || (last && slips.skips((block, page), bytes, changed));
                     if slips || !fingerprints.update(page, print) {
                         return None;
