@@ -103,10 +103,12 @@ pub enum NbdError {
 }
 
 impl NbdError {
-    /// Whether the connection is at fault, so that another one may do better.
+    /// Whether the connection is at fault, so that another one may do better. A server that is
+    /// there and says nothing would be as silent on the next one.
     #[must_use]
     pub fn is_of_connection(&self) -> bool {
         match self {
+            Self::Io { source, .. } if source.kind() == io::ErrorKind::TimedOut => false,
             Self::Connect { .. } | Self::Io { .. } | Self::Protocol { .. } => true,
             Self::Failed { errno, .. } => *errno == Errno::SHUTDOWN,
             Self::Refused { .. } | Self::Unfit { .. } => false,
@@ -119,5 +121,23 @@ struct Words<'a>(&'a str);
 impl fmt::Display for Words<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.0.is_empty() { Ok(()) } else { write!(f, " ({})", self.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_server_is_not_asked_again_over_another_connection() {
+        // A destination would wait twice for storage that hangs, and its source gives up before.
+        let broken = |kind: io::ErrorKind| NbdError::Io {
+            export: "d".to_owned(),
+            during: "write",
+            source: kind.into(),
+        };
+        assert!(!broken(io::ErrorKind::TimedOut).is_of_connection());
+        assert!(broken(io::ErrorKind::UnexpectedEof).is_of_connection());
+        assert!(broken(io::ErrorKind::BrokenPipe).is_of_connection());
     }
 }

@@ -195,7 +195,7 @@ impl Link {
 
     /// Connects again after `error` and asks for everything that is under way.
     fn anew(&mut self, error: NbdError) -> Result<(), NbdError> {
-        if !std::mem::take(&mut self.proven) {
+        if !error.is_of_connection() || !std::mem::take(&mut self.proven) {
             return Err(error);
         }
         let size = self.client.export().size;

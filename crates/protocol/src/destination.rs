@@ -214,6 +214,10 @@ pub fn step(state: State, input: Input, left: bool) -> Result<(State, Vec<Action
         // Ready, and the link broke: COMMIT may have been lost with it. Only the source knows.
         (S::Ready, I::LinkLost) => (S::Ready, vec![A::AwaitResolve]),
         (S::Ready, I::Aborted) => (S::Discarded, vec![A::DiscardGuest]),
+        // Nothing is loaded that could run. So it is said before it is done: what is on its way to
+        // storage that hangs must have ended before it is, and a source waits for words no longer
+        // than it must.
+        (S::Receiving, I::Failed) => (S::Discarded, vec![A::SendDiscarded, A::DiscardGuest]),
         // Before COMMIT came: not ours.
         (_, I::LinkLost | I::Aborted | I::Failed) => {
             (S::Discarded, vec![A::DiscardGuest, A::SendDiscarded])
