@@ -1,18 +1,21 @@
 //! `make faults`: every fault at every step with every kind of VM, or so many at random moments.
 //!
-//! Keeps one promise: what was red says how it is made again.
+//! Keeps two promises: what was red says how it is made again; and Ctrl-C ends all VMs, with what
+//! was found until then kept for `--add`.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use anyhow::Context;
 use clap::Parser;
 use godwit_faults::cell::{self, Moment};
 use godwit_faults::phase::Phase;
 use godwit_faults::point::{Point, points};
 use godwit_faults::report::{self, Row, adapter_named, phase_named};
 use godwit_faults::rig::{Adapter, Rig};
+use godwit_testbed::end_children_on_interrupt;
 
 /// Makes faults, and looks what comes of them.
 #[derive(Debug, Parser)]
@@ -88,10 +91,19 @@ fn all_or<T: PartialEq>(some: &[T], one: &T) -> bool {
     some.is_empty() || some.contains(one)
 }
 
-/// Runs all cells of one kind of VM.
-fn run_all(points: &[Point], cells: &[&Cell], random: bool, done: &dyn Fn(Row)) {
+/// Runs all cells of one kind of VM, until somebody has `interrupted` it.
+fn run_all(
+    points: &[Point],
+    cells: &[&Cell],
+    random: bool,
+    interrupted: &AtomicBool,
+    done: &dyn Fn(Row),
+) {
     let mut rig: Option<Box<dyn Rig>> = None;
     for cell in cells {
+        if interrupted.load(Ordering::Relaxed) {
+            return;
+        }
         let point = &points[cell.point];
         let since = Instant::now();
         let mut row = row(cell, point, random);
@@ -126,7 +138,10 @@ fn run_all(points: &[Point], cells: &[&Cell], random: bool, done: &dyn Fn(Row)) 
             }
         }
         row.seconds = since.elapsed().as_secs_f64();
-        done(row);
+        // Nothing is wrong with a move whose processes were ended.
+        if !interrupted.load(Ordering::Relaxed) {
+            done(row);
+        }
     }
 }
 
@@ -167,8 +182,10 @@ fn main() -> ExitCode {
     let points = points();
     let cells = arguments.cells(&points);
     let earlier = if arguments.add { report::last_rows() } else { Ok(Vec::new()) };
-    let earlier = match earlier.and_then(|rows| report::begin(&rows).map(|()| rows)) {
-        Ok(earlier) => earlier,
+    let earlier = earlier.and_then(|rows| report::begin(&rows).map(|()| rows));
+    let signals = end_children_on_interrupt().context("no signals");
+    let (earlier, interrupted) = match earlier.and_then(|rows| Ok((rows, signals?))) {
+        Ok(begun) => begun,
         Err(problem) => {
             eprintln!("{problem:#}");
             return ExitCode::FAILURE;
@@ -189,11 +206,15 @@ fn main() -> ExitCode {
                 while let Some(adapter) = Adapter::ALL.get(begun.fetch_add(1, Ordering::Relaxed)) {
                     let own: Vec<&Cell> =
                         cells.iter().filter(|cell| cell.adapter == *adapter).collect();
-                    run_all(&points, &own, arguments.random.is_some(), &done);
+                    run_all(&points, &own, arguments.random.is_some(), &interrupted, &done);
                 }
             });
         }
     });
+    if interrupted.load(Ordering::Relaxed) {
+        println!("ended by a signal; all VMs are ended");
+        return ExitCode::from(130);
+    }
     let rows = report::added(earlier, rows.into_inner().unwrap_or_default());
     // At a random moment it may all be over.
     let wanted = arguments.random.map_or(1, |count| (count * 3 / 4).clamp(1, 1000));

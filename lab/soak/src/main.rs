@@ -4,8 +4,7 @@
 //! where all targets were met, 1 where one was missed, 130 where somebody has ended it.
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
@@ -15,7 +14,7 @@ use godwit_soak::load::{Kind, Load};
 use godwit_soak::machine::{machine_named, machines};
 use godwit_soak::report::{self, Asked};
 use godwit_soak::run::{Soak, Until};
-use godwit_testbed::end_children;
+use godwit_testbed::end_children_on_interrupt;
 use godwit_units::parse_duration;
 
 /// How often the table is drawn.
@@ -67,10 +66,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let asked = Asked { seed: arguments.seed, moves, vms, load };
     let soak = Soak::new(asked, until, arguments.from, arguments.faults, points());
 
-    let heard = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&heard)).context("no signals")?;
-    }
+    // Every wait for one of them fails then.
+    let heard = end_children_on_interrupt().context("no signals")?;
     let load = Load::start(kinds)?;
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..soak.asked.vms.len())
@@ -86,8 +83,6 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         while workers.iter().any(|worker| !worker.is_finished()) {
             if heard.load(Ordering::Relaxed) {
                 soak.interrupted.store(true, Ordering::Relaxed);
-                // Every wait for one of them fails then.
-                end_children();
             }
             soak.table.draw(drawn);
             drawn = true;

@@ -1,10 +1,15 @@
 //! What this process starts: that it hears Ctrl-C, and its end when the operator loses patience.
 
-use std::sync::atomic::AtomicBool;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
+use std::time::Duration;
 
 use procfs::process::{Process, all_processes};
 use rustix::process::{Pid, Signal, kill_process};
+
+/// How often it is looked whether a signal has come.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Ends every child of this process, with which every wait for one of them fails and cleans up
 /// after itself.
@@ -17,6 +22,29 @@ pub fn end_children() {
             let _ = kill_process(pid, Signal::KILL);
         }
     }
+}
+
+/// Ends every child of this process for as long as it goes on behind Ctrl-C or a SIGTERM; whether one
+/// of these has come. Whoever makes moves one after another looks there between them.
+///
+/// # Errors
+/// When the signals cannot be handled, or no thread can be started.
+pub fn end_children_on_interrupt() -> io::Result<Arc<AtomicBool>> {
+    let heard = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&heard))?;
+    }
+    let watched = Arc::clone(&heard);
+    let watch = std::thread::Builder::new().name("interrupt".to_owned());
+    watch.spawn(move || {
+        loop {
+            if watched.load(Ordering::Relaxed) {
+                end_children();
+            }
+            std::thread::sleep(LOOK);
+        }
+    })?;
+    Ok(heard)
 }
 
 /// Has what is started from now on hear Ctrl-C. In the background of a script it is ignored, and

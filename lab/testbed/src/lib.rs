@@ -51,7 +51,7 @@ mod storage_daemon;
 mod talk;
 mod vm;
 
-pub use children::end_children;
+pub use children::{end_children, end_children_on_interrupt};
 pub use clock::Clock;
 pub use console::{Beat, Console, longest_pause};
 pub use cpu::{CpuTime, peak_rss};

@@ -1,17 +1,20 @@
 //! `make defects`: each deliberate defect so many times, and who found it; and QEMU's own migration
 //! as a control.
 //!
-//! Keeps one promise: what was not found is counted, and a run that failed counts as not found.
+//! Keeps two promises: what was not found is counted, and a run that failed counts as not found;
+//! and Ctrl-C ends all VMs.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Parser;
 use godwit_bench::report::{Better, Report};
 use godwit_faults::defects::{Bench, CONTROL, DEFECTS, Defect, Rig, own_moves};
+use godwit_testbed::end_children_on_interrupt;
 use serde_json::json;
 
 const PAGE: &str = "docs/reliability.md";
@@ -46,9 +49,17 @@ struct Count {
     words: Vec<String>,
 }
 
-fn count(defect: &Defect, times: u32, rig: &mut Option<Rig>) -> Option<Count> {
+fn count(
+    defect: &Defect,
+    times: u32,
+    rig: &mut Option<Rig>,
+    interrupted: &AtomicBool,
+) -> Option<Count> {
     let mut count = Count::default();
     for number in 1..=times {
+        if interrupted.load(Ordering::Relaxed) {
+            return None;
+        }
         if rig.is_none() {
             match Rig::start(defect.bench) {
                 Ok(Some(made)) => *rig = Some(made),
@@ -116,7 +127,8 @@ fn targets(report: &mut Report, defect: &Defect, count: &Count) {
     }
 }
 
-fn run(arguments: &Arguments) -> anyhow::Result<bool> {
+fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let interrupted = end_children_on_interrupt().context("no signals")?;
     let wanted =
         |name: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == name);
     let mut report = Report::new("defects");
@@ -126,7 +138,8 @@ fn run(arguments: &Arguments) -> anyhow::Result<bool> {
     for bench in [Bench::Memory, Bench::Hints, Bench::Disk, Bench::Direct] {
         let mut rig = None;
         for defect in DEFECTS.iter().chain([&CONTROL]).filter(|defect| defect.bench == bench) {
-            let counted = wanted(defect.name).then(|| count(defect, arguments.times, &mut rig));
+            let counted =
+                wanted(defect.name).then(|| count(defect, arguments.times, &mut rig, &interrupted));
             let counted = counted.flatten();
             rows += &line(defect, counted.as_ref());
             if let Some(counted) = &counted {
@@ -139,6 +152,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<bool> {
                 );
             }
         }
+    }
+    if interrupted.load(Ordering::Relaxed) {
+        println!("ended by a signal; all VMs are ended");
+        return Ok(ExitCode::from(130));
     }
     report.figure("defects", serde_json::to_value(&figures)?);
     if wanted("qemu") {
@@ -161,13 +178,12 @@ fn run(arguments: &Arguments) -> anyhow::Result<bool> {
         std::fs::write(PAGE, [before, BEGIN, &rows, END, after].concat())?;
         println!("table written to {PAGE}");
     }
-    Ok(met)
+    Ok(if met { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn main() -> ExitCode {
     match run(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(code) => code,
         Err(problem) => {
             eprintln!("{problem:#}");
             ExitCode::FAILURE
