@@ -16,8 +16,8 @@ pub(crate) enum End {
 
 /// Room in front of what is read, for what is left of a record.
 const FRONT: usize = 17 << 10;
-/// Bytes that are asked of the socket at once.
-const READ: usize = 256 << 10;
+/// Bytes that are asked of the socket at once, which stay in the nearer caches.
+const READ: usize = 64 << 10;
 
 /// Bytes of the peer's.
 pub(crate) struct Incoming {
@@ -55,6 +55,55 @@ impl Incoming {
     }
 }
 
+/// Bytes for the peer. What is emptied keeps its length in memory: to clear a vector and to make it
+/// longer again would write a zero over each byte first.
+#[derive(Default)]
+pub(crate) struct Outgoing {
+    bytes: Vec<u8>,
+    end: usize,
+}
+
+impl Outgoing {
+    /// What is to be sent.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.end]
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.end = 0;
+    }
+
+    /// Moves what is in `other` behind what is here.
+    pub(crate) fn take(&mut self, other: &mut Self) {
+        let needed = self.end + other.end;
+        if self.bytes.len() < needed {
+            self.bytes.resize(needed, 0);
+        }
+        self.bytes[self.end..needed].copy_from_slice(other.bytes());
+        self.end = needed;
+        other.clear();
+    }
+
+    /// Has `put` write behind what is here: how much it was, or how much room it needs.
+    fn append(
+        &mut self,
+        mut put: impl FnMut(&mut [u8]) -> Result<usize, Option<usize>>,
+    ) -> Result<(), Error> {
+        loop {
+            match put(&mut self.bytes[self.end..]) {
+                Ok(written) => {
+                    self.end += written;
+                    return Ok(());
+                }
+                Err(Some(required)) if required > self.bytes.len() - self.end => {
+                    self.bytes.resize(self.end + required, 0);
+                }
+                Err(_) => return Err(Error::EncryptError),
+            }
+        }
+    }
+}
+
 /// A connection, with what was decrypted and not fetched yet, and what it has to send by itself.
 pub(crate) struct Connection {
     end: End,
@@ -63,7 +112,7 @@ pub(crate) struct Connection {
     rest: Vec<u8>,
     /// How much of that was fetched.
     fetched: usize,
-    pub(crate) owed: Vec<u8>,
+    pub(crate) owed: Outgoing,
     /// The peer has said that it will say no more.
     pub(crate) ended: bool,
     /// What went wrong; the library is asked no more then.
@@ -112,7 +161,7 @@ impl Connection {
             incoming: Incoming::new(),
             rest: Vec::new(),
             fetched: 0,
-            owed: Vec::new(),
+            owed: Outgoing::default(),
             ended: false,
             failed: None,
         }
@@ -170,20 +219,20 @@ impl Connection {
     }
 
     /// Encrypts `bytes` behind what is in `outgoing`.
-    pub(crate) fn encrypt(&mut self, bytes: &[u8], outgoing: &mut Vec<u8>) -> Result<(), Error> {
+    pub(crate) fn encrypt(&mut self, bytes: &[u8], outgoing: &mut Outgoing) -> Result<(), Error> {
         if bytes.is_empty() { Ok(()) } else { self.send(&Wish::Payload(bytes), outgoing) }
     }
 
     /// Puts the word that nothing more will come behind what is in `outgoing`.
-    pub(crate) fn end(&mut self, outgoing: &mut Vec<u8>) -> Result<(), Error> {
+    pub(crate) fn end(&mut self, outgoing: &mut Outgoing) -> Result<(), Error> {
         self.send(&Wish::End, outgoing)
     }
 
-    fn send(&mut self, wish: &Wish<'_>, outgoing: &mut Vec<u8>) -> Result<(), Error> {
+    fn send(&mut self, wish: &Wish<'_>, outgoing: &mut Outgoing) -> Result<(), Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        outgoing.append(&mut self.owed);
+        outgoing.take(&mut self.owed);
         let mut payload = Payload { buffer: &mut [], filled: 0, rest: &mut self.rest };
         loop {
             match step(&mut self.end, &mut self.incoming, wish, &mut payload, outgoing)? {
@@ -202,7 +251,7 @@ fn step(
     incoming: &mut Incoming,
     wish: &Wish<'_>,
     payload: &mut Payload<'_>,
-    outgoing: &mut Vec<u8>,
+    outgoing: &mut Outgoing,
 ) -> Result<Step, Error> {
     let unread = &mut incoming.bytes[incoming.start..incoming.end];
     let (done, step) = match end {
@@ -222,7 +271,7 @@ fn handle<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     wish: &Wish<'_>,
     payload: &mut Payload<'_>,
-    outgoing: &mut Vec<u8>,
+    outgoing: &mut Outgoing,
 ) -> (usize, Result<Step, Error>) {
     let mut done = status.discard;
     let state = match status.state {
@@ -241,7 +290,7 @@ fn handle<Data>(
             }
         },
         ConnectionState::EncodeTlsData(mut data) => {
-            let encoded = append(outgoing, |room| match data.encode(room) {
+            let encoded = outgoing.append(|room| match data.encode(room) {
                 Err(EncodeError::InsufficientSize(error)) => Err(Some(error.required_size)),
                 encoded => encoded.map_err(|_| None),
             });
@@ -263,7 +312,7 @@ fn handle<Data>(
 fn write<Data>(
     mut traffic: WriteTraffic<'_, Data>,
     wish: &Wish<'_>,
-    outgoing: &mut Vec<u8>,
+    outgoing: &mut Outgoing,
 ) -> Result<Step, Error> {
     let room_for = |result| match result {
         Err(EncryptError::InsufficientSize(error)) => Err(Some(error.required_size)),
@@ -271,31 +320,8 @@ fn write<Data>(
     };
     match wish {
         Wish::Nothing => return Ok(Step::Idle),
-        Wish::Payload(bytes) => append(outgoing, |room| room_for(traffic.encrypt(bytes, room)))?,
-        Wish::End => append(outgoing, |room| room_for(traffic.queue_close_notify(room)))?,
+        Wish::Payload(bytes) => outgoing.append(|room| room_for(traffic.encrypt(bytes, room)))?,
+        Wish::End => outgoing.append(|room| room_for(traffic.queue_close_notify(room)))?,
     }
     Ok(Step::Done)
-}
-
-/// Has `put` write behind what is in `outgoing`: how much it was, or how much room it needs.
-fn append(
-    outgoing: &mut Vec<u8>,
-    mut put: impl FnMut(&mut [u8]) -> Result<usize, Option<usize>>,
-) -> Result<(), Error> {
-    let start = outgoing.len();
-    loop {
-        match put(&mut outgoing[start..]) {
-            Ok(written) => {
-                outgoing.truncate(start + written);
-                return Ok(());
-            }
-            Err(Some(required)) if required > outgoing.len() - start => {
-                outgoing.resize(start + required, 0);
-            }
-            Err(_) => {
-                outgoing.truncate(start);
-                return Err(Error::EncryptError);
-            }
-        }
-    }
 }

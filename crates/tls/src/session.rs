@@ -7,18 +7,19 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use crate::connection::{Connection, Incoming};
+use crate::connection::{Connection, Incoming, Outgoing};
 use crate::error::{explain, unwilling};
 
-/// Bytes that are encrypted at once.
-const WRITE: usize = 256 << 10;
+/// Bytes that are encrypted at once: these and what they become stay in the nearer caches.
+const WRITE: usize = 64 << 10;
+
 /// One connection, without its socket.
 pub struct Session {
     connection: Mutex<Connection>,
     /// Where the next bytes of the socket come.
     reading: Mutex<Incoming>,
     /// What is on its way to the socket; its order is that of the records.
-    sending: Mutex<Vec<u8>>,
+    sending: Mutex<Outgoing>,
     peer: String,
     own: Arc<str>,
 }
@@ -154,14 +155,14 @@ impl Session {
     fn flush(&self, socket: &mut impl Write) -> io::Result<()> {
         let mut sending = lock(&self.sending);
         let mut connection = lock(&self.connection);
-        sending.append(&mut connection.owed);
+        sending.take(&mut connection.owed);
         drop(connection);
         put(&mut sending, socket)
     }
 }
 
-fn put(sending: &mut Vec<u8>, socket: &mut impl Write) -> io::Result<()> {
-    let written = socket.write_all(sending);
+fn put(sending: &mut Outgoing, socket: &mut impl Write) -> io::Result<()> {
+    let written = socket.write_all(sending.bytes());
     sending.clear();
     written
 }
