@@ -94,8 +94,8 @@ pub(crate) struct Arguments {
 
     /// Where to write down (a file of this user's alone, removed at the end) what another `godwit
     /// migrate` of the same VM needs to take the migration up, should this one be killed before the
-    /// guest is stopped: type the same command again, within the destination's --reconnect. For a
-    /// QEMU; disks that move along are sent anew
+    /// guest is stopped: type the same command again, within the destination's --reconnect. Memory
+    /// and disks are then compared, and only what differs is sent. For a QEMU
     #[arg(long, value_name = "DIR")]
     state_dir: Option<PathBuf>,
 

@@ -23,7 +23,7 @@ use godwit_units::{TypedRate, format_duration};
 use serde_json::{Value, json};
 
 use crate::layout;
-use crate::output::{self, json_line};
+use crate::output::{self, Display, json_line};
 use crate::process::FAILED;
 use crate::run_directory;
 use crate::say;
@@ -33,6 +33,8 @@ use crate::vm::{VmName, domain_wanted, libvirt_uri, refused_qemu};
 /// Requests are short, and so are those who make them.
 const LONGEST_REQUEST: u64 = 64 << 10;
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+/// How often `--watch` looks.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Which migration.
 #[derive(Debug, Args)]
@@ -51,7 +53,10 @@ pub(crate) struct StatusArguments {
     /// Instead, what a VM does: running, paused, inmigrate and so on; for one that is in doubt
     #[arg(long, value_name = "VM", conflicts_with = "migration")]
     vm: Option<VmName>,
-    /// Print JSON
+    /// Go on until the migration ends, with the lines that `godwit migrate` itself shows
+    #[arg(long, conflicts_with = "vm")]
+    watch: bool,
+    /// Print JSON; with --watch, a line for each look
     #[arg(long)]
     json: bool,
 }
@@ -140,19 +145,16 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
                 }
                 ExitCode::SUCCESS
             }
-            Err(error) => {
-                eprintln!("godwit: {}", say::line(error));
-                ExitCode::from(FAILED)
-            }
+            Err(error) => failed(&error.to_string()),
         };
+    }
+    if arguments.watch {
+        return watch(&arguments.which, arguments.json);
     }
     let found = match &arguments.which.migration {
         Some(name) => match socket_of(name) {
             Ok(socket) => Found { sockets: vec![socket], closed: Vec::new() },
-            Err(why) => {
-                eprintln!("godwit: {}", say::line(why));
-                return ExitCode::from(FAILED);
-            }
+            Err(why) => return failed(&why),
         },
         None => running(),
     };
@@ -189,6 +191,44 @@ pub(crate) fn status(arguments: &StatusArguments) -> ExitCode {
         println!("{}", layout::wrap("", &nothing_runs(&found.closed), 0, width));
     } else if !found.closed.is_empty() {
         println!("{}", layout::wrap("", &not_visible(&found.closed), 0, width));
+    }
+    ExitCode::SUCCESS
+}
+
+/// Shows a migration until it ends, as who began it sees it. Neither to look at it nor to end the
+/// look changes it.
+fn watch(which: &Which, json: bool) -> ExitCode {
+    let socket = match the_one(which) {
+        Ok(socket) => socket,
+        Err(why) => return failed(&why),
+    };
+    let name = name_of(&socket);
+    let mut display = Display::new(json);
+    let (mut seen, mut shown) = (false, None);
+    loop {
+        match client::migration(&socket) {
+            Ok(look) => {
+                if !seen && !json {
+                    let width = layout::width(&std::io::stderr());
+                    eprintln!("{}", layout::wrap("", &heading(&name, &look), 2, width));
+                }
+                seen = true;
+                if look.progress.is_some() && look.progress != shown {
+                    shown = look.progress;
+                    shown.iter().for_each(|progress| display.progress(progress));
+                }
+            }
+            Err(_) if seen => break,
+            Err(error) => return refused(&error),
+        }
+        std::thread::sleep(LOOK);
+    }
+    display.finish();
+    if json {
+        json_line(&json!({ "event": "ended", "migration": name }));
+    } else {
+        let words = "it has ended; godwit migrate tells how, and godwit report what it was like";
+        eprintln!("migration {name}: {words}");
     }
     ExitCode::SUCCESS
 }
@@ -280,36 +320,30 @@ pub(crate) fn cancel(arguments: &CancelArguments) -> ExitCode {
     })
 }
 
+/// The socket of the migration that is meant, or why there is none.
+fn the_one(which: &Which) -> Result<PathBuf, String> {
+    if let Some(name) = &which.migration {
+        return socket_of(name);
+    }
+    let Found { sockets, closed } = running();
+    match sockets.as_slice() {
+        [only] => Ok(only.clone()),
+        [] => Err(nothing_runs(&closed)),
+        several => {
+            let names: Vec<String> = several.iter().map(|socket| name_of(socket)).collect();
+            let names = names.join("|");
+            Err(format!("several migrations run: choose one with --migration {names}"))
+        }
+    }
+}
+
 /// Asks for `request`, and when it was granted tells what `granted` makes of the migration as it
 /// was just before (which may have ended by the time somebody could ask again) or, for a change of
 /// settings, as it is now.
 fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> String) -> ExitCode {
-    let socket = match &which.migration {
-        Some(name) => match socket_of(name) {
-            Ok(socket) => socket,
-            Err(why) => {
-                eprintln!("godwit: {}", say::line(why));
-                return ExitCode::from(FAILED);
-            }
-        },
-        None => {
-            let Found { sockets, closed } = running();
-            match sockets.as_slice() {
-                [only] => only.clone(),
-                [] => {
-                    eprintln!("godwit: {}", nothing_runs(&closed));
-                    return ExitCode::from(FAILED);
-                }
-                several => {
-                    let names: Vec<String> = several.iter().map(|socket| name_of(socket)).collect();
-                    eprintln!(
-                        "godwit: several migrations run: choose one with --migration {}",
-                        names.join("|")
-                    );
-                    return ExitCode::from(FAILED);
-                }
-            }
-        }
+    let socket = match the_one(which) {
+        Ok(socket) => socket,
+        Err(why) => return failed(&why),
     };
     let before = client::migration(&socket);
     if let Err(error) = client::command(&socket, request) {
@@ -327,7 +361,11 @@ fn ask(which: &Which, request: &Request, granted: impl Fn(&MigrationLook) -> Str
 }
 
 fn refused(error: &ControlError) -> ExitCode {
-    eprintln!("godwit: {}", say::line(error));
+    failed(&error.to_string())
+}
+
+fn failed(why: &str) -> ExitCode {
+    eprintln!("godwit: {}", say::line(why));
     ExitCode::from(FAILED)
 }
 

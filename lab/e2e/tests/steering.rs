@@ -160,6 +160,8 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         let of = ["--migration", name.as_str()];
         let (migrate, receive) = machines.start(&name, ENDLESS)?;
 
+        let watch = machines.godwit().watch(&name)?;
+        watch.wait_for("progress", LIMIT, |line| line["sent_bytes"].as_u64() > Some(0))?;
         let status = machines.status(&name)?;
         ensure!(status["progress"]["sent_bytes"].as_u64() > Some(0), "{status}");
         ensure!(status["settings"]["downtime-limit"] == "5ms", "{status}");
@@ -172,6 +174,8 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         machines.refused(&two, "patience=soon is not possible: use a time")?;
         ensure!(machines.status(&name)?["settings"]["downtime-limit"] == "5ms");
         machines.refused(&["cancel", "--migration", "nobody"], "no migration 'nobody' runs")?;
+        let nobody = ["status", "--watch", "--migration", "nobody"];
+        machines.refused(&nobody, "no migration 'nobody' runs")?;
 
         machines.done(
             &[&["set"], &of[..], &["max-bandwidth=30MiB/s", "delay-hot-percent=0"]].concat(),
@@ -184,6 +188,9 @@ fn a_migration_is_steered() -> anyhow::Result<()> {
         let migrate = migrate.wait(LIMIT)?;
         machines.check_moved(&migrate)?;
         ensure!(receive.wait(LIMIT)?.status.success());
+        let watch = watch.wait(LIMIT)?;
+        ensure!(watch.status.success(), "{}: {}", watch.status, watch.errors);
+        ensure!(watch.last()["event"] == "ended", "{}", watch.last());
         // By name where another test has one that runs.
         machines.refused(&[&["set"], &of[..], &["patience=5s"]].concat(), "no migration ")?;
     }

@@ -223,6 +223,14 @@ impl Godwit {
         self.start(self.command(), "migrate", &["--vm", vm], &["--to", to], &all)
     }
 
+    /// Starts `godwit status --watch` of the migration `name`.
+    ///
+    /// # Errors
+    /// When the program does not start.
+    pub fn watch(&self, name: &str) -> anyhow::Result<Running> {
+        self.start(self.command(), "status", &["--migration", name], &["--watch"], &[])
+    }
+
     /// What ships knows none of the options that make up faults; so does a program that was built
     /// as it ships.
     fn check_hooks(&self, options: &[&str]) -> anyhow::Result<()> {
@@ -258,7 +266,7 @@ impl Godwit {
             .args(peer)
             .arg("--json")
             .args(options)
-            .args(open_network(peer[1], options))
+            .args(peer.get(1).and_then(|address| open_network(address, options)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(errors)
