@@ -38,17 +38,19 @@ use godwit_terminal::{layout, output, process, say};
 use godwit_units::GRAMMAR;
 use tracing_subscriber::filter::Targets;
 
+/// What stands below the list of commands. With that it fits on one screen.
+const BELOW: &str = "\
+Start `godwit receive` beside the destination's VM, then `godwit migrate` beside
+the source's. Until the handover, whatever fails leaves the guest at the source.
+
+Exit codes: 0 done; 1 failed, the guest is where it was; 2 wrong usage; 3 an
+operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
+";
+
 /// Live-migrates running virtual machines, exactly and without losing one.
-///
-/// Start `godwit receive` beside the destination's VM and `godwit migrate` beside the source's. The
-/// guest moves while it runs; if anything fails before the handover, it runs on at the source as if
-/// nothing had been.
-///
-/// Exit codes: 0 done · 1 failed, the guest is where it was · 2 wrong usage · 3 an operator is
-/// needed (the message says for what; also where the guest has ended with its VM) · 4 the guest of
-/// a microvm has died · 130 cancelled by Ctrl-C, the guest is where it was.
 #[derive(Debug, Parser)]
-#[command(name = "godwit", version, max_term_width = 80, after_help = GRAMMAR)]
+#[command(name = "godwit", version, max_term_width = 80)]
+#[command(after_help = format!("{BELOW}\n{GRAMMAR}"))]
 struct Arguments {
     /// Tell every step on standard error, with its time: off, error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
@@ -60,23 +62,23 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Move the guest of a VM on this host to where `godwit receive` listens.
+    /// Move the guest of a VM here to where `godwit receive` listens.
     Migrate(migrate::Arguments),
     /// Take a guest into a VM on this host that waits for one.
     Receive(receive::Arguments),
-    /// Show the VMs of this host, whatever runs them, and whether they could move.
+    /// Show the VMs of this host, and whether they could move.
     List(list::Arguments),
-    /// Find out what stands against migrations, by trying, and say what to do about it.
+    /// Try what migrations need, and say what to do where it fails.
     Doctor(doctor::Arguments),
     /// Tell what a migration would be like, without migrating.
     Plan(plan::Arguments),
-    /// Empty this host: move its VMs to where there is room, under one budget.
+    /// Empty this host: move its VMs to where there is room.
     Evacuate(evacuate::Arguments),
     /// Show migrations that run: progress, estimates and settings.
     Status(steer::StatusArguments),
     /// Change settings of a migration that runs.
     Set(steer::SetArguments),
-    /// Make the connections of a migration by another way when they are lost.
+    /// Make lost connections of a migration by another way.
     Redirect(steer::RedirectArguments),
     /// End the copying of a migration that runs and switch over now.
     Switchover(steer::SwitchoverArguments),
@@ -84,16 +86,16 @@ enum Command {
     Cancel(steer::CancelArguments),
     /// Show a migration that was made, in one HTML file.
     Report(report::Arguments),
-    /// Tell who has the guest after a migration whose end nobody knows, and settle it.
+    /// Tell who has the guest when nobody knows, and settle it.
     Recover(recover::Arguments),
-    /// A small VM with godwit inside, for those who have no QEMU and those who write VMMs.
+    /// A small VM with godwit inside.
     #[command(subcommand)]
     Microvm(microvm::Command),
-    /// Make keys for hosts, so that what goes between them is encrypted and each knows the other.
+    /// Make keys by which hosts know each other and encrypt.
     Keys(keys::Arguments),
-    /// Simulate a migration in virtual time, with made-up guests and links under the real policy.
+    /// Simulate migrations of made-up guests over made-up links.
     Simulate(simulate::Arguments),
-    /// Print what makes a shell complete godwit's commands, options and settings.
+    /// Print what makes a shell complete commands and options.
     Completions(shell::CompletionsArguments),
     /// Print a page of the manual: `godwit man | man -l -`.
     Man(shell::ManArguments),
@@ -190,6 +192,15 @@ mod tests {
             let widest = text.lines().map(|line| line.chars().count()).max().unwrap();
             assert!(widest <= 80, "{line}: {widest} columns: {text}");
             assert!(text.contains("docs/units.md"), "{line}");
+        }
+    }
+
+    #[test]
+    fn the_help_of_all_is_on_one_screen() {
+        let text = refused("godwit --help");
+        assert!(text.lines().count() <= 40, "{} lines: {text}", text.lines().count());
+        for word in ["evacuate", "--log", "Exit codes", "Units", "Until the handover"] {
+            assert!(text.contains(word), "no {word}: {text}");
         }
     }
 
