@@ -94,9 +94,10 @@ impl Read for Stream {
 
 /// Writes what the peer has room for, and waits for room no longer than `limit`.
 ///
-/// A send timeout of the socket would not do: a write that has room for some of its bytes then waits
-/// the whole limit for the others and returns a count, so that a silence is noticed after twice as
-/// long (unix(7), tcp(7); `sock_alloc_send_pskb` and `sk_stream_wait_memory` of the kernel).
+/// A send timeout of the socket would not do: a write that has room for some of its bytes then
+/// waits the whole limit for the others and returns a count, so that a silence is noticed after
+/// twice as long (unix(7), tcp(7); `sock_alloc_send_pskb` and `sk_stream_wait_memory` of the
+/// kernel).
 fn write_within(stream: impl AsFd, bytes: &[u8], limit: Duration) -> io::Result<usize> {
     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
     let until = Instant::now() + limit;

@@ -24,8 +24,8 @@ pub fn end_children() {
     }
 }
 
-/// Ends every child of this process for as long as it goes on behind Ctrl-C or a SIGTERM; whether one
-/// of these has come. Whoever makes moves one after another looks there between them.
+/// Ends every child of this process for as long as it goes on behind Ctrl-C or a SIGTERM; whether
+/// one of these has come. Whoever makes moves one after another looks there between them.
 ///
 /// # Errors
 /// When the signals cannot be handled, or no thread can be started.

@@ -12,8 +12,8 @@ use godwit_testbed::{Accelerator, Backend, Godwit, GuestConfig, QemuBuild, VmCon
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(300);
-/// Pairs for each round of the other parts: a downtime differs by as much as is looked for here, and
-/// a move takes a second.
+/// Pairs for each round of the other parts: a downtime differs by as much as is looked for here,
+/// and a move takes a second.
 const PAIRS: usize = 4;
 
 pub(crate) fn run(report: &mut Report, keys: &Path, rounds: usize) -> anyhow::Result<()> {
