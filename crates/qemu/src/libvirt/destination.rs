@@ -312,7 +312,16 @@ impl DestinationVm for LibvirtDestination {
             *taken_over = false;
             return Err(RunError::NeverRan(error.into()));
         }
-        Err(RunError::Unknown(error.into()))
+        // A daemon that was killed meanwhile may be back, and QEMU itself knows whether it was told.
+        // If it was not, telling it now is no second time; if it is being told, twice is as once.
+        let lost = matches!(error, QmpError::Libvirt { .. });
+        let runs = lost
+            && match machine.run_state().as_deref() {
+                Ok("running") => true,
+                Ok("paused" | "inmigrate") => machine.qmp.run(&Cont).is_ok(),
+                Ok(_) | Err(_) => false,
+            };
+        if runs { Ok(()) } else { Err(RunError::Unknown(error.into())) }
     }
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
