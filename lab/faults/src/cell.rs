@@ -65,10 +65,11 @@ impl Moment {
     }
 
     /// Somewhere in `phase` or behind it: within a message, within a round, or as a process gets
-    /// to it.
+    /// to it. Behind the rounds there is little left to be within.
     #[must_use]
     pub fn random(phase: Phase, rng: &mut Rng) -> Self {
-        let bytes = [64, 4096, 8 << 20][rng.usize(..3)];
+        let round = if phase < Phase::Prepare { 8 << 20 } else { 512 };
+        let bytes = [64, 4096, round][rng.usize(..3)];
         let micros = [1, 2000, 30_000][rng.usize(..3)];
         let delay = Duration::from_micros(rng.u64(..micros));
         Self { phase, bytes: rng.usize(..bytes), delay }

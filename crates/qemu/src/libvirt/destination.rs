@@ -312,8 +312,9 @@ impl DestinationVm for LibvirtDestination {
             *taken_over = false;
             return Err(RunError::NeverRan(error.into()));
         }
-        // A daemon that was killed meanwhile may be back, and QEMU itself knows whether it was told.
-        // If it was not, telling it now is no second time; if it is being told, twice is as once.
+        // A daemon that was killed meanwhile may be back, and QEMU itself knows whether it was
+        // told. If it was not, telling it now is no second time; if it is being told, twice is as
+        // once.
         let lost = matches!(error, QmpError::Libvirt { .. });
         let runs = lost
             && match machine.run_state().as_deref() {
