@@ -172,7 +172,7 @@ bench-managers: guest qemu ## domains between two libvirt daemons, beside virsh 
 BENCH_SECURE ?=
 
 .PHONY: bench-secure
-bench-secure: guest qemu ## what encryption costs (five minutes)
+bench-secure: guest qemu ## what encryption costs (ten minutes)
 	@$(CARGO) build --quiet --release --package godwit-cli --bin godwit --package godwit-bench --bin secure
 	@$(CARGO) run --quiet --release --package godwit-bench --bin secure -- $(BENCH_SECURE)
 
