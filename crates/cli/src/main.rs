@@ -19,6 +19,7 @@ mod log;
 mod microvm;
 mod migrate;
 mod plan;
+mod processors;
 mod receive;
 mod recover;
 mod report;

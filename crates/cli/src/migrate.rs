@@ -25,6 +25,7 @@ use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::output::{self, Display, json_line};
 use crate::process::{self, FAILED, USAGE};
+use crate::processors::ProcessorArguments;
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
@@ -53,6 +54,9 @@ pub(crate) struct Arguments {
 
     #[command(flatten)]
     security: SecurityArguments,
+
+    #[command(flatten)]
+    processors: ProcessorArguments,
 
     /// The name under which `godwit status`, `set`, `switchover` and `cancel` find it [default: the
     /// process id]
@@ -85,7 +89,7 @@ pub(crate) struct Arguments {
 
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
-    channels: u8,
+    channels: Channels,
 
     /// How long connections that are lost before the guest is stopped are tried for, while it runs
     /// free; 0s: not at all, the migration then fails at once
@@ -170,13 +174,21 @@ pub(crate) struct Arguments {
     hooks: crate::hooks::Migrate,
 }
 
-fn channels(text: &str) -> Result<u8, String> {
+/// How many; `None`: as there are processors.
+type Channels = Option<u8>;
+
+fn channels(text: &str) -> Result<Channels, String> {
     if text == "auto" {
-        let processors = std::thread::available_parallelism().map_or(2, usize::from);
-        return Ok(processors.clamp(2, 8) as u8);
+        return Ok(None);
     }
     let number = text.parse().ok().filter(|number| (1..=16).contains(number));
-    number.ok_or_else(|| "use 1 to 16, or auto".to_owned())
+    number.map(Some).ok_or_else(|| "use 1 to 16, or auto".to_owned())
+}
+
+/// As many as there are processors that this command may use.
+fn channels_that_fit() -> u8 {
+    let processors = std::thread::available_parallelism().map_or(2, usize::from);
+    processors.clamp(2, 8) as u8
 }
 
 fn absolute(path: &Path) -> PathBuf {
@@ -233,6 +245,10 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         output::refusal(&error, arguments.json);
         return ExitCode::from(FAILED);
     }
+    if let Err(error) = arguments.processors.apply(Some(&arguments.vm)) {
+        output::refusal(&error, arguments.json);
+        return ExitCode::from(FAILED);
+    }
     let cancel = process::cancel_on_signals();
     let handle = match MigrationHandle::typed(arguments.settings.0.clone(), cancel) {
         Ok(handle) => handle,
@@ -254,7 +270,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     options.audit = arguments.audit;
     // The VMM of a microvm, which writes it, may be in another directory.
     options.trace = arguments.trace.as_ref().map(|path| absolute(path));
-    options.channels = arguments.channels;
+    options.channels = arguments.channels.unwrap_or_else(channels_that_fit);
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
     options.reconnect = arguments.reconnect;

@@ -26,6 +26,7 @@ use serde_json::json;
 use crate::layout;
 use crate::output::{self, json_line};
 use crate::process::{self, FAILED};
+use crate::processors::ProcessorArguments;
 use crate::rights;
 use crate::say;
 use crate::security::SecurityArguments;
@@ -79,6 +80,9 @@ pub(crate) struct Arguments {
 
     #[command(flatten)]
     security: SecurityArguments,
+
+    #[command(flatten)]
+    processors: ProcessorArguments,
 
     /// How long to wait for a source; 0s: forever
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_duration)]
@@ -156,6 +160,10 @@ fn give_up_rights(arguments: &Arguments) -> io::Result<()> {
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     if let Err(error) = give_up_rights(arguments) {
+        output::refusal(&error, arguments.json);
+        return ExitCode::from(FAILED);
+    }
+    if let Err(error) = arguments.processors.apply(arguments.vm.as_ref()) {
         output::refusal(&error, arguments.json);
         return ExitCode::from(FAILED);
     }

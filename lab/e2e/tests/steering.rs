@@ -311,3 +311,43 @@ fn a_migration_that_takes_too_long_is_cancelled_or_forced() -> anyhow::Result<()
     }
     Ok(())
 }
+
+#[test]
+fn a_migration_works_on_the_processors_it_was_given() -> anyhow::Result<()> {
+    let test = "a_migration_works_on_the_processors_it_was_given";
+    let Some(build) = builds_for(test).pop() else { return Ok(()) };
+    let pair = Pair::start(&VmConfig::new(&build, GuestConfig::small(Mode::Full)))?;
+    let (given, before) = (["--cpus", "0", "--nice", "7"], processors(pair.source.pid())?);
+    let (receive, address) = pair.godwit.receive(&pair.destination, &given)?;
+    let options = [ENDLESS, &given].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    await_copying(&migrate)?;
+    for (pid, threads) in [(migrate.pid(), 5), (receive.pid(), 3)] {
+        let found = processors(pid)?;
+        ensure!(found.len() >= threads, "{found:?}");
+        ensure!(found.iter().all(|thread| thread == &("0".to_owned(), 7)), "{found:?}");
+    }
+    ensure!(processors(pair.source.pid())? == before, "the VM has other processors than it had");
+    Ok(())
+}
+
+/// Of each thread of a process: on which processors it may run, and its nice value.
+fn processors(pid: i32) -> anyhow::Result<Vec<(String, i32)>> {
+    let mut found = Vec::new();
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let place = thread?.path();
+        let (status, stat) = (place.join("status"), place.join("stat"));
+        let (Ok(status), Ok(stat)) =
+            (std::fs::read_to_string(status), std::fs::read_to_string(stat))
+        else {
+            // It has just ended.
+            continue;
+        };
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        // The name, the second field, may have spaces in it; "nice" is the 19th (proc(5)).
+        let behind = stat.rsplit_once(") ").context("no name")?.1;
+        let nice = behind.split(' ').nth(16).context("no nice value")?.parse()?;
+        found.push((allowed.context("no processors")?.trim().to_owned(), nice));
+    }
+    Ok(found)
+}
