@@ -544,6 +544,7 @@ impl Policy {
                     || self.throttle.value() >= self.settings.max_throttle.min(0.98) - 1e-9
             }
         };
+        let strongest = strongest || self.share.is_spent(self.settings.disk_limit);
         let growing = self.settings.downtime_ceiling.is_some() && self.step < Settings::STEPS;
         let waiting = self.without_progress >= patience && self.stuck_rounds >= 3;
         let lowering = self.share.may_lower(self.settings.disk_limit);

@@ -39,6 +39,8 @@ pub(crate) struct Share {
     first: Option<f64>,
     previous: Option<f64>,
     stuck: u32,
+    /// Memory has less than its part of the link, for the disks.
+    waits: bool,
     /// What is dirty is so since the round was long, not since the guest writes much.
     harmless: bool,
     limit: Option<Rate>,
@@ -96,6 +98,7 @@ impl Share {
             let waiting = f64::from(1u32 << self.stuck.min(10));
             falling.max(waiting).clamp(1.0, f64::from(ALL)) as u16
         };
+        self.waits = share < ALL;
         self.limit = match allowed {
             DiskLimit::Off => None,
             DiskLimit::Fixed(rate) => Some(rate.rate()),
@@ -108,6 +111,13 @@ impl Share {
     pub(crate) fn may_lower(&self, allowed: DiskLimit) -> bool {
         let least = self.limit.is_some_and(|limit| limit.bytes_per_second() <= LEAST);
         self.stuck > 0 && !self.harmless && allowed == DiskLimit::Auto && !least && !self.halving
+    }
+
+    /// Whether disks have memory wait at the lowest limit there is: the guest is not slowed
+    /// meanwhile, and nothing else is left to be done about its writes.
+    pub(crate) fn is_spent(&self, allowed: DiskLimit) -> bool {
+        let least = self.limit.is_some_and(|limit| limit.bytes_per_second() <= LEAST);
+        self.waits && least && allowed == DiskLimit::Auto
     }
 
     /// The limit after a round of `seconds`: a step lower when the round did not shrink. Where

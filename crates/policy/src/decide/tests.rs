@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::DiskStatistics;
 use crate::settings::SettingError;
 
 impl Policy {
@@ -220,6 +221,34 @@ fn memory_waits_for_the_first_pass_over_disks_unless_told_otherwise() {
     let told = Settings { memory_share: Some(100), ..Settings::default() };
     assert_eq!(Policy::new(told).start(true).memory_share, 100);
     assert_eq!(Policy::new(told).settings(), &told);
+}
+
+#[test]
+fn disks_that_the_lowest_limit_does_not_help_end_a_migration_after_its_patience() {
+    // Regression: for as long as disks had memory wait no throttle was put in force, so it was not
+    // at its strongest, and five times the patience went by.
+    let given_up_after = |disk_limit: &str| {
+        let mut policy = Policy::new(Settings::default());
+        policy.set("disk-limit", disk_limit).unwrap();
+        (1..1000u64).find(|number| {
+            // Blocks of 1 MiB of which a little is written; 16 MiB, and now and then a few less.
+            let mib = if number % 4 == 0 { 13 } else { 16 };
+            let disk = DiskStatistics {
+                sent: ByteCount(16 * MIB),
+                remaining: ByteCount(mib * MIB),
+                written: ByteCount(2 * MIB),
+                ..DiskStatistics::default()
+            };
+            let round = Round { disk: Some(disk), ..round(2000, 2, 1000) };
+            !goes_on(&policy.round(&round).0)
+        })
+    };
+    // Of 2 s each: a minute of patience behind the first few.
+    let rounds = given_up_after("auto").unwrap();
+    assert!((30..40).contains(&rounds), "{rounds}");
+    // One that is fixed can be changed while it runs, which may be what the operator is about.
+    let rounds = given_up_after("1MiB/s").unwrap();
+    assert!(rounds > 60, "{rounds}");
 }
 
 #[test]
