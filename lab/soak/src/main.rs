@@ -4,6 +4,7 @@
 //! where all targets were met, 1 where one was missed, 130 where somebody has ended it.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -64,10 +65,10 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         None => (Until::Moves(arguments.moves), arguments.moves),
     };
     let asked = Asked { seed: arguments.seed, moves, vms, load };
-    let soak = Soak::new(asked, until, arguments.from, arguments.faults, points());
-
     // Every wait for one of them fails then.
     let heard = end_children_on_interrupt().context("no signals")?;
+    let own = Arc::clone(&heard);
+    let soak = Soak::new(asked, until, (arguments.from, arguments.faults, points()), own);
     let load = Load::start(kinds)?;
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..soak.asked.vms.len())
@@ -81,9 +82,6 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             .collect();
         let mut drawn = false;
         while workers.iter().any(|worker| !worker.is_finished()) {
-            if heard.load(Ordering::Relaxed) {
-                soak.interrupted.store(true, Ordering::Relaxed);
-            }
             soak.table.draw(drawn);
             drawn = true;
             std::thread::sleep(PAUSE);

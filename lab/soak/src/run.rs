@@ -7,7 +7,7 @@
 //! the interruption has broken.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_faults::cell;
@@ -46,8 +46,8 @@ pub struct Soak {
     pub points: Vec<Point>,
     /// The lines that are shown.
     pub table: Table,
-    /// Set by whoever wants it to end.
-    pub interrupted: AtomicBool,
+    /// Set by whoever wants it to end, before anything is ended.
+    pub interrupted: Arc<AtomicBool>,
     /// When it began.
     pub since: Instant,
     /// Of each VM, whether it makes no more moves.
@@ -56,9 +56,15 @@ pub struct Soak {
 }
 
 impl Soak {
-    /// One that begins now.
+    /// One that begins now: from which move of each VM on, and how many of a hundred moves are
+    /// struck by which faults. It ends when `interrupted` is set.
     #[must_use]
-    pub fn new(asked: Asked, until: Until, from: u64, faults: u8, points: Vec<Point>) -> Self {
+    pub fn new(
+        asked: Asked,
+        until: Until,
+        (from, faults, points): (u64, u8, Vec<Point>),
+        interrupted: Arc<AtomicBool>,
+    ) -> Self {
         let names: Vec<&'static str> = asked.vms.iter().map(|vm| vm.name).collect();
         let gone = names.iter().map(|_| AtomicBool::new(false)).collect();
         let wanted = match until {
@@ -72,7 +78,7 @@ impl Soak {
             from,
             faults,
             points,
-            interrupted: AtomicBool::new(false),
+            interrupted,
             since: Instant::now(),
             gone,
             rows: Mutex::default(),
@@ -86,8 +92,7 @@ impl Soak {
     }
 
     /// Whether all is done, or somebody wants it to end. Of moves each VM makes a share at least,
-    /// so
-    /// that quick ones do not make all of them; they go on until the others have theirs.
+    /// so that quick ones do not make all of them; they go on until the others have theirs.
     fn is_over(&self) -> bool {
         let lines = self.table.moves();
         let done = match self.until {
@@ -113,7 +118,9 @@ impl Soak {
                 break;
             }
             let row = self.one(place, machine, number, &mut rig);
-            if self.interrupted.load(Ordering::Relaxed) && row.verdict == Verdict::Failed {
+            // What it ran in was taken away.
+            let unfinished = matches!(row.verdict, Verdict::Failed | Verdict::Skipped);
+            if unfinished && self.interrupted.load(Ordering::Relaxed) {
                 break;
             }
             failures = if row.verdict == Verdict::Failed { failures + 1 } else { 0 };
