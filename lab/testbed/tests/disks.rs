@@ -15,7 +15,9 @@ use godwit_disk::{Content, Disk, DiskChoice, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::{DestinationVm, DiskDestination, DiskVm, SourceVm};
 use godwit_qemu::{QemuDestination, QemuSource};
 use godwit_stamp::settings::{DiskWork, Mode};
-use godwit_testbed::{DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, images_for};
+use godwit_testbed::{
+    DiskImage, GuestConfig, QemuBuild, TestVm, VmConfig, builds_for, drained, images_for,
+};
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 use serde_json::{Value, json};
 
@@ -277,7 +279,7 @@ fn a_disk_that_is_written_all_the_time_is_the_same_when_its_guest_has_stopped() 
         drop(first);
         let rounds: Vec<_> = (0..5).flat_map(|_| copy_round(&mut source, &mut sinks)).collect();
         let written = source.disk_writes().unwrap()[0].saturating_sub(before);
-        let _state = source.open_state().unwrap();
+        drop(drained(source.open_state().unwrap()));
         source.stop().unwrap();
         copy_round(&mut source, &mut sinks);
         sinks[0].flush(true).unwrap();

@@ -14,7 +14,7 @@ use godwit_engine::{Cancel, Interrupt};
 use godwit_qemu::{Limits, QemuSource};
 use godwit_stamp::settings::Mode;
 use godwit_testbed::{
-    Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for,
+    Backend, DiskImage, GuestConfig, QemuBuild, RemoteDisk, TestVm, VmConfig, builds_for, drained,
     images_for,
 };
 use godwit_units::ByteCount;
@@ -57,7 +57,7 @@ fn a_guest_runs_on_when_its_storage_answers_again() {
         for round in 0..4 {
             let limits = Limits { answer: SHORT, stop: SHORT, hang: LIMIT, resume: LIMIT };
             let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
-            let _state = source.open_state().unwrap();
+            drop(drained(source.open_state().unwrap()));
             let stopped = source.stop();
 
             // Longer than any answer is waited for, several times over.
@@ -92,7 +92,7 @@ fn who_waits_for_storage_is_told() {
         let limits = Limits { answer: SHORT, stop: SHORT * 6, hang: LIMIT, resume: LIMIT };
         let source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
         let mut source = source.telling(|what| TOLD.lock().unwrap().push(what.to_owned()));
-        let _state = source.open_state().unwrap();
+        drop(drained(source.open_state().unwrap()));
 
         source.stop().unwrap_err();
         let resumed = std::thread::scope(|scope| {
@@ -232,7 +232,7 @@ fn the_cure_that_is_told_brings_a_guest_back() {
         let (mut vm, disk) = hung(&build);
         let limits = Limits { answer: SHORT, stop: SHORT, hang: SHORT, resume: SHORT };
         let mut source = QemuSource::open(&vm.qmp_socket()).unwrap().with_limits(limits);
-        let _state = source.open_state().unwrap();
+        drop(drained(source.open_state().unwrap()));
         source.stop().unwrap_err();
 
         let told = source.resume().unwrap_err().to_string();
