@@ -33,7 +33,8 @@ impl ProcessorArguments {
     /// moves, if it is there already.
     ///
     /// # Errors
-    /// With words for the operator. Nothing that was refused is in force.
+    /// With words for the operator; the command is to end then. Processors that cannot be had leave
+    /// those in force that were; where --nice is what is refused, --cpus holds already.
     pub(crate) fn apply(&self, vm: Option<&VmName>) -> Result<(), String> {
         if self.cpus.is_none() && self.nice.is_none() {
             return Ok(());
