@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use crate::layout::{self, Column};
 use crate::output::json_line;
 use crate::process::{self, CANCELLED, FAILED, OPERATOR};
+use crate::run_directory::hold_name;
 use crate::say;
 
 /// How often moves are looked at.
@@ -146,6 +147,8 @@ fn evacuate(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         return Err(EvacuateError::NoPlan { place }.into());
     }
     private(&directory).with_context(|| place.clone())?;
+    // Its moves are found by its name at their control sockets, wherever its plan is kept.
+    let _name = hold_name(&run_directory::path(), &arguments.name, &place)?;
     let cancel = process::cancel_on_signals();
     let godwit = std::env::current_exe().context("this program cannot be found")?;
     let mut moves =

@@ -1,13 +1,17 @@
-//! The sockets of migrations in the run directory, which is swept when one more is made.
+//! The sockets of migrations in the run directory, which is swept when one more is made, and the
+//! names of evacuations.
 //!
 //! Invariant: no socket is served in a directory to which another user could add, and none is
 //! removed at which somebody listens or is about to: sweeping and binding are done under one lock.
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
+use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use anyhow::{Context, bail};
 use godwit_control::steer::{Socket, bind};
 use godwit_qemu::run_directory;
 use rustix::fs::FlockOperation;
@@ -39,6 +43,57 @@ pub(crate) fn listen(
     bind(&directory.join(format!("{name}.sock"))).map_err(|error| error.to_string())
 }
 
+/// The name of an evacuation, which no other on this host has meanwhile.
+#[derive(Debug)]
+pub(crate) struct HeldName {
+    path: PathBuf,
+    /// Locked.
+    _file: File,
+}
+
+impl Drop for HeldName {
+    fn drop(&mut self) {
+        // Ours until the lock goes, which is after this.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Holds `name` for the evacuation that is kept at `place`.
+///
+/// # Errors
+/// When one of this name runs, or `directory` is not this user's own.
+pub(crate) fn hold_name(directory: &Path, name: &str, place: &str) -> anyhow::Result<HeldName> {
+    let user = rustix::process::getuid().as_raw();
+    run_directory::make(directory, user).map_err(anyhow::Error::msg)?;
+    let path = directory.join(format!("{name}.evacuation"));
+    let failed = || path.display().to_string();
+    loop {
+        let open = File::options().create(true).append(true).read(true).open(&path);
+        let mut file = open.with_context(failed)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let mut other = String::new();
+                file.read_to_string(&mut other).with_context(failed)?;
+                bail!(
+                    "an evacuation named '{name}' runs on this host (in {}): give this one another \
+                     --name",
+                    other.trim()
+                );
+            }
+            Err(TryLockError::Error(error)) => return Err(error).with_context(failed),
+        }
+        // Its holder may have removed it between the opening and the lock.
+        let number = file.metadata().with_context(failed)?.ino();
+        if !std::fs::metadata(&path).is_ok_and(|there| there.ino() == number) {
+            continue;
+        }
+        file.set_len(0).with_context(failed)?;
+        writeln!(file, "{place}").with_context(failed)?;
+        return Ok(HeldName { path, _file: file });
+    }
+}
+
 /// Removes the sockets at which nobody listens.
 fn sweep(directory: &Path) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
@@ -55,8 +110,7 @@ fn sweep(directory: &Path) {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{MetadataExt, PermissionsExt};
-    use std::path::PathBuf;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
@@ -108,6 +162,20 @@ mod tests {
         std::os::unix::fs::symlink(&dir.0, &link.0).unwrap();
         let error = listen(&link.0, "a", own()).unwrap_err();
         assert!(error.contains("is not a directory"), "{error}");
+    }
+
+    #[test]
+    fn the_name_of_an_evacuation_is_held_by_one() {
+        let dir = Dir::new("names");
+        let held = hold_name(&dir.0, "weekly", "/plans/weekly").unwrap();
+        let error = hold_name(&dir.0, "weekly", "/elsewhere/weekly").unwrap_err().to_string();
+        assert!(error.contains("(in /plans/weekly): give this one another --name"), "{error}");
+        let _other = hold_name(&dir.0, "nightly", "/plans/nightly").unwrap();
+        drop(held);
+        assert!(!dir.0.join("weekly.evacuation").exists());
+        // As one leaves it that was killed.
+        std::fs::write(dir.0.join("weekly.evacuation"), "/plans/weekly\n").unwrap();
+        drop(hold_name(&dir.0, "weekly", "/elsewhere/weekly").unwrap());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
@@ -22,6 +23,8 @@ struct World {
     sources: Vec<MicroVm>,
     destinations: Vec<[MicroVm; 2]>,
     directory: PathBuf,
+    /// What the evacuation is called: others run beside it.
+    name: String,
 }
 
 impl Drop for World {
@@ -31,10 +34,12 @@ impl Drop for World {
 }
 
 impl World {
-    fn new(round: u64) -> anyhow::Result<Self> {
+    fn new() -> anyhow::Result<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let godwit = Godwit::built()?;
-        let name = format!("godwit-e2e-evacuate-{}-{round}", std::process::id());
-        let directory = std::env::temp_dir().join(name);
+        let name = format!("e{}-{number}", std::process::id());
+        let directory = std::env::temp_dir().join(format!("godwit-e2e-evacuate-{name}"));
         std::fs::create_dir_all(&directory)?;
         let waiting = || MicroVm::start(&godwit, &[&MACHINE[..], &["--incoming"]].concat());
         let sources = (0..VMS).map(|_| MicroVm::start(&godwit, &MACHINE));
@@ -45,7 +50,7 @@ impl World {
             source.wait_ready(LIMIT)?;
             source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
         }
-        let world = Self { godwit, sources, destinations, directory };
+        let world = Self { godwit, sources, destinations, directory, name };
         std::fs::write(world.directory.join("list.json"), world.list().to_string())?;
         Ok(world)
     }
@@ -83,6 +88,7 @@ impl World {
     fn coordinator(&self, resumes: bool) -> anyhow::Result<Child> {
         let mut command = Command::new(self.godwit.program());
         command.arg("evacuate").arg("--state-dir").arg(&self.directory).arg("--json");
+        command.args(["--name", &self.name]);
         if resumes {
             command.arg("--resume");
         } else {
@@ -96,7 +102,7 @@ impl World {
     }
 
     fn is_planned(&self) -> bool {
-        self.directory.join("evacuation/plan.redb").exists()
+        self.directory.join(&self.name).join("plan.redb").exists()
     }
 
     /// Each guest runs at one destination, which the report names, and nowhere else.
@@ -138,8 +144,8 @@ fn finish(child: Child) -> anyhow::Result<Value> {
 
 /// Evacuates once, and kills the coordinator `after` its start; others after half of that, until
 /// one lives long enough.
-fn killed(round: u64, after: Duration) -> anyhow::Result<u32> {
-    let mut world = World::new(round)?;
+fn killed(after: Duration) -> anyhow::Result<u32> {
+    let mut world = World::new()?;
     let mut kills = 0;
     let mut life = after;
     loop {
@@ -168,7 +174,7 @@ fn rounds(test: &str, count: u64) -> anyhow::Result<()> {
     // The moments are spread over all that a coordinator lives for, two and a half seconds.
     for round in 0..count {
         let after = Duration::from_micros(20_000 + round * 2_480_000 / count);
-        let killed = killed(round, after).with_context(|| format!("killed after {after:?}"))?;
+        let killed = killed(after).with_context(|| format!("killed after {after:?}"))?;
         kills += u64::from(killed);
     }
     println!("{test}: {count} evacuations, {kills} coordinators killed");
@@ -181,8 +187,28 @@ fn guests_leave_for_two_destinations_within_the_budget() -> anyhow::Result<()> {
     if !kvm_for("guests_leave_for_two_destinations_within_the_budget") {
         return Ok(());
     }
-    let mut world = World::new(u64::MAX)?;
-    let report = finish(world.coordinator(false)?)?;
+    let mut world = World::new()?;
+    let coordinator = world.coordinator(false)?;
+    // Another of its name, whose plan is kept elsewhere, does not reach for its moves.
+    let until = Instant::now() + LIMIT;
+    while !world.is_planned() {
+        ensure!(Instant::now() < until, "no plan");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (list, elsewhere) = (world.directory.join("list.json"), world.directory.join("elsewhere"));
+    let list = [list, elsewhere].map(|path| path.display().to_string());
+    let other = world.godwit.run(&[
+        "evacuate",
+        &list[0],
+        "--state-dir",
+        &list[1],
+        "--name",
+        &world.name,
+    ])?;
+    let errors = String::from_utf8_lossy(&other.stderr).into_owned();
+    ensure!(other.status.code() == Some(1), "{}", other.status);
+    ensure!(errors.contains("runs on this host (in /"), "{errors}");
+    let report = finish(coordinator)?;
     world.check(&report)?;
     let took = report["took_seconds"].as_f64().context("no time")?;
     // 24 MiB of each guest at least, at 80 MiB/s together.
