@@ -91,13 +91,15 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     drop(load);
     let (rows, seconds) = (soak.rows(), soak.since.elapsed().as_secs_f64());
     let met = report::finish(&rows, &soak.asked, seconds)?;
-    if heard.load(Ordering::Relaxed) {
+    let interrupted = heard.load(Ordering::Relaxed);
+    let whole = arguments.only.is_empty() && arguments.from == 0 && arguments.moves >= 500;
+    // One that was ended when it had all that it was to have is whole.
+    if (arguments.table || whole) && (met || !interrupted) {
+        report::write_page(&rows, &soak.asked, seconds)?;
+    }
+    if interrupted {
         println!("ended by a signal; all VMs are ended");
         return Ok(ExitCode::from(130));
-    }
-    let whole = arguments.only.is_empty() && arguments.from == 0 && arguments.moves >= 500;
-    if arguments.table || whole {
-        report::write_page(&rows, &soak.asked, seconds)?;
     }
     Ok(if met { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -1,10 +1,8 @@
 //! One thread for each VM, which moves it until all moves are made.
 //!
 //! Keeps two promises: a move that fails says what was wrong and how it is made again, and the VM
-//! is
-//! replaced by a new one; and whoever is interrupted ends what it started, and calls no failure
-//! what
-//! the interruption has broken.
+//! is replaced by a new one; and whoever is interrupted ends what it started, and calls no failure
+//! what the interruption has broken.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -91,15 +89,15 @@ impl Soak {
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether all is done, or somebody wants it to end. Of moves each VM makes a share at least,
-    /// so that quick ones do not make all of them; they go on until the others have theirs.
+    /// Whether all is done, or somebody wants it to end. Of moves each VM tries a share at least, so
+    /// that quick ones do not make all of them; they go on until the others have theirs.
     fn is_over(&self) -> bool {
-        let lines = self.table.moves();
+        let (lines, tries) = (self.table.moves(), self.table.tries());
         let done = match self.until {
             Until::Moves(moves) => {
                 let share = moves / (2 * lines.len()).max(1);
                 lines.iter().sum::<usize>() >= moves
-                    && lines
+                    && tries
                         .iter()
                         .zip(&self.gone)
                         .all(|(own, gone)| *own >= share || gone.load(Ordering::Relaxed))

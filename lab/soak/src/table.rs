@@ -16,6 +16,8 @@ const WIDTH: usize = 79;
 struct Line {
     name: &'static str,
     moves: usize,
+    /// Moves that were given up in good order.
+    stayed: usize,
     struck: usize,
     failed: usize,
     downtime_ms: f64,
@@ -50,6 +52,12 @@ impl Table {
         self.lock().iter().map(|line| line.moves).collect()
     }
 
+    /// How many moves of each VM came to an end, with the guest here or there.
+    #[must_use]
+    pub fn tries(&self) -> Vec<usize> {
+        self.lock().iter().map(|line| line.moves + line.stayed).collect()
+    }
+
     /// Says what the VM at `place` does.
     pub fn doing(&self, place: usize, what: &str) {
         if let Some(line) = self.lock().get_mut(place) {
@@ -67,7 +75,8 @@ impl Table {
             Verdict::Moved => (line.moves, total) = (line.moves + 1, total + 1),
             Verdict::Survived => line.struck += 1,
             Verdict::Failed => line.failed += 1,
-            Verdict::Stayed | Verdict::Skipped => {}
+            Verdict::Stayed => line.stayed += 1,
+            Verdict::Skipped => {}
         }
         line.downtime_ms = row.downtime_ms;
         line.worst_ms = line.worst_ms.max(row.downtime_ms);
