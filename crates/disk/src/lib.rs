@@ -102,6 +102,42 @@ pub trait DiskRound: Send {
     fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError>;
 }
 
+/// A disk as it is now, at either side. Others may write to it meanwhile: what is read of a stretch
+/// that is being written is of no use to anybody.
+///
+/// ```
+/// use godwit_disk::{Content, DiskError, DiskReader, Extent};
+/// use godwit_units::PageRun;
+///
+/// /// A disk of zeros.
+/// struct Empty;
+///
+/// impl DiskReader for Empty {
+///     fn extents(&mut self, run: PageRun) -> Result<Vec<Extent>, DiskError> {
+///         Ok(vec![Extent { run, content: Content::Zero }])
+///     }
+///
+///     fn read(&mut self, _: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError> {
+///         bytes.fill(0);
+///         Ok(())
+///     }
+/// }
+/// ```
+pub trait DiskReader: Send {
+    /// What `run` holds: stretches in order, without gaps and overlaps.
+    ///
+    /// # Errors
+    /// When the machine cannot tell.
+    fn extents(&mut self, run: PageRun) -> Result<Vec<Extent>, DiskError>;
+
+    /// Reads all of `runs`, together at most 1 MiB, into `bytes`, one behind the other: as many at
+    /// once as the disk takes.
+    ///
+    /// # Errors
+    /// When they cannot be read; says where.
+    fn read(&mut self, runs: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError>;
+}
+
 /// A disk at the destination.
 pub trait DiskSink: Send {
     /// Writes `bytes`, whole pages, from the first page of `run` on. They may still be under way on
@@ -128,6 +164,12 @@ pub trait DiskSink: Send {
 impl fmt::Debug for dyn DiskRound {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("DiskRound")
+    }
+}
+
+impl fmt::Debug for dyn DiskReader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("DiskReader")
     }
 }
 

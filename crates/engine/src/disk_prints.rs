@@ -5,9 +5,7 @@
 //! the last write there, and nothing was sent of it since. So it is left out of the pass over the
 //! whole disk alone, which comes before anything else is sent.
 
-use std::collections::VecDeque;
-
-use godwit_disk::{Content, DiskRound, Extent};
+use godwit_disk::{Content, DiskReader};
 use godwit_fingerprints::Key;
 use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
@@ -16,53 +14,56 @@ use crate::EngineError;
 
 /// Pages of a piece. Its 8 bytes make 128 MiB for a disk of 1 TiB, which both sides can afford.
 const PIECE_PAGES: u64 = 16;
-/// Pages that are asked for at once, at the most ([`DiskRound::submit`]).
-const READ_PAGES: u64 = 256;
+/// Pages that are read at once, at the most ([`DiskReader::read`]).
+pub(crate) const READ_PAGES: u64 = 256;
 /// The word for a piece of which it is not known what it holds: no fingerprint is 0.
 const UNKNOWN: u64 = 0;
 
-/// Reads all of a disk of `pages` by `round`, and calls `tell` with the fingerprints of the pieces
-/// of each segment, in order; with none for a segment of zeros. Without a round nothing is known.
+/// Reads all of a disk of `pages` by `reader`, and calls `tell` with the fingerprints of the pieces
+/// of each segment, in order; with none for a segment of zeros. Without a reader nothing is known.
 ///
 /// # Errors
 /// When the disk cannot be read, or `tell` fails.
 pub(crate) fn tell(
-    round: Option<Box<dyn DiskRound>>,
+    reader: Option<Box<dyn DiskReader>>,
     pages: PageCount,
     key: &Key,
     mut tell: impl FnMut(u32, Vec<u64>) -> Result<(), EngineError>,
 ) -> Result<(), EngineError> {
     let segments = pages.0.div_ceil(SEGMENT_PAGES);
-    let Some(mut round) = round else {
+    let Some(mut reader) = reader else {
         for segment in 0..segments {
             tell(segment as u32, vec![UNKNOWN; pieces(segment_run(segment, pages)) as usize])?;
         }
         return Ok(());
     };
-    let mut segment = SegmentBytes::new(pages);
-    let mut source = DataRuns { rest: None };
-    let mut asked: VecDeque<PageRun> = VecDeque::new();
-    let mut over = false;
-    loop {
-        while !over && asked.len() < round.depth().max(1) {
-            match source.next(round.as_mut())? {
-                Some(run) => {
-                    round.submit(run).map_err(EngineError::Disk)?;
-                    asked.push_back(run);
-                }
-                None => over = true,
+    let mut bytes = Vec::new();
+    for segment in 0..segments {
+        let run = segment_run(segment, pages);
+        bytes.clear();
+        bytes.resize(run.count.bytes().0 as usize, 0);
+        let mut has_data = false;
+        for extent in reader.extents(run).map_err(EngineError::Disk)? {
+            if extent.content == Content::Zero {
+                continue;
+            }
+            has_data = true;
+            for part in parts(extent.run, READ_PAGES) {
+                let start = ((part.start.0 - run.start.0) * PAGE_SIZE) as usize;
+                let bytes = &mut bytes[start..start + part.count.bytes().0 as usize];
+                reader.read(&[part], bytes).map_err(EngineError::Disk)?;
             }
         }
-        let Some(run) = asked.pop_front() else { break };
-        while run.start.0 >= segment.run.end().0 {
-            tell(segment.number as u32, segment.next(key))?;
-        }
-        round.complete(segment.bytes_of(run)).map_err(EngineError::Disk)?;
-    }
-    while segment.number < segments {
-        tell(segment.number as u32, segment.next(key))?;
+        let prints = bytes.chunks((PIECE_PAGES * PAGE_SIZE) as usize).filter(|_| has_data);
+        tell(segment as u32, prints.map(|piece| key.page(piece).word()).collect())?;
     }
     Ok(())
+}
+
+/// `run` in parts of at most so many pages.
+pub(crate) fn parts(run: PageRun, most: u64) -> impl Iterator<Item = PageRun> {
+    let (start, end) = (run.start.0, run.end().0);
+    (start..end).step_by(most as usize).map(move |at| PageRun::new(at, most.min(end - at)))
 }
 
 fn segment_run(segment: u64, pages: PageCount) -> PageRun {
@@ -72,69 +73,6 @@ fn segment_run(segment: u64, pages: PageCount) -> PageRun {
 
 fn pieces(run: PageRun) -> u64 {
     run.count.0.div_ceil(PIECE_PAGES)
-}
-
-/// Data of a disk, in runs that are read at once and lie within a segment.
-struct DataRuns {
-    rest: Option<PageRun>,
-}
-
-impl DataRuns {
-    fn next(&mut self, round: &mut dyn DiskRound) -> Result<Option<PageRun>, EngineError> {
-        loop {
-            if let Some(rest) = self.rest.take() {
-                let border = (rest.start.0 / SEGMENT_PAGES + 1) * SEGMENT_PAGES;
-                let end = rest.end().0.min(border).min(rest.start.0 + READ_PAGES);
-                if end < rest.end().0 {
-                    self.rest = Some(PageRun::new(end, rest.end().0 - end));
-                }
-                return Ok(Some(PageRun::new(rest.start.0, end - rest.start.0)));
-            }
-            match round.next().map_err(EngineError::Disk)? {
-                None => return Ok(None),
-                Some(Extent { run, content: Content::Data }) => self.rest = Some(run),
-                Some(Extent { content: Content::Zero, .. }) => {}
-            }
-        }
-    }
-}
-
-/// The bytes of the segment that is being read.
-struct SegmentBytes {
-    pages: PageCount,
-    number: u64,
-    run: PageRun,
-    bytes: Vec<u8>,
-    /// Something other than zeros may have been read.
-    has_data: bool,
-}
-
-impl SegmentBytes {
-    fn new(pages: PageCount) -> Self {
-        let run = segment_run(0, pages);
-        let bytes = vec![0; run.count.bytes().0 as usize];
-        Self { pages, number: 0, run, bytes, has_data: false }
-    }
-
-    fn bytes_of(&mut self, run: PageRun) -> &mut [u8] {
-        self.has_data = true;
-        let start = ((run.start.0 - self.run.start.0) * PAGE_SIZE) as usize;
-        &mut self.bytes[start..start + run.count.bytes().0 as usize]
-    }
-
-    /// The fingerprints of this segment; goes on to the next one.
-    fn next(&mut self, key: &Key) -> Vec<u64> {
-        let mut prints = Vec::new();
-        if std::mem::take(&mut self.has_data) {
-            let pieces = self.bytes[..self.run.count.bytes().0 as usize]
-                .chunks((PIECE_PAGES * PAGE_SIZE) as usize);
-            prints.extend(pieces.map(|piece| key.page(piece).word()));
-            self.bytes.fill(0);
-        }
-        self.number += 1;
-        self.run = segment_run(self.number, self.pages);
-        prints
-    }
 }
 
 /// What a disk at the destination holds, as the source was told.

@@ -247,8 +247,8 @@ pub enum EngineError {
     State(#[source] io::Error),
     /// The copy is not exact.
     #[error(
-        "the copy is NOT exact: {differing} of {chunks} chunks of {size} differ, the first in RAM \
-         block '{block}' at offset {offset:#x}; please report this"
+        "the copy is NOT exact: {differing} of {chunks} chunks of {size} differ, the first is \
+         {place}; please report this"
     )]
     Digest {
         /// The size of a chunk.
@@ -257,10 +257,8 @@ pub enum EngineError {
         differing: u64,
         /// Chunks compared.
         chunks: u64,
-        /// The block of the first.
-        block: String,
-        /// Its offset in the block.
-        offset: u64,
+        /// Where the first begins.
+        place: crate::report::Place,
     },
     /// The guest was handed over, and was not sent whole.
     #[error(
@@ -466,8 +464,9 @@ mod tests {
         let timeout = EngineError::Timeout { what: "an answer", limit: Duration::from_secs(1) };
         let silent = EngineError::Silent { peer: "source", limit: Duration::from_secs(1) };
         let protocol = EngineError::Protocol { peer: "source", what: "something".to_owned() };
-        let (size, block) = (ByteCount(1 << 20), "ram".to_owned());
-        let digest = EngineError::Digest { size, differing: 1, chunks: 2, block, offset: 0 };
+        let size = ByteCount(1 << 20);
+        let place = crate::report::Place { block: "ram".to_owned(), disk: false, offset: 0 };
+        let digest = EngineError::Digest { size, differing: 1, chunks: 2, place };
         let io = || io::Error::from(io::ErrorKind::NotFound);
         for (error, code) in [
             (EngineError::Layout("differ".to_owned()), AbortCode::Layout),

@@ -180,6 +180,9 @@ pub struct DiskMeasures {
     /// Pages of it that were only named, being zero.
     #[serde(rename = "zero_pages", with = "pages")]
     pub zero: PageCount,
+    /// The destination has read it back, and holds what was sent.
+    #[serde(default)]
+    pub verified: bool,
 }
 
 /// A time with bounds.
@@ -540,27 +543,34 @@ mod pages {
     }
 }
 
-/// A page of a RAM block.
+/// A page of a RAM block or of a disk.
 ///
 /// ```
-/// let place = godwit_engine::report::Place { block: "pc.ram".to_owned(), offset: 0x3000 };
+/// use godwit_engine::report::Place;
+///
+/// let place = Place { block: "pc.ram".to_owned(), disk: false, offset: 0x3000 };
 /// assert_eq!(place.to_string(), "RAM block 'pc.ram' at 0x3000");
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// The block.
+    /// The name of the block or disk.
     pub block: String,
+    /// It is a disk.
+    #[serde(default)]
+    pub disk: bool,
     /// Bytes from its beginning.
     pub offset: u64,
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RAM block '{}' at {:#x}", self.block, self.offset)
+        let kind = if self.disk { "disk" } else { "RAM block" };
+        write!(f, "{kind} '{}' at {:#x}", self.block, self.offset)
     }
 }
 
-/// What an audit has found: whether memory arrived as it was sent, and whether all was sent.
+/// What an audit has found: whether memory, and the disks that move along, arrived as they were
+/// sent, and whether all was sent.
 ///
 /// ```
 /// # fn show(audit: &godwit_engine::report::Audit) {
@@ -596,7 +606,7 @@ impl fmt::Display for Audit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pages, damaged, missed, first_damaged, first_missed } = self;
         match first_damaged {
-            None => write!(f, "memory arrived as it was sent")?,
+            None => write!(f, "all arrived as it was sent")?,
             Some(first) => write!(f, "{} of {pages} did not arrive as sent: {first}", damaged.0)?,
         }
         match first_missed {

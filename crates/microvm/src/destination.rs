@@ -6,7 +6,7 @@
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use godwit_disk::{Disk, DiskChoice, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_engine::vm::{DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
 
@@ -98,6 +98,10 @@ impl DiskDestination for MicrovmDestination<'_> {
             _ => Err(missing(&wanted.name).into()),
         };
         wanted.iter().map(open).collect()
+    }
+
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        Ok(self.machine.disk().map(|disk| disk.reader()).into_iter().collect())
     }
 }
 

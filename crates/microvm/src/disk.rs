@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use godwit_disk::{Disk as MovingDisk, DiskRound, DiskSink, Writes};
+use godwit_disk::{Disk as MovingDisk, DiskReader, DiskRound, DiskSink, Writes};
 use godwit_units::{ByteCount, Rate};
 use godwit_virtio::{Effect, InvalidRing, Piece, Transport};
 use rustix::fs::FlockOperation;
@@ -155,6 +155,11 @@ impl Disk {
             problem(words.to_owned())
         })
         .map(|sink| Box::new(sink) as Box<dyn DiskSink>)
+    }
+
+    /// Reads it as it is now.
+    pub(crate) fn reader(&self) -> Box<dyn DiskReader> {
+        Box::new(moving::ImageReader::new(Arc::clone(&self.image), self.moving()))
     }
 
     /// Brings what was written to the image where another host with the same storage finds it.

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use godwit_balloon::FreeHints;
-use godwit_disk::{Disk as MovingDisk, DiskChoice, DiskRound, granularity_for};
+use godwit_disk::{Disk as MovingDisk, DiskChoice, DiskReader, DiskRound, granularity_for};
 use godwit_engine::vm::{Brake, DiskVm, FreePages, SourceVm, SwitchoverCosts, VmError};
 use godwit_memory::RamBlock;
 use godwit_track::{DirtyTracker, GovernorMeasures, PagemapTracker};
@@ -264,6 +264,10 @@ impl DiskVm for MicrovmSource<'_> {
         let rounds =
             self.disk.iter().map(|(disk, _)| disk.round().ok_or("the disk is not tracked".into()));
         rounds.collect()
+    }
+
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        Ok(self.disk.iter().map(|(disk, _)| disk.reader()).collect())
     }
 
     fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {

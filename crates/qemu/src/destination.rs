@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_memory::RamBlock;
@@ -326,7 +326,7 @@ impl DiskDestination for QemuDestination {
         Ok(sinks)
     }
 
-    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
         Ok(self.receiving.as_ref().map_or(Ok(Vec::new()), Receiving::read)?)
     }
 

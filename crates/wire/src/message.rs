@@ -312,11 +312,12 @@ pub enum Message {
     /// [`Feature::Restart`](crate::Feature::Restart).
     PrintsRequest {
         /// And of every disk that moves along? Only with
-        /// [`Feature::DiskPrints`](crate::Feature::DiskPrints).
+        /// [`Feature::DiskPrints`](crate::Feature::DiskPrints), or of what was read back with
+        /// [`Feature::DiskProof`](crate::Feature::DiskProof).
         disks: bool,
     },
     /// D: the fingerprints of the pages of one segment, in order; none where all are zero. Of a
-    /// disk one for each 16 pages.
+    /// disk one for each 16 pages, or, of one that was read back for an audit, one for each page.
     Prints {
         /// The RAM block or disk.
         block: u32,

@@ -139,12 +139,20 @@ pub enum Feature {
     /// The last pages follow when the guest runs at the destination. No godwit has it yet: the two
     /// machines of `protocol` and these messages do.
     PostCopy = 4,
+    /// [`Self::Proof`] is of disks, too: behind the digests of RAM blocks come those of the disks.
+    DiskProof = 5,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 5] =
-        [Self::Restart, Self::Proof, Self::Trial, Self::DiskPrints, Self::PostCopy];
+    pub const ALL: [Self; 6] = [
+        Self::Restart,
+        Self::Proof,
+        Self::Trial,
+        Self::DiskPrints,
+        Self::PostCopy,
+        Self::DiskProof,
+    ];
 
     /// How it is called in reports.
     #[must_use]
@@ -155,6 +163,7 @@ impl Feature {
             Self::Trial => "trial",
             Self::DiskPrints => "disk-prints",
             Self::PostCopy => "postcopy",
+            Self::DiskProof => "disk-proof",
         }
     }
 }
@@ -181,7 +190,8 @@ impl Features {
         Self::of(Feature::Restart).0
             | Self::of(Feature::Proof).0
             | Self::of(Feature::Trial).0
-            | Self::of(Feature::DiskPrints).0,
+            | Self::of(Feature::DiskPrints).0
+            | Self::of(Feature::DiskProof).0,
     );
 
     /// One feature.
@@ -194,6 +204,12 @@ impl Features {
     #[must_use]
     pub const fn common(self, other: Self) -> Self {
         Self(self.0 & other.0)
+    }
+
+    /// All but `feature`.
+    #[must_use]
+    pub const fn without(self, feature: Feature) -> Self {
+        Self(self.0 & !Self::of(feature).0)
     }
 
     /// Whether `feature` is among them.

@@ -152,7 +152,7 @@ pub const DEFECTS: [Defect; 9] = [
         receive: &["--disks", "all"],
         guest: &["disk"],
         verify: None,
-        audit: &[],
+        audit: &["and not sent then"],
     },
 ];
 

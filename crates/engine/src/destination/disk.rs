@@ -13,6 +13,7 @@ use godwit_units::{ByteCount, PageRun};
 use godwit_wire::Content;
 
 use super::channel::{PEER, PageSink};
+use super::proof::Placed;
 use crate::EngineError;
 
 /// Bytes that may be written and not be on stable storage yet. It bounds how long a flush takes,
@@ -66,6 +67,10 @@ pub(super) struct DiskPlace {
     sink: Option<Box<dyn DiskSink>>,
     last: Arc<LastRound>,
     unstable: ByteCount,
+    /// Where what was written is marked, so that it is read back.
+    placed: Option<Arc<Placed>>,
+    /// What is not marked yet: it may be under way.
+    unmarked: Vec<PageRun>,
 }
 
 impl DiskPlace {
@@ -75,8 +80,10 @@ impl DiskPlace {
         disk: Disk,
         sink: Box<dyn DiskSink>,
         last: Arc<LastRound>,
+        placed: Option<Arc<Placed>>,
     ) -> Self {
-        Self { number, disk, sink: Some(sink), last, unstable: ByteCount::ZERO }
+        let (sink, unstable) = (Some(sink), ByteCount::ZERO);
+        Self { number, disk, sink, last, unstable, placed, unmarked: Vec::new() }
     }
 
     fn broke(&self, what: &str) -> EngineError {
@@ -102,7 +109,32 @@ impl DiskPlace {
         let began = Instant::now();
         self.with(|sink| sink.flush(true))?;
         self.last.flushed(began.elapsed());
+        self.mark();
         Ok(())
+    }
+
+    /// Waits until everything is written.
+    fn write_out(&mut self) -> Result<(), EngineError> {
+        self.with(|sink| sink.flush(false))?;
+        self.mark();
+        Ok(())
+    }
+
+    fn note(&mut self, run: PageRun) {
+        if self.placed.is_none() {
+            return;
+        }
+        match self.unmarked.last_mut() {
+            Some(last) if last.end() == run.start => last.count += run.count,
+            _ => self.unmarked.push(run),
+        }
+    }
+
+    /// Marks what was written, behind the flush that has waited for it.
+    fn mark(&mut self) {
+        if let Some(placed) = &self.placed {
+            self.unmarked.drain(..).for_each(|run| placed.mark(self.number, run));
+        }
     }
 }
 
@@ -133,13 +165,14 @@ impl PageSink for DiskPlace {
             Content::Data => self.with(|sink| sink.write(run, bytes))?,
             Content::Zero => self.with(|sink| sink.zero(run))?,
         }
+        self.note(run);
         self.unstable += ByteCount(bytes.len() as u64);
         if self.unstable >= UNSTABLE { self.flush() } else { Ok(()) }
     }
 
     fn end_round(&mut self, last: bool) -> Result<(), EngineError> {
         if !last {
-            return self.with(|sink| sink.flush(false));
+            return self.write_out();
         }
         self.last.in_place();
         self.flush()?;
@@ -149,7 +182,7 @@ impl PageSink for DiskPlace {
     }
 
     fn settle(&mut self) -> Result<(), EngineError> {
-        if self.sink.is_some() { self.with(|sink| sink.flush(false)) } else { Ok(()) }
+        if self.sink.is_some() { self.write_out() } else { Ok(()) }
     }
 
     /// What was told to be in place is flushed while the guest still runs: the last round has that
@@ -199,7 +232,7 @@ mod tests {
     fn place(noted: &Noted, last: &Arc<LastRound>) -> DiskPlace {
         // One sector more than nine pages.
         let disk = Disk { name: "vda".to_owned(), size: ByteCount(9 * PAGE_SIZE + 512) };
-        DiskPlace::new(3, disk, Box::new(noted.clone()), Arc::clone(last))
+        DiskPlace::new(3, disk, Box::new(noted.clone()), Arc::clone(last), None)
     }
 
     #[test]
@@ -247,7 +280,7 @@ mod tests {
     fn little_is_left_to_flush() {
         let (noted, last) = (Noted::default(), Arc::default());
         let disk = Disk { name: "vda".to_owned(), size: ByteCount(1 << 30) };
-        let mut place = DiskPlace::new(0, disk, Box::new(noted.clone()), last);
+        let mut place = DiskPlace::new(0, disk, Box::new(noted.clone()), last, None);
         let bytes = vec![1; 1 << 20];
         for index in 0..300 {
             place.place(0, PageRun::new(index * 256, 256), Content::Data, &bytes).unwrap();

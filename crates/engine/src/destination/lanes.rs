@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_codec::Decompressor;
-use godwit_disk::{Disk, DiskSink};
+use godwit_disk::{Disk, DiskReader, DiskSink};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
@@ -25,14 +25,14 @@ use super::disk::{DiskPlace, LastRound};
 use super::fault::MadeUp;
 use super::memory::MemoryPlace;
 use super::offer::Accepted;
-use super::proof::{Placed, Prover};
+use super::proof::{Placed, Prover, Tables};
 use super::session::{Session, out_of_place};
 use super::slips::Slips;
 use crate::address::Stream;
 use crate::cells::Cells;
 use crate::link::{FrameReader, link_error};
 use crate::return_proof::FORGOTTEN;
-use crate::vm::{DestinationVm, VmError};
+use crate::vm::DestinationVm;
 use crate::{EngineError, limits, threads};
 
 pub(super) struct Lanes {
@@ -57,10 +57,20 @@ pub(super) struct Lanes {
     /// Where what is placed is marked, if it is to be read back, and who does so.
     placed_pages: Option<Arc<Placed>>,
     prover: Option<Prover>,
+    /// Whether that is so for disks, too.
+    proves_disks: bool,
+    /// What was read back, once the last round of all disks was.
+    proven: Option<Proven>,
     /// The key that fingerprints are told by, once, of a source that audits.
     proof_key: Option<Key>,
     /// Pages were placed whose marks are gone.
     marks_lost: bool,
+}
+
+/// What was read back of everything, and the digests of that.
+pub(super) struct Proven {
+    pub(super) digests: Vec<Vec<u128>>,
+    pub(super) tables: Tables,
 }
 
 impl Lanes {
@@ -77,6 +87,8 @@ impl Lanes {
         let streams = await_channels(session, 0, memory + disks.len(), notice)?;
         let features = session.common_features(offer.features);
         let proves = offer.verify && features.contains(Feature::Proof);
+        let proves_disks = proves && features.contains(Feature::DiskProof);
+        let of = placed_of(ram, &disks, proves, proves_disks);
         let mut lanes = Self {
             channels: Vec::new(),
             memory,
@@ -92,8 +104,10 @@ impl Lanes {
             disks: Vec::new(),
             open_disks: 0,
             order: Arc::new(order),
-            placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
+            placed_pages: of,
             prover: None,
+            proves_disks,
+            proven: None,
             proof_key: None,
             marks_lost: false,
         };
@@ -103,12 +117,12 @@ impl Lanes {
     }
 
     /// None yet, where a godwit that was killed has placed what nobody knows of: the source, whose
-    /// RAM blocks have the numbers `order` here, is told so. `proves`: it may have all read back.
-    /// What was placed in `disks` and acknowledged is there, as it is in memory.
+    /// RAM blocks have the numbers `order` here, is told so. `proves`, `proves_disks`: it may have
+    /// all read back. What was placed in `disks` and acknowledged is there, as it is in memory.
     pub(super) fn restored(
         session: &Session<'_>,
         ram: &Arc<Vec<RamBlock>>,
-        (order, proves): (Vec<usize>, bool),
+        (order, proves, proves_disks): (Vec<usize>, bool, bool),
         disks: Vec<(Disk, Box<dyn DiskSink>)>,
         made_up: MadeUp,
     ) -> Self {
@@ -127,8 +141,10 @@ impl Lanes {
             disks: Vec::new(),
             open_disks: 0,
             order: Arc::new(order),
-            placed_pages: proves.then(|| Arc::new(Placed::new(ram))),
+            placed_pages: placed_of(ram, &disks, proves, proves_disks),
             prover: None,
+            proves_disks,
+            proven: None,
             proof_key: None,
             marks_lost: true,
         };
@@ -142,7 +158,8 @@ impl Lanes {
         for (index, (disk, sink)) in disks.into_iter().enumerate() {
             let (last_round, number) = (Arc::clone(&self.last_round), self.order.len() + index);
             self.disks.push(disk.clone());
-            self.parked.push(Box::new(DiskPlace::new(number, disk, sink, last_round)));
+            let placed = self.placed_pages.clone().filter(|_| self.proves_disks);
+            self.parked.push(Box::new(DiskPlace::new(number, disk, sink, last_round, placed)));
         }
     }
 
@@ -255,13 +272,25 @@ impl Lanes {
     }
 
     /// Lets the machine have its disks, when the last round of all of them is in place: behind that
-    /// nobody has a sink any more.
-    pub(super) fn close_disks(&mut self, vm: &mut dyn DestinationVm) -> Result<(), VmError> {
+    /// nobody has a sink any more. What was written to them is read back before, unless it `ends`
+    /// otherwise.
+    pub(super) fn close_disks(
+        &mut self,
+        vm: &mut dyn DestinationVm,
+        ends: impl Fn() -> Option<EngineError>,
+    ) -> Result<(), EngineError> {
         if self.open_disks == 0 || self.last_round.ended() != self.open_disks {
             return Ok(());
         }
+        if self.proves_disks
+            && let Some(prover) = self.prover.take()
+        {
+            let digests = prover.digests(ends)?;
+            let tables = prover.finish()?;
+            self.proven = Some(Proven { digests, tables });
+        }
         self.open_disks = 0;
-        vm.disk_destination().map_or(Ok(()), |vm| vm.close_disks())
+        vm.disk_destination().map_or(Ok(()), |vm| vm.close_disks()).map_err(EngineError::Vm)
     }
 
     /// Whether the machine has its disks.
@@ -284,17 +313,21 @@ impl Lanes {
     ///
     /// # Errors
     /// When that was not agreed upon.
-    pub(super) fn prove(&mut self, key: Key) -> Result<(), EngineError> {
+    pub(super) fn prove(
+        &mut self,
+        vm: &mut dyn DestinationVm,
+        key: Key,
+    ) -> Result<(), EngineError> {
         let Some(placed) = &self.placed_pages else {
             return Err(out_of_place(&Message::Prove { seed: 0 }));
         };
+        self.prover = None;
         if std::mem::replace(&mut self.marks_lost, true) {
-            self.prover = None;
-            self.ram.iter().enumerate().for_each(|(number, block)| {
-                placed.mark(number, block.all());
-            });
+            placed.mark_all();
         }
-        self.prover = Some(Prover::start(&self.ram, placed, key)?);
+        let readers = if self.proves_disks { readers(vm, self.disks.len())? } else { None };
+        let readers = readers.unwrap_or_default();
+        self.prover = Some(Prover::start(&self.ram, readers, placed, key)?);
         self.proof_key = Some(key);
         Ok(())
     }
@@ -304,9 +337,14 @@ impl Lanes {
         self.prover.as_ref()
     }
 
+    /// What was read back, once the last round of all disks was.
+    pub(super) fn proven(&self) -> Option<&Proven> {
+        self.proven.as_ref()
+    }
+
     /// The key of the fingerprints that are read back, if nobody has asked for them yet.
     pub(super) fn take_proof_key(&mut self) -> Option<Key> {
-        self.proof_key.take().filter(|_| self.prover.is_some())
+        self.proof_key.take().filter(|_| self.prover.is_some() || self.proven.is_some())
     }
 
     /// Nothing is read back any more.
@@ -333,6 +371,27 @@ impl Drop for Lanes {
     fn drop(&mut self) {
         self.end();
     }
+}
+
+/// Where what is placed is marked, if it is to be read back.
+fn placed_of(
+    ram: &[RamBlock],
+    disks: &[(Disk, Box<dyn DiskSink>)],
+    proves: bool,
+    proves_disks: bool,
+) -> Option<Arc<Placed>> {
+    let disks = disks.iter().filter(|_| proves_disks).map(|(disk, _)| disk.clone());
+    proves.then(|| Arc::new(Placed::new(ram, &disks.collect::<Vec<_>>())))
+}
+
+/// What reads each of so many disks of `vm` as it is now; `None` where it cannot.
+pub(super) fn readers(
+    vm: &mut dyn DestinationVm,
+    disks: usize,
+) -> Result<Option<Vec<Box<dyn DiskReader>>>, EngineError> {
+    let readers = vm.disk_destination().map_or(Ok(Vec::new()), |vm| vm.read_disks());
+    let readers = readers.map_err(EngineError::Vm)?;
+    Ok(Some(readers).filter(|readers| readers.len() == disks))
 }
 
 /// The connections of `count` channels of `attempt`, in their order.

@@ -23,6 +23,7 @@ mod proof;
 mod record;
 mod session;
 mod slips;
+mod telling;
 
 use std::io;
 use std::path::PathBuf;
@@ -31,16 +32,14 @@ use std::time::{Duration, Instant};
 
 use godwit_disk::{Disk, DiskChoice};
 use godwit_fingerprints::Key;
-use godwit_memory::{RamBlock, segments};
+use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
-use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
-use godwit_wire::{DIGESTS_PER_MESSAGE, Feature, Message};
+use godwit_units::ByteCount;
+use godwit_wire::{Feature, Message};
 
 use crate::address::Listener;
 use crate::cells::Cells;
 use crate::compression::Codecs;
-use crate::digests;
-use crate::disk_prints;
 use crate::link::link_error;
 use crate::record::Place;
 use crate::security::Security;
@@ -328,12 +327,13 @@ fn await_killed<'a>(
         last: None,
     })?;
     let proves = record.verified && record.features().contains(Feature::Proof);
+    let proves_disks = proves && record.features().contains(Feature::DiskProof);
     let made_up = MadeUp::of(options);
     // Those that the operator names now: what the one before was allowed is no matter.
     let disks = record.disks();
     let sinks = open_disks(vm, &disks, &options.disks)?;
     let disks = disks.into_iter().zip(sinks).collect();
-    let lanes = Lanes::restored(&session, &ram, (order, proves), disks, made_up);
+    let lanes = Lanes::restored(&session, &ram, (order, proves, proves_disks), disks, made_up);
     Ok((session, First::Back(back, Box::new(lanes), record.clone())))
 }
 
@@ -432,9 +432,9 @@ impl Stage {
     }
 
     /// Has what is placed read back.
-    fn prove(&mut self, seed: u64) -> Result<(), EngineError> {
+    fn prove(&mut self, vm: &mut dyn DestinationVm, seed: u64) -> Result<(), EngineError> {
         match self {
-            Self::Receiving(lanes) => lanes.prove(Key::new(seed)),
+            Self::Receiving(lanes) => lanes.prove(vm, Key::new(seed)),
             Self::Offered(_) | Self::Nothing => Err(out_of_place(&Message::Prove { seed })),
         }
     }
@@ -557,7 +557,7 @@ impl Destination<'_> {
                     self.session.keep(secret, self.options.reconnect)?;
                     self.keep_record(stage)?;
                 }
-                Message::Prove { seed } if !self.pages_complete => stage.prove(seed)?,
+                Message::Prove { seed } if !self.pages_complete => stage.prove(self.vm, seed)?,
                 message => break message,
             }
         };
@@ -744,96 +744,10 @@ impl Destination<'_> {
     }
 
     fn acknowledge(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
-        lanes.close_disks(self.vm).map_err(EngineError::Vm)?;
+        lanes.close_disks(self.vm, || self.session.ends())?;
         let flush = lanes.take_flush();
         self.session.say(&Message::RoundAck { round: self.round, flush })?;
         (self.notice)(&Notice::Round { round: self.round, received: lanes.received() });
-        Ok(())
-    }
-
-    fn send_digests(&self, lanes: &Lanes) -> Result<(), EngineError> {
-        if let Some(prover) = lanes.prover() {
-            let digests = prover.digests(|| self.session.ends())?;
-            for (number, own) in lanes.order().iter().enumerate() {
-                let pieces = digests[*own].chunks(DIGESTS_PER_MESSAGE);
-                for (piece, first) in pieces.zip((0..).step_by(DIGESTS_PER_MESSAGE)) {
-                    let (block, digests) = (number as u32, piece.to_vec());
-                    self.session.say(&Message::Digests { block, first, digests })?;
-                }
-            }
-            return Ok(());
-        }
-        for (number, own) in lanes.order().iter().enumerate() {
-            let block = &self.ram[*own];
-            let chunks = digests::chunks(block.pages());
-            for first in (0..chunks).step_by(DIGESTS_PER_MESSAGE) {
-                let digests = digests::digests(
-                    block,
-                    first..chunks.min(first + DIGESTS_PER_MESSAGE),
-                    self.session.interrupt(),
-                    |_, _| {},
-                )?;
-                let digests = digests.ok_or(EngineError::Interrupted)?;
-                let (block, first) = (number as u32, first as u32);
-                self.session.say(&Message::Digests { block, first, digests })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Tells a source that was started anew, or one that audits, what is in memory here.
-    fn send_prints(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
-        // A source that audits asks by the key of its proof. One that was started anew knows
-        // nothing of what the one before it wanted to have proven.
-        let audit = lanes.take_proof_key();
-        lanes.end_proof();
-        let key = match audit
-            .filter(|_| !self.disk_prints_wanted && !self.session.may_ask_for_prints())
-        {
-            Some(key) => key,
-            None => Key::new(self.session.prints_seed(self.disk_prints_wanted)?),
-        };
-        let mut pages = vec![0; PageCount(READ).bytes().0 as usize];
-        for (number, own) in lanes.order().iter().enumerate() {
-            let block = &self.ram[*own];
-            for (segment, at) in segments(&[block.pages()]).enumerate() {
-                self.check_wanted()?;
-                let prints = if block.has_data(at.run)? {
-                    prints(block, at.run, &key, &mut pages)?
-                } else {
-                    Vec::new()
-                };
-                let (block, segment) = (number as u32, segment as u32);
-                self.session.say(&Message::Prints { block, segment, prints })?;
-            }
-        }
-        if self.disk_prints_wanted { self.send_disk_prints(lanes, &key) } else { Ok(()) }
-    }
-
-    /// Whether somebody still waits for what takes long: the operator has not cancelled, and no
-    /// other connection of the source has come.
-    fn check_wanted(&self) -> Result<(), EngineError> {
-        if self.session.is_cancelled() {
-            return Err(EngineError::Cancelled);
-        }
-        self.session.superseded().map_or(Ok(()), Err)
-    }
-
-    /// Tells it what is on the disks here.
-    fn send_disk_prints(&mut self, lanes: &Lanes, key: &Key) -> Result<(), EngineError> {
-        let disks = self.vm.disk_destination();
-        let mut readers = match disks {
-            Some(disks) => disks.read_disks().map_err(EngineError::Vm)?.into_iter(),
-            None => Vec::new().into_iter(),
-        };
-        for (index, disk) in lanes.disks().iter().enumerate() {
-            let block = (lanes.order().len() + index) as u32;
-            let tell = |segment, prints| {
-                self.check_wanted()?;
-                self.session.say(&Message::Prints { block, segment, prints })
-            };
-            disk_prints::tell(readers.next(), disk.pages(), key, tell)?;
-        }
         Ok(())
     }
 
@@ -867,28 +781,6 @@ impl Destination<'_> {
         self.measures.total = self.session.elapsed();
         Ok(Input::Started)
     }
-}
-
-/// Pages that are read at once for their fingerprints: 256 KiB.
-const READ: u64 = 64;
-
-/// The fingerprints of the pages of `run`.
-fn prints(
-    block: &RamBlock,
-    run: PageRun,
-    key: &Key,
-    pages: &mut [u8],
-) -> Result<Vec<u64>, EngineError> {
-    let mut prints = Vec::with_capacity(run.count.0 as usize);
-    let mut at = run.start.0;
-    while at < run.end().0 {
-        let count = PageCount(READ.min(run.end().0 - at));
-        let pages = &mut pages[..count.bytes().0 as usize];
-        block.read(PageIndex(at), pages)?;
-        prints.extend(pages.chunks_exact(4096).map(|page| key.page(page).word()));
-        at += count.0;
-    }
-    Ok(prints)
 }
 
 fn phase_of(state: State) -> Phase {

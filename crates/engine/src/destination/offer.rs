@@ -9,6 +9,7 @@ use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Message, Offer, QUESTIONS_LIMIT};
 
+use super::lanes;
 use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
@@ -29,11 +30,14 @@ pub(super) fn consider(
     session: &Session<'_>,
     vm: &mut dyn DestinationVm,
     options: &Options,
-    offer: Offer,
+    mut offer: Offer,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Accepted, EngineError> {
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
+    if offer.verify && !disks.is_empty() && lanes::readers(vm, disks.len())?.is_none() {
+        offer.features = offer.features.without(Feature::DiskProof);
+    }
     let ram = vm.ram().iter().map(|block| block.pages().bytes()).sum();
     notice(&Notice::Accepted {
         ram,

@@ -1,48 +1,65 @@
 //! What was placed is read back while the guest still runs at the source.
 //!
 //! A thread reads each page behind its last write and keeps its fingerprint, so that the digests of
-//! all memory are at hand when the guest is stopped, but for what the last round brought.
+//! all memory, and of the disks that move along, are at hand when the guest is stopped, but for
+//! what the last round brought.
 //!
 //! Invariant: a page is marked behind its write, and its mark is taken before it is read. So a
-//! fingerprint that stands when no mark is left is of what the page holds.
+//! fingerprint that stands when no mark is left is of what the page holds. A write to a disk may be
+//! under way for a while: it is marked behind the flush that waits for it.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use godwit_bitmap::AtomicDirtyBitmap;
+use godwit_disk::{Content, Disk, DiskReader};
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{MemoryError, RamBlock, SEGMENT_PAGES, segments};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 
+use crate::disk_prints::{READ_PAGES, parts};
 use crate::{EngineError, limits, threads};
 
 /// Pages read at once: 64 KiB, which stay in the core's own caches.
 const READ: u64 = 16;
+/// Pages of a disk in a row that are read without asking first what of them is data.
+const FEW: u64 = 16;
 /// How often it is looked whether anything was placed.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Which pages were placed since they were read back, by RAM block.
+/// Which pages were placed since they were read back, by RAM block and, behind these, by disk.
 #[derive(Debug)]
 pub(super) struct Placed(Vec<AtomicDirtyBitmap>);
 
 impl Placed {
-    /// None of `ram`.
-    pub(super) fn new(ram: &[RamBlock]) -> Self {
-        Self(ram.iter().map(|block| AtomicDirtyBitmap::new(block.pages())).collect())
+    /// None of `ram` and of `disks`.
+    pub(super) fn new(ram: &[RamBlock], disks: &[Disk]) -> Self {
+        let pages = ram.iter().map(RamBlock::pages).chain(disks.iter().map(Disk::pages));
+        Self(pages.map(AtomicDirtyBitmap::new).collect())
     }
 
-    /// `run` of RAM block `block` was placed.
-    pub(super) fn mark(&self, block: usize, run: PageRun) {
-        self.0[block].set(run);
+    /// `run` of RAM block or disk `number` was placed.
+    pub(super) fn mark(&self, number: usize, run: PageRun) {
+        self.0[number].set(run);
+    }
+
+    /// Nothing is known of what was placed: all of it is marked.
+    pub(super) fn mark_all(&self) {
+        for pages in &self.0 {
+            pages.set(PageRun::new(0, pages.len().0));
+        }
     }
 }
+
+/// What was read back of each segment of each RAM block and disk, in our order.
+pub(super) type Tables = Vec<Vec<SegmentFingerprints>>;
 
 /// The thread that reads back. It ends with the handle.
 #[derive(Debug)]
 pub(super) struct Prover {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<JoinHandle<Tables>>,
 }
 
 #[derive(Debug)]
@@ -57,7 +74,7 @@ struct State {
     asked: u64,
     answered: u64,
     digests: Vec<Vec<u128>>,
-    failed: Option<MemoryError>,
+    failed: Option<EngineError>,
     ended: bool,
 }
 
@@ -68,31 +85,35 @@ impl Shared {
 }
 
 impl Prover {
-    /// Begins to read back what is marked as `placed` in `ram`.
+    /// Begins to read back what is marked as `placed` in `ram`, and in the disks that these
+    /// `readers` read.
     pub(super) fn start(
         ram: &Arc<Vec<RamBlock>>,
+        readers: Vec<Box<dyn DiskReader>>,
         placed: &Arc<Placed>,
         key: Key,
     ) -> Result<Self, EngineError> {
         let shared = Arc::new(Shared { state: Mutex::default(), changed: Condvar::new() });
         let fingerprints = PageFingerprints::new();
-        let tables = ram.iter().map(|block| {
-            segments(&[block.pages()]).map(|segment| fingerprints.segment(segment.run)).collect()
+        let tables = placed.0[..ram.len() + readers.len()].iter().map(|pages| {
+            segments(&[pages.len()]).map(|segment| fingerprints.segment(segment.run)).collect()
         });
         let reader = Reader {
             shared: Arc::clone(&shared),
             ram: Arc::clone(ram),
+            pages: vec![0; pages_read(&readers) as usize],
+            disks: readers,
             placed: Arc::clone(placed),
             key,
             tables: tables.collect(),
-            pages: vec![0; PageCount(READ).bytes().0 as usize],
+            few: (0, Vec::new()),
         };
         let thread = threads::start("proof", move || reader.run())?;
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The digest of each segment of each RAM block, in our order, as they are now; nothing may be
-    /// placed meanwhile for that. Waits until all that was placed is read back, or it `ends`
+    /// The digest of each segment of each RAM block and disk, in our order, as they are now; nothing
+    /// may be placed meanwhile for that. Waits until all that was placed is read back, or it `ends`
     /// otherwise.
     pub(super) fn digests(
         &self,
@@ -104,7 +125,7 @@ impl Prover {
         self.shared.changed.notify_all();
         loop {
             if let Some(error) = state.failed.take() {
-                return Err(error.into());
+                return Err(error);
             }
             if state.answered >= asked {
                 return Ok(state.digests.clone());
@@ -119,12 +140,23 @@ impl Prover {
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+
+    /// Ends it; what it has read.
+    pub(super) fn finish(mut self) -> Result<Tables, EngineError> {
+        self.end();
+        let thread = self.thread.take().ok_or(EngineError::Panicked("proof"))?;
+        thread.join().map_err(|_| EngineError::Panicked("proof"))
+    }
+
+    fn end(&self) {
+        self.shared.lock().ended = true;
+        self.shared.changed.notify_all();
+    }
 }
 
 impl Drop for Prover {
     fn drop(&mut self) {
-        self.shared.lock().ended = true;
-        self.shared.changed.notify_all();
+        self.end();
         if let Some(thread) = self.thread.take()
             && !std::thread::panicking()
         {
@@ -137,31 +169,39 @@ impl Drop for Prover {
 struct Reader {
     shared: Arc<Shared>,
     ram: Arc<Vec<RamBlock>>,
+    disks: Vec<Box<dyn DiskReader>>,
     placed: Arc<Placed>,
     key: Key,
-    tables: Vec<Vec<SegmentFingerprints>>,
+    tables: Tables,
     pages: Vec<u8>,
+    /// Short stretches of a disk that are read together.
+    few: (usize, Vec<PageRun>),
+}
+
+/// Bytes that are read at once at the most.
+fn pages_read(disks: &[Box<dyn DiskReader>]) -> u64 {
+    PageCount(if disks.is_empty() { READ } else { READ_PAGES }).bytes().0
 }
 
 /// Why a pass ended before all was read.
 enum Stopped {
     Ended,
-    Failed(MemoryError),
+    Failed(EngineError),
 }
 
 impl From<MemoryError> for Stopped {
     fn from(error: MemoryError) -> Self {
-        Self::Failed(error)
+        Self::Failed(error.into())
     }
 }
 
 impl Reader {
-    fn run(mut self) {
+    fn run(mut self) -> Tables {
         loop {
             let asked = {
                 let state = self.shared.lock();
                 if state.ended {
-                    return;
+                    return self.tables;
                 }
                 (state.asked > state.answered).then_some(state.asked)
             };
@@ -171,11 +211,11 @@ impl Reader {
             });
             let (found, digests) = match passed {
                 Ok(passed) => passed,
-                Err(Stopped::Ended) => return,
+                Err(Stopped::Ended) => return self.tables,
                 Err(Stopped::Failed(error)) => {
                     self.shared.lock().failed = Some(error);
                     self.shared.changed.notify_all();
-                    return;
+                    return self.tables;
                 }
             };
             let mut state = self.shared.lock();
@@ -194,6 +234,7 @@ impl Reader {
         let mut found = PageCount::ZERO;
         for (number, marks) in placed.0.iter().enumerate() {
             found += marks.try_harvest(|run| self.read(number, run))?;
+            self.read_few()?;
         }
         Ok(found)
     }
@@ -206,6 +247,7 @@ impl Reader {
                 if let Some(page) = table.first_unknown() {
                     let rest = PageRun::new(page.0, table.run().end().0 - page.0);
                     self.read(number, rest)?;
+                    self.read_few()?;
                 }
             }
         }
@@ -214,8 +256,11 @@ impl Reader {
         Ok(self.tables.iter_mut().map(|tables| tables.iter_mut().map(of).collect()).collect())
     }
 
-    /// Reads `run` of RAM block `number`, of which holes are known to be zeros.
+    /// Reads `run` of RAM block or disk `number`, of which holes are known to be zeros.
     fn read(&mut self, number: usize, run: PageRun) -> Result<(), Stopped> {
+        if let Some(disk) = number.checked_sub(self.ram.len()) {
+            return self.read_disk(disk, run);
+        }
         let ram = Arc::clone(&self.ram);
         let mut at = run.start;
         for data in ram[number].data_coarse(run) {
@@ -226,6 +271,65 @@ impl Reader {
         }
         self.holes(number, at, run.end());
         Ok(())
+    }
+
+    /// Short stretches are read as they are, many at once; of long ones it is asked what is data.
+    fn read_disk(&mut self, disk: usize, run: PageRun) -> Result<(), Stopped> {
+        if run.count.0 <= FEW {
+            let pages: u64 = self.few.1.iter().map(|run| run.count.0).sum();
+            if self.few.0 != disk || pages + run.count.0 > READ_PAGES {
+                self.read_few()?;
+            }
+            self.few.0 = disk;
+            self.few.1.push(run);
+            return Ok(());
+        }
+        let failed = |error| Stopped::Failed(EngineError::Disk(error));
+        let number = self.ram.len() + disk;
+        for extent in self.disks[disk].extents(run).map_err(failed)? {
+            if extent.content == Content::Zero {
+                self.holes(number, extent.run.start, extent.run.end());
+                continue;
+            }
+            for part in parts(extent.run, READ_PAGES) {
+                self.check_wanted()?;
+                let bytes = part.count.bytes().0 as usize;
+                self.disks[disk].read(&[part], &mut self.pages[..bytes]).map_err(failed)?;
+                self.record(number, part, 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the short stretches that were put off.
+    fn read_few(&mut self) -> Result<(), Stopped> {
+        let (disk, runs) = (self.few.0, std::mem::take(&mut self.few.1));
+        if runs.is_empty() {
+            return Ok(());
+        }
+        self.check_wanted()?;
+        let bytes = runs.iter().map(|run| run.count.bytes().0).sum::<u64>() as usize;
+        let read = self.disks[disk].read(&runs, &mut self.pages[..bytes]);
+        read.map_err(|error| Stopped::Failed(EngineError::Disk(error)))?;
+        let mut at = 0;
+        for run in runs {
+            self.record(self.ram.len() + disk, run, at);
+            at += run.count.bytes().0 as usize;
+        }
+        Ok(())
+    }
+
+    /// The pages of `run` were read into `self.pages`, from byte `at` of it on.
+    fn record(&mut self, number: usize, run: PageRun, at: usize) {
+        let pages = self.pages[at..].chunks_exact(PAGE_SIZE as usize);
+        for (page, bytes) in (run.start.0..run.end().0).zip(pages) {
+            let table = &mut self.tables[number][(page / SEGMENT_PAGES) as usize];
+            let _ = table.update(PageIndex(page), self.key.page(bytes));
+        }
+    }
+
+    fn check_wanted(&self) -> Result<(), Stopped> {
+        if self.shared.lock().ended { Err(Stopped::Ended) } else { Ok(()) }
     }
 
     /// The pages from `start` to `end` are holes.
@@ -241,20 +345,10 @@ impl Reader {
     }
 
     fn data(&mut self, block: &RamBlock, number: usize, run: PageRun) -> Result<(), Stopped> {
-        let mut at = run.start.0;
-        while at < run.end().0 {
-            if self.shared.lock().ended {
-                return Err(Stopped::Ended);
-            }
-            let segment = at / SEGMENT_PAGES;
-            let count = READ.min(run.end().0 - at).min((segment + 1) * SEGMENT_PAGES - at);
-            let pages = &mut self.pages[..PageCount(count).bytes().0 as usize];
-            block.read(PageIndex(at), pages)?;
-            let table = &mut self.tables[number][segment as usize];
-            for (page, bytes) in (at..).zip(pages.chunks_exact(PAGE_SIZE as usize)) {
-                let _ = table.update(PageIndex(page), self.key.page(bytes));
-            }
-            at += count;
+        for part in parts(run, READ) {
+            self.check_wanted()?;
+            block.read(part.start, &mut self.pages[..part.count.bytes().0 as usize])?;
+            self.record(number, part, 0);
         }
         Ok(())
     }

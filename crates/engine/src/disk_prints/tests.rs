@@ -1,39 +1,27 @@
 //! What is told of a disk, and what a source makes of it.
 #![allow(clippy::unwrap_used)]
 
-use godwit_disk::DiskError;
-use godwit_units::ByteCount;
+use godwit_disk::{DiskError, Extent};
 
 use super::*;
 
 /// A disk whose extents are these, and whose pages are filled with what `byte` says.
-struct Round {
-    extents: VecDeque<Extent>,
+struct Stretches {
+    extents: Vec<Extent>,
     byte: fn(u64) -> u8,
-    asked: VecDeque<PageRun>,
 }
 
-impl DiskRound for Round {
-    fn dirty(&self) -> Option<ByteCount> {
-        None
+impl DiskReader for Stretches {
+    fn extents(&mut self, run: PageRun) -> Result<Vec<Extent>, DiskError> {
+        let within = |extent: &Extent| {
+            extent.run.intersect(run).map(|run| Extent { run, content: extent.content })
+        };
+        Ok(self.extents.iter().filter_map(within).collect())
     }
 
-    fn next(&mut self) -> Result<Option<Extent>, DiskError> {
-        Ok(self.extents.pop_front())
-    }
-
-    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
-        assert!(run.count.0 <= READ_PAGES && self.asked.len() < 3);
-        self.asked.push_back(run);
-        Ok(())
-    }
-
-    fn depth(&self) -> usize {
-        3
-    }
-
-    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
-        let run = self.asked.pop_front().unwrap();
+    fn read(&mut self, runs: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError> {
+        let [run] = *runs else { panic!("{runs:?}") };
+        assert!(run.count.0 <= READ_PAGES);
         assert_eq!(bytes.len() as u64, run.count.bytes().0);
         for (page, bytes) in (run.start.0..).zip(bytes.chunks_mut(4096)) {
             bytes.fill((self.byte)(page));
@@ -53,9 +41,9 @@ fn extent(start: u64, count: u64, content: Content) -> Extent {
 /// What a source learns of a disk of `pages` with these extents.
 fn learnt(pages: u64, extents: &[Extent]) -> Held {
     let key = Key::new(7);
-    let round = Round { extents: extents.iter().copied().collect(), byte, asked: VecDeque::new() };
+    let reader = Stretches { extents: extents.to_vec(), byte };
     let mut held = Held::new(PageCount(pages), key);
-    tell(Some(Box::new(round)), PageCount(pages), &key, |segment, prints| {
+    tell(Some(Box::new(reader)), PageCount(pages), &key, |segment, prints| {
         assert_eq!(segment, held.next_segment());
         assert!(held.add(prints));
         Ok(())

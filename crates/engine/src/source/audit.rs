@@ -6,8 +6,10 @@
 //! destination must hold what was sent last, and so must this side. Beside that it is remembered
 //! when the tracker reported the page, before anything was done about it.
 //!
-//! Nothing is handed over before all of it is equal. A page that is a hole here may have been given
-//! back since it was sent, so it is not compared with what was sent.
+//! Nothing is handed over before all of it is equal. A page of memory that is a hole here may have
+//! been given back since it was sent, so it is not compared with what was sent. Of the disks that
+//! move along all is compared, page by page as well; what the destination holds of them is what it
+//! has read back.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Write};
@@ -15,14 +17,15 @@ use std::path::Path;
 
 use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
-use godwit_fingerprints::{Fingerprint, Key};
+use godwit_disk::{Content, DiskReader};
+use godwit_fingerprints::{Fingerprint, Key, SegmentFingerprints};
 use godwit_memory::{RamBlock, Segment, channel_of};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 
-use super::channel::Owned;
-use super::history::Sent;
+use super::history::{History, Sent};
 use super::look_back::is_hole;
 use crate::EngineError;
+use crate::disk_prints::{READ_PAGES, parts};
 use crate::report::{Audit, Difference, Place};
 
 /// What both sides are compared by.
@@ -32,6 +35,23 @@ pub(super) struct Auditor<'a> {
     pub(super) free: Option<&'a FreeHints>,
     /// Channels of memory.
     pub(super) channels: usize,
+    /// The names of the disks that move along, which are numbered behind the RAM blocks.
+    pub(super) disks: &'a [String],
+}
+
+/// A segment of memory or of a disk, and what is known of what was sent of it.
+#[derive(Clone, Copy)]
+pub(super) struct SentOf<'a> {
+    pub(super) segment: Segment,
+    pub(super) prints: Option<&'a SegmentFingerprints>,
+    pub(super) history: Option<&'a History>,
+}
+
+impl SentOf<'_> {
+    /// What was sent of `page` last; `zero` where nothing was.
+    fn sent(&self, page: u64, zero: Fingerprint) -> Fingerprint {
+        self.prints.and_then(|prints| prints.print(PageIndex(page))).unwrap_or(zero)
+    }
 }
 
 /// Pages that differ, in the order in which they were found, and what the destination holds of
@@ -46,29 +66,64 @@ pub(super) struct Differing {
 }
 
 impl Auditor<'_> {
-    /// Compares segment `number`, of which the destination holds `prints`; none: zeros.
-    pub(super) fn compare(
+    /// Compares part `number`, of which the destination holds `prints`; none: zeros.
+    pub(super) fn compare_there(
         &self,
-        (number, owned): (usize, &Owned),
+        (number, part): (usize, SentOf<'_>),
         prints: &[u64],
         differing: &mut Differing,
-    ) -> Result<(), EngineError> {
-        let Segment { block, run } = owned.segment();
-        let zero = self.key.zero();
-        let sent = |page: u64| {
-            let known = owned.fingerprints().and_then(|prints| prints.print(PageIndex(page)));
-            known.unwrap_or(zero)
-        };
+    ) {
+        let (run, zero) = (part.segment.run, self.key.zero());
         differing.pages += run.count.0;
         for page in run.start.0..run.end().0 {
             let there = match prints.get((page - run.start.0) as usize) {
                 Some(word) => Fingerprint::from_word(*word).unwrap_or(zero),
                 None => zero,
             };
-            if there != sent(page) {
+            if there != part.sent(page, zero) {
                 differing.damaged.push((number, page, there));
             }
         }
+    }
+
+    /// Compares part `number`, of a disk, with what the disk holds here.
+    pub(super) fn compare_disk(
+        &self,
+        (number, part): (usize, SentOf<'_>),
+        disk: &mut dyn DiskReader,
+        differing: &mut Differing,
+    ) -> Result<(), EngineError> {
+        let zero = self.key.zero();
+        let mut bytes = vec![0; PageCount(READ_PAGES).bytes().0 as usize];
+        let mut look = |page: u64, print: Fingerprint| {
+            if print != part.sent(page, zero) {
+                differing.missed.push((number, page));
+            }
+        };
+        for extent in disk.extents(part.segment.run).map_err(EngineError::Disk)? {
+            if extent.content == Content::Zero {
+                (extent.run.start.0..extent.run.end().0).for_each(|page| look(page, zero));
+                continue;
+            }
+            for run in parts(extent.run, READ_PAGES) {
+                let bytes = &mut bytes[..run.count.bytes().0 as usize];
+                disk.read(&[run], bytes).map_err(EngineError::Disk)?;
+                let pages = bytes.chunks_exact(PAGE_SIZE as usize);
+                (run.start.0..).zip(pages).for_each(|(page, page_bytes)| {
+                    look(page, self.key.page(page_bytes));
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares part `number`, of memory, with what memory holds here.
+    pub(super) fn compare_memory(
+        &self,
+        (number, part): (usize, SentOf<'_>),
+        differing: &mut Differing,
+    ) -> Result<(), EngineError> {
+        let (Segment { block, run }, zero) = (part.segment, self.key.zero());
         let mut skipped = BTreeSet::new();
         if let Some(free) = self.free {
             free.skipped(block, run, |page| {
@@ -81,10 +136,10 @@ impl Auditor<'_> {
             let data = data?;
             for page in data.start.0..data.end().0 {
                 ram.read(PageIndex(page), &mut bytes)?;
-                let same = self.key.page(&bytes) == sent(page);
+                let same = self.key.page(&bytes) == part.sent(page, zero);
                 // A hint holds until the page is reported.
                 let believed = skipped.contains(&page)
-                    && owned.history().is_none_or(|history| {
+                    && part.history.is_none_or(|history| {
                         let left_out = history.of(page).next().map(|sent| sent.round);
                         history.last_report(page) < left_out
                     });
@@ -98,12 +153,12 @@ impl Auditor<'_> {
     }
 
     /// What came of it, with the first difference of each kind explained.
-    pub(super) fn conclude(&self, segments: &[Owned], differing: &Differing) -> Audit {
+    pub(super) fn conclude(&self, all: &[SentOf<'_>], differing: &Differing) -> Audit {
         let damaged = differing.damaged.first();
-        let damaged = damaged
-            .map(|(number, page, there)| self.explain_damage(segments, (*number, *page), *there));
+        let damaged =
+            damaged.map(|(number, page, there)| self.explain_damage(all, (*number, *page), *there));
         let missed = differing.missed.first();
-        let missed = missed.and_then(|(number, page)| self.explain_miss(&segments[*number], *page));
+        let missed = missed.and_then(|(number, page)| self.explain_miss(all[*number], *page));
         Audit {
             pages: PageCount(differing.pages),
             damaged: PageCount(differing.damaged.len() as u64),
@@ -113,22 +168,39 @@ impl Auditor<'_> {
         }
     }
 
-    fn place(&self, block: usize, page: u64) -> Place {
-        Place { block: self.ram[block].name().to_owned(), offset: PageIndex(page).offset() }
+    /// The name of RAM block or disk `number`, and whether it is a disk.
+    fn name(&self, number: usize) -> (String, bool) {
+        match number.checked_sub(self.ram.len()) {
+            None => (self.ram[number].name().to_owned(), false),
+            Some(disk) => (self.disks[disk].clone(), true),
+        }
+    }
+
+    fn place(&self, number: usize, page: u64) -> Place {
+        let (block, disk) = self.name(number);
+        Place { block, disk, offset: PageIndex(page).offset() }
+    }
+
+    /// Each disk has a channel behind those of memory.
+    fn channel(&self, number: usize, page: u64) -> usize {
+        match number.checked_sub(self.ram.len()) {
+            None => channel_of(number, PageIndex(page), self.channels),
+            Some(disk) => self.channels + disk,
+        }
     }
 
     fn explain_damage(
         &self,
-        segments: &[Owned],
+        all: &[SentOf<'_>],
         (number, page): (usize, u64),
         there: Fingerprint,
     ) -> Difference {
-        let owned = &segments[number];
-        let block = owned.segment().block;
+        let part = all[number];
+        let block = part.segment.block;
         let place = self.place(block, page);
-        let channel = channel_of(block, PageIndex(page), self.channels);
+        let channel = self.channel(block, page);
         let sent: Vec<Sent> =
-            owned.history().into_iter().flat_map(|history| history.of(page)).copied().collect();
+            part.history.into_iter().flat_map(|history| history.of(page)).copied().collect();
         let last = sent.first().map(|sent| sent.round);
         if let Some(older) = sent.iter().skip(1).find(|sent| sent.print == there) {
             return Difference::Older { place, held: older.round, last, channel };
@@ -136,9 +208,9 @@ impl Auditor<'_> {
         if there == self.key.zero() {
             return Difference::Zeros { place, last, channel };
         }
-        for other in segments {
-            let of = other.segment().block;
-            let found = other.history().and_then(|history| {
+        for other in all {
+            let of = other.segment.block;
+            let found = other.history.and_then(|history| {
                 let same = |sent: &&Sent| sent.print == there;
                 history.sent.iter().find(same).map(|sent| history.first + u64::from(sent.page))
             });
@@ -154,13 +226,13 @@ impl Auditor<'_> {
         Difference::Unknown { place, last, channel }
     }
 
-    fn explain_miss(&self, owned: &Owned, page: u64) -> Option<Difference> {
-        let block = owned.segment().block;
+    fn explain_miss(&self, part: SentOf<'_>, page: u64) -> Option<Difference> {
+        let block = part.segment.block;
         let place = self.place(block, page);
-        let history = owned.history()?;
+        let history = part.history?;
         let last = history.of(page).next();
         let (sent, reported) = (last.map(|sent| sent.round), history.last_report(page));
-        let channel = channel_of(block, PageIndex(page), self.channels);
+        let channel = self.channel(block, page);
         Some(match last {
             Some(Sent { free: true, round, .. }) => {
                 Difference::BelievedFree { place, left_out: *round, reported }
@@ -173,18 +245,18 @@ impl Auditor<'_> {
 
     /// Writes where each page came from: one line for each version of a page that was sent, in the
     /// order of places and then of time.
-    pub(super) fn write_trace(&self, segments: &[Owned], path: &Path) -> io::Result<()> {
+    pub(super) fn write_trace(&self, all: &[SentOf<'_>], path: &Path) -> io::Result<()> {
         let mut file = io::BufWriter::new(std::fs::File::create(path)?);
         writeln!(file, "# block\toffset\tround\tchannel\tframe\tmilliseconds\tfingerprint\twhat")?;
-        for owned in segments {
-            let block = owned.segment().block;
-            let name = self.ram[block].name();
-            let Some(history) = owned.history() else { continue };
+        for part in all {
+            let block = part.segment.block;
+            let (name, _) = self.name(block);
+            let Some(history) = part.history else { continue };
             let mut by_page: BTreeMap<u32, Vec<&Sent>> = BTreeMap::new();
             history.sent.iter().for_each(|sent| by_page.entry(sent.page).or_default().push(sent));
             for (page, versions) in by_page {
                 let page = PageIndex(history.first + u64::from(page));
-                let channel = channel_of(block, page, self.channels);
+                let channel = self.channel(block, page.0);
                 for Sent { round, frame, at, print, free, .. } in versions {
                     let what = match (*free, *print == self.key.zero()) {
                         (true, _) => "free",

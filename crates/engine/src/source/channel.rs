@@ -22,6 +22,7 @@ use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
+use super::audit::SentOf;
 use super::frame_sender::{FrameSender, RoundStatistics};
 use super::history::History;
 use super::link_share::LinkShare;
@@ -159,9 +160,13 @@ impl Owned {
         self.fingerprints.as_ref()
     }
 
-    /// When its pages were sent and reported, if that is remembered.
-    pub(super) fn history(&self) -> Option<&History> {
-        self.history.as_ref()
+    /// What is known of what was sent of it, for an audit.
+    pub(super) fn part(&self) -> SentOf<'_> {
+        SentOf {
+            segment: self.segment,
+            prints: self.fingerprints.as_ref(),
+            history: self.history.as_ref(),
+        }
     }
 
     /// Begins to deal with it in `round`. What was sent in an earlier one was acknowledged, or

@@ -17,10 +17,12 @@ use godwit_units::ByteCount;
 use godwit_wire::{Feature, Message};
 
 use super::Source;
-use super::audit::{Auditor, Differing};
+use super::audit::{Auditor, Differing, SentOf};
 use super::channel::{Channel, Order, Owned, Shared};
 use super::convergence::Convergence;
-use super::disks::Disks;
+use super::disk::SentDisks;
+use super::disk_sent::DiskSent;
+use super::disks::{Disks, Remember};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::free::FreeMemory;
 use super::lanes::Lanes;
@@ -56,6 +58,9 @@ pub(super) struct Copying {
     fingerprints: Option<(PageFingerprints, Key)>,
     /// The digests of what was sent, by segment, where the destination reads back what it places.
     digests: Option<Arc<Mutex<Vec<u128>>>>,
+    /// Where channels of disks put what they have sent behind the last round, if the destination
+    /// reads that back.
+    sent_disks: Option<SentDisks>,
     /// Where channels put their segments behind the last round, if there is to be an audit.
     audited: Option<Arc<Mutex<Vec<Owned>>>>,
     /// Whether data may land in guest memory without the tracker's knowledge.
@@ -99,10 +104,19 @@ impl Copying {
         let count = segments.segments().count();
         let digests = proves.then(|| Arc::new(Mutex::new(vec![0; count])));
         let audited: Option<Arc<Mutex<Vec<Owned>>>> = options.audit.then(Arc::default);
+        let audit_began = options.audit.then(Instant::now);
+        let proves_disks = proves && common.features.contains(Feature::DiskProof);
+        let remember = fingerprints.as_ref().filter(|_| proves_disks && !disks.is_empty());
+        let remember = remember.map(|(_, key)| Remember {
+            key: *key,
+            audit: audit_began,
+            told: SentDisks::default(),
+        });
         disks.track(source.vm)?;
         if !restarted {
-            let session = (&segments, &source.session);
-            disks.connect(source.ram.len(), &mut lanes, (disk_streams, Vec::new()), session)?;
+            let (blocks, session) = (source.ram.len(), (&segments, &source.session));
+            let streams = (disk_streams, Vec::new());
+            disks.connect(blocks, &mut lanes, streams, session, remember.as_ref())?;
         }
         let shared = Shared {
             tracker: Arc::clone(&tracker),
@@ -112,7 +126,7 @@ impl Copying {
             link_share: Arc::clone(lanes.link_share()),
             fingerprints: fingerprints.clone(),
             digests: digests.clone(),
-            audit: audited.clone().map(|kept| (kept, Instant::now())),
+            audit: audited.clone().zip(audit_began),
             slips: Slips::new(source.session.made_up()),
         };
         for (number, stream) in streams.into_iter().enumerate() {
@@ -141,6 +155,7 @@ impl Copying {
             tracker,
             fingerprints,
             digests,
+            sent_disks: remember.map(|remember| remember.told),
             audited,
             direct_io,
             round,
@@ -387,8 +402,16 @@ impl Copying {
         source.vm.release_state().map_err(EngineError::Vm)
     }
 
-    /// Compares the digests of all memory.
-    pub(super) fn compare_digests(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
+    /// Compares the digests of all memory, and of the disks that the destination reads back.
+    pub(super) fn compare_digests(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        self.compare(source)?;
+        if self.sent_disks.is_some() {
+            self.disks.verified();
+        }
+        Ok(())
+    }
+
+    fn compare(&self, source: &mut Source<'_>) -> Result<(), EngineError> {
         if let (Some(audited), Some((_, key))) = (&self.audited, &self.fingerprints) {
             let segments =
                 std::mem::take(&mut *audited.lock().unwrap_or_else(PoisonError::into_inner));
@@ -396,10 +419,23 @@ impl Copying {
         }
         if let Some(digests) = &self.digests {
             let own = digests.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            return verification::compare_sent(&mut source.session, source.vm, &source.ram, &own);
+            let disks = self.take_sent_disks().into_iter();
+            let disks = disks.map(|(name, mut sent)| (name, sent.digests())).collect();
+            let (session, ram) = (&mut source.session, &source.ram);
+            return verification::compare_sent(session, source.vm, ram, &own, disks);
         }
         let free = self.free.hints().map(Arc::as_ref);
         verification::compare(&mut source.session, source.vm, &source.ram, free)
+    }
+
+    /// What was sent of each disk, with its name; nothing where the destination does not read it
+    /// back.
+    fn take_sent_disks(&self) -> Vec<(String, DiskSent)> {
+        let Some(told) = &self.sent_disks else { return Vec::new() };
+        let mut told = std::mem::take(&mut *told.lock().unwrap_or_else(PoisonError::into_inner));
+        told.sort_unstable_by_key(|(index, _)| *index);
+        let names = self.disks.named().into_iter().map(|(name, _)| name);
+        names.zip(told.into_iter().map(|(_, sent)| sent)).collect()
     }
 
     /// Compares every page of both sides with what was sent of it.
@@ -412,18 +448,34 @@ impl Copying {
         segments.sort_unstable_by_key(Owned::number);
         let ram = Arc::clone(&source.ram);
         let free = self.free.hints().map(Arc::as_ref);
-        let auditor = Auditor { ram: &ram, key, free, channels: self.lanes.memory() };
+        let (names, disks): (Vec<String>, Vec<DiskSent>) =
+            self.take_sent_disks().into_iter().unzip();
+        let channels = self.lanes.memory();
+        let auditor = Auditor { ram: &ram, key, free, channels, disks: &names };
         let mut differing = Differing::default();
-        source.session.say(&Message::PrintsRequest { disks: false })?;
+        source.session.say(&Message::PrintsRequest { disks: !disks.is_empty() })?;
+        let mut all: Vec<SentOf<'_>> = segments.iter().map(Owned::part).collect();
+        let of_memory = all.len();
+        all.extend(disks.iter().flat_map(DiskSent::parts));
         let mut next = (0, 0);
-        for (number, owned) in segments.iter().enumerate() {
-            let prints = resumption::await_prints(source, owned, &mut next)?;
-            auditor.compare((number, owned), &prints, &mut differing)?;
+        for (number, part) in all.iter().copied().enumerate() {
+            let prints = resumption::await_prints(source, part.segment, &mut next)?;
+            auditor.compare_there((number, part), &prints, &mut differing);
+            if number < of_memory {
+                auditor.compare_memory((number, part), &mut differing)?;
+            }
         }
-        let audit = auditor.conclude(&segments, &differing);
+        let readers = source.vm.moving_disks().map_or(Ok(Vec::new()), |vm| vm.read_disks());
+        let mut readers = readers.map_err(EngineError::Vm)?;
+        for (number, part) in all.iter().copied().enumerate().skip(of_memory) {
+            let disk =
+                readers.get_mut(part.segment.block - ram.len()).ok_or(EngineError::NoAudit)?;
+            auditor.compare_disk((number, part), disk.as_mut(), &mut differing)?;
+        }
+        let audit = auditor.conclude(&all, &differing);
         if let Some(path) = &source.options.trace {
             auditor
-                .write_trace(&segments, path)
+                .write_trace(&all, path)
                 .map_err(|error| EngineError::Trace { path: path.clone(), source: error })?;
         }
         tracing::info!(%audit, "audited");

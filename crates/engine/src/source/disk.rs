@@ -12,9 +12,9 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_codec::is_zero;
@@ -23,6 +23,7 @@ use godwit_memory::SEGMENT_PAGES;
 use godwit_units::{ByteCount, PageCount, PageRun};
 use godwit_wire::{Content, FRAME_PAGES};
 
+use super::disk_sent::DiskSent;
 use super::frame_sender::{DiskStatistics, FrameSender};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
@@ -122,6 +123,9 @@ pub(super) struct DiskCounters {
     pub(super) skipped: AtomicU64,
 }
 
+/// What was sent of each disk, by its number, once all of it was.
+pub(super) type SentDisks = Arc<Mutex<Vec<(usize, DiskSent)>>>;
+
 /// The thread's state.
 pub(super) struct DiskChannel {
     /// Which of the disks, and its number in frames.
@@ -149,6 +153,9 @@ pub(super) struct DiskChannel {
     storage: Duration,
     /// What is got wrong on purpose.
     slips: Slips,
+    /// What was sent, if that is to be compared, and where it is put behind the last round.
+    sent: Option<(DiskSent, SentDisks)>,
+    round: u32,
 }
 
 impl DiskChannel {
@@ -178,7 +185,14 @@ impl DiskChannel {
             held: None,
             storage: Duration::ZERO,
             slips,
+            sent: None,
+            round: 0,
         }
+    }
+
+    /// The same, which remembers what is sent, and puts it into `sent` behind the last round.
+    pub(super) fn remembering(self, sent: Option<(DiskSent, SentDisks)>) -> Self {
+        Self { sent, ..self }
     }
 
     /// The same where the destination holds something of the disk already.
@@ -240,6 +254,10 @@ impl DiskChannel {
             if failed {
                 break;
             }
+            // What does not change from here on need not be looked at while the guest stands still.
+            if let Some((sent, _)) = &mut self.sent {
+                sent.digests();
+            }
         }
         self
     }
@@ -251,6 +269,7 @@ impl DiskChannel {
         mut pass: Box<dyn DiskRound>,
     ) -> Result<DiskStatistics, EngineError> {
         self.memory.begin(round);
+        self.round = round;
         let copied = self.copy(pass.as_mut(), last);
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!matches!(copied, Ok(true))).then_some(pass);
@@ -261,6 +280,9 @@ impl DiskChannel {
         let sent = self.sender.flush()?;
         self.count(sent);
         self.sender.barrier(round, last)?;
+        if last {
+            self.tell_sent();
+        }
         Ok(DiskStatistics {
             statistics: self.sender.statistics(),
             storage: self.storage,
@@ -269,8 +291,18 @@ impl DiskChannel {
         })
     }
 
+    /// What was sent is complete.
+    fn tell_sent(&mut self) {
+        if let Some((mut sent, told)) = self.sent.take() {
+            sent.digests();
+            let mut told = told.lock().unwrap_or_else(PoisonError::into_inner);
+            told.push((self.index, sent));
+        }
+    }
+
     fn finish(&mut self, round: u32) -> Result<DiskStatistics, EngineError> {
         self.memory.begin(round);
+        self.round = round;
         if let Some(mut pass) = self.unfinished.take() {
             let copied = self.copy(pass.as_mut(), true);
             self.unfinished = copied.is_err().then_some(pass);
@@ -326,7 +358,13 @@ impl DiskChannel {
             let next = match self.owed.pop_front() {
                 // Perhaps it is zero no more: what was written there since is dirty.
                 Some(owed) => Some(owed),
-                None => pass.next().map_err(EngineError::Disk)?,
+                None => {
+                    let next = pass.next().map_err(EngineError::Disk)?;
+                    if let (Some((sent, _)), Some(extent)) = (&mut self.sent, next) {
+                        sent.reported(extent.run, self.round);
+                    }
+                    next
+                }
             };
             self.storage += began.elapsed();
             match next {
@@ -345,7 +383,11 @@ impl DiskChannel {
             let piece = PageRun::new(start, ZERO_LIMIT.min(run.count.0));
             self.sender.zero(piece);
             let extent = Extent { run: piece, content: OnDisk::Zero };
-            self.memory.remember(self.sender.building(), extent);
+            let frame = self.sender.building();
+            self.memory.remember(frame, extent);
+            if let Some((sent, _)) = &mut self.sent {
+                sent.zeros(piece, (self.round, frame));
+            }
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
             let left = run.count.0 - piece.count.0;
             self.zeros = (left > 0).then(|| PageRun::new(start + piece.count.0, left));
@@ -360,8 +402,16 @@ impl DiskChannel {
         self.asked.pop_front();
         let (slips, index) = (self.slips.clone(), self.index);
         let same = Cell::new(Same::default());
+        let of = (self.round, self.sender.building());
+        let mut sent = self.sent.as_mut().map(|(sent, _)| sent);
         let judge = |page, bytes: &[u8]| {
-            if same.get().has(page) || slips.drops(index, (page, run), bytes) {
+            if slips.drops(index, (page, run), bytes) {
+                return None;
+            }
+            if let Some(sent) = &mut sent {
+                sent.sent(page, bytes, of);
+            }
+            if same.get().has(page) {
                 return None;
             }
             Some(if is_zero(bytes) { Content::Zero } else { Content::Data })

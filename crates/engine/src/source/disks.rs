@@ -8,10 +8,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use godwit_disk::Disk;
+use godwit_fingerprints::Key;
 use godwit_units::{ByteCount, PageCount, Rate};
 use godwit_wire::DiskOffer;
 
-use super::disk::{DiskChannel, DiskCounters, DiskOrder, left_of_pass, segments};
+use super::disk::{DiskChannel, DiskCounters, DiskOrder, SentDisks, left_of_pass, segments};
+use super::disk_sent::DiskSent;
 use super::frame_sender::DiskStatistics;
 use super::lanes::Lanes;
 use super::segment_table::SegmentTable;
@@ -54,6 +56,14 @@ struct Moving {
     limit: Option<Rate>,
     /// How long its channel waited for storage in this round.
     storage: Duration,
+}
+
+/// How what is sent is remembered: the key of its fingerprints, when things began to be remembered
+/// for an audit, and where all of it is put behind the last round.
+pub(super) struct Remember {
+    pub(super) key: Key,
+    pub(super) audit: Option<Instant>,
+    pub(super) told: SentDisks,
 }
 
 /// All of them.
@@ -142,19 +152,25 @@ impl Disks {
     }
 
     /// Starts a channel for each of them over `streams`; frames number them behind so many RAM
-    /// `blocks`. What the destination holds of each stands beside, where that is known.
+    /// `blocks`. What the destination holds of each stands beside, where that is known; `sent` is
+    /// how what is sent is remembered, if that is to be compared.
     pub(super) fn connect(
         &self,
         blocks: usize,
         lanes: &mut Lanes,
         (streams, held): (Vec<(Stream, Stream)>, Vec<Held>),
         (table, session): (&Arc<SegmentTable>, &Session),
+        sent: Option<&Remember>,
     ) -> Result<(), EngineError> {
         let mut held = held.into_iter();
         for (index, (moving, stream)) in self.list.iter().zip(streams).enumerate() {
             let held = held.next();
             let link_share = Arc::clone(lanes.link_share());
-            let segments = segments(moving.disk.pages());
+            let pages = moving.disk.pages();
+            let segments = segments(pages);
+            let sent = sent.map(|Remember { key, audit, told }| {
+                (DiskSent::new(blocks + index, pages, *key, *audit), Arc::clone(told))
+            });
             lanes.add_disk(stream, segments, session.for_disk(), |sender| {
                 let (table, counters) = (Arc::clone(table), Arc::clone(&moving.counters));
                 DiskChannel::new(
@@ -166,6 +182,7 @@ impl Disks {
                     Slips::new(session.made_up()),
                 )
                 .knowing(held)
+                .remembering(sent)
             })?;
         }
         Ok(())
@@ -387,6 +404,11 @@ impl Disks {
             }
         };
         self.list.iter().map(look).collect()
+    }
+
+    /// The destination holds what was sent of them.
+    pub(super) fn verified(&mut self) {
+        self.list.iter_mut().for_each(|moving| moving.measures.verified = true);
     }
 
     /// What is measured in the end.

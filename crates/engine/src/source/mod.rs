@@ -20,6 +20,7 @@ mod common;
 mod convergence;
 mod copying;
 mod disk;
+mod disk_sent;
 mod disks;
 mod ending;
 mod fault;

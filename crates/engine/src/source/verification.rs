@@ -12,6 +12,7 @@ use super::PEER;
 use super::fault::Fault;
 use super::session::Session;
 use crate::digests::{self, CHUNK_PAGES};
+use crate::report::Place;
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
 
@@ -61,18 +62,20 @@ pub(super) fn compare(
         };
         let (all, interrupt) = (0..digests::chunks(block.pages()), session.interrupt());
         let digests = digests::digests(block, all, interrupt, zeroed)?;
-        own.push(digests.ok_or(EngineError::Interrupted)?);
+        let place = Place { block: block.name().to_owned(), disk: false, offset: 0 };
+        own.push((place, digests.ok_or(EngineError::Interrupted)?));
     }
-    compare_with(session, vm, ram, own, PageCount(CHUNK_PAGES))
+    compare_with(session, vm, own, PageCount(CHUNK_PAGES))
 }
 
 /// Compares the digests `own`, one for each segment of `ram` in order, of what was sent with the
-/// destination's of what it has read back.
+/// destination's of what it has read back; and those of `disks`, with their names.
 pub(super) fn compare_sent(
     session: &mut Session,
     vm: &dyn SourceVm,
     ram: &[RamBlock],
     own: &[u128],
+    disks: Vec<(String, Vec<u128>)>,
 ) -> Result<(), EngineError> {
     session.say(&Message::DigestRequest)?;
     let mut rest = own;
@@ -80,24 +83,25 @@ pub(super) fn compare_sent(
         let segments = block.pages().0.div_ceil(SEGMENT_PAGES) as usize;
         let (first, others) = rest.split_at(segments.min(rest.len()));
         rest = others;
-        first.to_vec()
+        (Place { block: block.name().to_owned(), disk: false, offset: 0 }, first.to_vec())
     });
-    let own = by_block.collect();
-    compare_with(session, vm, ram, own, PageCount(SEGMENT_PAGES))
+    let of_disks = |(block, own)| (Place { block, disk: true, offset: 0 }, own);
+    let own = by_block.chain(disks.into_iter().map(of_disks)).collect();
+    compare_with(session, vm, own, PageCount(SEGMENT_PAGES))
 }
 
-/// Compares `own` digests of chunks of this size with the destination's, which were asked for.
+/// Compares `own` digests, of RAM blocks and disks, of chunks of this size with the destination's,
+/// which were asked for.
 fn compare_with(
     session: &mut Session,
     vm: &dyn SourceVm,
-    ram: &[RamBlock],
-    mut own: Vec<Vec<u128>>,
+    mut own: Vec<(Place, Vec<u128>)>,
     size: PageCount,
 ) -> Result<(), EngineError> {
     if session.made_up().is(Fault::WrongDigest) {
-        own[0][0] ^= 1;
+        own[0].1[0] ^= 1;
     }
-    let expected: u64 = own.iter().map(|digests| digests.len() as u64).sum();
+    let expected: u64 = own.iter().map(|(_, digests)| digests.len() as u64).sum();
     let mut first_difference = None;
     let (mut seen, mut differing) = (0, 0);
     // The destination sends them in order, so that each is seen once.
@@ -113,20 +117,20 @@ fn compare_with(
             })?;
         let fits = (block as usize, first as usize) == next
             && !theirs.is_empty()
-            && next.1 + theirs.len() <= own[next.0].len();
+            && next.1 + theirs.len() <= own[next.0].1.len();
         if !fits {
             let what = "it sent digests that nobody asked for".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });
         }
         for (chunk, digest) in theirs.iter().enumerate().map(|(i, digest)| (next.1 + i, digest)) {
-            if own[next.0][chunk] != *digest {
+            if own[next.0].1[chunk] != *digest {
                 differing += 1;
                 first_difference.get_or_insert((next.0, chunk));
             }
         }
         seen += theirs.len() as u64;
         next.1 += theirs.len();
-        while next.0 < own.len() && next.1 == own[next.0].len() {
+        while next.0 < own.len() && next.1 == own[next.0].1.len() {
             next = (next.0 + 1, 0);
         }
     }
@@ -136,8 +140,7 @@ fn compare_with(
             size: size.bytes(),
             differing,
             chunks: expected,
-            block: ram[block].name().to_owned(),
-            offset: chunk as u64 * size.bytes().0,
+            place: Place { offset: chunk as u64 * size.bytes().0, ..own.swap_remove(block).0 },
         }),
     }
 }

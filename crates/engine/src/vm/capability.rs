@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_balloon::FreeHints;
-use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskRound, DiskSink};
 use godwit_track::GovernorMeasures;
 use godwit_units::{ByteCount, Rate};
 
@@ -126,6 +126,15 @@ pub trait DiskVm {
     /// # Errors
     /// When the machine refuses.
     fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError>;
+
+    /// Reads the disks as they are now, in the order of [`Self::disks`]: with the guest stopped, and
+    /// all rounds dropped. A machine that cannot returns nothing.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        Ok(Vec::new())
+    }
 
     /// While the first round of the disks is under way, from time to time (a second or so): lets
     /// the adapter tell apart writes ahead of what the round has asked for, which the round will
@@ -251,14 +260,16 @@ pub trait DiskDestination {
         allowed: &DiskChoice,
     ) -> Result<Vec<Box<dyn DiskSink>>, VmError>;
 
-    /// Reads the disks that are open, all of each as it is now, in the order of
-    /// [`open_disks`](Self::open_disks): a source that was started anew asks what they hold. The
-    /// sinks live on, and nothing is written through them until what is returned has been dropped.
-    /// A machine that cannot read them returns nothing, and all of them is sent again.
+    /// Reads the disks that are open, each as it is now, in the order of
+    /// [`open_disks`](Self::open_disks): what was written is read back, and a source that was
+    /// started anew asks what they hold. The sinks live on and are written through; what was
+    /// flushed, durable or not, must be what is read. What is returned is dropped before this is
+    /// called again and before [`Self::close_disks`]. A machine that cannot read its disks returns
+    /// nothing: then they are not compared, and all of them is sent again.
     ///
     /// # Errors
     /// When one cannot be read.
-    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
         Ok(Vec::new())
     }
 

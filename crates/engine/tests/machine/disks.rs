@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use godwit_disk::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
+use godwit_disk::{Content, Disk, DiskError, DiskReader, DiskRound, DiskSink, Extent};
 use godwit_engine::vm::VmError;
 use godwit_units::{ByteCount, PAGE_SIZE, PageRun};
 
@@ -67,6 +67,18 @@ impl SourceDisk {
         bytes[at as usize..(at + PIECE) as usize].fill(rng.u8(..));
         drop(bytes);
         self.dirty.lock().unwrap().insert(at / BLOCK);
+    }
+
+    /// Page `page` changes, and nobody is told.
+    pub fn overwrite(&self, page: u64) {
+        let at = (page * PAGE_SIZE) as usize;
+        self.bytes.lock().unwrap()[at..at + 512].fill(0xee);
+    }
+
+    /// Reads it as it is now.
+    pub fn reader(&self) -> Box<dyn DiskReader> {
+        let bytes = self.bytes.lock().unwrap().clone();
+        Box::new(ImageReader::new(Arc::new(Image::holding(&self.name, bytes))))
     }
 
     pub fn dirty(&self) -> ByteCount {
@@ -164,6 +176,8 @@ impl DiskRound for Round {
 /// What goes wrong at a sink.
 #[derive(Default)]
 pub struct SinkFault {
+    /// In whatever is written to this page a bit changes.
+    pub flips: Option<u64>,
     /// This many writes succeed.
     pub writes_left: Option<u64>,
     /// The first write waits for this.
@@ -175,16 +189,22 @@ pub struct Image {
     name: String,
     bytes: Mutex<Vec<u8>>,
     open: AtomicBool,
+    readers: AtomicU64,
     pub written: AtomicU64,
     pub fault: Mutex<SinkFault>,
 }
 
 impl Image {
     pub fn new(name: &str, size: u64) -> Self {
+        Self::holding(name, vec![0xee; size as usize])
+    }
+
+    fn holding(name: &str, bytes: Vec<u8>) -> Self {
         Self {
             name: name.to_owned(),
-            bytes: Mutex::new(vec![0xee; size as usize]),
+            bytes: Mutex::new(bytes),
             open: AtomicBool::new(false),
+            readers: AtomicU64::new(0),
             written: AtomicU64::new(0),
             fault: Mutex::default(),
         }
@@ -194,12 +214,14 @@ impl Image {
         *self.bytes.lock().unwrap() == *disk.bytes.lock().unwrap()
     }
 
-    /// Reads all of it.
-    pub fn round(self: &Arc<Self>) -> Box<dyn DiskRound> {
-        let size = self.bytes.lock().unwrap().len() as u64;
-        let all = PageRun::new(0, size.div_ceil(PAGE_SIZE));
-        let rest = Some(Extent { run: all, content: Content::Data });
-        Box::new(ImageRound { image: Arc::clone(self), rest, asked: VecDeque::new() })
+    /// Reads it as it is now.
+    pub fn reader(self: &Arc<Self>) -> Box<dyn DiskReader> {
+        Box::new(ImageReader::new(Arc::clone(self)))
+    }
+
+    /// Whether somebody has a reader.
+    pub fn is_read(&self) -> bool {
+        self.readers.load(Ordering::SeqCst) > 0
     }
 
     pub fn is_open(&self) -> bool {
@@ -227,41 +249,47 @@ impl Image {
         let start = run.start.offset() as usize;
         let end = bytes.len().min(run.end().offset() as usize);
         bytes[start..end].iter_mut().enumerate().for_each(|(index, byte)| *byte = fill(index));
+        let flips = self.fault.lock().unwrap().flips.map(|page| (page * PAGE_SIZE) as usize + 700);
+        if let Some(at) = flips.filter(|at| (start..end).contains(at)) {
+            bytes[at] ^= 0x10;
+        }
         self.written.fetch_add(1, Ordering::SeqCst);
     }
 }
 
-/// All of an image.
-struct ImageRound {
-    image: Arc<Image>,
-    rest: Option<Extent>,
-    asked: VecDeque<PageRun>,
+/// An image as it is now, all of it data.
+struct ImageReader(Arc<Image>);
+
+impl ImageReader {
+    fn new(image: Arc<Image>) -> Self {
+        image.readers.fetch_add(1, Ordering::SeqCst);
+        Self(image)
+    }
 }
 
-impl DiskRound for ImageRound {
-    fn dirty(&self) -> Option<ByteCount> {
-        None
+impl Drop for ImageReader {
+    fn drop(&mut self) {
+        self.0.readers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl DiskReader for ImageReader {
+    fn extents(&mut self, run: PageRun) -> Result<Vec<Extent>, DiskError> {
+        Ok(vec![Extent { run, content: Content::Data }])
     }
 
-    fn next(&mut self) -> Result<Option<Extent>, DiskError> {
-        Ok(self.rest.take())
-    }
-
-    fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
-        self.asked.push_back(run);
-        Ok(())
-    }
-
-    fn depth(&self) -> usize {
-        2
-    }
-
-    fn complete(&mut self, bytes: &mut [u8]) -> Result<(), DiskError> {
-        let start = self.asked.pop_front().unwrap().start.offset() as usize;
-        let held = self.image.bytes.lock().unwrap();
-        let inside = bytes.len().min(held.len() - start);
-        bytes[..inside].copy_from_slice(&held[start..start + inside]);
-        bytes[inside..].fill(0);
+    fn read(&mut self, runs: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError> {
+        let held = self.0.bytes.lock().unwrap();
+        let mut rest = bytes;
+        for run in runs {
+            let start = run.start.offset() as usize;
+            let (own, others) = rest.split_at_mut(run.count.bytes().0 as usize);
+            let inside = own.len().min(held.len() - start);
+            own[..inside].copy_from_slice(&held[start..start + inside]);
+            own[inside..].fill(0);
+            rest = others;
+        }
+        assert!(rest.is_empty());
         Ok(())
     }
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
 use godwit_engine::handle::MigrationHandle;
@@ -113,6 +113,8 @@ pub struct Source {
     pub throttles: Option<Arc<Mutex<Vec<f64>>>>,
     /// Pages of the first block that are written when the guest is stopped, and not reported.
     pub unseen: Vec<u64>,
+    /// Pages of the first disk that are written then, and not reported.
+    pub unseen_on_disk: Vec<u64>,
     /// Pages of the first block that are given back to the host when the guest is stopped, as a
     /// balloon does with pages that the guest reports free: nobody asks for them any more.
     pub given_back: Vec<u64>,
@@ -160,6 +162,7 @@ impl Source {
             late,
             throttles: None,
             unseen: Vec::new(),
+            unseen_on_disk: Vec::new(),
             given_back: Vec::new(),
             wiped: Vec::new(),
         };
@@ -203,6 +206,9 @@ impl SourceVm for Source {
         self.guest.take().unwrap().join().unwrap();
         for page in &self.unseen {
             self.ram[0].write(PageIndex(*page), &[0xee; 4096]).unwrap();
+        }
+        for page in &self.unseen_on_disk {
+            self.disks[0].overwrite(*page);
         }
         for page in &self.wiped {
             self.ram[0].write(PageIndex(*page), &[0; 4096]).unwrap();
@@ -309,6 +315,11 @@ impl DiskVm for Source {
         Ok(self.disks.iter().map(|disk| disk.round(all)).collect())
     }
 
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        assert!(self.guest.is_none(), "it is read beside the guest");
+        Ok(self.disks.iter().map(|disk| disk.reader()).collect())
+    }
+
     fn dirty_disks(&mut self) -> Result<Vec<ByteCount>, VmError> {
         Ok(self.disks.iter().map(|disk| disk.dirty()).collect())
     }
@@ -337,6 +348,8 @@ pub struct Destination {
     pub refuse_to_load: bool,
     /// It finds that the source is another machine, until one has asked.
     pub differs: bool,
+    /// It can read its disks.
+    pub reads_disks: bool,
     /// What happens while it gets ready to load.
     pub while_preparing: Box<dyn FnMut() + Send>,
     /// What happens while it loads.
@@ -362,6 +375,7 @@ impl Destination {
             found: Arc::default(),
             refuse_to_load: false,
             differs: false,
+            reads_disks: true,
             while_preparing: Box::new(|| {}),
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
@@ -460,12 +474,14 @@ impl DiskDestination for Destination {
         wanted.iter().map(|disk| Image::open(&self.images, disk)).collect()
     }
 
-    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
-        Ok(self.images.iter().map(|image| image.round()).collect())
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        let images = self.images.iter().filter(|_| self.reads_disks);
+        Ok(images.map(|image| image.reader()).collect())
     }
 
     fn close_disks(&mut self) -> Result<(), VmError> {
         assert!(self.images.iter().all(|image| !image.is_open()), "a sink outlives the last round");
+        assert!(self.images.iter().all(|image| !image.is_read()), "a reader outlives it");
         self.found.lock().unwrap().disks_closed = true;
         Ok(())
     }

@@ -6,7 +6,7 @@ use std::num::NonZeroU64;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use godwit_disk::{Content, Disk, DiskError, DiskRound, DiskSink, Extent};
+use godwit_disk::{Content, Disk, DiskError, DiskReader, DiskRound, DiskSink, Extent};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
@@ -39,10 +39,6 @@ impl ImageRound {
         Self { image, disk, pass, marks, at, window, asked: VecDeque::new() }
     }
 
-    fn error(&self, what: &str, at: u64, error: &dyn std::fmt::Display) -> DiskError {
-        format!("disk '{}' cannot be {what} at offset {at}: {error}", self.disk.name).into()
-    }
-
     /// Everything, by what the file system says of holes.
     fn next_of_all(&mut self) -> Result<Option<Extent>, DiskError> {
         let end = PageIndex(self.disk.pages().0);
@@ -54,18 +50,9 @@ impl ImageRound {
             // First this, then the look: what is written in between is seen and marked.
             self.marks.come_to(self.window.offset());
         }
-        let (start, offset) = (self.at.0, self.at.offset());
-        let data =
-            self.seek(SeekFrom::Data(offset), offset)?.map_or(self.window.0, |at| at / PAGE_SIZE);
-        let data = data.clamp(start, self.window.0);
-        if data > start {
-            return Ok(Some(self.extent(data, Content::Zero)));
-        }
-        let hole = self
-            .seek(SeekFrom::Hole(offset), offset)?
-            .map_or(self.window.0, |at| at.div_ceil(PAGE_SIZE));
-        // A hole that was punched between the two calls: it reads as zeros as well.
-        Ok(Some(self.extent(hole.clamp(start + 1, self.window.0), Content::Data)))
+        let extent = extent_at(&self.image, &self.disk, self.at, self.window)?;
+        self.at = extent.run.end();
+        Ok(Some(extent))
     }
 
     fn extent(&mut self, end: u64, content: Content) -> Extent {
@@ -73,14 +60,78 @@ impl ImageRound {
         self.at = PageIndex(end);
         Extent { run, content }
     }
+}
 
-    /// Where `to` leads; `None`: beyond the last of it.
-    fn seek(&self, to: SeekFrom, at: u64) -> Result<Option<u64>, DiskError> {
-        match rustix::fs::seek(&*self.image, to) {
-            Ok(offset) => Ok(Some(offset)),
-            Err(Errno::NXIO) => Ok(None),
-            Err(error) => Err(self.error("searched", at, &error)),
+fn failed(disk: &Disk, what: &str, at: u64, error: &dyn std::fmt::Display) -> DiskError {
+    format!("disk '{}' cannot be {what} at offset {at}: {error}", disk.name).into()
+}
+
+/// What is at page `at`, and how far that goes before `end`, by what the file system says of holes.
+fn extent_at(
+    image: &File,
+    disk: &Disk,
+    at: PageIndex,
+    end: PageIndex,
+) -> Result<Extent, DiskError> {
+    // `None`: beyond the last of it.
+    let seek = |to: SeekFrom| match rustix::fs::seek(image, to) {
+        Ok(offset) => Ok(Some(offset)),
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(failed(disk, "searched", at.offset(), &error)),
+    };
+    let run = |to: u64| PageRun::new(at.0, to - at.0);
+    let data = seek(SeekFrom::Data(at.offset()))?.map_or(end.0, |data| data / PAGE_SIZE);
+    let data = data.clamp(at.0, end.0);
+    if data > at.0 {
+        return Ok(Extent { run: run(data), content: Content::Zero });
+    }
+    let hole = seek(SeekFrom::Hole(at.offset()))?.map_or(end.0, |hole| hole.div_ceil(PAGE_SIZE));
+    // A hole that was punched between the two calls: it reads as zeros as well.
+    Ok(Extent { run: run(hole.clamp(at.0 + 1, end.0)), content: Content::Data })
+}
+
+/// Reads `run` of the image; beyond its end there are zeros.
+fn read(image: &File, disk: &Disk, run: PageRun, bytes: &mut [u8]) -> Result<(), DiskError> {
+    let start = run.start.offset();
+    let inside = disk.size.0.saturating_sub(start).min(bytes.len() as u64) as usize;
+    let (inside, beyond) = bytes.split_at_mut(inside);
+    beyond.fill(0);
+    image.read_exact_at(inside, start).map_err(|error| failed(disk, "read", start, &error))
+}
+
+/// The image as it is now.
+#[derive(Debug)]
+pub(super) struct ImageReader {
+    image: Arc<File>,
+    disk: Disk,
+}
+
+impl ImageReader {
+    pub(super) fn new(image: Arc<File>, disk: Disk) -> Self {
+        Self { image, disk }
+    }
+}
+
+impl DiskReader for ImageReader {
+    fn extents(&mut self, run: PageRun) -> Result<Vec<Extent>, DiskError> {
+        let mut extents = Vec::new();
+        let mut at = run.start;
+        while at < run.end() {
+            let extent = extent_at(&self.image, &self.disk, at, run.end())?;
+            at = extent.run.end();
+            extents.push(extent);
         }
+        Ok(extents)
+    }
+
+    fn read(&mut self, runs: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError> {
+        let mut rest = bytes;
+        for run in runs {
+            let (own, others) = rest.split_at_mut(run.count.bytes().0 as usize);
+            read(&self.image, &self.disk, *run, own)?;
+            rest = others;
+        }
+        Ok(())
     }
 }
 
@@ -121,11 +172,7 @@ impl DiskRound for ImageRound {
             Some(bytes.len() as u64),
             "what was asked for first"
         );
-        let start = run.map_or(0, |run| run.start.offset());
-        let inside = (self.disk.size.0 - start).min(bytes.len() as u64) as usize;
-        let (inside, beyond) = bytes.split_at_mut(inside);
-        beyond.fill(0);
-        self.image.read_exact_at(inside, start).map_err(|error| self.error("read", start, &error))
+        run.map_or(Ok(()), |run| read(&self.image, &self.disk, run, bytes))
     }
 }
 

@@ -19,6 +19,7 @@
 mod find;
 mod granularity;
 mod leftovers;
+mod reader;
 mod round;
 mod server;
 mod sink;
@@ -28,7 +29,8 @@ pub use find::ListedDisk;
 pub(crate) use find::{Drive, Found, by_name, choose, drives, writable_and_staying};
 pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
-pub(crate) use round::{Pool, Round, reading};
+pub(crate) use reader::Reader;
+pub(crate) use round::{Pool, reading};
 pub(crate) use server::FD_NAME;
 pub(crate) use sink::{Receiving, Sink};
 pub(crate) use tracking::{Tracking, written};

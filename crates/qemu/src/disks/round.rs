@@ -75,11 +75,6 @@ impl Round {
         }
     }
 
-    /// All of `disk`, where nobody writes and nobody asks how far it has come.
-    pub(crate) fn whole(disk: Disk, link: Link, pool: &Pool) -> Self {
-        Self::new(disk, Dirty::All { asked: Arc::default() }, link, Arc::clone(pool))
-    }
-
     fn link(&mut self) -> Result<&mut Link, QemuError> {
         let name = &self.disk.name;
         self.link.as_mut().ok_or_else(|| QemuError::DiskUnmovable {
@@ -134,16 +129,16 @@ impl Round {
         self.extents.extend(extents(&found, start, end, self.disk.size.0));
         Ok(true)
     }
+}
 
-    fn byte_length(&self, run: PageRun) -> u32 {
-        let start = run.start.offset();
-        (run.count.bytes().0.min(self.disk.size.0.saturating_sub(start))) as u32
-    }
+/// Bytes of `run` that are within `disk`.
+pub(super) fn byte_length(disk: &Disk, run: PageRun) -> u64 {
+    run.count.bytes().0.min(disk.size.0.saturating_sub(run.start.offset()))
 }
 
 /// Whole pages of `start..end`, those that are nothing but zeros apart. Both are at page borders,
 /// or the end is that of the disk.
-fn extents(found: &[Stretch], start: u64, end: u64, size: u64) -> Vec<Extent> {
+pub(super) fn extents(found: &[Stretch], start: u64, end: u64, size: u64) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut push = |from: u64, to: u64, content| {
         if from >= to {
@@ -208,7 +203,7 @@ impl DiskRound for Round {
     }
 
     fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
-        let length = self.byte_length(run);
+        let length = byte_length(&self.disk, run) as u32;
         let asked = self.link()?.ask_read(run.start.offset(), length).map_err(QemuError::from)?;
         self.reads.push_back((run, asked));
         Ok(())
@@ -222,7 +217,7 @@ impl DiskRound for Round {
         let (run, asked) =
             self.reads.pop_front().unwrap_or_else(|| panic!("nothing was asked for"));
         assert_eq!(bytes.len() as u64, run.count.bytes().0, "another length than was asked for");
-        let (within, beyond) = bytes.split_at_mut(self.byte_length(run) as usize);
+        let (within, beyond) = bytes.split_at_mut(byte_length(&self.disk, run) as usize);
         beyond.fill(0);
         Ok(self.link()?.take_read(asked, within).map_err(QemuError::from)?)
     }

@@ -6,14 +6,15 @@
 
 use std::collections::VecDeque;
 
-use godwit_disk::{Disk, DiskChoice, DiskError, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskError, DiskReader, DiskSink};
 use godwit_nbd::{ALLOCATION, Asked, DEPTH, Link, REQUEST_MAX, STRETCH_MAX, Wish, ZERO};
 use godwit_units::{ByteCount, PageRun};
 
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
 use crate::disks::leftovers;
-use crate::disks::round::{Pool, Round, reading};
+use crate::disks::reader::Reader;
+use crate::disks::round::{Pool, reading};
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
@@ -71,10 +72,10 @@ impl Receiving {
     }
 
     /// Reads all disks, each over a connection of its own.
-    pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
-        let read = |disk: &Disk| -> Result<Box<dyn DiskRound>, QemuError> {
+    pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskReader>>, QemuError> {
+        let read = |disk: &Disk| -> Result<Box<dyn DiskReader>, QemuError> {
             let link = Link::connect(self.server.address(), reading(&disk.name))?;
-            Ok(Box::new(Round::whole(disk.clone(), link, &Pool::default())))
+            Ok(Box::new(Reader::new(disk.clone(), link, &Pool::default())))
         };
         self.disks.iter().map(read).collect()
     }

@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use godwit_bitmap::DirtyBitmap;
-use godwit_disk::{Disk, DiskRound};
+use godwit_disk::{Disk, DiskReader, DiskRound};
 use godwit_nbd::{Client, DEPTH, DIRTY, Link, STRETCH_MAX, Wish, dirty_bitmap};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
 
@@ -27,6 +27,7 @@ use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
 use crate::disks::granularity::Granularity;
 use crate::disks::leftovers;
+use crate::disks::reader::Reader;
 use crate::disks::round::{Dirty, Pool, Round, reading};
 use crate::disks::server::Server;
 use crate::machine::Machine;
@@ -141,17 +142,31 @@ impl Tracking {
         disk: &Tracked,
         dirty: Option<DirtyBitmap>,
     ) -> Result<Box<dyn DiskRound>, QemuError> {
-        let pooled = disk.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        let link = match pooled {
-            Some(link) => link,
-            None => Link::connect(self.server.address(), reading(&disk.found.name))?,
-        };
+        let link = self.link_of(disk)?;
         let dirty = match dirty {
             None => Dirty::All { asked: Arc::clone(&disk.asked) },
             Some(blocks) => Dirty::Blocks { blocks, granularity: disk.granularity },
         };
         let described = Disk { name: disk.found.name.clone(), size: disk.found.size };
         Ok(Box::new(Round::new(described, dirty, link, Arc::clone(&disk.pool))))
+    }
+
+    /// Reads all disks as they are now; no round may be under way.
+    pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskReader>>, QemuError> {
+        let read = |disk: &Tracked| -> Result<Box<dyn DiskReader>, QemuError> {
+            let described = Disk { name: disk.found.name.clone(), size: disk.found.size };
+            Ok(Box::new(Reader::new(described, self.link_of(disk)?, &disk.pool)))
+        };
+        self.disks.iter().map(read).collect()
+    }
+
+    /// The connection of `disk`, when no round has it, or a new one.
+    fn link_of(&self, disk: &Tracked) -> Result<Link, QemuError> {
+        let pooled = disk.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        match pooled {
+            Some(link) => Ok(link),
+            None => Ok(Link::connect(self.server.address(), reading(&disk.found.name))?),
+        }
     }
 
     /// Divides the writes during the first round: those ahead of it need not be copied again.

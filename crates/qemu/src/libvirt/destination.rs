@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_engine::Interrupt;
 use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
 use godwit_libvirt::{Connection, Domain, ErrorKind, State, Xml};
@@ -370,7 +370,7 @@ impl DiskDestination for LibvirtDestination {
         Ok(self.incoming()?.images.sinks(wanted)?)
     }
 
-    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError> {
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
         Ok(self.incoming()?.images.read()?)
     }
 

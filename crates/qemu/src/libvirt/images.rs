@@ -22,7 +22,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskChoice, DiskRound, DiskSink};
+use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_nbd::{ALLOCATION, Address, Link, Wish};
 use godwit_units::ByteCount;
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ use super::made::Made;
 use super::xml;
 use crate::QemuError;
 use crate::compare::{self, Identity};
-use crate::disks::{Pool, Round, Sink, reading};
+use crate::disks::{Pool, Reader, Sink, reading};
 use crate::mark::Mark;
 use crate::run_directory;
 
@@ -144,7 +144,7 @@ impl Images {
     ///
     /// # Errors
     /// When one is being read already.
-    pub(super) fn read(&self) -> Result<Vec<Box<dyn DiskRound>>, QemuError> {
+    pub(super) fn read(&self) -> Result<Vec<Box<dyn DiskReader>>, QemuError> {
         self.all.iter().map(Image::read).collect()
     }
 
@@ -317,9 +317,9 @@ impl Image {
         self.failed(&said)
     }
 
-    fn read(&self) -> Result<Box<dyn DiskRound>, QemuError> {
+    fn read(&self) -> Result<Box<dyn DiskReader>, QemuError> {
         let link = self.take_reader().ok_or_else(|| self.failed("it is being read already"))?;
-        Ok(Box::new(Round::whole(self.disk.clone(), link, &self.reader)))
+        Ok(Box::new(Reader::new(self.disk.clone(), link, &self.reader)))
     }
 
     fn take_reader(&self) -> Option<Link> {

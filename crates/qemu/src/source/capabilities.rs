@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use godwit_disk::{Disk, DiskRound};
+use godwit_disk::{Disk, DiskReader, DiskRound};
 use godwit_engine::vm::{Brake, DirectIo, DiskVm, VmError};
 use godwit_track::GovernorMeasures;
 use godwit_units::{ByteCount, Rate};
@@ -101,6 +101,10 @@ impl DiskVm for QemuSource {
         }
         let (tracking, qmp) = self.tracking()?;
         Ok(tracking.round(qmp)?)
+    }
+
+    fn read_disks(&mut self) -> Result<Vec<Box<dyn DiskReader>>, VmError> {
+        self.tracking.as_ref().map_or(Ok(Vec::new()), |tracking| Ok(tracking.read()?))
     }
 
     fn disk_progress(&mut self) -> Result<(), VmError> {

@@ -17,9 +17,9 @@ struct Rig {
 impl Rig {
     fn new() -> Self {
         let ram = Arc::new(vec![RamBlock::anonymous("ram", PageCount(PAGES)).unwrap()]);
-        let placed = Arc::new(Placed::new(&ram));
+        let placed = Arc::new(Placed::new(&ram, &[]));
         let key = Key::new(7);
-        let prover = Prover::start(&ram, &placed, key).unwrap();
+        let prover = Prover::start(&ram, Vec::new(), &placed, key).unwrap();
         Self { ram, placed, key, prover }
     }
 

@@ -8,6 +8,7 @@
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
+use godwit_memory::Segment;
 use godwit_protocol::source::Input;
 use godwit_units::PageCount;
 use godwit_wire::Message;
@@ -223,7 +224,7 @@ impl Copying {
         source.session.say(&Message::PrintsRequest { disks })?;
         let mut next = (0, 0);
         for owned in segments {
-            let prints = await_prints(source, owned, &mut next)?;
+            let prints = await_prints(source, owned.segment(), &mut next)?;
             owned.learn(&prints, key.zero(), &self.segments);
         }
         held.clear();
@@ -263,7 +264,7 @@ impl Copying {
             let session = (&shared.table, &source.session);
             let held = std::mem::take(held);
             let streams = (disk_streams, held);
-            return self.disks.connect(source.ram.len(), &mut self.lanes, streams, session);
+            return self.disks.connect(source.ram.len(), &mut self.lanes, streams, session, None);
         }
         for (disk, stream) in ended.disks.drain(..).zip(disk_streams) {
             let segments = disk.segments();
@@ -312,14 +313,14 @@ fn cut_off(round: u32, ended: &Ended) -> RoundMeasures {
     total
 }
 
-/// The fingerprints that the destination tells of the segment `owned`, which is to be the `next`
+/// The fingerprints that the destination tells of each page of `segment`, which is to be the `next`
 /// one; none: it holds zeros there.
 pub(super) fn await_prints(
     source: &mut Source<'_>,
-    owned: &Owned,
+    segment: Segment,
     next: &mut (u32, u32),
 ) -> Result<Vec<u64>, EngineError> {
-    let block = owned.segment().block as u32;
+    let block = segment.block as u32;
     *next = if next.0 == block { *next } else { (block, 0) };
     let what = "the destination's fingerprints";
     let (at, prints) =
@@ -327,7 +328,7 @@ pub(super) fn await_prints(
             let Message::Prints { block, segment, prints } = message else { return None };
             Some(((*block, *segment), prints.clone()))
         })?;
-    let whole = prints.len() as u64 == owned.segment().run.count.0;
+    let whole = prints.len() as u64 == segment.run.count.0;
     if at != *next || !(whole || prints.is_empty()) {
         let what = "it sent fingerprints that nobody asked for".to_owned();
         return Err(EngineError::Protocol { peer: PEER, what });
