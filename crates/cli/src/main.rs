@@ -6,6 +6,7 @@
 #[macro_use]
 extern crate godwit_terminal;
 
+mod after;
 mod deadline;
 mod doctor;
 mod evacuate;
@@ -16,6 +17,7 @@ mod keys;
 mod launch;
 mod list;
 mod log;
+mod metrics;
 mod microvm;
 mod migrate;
 mod plan;
@@ -53,7 +55,7 @@ operator is needed; 4 a microvm's guest has died; 130 cancelled by Ctrl-C.
 #[command(name = "godwit", version, max_term_width = 80)]
 #[command(after_help = format!("{BELOW}\n{GRAMMAR}"))]
 struct Arguments {
-    /// Tell every step on standard error, with its time: off, error, warn, info, debug or trace
+    /// Tell each step: off, error, warn, info, debug or trace
     #[arg(long, global = true, value_name = "LEVEL", default_value = "off",
           hide_default_value = true, value_parser = log::filter)]
     log: Targets,
@@ -87,6 +89,8 @@ enum Command {
     Cancel(steer::CancelArguments),
     /// Show a migration that was made, in one HTML file.
     Report(report::Arguments),
+    /// Print what Prometheus collects of migrations.
+    Metrics(metrics::Arguments),
     /// Tell who has the guest when nobody knows, and settle it.
     Recover(recover::Arguments),
     /// A small VM with godwit inside.
@@ -120,6 +124,7 @@ fn main() -> ExitCode {
             | Command::Doctor(_)
             | Command::Status(_)
             | Command::Report(_)
+            | Command::Metrics(_)
             | Command::Simulate(_)
             | Command::Completions(_)
             | Command::Man(_)
@@ -141,6 +146,7 @@ fn main() -> ExitCode {
         Command::Cancel(arguments) => steer::cancel(&arguments),
         Command::Recover(arguments) => recover::run(&arguments),
         Command::Report(arguments) => report::run(&arguments),
+        Command::Metrics(arguments) => metrics::run(&arguments),
         Command::Microvm(command) => microvm::run(&command),
         Command::Keys(arguments) => keys::run(&arguments),
         Command::Simulate(arguments) => simulate::run(&arguments),

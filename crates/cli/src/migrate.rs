@@ -21,6 +21,7 @@ use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
+use crate::after::AfterArguments;
 use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::output::{self, Display, json_line};
@@ -164,6 +165,9 @@ pub(crate) struct Arguments {
     #[arg(long = "record", value_name = "on|off", default_value = "on")]
     #[arg(action = clap::ArgAction::Set, value_parser = on_off)]
     keeps_record: bool,
+
+    #[command(flatten)]
+    after: AfterArguments,
 
     /// Print progress and result as lines of JSON on standard output
     #[arg(long)]
@@ -328,9 +332,14 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             Err(RequestError::Refused(_)) => {}
         }
     }
+    let after = |outcome: &str| {
+        let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
+        arguments.after.run(&vm, &to, outcome);
+    };
     match result {
         Ok((measures, cost)) => {
             tell(&measures, cost, arguments.json);
+            after("migrated");
             ExitCode::SUCCESS
         }
         Err(RequestError::Refused(error)) => {
@@ -339,6 +348,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
         Err(RequestError::Failed(failure)) => {
             output::failure(&failure, arguments.json);
+            after(output::failure_json(&failure)["outcome"].as_str().unwrap_or_default());
             match deadline.is_some_and(|deadline| deadline.has_cancelled()) {
                 // Nobody has typed Ctrl-C.
                 true if failure.survivor == Survivor::Source => ExitCode::from(FAILED),

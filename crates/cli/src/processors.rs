@@ -71,7 +71,7 @@ impl ProcessorArguments {
 
 /// Processors of a host, ascending and each once.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Processors(Vec<usize>);
+pub(crate) struct Processors(Vec<usize>);
 
 impl Processors {
     fn apply(&self) -> Result<(), String> {

@@ -421,7 +421,8 @@ fn socket_of(name: &str) -> Result<PathBuf, String> {
     })
 }
 
-fn name_of(socket: &Path) -> String {
+/// What the migration at `socket` is called.
+pub(crate) fn name_of(socket: &Path) -> String {
     if socket.parent() == Some(&directory()) {
         socket.file_stem().unwrap_or_default().to_string_lossy().into_owned()
     } else {
@@ -430,15 +431,15 @@ fn name_of(socket: &Path) -> String {
 }
 
 /// Migrations that run.
-struct Found {
+pub(crate) struct Found {
     /// The sockets of those that can be asked.
-    sockets: Vec<PathBuf>,
+    pub(crate) sockets: Vec<PathBuf>,
     /// The directories of other users, which cannot be looked into.
-    closed: Vec<PathBuf>,
+    pub(crate) closed: Vec<PathBuf>,
 }
 
 /// All migrations that run on this host, as far as this user may know of them.
-fn running() -> Found {
+pub(crate) fn running() -> Found {
     let mut found = Found { sockets: Vec::new(), closed: Vec::new() };
     for directory in directories() {
         let entries = match std::fs::read_dir(&directory) {

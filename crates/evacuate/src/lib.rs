@@ -1,5 +1,14 @@
 //! Evacuations that survive whoever coordinates them.
 //!
+//! ```text
+//!   list       the VMs and destinations that an operator names, or a host has
+//!   command    what takes a guest in, with its name and memory in it
+//!   plan       what is written down: who goes where, and how far each is
+//!   store      where
+//!   runner     the coordinator
+//!   moves      moves as processes
+//! ```
+//!
 //! `godwit-fleet` decides what is to be done; here it is done, written down before, and found out
 //! again afterwards. A coordinator may be killed at any step: moves go on without it, as processes
 //! of their own, and the next coordinator finds each of them by its facts.
@@ -11,14 +20,15 @@
 
 #![forbid(unsafe_code)]
 
+mod command;
 mod list;
 mod moves;
 mod plan;
 mod runner;
 mod store;
 
-pub use list::{List, ListedDestination, ListedVm};
-pub use moves::Moves;
+pub use list::{List, ListedDestination, ListedVm, exact, fits};
+pub use moves::{Moves, migration};
 pub use plan::{Attempt, Plan, PlannedDestination, PlannedVm, Receiver, Step};
 pub use runner::{Event, Hands, Look, Report, ReportedVm, Runner};
 pub use store::{MemoryStore, RedbStore, Store};
@@ -38,7 +48,7 @@ pub enum EvacuateError {
     /// Another coordinator is at work.
     #[error(
         "another godwit evacuate has {place} open: wait for its end, or steer it by godwit \
-         evacuate --pause, --continue or --cancel"
+         evacuate --pause, --continue, --set or --cancel"
     )]
     Busy {
         /// Where the plan is.

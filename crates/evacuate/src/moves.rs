@@ -75,15 +75,8 @@ impl Moves {
         })
     }
 
-    /// The name of a move, by which `godwit status` and its like find it.
-    #[must_use]
-    pub fn migration(&self, vm: &PlannedVm) -> String {
-        let name = format!("{}.{}", self.name, vm.name);
-        name.chars().take(64).collect()
-    }
-
     fn socket(&self, vm: &PlannedVm) -> PathBuf {
-        self.sockets.join(format!("{}.sock", self.migration(vm)))
+        self.sockets.join(format!("{}.sock", migration(&self.name, &vm.name)))
     }
 
     fn file(&self, vm: &PlannedVm, attempt: &Attempt) -> PathBuf {
@@ -242,6 +235,16 @@ impl Moves {
     }
 }
 
+/// The name of the move of `vm` in an evacuation, by which `godwit status` and its like find it.
+///
+/// ```
+/// assert_eq!(godwit_evacuate::migration("weekly", "web01"), "weekly.web01");
+/// ```
+#[must_use]
+pub fn migration(evacuation: &str, vm: &str) -> String {
+    format!("{evacuation}.{vm}").chars().take(64).collect()
+}
+
 /// Where a guest is.
 enum Fact {
     Here,
@@ -300,7 +303,7 @@ impl Hands for Moves {
         let mut command = Command::new(&self.godwit);
         let bytes = format!("{}B/s", rate.bytes_per_second() as u64);
         command.args(["migrate", "--vm", &vm.vm, "--to", &address, "--json"]);
-        command.args(["--name", &self.migration(vm), "--max-bandwidth", &bytes]);
+        command.args(["--name", &migration(&self.name, &vm.name), "--max-bandwidth", &bytes]);
         command.args(&plan.options);
         self.start(command, &self.file(vm, attempt))
     }

@@ -6,7 +6,8 @@ use godwit_fleet::{CpuSet, Destination, Source, Vm};
 use godwit_units::{ByteCount, Rate};
 use serde::{Deserialize, Serialize};
 
-/// What an evacuation is to do; it does not change once it is written down.
+/// What an evacuation is to do. Once it is written down nothing of it changes but the limits, and
+/// those when an operator says so.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Plan {
     /// What all moves together may send, in bytes a second.
@@ -44,6 +45,9 @@ pub struct PlannedVm {
     /// At most one of a group is on a host.
     #[serde(default)]
     pub group: Option<String>,
+    /// Its disks, with what is in use of each.
+    #[serde(default)]
+    pub disks: BTreeMap<String, u64>,
     /// Who takes it in, for each destination that it may go to.
     pub receivers: BTreeMap<String, Receiver>,
 }
@@ -122,6 +126,21 @@ pub enum Step {
 }
 
 impl Plan {
+    /// Those of the disks of `vm` that move along with it, as the options for each `godwit migrate`
+    /// have it.
+    pub fn moving_disks<'a>(
+        &self,
+        vm: &'a PlannedVm,
+    ) -> impl Iterator<Item = (&'a str, ByteCount)> + use<'a> {
+        let behind = self.options.windows(2).filter(|two| two[0] == "--disks").map(|two| &two[1]);
+        let within = self.options.iter().filter_map(|word| word.strip_prefix("--disks="));
+        let choice = behind.map(String::as_str).chain(within).last().unwrap_or_default();
+        let names: Vec<String> = choice.split(',').map(str::to_owned).collect();
+        let moves = move |name: &String| names.iter().any(|it| it == "all" || it == name);
+        let disks = vm.disks.iter().filter(move |(name, _)| moves(name));
+        disks.map(|(name, bytes)| (name.as_str(), ByteCount(*bytes)))
+    }
+
     /// The same for the planner: virtual machines, destinations and the host that is emptied.
     #[must_use]
     pub fn inventory(&self) -> (Vec<Vm>, Vec<Destination>, Source) {
@@ -139,7 +158,8 @@ impl Plan {
         let vms = self.vms.iter().map(|vm| Vm {
             source: 0,
             memory: ByteCount(vm.memory_bytes),
-            data: ByteCount(vm.data_bytes),
+            data: ByteCount(vm.data_bytes)
+                + self.moving_disks(vm).map(|(_, bytes)| bytes).sum::<ByteCount>(),
             dirty: Rate::from_bytes_per_second(vm.dirty_bytes_per_second),
             cpu: vm.cpu.as_deref().and_then(cpu).map(|at| at as u8),
             group: vm.group.as_deref().and_then(group),
@@ -159,5 +179,42 @@ impl Plan {
         });
         let budget = Rate::from_bytes_per_second(self.bytes_per_second);
         (vms.collect(), destinations.collect(), Source::new(budget, self.at_once))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_that_move_along_are_part_of_the_forecast() {
+        let disks = [("vda", 10), ("vdb", 100)].map(|(name, bytes)| (name.to_owned(), bytes));
+        let vm = PlannedVm {
+            name: "web01".to_owned(),
+            vm: "libvirt:web01".to_owned(),
+            memory_bytes: 1,
+            data_bytes: 1,
+            dirty_bytes_per_second: 0.0,
+            cpu: None,
+            group: None,
+            disks: disks.into(),
+            receivers: BTreeMap::new(),
+        };
+        let data = |options: &[&str]| {
+            let plan = Plan {
+                bytes_per_second: 1.0,
+                at_once: 1,
+                options: options.iter().map(|&word| word.to_owned()).collect(),
+                vms: vec![vm.clone()],
+                destinations: Vec::new(),
+                forecast_seconds: 0.0,
+                began_ms: 0,
+            };
+            plan.inventory().0[0].data.0
+        };
+        assert_eq!(data(&[]), 1);
+        assert_eq!(data(&["--disks", "all"]), 111);
+        assert_eq!(data(&["--verify", "--disks=vdb,vdc"]), 101);
+        assert_eq!(data(&["--disks", "none"]), 1);
     }
 }

@@ -102,6 +102,10 @@ pub struct Report {
     pub stayed: usize,
     /// How many an operator has to look at.
     pub in_doubt: usize,
+    /// What all moves together may send, in bytes a second.
+    pub budget_bytes_per_second: f64,
+    /// The most moves at once.
+    pub at_once: u32,
 }
 
 /// What became of one.
@@ -119,6 +123,8 @@ pub struct ReportedVm {
     pub attempts: u32,
     /// Why it stayed.
     pub why: Option<String>,
+    /// Its share of the budget in bytes a second, while it moves.
+    pub bytes_per_second: Option<f64>,
 }
 
 /// See the module.
@@ -218,9 +224,19 @@ impl<'a, S: Store> Runner<'a, S> {
         self.evacuation.pause(paused);
     }
 
-    /// All moves together may send `budget` from now on.
-    pub fn set_budget(&mut self, budget: Rate) {
+    /// All moves together may send `budget` from now on, and so many are made at once. That is
+    /// written down first, and so holds when another coordinator goes on.
+    ///
+    /// # Errors
+    /// When it cannot be written down; then nothing has changed.
+    pub fn limit(&mut self, budget: Rate, at_once: u32) -> Result<(), EvacuateError> {
+        let bytes_per_second = budget.bytes_per_second();
+        let plan = Plan { bytes_per_second, at_once, ..self.plan.clone() };
+        self.store.put(PLAN, &bytes(&plan))?;
+        self.plan = plan;
         self.evacuation.set_budget(0, budget);
+        self.evacuation.set_at_once(0, at_once);
+        Ok(())
     }
 
     /// Ends what is under way, and begins nothing more. The plan stays, to go on with.
@@ -374,6 +390,7 @@ impl<'a, S: Store> Runner<'a, S> {
                 to,
                 attempts: self.attempts(at),
                 why: told.or(why),
+                bytes_per_second: self.evacuation.share(at).map(Rate::bytes_per_second),
             }
         };
         let vms: Vec<ReportedVm> = self.plan.vms.iter().enumerate().map(of).collect();
@@ -382,6 +399,8 @@ impl<'a, S: Store> Runner<'a, S> {
             moved: count(&["moved"]),
             stayed: count(&["stayed", "waiting"]),
             in_doubt: count(&["in-doubt", "moving"]),
+            budget_bytes_per_second: self.plan.bytes_per_second,
+            at_once: self.plan.at_once,
             vms,
         }
     }

@@ -19,6 +19,11 @@ const HEADROOM: f64 = 1.25;
 /// A move that failed is tried so often, each time to another destination if there is one.
 const ATTEMPTS: u32 = 3;
 
+/// The rate of a move that was found under way: any share is less.
+fn unknown() -> Rate {
+    Rate::from_bytes_per_second(f64::INFINITY)
+}
+
 /// Where a virtual machine is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -197,6 +202,19 @@ impl Evacuation {
         self.changed.insert(source);
     }
 
+    /// The host `source` makes so many moves at once from now on; what is under way goes on.
+    pub fn set_at_once(&mut self, source: usize, at_once: u32) {
+        self.sources[source].at_once = at_once;
+        self.changed.insert(source);
+    }
+
+    /// The share of the budget that `vm` was told last, if it moves and was told one.
+    #[must_use]
+    pub fn share(&self, vm: usize) -> Option<Rate> {
+        let rate = self.rates[vm];
+        (rate != Rate::ZERO && rate != unknown()).then_some(rate)
+    }
+
     /// The destination `host` takes nothing any more: those that wait for it get another place.
     pub fn lose(&mut self, host: usize) {
         self.rooms.lose(host);
@@ -230,6 +248,8 @@ impl Evacuation {
             Place::Moving { to } => {
                 self.moves[self.vms[vm].source].running.push(vm);
                 self.incoming[to].push(vm);
+                // Nobody knows what it was told, so it is told anew before another begins.
+                self.rates[vm] = unknown();
                 self.touch(to);
             }
             Place::Moved { .. } | Place::Stays(_) => {}

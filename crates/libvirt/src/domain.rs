@@ -11,7 +11,7 @@ use std::time::Duration;
 use crate::connection::{Connection, Inner};
 use crate::error::{ErrorKind, LibvirtError};
 use crate::library::{
-    ConnectPtr, DomainPtr, JobInfo, Library, c_text, own_text, text as c_text_of,
+    BlockInfo, ConnectPtr, DomainPtr, JobInfo, Library, c_text, own_text, text as c_text_of,
 };
 
 /// A UUID as text, with its NUL (VIR_UUID_STRING_BUFLEN).
@@ -237,6 +237,22 @@ impl Domain {
         // SAFETY: the structure is this function's own, and as long as libvirt's.
         self.done(unsafe { get(self.pointer, &raw mut job) }, "tell the domain's jobs")?;
         Ok(job.kind != 0)
+    }
+
+    /// How many bytes of its disk `target` (`vda`) are in use.
+    ///
+    /// # Errors
+    /// When it has no such disk, or nobody can tell.
+    pub fn disk_in_use(&self, target: &str) -> Result<u64, LibvirtError> {
+        let target = c_text(target)?;
+        let mut info = BlockInfo::default();
+        let get = self.library().virDomainGetBlockInfo;
+        // SAFETY: the text lives as long as the call; the structure is this function's own, and as
+        // long as libvirt's.
+        let code = unsafe { get(self.pointer, target.as_ptr(), &raw mut info, 0) };
+        self.done(code, "tell the size of a disk")?;
+        // A device of a host's may say nothing of what is in use.
+        Ok(if info.allocation == 0 { info.capacity } else { info.allocation })
     }
 
     /// Whether it stays defined when it does not run.

@@ -81,6 +81,7 @@ functions! {
         virDomainGetXMLDesc: fn(DomainPtr, c_uint) -> *mut c_char;
         virDomainGetState: fn(DomainPtr, *mut c_int, *mut c_int, c_uint) -> c_int;
         virDomainGetJobInfo: fn(DomainPtr, *mut JobInfo) -> c_int;
+        virDomainGetBlockInfo: fn(DomainPtr, *const c_char, *mut BlockInfo, c_uint) -> c_int;
         virDomainIsPersistent: fn(DomainPtr) -> c_int;
         virDomainGetAutostart: fn(DomainPtr, *mut c_int) -> c_int;
         virDomainSetAutostart: fn(DomainPtr, c_int) -> c_int;
@@ -126,6 +127,15 @@ pub(crate) struct JobInfo {
     /// 0: nothing.
     pub(crate) kind: c_int,
     rest: [u64; 11],
+}
+
+/// How large a disk is (libvirt-domain.h, `virDomainBlockInfo`).
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct BlockInfo {
+    pub(crate) capacity: u64,
+    pub(crate) allocation: u64,
+    physical: u64,
 }
 
 #[allow(non_camel_case_types, reason = "the macro names them so")]

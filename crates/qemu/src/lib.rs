@@ -48,7 +48,10 @@ pub use disks::ListedDisk;
 pub use error::QemuError;
 pub use find::{monitor_of, monitors_of};
 pub use guard::{COMMAND as GUARD_COMMAND, Known, Recovery, known_of, stand_guard};
-pub use host::{HostVm, HostVms, Owner, RamKind, Verdict, monitor_of_instance, vms_of_host};
+pub use host::{
+    HostVm, HostVms, ManagedVm, Owner, RamKind, Verdict, domains_that_run, monitor_of_instance,
+    proxmox_vms_that_run, vms_of_host,
+};
 pub use libvirt::{DiskPaths, LibvirtDestination, domain_state};
 pub use limits::Limits;
 pub use machine::Reporting;

@@ -37,6 +37,52 @@ fn refused(words: String) -> QemuError {
     QemuError::Proxmox(words)
 }
 
+fn no_proxmox(cluster: &Path) -> QemuError {
+    refused(format!("there is no Proxmox VE here ({} is missing)", cluster.display()))
+}
+
+/// What all of its paths begin with.
+fn root() -> PathBuf {
+    let root = std::env::var_os(ROOT).filter(|root| !root.is_empty());
+    root.map_or_else(|| PathBuf::from("/"), PathBuf::from)
+}
+
+/// What a definition says of a VM.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Outline {
+    /// In MiB.
+    pub(crate) memory: Option<u64>,
+    pub(crate) cpu: Option<String>,
+    /// Names, and sizes as Proxmox writes them.
+    pub(crate) disks: Vec<(String, String)>,
+}
+
+/// The kinds of disks (qm.conf(5)); what else has numbers is no disk.
+const DISKS: [&str; 6] = ["virtio", "scsi", "sata", "ide", "efidisk", "tpmstate"];
+
+fn outline(text: &str) -> Outline {
+    // A value is `main,key=value,…`, and the main one may have its key before it.
+    let words = |key: &str| setting(text, key).map(|value| value.split(','));
+    let main = |key: &str, name: &str| {
+        let first = words(key)?.next()?;
+        Some(first.strip_prefix(name).unwrap_or(first).to_owned())
+    };
+    let own = text.lines().take_while(|line| !line.starts_with('['));
+    let disk = |line: &str| {
+        let (name, value) = line.split_once(": ")?;
+        let kind = name.trim_end_matches(|c: char| c.is_ascii_digit());
+        let mut words = value.split(',').map(str::trim);
+        let is_disk = DISKS.contains(&kind) && kind != name && words.all(|it| it != "media=cdrom");
+        let size = value.split(',').find_map(|word| word.trim().strip_prefix("size="));
+        is_disk.then_some((name.to_owned(), size?.to_owned()))
+    };
+    Outline {
+        memory: main("memory", "current=").and_then(|text| text.parse().ok()),
+        cpu: main("cpu", "cputype="),
+        disks: own.filter_map(disk).collect(),
+    }
+}
+
 impl ProxmoxVm {
     /// The VM `id` of this node, which runs, and has nothing against a move.
     ///
@@ -51,9 +97,52 @@ impl ProxmoxVm {
     /// # Errors
     /// When there is none.
     pub(crate) fn named(id: &str) -> Result<Self, QemuError> {
-        let root = std::env::var_os(ROOT).filter(|root| !root.is_empty());
-        let root = root.map_or_else(|| PathBuf::from("/"), PathBuf::from);
-        Self::under(&root, id)
+        Self::under(&root(), id)
+    }
+
+    /// The VMs that run here, each with its process, in the order of their numbers.
+    ///
+    /// # Errors
+    /// When there is no Proxmox VE, or it cannot be looked at.
+    pub(crate) fn that_run() -> Result<Vec<(Self, i32)>, QemuError> {
+        Self::that_run_under(&root())
+    }
+
+    fn that_run_under(root: &Path) -> Result<Vec<(Self, i32)>, QemuError> {
+        let cluster = root.join("etc/pve");
+        if !cluster.is_dir() {
+            return Err(no_proxmox(&cluster));
+        }
+        let run = root.join("var/run/qemu-server");
+        let failed =
+            |error: io::Error| refused(format!("{} cannot be looked at: {error}", run.display()));
+        let mut found = Vec::new();
+        for entry in std::fs::read_dir(&run).map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name();
+            let Some(id) = name.to_str().and_then(|name| name.strip_suffix(".pid")) else {
+                continue;
+            };
+            let vm = Self { id: id.to_owned(), root: root.to_owned() };
+            // Its file may be there when its process is not.
+            found.extend(vm.process().ok().map(|pid| (vm, pid)));
+        }
+        found.sort_by_key(|(vm, _)| (vm.id.len(), vm.id.clone()));
+        Ok(found)
+    }
+
+    /// Its number.
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// What its definition says, in Proxmox's words: its memory in MiB, its processor, and its
+    /// disks with their sizes.
+    ///
+    /// # Errors
+    /// When there is no definition of it here.
+    pub(crate) fn outline(&self) -> Result<Outline, QemuError> {
+        self.check_definition()?;
+        Ok(outline(&self.settings()?))
     }
 
     fn under(root: &Path, id: &str) -> Result<Self, QemuError> {
@@ -114,10 +203,7 @@ impl ProxmoxVm {
         if self.cluster().is_dir() {
             return Err(refused(format!("there is no VM {id} here: qm list shows those that are")));
         }
-        Err(refused(format!(
-            "there is no Proxmox VE here ({} is missing)",
-            self.cluster().display()
-        )))
+        Err(no_proxmox(&self.cluster()))
     }
 
     /// What its definition says before the first snapshot.
@@ -339,6 +425,30 @@ mod tests {
         assert!(node.refusal("100").contains("does not run"));
         let none = Path::new("/nowhere");
         let told = ProxmoxVm::under(none, "100").unwrap_err().to_string();
+        assert!(told.contains("no Proxmox VE here"), "{told}");
+    }
+
+    #[test]
+    fn what_a_vm_needs_is_in_its_definition() {
+        let text = "#cpu: words\nagent: 1\ncpu: host,flags=+aes\nide2: none,media=cdrom,size=4M\n\
+                    memory: 2048\nscsi0: local:vm-100-disk-0,iothread=1,size=32G\n\
+                    scsihw: virtio-scsi-single\nvirtio1: tank:b,size=512K\n[s]\nmemory: 1\n";
+        let disk = |name: &str, size: &str| (name.to_owned(), size.to_owned());
+        let told = outline(text);
+        assert_eq!((told.memory, told.cpu.as_deref()), (Some(2048), Some("host")));
+        assert_eq!(told.disks, [disk("scsi0", "32G"), disk("virtio1", "512K")]);
+        let keys = outline("memory: current=512\ncpu: cputype=EPYC-Milan\n");
+        assert_eq!((keys.memory, keys.cpu.as_deref()), (Some(512), Some("EPYC-Milan")));
+        assert_eq!(outline("cores: 1\n"), Outline::default());
+    }
+
+    #[test]
+    fn only_a_vm_whose_process_lives_runs() {
+        let node = Node::new("running");
+        // As one that has ended leaves it.
+        node.write("var/run/qemu-server/100.pid", &std::process::id().to_string());
+        assert_eq!(ProxmoxVm::that_run_under(&node.0).unwrap(), Vec::new());
+        let told = ProxmoxVm::that_run_under(Path::new("/nowhere")).unwrap_err().to_string();
         assert!(told.contains("no Proxmox VE here"), "{told}");
     }
 

@@ -7,6 +7,7 @@
 //! ```text
 //!   record   what was seen of one migration, written and read
 //!   store    the directory in which records are kept, the oldest of which go
+//!   totals   what all of them came to, those that have gone too
 //!   page     one HTML file with all in it: no script, nothing that is fetched
 //!   chart    a plot of values over time
 //!   heat     where in memory pages were sent, round by round
@@ -20,7 +21,9 @@ mod html;
 mod page;
 mod record;
 mod store;
+mod totals;
 
 pub use page::page;
 pub use record::{Ending, Head, Record, RecordError, Recorder};
 pub use store::{Kept, Store};
+pub use totals::{Distribution, Totals};

@@ -1,12 +1,25 @@
 //! The directory in which records are kept.
 //!
-//! Invariant: at most [`KEPT`] records are there when one has been added, the newest. What is not
-//! named as a record is left alone.
+//! Invariant: at most [`KEPT`] records are there when one has been added, the newest, and what
+//! those came to that have gone is kept in sums ([`Store::totals`]). What is not named as a record
+//! is left alone.
 
+use std::collections::BTreeSet;
+use std::fs::{File, TryLockError};
 use std::io::Write;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
+use crate::totals::{Gone, Totals};
+
+/// The sums of what has gone.
+const SUMS: &str = "totals.json";
+/// Whoever has it locked may let records go.
+const LOCK: &str = "lock";
+/// Whoever has it does so for moments.
+const LOCK_LIMIT: Duration = Duration::from_secs(10);
 /// Records that are kept.
 const KEPT: usize = 200;
 const ENDING: &str = ".migration.jsonl";
@@ -60,24 +73,58 @@ impl Store {
         let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
         let vm: String = vm.chars().map(plain).take(64).collect();
         let path = self.directory.join(format!("{began_ms:013}-{vm}{ENDING}"));
-        let beside = path.with_extension(format!("new{}", std::process::id()));
-        let write = || {
-            let mut options = std::fs::OpenOptions::new();
-            let mut file =
-                options.write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
-            file.write_all(lines.as_bytes())?;
-            std::fs::rename(&beside, &path)
-        };
-        write().inspect_err(|_| drop(std::fs::remove_file(&beside)))?;
+        self.write(&path, lines)?;
+        let lock = self.directory.join(LOCK);
+        let _turn = wait(File::options().create(true).append(true).open(lock)?, File::try_lock)?;
         let all = self.list()?;
-        for old in all.iter().skip(KEPT) {
+        let old = all.get(KEPT..).unwrap_or_default();
+        if !old.is_empty() {
+            let mut gone = self.gone();
+            let there = all.iter().map(|kept| kept.name.as_str()).collect::<BTreeSet<_>>();
+            gone.add(named(old), &there);
+            self.write(&self.directory.join(SUMS), &serde_json::to_string(&gone)?)?;
+        }
+        for old in old {
             match std::fs::remove_file(&old.path) {
-                // Another migration that ends just now has removed it.
+                // A godwit of a release without the lock has removed it.
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
                 removed => removed?,
             }
         }
         Ok(path)
+    }
+
+    /// Writes a file in one step, for this user alone.
+    fn write(&self, path: &Path, text: &str) -> std::io::Result<()> {
+        // Threads of one process may keep at once.
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let beside = path.with_extension(format!("new{}-{number}", std::process::id()));
+        let write = || {
+            let mut options = File::options();
+            let mut file =
+                options.write(true).create(true).truncate(true).mode(0o600).open(&beside)?;
+            file.write_all(text.as_bytes())?;
+            std::fs::rename(&beside, path)
+        };
+        write().inspect_err(|_| drop(std::fs::remove_file(&beside)))
+    }
+
+    /// The sums of what has gone; none where nothing has, or nobody can read them.
+    fn gone(&self) -> Gone {
+        let text = std::fs::read_to_string(self.directory.join(SUMS)).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+
+    /// What all migrations came to that a record was ever kept of.
+    ///
+    /// # Errors
+    /// When the records cannot be read.
+    pub fn totals(&self) -> std::io::Result<Totals> {
+        // Nothing goes meanwhile. Where nothing was ever kept there is no lock.
+        let turn = File::open(self.directory.join(LOCK)).ok();
+        let _turn = turn.map(|turn| wait(turn, File::try_lock_shared)).transpose()?;
+        Ok(self.gone().with(named(&self.list()?)))
     }
 
     /// All of them, the newest first; none where there is no such directory.
@@ -104,9 +151,70 @@ impl Store {
     }
 }
 
+/// Waits until `lock` has locked `file`, as it is while that is open.
+fn wait(file: File, lock: impl Fn(&File) -> Result<(), TryLockError>) -> std::io::Result<File> {
+    let until = Instant::now() + LOCK_LIMIT;
+    loop {
+        match lock(&file) {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::Error(error)) => return Err(error),
+            Err(TryLockError::WouldBlock) if Instant::now() > until => {
+                return Err(std::io::Error::other("another godwit has the records locked"));
+            }
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
+}
+
+fn named(records: &[Kept]) -> impl Iterator<Item = (&str, &Path)> {
+    records.iter().map(|kept| (kept.name.as_str(), kept.path.as_path()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn migrated(downtime_ms: u64) -> String {
+        format!(
+            "{{\"event\":\"record\"}}\n{{\"outcome\":\"migrated\",\"downtime_ms\":{downtime_ms}.0,\
+             \"total_ms\":1500.0,\"sent_bytes\":1048576}}\n"
+        )
+    }
+
+    #[test]
+    fn what_has_gone_still_counts_and_counts_once() {
+        let directory = std::env::temp_dir().join(format!("godwit-sums-{}", std::process::id()));
+        let store = Store::at(&directory);
+        assert_eq!(store.totals().unwrap(), Totals::default());
+        for began in 0..KEPT as u64 + 5 {
+            store.keep("vm", began, &migrated(began)).unwrap();
+        }
+        store.keep("vm", 1000, "{\"outcome\":\"failed\",\"error\":\"x\"}\n").unwrap();
+        store.keep("vm", 1001, "not a record\n").unwrap();
+        let totals = store.totals().unwrap();
+        let outcomes = [("failed", 1), ("migrated", KEPT as u64 + 5)];
+        assert_eq!(totals.outcomes, outcomes.map(|(word, n)| (word.to_owned(), n)).into());
+        let (count, sum) = (KEPT as u64 + 5, (0..KEPT + 5).sum::<usize>() as f64 / 1e3);
+        assert_eq!(totals.downtime.count, count);
+        assert!((totals.downtime.sum - sum).abs() < 1e-6, "{}", totals.downtime.sum);
+        assert_eq!(totals.downtime.buckets[..3], [(0.001, 2), (0.002, 1), (0.005, 3)]);
+        assert_eq!((totals.duration.buckets[1], totals.bytes.buckets[0].1), ((2.0, count), count));
+
+        // One that was added, and whose removal was cut off, is there as well.
+        store.keep("other", 0, &migrated(0)).unwrap();
+        let back = store.totals().unwrap();
+        assert_eq!(back.outcomes["migrated"], count + 1, "another of an earlier time counts");
+        let gone = store.gone();
+        let oldest = store.list().unwrap().pop().unwrap();
+        let mut cut_off = gone.clone();
+        cut_off.add(named(std::slice::from_ref(&oldest)), &[oldest.name.as_str()].into());
+        let sums = serde_json::to_string(&cut_off).unwrap();
+        store.write(&directory.join(SUMS), &sums).unwrap();
+        assert_eq!(store.totals().unwrap(), back);
+        store.keep("vm", 2000, &migrated(1)).unwrap();
+        assert_eq!(store.totals().unwrap().outcomes["migrated"], count + 2);
+        std::fs::remove_dir_all(directory).unwrap();
+    }
 
     #[test]
     fn migrations_that_end_at_once_all_have_their_record() {

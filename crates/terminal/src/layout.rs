@@ -26,6 +26,13 @@ pub fn width(stream: &(impl AsFd + IsTerminal)) -> usize {
     if columns == 0 { NARROW } else { columns.clamp(20, WIDEST) }
 }
 
+/// How many lines `stream` shows at once; what is no terminal shows as many as a small one.
+pub fn height(stream: &(impl AsFd + IsTerminal)) -> usize {
+    let size = rustix::termios::tcgetwinsize(stream.as_fd());
+    let rows = size.map_or(0, |size| usize::from(size.ws_row));
+    if rows == 0 { 24 } else { rows }
+}
+
 fn length(text: &str) -> usize {
     text.chars().count()
 }

@@ -65,7 +65,8 @@ fn known<T>(value: Option<T>, show: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".to_owned(), show)
 }
 
-fn stage(now: &Progress) -> String {
+/// What is going on, in a word or two.
+pub fn stage(now: &Progress) -> String {
     match now.stage {
         Stage::PreCopy if now.severed.is_some() => "severed".to_owned(),
         Stage::PreCopy => format!("round {}", now.round),

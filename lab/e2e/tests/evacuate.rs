@@ -1,13 +1,15 @@
 //! `godwit evacuate` with real guests: several microvms leave, each for one of two destinations,
 //! while the coordinator is killed.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use godwit_e2e::LIMIT;
+use godwit_e2e::{LIMIT, Terminal};
 use godwit_testbed::{Godwit, MicroVm, Movable, kvm_for};
 use serde_json::{Value, json};
 
@@ -25,6 +27,8 @@ struct World {
     directory: PathBuf,
     /// What the evacuation is called: others run beside it.
     name: String,
+    /// What all of them may send.
+    budget: &'static str,
 }
 
 impl Drop for World {
@@ -50,7 +54,7 @@ impl World {
             source.wait_ready(LIMIT)?;
             source.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
         }
-        let world = Self { godwit, sources, destinations, directory, name };
+        let world = Self { godwit, sources, destinations, directory, name, budget: BUDGET };
         std::fs::write(world.directory.join("list.json"), world.list().to_string())?;
         Ok(world)
     }
@@ -86,19 +90,45 @@ impl World {
 
     /// A coordinator: the first, or one that goes on.
     fn coordinator(&self, resumes: bool) -> anyhow::Result<Child> {
+        self.coordinator_with(resumes, &[])
+    }
+
+    /// The same with more options.
+    fn coordinator_with(&self, resumes: bool, options: &[&str]) -> anyhow::Result<Child> {
         let mut command = Command::new(self.godwit.program());
         command.arg("evacuate").arg("--state-dir").arg(&self.directory).arg("--json");
-        command.args(["--name", &self.name]);
+        command.args(["--name", &self.name]).args(options);
         if resumes {
             command.arg("--resume");
         } else {
             command.arg(self.directory.join("list.json"));
-            command.args(["--bandwidth", BUDGET, "--at-once", "2"]);
+            command.args(["--bandwidth", self.budget, "--at-once", "2"]);
             command.args(["--", "--reconnect", "0s", "--compression", "none"]);
         }
         command.env("XDG_STATE_HOME", self.directory.join("state"));
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().context("cannot start godwit evacuate")
+    }
+
+    /// Steers the coordinator that runs.
+    fn steer(&self, words: &[&str]) -> anyhow::Result<Output> {
+        let state = self.directory.display().to_string();
+        let fixed = ["evacuate", "--name", &self.name, "--state-dir", &state];
+        self.godwit.run(&[&fixed[..], words].concat())
+    }
+
+    /// The same, until there is one that hears it.
+    fn steer_soon(&self, words: &[&str]) -> anyhow::Result<Output> {
+        let until = Instant::now() + LIMIT;
+        loop {
+            let output = self.steer(words)?;
+            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+            if !errors.contains("no evacuation '") {
+                return Ok(output);
+            }
+            ensure!(Instant::now() < until, "{errors}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     fn is_planned(&self) -> bool {
@@ -188,7 +218,10 @@ fn guests_leave_for_two_destinations_within_the_budget() -> anyhow::Result<()> {
         return Ok(());
     }
     let mut world = World::new()?;
-    let coordinator = world.coordinator(false)?;
+    let told = world.directory.join("told");
+    // It fails each time, and that changes nothing.
+    let hook = format!("echo $GODWIT_VM $GODWIT_OUTCOME >> {}; exit 1", told.display());
+    let coordinator = world.coordinator_with(false, &["--hook-after", &hook])?;
     // Another of its name, whose plan is kept elsewhere, does not reach for its moves.
     let until = Instant::now() + LIMIT;
     while !world.is_planned() {
@@ -211,6 +244,13 @@ fn guests_leave_for_two_destinations_within_the_budget() -> anyhow::Result<()> {
     let report = finish(coordinator)?;
     world.check(&report)?;
     let took = report["took_seconds"].as_f64().context("no time")?;
+    let told = std::fs::read_to_string(told)?;
+    let mut told: Vec<&str> = told.lines().collect();
+    let moved = |vm: &MicroVm| format!("{} migrated", vm.vm_name());
+    let mut expected: Vec<String> = world.sources.iter().map(moved).collect();
+    told.sort_unstable();
+    expected.sort();
+    ensure!(told == expected, "{told:?}");
     // 24 MiB of each guest at least, at 80 MiB/s together.
     ensure!(took > 1.0, "faster than the budget: {took} s");
     Ok(())
@@ -225,6 +265,106 @@ fn a_coordinator_that_is_killed_moves_no_guest_twice_and_forgets_none() -> anyho
 #[ignore = "takes minutes"]
 fn a_coordinator_is_killed_at_a_hundred_moments() -> anyhow::Result<()> {
     rounds("a_coordinator_is_killed_at_a_hundred_moments", 100)
+}
+
+#[test]
+fn a_budget_that_is_changed_holds_at_once_and_for_the_next_coordinator() -> anyhow::Result<()> {
+    if !kvm_for("a_budget_that_is_changed_holds_at_once_and_for_the_next_coordinator") {
+        return Ok(());
+    }
+    // At this rate the moves would take a minute.
+    let mut world = World::new()?;
+    world.budget = "2MiB/s";
+    let mut coordinator = world.coordinator(false)?;
+    let status = || -> anyhow::Result<Value> {
+        let output = world.steer_soon(&["--status", "--json"])?;
+        Ok(serde_json::from_slice(&output.stdout)?)
+    };
+    let moving = |status: &Value| {
+        let vms = status["vms"].as_array().cloned().unwrap_or_default();
+        vms.into_iter().filter(|vm| vm["state"] == "moving").collect::<Vec<_>>()
+    };
+    let until = Instant::now() + LIMIT;
+    while moving(&status()?).len() < 2 {
+        ensure!(Instant::now() < until, "no two moves begin: {}", status()?);
+    }
+    let before = status()?;
+    ensure!(before["budget_bytes_per_second"] == f64::from(2 << 20), "{before}");
+
+    // What is refused, by the command and by the one that runs, changes nothing.
+    let refused = world.steer(&["--set", "bandwidth=1G"])?;
+    let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
+    ensure!(refused.status.code() == Some(2) && errors.contains("write 1Gbit"), "{errors}");
+    let socket = world.directory.join(&world.name).join("control");
+    let mut stream = UnixStream::connect(socket)?;
+    writeln!(stream, "set at-once=0 bandwidth=9GiB/s")?;
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line)?;
+    ensure!(line.contains("\"error\":\"at-once=0: write a number"), "{line}");
+    ensure!(status()?["budget_bytes_per_second"] == before["budget_bytes_per_second"]);
+
+    let set = world.steer(&["--set", "bandwidth=80MiB/s,at-once=3"])?;
+    let told = String::from_utf8_lossy(&set.stdout).into_owned();
+    ensure!(told.starts_with("now 80MiB/s (671Mbit) for 3 moves at once. "), "{told}");
+    coordinator.kill()?;
+    coordinator.wait()?;
+    let next = world.coordinator(true)?;
+    let after = status()?;
+    ensure!(after["budget_bytes_per_second"] == f64::from(80 << 20), "{after}");
+    ensure!(after["at_once"] == 3, "{after}");
+    let report = finish(next)?;
+    world.check(&report)?;
+    let took = report["took_seconds"].as_f64().context("no time")?;
+    ensure!(took < 30.0, "{took} s at the old rate");
+    Ok(())
+}
+
+/// The lines that a terminal of `columns` shows of `text`, all that it ever showed, without what
+/// moves its cursor. A line that is full goes on in the next one.
+fn shown(text: &str, columns: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    let mut rest = text.chars();
+    while let Some(c) = rest.next() {
+        match c {
+            '\x1b' => drop(rest.by_ref().find(|c| c.is_ascii_alphabetic())),
+            '\n' | '\r' => lines.push(String::new()),
+            c if lines.last().is_some_and(|line| line.chars().count() == columns) => {
+                lines.push(c.to_string());
+            }
+            c => lines.last_mut().into_iter().for_each(|line| line.push(c)),
+        }
+    }
+    lines
+}
+
+#[test]
+fn on_a_terminal_each_move_under_way_has_a_row() -> anyhow::Result<()> {
+    if !kvm_for("on_a_terminal_each_move_under_way_has_a_row") {
+        return Ok(());
+    }
+    let mut world = World::new()?;
+    world.budget = "30MiB/s";
+    let state = world.directory.display().to_string();
+    let list = world.directory.join("list.json").display().to_string();
+    let words = ["evacuate", &list, "--name", &world.name, "--state-dir", &state];
+    let limits = ["--bandwidth", world.budget, "--at-once", "2", "--", "--record", "off"];
+    let screen = Terminal::run(&world.godwit, 80, &[&words[..], &limits].concat())?;
+    ensure!(screen.status.success(), "{}", screen.text);
+    let lines = shown(&screen.text, 80);
+    let has = |line: &str, words: &[&str]| words.iter().all(|word| line.contains(word));
+    let heads = ["VM", "to", "phase", "left", "to go", "share"];
+    ensure!(lines.iter().any(|line| has(line, &heads)), "{lines:#?}");
+    for vm in (0..VMS).map(|at| format!("vm{at} ")) {
+        let row = |line: &String| line.starts_with(&vm) && has(line, &["round ", "iB", " %"]);
+        ensure!(lines.iter().any(row), "no row of {vm}: {lines:#?}");
+    }
+    ensure!(lines.iter().any(|line| line.contains("2 on their way")), "{lines:#?}");
+    // What is printed stays, and the table goes.
+    let report: Value = serde_json::from_slice(&std::fs::read(
+        world.directory.join(&world.name).join("report.json"),
+    )?)?;
+    world.check(&report)?;
+    screen.check_says(&["vm0 has moved to", &format!("{VMS} of {VMS} moved in")])
 }
 
 #[test]

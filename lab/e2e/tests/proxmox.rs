@@ -13,8 +13,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, await_copying, await_quit, check_refused, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DiskImage, Godwit, GuestConfig, QemuBuild, Room, TestVm, VmConfig, builds_for,
-    images_for,
+    Backend, DiskImage, Godwit, GuestConfig, Movable, QemuBuild, Room, TestVm, VmConfig,
+    builds_for, images_for,
 };
 use godwit_units::ByteCount;
 use rustix::process::Signal;
@@ -335,4 +335,71 @@ fn what_proxmox_is_at_work_on_is_refused_and_listed() -> anyhow::Result<()> {
     check_refused(&migrate, 1, &["VM 100 is locked by Proxmox (snapshot)", "qm unlock 100"])?;
     let migrate = godwit.migrate_named("proxmox:101", "127.0.0.1:1", &[])?.wait(LIMIT)?;
     check_refused(&migrate, 1, &["there is no VM 101 here"])
+}
+
+#[test]
+fn a_node_is_emptied_of_the_vms_that_run_there() -> anyhow::Result<()> {
+    let test = "a_node_is_emptied_of_the_vms_that_run_there";
+    let builds = builds_for(test);
+    if builds.is_empty() {
+        return Ok(());
+    }
+    let node = Node::new()?;
+    let build = oldest(&builds)?;
+    let mut vm = source(&node, build)?;
+    // One that does not run any more, whose files are there.
+    std::fs::write(node.path("etc/pve/qemu-server/101.conf"), "memory: 512\n")?;
+    std::fs::write(node.path("var/run/qemu-server/101.pid"), "999999999\n")?;
+    let definition = "#a VM\ncores: 1\nmemory: 999\ncpu: EPYC-Milan\nscsi0: a:b,size=32G\n";
+    std::fs::write(node.definition(), definition)?;
+    let plain = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    let alike = ["-device", "vmgenid,guid=9f3b8b1c-6a52-4d0f-9a52-000000000100"];
+    let config = plain.with_backend(Backend::Anonymous).with_extra(&alike);
+    let destination = TestVm::destination(&config)?;
+    let godwit = node.godwit()?;
+    let receive = [
+        &godwit.program().display().to_string(),
+        "receive",
+        "--vm",
+        &destination.vm_name(),
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+    ];
+    let list = node.path("list.json");
+    let host = json!({ "name": "east", "memory": "8GiB", "receive": receive });
+    std::fs::write(&list, json!({ "destination": [host] }).to_string())?;
+    let (list, state) = (list.display().to_string(), node.path("state").display().to_string());
+    let name = format!("p{}", std::process::id());
+    let run = |words: &[&str]| {
+        let fixed =
+            ["evacuate", &list, "--from", "proxmox", "--name", &name, "--state-dir", &state];
+        let output = godwit.run(&[&fixed[..], words].concat())?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let last = text.lines().last().and_then(|line| serde_json::from_str::<Value>(line).ok());
+        anyhow::Ok((last.unwrap_or_default(), String::from_utf8_lossy(&output.stderr).into_owned()))
+    };
+    let (plan, errors) = run(&["--dry-run", "--json"])?;
+    let planned = &plan["vms"][0];
+    ensure!(plan["vms"].as_array().is_some_and(|vms| vms.len() == 1), "{plan} {errors}");
+    ensure!(planned["vm"] == "proxmox:100" && planned["cpu"] == "EPYC-Milan", "{plan}");
+    // What it has, and not what its definition says.
+    let memory = GuestConfig::small(Mode::Rate).memory;
+    ensure!(planned["memory_bytes"] == memory.0, "{plan}");
+    ensure!(planned["disk_bytes"]["scsi0"] == 32_u64 << 30, "{plan}");
+
+    std::fs::write(node.definition(), format!("lock: backup\n{definition}"))?;
+    let (_, errors) = run(&[])?;
+    let words = "cannot be moved: 100 (VM 100 is locked by Proxmox (backup)";
+    ensure!(errors.contains(words), "{errors}");
+    std::fs::write(node.definition(), definition)?;
+
+    let (report, errors) = run(&["--json"])?;
+    ensure!(report["moved"] == 1 && report["stayed"] == 0, "{report} {errors}");
+    await_quit(&mut vm)?;
+    destination.wait_for_heartbeats_after(Instant::now(), 3, LIMIT)?;
+    ensure!([vm.bugs(), destination.bugs()].concat().is_empty());
+    let (_, errors) = run(&["--dry-run"])?;
+    ensure!(errors.contains("no VM runs in Proxmox VE on this node"), "{errors}");
+    Ok(())
 }

@@ -19,6 +19,8 @@ struct World {
     arrived: BTreeMap<usize, u32>,
     time: u32,
     most_rate: f64,
+    /// The most that were under way at a time.
+    most_moves: usize,
 }
 
 /// What kills the coordinator.
@@ -54,6 +56,8 @@ impl World {
     fn check_rates(&mut self) {
         let sum = self.moves.values().map(|(_, _, rate)| rate).sum();
         self.most_rate = self.most_rate.max(sum);
+        let under_way = self.moves.values().filter(|(until, ..)| *until > self.time).count();
+        self.most_moves = self.most_moves.max(under_way);
     }
 }
 
@@ -137,6 +141,7 @@ fn plan() -> Plan {
         dirty_bytes_per_second: 0.0,
         cpu: None,
         group: (at < 2).then(|| "pair".to_owned()),
+        disks: BTreeMap::new(),
         receivers: ["east", "west"].map(|host| (host.to_owned(), receiver())).into(),
     };
     let host = |name: &str| PlannedDestination {
@@ -212,6 +217,7 @@ fn a_coordinator_that_is_killed_at_any_step_leaves_nothing_twice_and_nothing_out
         for life in 0..200 {
             let (world, report, _) = evacuate(|n| if n == 0 { life } else { u32::MAX }, later);
             check(&world, &report);
+            assert!(world.most_rate <= 1e8, "{life}, {later}: {}", world.most_rate);
         }
     }
 }
@@ -253,4 +259,63 @@ fn what_is_cancelled_stays_and_can_be_taken_up_again() {
     assert!(report.stayed >= 3, "{report:?}");
     let report = coordinate(&store, &world, u32::MAX).unwrap();
     check(&world.borrow(), &report);
+}
+
+#[test]
+fn limits_that_are_changed_hold_at_once_and_after_a_kill() {
+    let (mut store, world) = (MemoryStore::default(), Rc::new(RefCell::new(World::default())));
+    let tight = Plan { at_once: 2, ..plan() };
+    store.put(PLAN, &bytes(&tight)).unwrap();
+    let mut hands = Own(Rc::clone(&world), Life(Rc::new(Cell::new(u32::MAX))));
+    let (mut runner, _) = Runner::resume(store.clone(), "memory", &mut hands).unwrap();
+    runner.turn().unwrap();
+    let shares: Vec<Option<f64>> =
+        runner.report().vms.iter().map(|vm| vm.bytes_per_second).collect();
+    assert_eq!(shares.iter().flatten().sum::<f64>(), 1e8, "{shares:?}");
+    assert_eq!(world.borrow().most_moves, 2);
+
+    // Those under way are slowed down, and another begins.
+    runner.limit(Rate::from_bytes_per_second(3e7), 3).unwrap();
+    world.borrow_mut().most_rate = 0.0;
+    runner.turn().unwrap();
+    let rates: Vec<f64> = world.borrow().moves.values().map(|(_, _, rate)| *rate).collect();
+    assert_eq!((rates.len(), rates.iter().sum::<f64>()), (3, 3e7), "{rates:?}");
+    let report = runner.report();
+    assert_eq!((report.budget_bytes_per_second, report.at_once), (3e7, 3));
+    drop(runner);
+
+    // As another coordinator finds them.
+    world.borrow_mut().most_rate = 0.0;
+    let report = coordinate(&store, &world, u32::MAX).unwrap();
+    check(&world.borrow(), &report);
+    assert!(world.borrow().most_rate <= 3e7, "{}", world.borrow().most_rate);
+    assert_eq!(world.borrow().most_moves, 3);
+}
+
+#[test]
+fn a_limit_that_cannot_be_written_down_does_not_hold() {
+    struct Full(MemoryStore, Rc<Cell<bool>>);
+    impl Store for Full {
+        fn read(&self, key: &str) -> Result<Option<Vec<u8>>, EvacuateError> {
+            self.0.read(key)
+        }
+        fn put(&mut self, key: &str, value: &[u8]) -> Result<(), EvacuateError> {
+            if self.1.get() {
+                let (place, why) = ("here".to_owned(), "it is full".to_owned());
+                return Err(EvacuateError::Store { place, action: "written", why });
+            }
+            self.0.put(key, value)
+        }
+        fn list(&self, prefix: &str) -> Result<Vec<(String, Vec<u8>)>, EvacuateError> {
+            self.0.list(prefix)
+        }
+    }
+    let full = Rc::new(Cell::new(false));
+    let store = Full(MemoryStore::default(), Rc::clone(&full));
+    let mut hands = Own(Rc::default(), Life(Rc::new(Cell::new(u32::MAX))));
+    let mut runner = Runner::begin(store, &plan(), "here", &mut hands).unwrap();
+    full.set(true);
+    let why = runner.limit(Rate::from_bytes_per_second(1.0), 1).unwrap_err().to_string();
+    assert!(why.contains("it is full"), "{why}");
+    assert_eq!((runner.report().at_once, runner.plan().bytes_per_second), (3, 1e8));
 }

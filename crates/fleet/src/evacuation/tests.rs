@@ -278,15 +278,33 @@ fn facts_are_taken_up_and_nothing_is_moved_again() {
     evacuation.adopt(0, Place::Moved { to: 1 });
     evacuation.adopt(1, Place::Moving { to: 1 });
     evacuation.adopt(2, Place::Waiting { to: 1 });
-    // There is no room at 1 any more.
+    // There is no room at 1 any more. What was found under way may have had all of the budget: it
+    // is held to its share before another begins.
+    assert_eq!(evacuation.share(1), None);
     let begun = evacuation.advance();
     assert!(
-        matches!(
-            begun[..],
-            [Action::Begin { to: 0, .. }, Action::Pace { vm: 1, .. }]
-                | [Action::Pace { vm: 1, .. }, Action::Begin { to: 0, .. }]
-        ),
+        matches!(begun[..], [Action::Pace { vm: 1, .. }, Action::Begin { to: 0, .. }]),
         "{begun:?}"
     );
+    assert_eq!((evacuation.share(0), evacuation.share(1)), (None, Some(rate(5e7))));
     assert_eq!(evacuation.places()[0], Place::Moved { to: 1 });
+}
+
+#[test]
+fn more_moves_at_once_begin_and_fewer_end_none() {
+    let hosts = vec![Destination { at_once: 9, ..Destination::new(ByteCount(1 << 40)) }];
+    let vms = vec![Vm::idle(ByteCount(1 << 30)); 6];
+    let mut evacuation = Evacuation::new(vms, hosts, vec![Source::new(rate(9e7), 1)]);
+    assert_eq!(evacuation.advance(), [Action::Begin { vm: 0, to: 0, rate: rate(9e7) }]);
+    evacuation.set_at_once(0, 3);
+    // The first makes room before the others begin.
+    let share = rate(3e7);
+    let begin = |vm| Action::Begin { vm, to: 0, rate: share };
+    assert_eq!(evacuation.advance(), [Action::Pace { vm: 0, rate: share }, begin(1), begin(2)]);
+    evacuation.set_at_once(0, 1);
+    assert_eq!(evacuation.advance(), []);
+    evacuation.ended(0, Ending::Moved);
+    let more = rate(4.5e7);
+    let paced = [1, 2].map(|vm| Action::Pace { vm, rate: more });
+    assert_eq!(evacuation.advance(), paced, "none begins beside two");
 }

@@ -8,12 +8,14 @@
 //! ```text
 //!   incus      what is different about Incus
 //!   kinds      words for what is told of each
+//!   managed    those of one manager, as they are to leave this host
 //!   process    what /proc tells: names, owners, accelerator, kind of RAM
 //!   verdict    whether it could move, by the best way there is to ask
 //! ```
 
 mod incus;
 mod kinds;
+mod managed;
 mod process;
 mod verdict;
 
@@ -21,6 +23,7 @@ use godwit_units::ByteCount;
 
 pub use incus::monitor_of_instance;
 pub use kinds::{Owner, RamKind, Verdict};
+pub use managed::{ManagedVm, domains_that_run, proxmox_vms_that_run};
 use process::Found;
 use verdict::Asked;
 

@@ -184,7 +184,7 @@ fn is_hugetlbfs(file_system: &StatFs) -> bool {
 }
 
 /// A size as QEMU writes it: `1G`, `131072k`.
-fn size(text: &str) -> Option<ByteCount> {
+pub(super) fn size(text: &str) -> Option<ByteCount> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let shift = match text.get(digits.len()..)?.to_ascii_uppercase().as_str() {
         "" | "B" => 0,

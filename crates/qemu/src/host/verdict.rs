@@ -68,14 +68,14 @@ fn ask_proxmox(found: &Found, id: &str) -> Asked {
 }
 
 /// What stands against every VM on this host, or against this process.
-fn check_rights(found: &Found) -> Result<(), QemuError> {
+pub(super) fn check_rights(found: &Found) -> Result<(), QemuError> {
     kernel_support()?;
     may_trace(found.pid)?;
     Ok(())
 }
 
 /// What shows of its devices on the command line alone.
-fn check_devices(found: &Found) -> Result<(), QemuError> {
+pub(super) fn check_devices(found: &Found) -> Result<(), QemuError> {
     let drivers = found.values("device").filter_map(|value| find(value, "driver", "driver"));
     for driver in drivers {
         let kinds = ["vfio", "vhost-vdpa", "vhost-scsi", "scsi-generic", "scsi-block"];

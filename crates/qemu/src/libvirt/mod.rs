@@ -41,6 +41,7 @@ pub use domain::domain_state;
 pub(crate) use domain::{QUESTION, SourceDomain, domain};
 pub use images::DiskPaths;
 pub(crate) use made::sweep_images;
+pub(crate) use xml::{Outline, outline};
 
 /// The beginning of a save image of the domain that a source has `told` of, with all disks that
 /// move at `path`.

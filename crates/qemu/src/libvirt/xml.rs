@@ -1,4 +1,5 @@
-//! The disks in a domain's description, and where each of them is.
+//! The disks in a domain's description, and where each of them is; and what else of a domain
+//! matters to who takes it in.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -22,6 +23,50 @@ pub(super) fn targets(xml: &str) -> Vec<(String, String)> {
     let word = |disk: Node, of, key| child(disk, of)?.attribute(key).map(str::to_owned);
     let named = |disk| Some((word(disk, "alias", "name")?, word(disk, "target", "dev")?));
     disks(&document).filter_map(named).collect()
+}
+
+/// What a domain needs where it goes, by its description.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Outline {
+    /// Its memory, in bytes.
+    pub(crate) memory: u64,
+    /// The model of its processor, or `host-passthrough`; none: libvirt's default.
+    pub(crate) cpu: Option<String>,
+    /// Its disks, by their targets.
+    pub(crate) disks: Vec<String>,
+    /// Whether it has a device of its host's.
+    pub(crate) has_host_device: bool,
+}
+
+/// What the description `xml` of a domain that runs says of it; `None` where it says nothing of
+/// its memory.
+pub(crate) fn outline(xml: &str) -> Option<Outline> {
+    let document = Document::parse(xml).ok()?;
+    let root = document.root_element();
+    // Libvirt writes it in KiB, whatever it was defined in (formatdomain, "Memory Allocation").
+    let memory = child(root, "memory")?;
+    if !matches!(memory.attribute("unit"), None | Some("KiB")) {
+        return None;
+    }
+    let kib: u64 = memory.text()?.trim().parse().ok()?;
+    let cpu = child(root, "cpu").and_then(|cpu| {
+        let model = child(cpu, "model").and_then(|model| model.text()).map(str::trim);
+        let mode = cpu.attribute("mode").filter(|mode| *mode != "custom");
+        model.or(mode).map(str::to_owned)
+    });
+    let is_disk = |disk: &Node| matches!(disk.attribute("device"), None | Some("disk" | "lun"));
+    let target = |disk| child(disk, "target")?.attribute("dev").map(str::to_owned);
+    let devices = child(root, "devices").into_iter().flat_map(|devices| devices.children());
+    let of_host = |device: Node| {
+        device.has_tag_name("hostdev")
+            || device.has_tag_name("interface") && device.attribute("type") == Some("hostdev")
+    };
+    Some(Outline {
+        memory: kib.checked_mul(1024)?,
+        cpu,
+        disks: disks(&document).filter(is_disk).filter_map(target).collect(),
+        has_host_device: devices.into_iter().any(of_host),
+    })
 }
 
 /// Where the disk `target` is.
@@ -116,6 +161,33 @@ mod tests {
         <disk type='file' device='disk'><driver type='vmdk'/><source file='/vm/e'/>
           <target dev='vde'/></disk>
         </devices></domain>";
+
+    #[test]
+    fn what_a_domain_needs_is_in_its_description() {
+        let with = |words: &str| {
+            let xml = XML.replacen("<name>web</name>", &format!("<name>web</name>{words}"), 1);
+            outline(&xml)
+        };
+        let memory = "<memory unit='KiB'>2097152</memory>";
+        let plain = with(memory).unwrap();
+        assert_eq!((plain.memory, plain.cpu), (2 << 30, None));
+        assert_eq!(plain.disks, ["vda", "vdb", "vdc", "vdd", "vde"]);
+        assert!(!plain.has_host_device);
+        for (cpu, expected) in [
+            ("<cpu mode='custom'><model fallback='forbid'>EPYC-Milan</model></cpu>", "EPYC-Milan"),
+            ("<cpu mode='host-passthrough' check='none'/>", "host-passthrough"),
+        ] {
+            let cpu = with(&format!("{memory}{cpu}")).unwrap().cpu;
+            assert_eq!(cpu.as_deref(), Some(expected));
+        }
+        assert_eq!(with("<memory unit='GiB'>2</memory>"), None);
+        let cdrom = XML.replacen("device='disk'", "device='cdrom'", 2);
+        let with_host = cdrom.replace("<devices>", "<devices><hostdev mode='subsystem'/>");
+        let other = with_host.replacen("<devices>", &format!("{memory}<devices>"), 1);
+        let other = outline(&other).unwrap();
+        assert_eq!(other.disks, ["vdc", "vdd", "vde"]);
+        assert!(other.has_host_device);
+    }
 
     #[test]
     fn a_disk_is_found_by_its_target() {

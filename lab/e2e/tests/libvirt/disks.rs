@@ -15,7 +15,7 @@ use rustix::process::Signal;
 use crate::hosts::{Hosts, check_migrated};
 
 /// Both daemons are on one machine, and would take a file that both use from each other.
-const AS_IT_IS: &str = "<seclabel model='dac' relabel='no'/>";
+pub(crate) const AS_IT_IS: &str = "<seclabel model='dac' relabel='no'/>";
 
 /// A disk in libvirt's XML.
 pub(crate) fn device(target: &str, format: &str, path: &str, label: &str) -> String {

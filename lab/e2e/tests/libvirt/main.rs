@@ -4,6 +4,7 @@
 //! ```text
 //!   hosts        two hosts and a guest, and what is looked at behind each move
 //!   disks        on storage that both have, and moved along
+//!   evacuate     a host whose domains all leave
 //!   failures     whatever ends in the midst of it
 //!   refusals     what is said before anything is sent
 //!   document     docs/libvirt.md, word for word
@@ -12,6 +13,7 @@
 
 mod disks;
 mod document;
+mod evacuate;
 mod failures;
 mod hosts;
 mod refusals;

@@ -1,0 +1,103 @@
+//! The control socket of an evacuation: a line that asks, a line of JSON that answers. Here are
+//! both ends, whoever runs the evacuation and whoever steers it.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver as Requests, Sender, channel};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use godwit_qemu::run_directory;
+use serde_json::Value;
+
+use super::live::{self, Moving};
+use super::{Arguments, directory, tell};
+use crate::layout;
+use crate::output::json_line;
+
+const REQUEST_LIMIT: Duration = Duration::from_secs(5);
+/// Requests are a word or two.
+const LONGEST_REQUEST: u64 = 1024;
+
+/// A request, and where its answer goes.
+type Asked = (String, Sender<Value>);
+
+/// Listens at `path` for those who steer this evacuation.
+pub(super) fn serve(
+    path: &Path,
+) -> anyhow::Result<(godwit_control::steer::Socket, Requests<Asked>)> {
+    let (listener, socket) = godwit_control::steer::bind(path)?;
+    let (sender, requests) = channel();
+    let serving = std::thread::Builder::new().name("control".to_owned());
+    serving.spawn(move || listen(&listener, &sender)).context("no thread can be had")?;
+    Ok((socket, requests))
+}
+
+fn listen(listener: &UnixListener, sender: &Sender<Asked>) {
+    for stream in listener.incoming().flatten() {
+        let _ = stream.set_read_timeout(Some(REQUEST_LIMIT));
+        let mut line = String::new();
+        if BufReader::new((&stream).take(LONGEST_REQUEST)).read_line(&mut line).is_err() {
+            continue;
+        }
+        let (answer, answered) = channel();
+        if sender.send((line.trim().to_owned(), answer)).is_err() {
+            return;
+        }
+        if let Ok(answer) = answered.recv_timeout(REQUEST_LIMIT) {
+            let _ = writeln!(&stream, "{answer}");
+        }
+    }
+}
+
+/// Tells the evacuation that runs what to do.
+pub(super) fn steer(arguments: &Arguments, request: &str) -> anyhow::Result<ExitCode> {
+    let answer = ask(&directory(arguments)?.join("control"), &arguments.name, request)?;
+    if arguments.json {
+        json_line(&answer);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let now = match request {
+        "pause" => "no further move begins. ".to_owned(),
+        "continue" => "it goes on. ".to_owned(),
+        "cancel" => "its moves are being cancelled. ".to_owned(),
+        "status" => String::new(),
+        _ => format!("now {}. ", tell::budget(&answer)),
+    };
+    println!("{now}{}", tell::counts(&answer));
+    if request == "status" {
+        let width = layout::width(&std::io::stdout());
+        let moving = Moving::all(&arguments.name, &answer);
+        println!("the budget is {}", tell::budget(&answer));
+        print!("{}", live::table(&moving, &live::look(&moving), width));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The evacuations of this user that run, each with what it says of itself.
+pub(crate) fn that_run() -> Vec<(String, Value)> {
+    let entries = std::fs::read_dir(run_directory::path()).into_iter().flatten().flatten();
+    let ask = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.strip_suffix(".evacuation")?.to_owned();
+        let place = std::fs::read_to_string(&path).ok()?;
+        let answer = ask(&Path::new(place.trim()).join("control"), &name, "status").ok()?;
+        Some((name, answer))
+    };
+    entries.filter_map(|entry| ask(entry.path())).collect()
+}
+
+fn ask(path: &Path, name: &str, request: &str) -> anyhow::Result<Value> {
+    let mut stream = UnixStream::connect(path)
+        .with_context(|| format!("no evacuation '{name}' runs ({}): see --name", path.display()))?;
+    stream.set_read_timeout(Some(REQUEST_LIMIT * 2))?;
+    writeln!(stream, "{request}")?;
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line).context("the evacuation does not answer")?;
+    let answer: Value = serde_json::from_str(&line).context("the evacuation does not answer")?;
+    match answer["error"].as_str() {
+        Some(why) => bail!("it was refused: {why}"),
+        None => Ok(answer),
+    }
+}
