@@ -45,6 +45,7 @@ TEST_BUILD := --workspace --features godwit-cli/test-hooks --bins --tests --exam
 
 .PHONY: test
 test: guest qemu previous ## run all tests, those with real QEMUs and guests among them
+	@$(MAKE) --no-print-directory image || echo "tests of the image will say that they are skipped"
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
 
@@ -131,6 +132,10 @@ guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramf
 .PHONY: stamp
 stamp: ## build godwit-stamp, which tests any live migration from inside: target/stamp/godwit-stamp
 	@$(CARGO) run --quiet --package xtask -- stamp
+
+.PHONY: image
+image: ## godwit-stamp for other hypervisors: kernel and initramfs, an ISO, a seed for cloud images: target/image
+	@$(CARGO) run --quiet --package xtask -- image
 
 .PHONY: guest-database
 guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit-codecs`
