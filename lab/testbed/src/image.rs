@@ -1,4 +1,5 @@
-//! What a machine boots that is not the guest of the tests: what `make image` makes.
+//! What a machine boots that is not the guest of the tests: what `make image` makes, and guests
+//! with a witness.
 //!
 //! Keeps one promise: where it is missing, the error names the command that makes it.
 
@@ -8,6 +9,7 @@ use anyhow::ensure;
 
 use crate::guest::{GuestFiles, target_dir};
 use crate::skip::skip;
+use crate::witness::Witness;
 
 /// What a machine boots.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
@@ -15,6 +17,8 @@ pub enum Boot {
     /// The guest of `make guest`.
     #[default]
     Guest,
+    /// The same guest beside a witness, from an image of `make witnesses`.
+    Witness(Witness),
     /// Kernel and initramfs of `make image`, with these arguments for `godwit-stamp run`.
     Image(String),
     /// The ISO of `make image`, as whoever puts it into a drive and waits.
@@ -29,6 +33,12 @@ impl Boot {
     pub(crate) fn arguments(&self, guest: &str) -> anyhow::Result<Vec<String>> {
         match self {
             Self::Guest => Ok(GuestFiles::find()?.arguments(guest)),
+            Self::Witness(witness) => {
+                let image = witness.image();
+                ensure!(image.exists(), "{} is missing: run `make witnesses`", image.display());
+                let files = GuestFiles { initramfs: image, ..GuestFiles::find()? };
+                Ok(files.arguments(&format!("{guest} witness={witness}")))
+            }
             Self::Image(arguments) => {
                 let dir = target_dir().join("image");
                 let files = GuestFiles {
