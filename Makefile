@@ -45,6 +45,7 @@ TEST_BUILD := --workspace --features godwit-cli/test-hooks --bins --tests --exam
 
 .PHONY: test
 test: guest qemu previous ## run all tests, those with real QEMUs and guests among them
+	@$(MAKE) --no-print-directory image || echo "tests of the image will say that they are skipped"
 	@$(CARGO) build $(TEST_BUILD)
 	@scripts/run-tests.sh
 
@@ -65,11 +66,12 @@ mutants: ## break the code in many small ways, one after the other, and list wha
 	@$(CARGO) mutants --version >/dev/null 2>&1 || { echo "installing cargo-mutants with cargo"; $(CARGO) install --quiet --locked cargo-mutants; }
 	@$(CARGO) mutants --no-shuffle --minimum-test-timeout 60 --output target/mutants $(MUTANTS)
 
+# `make soak SOAK='--witnesses --each 10'` for the VMs with a witness; others:
 # `make soak SOAK='--for 8h --faults 10'`, `SOAK='--only kvm-disk --moves 20'`; see --help.
 SOAK ?=
 
 .PHONY: soak
-soak: guest qemu ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
+soak: guest qemu $(if $(findstring witness,$(SOAK)),witnesses) ## eight VMs of every kind, moved to and fro under load: 500 moves (SOAK='--for 8h --faults 10' for more)
 	@$(CARGO) build --package godwit-cli --package godwit-soak --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-soak $(SOAK)
 
@@ -131,6 +133,14 @@ guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramf
 .PHONY: stamp
 stamp: ## build godwit-stamp, which tests any live migration from inside: target/stamp/godwit-stamp
 	@$(CARGO) run --quiet --package xtask -- stamp
+
+.PHONY: witnesses
+witnesses: guest ## guests with SQLite, fio, stress-ng, a compiler and Redis beside the stamps, for `make soak`: target/witnesses
+	@$(CARGO) run --quiet --package xtask -- witnesses
+
+.PHONY: image
+image: ## godwit-stamp for other hypervisors: kernel and initramfs, an ISO, a seed for cloud images: target/image
+	@$(CARGO) run --quiet --package xtask -- image
 
 .PHONY: guest-database
 guest-database: guest qemu ## the memory of a guest with a database, target/guest/database.ram, for `godwit-codecs`

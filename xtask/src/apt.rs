@@ -54,6 +54,16 @@ impl Apt {
         Ok(())
     }
 
+    /// Fetches the package lists if one of `packages` is not in them.
+    fn know_all(&self, packages: &[&str]) -> anyhow::Result<()> {
+        let policy = output(self.command("apt-cache").arg("policy").args(packages))?;
+        let known = policy.lines().filter_map(|line| line.trim().strip_prefix("Candidate: "));
+        if known.filter(|version| *version != "(none)").count() < packages.len() {
+            packages.iter().try_for_each(|package| self.know(package))?;
+        }
+        Ok(())
+    }
+
     /// Fetches the package lists.
     pub(crate) fn update(&self) -> anyhow::Result<()> {
         println!("fetching the package lists (apt-get update)");
@@ -99,6 +109,33 @@ impl Apt {
             bail!("apt-get download {package} left {} files in {}", files.len(), dir.display());
         };
         Ok(file.clone())
+    }
+
+    /// `packages` of today, unpacked below `work`, where they stay; the directory that is their
+    /// root. It is made once, and anew when it is to be of other packages.
+    pub(crate) fn unpacked(&self, packages: &[&str], work: &Path) -> anyhow::Result<PathBuf> {
+        let (root, list) = (work.join("root"), work.join("packages"));
+        if std::fs::read_to_string(&list).is_ok_and(|there| there == packages.join(" ")) {
+            return Ok(root);
+        }
+        ensure_present()?;
+        self.know_all(packages)?;
+        let fresh = work.join("fresh");
+        empty(work)?;
+        empty(&fresh)?;
+        println!("downloading the packages {}", packages.join(" "));
+        // In one go, since apt reads all of its lists each time. It may not drop its rights to a
+        // user who can write there, and says so: no failure.
+        let mut download = self.command("apt-get");
+        output(download.args(["download", "-q"]).args(packages).current_dir(&fresh))?;
+        for file in packages_in(&fresh)? {
+            unpack(&file, &root)?;
+        }
+        std::fs::remove_dir_all(&fresh)
+            .with_context(|| format!("cannot remove {}", fresh.display()))?;
+        std::fs::write(&list, packages.join(" "))
+            .with_context(|| format!("cannot write {}", list.display()))?;
+        Ok(root)
     }
 }
 

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, bail, ensure};
 
-use crate::apt::{self, Apt};
+use crate::apt::Apt;
 use crate::cpio::Archive;
 
 const PACKAGES: [&str; 7] =
@@ -129,18 +129,7 @@ fn start(kernel: &Path, initramfs: &Path, file: &Path) -> anyhow::Result<Child> 
 }
 
 fn image(work: &Path) -> anyhow::Result<Vec<u8>> {
-    let root = work.join("root");
-    if !root.exists() {
-        apt::ensure_present()?;
-        let apt = Apt::default();
-        let fresh = work.join("unpacked");
-        apt::empty(&fresh)?;
-        for package in PACKAGES {
-            apt.know(package)?;
-            apt::unpack(&apt.download(package, &work.join("package"))?, &fresh)?;
-        }
-        std::fs::rename(&fresh, &root)?;
-    }
+    let root = Apt::default().unpacked(&PACKAGES, &work.join("packages"))?;
     let mut archive = Archive::default();
     for directory in ["dev", "proc", "data", "bin", "lib", "lib64"] {
         archive.directory(directory);
@@ -156,7 +145,7 @@ fn image(work: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 /// The program or library `name` below `dir`; symbolic links are followed when it is read.
-fn find(dir: &Path, name: &str) -> anyhow::Result<Option<PathBuf>> {
+pub(crate) fn find(dir: &Path, name: &str) -> anyhow::Result<Option<PathBuf>> {
     for entry in std::fs::read_dir(dir).with_context(|| format!("cannot list {}", dir.display()))? {
         let entry = entry?;
         let path = entry.path();

@@ -13,55 +13,73 @@ use anyhow::{Context, ensure};
 use crate::apt::{self, Apt};
 use crate::cpio::Archive;
 
-/// The meta-package: it depends on the kernel of the day.
-const KERNEL: &str = "linux-image-cloud-amd64";
-/// Drivers that the kernel has as modules only; what they need is found by their own word.
-const MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"];
+/// The guest's.
+const KERNEL: Kernel<'_> = Kernel {
+    package: "linux-image-cloud-amd64",
+    modules: &["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_net"],
+    work: "guest-kernel",
+};
 /// Beside them, what they were chosen for.
 const LIST: &str = "list";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+
+/// A kernel of Debian's.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kernel<'a> {
+    /// The meta-package: it depends on the kernel of the day.
+    pub(crate) package: &'a str,
+    /// Drivers that it has as modules only; what they need is found by their own word.
+    pub(crate) modules: &'a [&'a str],
+    /// The directory in target/ where it is unpacked, which is removed again.
+    pub(crate) work: &'a str,
+}
 
 /// Brings target/guest up to date.
 pub(crate) fn build() -> anyhow::Result<()> {
     let dir = crate::target_dir().join("guest");
     std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let modules = dir.join("modules");
-    kernel(&dir.join("vmlinuz"), &modules)?;
+    KERNEL.provide(&dir.join("vmlinuz"), &modules)?;
     initramfs(&dir.join("initramfs.cpio"), &modules)
 }
 
-/// Any kernel will do that is there already, with these modules: a newer package is fetched after
-/// `rm -r target/guest`.
-fn kernel(path: &Path, modules: &Path) -> anyhow::Result<()> {
-    // Some of them may be part of the kernel, so which files there are does not tell.
-    let chosen_for = modules.join(LIST);
-    let same = std::fs::read_to_string(&chosen_for).is_ok_and(|list| list == MODULES.join(" "));
-    if path.exists() && same {
-        println!("{} is there", path.display());
-        return Ok(());
+impl Kernel<'_> {
+    /// Any kernel will do that is there already, with these modules: a newer package is fetched
+    /// after the directory in target/ was removed.
+    pub(crate) fn provide(&self, path: &Path, modules: &Path) -> anyhow::Result<()> {
+        // Some of them may be part of the kernel, so which files there are does not tell.
+        let chosen_for = modules.join(LIST);
+        let wanted = self.modules.join(" ");
+        let same = std::fs::read_to_string(&chosen_for).is_ok_and(|list| list == wanted);
+        if path.exists() && same {
+            println!("{} is there", path.display());
+            return Ok(());
+        }
+        apt::ensure_present()?;
+        let apt = Apt::default();
+        apt.know(self.package).context("cannot learn of the kernel package")?;
+        let package = apt.dependency(self.package, "linux-image-")?;
+        let dir = crate::target_dir().join(self.work);
+        let file = apt.download(&package, &dir)?;
+        let root = dir.join("root");
+        apt::unpack(&file, &root)?;
+        // The modules last: whoever finds them finds the kernel, too.
+        let chosen = dir.join("modules");
+        choose_modules(&root.join("lib/modules"), self.modules, &chosen)?;
+        let image = kernel_image(&root.join("boot"))?;
+        if modules.exists() {
+            std::fs::remove_dir_all(modules)
+                .with_context(|| format!("cannot remove {}", modules.display()))?;
+        }
+        std::fs::rename(&image, path)
+            .with_context(|| format!("cannot move {}", image.display()))?;
+        std::fs::rename(&chosen, modules)
+            .with_context(|| format!("cannot move {}", chosen.display()))?;
+        std::fs::remove_dir_all(&dir)
+            .with_context(|| format!("cannot remove {}", dir.display()))?;
+        println!("{} and {} made from {package}", path.display(), modules.display());
+        Ok(())
     }
-    apt::ensure_present()?;
-    let apt = Apt::default();
-    apt.know(KERNEL).context("cannot learn of the kernel package")?;
-    let package = apt.dependency(KERNEL, "linux-image-")?;
-    let dir = crate::target_dir().join("guest-kernel");
-    let file = apt.download(&package, &dir)?;
-    let root = dir.join("root");
-    apt::unpack(&file, &root)?;
-    // The modules last: whoever finds them finds the kernel, too.
-    let chosen = dir.join("modules");
-    choose_modules(&root.join("lib/modules"), &chosen)?;
-    let image = kernel_image(&root.join("boot"))?;
-    if modules.exists() {
-        std::fs::remove_dir_all(modules)
-            .with_context(|| format!("cannot remove {}", modules.display()))?;
-    }
-    std::fs::rename(&image, path).with_context(|| format!("cannot move {}", image.display()))?;
-    std::fs::rename(&chosen, modules)
-        .with_context(|| format!("cannot move {}", chosen.display()))?;
-    std::fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()))?;
-    println!("{} and {} made from {package}", path.display(), modules.display());
-    Ok(())
 }
 
 fn kernel_image(boot: &Path) -> anyhow::Result<PathBuf> {
@@ -75,20 +93,20 @@ fn kernel_image(boot: &Path) -> anyhow::Result<PathBuf> {
         .with_context(|| format!("the kernel package has no vmlinuz in {}", boot.display()))
 }
 
-/// Copies [`MODULES`] and what they need from below `from` to `to`, with names that sort in the
+/// Copies `modules` and what they need from below `from` to `to`, with names that sort in the
 /// order of loading.
-fn choose_modules(from: &Path, to: &Path) -> anyhow::Result<()> {
+fn choose_modules(from: &Path, modules: &[&str], to: &Path) -> anyhow::Result<()> {
     let mut found = BTreeMap::new();
     find_modules(from, &mut found)?;
     let mut order = Vec::new();
-    MODULES.iter().try_for_each(|name| require(name, &found, &mut order))?;
+    modules.iter().try_for_each(|name| require(name, &found, &mut order))?;
     apt::empty(to)?;
     for (number, name) in order.iter().enumerate() {
         let file = to.join(format!("{number:02}-{name}.ko"));
         std::fs::copy(&found[name], &file)
             .with_context(|| format!("cannot write {}", file.display()))?;
     }
-    std::fs::write(to.join(LIST), MODULES.join(" ")).context("cannot write the list of modules")
+    std::fs::write(to.join(LIST), modules.join(" ")).context("cannot write the list of modules")
 }
 
 /// All modules below `dir`, by name.
@@ -139,7 +157,7 @@ fn needs(module: &[u8]) -> Vec<String> {
 
 fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     let mut archive = Archive::default();
-    for directory in ["dev", "proc", "sys", "modules"] {
+    for directory in ["dev", "proc", "sys"] {
         archive.directory(directory);
     }
     // The kernel opens this for init's standard streams before anything could be mounted.
@@ -148,13 +166,7 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
         "init",
         &std::fs::read(guest_program()?).context("cannot read the guest program")?,
     );
-    let mut files: Vec<_> = std::fs::read_dir(modules)?.collect::<Result<_, _>>()?;
-    files.retain(|file| file.file_name() != LIST);
-    files.sort_by_key(std::fs::DirEntry::file_name);
-    for file in files {
-        let name = format!("modules/{}", file.file_name().to_string_lossy());
-        archive.program(&name, &std::fs::read(file.path()).context("cannot read a module")?);
-    }
+    add_modules(&mut archive, modules)?;
     let image = archive.finish();
     let magic = godwit_stamp::beacon::magic();
     ensure!(
@@ -168,6 +180,19 @@ fn initramfs(path: &Path, modules: &Path) -> anyhow::Result<()> {
     }
     std::fs::write(path, &image).with_context(|| format!("cannot write {}", path.display()))?;
     println!("{} made, {} KiB", path.display(), image.len() / 1024);
+    Ok(())
+}
+
+/// Adds the files that [`Kernel::provide`] has put into `modules`, as /modules of the image.
+pub(crate) fn add_modules(archive: &mut Archive, modules: &Path) -> anyhow::Result<()> {
+    archive.directory("modules");
+    let mut files: Vec<_> = std::fs::read_dir(modules)?.collect::<Result<_, _>>()?;
+    files.retain(|file| file.file_name() != LIST);
+    files.sort_by_key(std::fs::DirEntry::file_name);
+    for file in files {
+        let name = format!("modules/{}", file.file_name().to_string_lossy());
+        archive.program(&name, &std::fs::read(file.path()).context("cannot read a module")?);
+    }
     Ok(())
 }
 
@@ -185,7 +210,7 @@ pub(crate) fn program() -> anyhow::Result<()> {
 /// Builds the guest program, static: the image has no libraries. It has a target directory of its
 /// own, since a change of RUSTFLAGS would make cargo build everything else anew. Naming the triple,
 /// though it is the machine's own, keeps the flags from procedural macros, which cannot be static.
-fn guest_program() -> anyhow::Result<PathBuf> {
+pub(crate) fn guest_program() -> anyhow::Result<PathBuf> {
     let target = crate::target_dir().join("guest-build");
     let cargo = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
     let status = Command::new(cargo)

@@ -12,16 +12,21 @@ mod cpio;
 mod database;
 mod deb;
 mod guest;
+mod image;
 mod previous;
 mod qemu;
+mod witness;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: cargo run -p xtask -- guest|guest-database|stamp|qemu|deb
+const USAGE: &str =
+    "usage: cargo run -p xtask -- guest|guest-database|witnesses|stamp|image|qemu|deb
   guest   builds target/guest/vmlinuz and target/guest/initramfs.cpio
   guest-database  runs a guest that fills a database: its memory is target/guest/database.ram
+  witnesses  makes target/witnesses: guests with a program and a check that are not ours
   stamp   builds target/stamp/godwit-stamp, a static program
+  image   makes target/image: that program as kernel and initramfs, as an ISO, and for cloud images
   qemu    installs QEMU and its image tools if missing, and unpacks QEMU 10 into target/qemu-10.0
   deb     makes target/deb/godwit_VERSION_ARCHITECTURE.deb; --binary PATH for another build's
           program, --out DIR for another place";
@@ -32,6 +37,8 @@ fn main() -> ExitCode {
         "guest" => guest::build(),
         "guest-database" => database::dump(),
         "stamp" => guest::program(),
+        "witnesses" => witness::build(),
+        "image" => image::build(),
         "qemu" => qemu::provide(),
         "previous" => previous::provide(),
         "deb" => deb::build(std::env::args().skip(2)),

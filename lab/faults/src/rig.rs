@@ -9,7 +9,7 @@ mod qemu;
 
 use std::fmt;
 
-use godwit_testbed::{Backend, Godwit, skip};
+use godwit_testbed::{Backend, Godwit, Witness, skip};
 use godwit_units::ByteCount;
 use rustix::process::Pid;
 
@@ -128,6 +128,8 @@ pub struct Outfit {
     pub backend: Option<Backend>,
     /// The tracker of a microvm.
     pub tracker: &'static str,
+    /// A program with a check of its own, in the Linux guest of a QEMU.
+    pub witness: Option<Witness>,
 }
 
 impl Default for Outfit {
@@ -141,6 +143,7 @@ impl Default for Outfit {
             rate: 2000,
             backend: None,
             tracker: "kvm-log",
+            witness: None,
         }
     }
 }

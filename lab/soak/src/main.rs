@@ -12,8 +12,8 @@ use anyhow::{Context, ensure};
 use clap::Parser;
 use godwit_faults::point::points;
 use godwit_soak::load::{Kind, Load};
-use godwit_soak::machine::{machine_named, machines};
-use godwit_soak::report::{self, Asked};
+use godwit_soak::machine::{chosen, machine_named};
+use godwit_soak::report::{self, Asked, Part};
 use godwit_soak::run::{Soak, Until};
 use godwit_testbed::end_children_on_interrupt;
 use godwit_units::parse_duration;
@@ -30,6 +30,13 @@ struct Arguments {
     /// Instead, for so long (30min, 8h)
     #[arg(long = "for", value_name = "TIME", value_parser = parse_duration)]
     time: Option<Duration>,
+    /// Instead, so many moves of each VM
+    #[arg(long, value_name = "MOVES", conflicts_with = "time",
+          value_parser = clap::value_parser!(u16).range(1..))]
+    each: Option<u16>,
+    /// The VMs with a witness, a program that has a check of its own, instead of the others
+    #[arg(long, conflicts_with = "only")]
+    witnesses: bool,
     /// What chance begins with
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -55,14 +62,14 @@ struct Arguments {
 
 fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     ensure!(arguments.moves > 0, "--moves 0: use 1 or more");
-    let wanted = |name: &&str| arguments.only.is_empty() || arguments.only.contains(name);
-    let vms: Vec<_> = machines().into_iter().filter(|vm| wanted(&vm.name)).collect();
+    let vms = chosen(&arguments.only, arguments.witnesses);
     let kinds = if arguments.no_load { &[][..] } else { &arguments.load };
     let words: Vec<String> = kinds.iter().map(|kind| format!("{kind:?}").to_lowercase()).collect();
     let load = if words.is_empty() { "none".to_owned() } else { words.join(", ") };
-    let (until, moves) = match arguments.time {
-        Some(time) => (Until::Time(time), 1),
-        None => (Until::Moves(arguments.moves), arguments.moves),
+    let (until, moves) = match (arguments.time, arguments.each) {
+        (Some(time), _) => (Until::Time(time), 1),
+        (None, Some(each)) => (Until::Each(each.into()), usize::from(each) * vms.len()),
+        (None, None) => (Until::Moves(arguments.moves), arguments.moves),
     };
     let asked = Asked { seed: arguments.seed, moves, vms, load };
     // Every wait for one of them fails then.
@@ -92,10 +99,13 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (rows, seconds) = (soak.rows(), soak.since.elapsed().as_secs_f64());
     let met = report::finish(&rows, &soak.asked, seconds)?;
     let interrupted = heard.load(Ordering::Relaxed);
-    let whole = arguments.only.is_empty() && arguments.from == 0 && arguments.moves >= 500;
-    // One that was ended when it had all that it was to have is whole.
-    if (arguments.table || whole) && (met || !interrupted) {
-        report::write_page(&rows, &soak.asked, seconds)?;
+    let whole = arguments.only.is_empty() && arguments.from == 0;
+    let part = if arguments.witnesses { Part::Witnesses } else { Part::Kinds };
+    let long = arguments.time.is_some() || moves >= part.worth();
+    // One that was ended when it had all the moves that it was to have is whole.
+    let complete = !interrupted || met && arguments.time.is_none();
+    if (arguments.table || whole && long) && complete {
+        report::write_page(&rows, &soak.asked, seconds, part)?;
     }
     if interrupted {
         println!("ended by a signal; all VMs are ended");

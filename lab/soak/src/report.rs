@@ -15,8 +15,29 @@ use serde::{Deserialize, Serialize};
 use crate::machine::Machine;
 
 const PAGE: &str = "docs/reliability.md";
-const BEGIN: &str = "<!-- made by `make soak`: begin -->\n";
-const END: &str = "<!-- made by `make soak`: end -->\n";
+
+/// Which table of the page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// VMs of every kind.
+    Kinds,
+    /// VMs with a witness.
+    Witnesses,
+}
+
+impl Part {
+    /// So many moves of all VMs are worth a new table.
+    #[must_use]
+    pub fn worth(self) -> usize {
+        if self == Self::Kinds { 500 } else { 50 }
+    }
+
+    /// The lines around it.
+    fn marks(self) -> [String; 2] {
+        let name = if self == Self::Kinds { "make soak" } else { "make soak SOAK=--witnesses" };
+        ["begin", "end"].map(|end| format!("<!-- made by `{name}`: {end} -->\n"))
+    }
+}
 
 /// What came of one move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -131,9 +152,10 @@ pub fn finish(rows: &[Row], asked: &Asked, seconds: f64) -> anyhow::Result<bool>
 ///
 /// # Errors
 /// When the page is not there, or has no place for it.
-pub fn write_page(rows: &[Row], asked: &Asked, seconds: f64) -> anyhow::Result<()> {
+pub fn write_page(rows: &[Row], asked: &Asked, seconds: f64, part: Part) -> anyhow::Result<()> {
+    let [begin, end] = part.marks();
     let page = std::fs::read_to_string(PAGE).with_context(|| format!("cannot read {PAGE}"))?;
-    std::fs::write(PAGE, with_table(&page, BEGIN, END, &table(rows, asked, seconds))?)?;
+    std::fs::write(PAGE, with_table(&page, &begin, &end, &table(rows, asked, seconds))?)?;
     println!("table written to {PAGE}");
     Ok(())
 }
@@ -199,6 +221,16 @@ pub(crate) fn row_for_tests(vm: &str, verdict: Verdict) -> Row {
 mod tests {
     use super::*;
     use crate::machine::machines;
+
+    #[test]
+    fn the_page_has_a_place_for_both_tables() {
+        let page = include_str!("../../../docs/reliability.md");
+        for part in [Part::Kinds, Part::Witnesses] {
+            for mark in part.marks() {
+                assert_eq!(page.matches(&mark).count(), 1, "{mark}");
+            }
+        }
+    }
 
     #[test]
     fn the_table_tells_of_each_vm_what_failed_and_what_was_skipped() {

@@ -26,6 +26,8 @@ const PATIENCE: u32 = 3;
 pub enum Until {
     /// When so many moves came to a good end.
     Moves(usize),
+    /// When each VM has made so many.
+    Each(usize),
     /// When so much time has passed.
     Time(Duration),
 }
@@ -67,6 +69,7 @@ impl Soak {
         let gone = names.iter().map(|_| AtomicBool::new(false)).collect();
         let wanted = match until {
             Until::Moves(moves) => format!("{moves} moves"),
+            Until::Each(moves) => format!("{} moves", moves * names.len()),
             Until::Time(time) => godwit_units::format_duration(time),
         };
         Self {
@@ -102,9 +105,19 @@ impl Soak {
                         .zip(&self.gone)
                         .all(|(own, gone)| *own >= share || gone.load(Ordering::Relaxed))
             }
+            // Each ends by itself: see [`Self::has_done_its_part`].
+            Until::Each(_) => false,
             Until::Time(time) => self.since.elapsed() >= time,
         };
         done || self.interrupted.load(Ordering::Relaxed)
+    }
+
+    /// Whether the VM at `place` has made all the moves that are wanted of it.
+    fn has_done_its_part(&self, place: usize) -> bool {
+        match self.until {
+            Until::Each(moves) => self.table.moves().get(place).is_none_or(|own| *own >= moves),
+            Until::Moves(_) | Until::Time(_) => false,
+        }
     }
 
     /// Moves the VM at `place` to and fro until all is over.
@@ -112,7 +125,7 @@ impl Soak {
         let Some(machine) = self.asked.vms.get(place) else { return };
         let (mut rig, mut failures) = (None, 0);
         for number in self.from.. {
-            if self.is_over() || failures == PATIENCE {
+            if self.is_over() || self.has_done_its_part(place) || failures == PATIENCE {
                 break;
             }
             let row = self.one(place, machine, number, &mut rig);

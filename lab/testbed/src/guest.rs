@@ -48,6 +48,13 @@ impl GuestFiles {
         }
         Ok(files)
     }
+
+    /// What QEMU is told so that it boots them with this command line.
+    pub(crate) fn arguments(&self, append: &str) -> Vec<String> {
+        let (kernel, initramfs) = (self.kernel.display(), self.initramfs.display());
+        let words = ["-kernel", &kernel.to_string(), "-initrd", &initramfs.to_string()];
+        words.into_iter().chain(["-append", append]).map(str::to_owned).collect()
+    }
 }
 
 /// A guest: its size and its work.

@@ -17,6 +17,7 @@ use crate::net_back_end::NetBackEnd;
 use crate::netns::build_within;
 use crate::pings::Pings;
 use crate::qemu_build::QemuBuild;
+use crate::redis::RedisClient;
 use crate::talk::Talk;
 use crate::vm::VmConfig;
 
@@ -122,6 +123,12 @@ impl Lan {
     /// When the network is gone.
     pub fn talk(&self) -> anyhow::Result<Talk> {
         Talk::start(&self.namespace(), GUEST.host)
+    }
+
+    /// Starts to write to a Redis in the guest.
+    #[must_use]
+    pub fn redis(&self) -> RedisClient {
+        RedisClient::start(&self.namespace(), GUEST.host)
     }
 
     fn ip(&self, arguments: &[&str]) -> anyhow::Result<()> {

@@ -17,8 +17,9 @@ use serde_json::{Value, json};
 use crate::console::{Beat, Console};
 use crate::cpu::CpuTime;
 use crate::disk::DiskImage;
-use crate::guest::{GuestConfig, GuestFiles};
+use crate::guest::GuestConfig;
 use crate::guest_ram::GuestRam;
+use crate::image::Boot;
 use crate::kvm;
 use crate::leftovers::Place;
 use crate::qemu_build::QemuBuild;
@@ -69,6 +70,8 @@ pub struct VmConfig {
     pub guest: GuestConfig,
     /// What runs the guest.
     pub accelerator: Accelerator,
+    /// What it boots, under [`Accelerator::Tcg`].
+    pub boot: Boot,
     /// Virtual processors. Linux does its work on one of them, the guest on KVM on all.
     pub cpus: u32,
     /// Where its RAM is.
@@ -84,8 +87,9 @@ impl VmConfig {
     #[must_use]
     pub fn new(build: &QemuBuild, guest: GuestConfig) -> Self {
         let (build, backend) = (build.clone(), Backend::default());
-        let accelerator = Accelerator::default();
-        Self { build, guest, accelerator, cpus: 1, backend, ram_in: None, extra: Vec::new() }
+        let (accelerator, boot) = (Accelerator::default(), Boot::default());
+        let (ram_in, extra) = (None, Vec::new());
+        Self { build, guest, accelerator, boot, cpus: 1, backend, ram_in, extra }
     }
 
     /// The same on KVM, with a guest of its own that does the same work.
@@ -110,6 +114,13 @@ impl VmConfig {
             Accelerator::Kvm => image.arguments_on_kvm(name),
             _ => image.arguments(name),
         });
+        self
+    }
+
+    /// The same that boots something else.
+    #[must_use]
+    pub fn with_boot(mut self, boot: Boot) -> Self {
+        self.boot = boot;
         self
     }
 
@@ -332,6 +343,26 @@ impl TestVm {
         })
     }
 
+    /// Waits for `count` lines to which `wanted` says yes, behind the first `seen` lines of this
+    /// side; `what` is for the error.
+    ///
+    /// # Errors
+    /// When they do not come within `limit`.
+    pub fn wait_for_lines(
+        &self,
+        what: &str,
+        (seen, count): (usize, usize),
+        limit: Duration,
+        wanted: impl Fn(&str) -> bool,
+    ) -> anyhow::Result<Vec<String>> {
+        self.console.wait(what, limit, |console| {
+            let mut lines = console.lines();
+            lines.drain(..seen.min(lines.len()));
+            lines.retain(|line| wanted(line));
+            (lines.len() >= count).then_some(lines)
+        })
+    }
+
     /// Lines of this side that tell of damaged memory, from the guest or from its kernel.
     #[must_use]
     pub fn bugs(&self) -> Vec<String> {
@@ -413,12 +444,9 @@ impl Drop for Started {
 fn guest_arguments(config: &VmConfig, place: &Place) -> anyhow::Result<Vec<String>> {
     let accelerator = match config.accelerator {
         Accelerator::Tcg => {
-            let files = GuestFiles::find()?;
-            let (kernel, initramfs) = (files.kernel.display(), files.initramfs.display());
-            let append = config.guest.command_line();
-            let words = ["-accel", "tcg", "-kernel", &kernel.to_string(), "-initrd"];
-            let more = [&initramfs.to_string(), "-append", &append];
-            return Ok(words.into_iter().chain(more).map(str::to_owned).collect());
+            let mut words = vec!["-accel".to_owned(), "tcg".to_owned()];
+            words.extend(config.boot.arguments(&config.guest.command_line())?);
+            return Ok(words);
         }
         Accelerator::Kvm => "kvm",
         Accelerator::Firmware => "tcg",

@@ -6,8 +6,8 @@ use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, Pair, await_alone, await_quit, check_untouched, guardian_of};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    Backend, DISK_WORK, DiskImage, Godwit, GuestConfig, Movable, QemuBuild, TestVm, VmConfig,
-    builds_for, images_for, kvm_builds_for,
+    Backend, Boot, DISK_WORK, DiskImage, Godwit, GuestConfig, Lan, Movable, QemuBuild, RedisClient,
+    TestVm, VmConfig, Witness, builds_for, images_for, kvm_builds_for, skip,
 };
 use rustix::process::Pid;
 
@@ -16,12 +16,22 @@ use super::{Adapter, DISK, Outfit, Rig, Side, State};
 /// Two QEMUs.
 #[derive(Debug)]
 pub struct Qemu {
+    /// Goes before the VM and the network it talks with.
+    redis: Option<RedisClient>,
     pair: Pair,
     /// How the source was started, and how a destination is.
     configs: [VmConfig; 2],
     /// Go after the VMs that have them.
     images: Vec<DiskImage>,
+    /// Likewise.
+    _lan: Option<Lan>,
+    witness: Option<Witness>,
 }
+
+/// Checks of a witness behind a move: one that it has caught, and one of its own.
+const CHECKS: usize = 2;
+/// Writes to Redis that are acknowledged before a move, and behind it.
+const WRITES: u64 = 500;
 
 /// The oldest or the newest of `builds`.
 ///
@@ -38,7 +48,8 @@ pub(super) fn chosen(builds: &[QemuBuild], newest: bool) -> anyhow::Result<&Qemu
 pub(super) fn linux_guest(outfit: &Outfit) -> GuestConfig {
     let Outfit { memory, fill, working_set, rate, .. } = *outfit;
     let guest = GuestConfig::small(Mode::Rate);
-    let disk = match outfit.disk {
+    // A witness has the disk for itself.
+    let disk = match outfit.disk && outfit.witness.is_none() {
         true => DiskWork { write: 1 << 20, read: 1 << 20, span: DISK_WORK.span, ..guest.disk },
         false => guest.disk,
     };
@@ -80,8 +91,52 @@ impl Qemu {
                 images.push(image);
             }
         }
+        let mut lan = None;
+        if let Some(witness) = outfit.witness {
+            if !witness.is_there_for("soak") {
+                return Ok(None);
+            }
+            if witness == Witness::Redis {
+                let network = match Lan::create() {
+                    Ok(network) => network,
+                    Err(why) => {
+                        skip("soak", format_args!("no network for Redis: {why:#}"));
+                        return Ok(None);
+                    }
+                };
+                for config in &mut configs {
+                    *config = network.attach(config)?;
+                }
+                lan = Some(network);
+            }
+            configs = configs.map(|config| config.with_boot(Boot::Witness(witness)));
+        }
         let pair = Pair::start_apart(&configs[0], &configs[1])?;
-        Ok(Some(Self { pair, configs, images }))
+        let redis = lan.as_ref().map(Lan::redis);
+        let mut rig = Self { redis, pair, configs, images, _lan: lan, witness: outfit.witness };
+        if let Some(redis) = &mut rig.redis {
+            redis.await_acknowledged(WRITES)?;
+        }
+        Ok(Some(rig))
+    }
+
+    /// Waits until the witness on that side has looked at its work and found it as it was.
+    fn check_witness(&mut self, side: Side) -> anyhow::Result<()> {
+        if let Some(witness) = self.witness {
+            let vm = self.on(side);
+            let (seen, what) = (vm.console_lines().len(), format!("{CHECKS} checks of {witness}"));
+            let checked =
+                vm.wait_for_lines(&what, (seen, CHECKS), LIMIT, |line| witness.is_clean(line));
+            ensure!(vm.bugs().is_empty(), "{:?}", vm.bugs());
+            checked?;
+        }
+        if let Some(redis) = &mut self.redis {
+            let compared = redis.check()?;
+            ensure!(compared > 0, "Redis has acknowledged nothing");
+            // The connection that was there before the move is the one that goes on.
+            redis.await_acknowledged(WRITES)?;
+        }
+        Ok(())
     }
 
     fn on(&self, side: Side) -> &TestVm {
@@ -129,7 +184,8 @@ impl Rig for Qemu {
     }
 
     fn check_stayed(&mut self) -> anyhow::Result<()> {
-        check_untouched(&mut self.pair.source)
+        check_untouched(&mut self.pair.source)?;
+        self.check_witness(Side::Source)
     }
 
     fn check_arrived(&mut self) -> anyhow::Result<()> {
@@ -140,7 +196,8 @@ impl Rig for Qemu {
         let goes_on = numbers.windows(2).all(|pair| pair[1] > pair[0]);
         ensure!(goes_on, "heartbeats went back: {numbers:?}");
         ensure!(source.bugs().is_empty(), "{:?}", source.bugs());
-        await_quit(source)
+        await_quit(source)?;
+        self.check_witness(Side::Destination)
     }
 
     fn await_alone(&mut self, side: Side) -> anyhow::Result<()> {

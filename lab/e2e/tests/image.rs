@@ -1,0 +1,108 @@
+//! What `make image` makes: it boots, stamps, and is moved, by QEMU itself and by godwit.
+
+#![allow(clippy::unwrap_used)]
+
+use std::time::Duration;
+
+use godwit_e2e::LIMIT;
+use godwit_stamp::settings::Mode;
+use godwit_testbed::{
+    Boot, Godwit, GuestConfig, Style, TestVm, VmConfig, builds, image_for, own_migration, skip,
+};
+use godwit_units::ByteCount;
+
+/// Firmware, menu, kernel, drivers and the first stamps, all under emulation.
+const BOOT_LIMIT: Duration = Duration::from_secs(300);
+
+/// The machine that boots `boot`, in the newest QEMU; `None` where there is none, which is said.
+fn config(boot: Boot, test: &str) -> Option<VmConfig> {
+    if !image_for(&boot, test) {
+        return None;
+    }
+    // Guests under TCG were seen to crash behind an older QEMU's own migration.
+    let newest = builds().into_iter().filter(|build| build.version.0 >= 8);
+    let Some(build) = newest.max_by_key(|build| build.version) else {
+        skip(test, "there is no QEMU 8 or newer: run `make qemu`");
+        return None;
+    };
+    let guest = GuestConfig { memory: ByteCount(384 << 20), ..GuestConfig::small(Mode::Idle) };
+    Some(VmConfig::new(&build, guest).with_boot(boot))
+}
+
+/// Waits for two lines that tell of work done and nothing found.
+fn await_work(vm: &TestVm) {
+    let clean = |line: &str| line.starts_with("written ") && line.contains(", bugs 0,");
+    let seen = vm.console_lines().len();
+    vm.wait_for_lines("line of work without bugs", (seen, 2), LIMIT, clean).unwrap();
+}
+
+/// Boots `config`, moves it by QEMU's own migration and then by godwit; all lines it has printed.
+fn boot_and_move_twice(config: &VmConfig) -> Vec<String> {
+    let mut first = TestVm::source(config).unwrap();
+    let stamped = |line: &str| line.starts_with("stamped ");
+    let told = first.wait_for_lines("stamped memory", (0, 1), BOOT_LIMIT, stamped).unwrap();
+    println!("{}: {}", config.build, told[0]);
+    await_work(&first);
+
+    let mut second = TestVm::destination(config).unwrap();
+    own_migration(&mut first, &mut second, Style::Plain, LIMIT).unwrap();
+    await_work(&second);
+
+    let third = TestVm::destination(config).unwrap();
+    let godwit = Godwit::built().unwrap();
+    let (receive, address) = godwit.receive(&third, &[]).unwrap();
+    let migrate = godwit.migrate(&second, &address, &["--verify"]).unwrap();
+    let (migrated, received) = (migrate.wait(LIMIT).unwrap(), receive.wait(LIMIT).unwrap());
+    assert_eq!(migrated.last()["outcome"], "migrated", "{} {}", migrated.errors, received.errors);
+    await_work(&third);
+
+    let vms = [first, second, third];
+    let bugs: Vec<_> = vms.iter().flat_map(TestVm::bugs).collect();
+    assert_eq!(bugs, [""; 0]);
+    vms.iter().flat_map(TestVm::console_lines).collect()
+}
+
+#[test]
+fn kernel_and_initramfs_run_what_the_command_line_says_and_are_moved() {
+    let boot = Boot::Image("--memory 64MiB --size 4KiB,64KiB --report 1s".to_owned());
+    let test = "kernel_and_initramfs_run_what_the_command_line_says_and_are_moved";
+    let Some(config) = config(boot, test) else { return };
+    let lines = boot_and_move_twice(&config);
+    assert!(lines.iter().any(|line| line.starts_with("stamped 64MiB in 1 places")), "{lines:?}");
+}
+
+#[test]
+fn the_iso_boots_by_itself_with_bios_and_is_moved() {
+    let test = "the_iso_boots_by_itself_with_bios_and_is_moved";
+    let Some(config) = config(Boot::Iso { uefi: false }, test) else { return };
+    let lines = boot_and_move_twice(&config);
+    assert!(lines.iter().any(|line| line.contains("--rate 25MiB/s --memory")), "{lines:?}");
+}
+
+#[test]
+fn the_iso_boots_by_itself_with_uefi_and_is_moved() {
+    let test = "the_iso_boots_by_itself_with_uefi_and_is_moved";
+    let Some(config) = config(Boot::Iso { uefi: true }, test) else { return };
+    let lines = boot_and_move_twice(&config);
+    assert!(lines.iter().any(|line| line.contains("--rate 25MiB/s --memory")), "{lines:?}");
+}
+
+/// A disk is written when it is named, and only then.
+#[test]
+fn the_image_overwrites_no_disk_that_is_not_named() {
+    let test = "the_image_overwrites_no_disk_that_is_not_named";
+    for (named, overwritten) in [("", false), (" --destroy-data /dev/vda --direct", true)] {
+        let boot = Boot::Image(format!("--memory 16MiB --report 1s{named}"));
+        let Some(config) = config(boot, test) else { return };
+        if !godwit_testbed::images_for(test) {
+            return;
+        }
+        let disk = godwit_testbed::DiskImage::create("raw", ByteCount(8 << 20)).unwrap();
+        let vm = TestVm::source(&config.with_disk("disk0", &disk)).unwrap();
+        let clean = |line: &str| line.starts_with("written ");
+        vm.wait_for_lines("line of work", (0, 2), BOOT_LIMIT, clean).unwrap();
+        assert_eq!(vm.bugs(), [""; 0]);
+        let bytes = std::fs::read(disk.path()).unwrap();
+        assert_eq!(bytes.iter().any(|byte| *byte != 0), overwritten, "{named}");
+    }
+}
