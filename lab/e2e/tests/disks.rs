@@ -161,6 +161,7 @@ fn the_disk_of_a_paused_guest_is_equal_afterwards() -> anyhow::Result<()> {
     let (migrate, receive) = disks.pair.migrate(&["--disks", "all", "--verify"])?;
     assert_eq!(migrate.last()["outcome"], "migrated", "{}", migrate.errors);
     assert_eq!(receive.last()["outcome"], "paused");
+    assert_eq!(migrate.last()["disks"][0]["verified"], true, "{}", migrate.last());
     ensure!(disks.from.bytes_from(0)? == disks.to.bytes_from(0)?, "the images differ");
     assert_eq!(disks.pair.destination.ask("resume")?["answer"], "done");
     disks.check_moved(&migrate)
@@ -356,6 +357,7 @@ fn the_disk_of_a_qemu_moves_along_with_its_guest() -> anyhow::Result<()> {
             check_moved(&mut pair, &migrate)?;
             let disk = &migrate.last()["disks"][0];
             ensure!(disk["name"] == "disk0" && disk["data_pages"].as_u64() >= Some(4096), "{disk}");
+            ensure!(disk["verified"] == true, "{disk}");
         }
     }
     Ok(())

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_disk::{Disk, DiskError, DiskSink};
+use godwit_disk::{Disk, DiskError, DiskReader, DiskSink};
 use godwit_units::{ByteCount, PageRun};
 use godwit_wire::Content;
 
 use super::channel::{PEER, PageSink};
 use super::proof::Placed;
 use crate::EngineError;
+use crate::vm::DestinationVm;
 
 /// Bytes that may be written and not be on stable storage yet. It bounds how long a flush takes,
 /// for which the guest may wait in the end, and the source before that: no longer than
@@ -56,6 +57,16 @@ impl LastRound {
     pub(super) fn disks_in_place(&self) -> Option<Instant> {
         *self.disks_in_place.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// What reads each of so many disks of `vm` as it is now; `None` where it cannot.
+pub(super) fn readers(
+    vm: &mut dyn DestinationVm,
+    disks: usize,
+) -> Result<Option<Vec<Box<dyn DiskReader>>>, EngineError> {
+    let readers = vm.disk_destination().map_or(Ok(Vec::new()), |vm| vm.read_disks());
+    let readers = readers.map_err(EngineError::Vm)?;
+    Ok(Some(readers).filter(|readers| readers.len() == disks))
 }
 
 /// What one channel of a disk fills.

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use godwit_codec::Decompressor;
-use godwit_disk::{Disk, DiskReader, DiskSink};
+use godwit_disk::{Disk, DiskSink};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
@@ -21,7 +21,7 @@ use godwit_wire::{Feature, Message, Role};
 use super::Notice;
 use super::barriers::Barriers;
 use super::channel::{Channel, Ended, PEER, PageSink};
-use super::disk::{DiskPlace, LastRound};
+use super::disk::{DiskPlace, LastRound, readers};
 use super::fault::MadeUp;
 use super::memory::MemoryPlace;
 use super::offer::Accepted;
@@ -382,16 +382,6 @@ fn placed_of(
 ) -> Option<Arc<Placed>> {
     let disks = disks.iter().filter(|_| proves_disks).map(|(disk, _)| disk.clone());
     proves.then(|| Arc::new(Placed::new(ram, &disks.collect::<Vec<_>>())))
-}
-
-/// What reads each of so many disks of `vm` as it is now; `None` where it cannot.
-pub(super) fn readers(
-    vm: &mut dyn DestinationVm,
-    disks: usize,
-) -> Result<Option<Vec<Box<dyn DiskReader>>>, EngineError> {
-    let readers = vm.disk_destination().map_or(Ok(Vec::new()), |vm| vm.read_disks());
-    let readers = readers.map_err(EngineError::Vm)?;
-    Ok(Some(readers).filter(|readers| readers.len() == disks))
 }
 
 /// The connections of `count` channels of `attempt`, in their order.

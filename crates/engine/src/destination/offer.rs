@@ -9,7 +9,7 @@ use godwit_disk::{Disk, DiskChoice, DiskSink, NotAllowed};
 use godwit_memory::RamBlock;
 use godwit_wire::{Feature, Message, Offer, QUESTIONS_LIMIT};
 
-use super::lanes;
+use super::disk::readers;
 use super::layout;
 use super::session::Session;
 use super::{Notice, Options};
@@ -35,7 +35,7 @@ pub(super) fn consider(
 ) -> Result<Accepted, EngineError> {
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
-    if offer.verify && !disks.is_empty() && lanes::readers(vm, disks.len())?.is_none() {
+    if offer.verify && !disks.is_empty() && readers(vm, disks.len())?.is_none() {
         offer.features = offer.features.without(Feature::DiskProof);
     }
     let ram = vm.ram().iter().map(|block| block.pages().bytes()).sum();

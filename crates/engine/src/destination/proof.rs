@@ -112,9 +112,9 @@ impl Prover {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// The digest of each segment of each RAM block and disk, in our order, as they are now; nothing
-    /// may be placed meanwhile for that. Waits until all that was placed is read back, or it `ends`
-    /// otherwise.
+    /// The digest of each segment of each RAM block and disk, in our order, as they are now;
+    /// nothing may be placed meanwhile for that. Waits until all that was placed is read back, or
+    /// it `ends` otherwise.
     pub(super) fn digests(
         &self,
         ends: impl Fn() -> Option<EngineError>,

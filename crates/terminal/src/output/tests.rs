@@ -13,6 +13,7 @@ fn disk(name: &str) -> DiskMeasures {
         sent: ByteCount(1 << 40),
         data: PageCount(1 << 28),
         zero: PageCount(1),
+        verified: false,
     }
 }
 

@@ -54,6 +54,8 @@ fn a_disk_that_both_hosts_have_goes_on_at_the_destination() -> anyhow::Result<()
     for turn in 0..2 {
         let (migrate, receive) = hosts.migrate(&["--verify", "--disks-are-shared"])?;
         check_migrated(&migrate, &receive).with_context(|| format!("move {turn}"))?;
+        let disks = migrate.last()["disks"].as_array().context("no disks")?;
+        ensure!(disks.iter().all(|disk| disk["verified"] == true), "{disks:?}");
         hosts.check_states(["shut off", "running"])?;
         hosts.check_guest()?;
         hosts.turn();
