@@ -92,8 +92,8 @@ impl Soak {
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether all is done, or somebody wants it to end. Of moves each VM tries a share at least, so
-    /// that quick ones do not make all of them; they go on until the others have theirs.
+    /// Whether all is done, or somebody wants it to end. Of moves each VM tries a share at least,
+    /// so that quick ones do not make all of them; they go on until the others have theirs.
     fn is_over(&self) -> bool {
         let (lines, tries) = (self.table.moves(), self.table.tries());
         let done = match self.until {

@@ -18,11 +18,11 @@ use std::path::Path;
 use godwit_balloon::FreeHints;
 use godwit_codec::is_zero;
 use godwit_disk::{Content, DiskReader};
-use godwit_fingerprints::{Fingerprint, Key, SegmentFingerprints};
+use godwit_fingerprints::{Fingerprint, Key};
 use godwit_memory::{RamBlock, Segment, channel_of};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex};
 
-use super::history::{History, Sent};
+use super::history::{Sent, SentOf};
 use super::look_back::is_hole;
 use crate::EngineError;
 use crate::disk_prints::{READ_PAGES, parts};
@@ -37,21 +37,6 @@ pub(super) struct Auditor<'a> {
     pub(super) channels: usize,
     /// The names of the disks that move along, which are numbered behind the RAM blocks.
     pub(super) disks: &'a [String],
-}
-
-/// A segment of memory or of a disk, and what is known of what was sent of it.
-#[derive(Clone, Copy)]
-pub(super) struct SentOf<'a> {
-    pub(super) segment: Segment,
-    pub(super) prints: Option<&'a SegmentFingerprints>,
-    pub(super) history: Option<&'a History>,
-}
-
-impl SentOf<'_> {
-    /// What was sent of `page` last; `zero` where nothing was.
-    fn sent(&self, page: u64, zero: Fingerprint) -> Fingerprint {
-        self.prints.and_then(|prints| prints.print(PageIndex(page))).unwrap_or(zero)
-    }
 }
 
 /// Pages that differ, in the order in which they were found, and what the destination holds of

@@ -22,9 +22,8 @@ use godwit_track::{AsOf, DirtyTracker};
 use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::Content;
 
-use super::audit::SentOf;
 use super::frame_sender::{FrameSender, RoundStatistics};
-use super::history::History;
+use super::history::{History, SentOf};
 use super::link_share::LinkShare;
 use super::segment_table::SegmentTable;
 use super::session::Event;

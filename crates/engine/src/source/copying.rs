@@ -17,7 +17,7 @@ use godwit_units::ByteCount;
 use godwit_wire::{Feature, Message};
 
 use super::Source;
-use super::audit::{Auditor, Differing, SentOf};
+use super::audit::{Auditor, Differing};
 use super::channel::{Channel, Order, Owned, Shared};
 use super::convergence::Convergence;
 use super::disk::SentDisks;
@@ -25,6 +25,7 @@ use super::disk_sent::DiskSent;
 use super::disks::{Disks, Remember};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::free::FreeMemory;
+use super::history::SentOf;
 use super::lanes::Lanes;
 use super::meter::{Part, Totals};
 use super::outage::Outage;

@@ -10,8 +10,7 @@ use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{SEGMENT_PAGES, Segment, segments};
 use godwit_units::{PageCount, PageIndex, PageRun};
 
-use super::audit::SentOf;
-use super::history::History;
+use super::history::{History, SentOf};
 use crate::disk_prints::parts;
 
 /// See the module.

@@ -4,9 +4,9 @@
 
 use std::time::{Duration, Instant};
 
-use godwit_fingerprints::Fingerprint;
+use godwit_fingerprints::{Fingerprint, SegmentFingerprints};
 use godwit_memory::Segment;
-use godwit_units::PageRun;
+use godwit_units::{PageIndex, PageRun};
 
 /// A version of a page that was sent.
 #[derive(Clone, Copy, Debug)]
@@ -73,5 +73,20 @@ impl History {
     /// The last round in which the page was reported.
     pub(super) fn last_report(&self, page: u64) -> Option<u32> {
         self.reported[(page - self.first) as usize].checked_sub(1)
+    }
+}
+
+/// A segment of memory or of a disk, and what is known of what was sent of it.
+#[derive(Clone, Copy)]
+pub(super) struct SentOf<'a> {
+    pub(super) segment: Segment,
+    pub(super) prints: Option<&'a SegmentFingerprints>,
+    pub(super) history: Option<&'a History>,
+}
+
+impl SentOf<'_> {
+    /// What was sent of `page` last; `zero` where nothing was.
+    pub(super) fn sent(&self, page: u64, zero: Fingerprint) -> Fingerprint {
+        self.prints.and_then(|prints| prints.print(PageIndex(page))).unwrap_or(zero)
     }
 }

@@ -127,8 +127,8 @@ pub trait DiskVm {
     /// When the machine refuses.
     fn begin_disk_round(&mut self) -> Result<Vec<Box<dyn DiskRound>>, VmError>;
 
-    /// Reads the disks as they are now, in the order of [`Self::disks`]: with the guest stopped, and
-    /// all rounds dropped. A machine that cannot returns nothing.
+    /// Reads the disks as they are now, in the order of [`Self::disks`]: with the guest stopped,
+    /// and all rounds dropped. A machine that cannot returns nothing.
     ///
     /// # Errors
     /// When one cannot be read.
