@@ -245,6 +245,13 @@ pub enum EngineError {
     /// The device state could not be passed on.
     #[error("passing the device state on failed: {0}")]
     State(#[source] io::Error),
+    /// The destination's disks are read back more slowly than they were written.
+    #[error(
+        "what was written to the disks here is not read back after {}: the storage reads more \
+         slowly than it writes; migrate without --verify, or with a lower --max-bandwidth",
+        format_duration(*.0)
+    )]
+    ReadBack(Duration),
     /// The copy is not exact.
     #[error(
         "the copy is NOT exact: {differing} of {chunks} chunks of {size} differ, the first is \
@@ -280,7 +287,8 @@ pub enum EngineError {
     /// An audit is wanted and cannot be made.
     #[error(
         "no audit can be made: it needs fingerprints of all that was sent (not --fingerprints off, \
-         nor a migration that another godwit began), and a destination that can tell its own"
+         nor a migration that another godwit began), and a destination that can tell its own, of \
+         disks that move along as well"
     )]
     NoAudit,
     /// The trace of an audit cannot be written.
@@ -291,6 +299,9 @@ pub enum EngineError {
         /// Why not.
         source: io::Error,
     },
+    /// What is to be done before the switchover was not done.
+    #[error("what is to be done before the switchover failed: {0}")]
+    Hook(String),
     /// It would not finish.
     #[error("not converging: {0}")]
     NotConverging(Advice),

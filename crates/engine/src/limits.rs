@@ -35,6 +35,9 @@ pub const WRITE: Duration = Duration::from_secs(20);
 pub const PLACE: Duration = Duration::from_secs(75);
 /// From COMMIT to the word that the guest runs; longer than an adapter waits for its machine.
 pub const RUNNING: Duration = Duration::from_secs(30);
+/// What was written to disks being read back, before the guest is stopped; shorter than a source
+/// waits for an answer.
+pub const READ_BACK: Duration = Duration::from_secs(50);
 /// The attempts of a source in doubt to ask the destination.
 pub const RESOLVE: Duration = Duration::from_secs(60);
 /// How long connections that were lost in pre-copy are tried for, and waited for at the

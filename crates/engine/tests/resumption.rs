@@ -755,6 +755,20 @@ fn disks(slow: Duration) -> (Vec<Arc<SourceDisk>>, Vec<Arc<Image>>) {
 }
 
 #[test]
+fn what_survived_cuts_can_be_audited_with_its_disks() {
+    // Regression: a source that had lost its connections was taken for one that knows nothing, and
+    // told what the closed disks hold, which was not what it asked for.
+    let (disks, images) = disks(Duration::from_millis(1));
+    let mut this = Move::new(BUSY, 30, disks);
+    this.images = images;
+    this.options.audit = true;
+    let (measures, made) = this.arrives(&[(5 * MIB, OUTAGE), (20 * MIB, OUTAGE)]);
+    assert!(made >= 1 && u64::from(measures.resumptions) == made, "{made} cuts");
+    assert!(measures.audit.is_some_and(|audit| audit.is_clean()));
+    assert!(measures.disks.iter().all(|disk| disk.verified));
+}
+
+#[test]
 fn disks_survive_cuts_in_their_full_pass_and_behind_it() {
     for (cuts, channels) in [
         (vec![(MIB, OUTAGE)], 2),

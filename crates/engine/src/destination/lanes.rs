@@ -251,9 +251,9 @@ impl Lanes {
         self.barriers.wait(round.into(), ends)
     }
 
-    /// Why a channel is gone.
+    /// Why a channel is gone, or what was written cannot be read back.
     pub(super) fn failure(&self) -> Option<EngineError> {
-        self.barriers.failure()
+        self.barriers.failure().or_else(|| self.prover.as_ref()?.failure())
     }
 
     /// Bytes that all channels have received.
@@ -325,8 +325,11 @@ impl Lanes {
         if std::mem::replace(&mut self.marks_lost, true) {
             placed.mark_all();
         }
-        let readers = if self.proves_disks { readers(vm, self.disks.len())? } else { None };
-        let readers = readers.unwrap_or_default();
+        let readers = match self.proves_disks {
+            true => readers(vm, self.disks.len())?
+                .ok_or_else(|| EngineError::Disk("the disks cannot be read any more".into()))?,
+            false => Vec::new(),
+        };
         self.prover = Some(Prover::start(&self.ram, readers, placed, key)?);
         self.proof_key = Some(key);
         Ok(())
@@ -350,6 +353,12 @@ impl Lanes {
     /// Nothing is read back any more.
     pub(super) fn end_proof(&mut self) {
         self.prover = None;
+    }
+
+    /// Nor is it of use any more what was.
+    pub(super) fn forget_proof(&mut self) {
+        self.end_proof();
+        self.proven = None;
     }
 
     /// Ends all channels; whatever disks were open are closed.

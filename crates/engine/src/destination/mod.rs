@@ -605,8 +605,10 @@ impl Destination<'_> {
                 self.kept = Kept::default();
                 // The guest still runs. What was placed so far need not be read back when it does
                 // not.
-                if let Some(prover) = stage.lanes().and_then(Lanes::prover) {
-                    prover.digests(|| self.session.ends())?;
+                if let Some(prover) = stage.lanes().and_then(Lanes::prover)
+                    && !prover.catch_up(limits::READ_BACK, || self.session.ends())?
+                {
+                    return Err(EngineError::ReadBack(limits::READ_BACK));
                 }
                 // Others may have filled the mount meanwhile. Soon the guest stops, and then it is
                 // too late to say so.
@@ -746,13 +748,18 @@ impl Destination<'_> {
     fn acknowledge(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
         lanes.close_disks(self.vm, || self.session.ends())?;
         let flush = lanes.take_flush();
+        // What was written is read back about as quickly: a source that is not slowed down would
+        // leave it to the moment when the guest is to stop.
+        if let Some(prover) = lanes.prover().filter(|_| !lanes.disks_are_closed()) {
+            prover.catch_up(limits::READ_BACK / 2, || self.session.ends())?;
+        }
         self.session.say(&Message::RoundAck { round: self.round, flush })?;
         (self.notice)(&Notice::Round { round: self.round, received: lanes.received() });
         Ok(())
     }
 
     fn finish_load(&mut self, lanes: &mut Lanes) -> Result<Input, EngineError> {
-        lanes.end_proof();
+        lanes.forget_proof();
         if !lanes.disks_are_closed() {
             let what = "it sent all device state before the last round of its disks".to_owned();
             return Err(EngineError::Protocol { peer: PEER, what });

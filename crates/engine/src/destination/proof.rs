@@ -10,10 +10,10 @@
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use godwit_bitmap::AtomicDirtyBitmap;
-use godwit_disk::{Content, Disk, DiskReader};
+use godwit_disk::{Content, Disk, DiskReader, Extent};
 use godwit_fingerprints::{Key, PageFingerprints, SegmentFingerprints};
 use godwit_memory::{MemoryError, RamBlock, SEGMENT_PAGES, segments};
 use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
@@ -25,6 +25,8 @@ use crate::{EngineError, limits, threads};
 const READ: u64 = 16;
 /// Pages of a disk in a row that are read without asking first what of them is data.
 const FEW: u64 = 16;
+/// Pages of a disk of which it is asked at once what is data: 1 GiB.
+const ASKED: u64 = 64 * SEGMENT_PAGES;
 /// How often it is looked whether anything was placed.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -70,8 +72,10 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// How often all was asked for, and for which of these times it is there.
+    /// How often it was asked for what was read back, whether for all digests the last time, and
+    /// for which of these times it is there.
     asked: u64,
+    all: bool,
     answered: u64,
     digests: Vec<Vec<u128>>,
     failed: Option<EngineError>,
@@ -98,6 +102,7 @@ impl Prover {
         let tables = placed.0[..ram.len() + readers.len()].iter().map(|pages| {
             segments(&[pages.len()]).map(|segment| fingerprints.segment(segment.run)).collect()
         });
+        let tables: Tables = tables.collect();
         let reader = Reader {
             shared: Arc::clone(&shared),
             ram: Arc::clone(ram),
@@ -105,7 +110,8 @@ impl Prover {
             disks: readers,
             placed: Arc::clone(placed),
             key,
-            tables: tables.collect(),
+            complete: tables.iter().map(|tables| vec![false; tables.len()]).collect(),
+            tables,
             few: (0, Vec::new()),
         };
         let thread = threads::start("proof", move || reader.run())?;
@@ -119,8 +125,35 @@ impl Prover {
         &self,
         ends: impl Fn() -> Option<EngineError>,
     ) -> Result<Vec<Vec<u128>>, EngineError> {
+        let found = self.ask(true, None, ends)?;
+        found.ok_or(EngineError::Panicked("proof"))
+    }
+
+    /// Waits, for no longer than `limit`, until all that was placed so far is read back; whether it
+    /// is. What nobody has placed yet on disks is not read.
+    pub(super) fn catch_up(
+        &self,
+        limit: Duration,
+        ends: impl Fn() -> Option<EngineError>,
+    ) -> Result<bool, EngineError> {
+        self.ask(false, Some(Instant::now() + limit), ends).map(|found| found.is_some())
+    }
+
+    /// Why it can read no more, if nobody was told yet.
+    pub(super) fn failure(&self) -> Option<EngineError> {
+        self.shared.lock().failed.take()
+    }
+
+    /// Asks for all digests, or only for what was placed to be read back; `None`: it is late.
+    fn ask(
+        &self,
+        all: bool,
+        until: Option<Instant>,
+        ends: impl Fn() -> Option<EngineError>,
+    ) -> Result<Option<Vec<Vec<u128>>>, EngineError> {
         let mut state = self.shared.lock();
         state.asked += 1;
+        state.all = all;
         let asked = state.asked;
         self.shared.changed.notify_all();
         loop {
@@ -128,7 +161,10 @@ impl Prover {
                 return Err(error);
             }
             if state.answered >= asked {
-                return Ok(state.digests.clone());
+                return Ok(Some(state.digests.clone()));
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return Ok(None);
             }
             if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {
                 return Err(EngineError::Panicked("proof"));
@@ -173,6 +209,8 @@ struct Reader {
     placed: Arc<Placed>,
     key: Key,
     tables: Tables,
+    /// Segments of which every page was read once.
+    complete: Vec<Vec<bool>>,
     pages: Vec<u8>,
     /// Short stretches of a disk that are read together.
     few: (usize, Vec<PageRun>),
@@ -203,10 +241,10 @@ impl Reader {
                 if state.ended {
                     return self.tables;
                 }
-                (state.asked > state.answered).then_some(state.asked)
+                (state.asked > state.answered).then_some((state.asked, state.all))
             };
             let passed = self.pass().and_then(|found| match asked {
-                Some(_) => self.digests().map(|digests| (found, digests)),
+                Some((_, all)) => self.digests(all).map(|digests| (found, digests)),
                 None => Ok((found, Vec::new())),
             });
             let (found, digests) = match passed {
@@ -219,7 +257,7 @@ impl Reader {
                 }
             };
             let mut state = self.shared.lock();
-            if let Some(asked) = asked {
+            if let Some((asked, _)) = asked {
                 (state.answered, state.digests) = (asked, digests);
                 self.shared.changed.notify_all();
             } else if found == PageCount::ZERO && state.asked == state.answered && !state.ended {
@@ -239,21 +277,43 @@ impl Reader {
         Ok(found)
     }
 
-    /// The digests of all segments. What nobody has placed is read for the first time.
-    fn digests(&mut self) -> Result<Vec<Vec<u128>>, Stopped> {
+    /// The digests of all segments. What nobody has placed is read for the first time; where not
+    /// `all` is wanted, not on disks, most of which may still come. Digests of what does not change
+    /// any more are at hand the next time.
+    fn digests(&mut self, all: bool) -> Result<Vec<Vec<u128>>, Stopped> {
         for number in 0..self.tables.len() {
+            let reads = all || number < self.ram.len();
             for segment in 0..self.tables[number].len() {
-                let table = &self.tables[number][segment];
-                if let Some(page) = table.first_unknown() {
-                    let rest = PageRun::new(page.0, table.run().end().0 - page.0);
-                    self.read(number, rest)?;
-                    self.read_few()?;
+                // What is known once is known for good.
+                if self.complete[number][segment] {
+                    continue;
                 }
+                let table = &self.tables[number][segment];
+                match table.first_unknown() {
+                    Some(page) if reads => {
+                        let rest = PageRun::new(page.0, table.run().end().0 - page.0);
+                        self.read(number, rest)?;
+                        self.read_few()?;
+                    }
+                    Some(_) => continue,
+                    None => {}
+                }
+                self.complete[number][segment] = true;
             }
         }
         let key = self.key;
-        let of = |table: &mut SegmentFingerprints| table.digest_of_all(&key);
-        Ok(self.tables.iter_mut().map(|tables| tables.iter_mut().map(of).collect()).collect())
+        let complete = &self.complete;
+        let of = |number: usize| {
+            let complete = &complete[number];
+            move |(segment, table): (usize, &mut SegmentFingerprints)| match complete[segment] {
+                true => table.digest_of_all(&key),
+                false => 0,
+            }
+        };
+        let tables = self.tables.iter_mut().enumerate();
+        let digests =
+            tables.map(|(number, tables)| tables.iter_mut().enumerate().map(of(number)).collect());
+        Ok(digests.collect())
     }
 
     /// Reads `run` of RAM block or disk `number`, of which holes are known to be zeros.
@@ -286,7 +346,22 @@ impl Reader {
         }
         let failed = |error| Stopped::Failed(EngineError::Disk(error));
         let number = self.ram.len() + disk;
-        for extent in self.disks[disk].extents(run).map_err(failed)? {
+        let ahead = parts(run, ASKED);
+        for run in ahead {
+            self.check_wanted()?;
+            let extents = self.disks[disk].extents(run).map_err(failed)?;
+            self.read_extents((disk, number), &extents)?;
+        }
+        Ok(())
+    }
+
+    fn read_extents(
+        &mut self,
+        (disk, number): (usize, usize),
+        extents: &[Extent],
+    ) -> Result<(), Stopped> {
+        let failed = |error| Stopped::Failed(EngineError::Disk(error));
+        for extent in extents {
             if extent.content == Content::Zero {
                 self.holes(number, extent.run.start, extent.run.end());
                 continue;

@@ -56,7 +56,10 @@ impl Destination<'_> {
     pub(super) fn send_prints(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
         // A source that audits asks by the key of its proof. One that was started anew knows
         // nothing of what the one before it wanted to have proven.
-        let audit = lanes.take_proof_key().filter(|_| !self.session.may_ask_for_prints());
+        // One that has merely lost its connections may audit as well, behind the last round.
+        let behind = lanes.proven().is_some();
+        let audit = lanes.take_proof_key();
+        let audit = audit.filter(|_| behind || !self.session.may_ask_for_prints());
         lanes.end_proof();
         let key = match audit {
             Some(key) => key,

@@ -7,7 +7,7 @@ mod resumption;
 
 use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Decision;
@@ -469,6 +469,11 @@ impl Copying {
         let readers = source.vm.moving_disks().map_or(Ok(Vec::new()), |vm| vm.read_disks());
         let mut readers = readers.map_err(EngineError::Vm)?;
         for (number, part) in all.iter().copied().enumerate().skip(of_memory) {
+            source.check_fate()?;
+            // Reading it all takes time, with the guest stopped.
+            if let Some(event) = source.session.next_event(source.vm, Duration::ZERO)? {
+                return Err(event.out_of_place());
+            }
             let disk =
                 readers.get_mut(part.segment.block - ram.len()).ok_or(EngineError::NoAudit)?;
             auditor.compare_disk((number, part), disk.as_mut(), &mut differing)?;

@@ -88,7 +88,8 @@ impl Setup {
             source.session.say(&Message::Prove { seed: key.seed() })?;
             self.proves = true;
         }
-        if source.options.audit && !self.proves {
+        let tells = self.disks.is_empty() || self.common.features.contains(Feature::DiskProof);
+        if source.options.audit && !(self.proves && tells) {
             return Err(EngineError::NoAudit);
         }
         Ok(())
