@@ -6,7 +6,7 @@
 #[macro_use]
 extern crate godwit_terminal;
 
-mod after;
+mod at_switchover;
 mod deadline;
 mod doctor;
 mod evacuate;

@@ -21,7 +21,7 @@ use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
 use serde_json::{Value, json};
 
-use crate::after::AfterArguments;
+use crate::at_switchover::{HookArguments, Hooks};
 use crate::deadline::{Deadline, OnTimeout};
 use crate::layout;
 use crate::output::{self, Display, json_line};
@@ -167,7 +167,7 @@ pub(crate) struct Arguments {
     keeps_record: bool,
 
     #[command(flatten)]
-    after: AfterArguments,
+    switchover: HookArguments,
 
     /// Print progress and result as lines of JSON on standard output
     #[arg(long)]
@@ -245,6 +245,14 @@ fn give_up_rights(vm: &VmName) -> io::Result<()> {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments) -> ExitCode {
+    let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
+    let mut hooks = match Hooks::new(&arguments.switchover, &vm, &to) {
+        Ok(hooks) => hooks,
+        Err(error) => {
+            output::refusal(&error, arguments.json);
+            return ExitCode::from(FAILED);
+        }
+    };
     if let Err(error) = give_up_rights(&arguments.vm) {
         output::refusal(&error, arguments.json);
         return ExitCode::from(FAILED);
@@ -278,13 +286,13 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
     options.fingerprints = arguments.fingerprints;
     options.keep_source = arguments.keep_source;
     options.reconnect = arguments.reconnect;
+    options.before_switchover = hooks.before();
     options.confined = !arguments.unconfined && godwit_confine::is_available();
     #[cfg(feature = "test-hooks")]
     arguments.hooks.put_into(&mut options);
     let disks =
         DiskWish { choice: arguments.disks.clone(), granularity: arguments.disk_granularity };
     let name = arguments.name.clone().unwrap_or_else(|| std::process::id().to_string());
-    let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
     let engine = match &arguments.vm {
         VmName::Qemu(_) | VmName::Libvirt { .. } | VmName::Proxmox(_) => {
             Engine::Here(handle.clone())
@@ -310,6 +318,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         if let Some(recording) = &mut recording {
             recording.see(progress);
         }
+        hooks.look(progress);
         display.progress(progress);
         if let Some(deadline) = &mut deadline
             && let Some(action) = deadline.look(progress)
@@ -332,23 +341,20 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             Err(RequestError::Refused(_)) => {}
         }
     }
-    let after = |outcome: &str| {
-        let (vm, to) = (arguments.vm.to_string(), arguments.to.to_string());
-        arguments.after.run(&vm, &to, outcome);
-    };
     match result {
         Ok((measures, cost)) => {
             tell(&measures, cost, arguments.json);
-            after("migrated");
+            hooks.end(Some("migrated"));
             ExitCode::SUCCESS
         }
         Err(RequestError::Refused(error)) => {
             output::refusal(&error, arguments.json);
+            hooks.end(None);
             ExitCode::from(FAILED)
         }
         Err(RequestError::Failed(failure)) => {
             output::failure(&failure, arguments.json);
-            after(output::failure_json(&failure)["outcome"].as_str().unwrap_or_default());
+            hooks.end(output::failure_json(&failure)["outcome"].as_str());
             match deadline.is_some_and(|deadline| deadline.has_cancelled()) {
                 // Nobody has typed Ctrl-C.
                 true if failure.survivor == Survivor::Source => ExitCode::from(FAILED),
@@ -369,6 +375,11 @@ fn move_guest(
     match &arguments.vm {
         VmName::Qemu(_) | VmName::Proxmox(_) | VmName::Microvm(_) if arguments.undefine_source => {
             let words = "--undefine-source is for domains of libvirt's (--vm libvirt:DOMAIN)";
+            Err(RequestError::Refused(words.into()))
+        }
+        VmName::Microvm(_) if options.before_switchover.is_some() => {
+            let words = "--hook-before is for a QEMU: what moves a microvm is its own process, \
+                         which waits for nobody";
             Err(RequestError::Refused(words.into()))
         }
         VmName::Microvm(_) if arguments.state_dir.is_some() => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, await_copying, check_moved, check_untouched};
 use godwit_stamp::settings::Mode;
-use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, VmConfig, builds_for};
+use godwit_testbed::{Ended, Godwit, GuestConfig, Movable, Running, TestVm, VmConfig, builds_for};
 use serde_json::Value;
 
 /// What would never end by itself.
@@ -328,6 +328,56 @@ fn a_migration_works_on_the_processors_it_was_given() -> anyhow::Result<()> {
         ensure!(found.iter().all(|thread| thread == &("0".to_owned(), 7)), "{found:?}");
     }
     ensure!(processors(pair.source.pid())? == before, "the VM has other processors than it had");
+    Ok(())
+}
+
+#[test]
+fn commands_are_run_around_the_switchover() -> anyhow::Result<()> {
+    let Some(build) = builds_for("commands_are_run_around_the_switchover").pop() else {
+        return Ok(());
+    };
+    let config = VmConfig::new(&build, GuestConfig::small(Mode::Rate));
+    let mut pair = Pair::start(&config)?;
+    let file = std::env::temp_dir().join(format!("godwit-e2e-hooks-{}", std::process::id()));
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    // What each was told, and what it may do.
+    let told = || -> anyhow::Result<Vec<String>> {
+        let text = std::fs::read_to_string(&file)?;
+        std::fs::remove_file(&file)?;
+        Ok(text.lines().map(words).collect())
+    };
+    let note = |more: &str| {
+        let told = "$GODWIT_HOOK $GODWIT_VM $GODWIT_OUTCOME $(grep CapBnd /proc/self/status)";
+        format!("echo {told} >> {}{more}", file.display())
+    };
+    let own = std::fs::read_to_string("/proc/self/status")?;
+    let own = own.lines().find(|line| line.starts_with("CapBnd")).context("no rights")?;
+    let name = pair.source.vm_name();
+    let line = |hook: &str, outcome: &str| words(&format!("{hook} {name} {outcome} {own}"));
+    let hooks = |before: &'static str| {
+        let [before, plain] = [note(before), note("")];
+        [("before", before), ("at", plain.clone()), ("after", plain)]
+            .map(|(hook, command)| format!("--hook-{hook}={command}"))
+    };
+
+    // The guest stays where the first of them fails; of the others only the last is run.
+    let options = hooks("; exit 9");
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let (failed, _) = pair.migrate(&options)?;
+    ensure!(failed.status.code() == Some(1), "{}", failed.errors);
+    ensure!(failed.errors.contains("ended with exit status: 9"), "{}", failed.errors);
+    check_untouched(&mut pair.source)?;
+    let found = told()?;
+    ensure!(found == [line("before", ""), line("after", "failed")], "{found:?}");
+
+    pair.destination = TestVm::destination(&config)?;
+    let options = hooks("; sleep 1");
+    let options: Vec<&str> = options.iter().map(String::as_str).chain(["--verify"]).collect();
+    let (migrate, _) = pair.migrate(&options)?;
+    check_moved(&mut pair, &migrate)?;
+    let found = told()?;
+    let expected = [line("before", ""), line("at", ""), line("after", "migrated")];
+    ensure!(found == expected, "{found:?}");
     Ok(())
 }
 

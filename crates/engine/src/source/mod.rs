@@ -15,6 +15,7 @@
 
 mod abort;
 mod audit;
+mod before;
 mod channel;
 mod common;
 mod convergence;
@@ -80,6 +81,7 @@ use trial::try_connection;
 
 const PEER: &str = "destination";
 
+pub use before::BeforeSwitchover;
 #[cfg(feature = "test-hooks")]
 pub use fault::Fault;
 pub use trial::Trial;
@@ -121,6 +123,8 @@ pub struct Options {
     pub audit: bool,
     /// Where the audit writes down where each page came from.
     pub trace: Option<PathBuf>,
+    /// What is to be done before the guest is stopped.
+    pub before_switchover: Option<BeforeSwitchover>,
     /// Confine the thread that reads what the destination sends to the system calls of that, and
     /// leave each thread only the capabilities of its work.
     pub confined: bool,
@@ -145,6 +149,7 @@ impl Options {
             record: None,
             audit: false,
             trace: None,
+            before_switchover: None,
             confined: false,
             #[cfg(feature = "test-hooks")]
             fault: None,

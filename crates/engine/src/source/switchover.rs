@@ -13,7 +13,7 @@ use super::copying::Copying;
 use super::fault::Fault;
 use super::meter::Part;
 use super::state_relay::StateRelay;
-use super::{Source, Verify};
+use super::{BeforeSwitchover, Source, Verify};
 use crate::report::Stage;
 use crate::{EngineError, limits};
 
@@ -99,12 +99,15 @@ pub(super) fn prepare(
     source: &mut Source<'_>,
     copying: &mut Copying,
 ) -> Result<(StateRelay, Input), EngineError> {
+    let before = source.options.before_switchover.as_ref();
+    let before = before.map(BeforeSwitchover::start).transpose()?;
     source.session.say(&Message::Prepare)?;
     copying.open_state(source.vm)?;
     let what = "the destination to get ready";
     source.session.await_message(source.vm, what, limits::ANSWER, |message| {
         (*message == Message::Prepared).then_some(())
     })?;
+    before.map_or(Ok(()), |before| before.wait(source))?;
     // A guest that stands still has written nothing meanwhile, one that is held back need not be so
     // for longer, and who wants it stopped now need not wait for disks.
     let in_haste = copying.is_urgent() || !source.vm.was_running();
