@@ -631,6 +631,8 @@ mod tests {
             keep_source: true,
             reconnect: Duration::from_secs(7),
             record: None,
+            // A command of who asks, which is refused for such a machine.
+            before_switchover: None,
             confined: true,
             fault: Some(Fault::LoseCommit),
         };
