@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use super::Source;
 use crate::{EngineError, limits, threads};
 
-/// Is done in a thread of its own while both machines get ready, and once more where connections are
-/// lost meanwhile. What it fails with is said to whoever migrates.
+/// Is done in a thread of its own while both machines get ready, and once more where connections
+/// are lost meanwhile. What it fails with is said to whoever migrates.
 ///
 /// ```
 /// use godwit_engine::source::{BeforeSwitchover, Options};
