@@ -331,7 +331,11 @@ fn features_are_sets_of_bits_that_need_not_be_known() {
     assert!(known.is_within(all) && !all.is_within(known) && Features::NONE.is_within(known));
     assert!(all.contains(Feature::Restart) && !Features(!1).contains(Feature::Restart));
     assert_eq!(Features::of(Feature::Proof), Features(2));
-    assert_eq!((known.to_string(), Features(!31).to_string()), ("restart".into(), "none".into()));
+    assert_eq!(Features::of(Feature::DiskProof), Features(32));
+    let unknown = Features(u32::MAX << Feature::ALL.len());
+    assert_eq!((known.to_string(), unknown.to_string()), ("restart".into(), "none".into()));
+    assert_eq!(all.without(Feature::DiskProof), Features(!32));
+    assert_eq!(known.without(Feature::DiskProof), known);
 }
 
 #[test]
