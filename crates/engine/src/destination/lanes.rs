@@ -87,7 +87,8 @@ impl Lanes {
         let streams = await_channels(session, 0, memory + disks.len(), notice)?;
         let features = session.common_features(offer.features);
         let proves = offer.verify && features.contains(Feature::Proof);
-        let proves_disks = proves && features.contains(Feature::DiskProof);
+        // Of disks that stay nothing is written.
+        let proves_disks = proves && features.contains(Feature::DiskProof) && !disks.is_empty();
         let of = placed_of(ram, &disks, proves, proves_disks);
         let mut lanes = Self {
             channels: Vec::new(),

@@ -327,7 +327,8 @@ fn await_killed<'a>(
         last: None,
     })?;
     let proves = record.verified && record.features().contains(Feature::Proof);
-    let proves_disks = proves && record.features().contains(Feature::DiskProof);
+    let proves_disks =
+        proves && record.features().contains(Feature::DiskProof) && !record.disks.is_empty();
     let made_up = MadeUp::of(options);
     // Those that the operator names now: what the one before was allowed is no matter.
     let disks = record.disks();
