@@ -16,7 +16,7 @@ use godwit_disk::{Disk, DiskSink};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_units::ByteCount;
-use godwit_wire::{Feature, Message, Role};
+use godwit_wire::{Feature, Features, Message, Role};
 
 use super::Notice;
 use super::barriers::Barriers;
@@ -85,48 +85,29 @@ impl Lanes {
         let Accepted { offer, order, disks } = accepted;
         let memory = usize::from(offer.channels);
         let streams = await_channels(session, 0, memory + disks.len(), notice)?;
-        let features = session.common_features(offer.features);
-        let proves = offer.verify && features.contains(Feature::Proof);
-        // Of disks that stay nothing is written.
-        let proves_disks = proves && features.contains(Feature::DiskProof) && !disks.is_empty();
-        let of = placed_of(ram, &disks, proves, proves_disks);
-        let mut lanes = Self {
-            channels: Vec::new(),
-            memory,
-            ram: Arc::clone(ram),
-            made_up,
-            cells: session.cells().clone(),
-            parked: Vec::new(),
-            attempt: 0,
-            placed: Vec::new(),
-            barriers: Arc::new(Barriers::new(0)),
-            received: Arc::default(),
-            last_round: Arc::default(),
-            disks: Vec::new(),
-            open_disks: 0,
-            order: Arc::new(order),
-            placed_pages: of,
-            prover: None,
-            proves_disks,
-            proven: None,
-            proof_key: None,
-            marks_lost: false,
-        };
-        lanes.open(disks);
+        let wish = (offer.verify, session.common_features(offer.features));
+        let mut lanes = Self::restored(session, ram, (order, wish), disks, made_up);
+        (lanes.memory, lanes.attempt, lanes.marks_lost) = (memory, 0, false);
         lanes.start(streams)?;
         Ok(lanes)
     }
 
-    /// None yet, where a godwit that was killed has placed what nobody knows of: the source, whose
-    /// RAM blocks have the numbers `order` here, is told so. `proves`, `proves_disks`: it may have
-    /// all read back. What was placed in `disks` and acknowledged is there, as it is in memory.
+    /// No channels yet, as where a godwit that was killed has placed what nobody knows of: the
+    /// source, whose RAM blocks have the numbers `order` here, is told so. `verify`: it may have
+    /// all read back, as far as both sides have the `features`. What was placed in `disks` and
+    /// acknowledged is there, as it is in memory.
     pub(super) fn restored(
         session: &Session<'_>,
         ram: &Arc<Vec<RamBlock>>,
-        (order, proves, proves_disks): (Vec<usize>, bool, bool),
+        (order, (verify, features)): (Vec<usize>, (bool, Features)),
         disks: Vec<(Disk, Box<dyn DiskSink>)>,
         made_up: MadeUp,
     ) -> Self {
+        let proves = verify && features.contains(Feature::Proof);
+        // Of disks that stay nothing is written.
+        let proves_disks = proves && features.contains(Feature::DiskProof) && !disks.is_empty();
+        let proven = disks.iter().filter(|_| proves_disks).map(|(disk, _)| disk.clone());
+        let proven: Vec<Disk> = proven.collect();
         let mut lanes = Self {
             channels: Vec::new(),
             memory: 0,
@@ -142,7 +123,7 @@ impl Lanes {
             disks: Vec::new(),
             open_disks: 0,
             order: Arc::new(order),
-            placed_pages: placed_of(ram, &disks, proves, proves_disks),
+            placed_pages: proves.then(|| Arc::new(Placed::new(ram, &proven))),
             prover: None,
             proves_disks,
             proven: None,
@@ -381,17 +362,6 @@ impl Drop for Lanes {
     fn drop(&mut self) {
         self.end();
     }
-}
-
-/// Where what is placed is marked, if it is to be read back.
-fn placed_of(
-    ram: &[RamBlock],
-    disks: &[(Disk, Box<dyn DiskSink>)],
-    proves: bool,
-    proves_disks: bool,
-) -> Option<Arc<Placed>> {
-    let disks = disks.iter().filter(|_| proves_disks).map(|(disk, _)| disk.clone());
-    proves.then(|| Arc::new(Placed::new(ram, &disks.collect::<Vec<_>>())))
 }
 
 /// The connections of `count` channels of `attempt`, in their order.

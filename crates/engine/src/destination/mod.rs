@@ -35,7 +35,7 @@ use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
 use godwit_units::ByteCount;
-use godwit_wire::{Feature, Message};
+use godwit_wire::Message;
 
 use crate::address::Listener;
 use crate::cells::Cells;
@@ -326,15 +326,13 @@ fn await_killed<'a>(
         limit,
         last: None,
     })?;
-    let proves = record.verified && record.features().contains(Feature::Proof);
-    let proves_disks =
-        proves && record.features().contains(Feature::DiskProof) && !record.disks.is_empty();
     let made_up = MadeUp::of(options);
     // Those that the operator names now: what the one before was allowed is no matter.
     let disks = record.disks();
     let sinks = open_disks(vm, &disks, &options.disks)?;
     let disks = disks.into_iter().zip(sinks).collect();
-    let lanes = Lanes::restored(&session, &ram, (order, proves, proves_disks), disks, made_up);
+    let wish = (record.verified, record.features());
+    let lanes = Lanes::restored(&session, &ram, (order, wish), disks, made_up);
     Ok((session, First::Back(back, Box::new(lanes), record.clone())))
 }
 
@@ -607,7 +605,7 @@ impl Destination<'_> {
                 // The guest still runs. What was placed so far need not be read back when it does
                 // not.
                 if let Some(prover) = stage.lanes().and_then(Lanes::prover)
-                    && !prover.catch_up(limits::READ_BACK, || self.session.ends())?
+                    && !prover.get_ready(limits::READ_BACK, || self.session.ends())?
                 {
                     return Err(EngineError::ReadBack(limits::READ_BACK));
                 }

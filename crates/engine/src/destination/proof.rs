@@ -72,14 +72,26 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// How often it was asked for what was read back, whether for all digests the last time, and
-    /// for which of these times it is there.
+    /// How often it was asked for what was read back, for how much the last time, and for which of
+    /// these times it is there.
     asked: u64,
-    all: bool,
+    wanted: Wanted,
     answered: u64,
     digests: Vec<Vec<u128>>,
     failed: Option<EngineError>,
     ended: bool,
+}
+
+/// How much is to be read back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Wanted {
+    /// What was placed.
+    #[default]
+    Placed,
+    /// Also what nobody has placed in memory. Digests of what does not change any more are made.
+    Memory,
+    /// Everything, with the digests.
+    All,
 }
 
 impl Shared {
@@ -125,18 +137,28 @@ impl Prover {
         &self,
         ends: impl Fn() -> Option<EngineError>,
     ) -> Result<Vec<Vec<u128>>, EngineError> {
-        let found = self.ask(true, None, ends)?;
+        let found = self.ask(Wanted::All, None, ends)?;
         found.ok_or(EngineError::Panicked("proof"))
     }
 
     /// Waits, for no longer than `limit`, until all that was placed so far is read back; whether it
-    /// is. What nobody has placed yet on disks is not read.
+    /// is.
     pub(super) fn catch_up(
         &self,
         limit: Duration,
         ends: impl Fn() -> Option<EngineError>,
     ) -> Result<bool, EngineError> {
-        self.ask(false, Some(Instant::now() + limit), ends).map(|found| found.is_some())
+        self.ask(Wanted::Placed, Some(limit), ends).map(|found| found.is_some())
+    }
+
+    /// The same, and leaves as little as possible to [`Self::digests`]: also what nobody has placed
+    /// in memory is read. On disks it is not, most of which may still come.
+    pub(super) fn get_ready(
+        &self,
+        limit: Duration,
+        ends: impl Fn() -> Option<EngineError>,
+    ) -> Result<bool, EngineError> {
+        self.ask(Wanted::Memory, Some(limit), ends).map(|found| found.is_some())
     }
 
     /// Why it can read no more, if nobody was told yet.
@@ -144,16 +166,17 @@ impl Prover {
         self.shared.lock().failed.take()
     }
 
-    /// Asks for all digests, or only for what was placed to be read back; `None`: it is late.
+    /// Has so much read back; its digests, if there are any. `None`: it is not done within `limit`.
     fn ask(
         &self,
-        all: bool,
-        until: Option<Instant>,
+        wanted: Wanted,
+        limit: Option<Duration>,
         ends: impl Fn() -> Option<EngineError>,
     ) -> Result<Option<Vec<Vec<u128>>>, EngineError> {
+        let until = limit.map(|limit| Instant::now() + limit);
         let mut state = self.shared.lock();
         state.asked += 1;
-        state.all = all;
+        state.wanted = wanted;
         let asked = state.asked;
         self.shared.changed.notify_all();
         loop {
@@ -161,7 +184,7 @@ impl Prover {
                 return Err(error);
             }
             if state.answered >= asked {
-                return Ok(Some(state.digests.clone()));
+                return Ok(Some(std::mem::take(&mut state.digests)));
             }
             if until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(None);
@@ -241,11 +264,14 @@ impl Reader {
                 if state.ended {
                     return self.tables;
                 }
-                (state.asked > state.answered).then_some((state.asked, state.all))
+                (state.asked > state.answered).then_some((state.asked, state.wanted))
             };
             let passed = self.pass().and_then(|found| match asked {
-                Some((_, all)) => self.digests(all).map(|digests| (found, digests)),
-                None => Ok((found, Vec::new())),
+                None | Some((_, Wanted::Placed)) => Ok((found, Vec::new())),
+                Some((_, wanted)) => {
+                    self.first_reads(wanted)?;
+                    Ok((found, self.digests()))
+                }
             });
             let (found, digests) = match passed {
                 Ok(passed) => passed,
@@ -277,12 +303,10 @@ impl Reader {
         Ok(found)
     }
 
-    /// The digests of all segments. What nobody has placed is read for the first time; where not
-    /// `all` is wanted, not on disks, most of which may still come. Digests of what does not change
-    /// any more are at hand the next time.
-    fn digests(&mut self, all: bool) -> Result<Vec<Vec<u128>>, Stopped> {
+    /// Reads what nobody has placed, of as much as is `wanted`.
+    fn first_reads(&mut self, wanted: Wanted) -> Result<(), Stopped> {
         for number in 0..self.tables.len() {
-            let reads = all || number < self.ram.len();
+            let reads = wanted == Wanted::All || number < self.ram.len();
             for segment in 0..self.tables[number].len() {
                 // What is known once is known for good.
                 if self.complete[number][segment] {
@@ -301,19 +325,18 @@ impl Reader {
                 self.complete[number][segment] = true;
             }
         }
+        Ok(())
+    }
+
+    /// The digests of all segments, 0 for those that are not complete. What does not change any
+    /// more is at hand the next time.
+    fn digests(&mut self) -> Vec<Vec<u128>> {
         let key = self.key;
-        let complete = &self.complete;
-        let of = |number: usize| {
-            let complete = &complete[number];
-            move |(segment, table): (usize, &mut SegmentFingerprints)| match complete[segment] {
-                true => table.digest_of_all(&key),
-                false => 0,
-            }
+        let of = |(table, complete): (&mut SegmentFingerprints, &bool)| {
+            if *complete { table.digest_of_all(&key) } else { 0 }
         };
-        let tables = self.tables.iter_mut().enumerate();
-        let digests =
-            tables.map(|(number, tables)| tables.iter_mut().enumerate().map(of(number)).collect());
-        Ok(digests.collect())
+        let parts = self.tables.iter_mut().zip(&self.complete);
+        parts.map(|(tables, complete)| tables.iter_mut().zip(complete).map(of).collect()).collect()
     }
 
     /// Reads `run` of RAM block or disk `number`, of which holes are known to be zeros.

@@ -7,6 +7,7 @@ use godwit_units::{PageCount, PageIndex, PageRun};
 use godwit_wire::{DIGESTS_PER_MESSAGE, Message};
 
 use super::Destination;
+use super::disk::readers;
 use super::lanes::Lanes;
 use super::proof::Tables;
 use crate::{EngineError, digests, disk_prints};
@@ -110,11 +111,8 @@ impl Destination<'_> {
 
     /// Tells it what is on the disks here.
     fn send_disk_prints(&mut self, lanes: &Lanes, key: &Key) -> Result<(), EngineError> {
-        let disks = self.vm.disk_destination();
-        let mut readers = match disks {
-            Some(disks) => disks.read_disks().map_err(EngineError::Vm)?.into_iter(),
-            None => Vec::new().into_iter(),
-        };
+        let readers = readers(self.vm, lanes.disks().len())?;
+        let mut readers = readers.into_iter().flatten();
         for (index, disk) in lanes.disks().iter().enumerate() {
             let block = (lanes.order().len() + index) as u32;
             let tell = |segment, prints| {
@@ -138,13 +136,10 @@ fn prints(
     pages: &mut [u8],
 ) -> Result<Vec<u64>, EngineError> {
     let mut prints = Vec::with_capacity(run.count.0 as usize);
-    let mut at = run.start.0;
-    while at < run.end().0 {
-        let count = PageCount(READ.min(run.end().0 - at));
-        let pages = &mut pages[..count.bytes().0 as usize];
-        block.read(PageIndex(at), pages)?;
+    for part in disk_prints::parts(run, READ) {
+        let pages = &mut pages[..part.count.bytes().0 as usize];
+        block.read(part.start, pages)?;
         prints.extend(pages.chunks_exact(4096).map(|page| key.page(page).word()));
-        at += count.0;
     }
     Ok(prints)
 }

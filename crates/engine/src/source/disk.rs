@@ -155,7 +155,6 @@ pub(super) struct DiskChannel {
     slips: Slips,
     /// What was sent, if that is to be compared, and where it is put behind the last round.
     sent: Option<(DiskSent, SentDisks)>,
-    round: u32,
 }
 
 impl DiskChannel {
@@ -186,7 +185,6 @@ impl DiskChannel {
             storage: Duration::ZERO,
             slips,
             sent: None,
-            round: 0,
         }
     }
 
@@ -269,7 +267,6 @@ impl DiskChannel {
         mut pass: Box<dyn DiskRound>,
     ) -> Result<DiskStatistics, EngineError> {
         self.memory.begin(round);
-        self.round = round;
         let copied = self.copy(pass.as_mut(), last);
         // The machine may begin the next round only when this pass is gone.
         self.unfinished = (!matches!(copied, Ok(true))).then_some(pass);
@@ -302,7 +299,6 @@ impl DiskChannel {
 
     fn finish(&mut self, round: u32) -> Result<DiskStatistics, EngineError> {
         self.memory.begin(round);
-        self.round = round;
         if let Some(mut pass) = self.unfinished.take() {
             let copied = self.copy(pass.as_mut(), true);
             self.unfinished = copied.is_err().then_some(pass);
@@ -361,7 +357,7 @@ impl DiskChannel {
                 None => {
                     let next = pass.next().map_err(EngineError::Disk)?;
                     if let (Some((sent, _)), Some(extent)) = (&mut self.sent, next) {
-                        sent.reported(extent.run, self.round);
+                        sent.reported(extent.run, self.memory.round);
                     }
                     next
                 }
@@ -386,7 +382,7 @@ impl DiskChannel {
             let frame = self.sender.building();
             self.memory.remember(frame, extent);
             if let Some((sent, _)) = &mut self.sent {
-                sent.zeros(piece, (self.round, frame));
+                sent.zeros(piece, (self.memory.round, frame));
             }
             self.counters.skipped.fetch_add(piece.count.0, Ordering::Relaxed);
             let left = run.count.0 - piece.count.0;
@@ -402,7 +398,7 @@ impl DiskChannel {
         self.asked.pop_front();
         let (slips, index) = (self.slips.clone(), self.index);
         let same = Cell::new(Same::default());
-        let of = (self.round, self.sender.building());
+        let of = (self.memory.round, self.sender.building());
         let mut sent = self.sent.as_mut().map(|(sent, _)| sent);
         let judge = |page, bytes: &[u8]| {
             if slips.drops(index, (page, run), bytes) {
