@@ -10,6 +10,8 @@
 //!   server     QEMU's NBD server, on a socket that godwit opened
 //!   tracking   a bitmap a disk that records, another one with each round
 //!   round      what a round has to copy, and reading it
+//!   reader     reading anywhere, as it is now
+//!   pooled     the connection that both of these read by
 //!   sink       writing at the destination
 //! ```
 //!
@@ -19,6 +21,7 @@
 mod find;
 mod granularity;
 mod leftovers;
+mod pooled;
 mod reader;
 mod round;
 mod server;
@@ -29,8 +32,9 @@ pub use find::ListedDisk;
 pub(crate) use find::{Drive, Found, by_name, choose, drives, writable_and_staying};
 pub(crate) use granularity::Granularity;
 pub(crate) use leftovers::{clear, remove};
+pub(crate) use pooled::{Pool, Pooled};
 pub(crate) use reader::Reader;
-pub(crate) use round::{Pool, reading};
+pub(crate) use round::reading;
 pub(crate) use server::FD_NAME;
 pub(crate) use sink::{Receiving, Sink};
 pub(crate) use tracking::{Tracking, written};

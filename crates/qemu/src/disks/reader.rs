@@ -4,32 +4,24 @@
 use std::collections::VecDeque;
 
 use godwit_disk::{Disk, DiskError, DiskReader, Extent};
-use godwit_nbd::{DEPTH, Link, STRETCH_MAX, Stretch};
+use godwit_nbd::{DEPTH, STRETCH_MAX, Stretch};
 use godwit_units::PageRun;
 
 use crate::QemuError;
-use crate::disks::round::{Pool, byte_length, extents};
+use crate::disks::pooled::Pooled;
+use crate::disks::round::{byte_length, extents};
 
-/// See the module. The connection goes back to where it came from.
+/// See the module.
 #[derive(Debug)]
 pub(crate) struct Reader {
     disk: Disk,
-    link: Option<Link>,
-    pool: Pool,
+    link: Pooled,
 }
 
 impl Reader {
-    /// Of `disk`, over `link`, which `pool` gets in the end.
-    pub(crate) fn new(disk: Disk, link: Link, pool: &Pool) -> Self {
-        Self { disk, link: Some(link), pool: Pool::clone(pool) }
-    }
-
-    fn link(&mut self) -> Result<&mut Link, QemuError> {
-        let name = &self.disk.name;
-        self.link.as_mut().ok_or_else(|| QemuError::DiskUnmovable {
-            disk: name.clone(),
-            why: "its connection was given back",
-        })
+    /// Of `disk`, over `link`.
+    pub(crate) fn new(disk: Disk, link: Pooled) -> Self {
+        Self { disk, link }
     }
 
     /// What the server says of the bytes from `start` to `end`.
@@ -37,10 +29,10 @@ impl Reader {
         let mut found: Vec<Stretch> = Vec::new();
         let mut at = start;
         while at < end {
-            let length = (end - at).min(STRETCH_MAX.into()) as u32;
-            let asked = self.link()?.ask_status(at, length)?;
-            found.extend(self.link()?.take_status(asked)?);
-            at = found.last().map_or(end, |last| last.offset + last.length);
+            let length = (end - at).min(STRETCH_MAX.into());
+            let asked = self.link.link()?.ask_status(at, length as u32)?;
+            found.extend(self.link.take_status(asked, at + length)?);
+            at += length;
         }
         Ok(found)
     }
@@ -55,8 +47,7 @@ impl DiskReader for Reader {
     }
 
     fn read(&mut self, runs: &[PageRun], bytes: &mut [u8]) -> Result<(), DiskError> {
-        let disk = self.disk.clone();
-        let link = self.link()?;
+        let (disk, link) = (&self.disk, self.link.link()?);
         let mut ahead = runs.iter();
         let mut asked = VecDeque::new();
         let mut rest = bytes;
@@ -64,25 +55,17 @@ impl DiskReader for Reader {
             while asked.len() < DEPTH
                 && let Some(next) = ahead.next()
             {
-                let length = byte_length(&disk, *next) as u32;
+                let length = byte_length(disk, *next) as u32;
                 let read = link.ask_read(next.start.offset(), length).map_err(QemuError::from)?;
                 asked.push_back(read);
             }
             let Some(oldest) = asked.pop_front() else { break };
             let (own, others) = rest.split_at_mut(run.count.bytes().0 as usize);
-            let (within, beyond) = own.split_at_mut(byte_length(&disk, *run) as usize);
+            let (within, beyond) = own.split_at_mut(byte_length(disk, *run) as usize);
             beyond.fill(0);
             link.take_read(oldest, within).map_err(QemuError::from)?;
             rest = others;
         }
         Ok(())
-    }
-}
-
-impl Drop for Reader {
-    fn drop(&mut self) {
-        if let Some(link) = self.link.take().filter(|link| link.under_way() == 0) {
-            *self.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(link);
-        }
     }
 }

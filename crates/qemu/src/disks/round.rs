@@ -5,15 +5,16 @@
 //! sent: a write behind that point may have been missed, one ahead of it has not.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 
 use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Content, Disk, DiskError, DiskRound, Extent};
-use godwit_nbd::{ALLOCATION, Asked, Link, STRETCH_MAX, Stretch, Wish, ZERO};
+use godwit_nbd::{ALLOCATION, Asked, STRETCH_MAX, Stretch, Wish, ZERO};
 use godwit_units::{ByteCount, PAGE_SIZE, PageCount, PageIndex, PageRun};
 
 use crate::QemuError;
+use crate::disks::pooled::Pooled;
 
 /// Reads and status requests under way; together no more than a server works at
 /// ([`godwit_nbd::DEPTH`]).
@@ -28,9 +29,6 @@ const WINDOW: u64 = 16 << 20;
 pub(crate) fn reading(name: &str) -> Wish {
     Wish::new(name).with_context(ALLOCATION).ahead()
 }
-
-/// The connection of a disk while no round has it.
-pub(crate) type Pool = Arc<Mutex<Option<Link>>>;
 
 /// What is dirty in a round.
 #[derive(Debug)]
@@ -49,8 +47,7 @@ pub(crate) enum Dirty {
 pub(crate) struct Round {
     disk: Disk,
     dirty: Dirty,
-    link: Option<Link>,
-    pool: Pool,
+    link: Pooled,
     /// From which byte on nothing was asked about yet.
     next: u64,
     window: u64,
@@ -61,26 +58,17 @@ pub(crate) struct Round {
 }
 
 impl Round {
-    pub(crate) fn new(disk: Disk, dirty: Dirty, link: Link, pool: Pool) -> Self {
+    pub(crate) fn new(disk: Disk, dirty: Dirty, link: Pooled) -> Self {
         Self {
             disk,
             dirty,
-            link: Some(link),
-            pool,
+            link,
             next: 0,
             window: WINDOW,
             statuses: VecDeque::new(),
             extents: VecDeque::new(),
             reads: VecDeque::new(),
         }
-    }
-
-    fn link(&mut self) -> Result<&mut Link, QemuError> {
-        let name = &self.disk.name;
-        self.link.as_mut().ok_or_else(|| QemuError::DiskUnmovable {
-            disk: name.clone(),
-            why: "its connection was given back",
-        })
     }
 
     /// The next dirty bytes from `from` on, at most a window of them.
@@ -104,7 +92,7 @@ impl Round {
             if let Dirty::All { asked } = &self.dirty {
                 asked.store(end, Ordering::SeqCst);
             }
-            let asked = self.link()?.ask_status(start, (end - start) as u32)?;
+            let asked = self.link.link()?.ask_status(start, (end - start) as u32)?;
             self.statuses.push_back((start, end, asked));
             self.next = end;
         }
@@ -113,16 +101,8 @@ impl Round {
 
     /// Takes the oldest status, and what is missing of it. False when there is none.
     fn take_status(&mut self) -> Result<bool, QemuError> {
-        let Some((start, end, mut asked)) = self.statuses.pop_front() else { return Ok(false) };
-        let mut found: Vec<Stretch> = Vec::new();
-        loop {
-            found.extend(self.link()?.take_status(asked)?);
-            let from = found.last().map_or(end, |last| last.offset + last.length);
-            if from >= end {
-                break;
-            }
-            asked = self.link()?.ask_status(from, (end - from) as u32)?;
-        }
+        let Some((start, end, asked)) = self.statuses.pop_front() else { return Ok(false) };
+        let found = self.link.take_status(asked, end)?;
         let all_zero = found.iter().all(|stretch| stretch.flags & ZERO != 0);
         let grown = (self.window * 2).min(STRETCH_MAX.into());
         self.window = if all_zero { grown } else { WINDOW };
@@ -204,7 +184,8 @@ impl DiskRound for Round {
 
     fn submit(&mut self, run: PageRun) -> Result<(), DiskError> {
         let length = byte_length(&self.disk, run) as u32;
-        let asked = self.link()?.ask_read(run.start.offset(), length).map_err(QemuError::from)?;
+        let asked =
+            self.link.link()?.ask_read(run.start.offset(), length).map_err(QemuError::from)?;
         self.reads.push_back((run, asked));
         Ok(())
     }
@@ -219,16 +200,7 @@ impl DiskRound for Round {
         assert_eq!(bytes.len() as u64, run.count.bytes().0, "another length than was asked for");
         let (within, beyond) = bytes.split_at_mut(byte_length(&self.disk, run) as usize);
         beyond.fill(0);
-        Ok(self.link()?.take_read(asked, within).map_err(QemuError::from)?)
-    }
-}
-
-impl Drop for Round {
-    /// The next round goes on with the connection, if nothing is under way on it.
-    fn drop(&mut self) {
-        if let Some(link) = self.link.take().filter(|link| link.under_way() == 0) {
-            *self.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(link);
-        }
+        Ok(self.link.link()?.take_read(asked, within).map_err(QemuError::from)?)
     }
 }
 

@@ -13,8 +13,9 @@ use godwit_units::{ByteCount, PageRun};
 use crate::QemuError;
 use crate::disks::find::{Drive, Found, drives, receiving};
 use crate::disks::leftovers;
+use crate::disks::pooled::{Pool, Pooled};
 use crate::disks::reader::Reader;
-use crate::disks::round::{Pool, reading};
+use crate::disks::round::reading;
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
@@ -75,7 +76,7 @@ impl Receiving {
     pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskReader>>, QemuError> {
         let read = |disk: &Disk| -> Result<Box<dyn DiskReader>, QemuError> {
             let link = Link::connect(self.server.address(), reading(&disk.name))?;
-            Ok(Box::new(Reader::new(disk.clone(), link, &Pool::default())))
+            Ok(Box::new(Reader::new(disk.clone(), Pooled::new(&disk.name, link, &Pool::default()))))
         };
         self.disks.iter().map(read).collect()
     }

@@ -27,8 +27,9 @@ use crate::QemuError;
 use crate::disks::find::{Found, writes_so_far};
 use crate::disks::granularity::Granularity;
 use crate::disks::leftovers;
+use crate::disks::pooled::{Pool, Pooled};
 use crate::disks::reader::Reader;
-use crate::disks::round::{Dirty, Pool, Round, reading};
+use crate::disks::round::{Dirty, Round, reading};
 use crate::disks::server::Server;
 use crate::machine::Machine;
 use crate::mark::Mark;
@@ -148,25 +149,26 @@ impl Tracking {
             Some(blocks) => Dirty::Blocks { blocks, granularity: disk.granularity },
         };
         let described = Disk { name: disk.found.name.clone(), size: disk.found.size };
-        Ok(Box::new(Round::new(described, dirty, link, Arc::clone(&disk.pool))))
+        Ok(Box::new(Round::new(described, dirty, link)))
     }
 
     /// Reads all disks as they are now; no round may be under way.
     pub(crate) fn read(&self) -> Result<Vec<Box<dyn DiskReader>>, QemuError> {
         let read = |disk: &Tracked| -> Result<Box<dyn DiskReader>, QemuError> {
             let described = Disk { name: disk.found.name.clone(), size: disk.found.size };
-            Ok(Box::new(Reader::new(described, self.link_of(disk)?, &disk.pool)))
+            Ok(Box::new(Reader::new(described, self.link_of(disk)?)))
         };
         self.disks.iter().map(read).collect()
     }
 
     /// The connection of `disk`, when no round has it, or a new one.
-    fn link_of(&self, disk: &Tracked) -> Result<Link, QemuError> {
+    fn link_of(&self, disk: &Tracked) -> Result<Pooled, QemuError> {
         let pooled = disk.pool.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
-        match pooled {
-            Some(link) => Ok(link),
-            None => Ok(Link::connect(self.server.address(), reading(&disk.found.name))?),
-        }
+        let link = match pooled {
+            Some(link) => link,
+            None => Link::connect(self.server.address(), reading(&disk.found.name))?,
+        };
+        Ok(Pooled::new(&disk.found.name, link, &disk.pool))
     }
 
     /// Divides the writes during the first round: those ahead of it need not be copied again.

@@ -31,7 +31,7 @@ use super::made::Made;
 use super::xml;
 use crate::QemuError;
 use crate::compare::{self, Identity};
-use crate::disks::{Pool, Reader, Sink, reading};
+use crate::disks::{Pool, Pooled, Reader, Sink, reading};
 use crate::mark::Mark;
 use crate::run_directory;
 
@@ -319,7 +319,8 @@ impl Image {
 
     fn read(&self) -> Result<Box<dyn DiskReader>, QemuError> {
         let link = self.take_reader().ok_or_else(|| self.failed("it is being read already"))?;
-        Ok(Box::new(Reader::new(self.disk.clone(), link, &self.reader)))
+        let link = Pooled::new(&self.disk.name, link, &self.reader);
+        Ok(Box::new(Reader::new(self.disk.clone(), link)))
     }
 
     fn take_reader(&self) -> Option<Link> {
