@@ -77,7 +77,7 @@ pub use memory_group::MemoryGroup;
 pub use microvm::MicroVm;
 pub use mount::Mount;
 pub use net_back_end::NetBackEnd;
-pub use netns::SlowLink;
+pub use netns::{SlowLink, enter as enter_namespace};
 pub use network::Network;
 pub use observer::{BeaconPlace, Observer};
 pub use own::{OwnMigration, Style, own_migration, own_migration_within, wall_clock};

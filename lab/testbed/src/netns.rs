@@ -5,16 +5,52 @@
 //! services of another host would. Sockets in the file system are reached from both sides. Keeps
 //! one promise: namespace and interfaces go with their owner, or with the next sweep. Needs root.
 
+use std::fs::File;
+use std::net::{SocketAddrV4, TcpStream};
+use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use godwit_units::{ByteCount, Rate};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::ip::{remove_namespace, tool};
 use crate::leftovers::{Place, unique};
 use crate::qemu_build::QemuBuild;
+
+/// Moves this thread alone into the network `namespace`, until it ends (setns(2)).
+///
+/// # Errors
+/// Without root's rights.
+pub fn enter(namespace: &File) -> anyhow::Result<()> {
+    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
+        .context("cannot enter the namespace")
+}
+
+/// Connects to `address`, for as long as `limit`; nothing is waited for longer than that from then
+/// on, either. `silent` is said when nobody listens.
+pub(crate) fn connect(
+    address: SocketAddrV4,
+    limit: Duration,
+    silent: &'static str,
+) -> anyhow::Result<TcpStream> {
+    let until = Instant::now() + limit;
+    loop {
+        match TcpStream::connect_timeout(&address.into(), Duration::from_secs(1)) {
+            Ok(connection) => {
+                connection.set_nodelay(true)?;
+                connection.set_read_timeout(Some(limit))?;
+                connection.set_write_timeout(Some(limit))?;
+                return Ok(connection);
+            }
+            Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(20)),
+            Err(error) => return Err(error).context(silent),
+        }
+    }
+}
 
 /// Bytes that may pass at once; with a segment of 64 KiB, the largest there is, the rate is kept.
 const BURST: u64 = 256 << 10;

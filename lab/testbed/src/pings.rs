@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddrV4};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketType, ipproto, recv, sendto, socket};
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use crate::netns::enter;
 
 /// Between two questions.
 const INTERVAL: Duration = Duration::from_millis(5);
@@ -83,9 +84,7 @@ impl Pings {
         let answers = Arc::<AtomicUsize>::default();
         let (ending, counter) = (Arc::clone(&ends), Arc::clone(&answers));
         let thread = std::thread::spawn(move || {
-            // Of this thread alone: it ends with the client (setns(2)).
-            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
-                .context("cannot enter the namespace")?;
+            enter(&namespace)?;
             let socket = socket(AddressFamily::INET, SocketType::RAW, Some(ipproto::ICMP))
                 .context("cannot ping, which needs root")?;
             ask_and_hear(&socket, guest, &ending, &counter)

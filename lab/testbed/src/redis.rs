@@ -8,7 +8,6 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,7 +15,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail, ensure};
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use crate::netns::{self, enter};
 
 const PORT: u16 = 6379;
 /// Each is written again and again, with a number that grows.
@@ -107,23 +107,9 @@ impl Drop for RedisClient {
 }
 
 fn connect(namespace: &Path, guest: Ipv4Addr) -> anyhow::Result<BufReader<TcpStream>> {
-    let namespace = File::open(namespace).context("the namespace is gone")?;
-    move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
-        .context("cannot enter the namespace")?;
-    let until = Instant::now() + LIMIT;
-    let address = SocketAddrV4::new(guest, PORT).into();
-    loop {
-        match TcpStream::connect_timeout(&address, Duration::from_secs(1)) {
-            Ok(connection) => {
-                connection.set_nodelay(true)?;
-                connection.set_read_timeout(Some(LIMIT))?;
-                connection.set_write_timeout(Some(LIMIT))?;
-                return Ok(BufReader::new(connection));
-            }
-            Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(20)),
-            Err(error) => return Err(error).context("Redis in the guest does not listen"),
-        }
-    }
+    enter(&File::open(namespace).context("the namespace is gone")?)?;
+    let address = SocketAddrV4::new(guest, PORT);
+    netns::connect(address, LIMIT, "Redis in the guest does not listen").map(BufReader::new)
 }
 
 fn write(

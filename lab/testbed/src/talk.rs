@@ -7,7 +7,6 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
-use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,8 +15,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
 use godwit_stamp::settings::ECHO_PORT;
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+use crate::netns::{connect, enter};
 use crate::pings::Heard;
 
 /// A message fills memory of the guest's card, and not one packet alone.
@@ -41,10 +40,10 @@ impl Talk {
         let answers = Arc::<AtomicUsize>::default();
         let (ending, counter) = (Arc::clone(&ends), Arc::clone(&answers));
         let thread = std::thread::spawn(move || {
-            // Of this thread alone: it ends with the client (setns(2)).
-            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
-                .context("cannot enter the namespace")?;
-            let mut connection = connect(guest)?;
+            enter(&namespace)?;
+            let address = SocketAddrV4::new(guest, ECHO_PORT);
+            let silent = "the guest does not listen: is `make guest` up to date?";
+            let mut connection = connect(address, LIMIT, silent)?;
             talk(&mut connection, &ending, &counter)
         });
         Ok(Self { ends, answers, thread })
@@ -72,26 +71,6 @@ impl Talk {
     pub fn finish(self) -> anyhow::Result<Heard> {
         self.ends.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("the client has panicked"))?
-    }
-}
-
-fn connect(guest: Ipv4Addr) -> anyhow::Result<TcpStream> {
-    let until = Instant::now() + LIMIT;
-    let address = SocketAddrV4::new(guest, ECHO_PORT).into();
-    loop {
-        match TcpStream::connect_timeout(&address, Duration::from_secs(1)) {
-            Ok(connection) => {
-                connection.set_nodelay(true)?;
-                connection.set_read_timeout(Some(LIMIT))?;
-                connection.set_write_timeout(Some(LIMIT))?;
-                return Ok(connection);
-            }
-            Err(_) if Instant::now() < until => std::thread::sleep(Duration::from_millis(20)),
-            Err(error) => {
-                return Err(error)
-                    .context("the guest does not listen: is `make guest` up to date?");
-            }
-        }
     }
 }
 

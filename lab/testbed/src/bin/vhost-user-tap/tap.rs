@@ -3,13 +3,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::path::Path;
 
 use anyhow::{Context, anyhow};
 use rustix::fs::{Mode, OFlags};
 use rustix::ioctl::{Opcode, Updater, ioctl};
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 /// linux/if_tun.h: TUNSETIFF, and the flags IFF_TAP and IFF_NO_PI.
 const SET_INTERFACE: Opcode = 0x4004_54ca;
@@ -29,8 +27,7 @@ pub(crate) fn open(namespace: &Path, port: &str) -> anyhow::Result<File> {
     std::thread::scope(|scope| {
         // In a thread of its own: the socket for QEMU stays where QEMU is.
         let opened = scope.spawn(|| {
-            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))
-                .context("cannot enter the namespace")?;
+            godwit_testbed::enter_namespace(&namespace)?;
             let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let tap = File::from(rustix::fs::open("/dev/net/tun", flags, Mode::empty())?);
             attach(&tap, port).with_context(|| format!("cannot open the tap {port}"))?;
