@@ -11,8 +11,8 @@ use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, SlowReads, Style, TestVm, VmConfig,
-    builds_for, images_for, kvm_builds_for, kvm_for, own_migration,
+    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, QemuBuild, SlowReads, Style,
+    TestVm, VmConfig, builds_for, images_for, kvm_builds_for, kvm_for, own_migration,
 };
 use godwit_units::ByteCount;
 
@@ -63,7 +63,7 @@ const MISSED: Option<&str> = Some("NOT an exact copy");
 const LOST_VERSION: &[&str] = &["found=generation", "found=1 words differ"];
 
 /// All of them.
-pub const DEFECTS: [Defect; 9] = [
+pub static DEFECTS: [Defect; 9] = [
     Defect {
         name: "skip",
         what: "one dirty page of the last round is skipped",
@@ -157,7 +157,7 @@ pub const DEFECTS: [Defect; 9] = [
 ];
 
 /// The move in which nothing is got wrong.
-pub const CONTROL: Defect = Defect {
+pub static CONTROL: Defect = Defect {
     name: "none",
     what: "nothing: the control",
     bench: Bench::Memory,
@@ -167,6 +167,17 @@ pub const CONTROL: Defect = Defect {
     verify: STAYS,
     audit: &["NOT exact"],
 };
+
+/// The defect called `name`, of those that any guest's memory can have.
+///
+/// # Errors
+/// What there is, where there is none of this name.
+pub fn defect_of_memory(name: &str) -> Result<&'static Defect, String> {
+    let of_memory: Vec<_> = DEFECTS.iter().filter(|defect| defect.bench == Bench::Memory).collect();
+    let found = of_memory.iter().find(|defect| defect.name == name);
+    let names = || of_memory.iter().map(|defect| defect.name).collect::<Vec<_>>().join(", ");
+    found.copied().ok_or_else(|| format!("one of: {}", names()))
+}
 
 /// Who found a defect in one run.
 #[derive(Clone, Debug, Default)]
@@ -499,54 +510,47 @@ impl QemuRig {
     }
 }
 
-/// What came of moves by QEMU itself.
+/// What came of a move by QEMU itself.
 #[derive(Clone, Debug, Default)]
-pub struct OwnMoves {
-    /// Moves that came to an end.
-    pub moves: u32,
-    /// Of these, those behind which the guest found damage, or said nothing any more.
-    pub damaged: u32,
+pub struct OwnMove {
+    /// Whether the guest found damage behind it, or said nothing any more.
+    pub damaged: bool,
     /// What it said.
-    pub evidence: Vec<String>,
+    pub evidence: Option<String>,
 }
 
-/// Moves a Linux that writes as fast as it can by QEMU's own migration under TCG, so often with
-/// each QEMU there is; by version.
+/// Moves a Linux that writes as fast as it can, by QEMU's own migration under TCG with the QEMU of
+/// `build`, and tells what came of each move; until it is told that this is enough.
 ///
 /// # Errors
 /// When QEMU refuses, or a machine does not come up.
-pub fn own_moves(times: u32, limit: Duration) -> anyhow::Result<Vec<(String, OwnMoves)>> {
-    let mut builds = builds_for("defects");
-    builds.sort_by_key(|build| build.version);
-    let mut all = Vec::new();
-    for build in builds {
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
-        let mut own = OwnMoves::default();
-        let mut source = None;
-        while own.moves < times {
-            let mut from = match source.take() {
-                Some(source) => source,
-                None => {
-                    let vm = TestVm::source(&config)?;
-                    vm.wait_ready(LIMIT)?;
-                    vm
-                }
-            };
-            let mut to = TestVm::destination(&config)?;
-            own_migration(&mut from, &mut to, Style::Plain, limit)?;
-            own.moves += 1;
-            let beats = to.wait_for_heartbeats_after(Instant::now(), 20, LOOKS);
-            let bugs = to.bugs();
-            if beats.is_ok() && bugs.is_empty() {
-                source = Some(to);
-                continue;
+pub fn own_moves(
+    build: &QemuBuild,
+    limit: Duration,
+    mut goes_on: impl FnMut(OwnMove) -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Full));
+    let mut source = None;
+    loop {
+        let mut from = match source.take() {
+            Some(source) => source,
+            None => {
+                let vm = TestVm::source(&config)?;
+                vm.wait_ready(LIMIT)?;
+                vm
             }
-            own.damaged += 1;
-            let silent = || "the guest says nothing any more".to_owned();
-            own.evidence.push(bugs.into_iter().next().unwrap_or_else(silent));
+        };
+        let mut to = TestVm::destination(&config)?;
+        own_migration(&mut from, &mut to, Style::Plain, limit)?;
+        let beats = to.wait_for_heartbeats_after(Instant::now(), 20, LOOKS);
+        let bugs = to.bugs();
+        let damaged = beats.is_err() || !bugs.is_empty();
+        let silent = || "the guest says nothing any more".to_owned();
+        let evidence = damaged.then(|| bugs.into_iter().next().unwrap_or_else(silent));
+        if !goes_on(OwnMove { damaged, evidence })? {
+            return Ok(());
         }
-        println!("{build} by itself: {} of {} moves damaged", own.damaged, own.moves);
-        all.push((build.to_string(), own));
+        // A guest that is damaged is not moved again.
+        source = (!damaged).then_some(to);
     }
-    Ok(all)
 }
