@@ -156,7 +156,10 @@ impl Soak {
         rig: &mut Option<Box<dyn Rig>>,
     ) -> Row {
         let since = Instant::now();
-        let drawn = draw(self.asked.seed, machine, number, self.faults, &self.points);
+        let mut drawn = draw(self.asked.seed, machine, number, self.faults, &self.points);
+        if let Some(defect) = self.asked.defect {
+            drawn.replace(defect.migrate);
+        }
         let mut row = self.row(machine, number, &drawn);
         if rig.is_none() {
             self.table.doing(place, "starting");
@@ -218,7 +221,10 @@ impl Soak {
     }
 
     fn apply(&self, rig: &mut dyn Rig, drawn: &Drawn) -> anyhow::Result<Value> {
-        let Some(strike) = &drawn.strike else { return cell::move_verified(rig, &drawn.options) };
+        let Some(strike) = &drawn.strike else {
+            let receives = self.asked.defect.map_or(&[][..], |defect| defect.receive);
+            return cell::move_verified(rig, &drawn.options, receives);
+        };
         let mut rng = fastrand::Rng::with_seed(strike.seed);
         let verdict = cell::run(rig, &self.points[strike.point], strike.moment, &mut rng)?;
         anyhow::ensure!(verdict.came != cell::Came::Lost, "the guest was lost with its VM");
@@ -238,8 +244,12 @@ impl Soak {
             0 => String::new(),
             faults => format!(" --faults {faults}"),
         };
+        let defect = match self.asked.defect {
+            None => String::new(),
+            Some(defect) => format!(" --defect {}", defect.name),
+        };
         let repeat = format!(
-            "make soak SOAK='--seed {} --only {} --from {number} --moves 1{faults}'",
+            "make soak SOAK='--seed {} --only {} --from {number} --moves 1{faults}{defect}'",
             self.asked.seed, machine.name
         );
         Row {
