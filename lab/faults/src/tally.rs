@@ -38,6 +38,8 @@ pub enum Row {
         verify: bool,
         /// Whether `--audit` has.
         audit: bool,
+        /// How often before there was nothing to strike.
+        idle: u32,
         /// How long it took.
         seconds: f64,
         /// What was said by who found it from outside.
@@ -249,9 +251,9 @@ mod tests {
     use super::*;
 
     fn run(name: &str, guest: bool) -> Row {
-        let name = name.to_owned();
-        let (verify, audit, seconds) = (true, true, 1.0);
-        Row::Defect { name, guest, verify, audit, seconds, example: None, misfits: Vec::new() }
+        let (name, misfits) = (name.to_owned(), Vec::new());
+        let (verify, audit, idle, seconds) = (true, true, 0, 1.0);
+        Row::Defect { name, guest, verify, audit, idle, seconds, example: None, misfits }
     }
 
     fn own(build: &str, damaged: bool) -> Row {

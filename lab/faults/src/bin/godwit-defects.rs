@@ -79,6 +79,7 @@ fn make(
             guest: found.guest.is_some(),
             verify: found.verify.is_some(),
             audit: found.audit.is_some(),
+            idle: found.idle,
             seconds: since.elapsed().as_secs_f64(),
             example: found.audit.or(found.verify),
             misfits: found.misfits,
