@@ -18,7 +18,7 @@ use godwit_testbed::{
 use godwit_units::ByteCount;
 
 /// How long the guest has to find it: the time in which it looks at all of its memory many times.
-const LOOKS: Duration = Duration::from_secs(20);
+const LOOKS: Duration = Duration::from_secs(60);
 /// What godwit says when a defect has struck, and moves in which it may find nothing to strike: the
 /// last round may bring no page that the guest checks.
 const STRUCK: &str = "made up: the defect has struck";
