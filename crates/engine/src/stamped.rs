@@ -1,5 +1,4 @@
-//! Which pages the guest of the tests checks, and a word that one of them was made wrong on purpose.
-//! Only a build with the feature `test-hooks` has this.
+//! Which pages the guest of the tests checks, and a word that one of them is wrong on purpose. Only a build with the feature `test-hooks` has this.
 
 use std::io::Write;
 use std::sync::Once;
