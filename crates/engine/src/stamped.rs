@@ -1,4 +1,5 @@
-//! Which pages the guest of the tests checks, and a word that one of them is wrong on purpose. Only a build with the feature `test-hooks` has this.
+//! Which pages the guest of the tests checks, and a word that one of them is wrong on purpose.
+//! Only a build with the feature `test-hooks` has this.
 
 use std::io::Write;
 use std::sync::Once;

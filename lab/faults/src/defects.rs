@@ -1,9 +1,10 @@
 //! Deliberate defects: what a migration gets wrong on purpose, to see that it is found.
 //!
 //! Keeps two promises: a defect counts as found only by the words that say what it is; and a move
-//! in which godwit says of itself that the defect has struck counts, whatever was found. Each is made
-//! by a fault point that only a build with `test-hooks` has, in real moves of a guest that stamps
-//! its memory and its disk. The control is a move with no defect, of which nothing may be found.
+//! in which godwit says of itself that the defect has struck counts, whatever was found. Each is
+//! made by a fault point that only a build with `test-hooks` has, in real moves of a guest that
+//! stamps its memory and its disk. The control is a move with no defect, of which nothing may be
+//! found.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
