@@ -118,13 +118,20 @@ cases: ## arbitrary bytes and rings for whatever listens to others: frames, NBD 
 	@GODWIT_CASES=$(CASES) $(CARGO) test --quiet --release --package godwit-balloon --package godwit-virtio --lib && echo "nothing found in $(CASES) cases of each"
 
 .PHONY: check
-check: ## format, lints and the tests that need no QEMU
+check: lint ## format, lints and the tests that need no QEMU
+	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed --exclude godwit-faults && echo "all checks passed"
+
+.PHONY: lint
+lint: ## format and lints alone
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --quiet --workspace --all-targets -- --deny warnings
 	@# What ships is built without what only tests ask for.
 	@$(CARGO) clippy --quiet --workspace --lib --bins -- --deny warnings
 	@$(CARGO) clippy --quiet --package godwit-cli --features test-hooks --all-targets -- --deny warnings
-	@$(CARGO) test --quiet --workspace --exclude godwit-e2e --exclude godwit-testbed --exclude godwit-faults && echo "all checks passed"
+
+.PHONY: test-shipped
+test-shipped: ## what the command has when it is built as it ships
+	@$(CARGO) test --quiet --package godwit-cli --bins
 
 .PHONY: guest
 guest: ## build the self-checking Linux guest: target/guest/vmlinuz and initramfs.cpio

@@ -15,7 +15,7 @@ use godwit_engine::compression::Compression;
 use godwit_engine::destination::{Fetched, Notice, Options, Received, receive};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
-use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_engine::{Cancel, EngineError, Failure, Survivor, limits};
 use godwit_memory::RamBlock;
 use godwit_qemu::{
     LibvirtDestination, Mapping, QemuDestination, Shown, StartTerms, StartedDestination,
@@ -482,6 +482,9 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
                 "event": "severed", "why": why, "limit_ms": limit.as_secs_f64() * 1e3,
             }));
         }
+        Notice::Severed { why, limit: limits::ENDLESS } => eprintln!(
+            "godwit: {why}; the source alone has what is missing here: it is waited for without end"
+        ),
         Notice::Severed { why, limit } => {
             let limit = format_duration(*limit);
             eprintln!("godwit: {why}; what has arrived is kept for the source for {limit}");

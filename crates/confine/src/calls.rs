@@ -41,6 +41,9 @@ pub struct Calls {
 
 /// `PAGEMAP_SCAN` of linux/fs.h: `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: u64 = 0xc060_6610;
+/// `UFFDIO_COPY`, `UFFDIO_ZEROPAGE` and `UFFDIO_WAKE` of linux/userfaultfd.h: pages for the process
+/// that a userfaultfd is of, and the word that they are there.
+const USERFAULTFD: [u64; 3] = [0xc028_aa03, 0xc020_aa04, 0x8010_aa02];
 
 impl Calls {
     /// What any thread needs: memory of its own, of which none is ever executable, locks, sleep,
@@ -129,13 +132,15 @@ impl Calls {
         .only(libc::SYS_statx, &[Only::With { at: 2, bits: libc::AT_EMPTY_PATH as u64 }])
     }
 
-    /// The memory of process `pid`, and what its page tables say of it.
+    /// The memory of process `pid`, and what its page tables say of it; pages of it that come
+    /// while it runs, by a userfaultfd that is there.
     #[must_use]
     pub fn memory_of(self, pid: i32) -> Self {
         self.also(&[libc::SYS_poll, libc::SYS_ppoll])
             .only(libc::SYS_process_vm_readv, &[value(0, pid)])
             .only(libc::SYS_process_vm_writev, &[value(0, pid)])
             .only(libc::SYS_ioctl, &[Only::Value { at: 1, value: PAGEMAP_SCAN }])
+            .only(libc::SYS_ioctl, &USERFAULTFD.map(|value| Only::Value { at: 1, value }))
     }
 
     /// Connections that it makes itself: to a server of disks that has ended the last one.

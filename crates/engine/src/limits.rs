@@ -43,6 +43,9 @@ pub const RESOLVE: Duration = Duration::from_secs(60);
 /// How long connections that were lost in pre-copy are tried for, and waited for at the
 /// destination, if nothing else is said.
 pub const RECONNECT: Duration = Duration::from_secs(60);
+/// The same when the guest runs at the destination and pages are missing there: ten years, since to
+/// give up would lose it.
+pub const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 /// Before each attempt to make them again. An attempt is one connection; a link that is back and
 /// not yet used costs the move just this long.
 pub const RETRY: Duration = Duration::from_millis(25);

@@ -203,7 +203,7 @@ fn where_it_cannot_be_it_is_refused_before_anything_is_sent() {
 
 #[test]
 fn connections_that_are_lost_meanwhile_are_made_again() {
-    for seed in 0..6 {
+    for seed in 0..3 {
         let mut rng = fastrand::Rng::with_seed(seed);
         // Some within the switchover, which then does not happen, or is asked about.
         let cuts: Vec<(u64, Duration)> = (0..4)

@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use godwit_engine::report::{DiskMeasures, Measures, PostCopyMeasures, Progress, Severed, Stage};
-use godwit_engine::{EngineError, Failure, Survivor};
+use godwit_engine::{EngineError, Failure, Survivor, limits};
 use godwit_qemu::ListedDisk;
 use godwit_units::{ByteCount, PageCount, format_duration};
 use serde_json::{Value, json};
@@ -159,15 +159,13 @@ impl Display {
     }
 }
 
-/// Nobody gives up after so many seconds.
-const ENDLESS: u64 = 1 << 24;
-
 /// That the connections are lost, or stand again, in a line that fits everywhere.
 fn outage_text(progress: &Progress) -> String {
     progress.severed.as_ref().map_or("connected again".to_owned(), |severed| {
-        match severed.left.as_secs() {
-            ENDLESS.. => "connection lost, trying again until it stands".to_owned(),
-            left => format!("connection lost, trying again for {} s", left.max(1)),
+        if severed.left > limits::ENDLESS / 2 {
+            "connection lost, trying again until it stands".to_owned()
+        } else {
+            format!("connection lost, trying again for {} s", severed.left.as_secs().max(1))
         }
     })
 }

@@ -336,6 +336,9 @@ fn features_are_sets_of_bits_that_need_not_be_known() {
     assert_eq!((known.to_string(), unknown.to_string()), ("restart".into(), "none".into()));
     assert_eq!(all.without(Feature::DiskProof), Features(!32));
     assert_eq!(known.without(Feature::DiskProof), known);
+    assert_eq!(known.with(Feature::PostCopyWanted), Features(1 | 64));
+    // Nobody accepts that somebody wants something.
+    assert!(!Features::HERE.contains(Feature::PostCopyWanted));
 }
 
 #[test]

@@ -121,7 +121,7 @@ pub enum Notice {
     Severed {
         /// How they were lost.
         why: String,
-        /// For how long.
+        /// For how long; [`limits::ENDLESS`] where the guest runs here already.
         limit: Duration,
     },
     /// The source is back, and goes on where it was.
@@ -769,7 +769,8 @@ impl Destination<'_> {
     fn sever(&mut self) {
         if self.session.keeps() && self.session.sever() {
             let why = self.cause.as_ref().map_or(String::new(), |(_, cause)| cause.to_string());
-            (self.notice)(&Notice::Severed { why, limit: self.options.reconnect });
+            let limit = if self.left { limits::ENDLESS } else { self.options.reconnect };
+            (self.notice)(&Notice::Severed { why, limit });
         }
     }
 

@@ -76,9 +76,7 @@ impl Source<'_> {
         let why = if self.options.verify != Verify::No {
             Some("what follows when the guest runs cannot be compared before; leave out --verify")
         } else if self.options.reconnect.is_zero() {
-            Some(
-                "connections that are lost meanwhile must be made again; leave out --reconnect off",
-            )
+            Some("connections that are lost meanwhile must be made again; leave out --reconnect 0s")
         } else if !self.vm.was_running() {
             Some("the guest is stopped, and can be moved as it is")
         } else if lacks {

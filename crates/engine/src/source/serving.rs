@@ -46,9 +46,6 @@ const READ: u64 = 16;
 /// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 
-/// Nobody gives up: ten years.
-const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
-
 /// Pages of a block that the destination waits for.
 pub(super) type Wanted = (u32, Vec<PageIndex>);
 
@@ -59,6 +56,8 @@ pub(super) struct Serving {
     lanes: Option<Lanes>,
     servers: Vec<Server>,
     stop: Arc<AtomicBool>,
+    /// Which attempt's connections are in use: what threads of an earlier one report is old.
+    attempt: u32,
     outage: Option<Outage>,
     /// The last look at the migration before it.
     looked: Option<Progress>,
@@ -95,6 +94,7 @@ impl Serving {
             lanes: None,
             servers: Vec::new(),
             stop: Arc::default(),
+            attempt: 0,
             outage: None,
             looked: source.handle.progress(),
             told: Instant::now(),
@@ -165,10 +165,11 @@ impl Serving {
         handle: Stream,
         work: impl FnOnce() -> Result<(), EngineError> + Send + 'static,
     ) -> Result<(), EngineError> {
+        let attempt = self.attempt;
         let thread = threads::start(name, move || {
             let worked = cell.enter().and_then(|_| work());
             if let Err(error) = worked {
-                let _ = events.send(Event::Served(error));
+                let _ = events.send(Event::Served { attempt, error });
             }
         })?;
         self.servers.push(Server { handle, thread });
@@ -182,7 +183,7 @@ impl Serving {
                 Some(Event::Peer { message: Ok(Message::Placed), .. }) => {
                     return Ok(Input::AllPlaced);
                 }
-                Some(Event::Served(error)) => return Err(error),
+                Some(Event::Served { attempt, .. }) if attempt != self.attempt => {}
                 Some(other) => return Err(other.out_of_place()),
                 None if source.vm.has_ended() => return Err(EngineError::Ended("source")),
                 None => self.report(source),
@@ -198,7 +199,7 @@ impl Serving {
     ) -> Result<(), EngineError> {
         let cause = cause.unwrap_or(EngineError::Panicked("main"));
         tracing::warn!(%cause, "the connections are lost, and pages are missing");
-        self.outage = Some(Outage::new(cause, ENDLESS));
+        self.outage = Some(Outage::new(cause, limits::ENDLESS));
         self.end();
         source.session.sever(source.vm)?;
         source.session.forget_reports();
@@ -246,6 +247,7 @@ impl Serving {
         source.session.finish_return(source.vm, stream)?;
         let missing = await_missing(source)?;
         self.table.begin_again(missing);
+        self.attempt += 1;
         let wanted = take_wanted(source);
         let numbers = 0..=channels;
         let streams = numbers.map(|number| source.session.connect_channel(number));

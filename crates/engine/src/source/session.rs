@@ -51,7 +51,7 @@ pub(super) enum Event {
     /// The channel of a disk has carried its part of a round, barrier included.
     DiskStatistics { disk: usize, round: u32, result: Result<DiskStatistics, EngineError> },
     /// Pages that are missing at the destination cannot be sent any more.
-    Served(EngineError),
+    Served { attempt: u32, error: EngineError },
     /// The device state has been passed on to its end.
     StatePassed(Result<ByteCount, EngineError>),
 }
@@ -70,7 +70,7 @@ impl Event {
             },
             Self::RoundStatistics { result: Err(error), .. }
             | Self::DiskStatistics { result: Err(error), .. }
-            | Self::Served(error)
+            | Self::Served { error, .. }
             | Self::StatePassed(Err(error)) => error,
             Self::StatePassed(Ok(_)) => EngineError::State(io::Error::new(
                 io::ErrorKind::UnexpectedEof,

@@ -1,0 +1,151 @@
+//! Guests that run at the destination before all of their memory is there.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use godwit_e2e::{
+    LIMIT, Pair, await_copying, await_quit, check_moved, check_refused, check_untouched,
+};
+use godwit_stamp::settings::Mode;
+use godwit_testbed::{
+    Backend, Ended, GuestConfig, Link, QemuBuild, VmConfig, builds_for, kvm_builds_for,
+};
+use serde_json::Value;
+
+/// So slow that the memory of the small guest takes seconds; and lost connections are made again.
+const SLOW: &[&str] =
+    &["--max-bandwidth", "20MiB/s", "--compression", "none", "--reconnect", "60s"];
+/// How long the link is away.
+const AWAY: Duration = Duration::from_secs(3);
+
+fn config(build: &QemuBuild, mode: Mode) -> VmConfig {
+    let config = VmConfig::new(build, GuestConfig::small(mode)).with_backend(Backend::Anonymous);
+    config.with_extra(&["-device", "VGA", "-device", "virtio-rng-pci"])
+}
+
+/// A move that ends well.
+fn over(pair: &Pair, options: &[&str]) -> anyhow::Result<(Ended, Ended)> {
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, options].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?.wait(LIMIT)?;
+    ensure!(migrate.status.success(), "{} {}", migrate.last(), migrate.errors);
+    Ok((migrate, receive.wait(LIMIT)?))
+}
+
+/// A figure of the last line.
+fn figure(ended: &Ended, part: &str, name: &str) -> anyhow::Result<u64> {
+    let value = &ended.last()[part][name];
+    value.as_u64().with_context(|| format!("{part}.{name}: {value} in {}", ended.last()))
+}
+
+/// It came whole, some of it when it ran already, and nothing of godwit's is left in QEMU.
+fn check_followed(pair: &mut Pair, migrate: &Ended, receive: &Ended) -> anyhow::Result<()> {
+    check_moved(pair, migrate)?;
+    ensure!(receive.last()["outcome"] == "running", "{} {}", receive.last(), receive.errors);
+    let missing = figure(migrate, "post_copy", "missing_bytes")?;
+    ensure!(missing == figure(receive, "fetched", "missing_bytes")?, "{}", receive.last());
+    let (faults, time) = (figure(receive, "fetched", "faults")?, &receive.last()["fetched"]);
+    println!("{missing} bytes followed, {faults} pages were waited for: {time}");
+    ensure!(missing > 0 && faults > 0, "{}", receive.last());
+    let descriptors = format!("/proc/{}/fd", pair.destination.pid());
+    for descriptor in std::fs::read_dir(descriptors)?.flatten() {
+        let Ok(target) = std::fs::read_link(descriptor.path()) else { continue };
+        ensure!(target.as_os_str() != "anon_inode:[userfaultfd]", "a userfaultfd is left");
+    }
+    ensure!(pair.destination.errors() == "", "{}", pair.destination.errors());
+    await_quit(&mut pair.source)
+}
+
+#[test]
+fn a_guest_leaves_at_once_and_its_memory_follows() -> anyhow::Result<()> {
+    for build in builds_for("a_guest_leaves_at_once_and_its_memory_follows") {
+        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+        let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+        let downtime = migrate.last()["downtime_ms"].as_f64().context("no downtime")?;
+        let time = migrate.last()["post_copy"]["time_ms"].as_f64().context("no time")?;
+        println!("{build}: downtime {downtime:.1} ms, the rest within {time:.0} ms");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_at_full_speed_leaves_after_a_round() -> anyhow::Result<()> {
+    for build in builds_for("a_guest_at_full_speed_leaves_after_a_round") {
+        let mut pair = Pair::start(&config(&build, Mode::Full))?;
+        let options = ["--postcopy", "after 1", "--throttle", "off", "--downtime-limit", "20ms"];
+        let (migrate, receive) = over(&pair, &options)?;
+        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+    }
+    Ok(())
+}
+
+#[test]
+fn an_operator_has_a_guest_leave_by_post_copy() -> anyhow::Result<()> {
+    let builds = builds_for("an_operator_has_a_guest_leave_by_post_copy");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let mut pair = Pair::start(&config(build, Mode::Rate))?;
+    let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let options = [SLOW, &["--name", "in-a-hurry"]].concat();
+    let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
+    await_copying(&migrate)?;
+    let asked = pair.godwit.done(&["switchover", "--migration", "in-a-hurry", "--postcopy"])?;
+    let said = String::from_utf8_lossy(&asked.stdout).into_owned();
+    ensure!(said.contains("may follow when the guest runs there"), "{said}");
+    let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+    check_followed(&mut pair, &migrate, &receive)
+}
+
+#[test]
+fn a_link_that_is_cut_meanwhile_is_waited_for() -> anyhow::Result<()> {
+    for build in builds_for("a_link_that_is_cut_meanwhile_is_waited_for") {
+        let mut pair = Pair::start(&config(&build, Mode::Rate))?;
+        let (receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+        let link = Link::to(&address)?;
+        let options = [SLOW, &["--postcopy", "now"]].concat();
+        let migrate = pair.godwit.migrate(&pair.source, link.address(), &options)?;
+        let follows = |line: &Value| line["stage"] == "post-copy";
+        migrate.wait_for("the guest to run there", LIMIT, follows)?;
+        link.cut();
+        for side in [&migrate, &receive] {
+            let severed = |line: &Value| line["event"] == "severed";
+            side.wait_for("severed", LIMIT, severed)?;
+        }
+        std::thread::sleep(AWAY);
+        // Nobody gives up: not for a wish either.
+        receive.signal(rustix::process::Signal::INT)?;
+        migrate.signal(rustix::process::Signal::INT)?;
+        link.mend();
+        let (migrate, receive) = (migrate.wait(LIMIT)?, receive.wait(LIMIT)?);
+        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+        ensure!(figure(&migrate, "post_copy", "resumptions")? == 1, "{}", migrate.last());
+    }
+    Ok(())
+}
+
+#[test]
+fn under_kvm_the_kernel_waits_as_well() -> anyhow::Result<()> {
+    for build in kvm_builds_for("under_kvm_the_kernel_waits_as_well") {
+        let guest = GuestConfig::small(Mode::Full);
+        let config = VmConfig::new(&build, guest).with_backend(Backend::Anonymous).on_kvm();
+        let mut pair = Pair::start(&config)?;
+        let (migrate, receive) = over(&pair, &["--postcopy", "now"])?;
+        check_followed(&mut pair, &migrate, &receive).with_context(|| build.to_string())?;
+        pair.destination.wait_for_heartbeats_after(Instant::now(), 2, LIMIT)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn where_pages_cannot_be_waited_for_the_guest_does_not_leave() -> anyhow::Result<()> {
+    let builds = builds_for("where_pages_cannot_be_waited_for_the_guest_does_not_leave");
+    let Some(build) = builds.last() else { return Ok(()) };
+    let file = VmConfig::new(build, GuestConfig::small(Mode::Rate));
+    let mut pair = Pair::start(&file.with_backend(Backend::SharedFile))?;
+    let (_receive, address) = pair.godwit.receive(&pair.destination, &[])?;
+    let migrate =
+        pair.godwit.migrate(&pair.source, &address, &[SLOW, &["--postcopy", "now"]].concat())?;
+    let migrate = migrate.wait(LIMIT)?;
+    check_refused(&migrate, 1, &["is a file: use memory-backend-ram"])?;
+    check_untouched(&mut pair.source)
+}
