@@ -97,7 +97,7 @@ faults: guest qemu ## every fault at every step of a migration with every kind o
 DEFECTS ?=
 
 .PHONY: defects
-defects: guest qemu ## deliberate defects, each a hundred times, and who finds them (hours)
+defects: guest qemu ## deliberate defects, each a hundred times, and who finds them (two hours; DEFECTS=--add goes on)
 	@$(CARGO) build --package godwit-cli --package godwit-faults --features godwit-cli/test-hooks --bins
 	@target/debug/godwit-defects $(DEFECTS)
 

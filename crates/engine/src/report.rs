@@ -677,8 +677,9 @@ pub enum Difference {
     BelievedFree { place: Place, left_out: u32, reported: Option<u32> },
     /// The tracker reported it, and it was not sent since.
     NotSent { place: Place, reported: Option<u32>, sent: Option<u32>, channel: usize },
-    /// It was written, and the tracker has not reported it since it was sent.
-    NotReported { place: Place, sent: Option<u32>, channel: usize },
+    /// It was written, and the tracker has not reported it since it was sent, or since it was read
+    /// again in a later round in which it was still unchanged.
+    NotReported { place: Place, sent: Option<u32>, unchanged: Option<u32>, channel: usize },
 }
 
 /// A round, if there was one.
@@ -726,12 +727,16 @@ impl fmt::Display for Difference {
                 round(*reported),
                 round(*sent)
             ),
-            Self::NotReported { place, sent, channel } => write!(
-                f,
-                "{place} was written, and not reported as written since it was sent {} over \
-                 channel {channel}: the tracker missed it",
-                round(*sent)
-            ),
+            Self::NotReported { place, sent, unchanged, channel } => {
+                let since = unchanged.map(|round| format!(", and was unchanged in round {round}"));
+                write!(
+                    f,
+                    "{place} was written, and not reported as written since it was sent {} over \
+                     channel {channel}{}: the tracker missed it",
+                    round(*sent),
+                    since.unwrap_or_default()
+                )
+            }
         }
     }
 }

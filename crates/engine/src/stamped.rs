@@ -1,4 +1,8 @@
-//! Which pages the guest of the tests checks. Only a build with the feature `test-hooks` has this.
+//! Which pages the guest of the tests checks, and a word that one of them is wrong on purpose.
+//! Only a build with the feature `test-hooks` has this.
+
+use std::io::Write;
+use std::sync::Once;
 
 use godwit_units::{PAGE_SIZE, PageIndex};
 
@@ -20,6 +24,15 @@ pub(crate) fn is_stamped(bytes: &[u8]) -> bool {
     let [first, middle, last] = STAMPS.map(|at| &bytes[at..at + STAMP]);
     debug_assert_eq!(bytes.len() as u64, PAGE_SIZE);
     first == middle && first == last && first[..8] != first[16..]
+}
+
+/// Says on standard error, once, that what was to go wrong has: a defect that found nothing to
+/// strike is none that anybody could find.
+pub(crate) fn tell_struck() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let _ = std::io::stderr().write_all(b"made up: the defect has struck\n");
+    });
 }
 
 #[cfg(test)]

@@ -104,7 +104,7 @@ pub fn run(
     rng: &mut Rng,
 ) -> anyhow::Result<Verdict> {
     rig.renew()?;
-    let (receive, address) = receive(rig)?;
+    let (receive, address) = receive(rig, &[])?;
     let proxy = Proxy::to(&address)?;
     proxy.hold_where(watch_behind(moment.phase, moment.bytes));
     let source = rig.vm(Side::Source);
@@ -399,26 +399,31 @@ fn release_source(rig: &mut dyn Rig, typed: &mut Vec<String>) -> anyhow::Result<
     Ok(())
 }
 
-/// Starts `godwit receive` for the guest of `rig`.
-fn receive(rig: &dyn Rig) -> anyhow::Result<(Running, String)> {
+/// Starts `godwit receive` for the guest of `rig`, with `more` options.
+fn receive(rig: &dyn Rig, more: &[&str]) -> anyhow::Result<(Running, String)> {
     let options = rig.receive_options();
-    let options: Vec<&str> = options.iter().map(String::as_str).collect();
-    rig.godwit().receive_named(&rig.receiver(), &options)
+    let all: Vec<&str> = options.iter().map(String::as_str).chain(more.iter().copied()).collect();
+    rig.godwit().receive_named(&rig.receiver(), &all)
 }
 
 /// Moves the guest once more, with digests compared, and has it stay there.
 fn second_attempt(rig: &mut dyn Rig) -> anyhow::Result<()> {
-    move_verified(rig, &["--verify"]).map(drop)
+    move_verified(rig, &["--verify"], &[]).map(drop)
 }
 
-/// Moves the guest with `options`, of which one is `--verify`, checks that it arrived unharmed with
-/// its digests equal, and has it stay there; what `migrate` told at its end.
+/// Moves the guest with `options` of `godwit migrate`, of which one is `--verify`, and some of
+/// `godwit receive`; checks that it arrived unharmed with its digests equal, and has it stay there;
+/// what `migrate` told at its end.
 ///
 /// # Errors
 /// What is not as it should be.
-pub fn move_verified(rig: &mut dyn Rig, options: &[&str]) -> anyhow::Result<Value> {
+pub fn move_verified(
+    rig: &mut dyn Rig,
+    options: &[&str],
+    receives: &[&str],
+) -> anyhow::Result<Value> {
     rig.renew()?;
-    let (receive, address) = receive(rig)?;
+    let (receive, address) = receive(rig, receives)?;
     let own = rig.migrate_options();
     let all: Vec<&str> = options.iter().copied().chain(own.iter().map(String::as_str)).collect();
     let migrate = rig.godwit().migrate_named(&rig.vm(Side::Source), &address, &all)?;

@@ -1,8 +1,10 @@
 //! Deliberate defects: what a migration gets wrong on purpose, to see that it is found.
 //!
-//! Keeps one promise: a defect counts as found only by the words that say what it is. Each is made
-//! by a fault point that only a build with `test-hooks` has, in real moves of a guest that stamps
-//! its memory and its disk. The control is a move with no defect, of which nothing may be found.
+//! Keeps two promises: a defect counts as found only by the words that say what it is; and a move
+//! in which godwit says of itself that the defect has struck counts, whatever was found. Each is
+//! made by a fault point that only a build with `test-hooks` has, in real moves of a guest that
+//! stamps its memory and its disk. The control is a move with no defect, of which nothing may be
+//! found.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -11,13 +13,17 @@ use anyhow::{Context, bail, ensure};
 use godwit_e2e::{LIMIT, MicroPair, Pair, oldest};
 use godwit_stamp::settings::{DiskWork, Mode};
 use godwit_testbed::{
-    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, SlowReads, Style, TestVm, VmConfig,
-    builds_for, images_for, kvm_builds_for, kvm_for, own_migration,
+    DISK_WORK, DiskImage, Ended, GuestConfig, MicroVm, Movable, QemuBuild, SlowReads, Style,
+    TestVm, VmConfig, builds_for, images_for, kvm_builds_for, kvm_for, own_migration,
 };
 use godwit_units::ByteCount;
 
 /// How long the guest has to find it: the time in which it looks at all of its memory many times.
-const LOOKS: Duration = Duration::from_secs(20);
+const LOOKS: Duration = Duration::from_secs(60);
+/// What godwit says when a defect has struck, and moves in which it may find nothing to strike: the
+/// last round may bring no page that the guest checks.
+const STRUCK: &str = "made up: the defect has struck";
+const TRIES: u32 = 10;
 /// Reads a second of a disk that is slowed down.
 const READS: u32 = 150;
 
@@ -63,7 +69,7 @@ const MISSED: Option<&str> = Some("NOT an exact copy");
 const LOST_VERSION: &[&str] = &["found=generation", "found=1 words differ"];
 
 /// All of them.
-pub const DEFECTS: [Defect; 9] = [
+pub static DEFECTS: [Defect; 9] = [
     Defect {
         name: "skip",
         what: "one dirty page of the last round is skipped",
@@ -157,7 +163,7 @@ pub const DEFECTS: [Defect; 9] = [
 ];
 
 /// The move in which nothing is got wrong.
-pub const CONTROL: Defect = Defect {
+pub static CONTROL: Defect = Defect {
     name: "none",
     what: "nothing: the control",
     bench: Bench::Memory,
@@ -167,6 +173,17 @@ pub const CONTROL: Defect = Defect {
     verify: STAYS,
     audit: &["NOT exact"],
 };
+
+/// The defect called `name`, of those that any guest's memory can have.
+///
+/// # Errors
+/// What there is, where there is none of this name.
+pub fn defect_of_memory(name: &str) -> Result<&'static Defect, String> {
+    let of_memory: Vec<_> = DEFECTS.iter().filter(|defect| defect.bench == Bench::Memory).collect();
+    let found = of_memory.iter().find(|defect| defect.name == name);
+    let names = || of_memory.iter().map(|defect| defect.name).collect::<Vec<_>>().join(", ");
+    found.copied().ok_or_else(|| format!("one of: {}", names()))
+}
 
 /// Who found a defect in one run.
 #[derive(Clone, Debug, Default)]
@@ -179,6 +196,16 @@ pub struct Found {
     pub audit: Option<String>,
     /// What was said and does not fit.
     pub misfits: Vec<String>,
+    /// Moves in which there was nothing to strike.
+    pub idle: u32,
+}
+
+impl Defect {
+    /// Whether godwit says when it has struck. What is believed too long, or missed by a tracker,
+    /// is known to nobody.
+    fn tells(&self) -> bool {
+        self.name != CONTROL.name && matches!(self.bench, Bench::Memory | Bench::Disk)
+    }
 }
 
 /// Machines at work, between which guests move with and without defects.
@@ -320,29 +347,46 @@ impl Rig {
     pub fn run(&mut self, defect: &Defect) -> anyhow::Result<Found> {
         let mut found = Found::default();
         if !defect.audit.is_empty() {
-            let said = self.one_move(defect, &["--audit"], &mut found)?;
+            let said = self.struck_move(defect, &["--audit"], &mut found)?;
             let words = |line: &str| defect.audit.iter().any(|words| line.contains(words));
             found.audit = said.filter(|line| keep(line, words(line), &mut found.misfits));
         }
         if let Some(words) = defect.verify {
-            let said = self.one_move(defect, &["--verify"], &mut found)?;
+            let said = self.struck_move(defect, &["--verify"], &mut found)?;
             found.verify = said.filter(|line| keep(line, line.contains(words), &mut found.misfits));
         }
         if found.guest.is_none() {
-            self.one_move(defect, &[], &mut found)?;
+            self.struck_move(defect, &[], &mut found)?;
         }
         Ok(found)
     }
 
-    /// One move; what godwit said, if it found something. What the guest says goes into `found`.
-    fn one_move(
+    /// One move in which the defect has struck; what godwit said, if it found something. What the
+    /// guest says goes into `found`.
+    fn struck_move(
         &mut self,
         defect: &Defect,
         more: &[&str],
         found: &mut Found,
     ) -> anyhow::Result<Option<String>> {
+        for _ in 0..TRIES {
+            if let Some(said) = self.one_move(defect, more, found)? {
+                return Ok(said);
+            }
+            found.idle += 1;
+        }
+        bail!("it found nothing to strike in {TRIES} moves")
+    }
+
+    /// One move; `None` where nothing has struck, and nobody says otherwise.
+    fn one_move(
+        &mut self,
+        defect: &Defect,
+        more: &[&str],
+        found: &mut Found,
+    ) -> anyhow::Result<Option<Option<String>>> {
         let options = [defect.migrate, more].concat();
-        let ended = match self {
+        let (ended, received) = match self {
             Self::Qemu(rig) => rig.migrate(&options, defect.receive)?,
             Self::Micro(pair) => {
                 let (mut receive, address) =
@@ -350,14 +394,17 @@ impl Rig {
                 let migrate = pair.godwit.migrate(&pair.source, &address, &options)?;
                 let ended = migrate.wait(LIMIT)?;
                 receive.kill();
-                ended
+                (ended, receive.errors())
             }
         };
+        let struck =
+            !defect.tells() || [&ended.errors, &received].iter().any(|it| it.contains(STRUCK));
         let said = ended.errors.lines().find(|line| line.contains("exact")).map(str::to_owned);
         // Which side runs the guest is not told by how the command ended.
         if self.has_moved()? {
             let wants = |line: &str| defect.guest.iter().any(|words| line.contains(words));
-            let bugs = self.bugs(defect.name != CONTROL.name)?;
+            let damaged = struck && defect.name != CONTROL.name;
+            let bugs = self.bugs(damaged)?;
             let clean = bugs.is_empty();
             for bug in bugs {
                 if wants(&bug) {
@@ -366,8 +413,11 @@ impl Rig {
                     found.misfits.push(bug);
                 }
             }
-            if clean && defect.name == CONTROL.name {
+            if clean && !damaged {
                 self.go_on(true)?;
+                if !struck && said.is_none() {
+                    return Ok(None);
+                }
             } else {
                 // What is damaged now must not be found later, and taken for another defect's.
                 *self = Self::start(defect.bench)?.context("no machines any more")?;
@@ -382,7 +432,7 @@ impl Rig {
             ensure!(said.is_some(), "it failed with: {}", ended.errors.trim());
             self.go_on(false)?;
         }
-        Ok(said)
+        Ok(Some(said))
     }
 
     fn has_moved(&mut self) -> anyhow::Result<bool> {
@@ -458,7 +508,8 @@ fn keep(line: &str, fits: bool, misfits: &mut Vec<String>) -> bool {
 }
 
 impl QemuRig {
-    fn migrate(&mut self, options: &[&str], receive: &[&str]) -> anyhow::Result<Ended> {
+    /// What `migrate` said, and what `receive` complained of.
+    fn migrate(&mut self, options: &[&str], receive: &[&str]) -> anyhow::Result<(Ended, String)> {
         let Self { pair, slow, .. } = self;
         if let Some(slow) = slow {
             slow.add(pair.source.pid())?;
@@ -467,13 +518,13 @@ impl QemuRig {
         let migrate = pair.godwit.migrate(&pair.source, &address, options)?;
         let ended = migrate.wait(LIMIT)?;
         if ended.status.success() {
-            receive.wait(LIMIT)?;
-        } else {
-            // With the guest there it is still at the farewell.
-            std::thread::sleep(Duration::from_millis(100));
-            receive.kill();
+            let received = receive.wait(LIMIT)?;
+            return Ok((ended, received.errors));
         }
-        Ok(ended)
+        // With the guest there it is still at the farewell.
+        std::thread::sleep(Duration::from_millis(100));
+        receive.kill();
+        Ok((ended, receive.errors()))
     }
 
     fn go_on(&mut self, moved: bool) -> anyhow::Result<()> {
@@ -499,54 +550,47 @@ impl QemuRig {
     }
 }
 
-/// What came of moves by QEMU itself.
+/// What came of a move by QEMU itself.
 #[derive(Clone, Debug, Default)]
-pub struct OwnMoves {
-    /// Moves that came to an end.
-    pub moves: u32,
-    /// Of these, those behind which the guest found damage, or said nothing any more.
-    pub damaged: u32,
+pub struct OwnMove {
+    /// Whether the guest found damage behind it, or said nothing any more.
+    pub damaged: bool,
     /// What it said.
-    pub evidence: Vec<String>,
+    pub evidence: Option<String>,
 }
 
-/// Moves a Linux that writes as fast as it can by QEMU's own migration under TCG, so often with
-/// each QEMU there is; by version.
+/// Moves a Linux that writes as fast as it can, by QEMU's own migration under TCG with the QEMU of
+/// `build`, and tells what came of each move; until it is told that this is enough.
 ///
 /// # Errors
 /// When QEMU refuses, or a machine does not come up.
-pub fn own_moves(times: u32, limit: Duration) -> anyhow::Result<Vec<(String, OwnMoves)>> {
-    let mut builds = builds_for("defects");
-    builds.sort_by_key(|build| build.version);
-    let mut all = Vec::new();
-    for build in builds {
-        let config = VmConfig::new(&build, GuestConfig::small(Mode::Full));
-        let mut own = OwnMoves::default();
-        let mut source = None;
-        while own.moves < times {
-            let mut from = match source.take() {
-                Some(source) => source,
-                None => {
-                    let vm = TestVm::source(&config)?;
-                    vm.wait_ready(LIMIT)?;
-                    vm
-                }
-            };
-            let mut to = TestVm::destination(&config)?;
-            own_migration(&mut from, &mut to, Style::Plain, limit)?;
-            own.moves += 1;
-            let beats = to.wait_for_heartbeats_after(Instant::now(), 20, LOOKS);
-            let bugs = to.bugs();
-            if beats.is_ok() && bugs.is_empty() {
-                source = Some(to);
-                continue;
+pub fn own_moves(
+    build: &QemuBuild,
+    limit: Duration,
+    mut goes_on: impl FnMut(OwnMove) -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
+    let config = VmConfig::new(build, GuestConfig::small(Mode::Full));
+    let mut source = None;
+    loop {
+        let mut from = match source.take() {
+            Some(source) => source,
+            None => {
+                let vm = TestVm::source(&config)?;
+                vm.wait_ready(LIMIT)?;
+                vm
             }
-            own.damaged += 1;
-            let silent = || "the guest says nothing any more".to_owned();
-            own.evidence.push(bugs.into_iter().next().unwrap_or_else(silent));
+        };
+        let mut to = TestVm::destination(&config)?;
+        own_migration(&mut from, &mut to, Style::Plain, limit)?;
+        let beats = to.wait_for_heartbeats_after(Instant::now(), 20, LOOKS);
+        let bugs = to.bugs();
+        let damaged = beats.is_err() || !bugs.is_empty();
+        let silent = || "the guest says nothing any more".to_owned();
+        let evidence = damaged.then(|| bugs.into_iter().next().unwrap_or_else(silent));
+        if !goes_on(OwnMove { damaged, evidence })? {
+            return Ok(());
         }
-        println!("{build} by itself: {} of {} moves damaged", own.damaged, own.moves);
-        all.push((build.to_string(), own));
+        // A guest that is damaged is not moved again.
+        source = (!damaged).then_some(to);
     }
-    Ok(all)
 }

@@ -7,6 +7,8 @@
 //!   scene    a migration that is held at a step, and what can be done to it
 //!   cell     one fault at one step: from two VMs to the verdict
 //!   report   rows, targets, and the table of docs/reliability.md
+//!   defects  what a migration gets wrong on purpose, and whether that is found
+//!   tally    rows, targets and the table of these
 //! ```
 //!
 //! A cell is a real migration between real VMs by the `godwit` command. Behind the fault exactly
@@ -23,3 +25,4 @@ pub mod point;
 pub mod report;
 pub mod rig;
 pub mod scene;
+pub mod tally;

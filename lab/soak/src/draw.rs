@@ -39,6 +39,21 @@ pub struct Drawn {
     pub strike: Option<Strike>,
 }
 
+impl Drawn {
+    /// Takes `own` options, each with its value, in the place of those that were drawn.
+    pub fn replace(&mut self, own: &[&'static str]) {
+        let mut drawn = std::mem::take(&mut self.options).into_iter();
+        while let Some(option) = drawn.next() {
+            let value = (!option.starts_with(VERIFY[0])).then(|| drawn.next()).flatten();
+            if !own.contains(&option) {
+                self.options.push(option);
+                self.options.extend(value);
+            }
+        }
+        self.options.extend(own);
+    }
+}
+
 /// Draws the move with the number `number` of `machine`. Of a hundred moves `faults` are struck by
 /// one of `points` that this VM can survive.
 #[must_use]
@@ -117,6 +132,19 @@ mod tests {
         for value in all.iter().chain([&GRANULARITY]).copied().flatten() {
             assert!(drawn.contains(value), "{value}");
         }
+    }
+
+    #[test]
+    fn options_of_a_defect_stand_in_the_place_of_those_that_were_drawn() {
+        let machine = &machines()[0];
+        let before = draw(7, machine, 1, 0, &points());
+        let mut drawn = before.clone();
+        drawn.replace(&["--channels", "1", "--fault", "x"]);
+        assert_eq!(drawn.options.len(), before.options.len() + 2);
+        assert_eq!(drawn.options[0], before.options[0]);
+        let of = |name| drawn.options.iter().filter(|option| **option == name).count();
+        assert_eq!((of("--channels"), of("--compression")), (1, 1));
+        assert!(drawn.options.ends_with(&["--channels", "1", "--fault", "x"]));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use clap::Parser;
+use godwit_faults::defects::{Defect, defect_of_memory};
 use godwit_faults::point::points;
 use godwit_soak::load::{Kind, Load};
 use godwit_soak::machine::{chosen, machine_named};
@@ -58,6 +59,9 @@ struct Arguments {
     /// Put the table into docs/reliability.md, also when these are not all VMs
     #[arg(long)]
     table: bool,
+    /// What each move gets wrong on purpose, as `make defects` calls it
+    #[arg(long, hide = true, value_parser = defect_of_memory)]
+    defect: Option<&'static Defect>,
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -71,7 +75,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         (None, Some(each)) => (Until::Each(each.into()), usize::from(each) * vms.len()),
         (None, None) => (Until::Moves(arguments.moves), arguments.moves),
     };
-    let asked = Asked { seed: arguments.seed, moves, vms, load };
+    let asked = Asked { seed: arguments.seed, moves, vms, load, defect: arguments.defect };
     // Every wait for one of them fails then.
     let heard = end_children_on_interrupt().context("no signals")?;
     let own = Arc::clone(&heard);
@@ -103,7 +107,7 @@ fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let part = if arguments.witnesses { Part::Witnesses } else { Part::Kinds };
     let long = arguments.time.is_some() || moves >= part.worth();
     // One that was ended when it had all the moves that it was to have is whole.
-    let complete = !interrupted || met && arguments.time.is_none();
+    let complete = (!interrupted || met && arguments.time.is_none()) && arguments.defect.is_none();
     if (arguments.table || whole && long) && complete {
         report::write_page(&rows, &soak.asked, seconds, part)?;
     }

@@ -10,6 +10,7 @@ use std::fmt::Write;
 
 use anyhow::Context;
 use godwit_bench::report::{Better, Report, median_of, with_table};
+use godwit_faults::defects::Defect;
 use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
@@ -106,6 +107,8 @@ pub struct Asked {
     pub vms: Vec<Machine>,
     /// Under this load.
     pub load: String,
+    /// What each move gets wrong on purpose, to see that the soak tells it.
+    pub defect: Option<&'static Defect>,
 }
 
 /// Prints the targets and writes the figures; whether all targets were met.
@@ -234,7 +237,8 @@ mod tests {
 
     #[test]
     fn the_table_tells_of_each_vm_what_failed_and_what_was_skipped() {
-        let asked = Asked { seed: 3, moves: 9, vms: machines(), load: "none".to_owned() };
+        let asked =
+            Asked { seed: 3, moves: 9, vms: machines(), load: "none".to_owned(), defect: None };
         let rows = [
             row_for_tests("kvm-disk", Verdict::Moved),
             Row { bug: true, ..row_for_tests("kvm-disk", Verdict::Failed) },

@@ -124,8 +124,10 @@ impl Soak {
     pub fn work(&self, place: usize) {
         let Some(machine) = self.asked.vms.get(place) else { return };
         let (mut rig, mut failures) = (None, 0);
+        // What is got wrong on purpose fails each time.
+        let patience = if self.asked.defect.is_some() { 1 } else { PATIENCE };
         for number in self.from.. {
-            if self.is_over() || self.has_done_its_part(place) || failures == PATIENCE {
+            if self.is_over() || self.has_done_its_part(place) || failures == patience {
                 break;
             }
             let row = self.one(place, machine, number, &mut rig);
@@ -156,7 +158,10 @@ impl Soak {
         rig: &mut Option<Box<dyn Rig>>,
     ) -> Row {
         let since = Instant::now();
-        let drawn = draw(self.asked.seed, machine, number, self.faults, &self.points);
+        let mut drawn = draw(self.asked.seed, machine, number, self.faults, &self.points);
+        if let Some(defect) = self.asked.defect {
+            drawn.replace(defect.migrate);
+        }
         let mut row = self.row(machine, number, &drawn);
         if rig.is_none() {
             self.table.doing(place, "starting");
@@ -218,7 +223,10 @@ impl Soak {
     }
 
     fn apply(&self, rig: &mut dyn Rig, drawn: &Drawn) -> anyhow::Result<Value> {
-        let Some(strike) = &drawn.strike else { return cell::move_verified(rig, &drawn.options) };
+        let Some(strike) = &drawn.strike else {
+            let receives = self.asked.defect.map_or(&[][..], |defect| defect.receive);
+            return cell::move_verified(rig, &drawn.options, receives);
+        };
         let mut rng = fastrand::Rng::with_seed(strike.seed);
         let verdict = cell::run(rig, &self.points[strike.point], strike.moment, &mut rng)?;
         anyhow::ensure!(verdict.came != cell::Came::Lost, "the guest was lost with its VM");
@@ -238,8 +246,12 @@ impl Soak {
             0 => String::new(),
             faults => format!(" --faults {faults}"),
         };
+        let defect = match self.asked.defect {
+            None => String::new(),
+            Some(defect) => format!(" --defect {}", defect.name),
+        };
         let repeat = format!(
-            "make soak SOAK='--seed {} --only {} --from {number} --moves 1{faults}'",
+            "make soak SOAK='--seed {} --only {} --from {number} --moves 1{faults}{defect}'",
             self.asked.seed, machine.name
         );
         Row {

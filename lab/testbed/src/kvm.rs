@@ -32,6 +32,8 @@ use crate::skip::kvm_for;
 /// What every vCPU prints when it waits.
 const WAITS: char = 'G';
 const LIMIT: Duration = Duration::from_secs(60);
+/// How long what was made of another program is kept.
+const KEPT: Duration = Duration::from_secs(24 * 60 * 60);
 /// From this version on QEMU leaves memory alone that is zero in a saved state.
 const MAPPED_RAM: (u32, u32, u32) = (9, 0, 0);
 
@@ -132,11 +134,15 @@ fn program() -> String {
     format!("{:016x}-", program.finish())
 }
 
-/// Removes what was made of other programs.
+/// Removes what was made of other programs, a day ago or more: tests and benchmarks have programs
+/// of different builds, and may run at once.
 fn remove_others() {
     let own = program();
     for entry in std::fs::read_dir(dir()).into_iter().flatten().flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(&own) {
+        let made = entry.metadata().and_then(|file| file.modified()).ok();
+        let age = made.and_then(|made| made.elapsed().ok());
+        let is_old = age.is_some_and(|age| age > KEPT);
+        if is_old && !entry.file_name().to_string_lossy().starts_with(&own) {
             let _ = std::fs::remove_file(entry.path());
         }
     }

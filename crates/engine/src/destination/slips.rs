@@ -115,7 +115,7 @@ mod made {
     use godwit_units::{PAGE_SIZE, PageIndex, PageRun};
 
     use super::super::fault::Defect;
-    use crate::stamped::is_checked;
+    use crate::stamped::{is_checked, tell_struck};
 
     const PAGE: usize = PAGE_SIZE as usize;
     /// What is placed late is so behind this time, in which the guest runs.
@@ -203,6 +203,7 @@ mod made {
                         let mut flipped = new.to_vec();
                         flipped[100] ^= 0x10;
                         block.write(PageIndex(page), &flipped)?;
+                        tell_struck();
                     }
                     (Defect::SwapPages, 2) => {
                         // What has come here belongs there; what was here is put back.
@@ -231,6 +232,7 @@ mod made {
             block.read(PageIndex(other), &mut second)?;
             block.write(PageIndex(one), &second)?;
             block.write(PageIndex(other), &first)?;
+            tell_struck();
             self.kept.insert((number, one), second.into());
             self.kept.insert((number, other), first.into());
             Ok(())
@@ -252,6 +254,7 @@ mod made {
                         blocks[*number].write(PageIndex(*page), held)?;
                         *held = new;
                         touched(*number, PageRun::new(*page, 1));
+                        tell_struck();
                     }
                 }
                 Defect::LateOldPage if last => {
@@ -261,6 +264,7 @@ mod made {
                         if is_checked(PageIndex(*page), &now) && now[..] != old[..] {
                             blocks[*number].write(PageIndex(*page), old)?;
                             touched(*number, PageRun::new(*page, 1));
+                            tell_struck();
                             break;
                         }
                     }

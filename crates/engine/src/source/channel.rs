@@ -641,7 +641,13 @@ impl Channel {
                     let changed = || fingerprints.print(page) != Some(print);
                     let slips = slips.believes((block, page))
                         || (last && slips.skips((block, page), bytes, changed));
-                    if slips || !fingerprints.update(page, print) {
+                    if slips {
+                        return None;
+                    }
+                    if !fingerprints.update(page, print) {
+                        if let Some(history) = history {
+                            history.unchanged(page.0, round);
+                        }
                         return None;
                     }
                     if let Some(history) = history {

@@ -28,6 +28,9 @@ pub(super) struct History {
     pub(super) sent: Vec<Sent>,
     /// The last round in which the tracker reported each page, plus one.
     pub(super) reported: Vec<u32>,
+    /// The last round in which each page was read and held what was sent last, plus one; empty
+    /// before there is one.
+    unchanged: Vec<u32>,
     pub(super) began: Instant,
 }
 
@@ -35,7 +38,8 @@ impl History {
     /// Of `segment`, of which nothing was sent.
     pub(super) fn new(segment: Segment, began: Instant) -> Self {
         let reported = vec![0; segment.run.count.0 as usize];
-        Self { first: segment.run.start.0, sent: Vec::new(), reported, began }
+        let (sent, unchanged) = (Vec::new(), Vec::new());
+        Self { first: segment.run.start.0, sent, reported, unchanged, began }
     }
 
     /// The tracker has reported `run` in `round`.
@@ -64,6 +68,12 @@ impl History {
         }));
     }
 
+    /// The page was read in `round`, and held what was sent last.
+    pub(super) fn unchanged(&mut self, page: u64, round: u32) {
+        self.unchanged.resize(self.reported.len(), 0);
+        self.unchanged[(page - self.first) as usize] = round + 1;
+    }
+
     /// The versions of a page that were sent, the last first.
     pub(super) fn of(&self, page: u64) -> impl Iterator<Item = &Sent> {
         let page = (page - self.first) as u32;
@@ -73,6 +83,11 @@ impl History {
     /// The last round in which the page was reported.
     pub(super) fn last_report(&self, page: u64) -> Option<u32> {
         self.reported[(page - self.first) as usize].checked_sub(1)
+    }
+
+    /// The last round in which the page was read and held what was sent last.
+    pub(super) fn last_unchanged(&self, page: u64) -> Option<u32> {
+        self.unchanged.get((page - self.first) as usize)?.checked_sub(1)
     }
 }
 

@@ -23,8 +23,9 @@ use godwit_units::{PAGE_SIZE, PageCount, PageIndex, PageRun};
 use super::channel::Owned;
 use crate::EngineError;
 
-/// Pages read at once: 64 KiB, which stay in the core's own caches.
-const READ: u64 = 16;
+/// Pages read at once, 1 MiB: each read of another process costs the kernel a look at it, and few
+/// pages are looked up at once (docs/benchmarks.md).
+const READ: u64 = 256;
 /// More threads than this do not read memory faster.
 const THREADS_LIMIT: usize = 8;
 

@@ -79,10 +79,14 @@ impl Slips {
         let this = (block, PageRun::new(page.0, 1));
         let (all, one) =
             (self.made_up.is(Fault::ForgetLastRound), self.made_up.is(Fault::SkipDirtyPage));
-        (all || one)
+        let skips = (all || one)
             && crate::stamped::is_checked(page, bytes)
             && changed()
-            && (all || *self.chosen.get_or_init(|| this) == this)
+            && (all || *self.chosen.get_or_init(|| this) == this);
+        if skips {
+            crate::stamped::tell_struck();
+        }
+        skips
     }
 
     #[cfg(not(feature = "test-hooks"))]
@@ -105,7 +109,11 @@ impl Slips {
             let _ = self.chosen.set((disk, run));
         }
         let dropped = self.chosen.get().filter(|(of, _)| *of == disk);
-        dropped.is_some_and(|(_, run)| (run.start..run.end()).contains(&page))
+        let drops = dropped.is_some_and(|(_, run)| (run.start..run.end()).contains(&page));
+        if drops {
+            crate::stamped::tell_struck();
+        }
+        drops
     }
 
     #[cfg(not(feature = "test-hooks"))]

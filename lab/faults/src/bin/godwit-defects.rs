@@ -2,24 +2,22 @@
 //! as a control.
 //!
 //! Keeps two promises: what was not found is counted, and a run that failed counts as not found;
-//! and Ctrl-C ends all VMs.
+//! and Ctrl-C ends all VMs, with what was found until then kept for `--add`.
 
-use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use clap::Parser;
-use godwit_bench::report::{Better, Report};
-use godwit_faults::defects::{Bench, CONTROL, DEFECTS, Defect, Rig, own_moves};
-use godwit_testbed::end_children_on_interrupt;
-use serde_json::json;
+use godwit_faults::defects::{Bench, CONTROL, DEFECTS, Defect, Found, Rig, own_moves};
+use godwit_faults::tally::{Row, Tally};
+use godwit_testbed::{builds_for, end_children_on_interrupt};
 
-const PAGE: &str = "docs/reliability.md";
-const BEGIN: &str = "<!-- made by `make defects`: begin -->\n";
-const END: &str = "<!-- made by `make defects`: end -->\n";
+/// So many runs of each defect are worth a new table.
+const WORTH: u32 = 100;
+/// One move by QEMU itself.
+const OWN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Makes deliberate defects in real moves, and counts who finds them.
 #[derive(Debug, Parser)]
@@ -30,163 +28,140 @@ struct Arguments {
     /// These only, by their names; none: the control; qemu: its own migration
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Moves of QEMU's own
+    /// Moves of each QEMU's own
     #[arg(long, default_value_t = 30)]
     own_moves: u32,
+    /// Add to the runs before: each is made as often as is missing
+    #[arg(long)]
+    add: bool,
     /// Put the table into docs/reliability.md, also when this is a part of it
     #[arg(long)]
     table: bool,
 }
 
-/// How often a defect was found by whom.
-#[derive(Debug, Default)]
-struct Count {
-    runs: u32,
-    guest: u32,
-    verify: u32,
-    audit: u32,
-    example: Option<String>,
-    words: Vec<String>,
+impl Arguments {
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| only == name)
+    }
 }
 
-fn count(
+/// One run of `defect`; `None` where there can be no such machines here.
+fn one(defect: &Defect, rig: &mut Option<Rig>) -> anyhow::Result<Option<Found>> {
+    if rig.is_none() {
+        *rig = Rig::start(defect.bench)?;
+    }
+    rig.as_mut().map(|rig| rig.run(defect)).transpose()
+}
+
+/// Makes `defect` until there are so many runs of it, or somebody has `interrupted` it.
+fn make(
     defect: &Defect,
     times: u32,
-    rig: &mut Option<Rig>,
+    (rig, tally): (&mut Option<Rig>, &mut Tally),
     interrupted: &AtomicBool,
-) -> Option<Count> {
-    let mut count = Count::default();
-    for number in 1..=times {
-        if interrupted.load(Ordering::Relaxed) {
-            return None;
-        }
-        if rig.is_none() {
-            match Rig::start(defect.bench) {
-                Ok(Some(made)) => *rig = Some(made),
-                Ok(None) => return None,
-                Err(problem) => {
-                    count.runs += 1;
-                    count.words.push(format!("{problem:#}"));
-                    continue;
-                }
-            }
-        }
-        count.runs += 1;
+) -> anyhow::Result<()> {
+    while tally.count(defect.name).runs < times {
         let since = Instant::now();
-        match rig.as_mut().map(|rig| rig.run(defect)) {
-            Some(Ok(found)) => {
-                count.guest += u32::from(found.guest.is_some());
-                count.verify += u32::from(found.verify.is_some());
-                count.audit += u32::from(found.audit.is_some());
-                count.example = count.example.or(found.audit).or(found.verify);
-                count.words.extend(found.misfits);
-            }
-            Some(Err(problem)) => {
-                count.words.push(format!("{problem:#}"));
+        let found = match one(defect, rig) {
+            Ok(Some(found)) => found,
+            Ok(None) => return Ok(()),
+            Err(problem) => {
                 *rig = None;
+                Found { misfits: vec![format!("{problem:#}")], ..Found::default() }
             }
-            None => {}
+        };
+        // What was broken by whoever ends it is no finding.
+        if interrupted.load(Ordering::Relaxed) {
+            return Ok(());
         }
+        tally.add(Row::Defect {
+            name: defect.name.to_owned(),
+            guest: found.guest.is_some(),
+            verify: found.verify.is_some(),
+            audit: found.audit.is_some(),
+            idle: found.idle,
+            seconds: since.elapsed().as_secs_f64(),
+            example: found.audit.or(found.verify),
+            misfits: found.misfits,
+        })?;
+        let count = tally.count(defect.name);
         println!(
-            "{} {number}/{times}: found by the guest {}, --verify {}, --audit {} ({:.1} s)",
+            "{} {}/{times}: found by the guest {}, --verify {}, --audit {} ({:.1} s)",
             defect.name,
+            count.runs,
             count.guest,
             count.verify,
             count.audit,
             since.elapsed().as_secs_f64()
         );
     }
-    Some(count)
+    Ok(())
 }
 
-/// A line of the table.
-fn line(defect: &Defect, count: Option<&Count>) -> String {
-    let Some(Count { runs, guest, verify, audit, .. }) = count else {
-        return format!("| {} | not tried | | |\n", defect.what);
-    };
-    let of = |found: &u32, asked: bool| {
-        if asked { format!("{found} of {runs}") } else { "does not look".to_owned() }
-    };
-    let (verify, audit) =
-        (of(verify, defect.verify.is_some()), of(audit, !defect.audit.is_empty()));
-    format!("| {} | {guest} of {runs} | {verify} | {audit} |\n", defect.what)
-}
-
-fn targets(report: &mut Report, defect: &Defect, count: &Count) {
-    let control = defect.name == CONTROL.name;
-    let limit = if control { 0.0 } else { 99.0 };
-    let better = if control { Better::Lower } else { Better::Higher };
-    let asked = [
-        ("the guest", count.guest, true),
-        ("--verify", count.verify, defect.verify.is_some()),
-        ("--audit", count.audit, !defect.audit.is_empty()),
-    ];
-    for (who, found, _) in asked.into_iter().filter(|(_, _, asked)| *asked) {
-        let share = 100.0 * f64::from(found) / f64::from(count.runs.max(1));
-        report.target(format!("{}: found by {who}, % of runs", defect.what), share, limit, better);
+/// Has each QEMU move guests by itself until there are so many moves of it.
+fn make_own(times: u32, tally: &mut Tally, interrupted: &AtomicBool) -> anyhow::Result<()> {
+    let mut builds = builds_for("defects");
+    builds.sort_by_key(|build| build.version);
+    for build in builds {
+        let name = build.to_string();
+        if tally.own(&name).0 >= times || interrupted.load(Ordering::Relaxed) {
+            continue;
+        }
+        let mut since = Instant::now();
+        let made = own_moves(&build, OWN_LIMIT, |own| {
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            let seconds = since.elapsed().as_secs_f64();
+            since = Instant::now();
+            let build = name.clone();
+            tally.add(Row::Qemu {
+                build,
+                damaged: own.damaged,
+                seconds,
+                evidence: own.evidence,
+            })?;
+            let (moves, damaged) = tally.own(&name);
+            println!("{name} by itself {moves}/{times}: {damaged} damaged ({seconds:.1} s)");
+            Ok(moves < times)
+        });
+        match made {
+            Err(_) if interrupted.load(Ordering::Relaxed) => {}
+            made => made.with_context(|| format!("{name} by itself"))?,
+        }
     }
+    Ok(())
 }
 
 fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let interrupted = end_children_on_interrupt().context("no signals")?;
-    let wanted =
-        |name: &str| arguments.only.is_empty() || arguments.only.iter().any(|only| only == name);
-    let mut report = Report::new("defects");
-    let mut rows = String::from("| defect | the guest | `--verify` | `--audit` |\n");
-    rows += "| --- | --- | --- | --- |\n";
-    let mut figures = BTreeMap::new();
+    let mut tally = Tally::begin(arguments.add)?;
     for bench in [Bench::Memory, Bench::Hints, Bench::Disk, Bench::Direct] {
         let mut rig = None;
-        for defect in DEFECTS.iter().chain([&CONTROL]).filter(|defect| defect.bench == bench) {
-            let counted =
-                wanted(defect.name).then(|| count(defect, arguments.times, &mut rig, &interrupted));
-            let counted = counted.flatten();
-            rows += &line(defect, counted.as_ref());
-            if let Some(counted) = &counted {
-                targets(&mut report, defect, counted);
-                let Count { runs, guest, verify, audit, example, words } = counted;
-                figures.insert(
-                    defect.name,
-                    json!({ "runs": runs, "guest": guest, "verify": verify, "audit": audit,
-                        "example": example, "misfits": words }),
-                );
+        let all = DEFECTS.iter().chain([&CONTROL]).filter(|defect| defect.bench == bench);
+        for defect in all.filter(|defect| arguments.wants(defect.name)) {
+            if !interrupted.load(Ordering::Relaxed) {
+                make(defect, arguments.times, (&mut rig, &mut tally), &interrupted)?;
             }
         }
+    }
+    if arguments.wants("qemu") {
+        make_own(arguments.own_moves, &mut tally, &interrupted)?;
     }
     if interrupted.load(Ordering::Relaxed) {
         println!("ended by a signal; all VMs are ended");
         return Ok(ExitCode::from(130));
     }
-    report.figure("defects", serde_json::to_value(&figures)?);
-    if wanted("qemu") {
-        rows += "\n| QEMU's own migration, under TCG | moves | with a BUG or a dead guest |\n";
-        rows += "| --- | --- | --- |\n";
-        let mut figures = Vec::new();
-        for (version, own) in own_moves(arguments.own_moves, Duration::from_secs(60))? {
-            let _ = writeln!(rows, "| {version} | {} | {} |", own.moves, own.damaged);
-            figures.push(json!({ "qemu": version, "moves": own.moves, "damaged": own.damaged,
-                "evidence": own.evidence }));
-        }
-        report.figure("own_migration", figures);
-    }
-    let met = report.targets().iter().all(|target| target.met);
-    report.finish()?;
-    if arguments.table || arguments.only.is_empty() {
-        let page = std::fs::read_to_string(PAGE).with_context(|| format!("cannot read {PAGE}"))?;
-        let (before, rest) = page.split_once(BEGIN).context("no place for the table")?;
-        let (_, after) = rest.split_once(END).context("the place for the table has no end")?;
-        std::fs::write(PAGE, [before, BEGIN, &rows, END, after].concat())?;
-        println!("table written to {PAGE}");
+    let met = tally.finish()?;
+    if arguments.table || (arguments.only.is_empty() && arguments.times >= WORTH) {
+        tally.write_page()?;
     }
     Ok(if met { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn main() -> ExitCode {
-    match run(&Arguments::parse()) {
-        Ok(code) => code,
-        Err(problem) => {
-            eprintln!("{problem:#}");
-            ExitCode::FAILURE
-        }
-    }
+    run(&Arguments::parse()).unwrap_or_else(|problem| {
+        eprintln!("{problem:#}");
+        ExitCode::FAILURE
+    })
 }

@@ -7,8 +7,10 @@
 //!
 //! `bulk-lab content`: what looking at pages costs (zero check, fingerprints), and what deltas
 //! save.
+//! `bulk-lab read-back`: what it costs to read back what was placed in another process.
 
 mod content;
+mod read_back;
 mod ways;
 
 use std::fs::File;
@@ -94,6 +96,8 @@ struct Options {
 enum Other {
     /// What looking at pages costs (zero check, fingerprints), and what deltas save
     Content,
+    /// What it costs to read back what was placed in another process, in pieces of several sizes
+    ReadBack,
 }
 
 fn send(name: &str) -> Result<(&'static str, Send), String> {
@@ -151,8 +155,10 @@ struct Settings {
 
 fn main() -> anyhow::Result<()> {
     let options = Options::parse();
-    if let Some(Other::Content) = options.other {
-        return content::run();
+    match options.other {
+        Some(Other::Content) => return content::run(),
+        Some(Other::ReadBack) => return read_back::run(),
+        None => {}
     }
     let combinations = options.combinations();
     let Options { size, runs, dir, .. } = options;
