@@ -245,7 +245,7 @@ pub fn migrate(
     let new = Source::new(vm, options, handle, progress);
     let (mut source, mut setup) = new.map_err(|error| unarmed(EngineError::Random(error)))?;
     let restarts = source.look_for_record(&mut setup).map_err(unarmed)?;
-    source.run(Stage::Setup(setup), if restarts { Input::Restart } else { Input::Start })
+    source.run(Stage::Setup(Box::new(setup)), if restarts { Input::Restart } else { Input::Start })
 }
 
 /// What a destination answered that was asked by [`inquire`].
@@ -346,14 +346,14 @@ struct Source<'a> {
 #[derive(Default)]
 enum Stage {
     /// No write is tracked yet.
-    Setup(Setup),
+    Setup(Box<Setup>),
     /// Memory is copied round by round.
-    PreCopy(Copying),
+    PreCopy(Box<Copying>),
     /// Both machines are ready for the device state. The guest still runs for a round or two, or is
     /// stopped.
-    Switchover(Switchover),
+    Switchover(Box<Switchover>),
     /// The guest runs at the destination, and what is missing there follows.
-    Serving(Serving),
+    Serving(Box<Serving>),
     /// Nothing is held any more.
     #[default]
     Over,
@@ -363,7 +363,7 @@ impl Stage {
     /// Writes are tracked.
     fn begin_copying(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
         if let Self::Setup(setup) = std::mem::take(self) {
-            *self = Self::PreCopy(Copying::start(source, setup)?);
+            *self = Self::PreCopy(Box::new(Copying::start(source, *setup)?));
         }
         Ok(())
     }
@@ -371,7 +371,7 @@ impl Stage {
     /// Both machines are ready.
     fn begin_switchover(&mut self, relay: StateRelay) {
         if let Self::PreCopy(copying) = std::mem::take(self) {
-            *self = Self::Switchover(Switchover::new(copying, relay));
+            *self = Self::Switchover(Box::new(Switchover::new(*copying, relay)));
         }
     }
 
@@ -383,7 +383,7 @@ impl Stage {
         if let Self::Switchover(switchover) = std::mem::take(self) {
             let (mut serving, lanes) = switchover.into_serving(source)?;
             let taken = serving.take_over(source, lanes);
-            *self = Self::Serving(serving);
+            *self = Self::Serving(Box::new(serving));
             taken?;
         }
         Ok(())
@@ -392,7 +392,7 @@ impl Stage {
     /// The rounds, where there are any.
     fn copying(&mut self) -> Option<&mut Copying> {
         match self {
-            Self::PreCopy(copying) => Some(copying),
+            Self::PreCopy(copying) => Some(copying.as_mut()),
             Self::Switchover(switchover) => Some(switchover.copying()),
             Self::Setup(_) | Self::Serving(_) | Self::Over => None,
         }

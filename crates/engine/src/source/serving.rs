@@ -3,10 +3,10 @@
 //!
 //! ```text
 //!  destination                                   source
-//!    Wanted (control) ────────────────────────▶  reader ──▶ urgent thread
-//!    place, wake  ◀═══════════════ its own channel, one frame a page
-//!    place        ◀═══════════════ the channels of memory, what is left, near what was asked for
-//!    Placed (control) ────────────────────────▶  the end
+//!    Wanted (control) ───────────────────────▶   reader ──▶ urgent thread
+//!    place, wake  ◀══════════════ its own channel, one frame a page
+//!    place        ◀══════════════ the channels of memory, near what was asked for first
+//!    Placed (control) ───────────────────────▶   the end
 //! ```
 //!
 //! Invariants: pages that somebody waits for never wait behind others, as they have a connection of
@@ -30,7 +30,7 @@ use godwit_wire::{Content, Message};
 use super::frame_sender::{FrameSender, Link};
 use super::lanes::Lanes;
 use super::outage::Outage;
-use super::session::Event;
+use super::session::{Event, Wanted};
 use super::to_serve::ToServe;
 use super::{PEER, Source};
 use crate::address::Stream;
@@ -45,9 +45,6 @@ const UNASKED: u64 = 64;
 const READ: u64 = 16;
 /// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
-
-/// Pages of a block that the destination waits for.
-pub(super) type Wanted = (u32, Vec<PageIndex>);
 
 pub(super) struct Serving {
     table: Arc<ToServe>,

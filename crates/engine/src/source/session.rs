@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_confine::Rights;
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PageIndex};
 use godwit_wire::{
     AbortCode, Features, Greeting, Message, Role, Secret, SessionId, Version, Versions, WireError,
 };
@@ -23,7 +23,6 @@ use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::{new_secret, new_session};
 use super::record::Record;
-use super::serving::Wanted;
 use crate::address::{Address, Stream};
 use crate::cells::{Cell, Cells};
 use crate::link::{
@@ -41,6 +40,9 @@ const PEERS_LIMIT: usize = 256;
 const HOLD: Duration = Duration::from_secs(4);
 /// Between two attempts to connect again.
 const RETRY: Duration = Duration::from_millis(200);
+
+/// Pages of a block that the destination waits for.
+pub(super) type Wanted = (u32, Vec<PageIndex>);
 
 /// What the threads report.
 pub(super) enum Event {

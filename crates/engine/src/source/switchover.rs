@@ -68,8 +68,8 @@ impl Switchover {
         self.copying.finish_last(source, round, &self.relay)
     }
 
-    /// Ends the last round, says which pages are left, and answers the destination from here on when
-    /// it asks for one.
+    /// Ends the last round, says which pages are left, and answers the destination from here on
+    /// when it asks for one.
     pub(super) fn list_missing(
         &mut self,
         source: &mut Source<'_>,
