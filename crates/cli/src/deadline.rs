@@ -13,6 +13,8 @@ pub(crate) enum OnTimeout {
     Cancel,
     /// It is stopped and moves, however long that takes.
     Force,
+    /// It runs on at the destination, and what is left follows.
+    Postcopy,
 }
 
 /// Sees whether time is over.
@@ -32,7 +34,7 @@ impl Deadline {
     /// much as it is expected to take; one that has begun is left alone.
     pub(crate) fn look(&mut self, progress: &Progress) -> Option<OnTimeout> {
         let ahead = match self.then {
-            OnTimeout::Cancel => Duration::ZERO,
+            OnTimeout::Cancel | OnTimeout::Postcopy => Duration::ZERO,
             OnTimeout::Force => progress.expected_downtime.unwrap_or_default(),
         };
         let due = progress.stage == Stage::PreCopy && progress.elapsed + ahead >= self.limit;
@@ -56,6 +58,10 @@ impl Deadline {
             OnTimeout::Force => {
                 format!("it would not end within {limit} (--finish-by): switching over now")
             }
+            OnTimeout::Postcopy => format!(
+                "it has not ended within {limit} (--finish-by): switching over now, and what is \
+                 left follows"
+            ),
         }
     }
 }

@@ -8,14 +8,14 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::Args;
 use godwit_confine::Rights;
 use godwit_control::client;
-use godwit_control::messages::{Cost, DiskWish, Request};
+use godwit_control::messages::{Answer, Cost, DiskWish, Request};
 use godwit_disk::{DiskChoice, parse_granularity};
 use godwit_engine::Survivor;
 use godwit_engine::address::Address;
 use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::{Measures, Progress};
 use godwit_engine::security::SecurityWish;
-use godwit_engine::source::{Options, Verify, migrate};
+use godwit_engine::source::{Options, PostCopy, Verify, migrate};
 use godwit_qemu::{QemuError, QemuSource, Reporting};
 use godwit_report::{Head, Recorder, Store};
 use godwit_units::{ByteCount, GRAMMAR, parse_duration};
@@ -88,6 +88,14 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "FILE", requires = "audit")]
     trace: Option<PathBuf>,
 
+    /// Whether the guest may run at the destination before all of its memory is there, where what
+    /// is left would not fit into the downtime limit: never (but for `godwit switchover
+    /// --postcopy`); on-timeout, where it would be given up; "after N" rounds; or now. Who needs a
+    /// page that is missing waits for it. The guest is lost if one of both hosts ends meanwhile
+    #[arg(long, value_name = "WHEN", default_value = "never")]
+    #[arg(conflicts_with_all = ["verify", "audit"])]
+    postcopy: PostCopy,
+
     /// Connections that carry pages, 1 to 16; auto: as many as there are processors, 2 to 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = channels)]
     channels: Channels,
@@ -150,8 +158,9 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     finish_by: Option<Duration>,
 
-    /// With --finish-by: cancel it, so that the guest stays where it is, or force the switchover,
-    /// so early that it may end in time, however long the guest is stopped for
+    /// With --finish-by: cancel it, so that the guest stays where it is; force the switchover, so
+    /// early that it may end in time, however long the guest is stopped for; or postcopy: switch
+    /// over then, and what is left follows
     #[arg(long, value_name = "WHAT", default_value = "cancel", requires = "finish_by")]
     on_timeout: OnTimeout,
 
@@ -279,6 +288,7 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
         }
     }
     options.verify = if arguments.audit { Verify::Live } else { arguments.verify };
+    options.post_copy = arguments.postcopy;
     options.audit = arguments.audit;
     // The VMM of a microvm, which writes it, may be in another directory.
     options.trace = arguments.trace.as_ref().map(|path| absolute(path));
@@ -327,7 +337,15 @@ pub(crate) fn run(arguments: &Arguments) -> ExitCode {
             match action {
                 OnTimeout::Cancel => handle.cancel().cancel(),
                 // What has begun by itself meanwhile need not be told to.
-                OnTimeout::Force => drop(host.answer(&Request::SwitchOver { force: true })),
+                OnTimeout::Force => {
+                    drop(host.answer(&Request::SwitchOver { force: true, post_copy: false }));
+                }
+                OnTimeout::Postcopy => {
+                    let request = Request::SwitchOver { force: false, post_copy: true };
+                    if let Answer::Refused { error } = host.answer(&request) {
+                        tell_wait(&format!("{error}; it goes on"));
+                    }
+                }
             }
         }
     });
@@ -380,6 +398,10 @@ fn move_guest(
         VmName::Microvm(_) if options.before_switchover.is_some() => {
             let words = "--hook-before is for a QEMU: what moves a microvm is its own process, \
                          which waits for nobody";
+            Err(RequestError::Refused(words.into()))
+        }
+        VmName::Microvm(_) if options.post_copy != PostCopy::Never => {
+            let words = "--postcopy is for a QEMU: a microvm has no post-copy";
             Err(RequestError::Refused(words.into()))
         }
         VmName::Microvm(_) if arguments.state_dir.is_some() => {

@@ -12,7 +12,7 @@ use godwit_control::messages::{Cost, ReceiveRequest};
 use godwit_disk::DiskChoice;
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::compression::Compression;
-use godwit_engine::destination::{Notice, Options, Received, receive};
+use godwit_engine::destination::{Fetched, Notice, Options, Received, receive};
 use godwit_engine::security::Security;
 use godwit_engine::vm::DestinationVm;
 use godwit_engine::{Cancel, EngineError, Failure, Survivor};
@@ -21,7 +21,7 @@ use godwit_qemu::{
     LibvirtDestination, Mapping, QemuDestination, Shown, StartTerms, StartedDestination,
 };
 use godwit_units::{ByteCount, GRAMMAR, format_duration, parse_duration};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::layout;
 use crate::output::{self, json_line};
@@ -494,6 +494,10 @@ fn tell_notice(notice: &Notice, allowed: bool, json: bool) {
         Notice::Resumed { after } => {
             eprintln!("godwit: the source is back after {}", format_duration(*after));
         }
+        Notice::Fetching { left } if json => {
+            json_line(&json!({ "event": "fetching", "left_bytes": left.0 }));
+        }
+        Notice::Fetching { left } => eprintln!("the guest runs here; {left} still to come"),
         Notice::AwaitingSource { limit } => {
             let limit = format_duration(*limit);
             eprintln!(
@@ -515,21 +519,48 @@ fn tell(received: &Received, cost: Cost, json: bool) {
             "resume_ms": received.resume.as_secs_f64() * 1e3,
             "disks_to_ready_ms": received.disks_to_ready.map(|time| time.as_secs_f64() * 1e3),
             "verified": received.verified,
+            "fetched": received.fetched.as_ref().map(fetched_json),
             "cpu_ms": cpu_ms,
             "peak_rss_bytes": rss,
         }));
         return;
     }
     let how = if received.running { "runs here" } else { "is here, paused as it was" };
-    let text = format!(
+    let mut text = format!(
         "{} received in {}, device state loaded in {}, resumed in {}, {cpu_ms:.0} ms CPU",
         received.bytes,
         format_duration(received.total),
         format_duration(received.load),
         format_duration(received.resume),
     );
+    if let Some(fetched) = &received.fetched {
+        text += &format!(
+            "; {} came when it ran here, within {}: {} pages were waited for, half of them for no \
+             longer than {}, 99 % for {}, the longest {}",
+            fetched.missing.bytes(),
+            format_duration(fetched.time),
+            fetched.faults,
+            format_duration(fetched.median_wait),
+            format_duration(fetched.p99_wait),
+            format_duration(fetched.longest_wait),
+        );
+    }
     let label = format!("the guest {how}: ");
     println!("{}", layout::wrap(&label, &text, 10, layout::width(&std::io::stdout())));
+}
+
+/// What came when the guest ran here already.
+fn fetched_json(fetched: &Fetched) -> Value {
+    let micros = |time: Duration| time.as_secs_f64() * 1e6;
+    json!({
+        "missing_bytes": fetched.missing.bytes().0,
+        "faults": fetched.faults,
+        "discarded_pages": fetched.discarded,
+        "median_wait_us": micros(fetched.median_wait),
+        "p99_wait_us": micros(fetched.p99_wait),
+        "longest_wait_us": micros(fetched.longest_wait),
+        "time_ms": fetched.time.as_secs_f64() * 1e3,
+    })
 }
 
 /// What another attempt needs after one that failed.

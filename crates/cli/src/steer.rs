@@ -95,6 +95,10 @@ pub(crate) struct SwitchoverArguments {
     /// Even if the expected downtime is above the limit
     #[arg(long)]
     force: bool,
+    /// Whatever is left: it follows when the guest runs at the destination, which asks for what it
+    /// needs. The guest is lost if this host ends before all has come
+    #[arg(long, conflicts_with = "force")]
+    postcopy: bool,
 }
 
 /// Cancel a migration that runs: the guest stays where it is.
@@ -304,7 +308,13 @@ pub(crate) fn redirect(arguments: &RedirectArguments) -> ExitCode {
 }
 
 pub(crate) fn switchover(arguments: &SwitchoverArguments) -> ExitCode {
-    ask(&arguments.which, &Request::SwitchOver { force: arguments.force }, |look| {
+    let request = Request::SwitchOver { force: arguments.force, post_copy: arguments.postcopy };
+    ask(&arguments.which, &request, |look| {
+        if arguments.postcopy {
+            let left = look.progress.as_ref().map(|progress| progress.remaining);
+            let left = left.map_or_else(|| "what is left".to_owned(), |left| left.to_string());
+            return format!("it switches over now; {left} may follow when the guest runs there");
+        }
         let expected = look.progress.as_ref().and_then(|progress| progress.expected_downtime);
         let expected =
             expected.map(format_duration).unwrap_or_else(|| "a downtime not known yet".to_owned());

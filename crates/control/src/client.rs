@@ -285,7 +285,7 @@ fn lost(
         None => Phase::Setup,
         Some(Stage::PreCopy) => Phase::PreCopy,
         Some(Stage::StopAndCopy) => Phase::StopAndCopy,
-        Some(Stage::Handover) => Phase::Handover,
+        Some(Stage::Handover | Stage::PostCopy) => Phase::Handover,
     };
     // That the handover begins is told before COMMIT is sent, and what was told can be read when
     // the machine has gone; but a reader that was late may have missed it.
@@ -383,6 +383,8 @@ pub fn receive(
                     verified,
                     running,
                     total: Duration::from_micros(total_us),
+                    // A microvm has no post-copy.
+                    fetched: None,
                     disks_to_ready: disks_to_ready_us.map(Duration::from_micros),
                 };
                 return Ok((received, cost));

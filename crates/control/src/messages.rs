@@ -71,6 +71,9 @@ pub enum Request {
     SwitchOver {
         /// Whatever the downtime.
         force: bool,
+        /// What is left follows when the guest runs at the destination.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        post_copy: bool,
     },
     /// End it; the guest stays.
     Cancel,
@@ -425,6 +428,9 @@ pub enum NoticeLine {
         why: String,
         limit_ms: u64,
     },
+    Fetching {
+        left_bytes: u64,
+    },
     Resumed {
         after_ms: u64,
     },
@@ -458,7 +464,7 @@ names!(
 );
 names!(
     /// Where the guest is after a failure.
-    SurvivorName of Survivor: Source SourceStopped Unknown Destination Ended
+    SurvivorName of Survivor: Source SourceStopped Unknown Destination Ended Lost
 );
 
 fn micros(time: Duration) -> u64 {
@@ -506,6 +512,7 @@ impl From<&Notice> for Answer {
                 NoticeLine::Severed { why: why.clone(), limit_ms: millis(*limit) }
             }
             Notice::Resumed { after } => NoticeLine::Resumed { after_ms: millis(*after) },
+            Notice::Fetching { left } => NoticeLine::Fetching { left_bytes: left.0 },
         })
     }
 }
@@ -534,6 +541,7 @@ impl From<NoticeLine> for Notice {
             NoticeLine::Severed { why, limit_ms } => {
                 Self::Severed { why, limit: Duration::from_millis(limit_ms) }
             }
+            NoticeLine::Fetching { left_bytes } => Self::Fetching { left: ByteCount(left_bytes) },
             NoticeLine::Resumed { after_ms } => {
                 Self::Resumed { after: Duration::from_millis(after_ms) }
             }
@@ -569,6 +577,7 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use godwit_engine::security::Security;
+    use godwit_engine::source::PostCopy;
 
     use super::*;
 
@@ -631,8 +640,9 @@ mod tests {
             keep_source: true,
             reconnect: Duration::from_secs(7),
             record: None,
-            // A command of who asks, which is refused for such a machine.
+            // A command of who asks, which is refused for such a machine; so is the other.
             before_switchover: None,
+            post_copy: PostCopy::Never,
             confined: true,
             fault: Some(Fault::LoseCommit),
         };

@@ -33,7 +33,8 @@ pub fn steer(handle: &MigrationHandle, request: &Request) -> Answer {
             };
             handle.redirect(to, *channels)
         }
-        Request::SwitchOver { force } => handle.switch_over(*force),
+        Request::SwitchOver { post_copy: true, .. } => handle.switch_over_by_post_copy(),
+        Request::SwitchOver { force, .. } => handle.switch_over(*force),
         Request::Cancel => {
             handle.cancel().cancel();
             Ok(())

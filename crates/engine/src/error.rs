@@ -302,6 +302,9 @@ pub enum EngineError {
     /// What is to be done before the switchover was not done.
     #[error("what is to be done before the switchover failed: {0}")]
     Hook(String),
+    /// What is left was to follow when the guest runs at the destination, and cannot.
+    #[error("post-copy is not possible: {0}")]
+    NoPostCopy(String),
     /// It would not finish.
     #[error("not converging: {0}")]
     NotConverging(Advice),
@@ -430,6 +433,9 @@ pub enum Survivor {
     Destination,
     /// Nowhere: it ended with its VM at the source, which had not let go of it.
     Ended,
+    /// Nowhere whole: it ran at the destination before all of its memory was there (post-copy), and
+    /// one of both VMs has ended.
+    Lost,
 }
 
 /// The answer to the operator: what went wrong, when, and where the guest is now.

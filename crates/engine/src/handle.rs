@@ -47,6 +47,10 @@ struct Live {
     /// The steps by which the policy has let the downtime limit grow.
     limit_steps: u32,
     switch_over: bool,
+    /// What is left is to follow when the guest runs at the destination.
+    post_copy: bool,
+    /// Why that cannot be, if it cannot, as soon as that is known.
+    post_copy_refusal: Option<Option<String>>,
     closed: bool,
     progress: Option<Progress>,
     /// Where the guest goes, once that has begun.
@@ -152,6 +156,9 @@ pub enum HandleError {
     /// No round has ended yet.
     #[error("the first round is under way and the downtime not known yet: wait, or use --force")]
     NotYet,
+    /// What is left cannot follow when the guest runs at the destination.
+    #[error("post-copy is not possible: {0}")]
+    NoPostCopy(String),
     /// It would be above the limit.
     #[error(
         "the downtime would be {}, above the limit of {}: raise downtime-limit, or use --force",
@@ -182,6 +189,8 @@ impl MigrationHandle {
             changed: false,
             limit_steps: 0,
             switch_over: false,
+            post_copy: false,
+            post_copy_refusal: None,
             closed: false,
             progress: None,
             to: None,
@@ -263,6 +272,39 @@ impl MigrationHandle {
         }
         live.switch_over = true;
         Ok(())
+    }
+
+    /// Asks for the switchover now, whatever is left: that follows when the guest runs at the
+    /// destination (post-copy). Should the network fail meanwhile, those of its processors wait
+    /// that need what has not come; should this host, the guest is lost.
+    ///
+    /// # Errors
+    /// When the switchover has begun already, or this is not possible.
+    pub fn switch_over_by_post_copy(&self) -> Result<(), HandleError> {
+        let mut live = self.live();
+        if live.closed {
+            return Err(HandleError::TooLate);
+        }
+        match &live.post_copy_refusal {
+            Some(None) => {}
+            Some(Some(why)) => return Err(HandleError::NoPostCopy(why.clone())),
+            None => {
+                let why = "the destination has not accepted yet: wait".to_owned();
+                return Err(HandleError::NoPostCopy(why));
+            }
+        }
+        (live.switch_over, live.post_copy) = (true, true);
+        Ok(())
+    }
+
+    /// Whether post-copy is possible: why not, if it is not.
+    pub(crate) fn post_copy_is(&self, refusal: Option<String>) {
+        self.live().post_copy_refusal = Some(refusal);
+    }
+
+    /// Whether what is left is to follow when the guest runs at the destination.
+    pub(crate) fn wants_post_copy(&self) -> bool {
+        self.live().post_copy
     }
 
     /// The last look at it; `None` before the first.

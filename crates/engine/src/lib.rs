@@ -30,6 +30,7 @@ mod limiter;
 pub mod limits;
 mod link;
 pub mod measure;
+mod missing;
 mod record;
 pub mod report;
 mod return_proof;

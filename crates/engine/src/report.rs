@@ -27,6 +27,8 @@ pub enum Stage {
     StopAndCopy,
     /// The destination loads and takes over.
     Handover,
+    /// The guest runs at the destination, and pages follow.
+    PostCopy,
 }
 
 /// A look at a migration in progress.
@@ -93,6 +95,37 @@ pub struct Progress {
     pub advice: Option<String>,
     /// What went wrong and is no reason to stop.
     pub warning: Option<String>,
+}
+
+/// What followed when the guest ran at the destination already.
+///
+/// ```
+/// use godwit_engine::report::PostCopyMeasures;
+/// use godwit_units::format_duration;
+///
+/// fn line(it: &PostCopyMeasures) -> String {
+///     let time = format_duration(it.time);
+///     format!("{} followed within {time}, {} pages were asked for", it.missing, it.asked)
+/// }
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PostCopyMeasures {
+    /// Memory that was missing when the guest began to run there.
+    #[serde(rename = "missing_bytes", with = "bytes")]
+    pub missing: ByteCount,
+    /// Pages of it that somebody waited for there.
+    pub asked: u64,
+    /// Bytes put on the wire for it.
+    #[serde(rename = "sent_bytes", with = "bytes")]
+    pub sent: ByteCount,
+    /// From the word that the guest runs to the last page being in place.
+    #[serde(rename = "time_ms", with = "milliseconds")]
+    pub time: Duration,
+    /// How often the connections were lost meanwhile, and made again.
+    pub resumptions: u32,
+    /// How long they were lost, all together.
+    #[serde(rename = "severed_ms", with = "milliseconds")]
+    pub severed: Duration,
 }
 
 /// Connections that are lost and made again.
@@ -404,6 +437,9 @@ pub struct Measures {
     /// guest was stopped.
     #[serde(rename = "look_back_ms", with = "optional_milliseconds", default)]
     pub look_back: Option<Duration>,
+    /// What followed when the guest ran at the destination already, if anything did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub post_copy: Option<PostCopyMeasures>,
     /// Data channels of memory used.
     pub channels: usize,
     /// The disks that moved along.

@@ -12,9 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskChoice, DiskReader, DiskSink};
 use godwit_engine::Interrupt;
-use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
+use godwit_engine::vm::{
+    ArrivingPages, Ask, DestinationVm, DiskDestination, PostCopyDestination, RunError, VmError,
+};
 use godwit_memory::RamBlock;
 
 use crate::QemuError;
@@ -25,6 +28,7 @@ use crate::machine::Machine;
 use crate::mark::record_in;
 use crate::monitor::commands::{Cont, MigrateIncoming, Quit, Stop};
 use crate::monitor::{COMMAND_LIMIT, QmpError, STEP, Seen};
+use crate::post_copy;
 use crate::ram::{self, Ram};
 use crate::settings::MigrationSettings;
 use crate::source::{FD_NAME, announce, failure_words, migration_event};
@@ -338,6 +342,23 @@ impl DestinationVm for QemuDestination {
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         Some(self)
+    }
+
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
+        Some(self)
+    }
+}
+
+impl PostCopyDestination for QemuDestination {
+    fn cannot_await(&mut self) -> Option<String> {
+        post_copy::refusal(self.machine.pid, &self.ram)
+    }
+
+    fn await_pages(
+        &mut self,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+        Ok(post_copy::await_pages(&mut self.machine, &self.ram, missing)?)
     }
 }
 

@@ -19,12 +19,17 @@ pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
     if ram.iter().any(RamBlock::has_huge_pages) {
         return Some(TrackError::GovernedHugePages.to_string());
     }
+    refusal_of_faults(pid)
+}
+
+/// Why process `pid` cannot handle faults of the kernel; `None` if it can.
+pub(crate) fn refusal_of_faults(pid: i32) -> Option<String> {
     (!may_call(pid) && !userfaultfd::device_is_there())
         .then(|| TrackError::NoKernelFaults { pid }.to_string())
 }
 
 /// Whether userfaultfd(2) in the process may handle faults of the kernel.
-fn may_call(pid: i32) -> bool {
+pub(crate) fn may_call(pid: i32) -> bool {
     let setting =
         std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

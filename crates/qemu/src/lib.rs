@@ -30,6 +30,7 @@ mod limits;
 mod machine;
 mod mark;
 pub mod monitor;
+mod post_copy;
 mod process;
 mod proxmox;
 mod ram;

@@ -40,7 +40,7 @@ pub(crate) fn start_tracking(
 /// How many filters for system calls of process `pid` are QEMU's own (`-sandbox on`). It lists what
 /// is forbidden, which none of the calls is that make a userfaultfd (QEMU, softmmu/qemu-seccomp.c
 /// or system/qemu-seccomp.c, `denylist`).
-fn own_filters(pid: i32) -> u32 {
+pub(crate) fn own_filters(pid: i32) -> u32 {
     let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let mut arguments = arguments.split(|byte| *byte == 0);
     let is_option = |argument: &[u8]| argument == b"-sandbox" || argument == b"--sandbox";

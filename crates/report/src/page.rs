@@ -167,7 +167,7 @@ fn at(look: &Progress) -> f64 {
 fn shades(looks: &[Progress]) -> Vec<Shade> {
     let why = |look: &Progress| match look.stage {
         _ if look.severed.is_some() => Some("connections lost"),
-        Stage::PreCopy => None,
+        Stage::PreCopy | Stage::PostCopy => None,
         Stage::StopAndCopy | Stage::Handover => Some("the guest is stopped"),
     };
     let mut shades: Vec<Shade> = Vec::new();
@@ -282,6 +282,11 @@ fn circumstances(measures: &Measures) -> String {
     if measures.resumptions > 0 {
         let (times, time) = (measures.resumptions, format_duration(measures.severed));
         lines.push(("taken up again", format!("{times} times, lost for {time} in all")));
+    }
+    if let Some(it) = &measures.post_copy {
+        let time = format_duration(it.time);
+        let text = format!("{} within {time}, {} pages asked for", it.missing, it.asked);
+        lines.push(("followed when the guest ran there", text));
     }
     for disk in &measures.disks {
         lines.push(("disk", format!("'{}' of {}: {} sent", disk.name, disk.size, disk.sent)));

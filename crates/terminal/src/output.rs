@@ -4,7 +4,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-use godwit_engine::report::{DiskMeasures, Measures, Progress, Severed, Stage};
+use godwit_engine::report::{DiskMeasures, Measures, PostCopyMeasures, Progress, Severed, Stage};
 use godwit_engine::{EngineError, Failure, Survivor};
 use godwit_qemu::ListedDisk;
 use godwit_units::{ByteCount, PageCount, format_duration};
@@ -159,10 +159,16 @@ impl Display {
     }
 }
 
+/// Nobody gives up after so many seconds.
+const ENDLESS: u64 = 1 << 24;
+
 /// That the connections are lost, or stand again, in a line that fits everywhere.
 fn outage_text(progress: &Progress) -> String {
     progress.severed.as_ref().map_or("connected again".to_owned(), |severed| {
-        format!("connection lost, trying again for {} s", severed.left.as_secs().max(1))
+        match severed.left.as_secs() {
+            ENDLESS.. => "connection lost, trying again until it stands".to_owned(),
+            left => format!("connection lost, trying again for {} s", left.max(1)),
+        }
     })
 }
 
@@ -182,6 +188,7 @@ pub fn status_text(progress: &Progress, width: usize) -> String {
         Stage::PreCopy => format!("round {}", progress.round),
         Stage::StopAndCopy => "the guest is stopped, the last pages are sent".to_owned(),
         Stage::Handover => "the guest is being handed over".to_owned(),
+        Stage::PostCopy => "the guest runs at the destination, and pages follow".to_owned(),
     };
     let mut lines = vec![
         ("stage", format!("{stage}, {} after the start", format_duration(progress.elapsed))),
@@ -296,6 +303,7 @@ pub fn measures_text(measures: &Measures, cpu_ms: f64, rss: u64, width: usize) -
         ("slower", slower_text(measures)),
         ("used", format!("{cpu_ms:.0} ms CPU, {} memory at most (this side)", ByteCount(rss))),
         ("verified", verified_text(measures)),
+        ("followed", followed_text(measures)),
         ("severed", severed_text(measures)),
     ];
     let lines = lines.iter().filter(|(_, text)| !text.is_empty());
@@ -323,6 +331,15 @@ fn sent_text(measures: &Measures) -> String {
         );
     }
     text
+}
+
+/// What followed when the guest ran at the destination already.
+fn followed_text(measures: &Measures) -> String {
+    measures.post_copy.as_ref().map_or(String::new(), |it| {
+        let time = format_duration(it.time);
+        let PostCopyMeasures { missing, asked, .. } = it;
+        format!("{missing} when the guest ran there, within {time}; {asked} pages were asked for")
+    })
 }
 
 /// How often connections were lost, if they were.
@@ -399,6 +416,10 @@ pub fn survivor_text(survivor: Survivor) -> &'static str {
         Survivor::Ended => {
             "the guest has ended with its VM at the source, before the handover: start it again"
         }
+        Survivor::Lost => {
+            "the guest is LOST: it ran at the destination while part of its memory was still here; \
+             end both VMs, and start it again"
+        }
     }
 }
 
@@ -430,6 +451,7 @@ pub fn failure_json(failure: &Failure) -> Value {
         Survivor::Unknown => "unknown",
         Survivor::Destination => "destination",
         Survivor::Ended => "ended",
+        Survivor::Lost => "lost",
     };
     json!({
         "outcome": outcome,

@@ -72,6 +72,8 @@ pub fn stage(now: &Progress) -> String {
         Stage::PreCopy => format!("round {}", now.round),
         Stage::StopAndCopy => "stopped".to_owned(),
         Stage::Handover => "handover".to_owned(),
+        Stage::PostCopy if now.severed.is_some() => "severed".to_owned(),
+        Stage::PostCopy => "follows".to_owned(),
     }
 }
 

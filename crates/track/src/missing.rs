@@ -338,7 +338,7 @@ impl MissingPages {
     /// # Errors
     /// When some have not: [`TrackError::StillMissing`]; those who wait for them go on waiting.
     /// Another error: all have come, and the process keeps a descriptor that does nothing.
-    pub fn finish(self) -> Result<(), TrackError> {
+    pub fn finish(&self) -> Result<(), TrackError> {
         let left = self.left();
         if left > PageCount::ZERO {
             return Err(TrackError::StillMissing { pid: self.pid, pages: left.0 });

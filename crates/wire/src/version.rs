@@ -136,22 +136,25 @@ pub enum Feature {
     Trial = 2,
     /// A source that was started anew may ask what the destination's disks hold.
     DiskPrints = 3,
-    /// The last pages follow when the guest runs at the destination. No godwit has it yet: the two
-    /// machines of `protocol` and these messages do.
+    /// The last pages may follow when the guest runs at the destination.
     PostCopy = 4,
     /// [`Self::Proof`] is of disks, too: behind the digests of RAM blocks come those of the disks.
     DiskProof = 5,
+    /// The source's operator wants [`Self::PostCopy`]: a destination that cannot refuses, and says
+    /// why. Only ever offered, and accepted by nobody.
+    PostCopyWanted = 6,
 }
 
 impl Feature {
     /// Every feature that has a number.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Restart,
         Self::Proof,
         Self::Trial,
         Self::DiskPrints,
         Self::PostCopy,
         Self::DiskProof,
+        Self::PostCopyWanted,
     ];
 
     /// How it is called in reports.
@@ -164,6 +167,7 @@ impl Feature {
             Self::DiskPrints => "disk-prints",
             Self::PostCopy => "postcopy",
             Self::DiskProof => "disk-proof",
+            Self::PostCopyWanted => "postcopy-wanted",
         }
     }
 }
@@ -191,6 +195,7 @@ impl Features {
             | Self::of(Feature::Proof).0
             | Self::of(Feature::Trial).0
             | Self::of(Feature::DiskPrints).0
+            | Self::of(Feature::PostCopy).0
             | Self::of(Feature::DiskProof).0,
     );
 
@@ -204,6 +209,12 @@ impl Features {
     #[must_use]
     pub const fn common(self, other: Self) -> Self {
         Self(self.0 & other.0)
+    }
+
+    /// The same and `feature`.
+    #[must_use]
+    pub const fn with(self, feature: Feature) -> Self {
+        Self(self.0 | Self::of(feature).0)
     }
 
     /// All but `feature`.

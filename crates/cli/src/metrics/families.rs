@@ -193,6 +193,7 @@ const GAUGES: [OfRunning; 11] = [
                 ("pre-copy", Stage::PreCopy),
                 ("stop-and-copy", Stage::StopAndCopy),
                 ("handover", Stage::Handover),
+                ("post-copy", Stage::PostCopy),
             ];
             let is = |stage: Stage| if now.stage == stage { 1.0 } else { 0.0 };
             stages.map(|(word, stage)| (Some(("stage", word)), is(stage))).into()

@@ -53,9 +53,9 @@ impl Barriers {
         Self { placed: Mutex::new(placed), changed: Condvar::new(), pulses }
     }
 
-    /// What the reader of `channel` is to show.
+    /// What the reader of `channel` is to show. One that was added later ends no round.
     pub(super) fn pulse(&self, channel: usize) -> Pulse {
-        self.pulses[channel].clone()
+        self.pulses.get(channel).cloned().unwrap_or_default()
     }
 
     /// The reads of the channels that have not ended `round`, if all of these wait for bytes.
@@ -71,7 +71,9 @@ impl Barriers {
 
     /// `channel` has placed all pages up to the end of `round`.
     pub(super) fn reached(&self, channel: usize, round: u64) {
-        self.lock().rounds[channel] = Some(round);
+        if let Some(ended) = self.lock().rounds.get_mut(channel) {
+            *ended = Some(round);
+        }
         self.changed.notify_all();
     }
 

@@ -24,6 +24,11 @@ pub(super) trait PageSink: Send {
     /// Refuses what must not come over this channel; `number` is the frame's.
     fn check(&self, number: usize) -> Result<(), EngineError>;
 
+    /// Whether it is memory.
+    fn is_memory(&self) -> bool {
+        false
+    }
+
     /// What frames call number `number`, in words.
     fn name(&self, number: usize) -> String;
 
@@ -164,6 +169,7 @@ mod tests {
             blocks: Arc::clone(blocks),
             order: Arc::new(vec![0]),
             placed: None,
+            arriving: Arc::default(),
             slips: Slips::new(MadeUp::none()),
             any_channel,
         };

@@ -6,8 +6,9 @@
 //! the last round of all of them is in place. When it is said what has been placed, the channels of
 //! which that is said have ended, and those of an earlier attempt are never read again.
 
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,6 +20,7 @@ use godwit_units::ByteCount;
 use godwit_wire::{Feature, Features, Message, Role};
 
 use super::Notice;
+use super::arriving::Arriving;
 use super::barriers::Barriers;
 use super::channel::{Channel, Ended, PEER, PageSink};
 use super::disk::{DiskPlace, LastRound, readers};
@@ -59,6 +61,8 @@ pub(super) struct Lanes {
     prover: Option<Prover>,
     /// Whether that is so for disks, too.
     proves_disks: bool,
+    /// Behind the word that pages are missing: what places these.
+    arriving: Arc<OnceLock<Arc<Arriving>>>,
     /// What was read back, once the last round of all disks was.
     proven: Option<Proven>,
     /// The key that fingerprints are told by, once, of a source that audits.
@@ -84,7 +88,7 @@ impl Lanes {
     ) -> Result<Self, EngineError> {
         let Accepted { offer, order, disks } = accepted;
         let memory = usize::from(offer.channels);
-        let streams = await_channels(session, 0, memory + disks.len(), notice)?;
+        let streams = await_channels(session, 0, 0..memory + disks.len(), notice)?;
         let wish = (offer.verify, session.common_features(offer.features));
         let mut lanes = Self::restored(session, ram, (order, wish), disks, made_up);
         (lanes.memory, lanes.attempt, lanes.marks_lost) = (memory, 0, false);
@@ -126,6 +130,7 @@ impl Lanes {
             placed_pages: proves.then(|| Arc::new(Placed::new(ram, &proven))),
             prover: None,
             proves_disks,
+            arriving: Arc::default(),
             proven: None,
             proof_key: None,
             marks_lost: true,
@@ -145,29 +150,46 @@ impl Lanes {
         }
     }
 
-    /// Starts channels over `streams`: so many of memory as there are to be, and one of each disk.
+    /// What places the pages of channel `number` of memory.
+    fn memory_place(&self, number: usize) -> Box<dyn PageSink> {
+        Box::new(MemoryPlace {
+            number,
+            channels: self.memory,
+            blocks: Arc::clone(&self.ram),
+            order: Arc::clone(&self.order),
+            placed: self.placed_pages.clone(),
+            arriving: Arc::clone(&self.arriving),
+            slips: Slips::new(self.made_up),
+            #[cfg(test)]
+            any_channel: false,
+        })
+    }
+
+    /// Starts channels over `streams`: so many of memory as there are to be, and one of each disk;
+    /// behind the word that pages are missing, one for those that somebody waits for instead.
     fn start(&mut self, streams: Vec<Stream>) -> Result<(), EngineError> {
         self.barriers = Arc::new(Barriers::new(streams.len()));
-        let memory = |number| -> Box<dyn PageSink> {
-            Box::new(MemoryPlace {
-                number,
-                channels: self.memory,
-                blocks: Arc::clone(&self.ram),
-                order: Arc::clone(&self.order),
-                placed: self.placed_pages.clone(),
-                slips: Slips::new(self.made_up),
-                #[cfg(test)]
-                any_channel: false,
-            })
-        };
-        let mut places: Vec<Box<dyn PageSink>> = (0..self.memory).map(memory).collect();
-        places.append(&mut self.parked);
+        let mut places: Vec<_> = (0..self.memory).map(|number| self.memory_place(number)).collect();
+        match self.arriving.get() {
+            Some(_) => places.push(self.memory_place(self.memory)),
+            None => places.append(&mut self.parked),
+        }
+        self.run_channels(0, streams, places)
+    }
+
+    /// Starts the channels from number `first` on.
+    fn run_channels(
+        &mut self,
+        first: usize,
+        streams: Vec<Stream>,
+        places: Vec<Box<dyn PageSink>>,
+    ) -> Result<(), EngineError> {
         let (of_memory, of_disks) = (self.cells.memory(&self.ram)?, self.cells.disk()?);
-        for (number, (stream, place)) in streams.into_iter().zip(places).enumerate() {
+        for (number, (stream, place)) in (first..).zip(streams.into_iter().zip(places)) {
             let handle = stream.try_clone().map_err(link_error(PEER))?;
             let channel = Channel {
                 number,
-                cell: if number < self.memory { of_memory.clone() } else { of_disks.clone() },
+                cell: if place.is_memory() { of_memory.clone() } else { of_disks.clone() },
                 cells: self.cells.clone(),
                 reader: FrameReader::watched(stream, PEER, self.barriers.pulse(number)),
                 place,
@@ -183,6 +205,24 @@ impl Lanes {
         Ok(())
     }
 
+    /// Takes the connection over which pages come that somebody waits for, and starts its channel:
+    /// the one behind all others.
+    pub(super) fn add_urgent(
+        &mut self,
+        session: &Session<'_>,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<(), EngineError> {
+        let number = self.channels.len();
+        let streams = await_channels(session, self.attempt, number..number + 1, notice)?;
+        let place = self.memory_place(number);
+        self.run_channels(number, streams, vec![place])
+    }
+
+    /// From here on what comes is placed by `arriving`.
+    pub(super) fn have_arrive(&self, arriving: &Arc<Arriving>) {
+        let _ = self.arriving.set(Arc::clone(arriving));
+    }
+
     /// The connections are lost: waits until all that has arrived is placed or thrown away, and
     /// every channel has ended.
     pub(super) fn sever(&mut self) -> Result<(), EngineError> {
@@ -192,11 +232,11 @@ impl Lanes {
         self.channels.iter().for_each(|(stream, _)| stream.shut_down());
         let mut placed = Vec::new();
         let mut broken = None;
-        for (number, (_, thread)) in self.channels.drain(..).enumerate() {
+        for (_, thread) in self.channels.drain(..) {
             let mut ended = thread.join().map_err(|_| EngineError::Panicked("channel"))?;
             broken = broken.or(ended.place.settle().err());
             placed.push(ended.placed);
-            if number >= self.memory {
+            if !ended.place.is_memory() {
                 self.parked.push(ended.place);
             }
         }
@@ -218,8 +258,9 @@ impl Lanes {
         (attempt, memory): (u32, u8),
         notice: &mut dyn FnMut(&Notice),
     ) -> Result<(), EngineError> {
-        let count = usize::from(memory) + self.parked.len();
-        let streams = await_channels(session, attempt, count, notice)?;
+        let others = if self.arriving.get().is_some() { 1 } else { self.parked.len() };
+        let count = usize::from(memory) + others;
+        let streams = await_channels(session, attempt, 0..count, notice)?;
         (self.attempt, self.memory) = (attempt, memory.into());
         self.start(streams)
     }
@@ -364,14 +405,14 @@ impl Drop for Lanes {
     }
 }
 
-/// The connections of `count` channels of `attempt`, in their order.
+/// The connections of the channels of `attempt` with these `numbers`, in their order.
 fn await_channels(
     session: &Session<'_>,
     attempt: u32,
-    count: usize,
+    numbers: Range<usize>,
     notice: &mut dyn FnMut(&Notice),
 ) -> Result<Vec<Stream>, EngineError> {
-    let mut streams: Vec<Option<Stream>> = (0..count).map(|_| None).collect();
+    let mut streams: Vec<Option<Stream>> = numbers.clone().map(|_| None).collect();
     let until = Instant::now() + limits::CONNECT;
     while streams.iter().any(Option::is_none) {
         if let Some(error) = session.superseded() {
@@ -389,7 +430,7 @@ fn await_channels(
             // One of connections that were given up, and late. What comes over it is old.
             Role::Channel(_) if greeting.attempt < attempt => continue,
             Role::Channel(number) if greeting.attempt == attempt => {
-                streams.get_mut(usize::from(number))
+                usize::from(number).checked_sub(numbers.start).and_then(|at| streams.get_mut(at))
             }
             _ => None,
         };

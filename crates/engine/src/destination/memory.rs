@@ -2,12 +2,13 @@
 //!
 //! Invariant: a segment's pages come over its own channel only, which is checked.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use godwit_memory::{RamBlock, channel_of};
 use godwit_units::{PageIndex, PageRun};
 use godwit_wire::Content;
 
+use super::arriving::Arriving;
 use super::channel::{PEER, PageSink};
 use super::proof::Placed;
 use super::slips::Slips;
@@ -23,6 +24,8 @@ pub(super) struct MemoryPlace {
     pub(super) order: Arc<Vec<usize>>,
     /// Where what was placed is marked, so that it is read back.
     pub(super) placed: Option<Arc<Placed>>,
+    /// Behind the word that pages are missing: what places these.
+    pub(super) arriving: Arc<OnceLock<Arc<Arriving>>>,
     /// What is got wrong on purpose.
     pub(super) slips: Slips,
     /// A fault made up: pages are taken over any channel.
@@ -54,6 +57,10 @@ impl PageSink for MemoryPlace {
         self.block(number).map(drop)
     }
 
+    fn is_memory(&self) -> bool {
+        true
+    }
+
     fn name(&self, number: usize) -> String {
         format!("RAM block '{}'", self.block(number).map_or("?", RamBlock::name))
     }
@@ -65,6 +72,16 @@ impl PageSink for MemoryPlace {
         content: Content,
         bytes: &[u8],
     ) -> Result<(), EngineError> {
+        if let Some(arriving) = self.arriving.get() {
+            // Each is placed once and holds the same whenever it comes, so any channel will do.
+            let own = self.own(number)?;
+            let pages = self.blocks[own].pages();
+            if run.end().0 > pages.0 {
+                let what = format!("it sent page {} of a block of {pages}", run.end());
+                return Err(EngineError::Protocol { peer: PEER, what });
+            }
+            return arriving.place(own, run, content, bytes);
+        }
         #[cfg(test)]
         let any_channel = self.any_channel;
         #[cfg(not(test))]

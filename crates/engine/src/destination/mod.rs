@@ -9,11 +9,13 @@
 //! Each thing has one owner: `session` (the control connection and all waiting), `offer` (what is
 //! compared before anything is accepted), `lanes` (the channels), `loading` (the device state).
 
+mod arriving;
 mod barriers;
 mod channel;
 mod disk;
 mod door;
 mod fault;
+mod fetching;
 mod lanes;
 mod layout;
 mod loading;
@@ -34,7 +36,7 @@ use godwit_disk::{Disk, DiskChoice};
 use godwit_fingerprints::Key;
 use godwit_memory::RamBlock;
 use godwit_protocol::destination::{Action, Input, State, step};
-use godwit_units::ByteCount;
+use godwit_units::{ByteCount, PageCount};
 use godwit_wire::Message;
 
 use crate::address::Listener;
@@ -46,6 +48,7 @@ use crate::security::Security;
 use crate::vm::{DestinationVm, RunError};
 use crate::{Cancel, EngineError, Failure, Phase, Survivor, limits};
 
+use arriving::{Fetching, MissingList};
 use channel::PEER;
 use door::Return;
 use fault::MadeUp;
@@ -126,6 +129,11 @@ pub enum Notice {
         /// How long it was away.
         after: Duration,
     },
+    /// The guest runs here, and so much of its memory is still to come.
+    Fetching {
+        /// How much.
+        left: ByteCount,
+    },
 }
 
 /// The destination's measures of a finished migration.
@@ -153,9 +161,42 @@ pub struct Received {
     pub running: bool,
     /// From the acceptance of the source to the guest running.
     pub total: Duration,
+    /// What came when the guest ran here already, if anything did.
+    pub fetched: Option<Fetched>,
     /// From the last byte of the disks being handed to them to READY: writing it out, the last
     /// flush, and what of the device state was not loaded by then. `None` without disks.
     pub disks_to_ready: Option<Duration>,
+}
+
+/// What came when the guest ran here already (post-copy).
+///
+/// ```
+/// use godwit_engine::destination::Fetched;
+/// use godwit_units::format_duration;
+///
+/// fn line(fetched: &Fetched) -> String {
+///     let Fetched { missing, faults, median_wait, .. } = fetched;
+///     format!("{missing} followed, {faults} were asked for, {}", format_duration(*median_wait))
+/// }
+/// assert!(line(&Fetched::default()).starts_with("0 pages followed"));
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fetched {
+    /// Pages that were missing when the guest began to run.
+    pub missing: PageCount,
+    /// Of these, pages that somebody waited for.
+    pub faults: u64,
+    /// Of these, pages that the guest gave back before they had come.
+    pub discarded: u64,
+    /// How long they were waited for: from when it was seen that somebody waits to the page being
+    /// in place. Half of them took no longer than this.
+    pub median_wait: Duration,
+    /// The same of 99 of a hundred.
+    pub p99_wait: Duration,
+    /// The longest.
+    pub longest_wait: Duration,
+    /// From the word that pages are missing to the last of them.
+    pub time: Duration,
 }
 
 /// How a guest is to be taken in.
@@ -276,6 +317,9 @@ pub fn receive(
         loading: Loading::default(),
         round: 0,
         state_piece: Vec::new(),
+        missing: None,
+        left: false,
+        fetching: None,
         disk_prints_wanted: false,
         pages_complete: false,
         back: None,
@@ -398,6 +442,12 @@ struct Destination<'a> {
     /// The round whose end was told last, and the piece of device state.
     round: u32,
     state_piece: Vec<u8>,
+    /// What the source says is still to come when the guest runs here.
+    missing: Option<MissingList>,
+    /// It has said all of that.
+    left: bool,
+    /// What is still to come, from then on.
+    fetching: Option<Fetching>,
     /// What is on the disks is to be told as well, when it is told what is in memory.
     disk_prints_wanted: bool,
     /// All pages are in place.
@@ -461,10 +511,10 @@ impl Destination<'_> {
             }
         };
         loop {
-            let stepped = step(state, input, false).or_else(|unexpected| {
+            let stepped = step(state, input, self.left).or_else(|unexpected| {
                 let error = EngineError::Protocol { peer: PEER, what: unexpected.to_string() };
                 let input = self.failed(state, error);
-                step(state, input, false)
+                step(state, input, self.left)
             });
             let Ok((next, actions)) = stepped else { break };
             state = next;
@@ -485,7 +535,7 @@ impl Destination<'_> {
                 }
             }
             // Not known whether the guest runs: to say anything to the source would be a guess.
-            if state.is_final() || uncertain {
+            if state.is_final() || uncertain || self.is_lost(state) {
                 break;
             }
             input = match follow {
@@ -506,7 +556,11 @@ impl Destination<'_> {
         if let (EngineError::Link { .. }, Some((code, text))) = (&cause, last_words) {
             cause = EngineError::Aborted { peer: PEER, code, text };
         }
-        let survivor = if uncertain { Survivor::Unknown } else { Survivor::Source };
+        let survivor = match state {
+            _ if uncertain => Survivor::Unknown,
+            State::Fetching | State::SeveredFetching => Survivor::Lost,
+            _ => Survivor::Source,
+        };
         Err(Failure { phase, survivor, cause })
     }
 
@@ -557,6 +611,11 @@ impl Destination<'_> {
                     self.keep_record(stage)?;
                 }
                 Message::Prove { seed } if !self.pages_complete => stage.prove(self.vm, seed)?,
+                missing @ Message::Missing { .. } => {
+                    if let Some(input) = self.take_missing(stage, &missing)? {
+                        return Ok(input);
+                    }
+                }
                 message => break message,
             }
         };
@@ -592,8 +651,11 @@ impl Destination<'_> {
     fn perform(&mut self, stage: &mut Stage, action: Action) -> Result<Option<Input>, EngineError> {
         use {Action as A, Stage as S};
         // What was done since may be the work of whoever has taken a thread over.
-        if !matches!(action, A::DiscardGuest | A::SendDiscarded | A::SendRunning | A::AwaitResolve)
-        {
+        // A guest that runs here without all of its memory cannot be given back for that.
+        let fetches = self.left && self.session.is_committed();
+        let may_be =
+            matches!(action, A::DiscardGuest | A::SendDiscarded | A::SendRunning | A::AwaitResolve);
+        if !fetches && !may_be {
             self.session.unharmed()?;
         }
         match (action, &mut *stage) {
@@ -620,7 +682,11 @@ impl Destination<'_> {
                 self.sever();
                 lanes.sever()?;
             }
+            (A::AwaitReturn, _) if self.left => return self.await_source_again().map(Some),
             (A::AwaitReturn, _) => return self.await_return().map(Some),
+            (A::AwaitPages, S::Receiving(lanes)) => self.await_pages(lanes)?,
+            (A::FetchPages, S::Receiving(lanes)) => return self.fetch(lanes).map(Some),
+            (A::SendPlaced, _) => self.say_placed()?,
             (A::SendResumed, S::Receiving(lanes)) => self.take_up(lanes)?,
             (A::SendDigests, S::Receiving(lanes)) => self.send_digests(lanes)?,
             (A::SendPrints, S::Receiving(lanes)) => self.send_prints(lanes)?,
@@ -635,12 +701,17 @@ impl Destination<'_> {
             }
             (A::RunGuest, _) => return self.run_guest().map(Some),
             (A::SendRunning, _) => {
-                self.session.linger();
+                if !self.left {
+                    self.session.linger();
+                }
                 let said = self.session.say(&Message::Running);
                 // Switches learn the new place; a guest without a network card has nothing to
                 // announce.
                 let _ = self.vm.announce();
                 said?;
+            }
+            (A::AwaitResolve, _) if fetches => {
+                return self.await_asking_source().map(Some);
             }
             (A::AwaitResolve, _) => self.session.await_resolve(self.notice)?,
             (A::DiscardGuest, stage) => {
@@ -730,6 +801,9 @@ impl Destination<'_> {
         let way = (back.attempt, back.channels);
         self.kept.write(|record| record.attempt = back.attempt)?;
         self.session.answer_return(back, lanes.placed())?;
+        if self.left {
+            self.tell_missing(lanes)?;
+        }
         // A source whose channels do not come has lost its connections once more.
         lanes.start_again(&self.session, way, self.notice).map_err(|error| match error {
             EngineError::Timeout { what, limit } => EngineError::Link {
@@ -738,6 +812,9 @@ impl Destination<'_> {
             },
             error => error,
         })?;
+        if let Some(fetching) = &self.fetching {
+            fetching.ask_again();
+        }
         (self.notice)(&Notice::Resumed { after: self.session.lost_for() });
         self.session.is_back();
         self.cause = None;
@@ -768,6 +845,19 @@ impl Destination<'_> {
         self.vm.finish_load().map_err(EngineError::Vm)?;
         self.measures.load = began.elapsed();
         Ok(Input::Loaded)
+    }
+
+    /// Whether the guest is lost: it ran here without all of its memory, and its machine has ended.
+    /// The source is told, as far as it is there.
+    fn is_lost(&mut self, state: State) -> bool {
+        let lost = matches!(state, State::Fetching | State::SeveredFetching) && self.vm.has_ended();
+        if lost {
+            let ended = EngineError::Ended("destination");
+            let (code, text) = (ended.abort_code(), ended.to_string());
+            let _ = self.session.say(&Message::Abort { code, text });
+            self.cause = Some((Phase::Handover, ended));
+        }
+        lost
     }
 
     fn run_guest(&mut self) -> Result<Input, EngineError> {

@@ -35,6 +35,7 @@ pub(super) fn consider(
 ) -> Result<Accepted, EngineError> {
     let (order, disks) = compare(session, vm, options, &offer)?;
     let sinks = open_disks(vm, &disks, &options.disks)?;
+    leave_out_post_copy(vm, &mut offer);
     if offer.verify && !disks.is_empty() && readers(vm, disks.len())?.is_none() {
         offer.features = offer.features.without(Feature::DiskProof);
     }
@@ -69,6 +70,9 @@ pub(super) fn answer_inquiry(
     // Who asked may go as soon as it likes; what was begun for it is undone all the same.
     session.interrupt().silence();
     vm.inquired().map_err(EngineError::Uncertain)?;
+    let mut offer = offer.clone();
+    leave_out_post_copy(vm, &mut offer);
+    let offer = &offer;
     let answer = match &compared {
         Ok(_) => accept(&session, options, offer),
         Err(EngineError::Cancelled) => return Err(EngineError::Cancelled),
@@ -126,6 +130,11 @@ fn compare(
     let ram = vm.ram();
     let order = layout::fit(offer, vm.machine(), &ram).map_err(EngineError::Layout)?;
     check_room(&ram, vm, options.overcommit)?;
+    if let (true, Some(why)) = (offer.features.contains(Feature::PostCopyWanted), cannot_await(vm))
+    {
+        let words = format!("the guest cannot run here before all of its pages have come: {why}");
+        return Err(EngineError::Layout(words));
+    }
     let disks = layout::disks(offer).map_err(EngineError::Layout)?;
     if let (true, Some(disk)) = (options.disks.is_none(), disks.first()) {
         // The adapter, which knows all names of a disk, need not be asked.
@@ -134,6 +143,21 @@ fn compare(
     asking(session, &mut asked, |ask| vm.compare(ask))?
         .map_err(|error| EngineError::Layout(error.to_string()))?;
     Ok((order, disks))
+}
+
+/// Why the guest of `vm` cannot run before all of its pages have come, if it cannot.
+fn cannot_await(vm: &mut dyn DestinationVm) -> Option<String> {
+    match vm.post_copy() {
+        Some(vm) => vm.cannot_await(),
+        None => Some("this kind of machine has no post-copy".to_owned()),
+    }
+}
+
+/// What cannot be done here is left out of what the session has.
+fn leave_out_post_copy(vm: &mut dyn DestinationVm, offer: &mut Offer) {
+    if offer.features.contains(Feature::PostCopy) && cannot_await(vm).is_some() {
+        offer.features = offer.features.without(Feature::PostCopy);
+    }
 }
 
 /// Whether all memory that the guest may come to use has room here.

@@ -248,6 +248,21 @@ impl<'a> Session<'a> {
         self.features = self.common_features(offered);
     }
 
+    /// Whether COMMIT was seen.
+    pub(super) fn is_committed(&self) -> bool {
+        self.committed.is_some()
+    }
+
+    /// Whether the session has `feature`.
+    pub(super) fn has(&self, feature: Feature) -> bool {
+        self.features.contains(feature)
+    }
+
+    /// The writing end of the control connection.
+    pub(super) fn control(&self) -> Arc<ControlWriter> {
+        Arc::clone(&self.control)
+    }
+
     /// Since the source was found.
     pub(super) fn elapsed(&self) -> Duration {
         self.began.elapsed()
@@ -548,16 +563,61 @@ impl<'a> Session<'a> {
         notice(&Notice::AwaitingSource { limit: limits::LINGER });
         let until = self.linger();
         loop {
-            let Some((greeting, mut stream)) = self.next_connection(until, notice)? else {
+            let Some((greeting, stream)) = self.next_connection(until, notice)? else {
                 return Err(EngineError::Timeout { what: "the source", limit: limits::LINGER });
             };
             if greeting.role == Role::Resolve {
-                send_greeting(&mut stream, self.greeting(Role::Resolve, 0), PEER)?;
-                let read = stream.try_clone().map_err(link_error(PEER))?;
-                self.control.replace(stream)?;
-                return self.listen_to(read);
+                return self.answer_asking(stream);
             }
             notice(&Notice::Refused("a connection out of place".to_owned()));
+        }
+    }
+
+    /// Makes the connection of a source that asks the control connection.
+    fn answer_asking(&mut self, mut stream: Stream) -> Result<(), EngineError> {
+        send_greeting(&mut stream, self.greeting(Role::Resolve, 0), PEER)?;
+        let read = stream.try_clone().map_err(link_error(PEER))?;
+        self.control.replace(stream)?;
+        self.listen_to(read)
+    }
+
+    /// Waits, `until` then or without end, for the source to come back for what is missing, which
+    /// is returned; or for its COMMIT over a connection by which it asks. The operator's wish to
+    /// end it is not heard: the guest runs.
+    pub(super) fn await_either(
+        &mut self,
+        vm: &dyn DestinationVm,
+        until: Option<Instant>,
+        notice: &mut dyn FnMut(&Notice),
+    ) -> Result<Option<Return>, EngineError> {
+        loop {
+            self.door.tell(notice);
+            if vm.has_ended() {
+                return Err(EngineError::Ended("destination"));
+            }
+            if let Some(back) = self.door.take_return() {
+                return Ok(Some(back));
+            }
+            if until.is_some_and(|until| Instant::now() >= until) {
+                let what = "the source";
+                return Err(EngineError::Timeout { what, limit: limits::LINGER });
+            }
+            let soon = Instant::now() + limits::TICK / 4;
+            match self.door.next(soon, &Cancel::default(), notice)? {
+                Some((greeting, stream)) if greeting.role == Role::Resolve => {
+                    self.answer_asking(stream)?;
+                }
+                // One of connections that were given up, and late.
+                Some(_) => {}
+                None => {}
+            }
+            // Of a source that asks; what others have left is of no interest any more.
+            match self.event(Duration::ZERO) {
+                Ok(Some(Message::Commit)) => return Ok(None),
+                Ok(_) => {}
+                Err(EngineError::Panicked(thread)) => return Err(EngineError::Panicked(thread)),
+                Err(_) => {}
+            }
         }
     }
 

@@ -43,6 +43,9 @@ pub(super) struct Order {
     pub(super) last: bool,
     /// Find pages that were sent and have become holes since.
     pub(super) find_holes: bool,
+    /// Send nothing, and put down what would be sent: it follows when the guest runs at the
+    /// destination.
+    pub(super) leave: bool,
 }
 
 /// What all channels of memory share.
@@ -63,6 +66,8 @@ pub(super) struct Shared {
     /// Where segments are put behind the last round, for an audit, and since when things are
     /// remembered for it.
     pub(super) audit: Option<(Arc<Mutex<Vec<Owned>>>, Instant)>,
+    /// Where what is not sent in the last round is put down, by block.
+    pub(super) left: Arc<Mutex<Vec<DirtyBitmap>>>,
     /// What is got wrong on purpose.
     pub(super) slips: Slips,
 }
@@ -266,6 +271,11 @@ impl Channel {
         self.segments
     }
 
+    /// What sends over its connection, when it has ended.
+    pub(super) fn into_sender(self) -> FrameSender {
+        self.sender
+    }
+
     /// What it shares with the others.
     pub(super) fn shared(&self) -> &Shared {
         &self.shared
@@ -335,6 +345,9 @@ impl Channel {
     fn segments(&mut self, segments: &mut [Owned], order: Order) -> Result<(), EngineError> {
         let (table, link_share) =
             (Arc::clone(&self.shared.table), Arc::clone(&self.shared.link_share));
+        if order.leave {
+            return segments.iter_mut().try_for_each(|owned| self.leave(owned));
+        }
         let first = std::mem::take(&mut self.first);
         let mut left = Vec::new();
         for at in (first..segments.len()).chain(0..first) {
@@ -355,6 +368,37 @@ impl Channel {
             if !table.passes_by(segments[at].number) && link_share.opens(|| table.hurries()) {
                 self.segment(&mut segments[at], order)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Puts down what the destination does not have of a segment, with the guest stopped.
+    fn leave(&mut self, owned: &mut Owned) -> Result<(), EngineError> {
+        let Segment { block, run } = owned.segment;
+        let mut left = DirtyBitmap::new(run.count);
+        if self.shared.table.is_unsent(owned.number) {
+            // One that was never touched, and named as zero, is that there.
+            if !(owned.named && self.is_hole(owned.segment)?) {
+                left.set_all();
+            }
+        } else {
+            let mut note = |written: PageRun| {
+                left.set(PageRun::new(written.start.0 - run.start.0, written.count.0));
+            };
+            match self.shared.table.last(owned.number) {
+                Some(found) => found.iter().filter_map(|it| it.intersect(run)).for_each(note),
+                None => self.shared.tracker.look(block, run, AsOf::Round, &mut note)?,
+            }
+            left.union(&owned.owed);
+            // Data may have landed there since.
+            if let Some(recent) = &owned.recent {
+                left.union(recent);
+            }
+        }
+        let pages = PageRun::new(0, run.count.0);
+        let mut told = self.shared.left.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(told) = told.get_mut(block) {
+            told.merge(run.start, &left, pages);
         }
         Ok(())
     }

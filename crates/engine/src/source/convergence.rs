@@ -274,6 +274,12 @@ impl Convergence {
         Ok(decision)
     }
 
+    /// Whether what remains could be sent within the downtime limit, as far as that is known.
+    pub(super) fn fits_into_limit(&self) -> bool {
+        let expected = self.estimate.as_ref().and_then(|estimate| estimate.expected_downtime);
+        expected.is_some_and(|expected| expected <= self.handle.limit())
+    }
+
     /// The guest stands still.
     pub(super) fn guest_stopped(&mut self, vm: &mut dyn SourceVm) {
         self.slowdown.guest_stopped(vm);

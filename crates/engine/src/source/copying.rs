@@ -9,6 +9,7 @@ use std::io::Read;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_fingerprints::{Key, PageFingerprints};
 use godwit_policy::Decision;
 use godwit_protocol::source::Input;
@@ -36,6 +37,7 @@ use super::slips::Slips;
 use super::state_relay::StateRelay;
 use super::verification::{self, Cost};
 use super::{Verify, look_back};
+use crate::address::Stream;
 use crate::report::{RoundMeasures, Stage};
 use crate::vm::SourceVm;
 use crate::{EngineError, limits};
@@ -64,6 +66,8 @@ pub(super) struct Copying {
     sent_disks: Option<SentDisks>,
     /// Where channels put their segments behind the last round, if there is to be an audit.
     audited: Option<Arc<Mutex<Vec<Owned>>>>,
+    /// Where channels put down what they do not send in the last round, by block.
+    left: Arc<Mutex<Vec<DirtyBitmap>>>,
     /// Whether data may land in guest memory without the tracker's knowledge.
     direct_io: bool,
     /// The round that was made last.
@@ -119,6 +123,8 @@ impl Copying {
             let streams = (disk_streams, Vec::new());
             disks.connect(blocks, &mut lanes, streams, session, remember.as_ref())?;
         }
+        let blocks = source.ram.iter().map(|block| DirtyBitmap::new(block.pages()));
+        let left = Arc::new(Mutex::new(blocks.collect()));
         let shared = Shared {
             tracker: Arc::clone(&tracker),
             blocks: Arc::clone(&source.ram),
@@ -128,6 +134,7 @@ impl Copying {
             fingerprints: fingerprints.clone(),
             digests: digests.clone(),
             audit: audited.clone().zip(audit_began),
+            left: Arc::clone(&left),
             slips: Slips::new(source.session.made_up()),
         };
         for (number, stream) in streams.into_iter().enumerate() {
@@ -158,6 +165,7 @@ impl Copying {
             digests,
             sent_disks: remember.map(|remember| remember.told),
             audited,
+            left,
             direct_io,
             round,
             under_way: None,
@@ -184,7 +192,7 @@ impl Copying {
             let (segments, tracker) = (self.segments.as_ref(), self.tracker.as_ref());
             self.free.ask(source.vm, &mut source.session, (segments, tracker), round)?;
         }
-        self.begin(source, Order { round, last: false, find_holes })?;
+        self.begin(source, Order { round, last: false, find_holes, leave: false })?;
         self.carry(source, round, Stage::PreCopy)?;
         self.await_acknowledgement(source, round)?;
         self.end(source);
@@ -203,7 +211,41 @@ impl Copying {
         // there is no time for that.
         // What was sent is compared where there are digests of that.
         let find_holes = source.options.verify != Verify::No && self.digests.is_none();
-        self.begin(source, Order { round, last: true, find_holes })
+        self.begin(source, Order { round, last: true, find_holes, leave: source.leaves })
+    }
+
+    /// Ends the last round without the pages that are left: which these are.
+    pub(super) fn finish_listing(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<Vec<DirtyBitmap>, EngineError> {
+        self.carry(source, round, Stage::StopAndCopy)?;
+        source.session.ignore_acknowledgement(round);
+        self.end(source);
+        source.meter.keep(self.round, self.segments.take_parts());
+        source.meter.part_ended(Part::Copy);
+        Ok(std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+
+    /// The channels.
+    pub(super) fn lanes(&self) -> &Lanes {
+        &self.lanes
+    }
+
+    /// The same, when nothing is copied any more, and nothing tracked.
+    pub(super) fn into_lanes(self) -> Lanes {
+        self.lanes
+    }
+
+    /// Makes the connection over which pages go that somebody waits for at the destination.
+    pub(super) fn connect_urgent(
+        &self,
+        source: &Source<'_>,
+    ) -> Result<(Stream, Stream), EngineError> {
+        let number = self.lanes.memory() + self.disks.len();
+        let number = u8::try_from(number).map_err(|_| EngineError::Panicked("main"))?;
+        source.session.connect_channel(number)
     }
 
     /// Waits until the last round is on its way; where digests are compared, until it is in place.
@@ -356,8 +398,10 @@ impl Copying {
         source.meter.keep(*round, segments.take_parts());
         let number = round.round;
         self.report(source, Stage::PreCopy, number, true);
+        let fits = self.convergence.fits_into_limit();
+        let leaves = source.decide_post_copy(number, &decision, fits);
         match decision {
-            _ if self.convergence.is_hurried() => {}
+            _ if self.convergence.is_hurried() || leaves => {}
             Decision::SwitchOver => {}
             Decision::NextRound(plan) => {
                 self.convergence.enforce(&plan, source.vm, &mut self.disks);

@@ -98,6 +98,8 @@ impl Ending {
             }
             (State::Cancelled, false) => Survivor::Source,
             (State::Cancelled, true) => Survivor::SourceStopped,
+            // Its machine there has ended, or its memory here.
+            (State::Serving | State::SeveredServing, _) => Survivor::Lost,
             _ => Survivor::Unknown,
         };
         let (phase, cause) = match (self.cause, self.not_resumed) {

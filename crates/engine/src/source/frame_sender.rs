@@ -59,6 +59,18 @@ pub(super) struct Link {
     pub(super) codecs: Codecs,
 }
 
+impl Link {
+    /// The same link for pages that somebody waits for: as they are, and without a limit.
+    pub(super) fn urgent(&self) -> Self {
+        Self {
+            limiter: Arc::new(Limiter::new(None, 1)),
+            live: Arc::new(Live::new(Compression::Fixed(Codec::None))),
+            sent: Arc::clone(&self.sent),
+            codecs: Codecs::NONE,
+        }
+    }
+}
+
 /// The sending end of a channel.
 pub(super) struct FrameSender {
     stream: Stream,

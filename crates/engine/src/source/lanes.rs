@@ -144,6 +144,22 @@ impl Lanes {
         self.disks.iter().for_each(|lane| lane.stream.shut_down());
     }
 
+    /// What all channels share on their way to the link.
+    pub(super) fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// Ends the channels of memory, but not their connections: what sends over these, and a handle
+    /// of each.
+    pub(super) fn take_senders(&mut self) -> Result<Vec<(FrameSender, Stream)>, EngineError> {
+        let lanes = self.memory.drain(..).map(|lane| {
+            drop(lane.orders);
+            let channel = lane.thread.join().map_err(|_| EngineError::Panicked("channel"))?;
+            Ok((channel.into_sender(), lane.stream))
+        });
+        lanes.collect()
+    }
+
     /// Whether no channel is at anything any more. One that waits for orders is not.
     pub(super) fn have_ended(&self) -> bool {
         self.memory.iter().all(Lane::has_ended) && self.disks.iter().all(Lane::has_ended)

@@ -13,7 +13,7 @@ use godwit_wire::Version;
 use super::common::Common;
 use super::speed::Losses;
 use crate::limits;
-use crate::report::{Audit, DiskMeasures, Measures, RoundMeasures};
+use crate::report::{Audit, DiskMeasures, Measures, PostCopyMeasures, RoundMeasures};
 
 /// In the first moments of the first round looks come more often: what is hot is best left before
 /// it is sent.
@@ -264,6 +264,16 @@ impl Meter {
         measures.vcpus_waited = governor.waited;
         measures.longest_wait = governor.longest_wait;
         measures.sent = sent + measures.device_state;
+    }
+
+    /// What followed when the guest ran at the destination already is in place; so many bytes were
+    /// on the wire in all.
+    pub(super) fn served(&mut self, post_copy: PostCopyMeasures, sent: ByteCount) {
+        self.measures.sent = sent + self.measures.device_state;
+        self.measures.total = self.started.elapsed();
+        self.measures.resumptions += post_copy.resumptions;
+        self.measures.severed += post_copy.severed;
+        self.measures.post_copy = Some(post_copy);
     }
 
     /// All that was measured.

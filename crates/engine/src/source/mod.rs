@@ -34,9 +34,11 @@ mod live;
 mod look_back;
 mod meter;
 mod outage;
+mod post_copy;
 mod random;
 mod record;
 mod segment_table;
+mod serving;
 mod session;
 mod setup;
 mod slips;
@@ -45,6 +47,7 @@ mod speed;
 mod state_relay;
 mod switchover;
 mod thread_clock;
+mod to_serve;
 mod trial;
 mod verification;
 
@@ -54,7 +57,7 @@ use std::time::Duration;
 
 use godwit_memory::RamBlock;
 use godwit_policy::Settings;
-use godwit_protocol::source::{Action, Input, LastPages, State, step};
+use godwit_protocol::source::{Action, Input, State, step};
 use godwit_wire::{Feature, Message};
 
 use crate::address::Address;
@@ -73,6 +76,7 @@ use ending::Ending;
 use fault::MadeUp;
 use meter::{Meter, Part};
 use record::Record;
+use serving::Serving;
 use session::{Resolved, Session};
 use setup::Setup;
 use state_relay::StateRelay;
@@ -84,6 +88,7 @@ const PEER: &str = "destination";
 pub use before::BeforeSwitchover;
 #[cfg(feature = "test-hooks")]
 pub use fault::Fault;
+pub use post_copy::PostCopy;
 pub use trial::Trial;
 
 /// How a migration is to be made, as far as it cannot be changed while it runs; what can is in
@@ -104,6 +109,8 @@ pub struct Options {
     pub security: Security,
     /// Whether and how it is proven that all memory arrived.
     pub verify: Verify,
+    /// Whether and when the guest is to run at the destination before all of its pages are there.
+    pub post_copy: PostCopy,
     /// Data channels, at least 1.
     pub channels: u8,
     /// Remember what was sent, so that pages are not sent again that were written and did not
@@ -142,6 +149,7 @@ impl Options {
             to,
             security: Security::Local,
             verify: Verify::No,
+            post_copy: PostCopy::Never,
             channels: 2,
             fingerprints: true,
             keep_source: false,
@@ -326,6 +334,8 @@ struct Source<'a> {
     session: Session,
     meter: Meter,
     ending: Ending,
+    /// What is left follows when the guest runs at the destination.
+    leaves: bool,
     /// How the connections were lost just now.
     loss: Option<EngineError>,
     /// What another godwit would go on by.
@@ -342,6 +352,8 @@ enum Stage {
     /// Both machines are ready for the device state. The guest still runs for a round or two, or is
     /// stopped.
     Switchover(Switchover),
+    /// The guest runs at the destination, and what is missing there follows.
+    Serving(Serving),
     /// Nothing is held any more.
     #[default]
     Over,
@@ -363,12 +375,26 @@ impl Stage {
         }
     }
 
+    /// The guest runs at the destination: what is left is sent from here on.
+    fn begin_serving(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if !matches!(self, Self::Switchover(_)) {
+            return Ok(());
+        }
+        if let Self::Switchover(switchover) = std::mem::take(self) {
+            let (mut serving, lanes) = switchover.into_serving(source)?;
+            let taken = serving.take_over(source, lanes);
+            *self = Self::Serving(serving);
+            taken?;
+        }
+        Ok(())
+    }
+
     /// The rounds, where there are any.
     fn copying(&mut self) -> Option<&mut Copying> {
         match self {
             Self::PreCopy(copying) => Some(copying),
             Self::Switchover(switchover) => Some(switchover.copying()),
-            Self::Setup(_) | Self::Over => None,
+            Self::Setup(_) | Self::Serving(_) | Self::Over => None,
         }
     }
 
@@ -416,18 +442,29 @@ impl<'a> Source<'a> {
         vm.heed(session.interrupt());
         let ending = Ending::default();
         let ram = vm.ram();
-        let (loss, record) = (None, None);
-        let source =
-            Self { ram, vm, options, handle, progress, session, meter, ending, loss, record };
+        let (leaves, loss, record) = (false, None, None);
+        let source = Self {
+            ram,
+            vm,
+            options,
+            handle,
+            progress,
+            session,
+            meter,
+            ending,
+            leaves,
+            loss,
+            record,
+        };
         Ok((source, setup))
     }
 }
 
 impl Source<'_> {
     fn run(mut self, mut stage: Stage, mut input: Input) -> Result<Measures, Failure> {
-        let last = LastPages::sent(self.options.verify != Verify::No);
         let mut state = State::Idle;
         while !state.is_final() {
+            let last = self.last_pages();
             let stepped = step(state, input, last).or_else(|unexpected| {
                 self.note(state, unexpected.into());
                 step(state, Input::Failed, last)
@@ -438,6 +475,15 @@ impl Source<'_> {
             self.heed_loss(&stage, state);
             match self.perform_all(&mut stage, state, &actions) {
                 Ok(next) => input = next,
+                Err(error) if matches!(state, State::Serving | State::SeveredServing) => {
+                    let error = self.explained(error);
+                    if serving::loses_guest(&error) || !matches!(stage, Stage::Serving(_)) {
+                        self.note(state, error);
+                        break;
+                    }
+                    self.loss = Some(error);
+                    input = Input::LinkLost;
+                }
                 Err(error) if error.is_loss() && self.resumes(&stage, state) => {
                     self.loss = Some(error);
                     input = Input::LinkLost;
@@ -553,6 +599,7 @@ impl Source<'_> {
                 Ok(None)
             }
             (A::Sever, stage) => self.sever(stage).map(|()| None),
+            (A::Reconnect, S::Serving(serving)) => serving.reconnect(self).map(Some),
             (A::Reconnect, stage) => match stage.copying() {
                 Some(copying) => copying.reconnect(self).map(Some),
                 None => Err(EngineError::Panicked("main")),
@@ -579,6 +626,16 @@ impl Source<'_> {
             (A::ReleaseState, S::Switchover(last)) => last.release_state(self).map(|()| None),
             (A::CopyLastRound(round), S::Switchover(last)) => {
                 last.finish_last_round(self, round).map(Some)
+            }
+            (A::ListMissing(round), S::Switchover(last)) => {
+                last.list_missing(self, round).map(Some)
+            }
+            (A::ServePages, _) => {
+                stage.begin_serving(self)?;
+                match stage {
+                    S::Serving(serving) => serving.serve(self).map(Some),
+                    _ => Err(EngineError::Panicked("main")),
+                }
             }
             (A::CompareDigests, S::Switchover(last)) => last.compare_digests(self).map(Some),
             (A::FinishState, S::Switchover(last)) => last.finish_state(self).map(Some),
@@ -667,6 +724,10 @@ impl Source<'_> {
     }
 
     fn sever(&mut self, stage: &mut Stage) -> Result<(), EngineError> {
+        if let Stage::Serving(serving) = stage {
+            let loss = self.loss.take();
+            return serving.sever(self, loss);
+        }
         match (stage.copying(), self.loss.take()) {
             (Some(copying), Some(loss)) => copying.sever(self, loss),
             _ => Err(EngineError::Panicked("main")),
@@ -686,6 +747,9 @@ impl Source<'_> {
     }
 
     fn say_farewell(&mut self, stage: &mut Stage) {
+        if let Stage::Serving(serving) = stage {
+            self.meter.served(serving.measures(), serving.sent());
+        }
         if let Some(copying) = stage.copying() {
             let totals = copying.totals(self);
             self.meter.finish(totals);

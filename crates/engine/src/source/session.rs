@@ -7,8 +7,8 @@
 //! last piece of device state on the machine may end.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use godwit_confine::Rights;
@@ -23,6 +23,7 @@ use super::fault::{Fault, MadeUp};
 use super::frame_sender::{DiskStatistics, RoundStatistics};
 use super::random::{new_secret, new_session};
 use super::record::Record;
+use super::serving::Wanted;
 use crate::address::{Address, Stream};
 use crate::cells::{Cell, Cells};
 use crate::link::{
@@ -49,6 +50,8 @@ pub(super) enum Event {
     RoundStatistics { round: u32, result: Result<RoundStatistics, EngineError> },
     /// The channel of a disk has carried its part of a round, barrier included.
     DiskStatistics { disk: usize, round: u32, result: Result<DiskStatistics, EngineError> },
+    /// Pages that are missing at the destination cannot be sent any more.
+    Served(EngineError),
     /// The device state has been passed on to its end.
     StatePassed(Result<ByteCount, EngineError>),
 }
@@ -67,6 +70,7 @@ impl Event {
             },
             Self::RoundStatistics { result: Err(error), .. }
             | Self::DiskStatistics { result: Err(error), .. }
+            | Self::Served(error)
             | Self::StatePassed(Err(error)) => error,
             Self::StatePassed(Ok(_)) => EngineError::State(io::Error::new(
                 io::ErrorKind::UnexpectedEof,
@@ -112,6 +116,8 @@ pub(super) struct Session {
     places: Receiver<()>,
     places_in: SyncSender<()>,
     control: Option<Control>,
+    /// Where pages go that the destination asks for, as soon as it may: past all other events.
+    wanted: Arc<Mutex<Option<Sender<Wanted>>>>,
     /// Numbers the control connections.
     connection: u32,
     /// The control connection of this number was seen to end.
@@ -157,6 +163,7 @@ impl Session {
             places,
             places_in,
             control: None,
+            wanted: Arc::default(),
             connection: 0,
             ended: false,
             secret: new_secret()?,
@@ -354,12 +361,20 @@ impl Session {
             (self.events_in.clone(), self.places_in.clone(), self.connection);
         let (interrupt, cells, cell) =
             (self.interrupt.clone(), self.cells.clone(), self.cells.reader()?);
+        let wanted = Arc::clone(&self.wanted);
         read_messages(
             read,
             PEER,
             move || cell.enter(),
             move |message| {
                 let message = cells.tried().map_or(message, Err);
+                if let Ok(Message::Wanted { block, pages }) = &message
+                    && let Some(wanted) = &*wanted.lock().unwrap_or_else(PoisonError::into_inner)
+                {
+                    // Who cannot answer any more has said why.
+                    let _ = wanted.send((*block, pages.clone()));
+                    return true;
+                }
                 let lost = message.is_err();
                 let over = matches!(message, Ok(Message::Abort { .. }));
                 let told = places.send(()).is_ok()
@@ -373,6 +388,11 @@ impl Session {
                 told
             },
         )
+    }
+
+    /// From here on the destination may ask for pages, which go to `wanted`.
+    pub(super) fn hand_wanted(&self, wanted: Sender<Wanted>) {
+        *self.wanted.lock().unwrap_or_else(PoisonError::into_inner) = Some(wanted);
     }
 
     /// What a channel of memory reports by, and what it may do: the kernel asks for that at each

@@ -17,7 +17,7 @@ use super::disks::Disks;
 use super::fault::Fault;
 use super::random::new_fingerprints;
 use super::record::Record;
-use super::{Options, PEER, Source, Verify};
+use super::{Options, PEER, PostCopy, Source, Verify};
 use crate::compression::Codecs;
 use crate::handle::{MigrationHandle, Own};
 use crate::return_proof::prints_seed;
@@ -67,8 +67,10 @@ impl Setup {
 
     /// Connects and offers the machine, until the destination accepts it.
     pub(super) fn offer(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        source.allow_post_copy(None)?;
         self.common = self.present(source, Message::Offer)?;
         source.meter.accepted(source.session.version(), &self.common);
+        source.allow_post_copy(Some(self.common.features))?;
         if !source.options.reconnect.is_zero() {
             // A destination that is started anew tells what it holds by fingerprints of this key.
             let ((id, secret, _), _) = source.session.known_by();
@@ -143,6 +145,10 @@ impl Setup {
         self.round_trip = source.session.connect()?;
         let disks = source.vm.moving_disks();
         let granularity = disks.map_or_else(Vec::new, |vm| vm.disk_granularity());
+        let mut features = source.session.version().features();
+        if features.contains(Feature::PostCopy) && source.options.post_copy != PostCopy::Never {
+            features = features.with(Feature::PostCopyWanted);
+        }
         let blocks = source.ram.iter();
         let blocks = blocks
             .map(|block| BlockOffer { name: block.name().to_owned(), pages: block.pages() })
@@ -150,7 +156,7 @@ impl Setup {
         source.session.say(&kind(Offer {
             channels: source.options.channels,
             codecs: Codecs::ALL.0,
-            features: source.session.version().features(),
+            features,
             verify: source.options.verify != Verify::No,
             running: source.vm.was_running(),
             machine: source.vm.machine().to_owned(),

@@ -7,24 +7,32 @@
 use std::sync::Arc;
 
 use godwit_protocol::source::Input;
-use godwit_wire::Message;
+use godwit_wire::{MISSING_LIMIT, Message};
 
 use super::copying::Copying;
 use super::fault::Fault;
+use super::lanes::Lanes;
 use super::meter::Part;
+use super::serving::Serving;
 use super::state_relay::StateRelay;
 use super::{BeforeSwitchover, Source, Verify};
+use crate::address::Stream;
+use crate::missing::messages;
 use crate::report::Stage;
 use crate::{EngineError, limits};
 
 pub(super) struct Switchover {
     copying: Copying,
     relay: StateRelay,
+    /// The connection for pages that somebody waits for, where such follow the guest; and who sends
+    /// them, from when it was said which these are.
+    urgent: Option<(Stream, Stream)>,
+    serving: Option<Serving>,
 }
 
 impl Switchover {
     pub(super) fn new(copying: Copying, relay: StateRelay) -> Self {
-        Self { copying, relay }
+        Self { copying, relay, urgent: None, serving: None }
     }
 
     /// The rounds, which go on until the guest is stopped.
@@ -33,6 +41,9 @@ impl Switchover {
     }
 
     pub(super) fn stop_guest(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        if source.leaves {
+            self.urgent = Some(self.copying.connect_urgent(source)?);
+        }
         let stopped = source.vm.stop().map_err(EngineError::Vm)?;
         source.meter.guest_stopped(stopped);
         self.copying.guest_stopped(source);
@@ -55,6 +66,45 @@ impl Switchover {
         round: u32,
     ) -> Result<Input, EngineError> {
         self.copying.finish_last(source, round, &self.relay)
+    }
+
+    /// Ends the last round, says which pages are left, and answers the destination from here on when
+    /// it asks for one.
+    pub(super) fn list_missing(
+        &mut self,
+        source: &mut Source<'_>,
+        round: u32,
+    ) -> Result<Input, EngineError> {
+        let mut missing = self.copying.finish_listing(source, round)?;
+        let runs = missing.iter().map(|pages| pages.runs().collect()).collect();
+        let said = messages(runs, MISSING_LIMIT);
+        for message in &said {
+            if let Message::Missing { block, runs, .. } = message {
+                for run in runs {
+                    missing[*block as usize].set(*run);
+                }
+            }
+        }
+        let urgent = self.urgent.take().ok_or(EngineError::Panicked("main"))?;
+        // The destination may ask as soon as it has heard.
+        self.serving = Some(Serving::begin(source, missing, self.copying.lanes(), urgent)?);
+        said.iter().try_for_each(|message| source.session.say(message))?;
+        self.relay.open();
+        Ok(Input::MissingListed)
+    }
+
+    /// The guest runs at the destination, and what is left follows: who sends it, and the channels
+    /// over which.
+    pub(super) fn into_serving(
+        self,
+        source: &mut Source<'_>,
+    ) -> Result<(Serving, Lanes), EngineError> {
+        let totals = self.copying.totals(source);
+        source.meter.finish(totals);
+        self.relay.end();
+        self.relay.join();
+        let serving = self.serving.ok_or(EngineError::Panicked("main"))?;
+        Ok((serving, self.copying.into_lanes()))
     }
 
     pub(super) fn compare_digests(
@@ -87,6 +137,7 @@ impl Switchover {
     /// Ends all channels, and then the control connection and with it the relay.
     pub(super) fn end(self, source: &mut Source<'_>) {
         self.relay.end();
+        drop(self.serving);
         drop(self.copying);
         source.session.end();
         self.relay.join();
@@ -110,7 +161,7 @@ pub(super) fn prepare(
     before.map_or(Ok(()), |before| before.wait(source))?;
     // A guest that stands still has written nothing meanwhile, one that is held back need not be so
     // for longer, and who wants it stopped now need not wait for disks.
-    let in_haste = copying.is_urgent() || !source.vm.was_running();
+    let in_haste = copying.is_urgent() || source.leaves || !source.vm.was_running();
     if in_haste {
         copying.close(source);
     } else {

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use godwit_balloon::FreeHints;
+use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskChoice, DiskReader, DiskRound, DiskSink};
-use godwit_track::GovernorMeasures;
-use godwit_units::{ByteCount, Rate};
+use godwit_track::{GovernorMeasures, MissingMeasures, MissingPages};
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
 use super::VmError;
 
@@ -281,5 +282,136 @@ pub trait DiskDestination {
     /// When the machine refuses.
     fn close_disks(&mut self) -> Result<(), VmError> {
         Ok(())
+    }
+}
+
+/// A machine whose guest can run before all of its pages are here (post-copy).
+///
+/// ```
+/// use std::sync::Arc;
+/// use godwit_bitmap::DirtyBitmap;
+/// use godwit_engine::vm::{ArrivingPages, PostCopyDestination, VmError};
+/// use godwit_memory::RamBlock;
+/// use godwit_track::{Approach, MissingPages};
+///
+/// /// A machine whose memory is private to process `pid`.
+/// struct Process {
+///     pid: i32,
+///     ram: Vec<RamBlock>,
+/// }
+///
+/// impl PostCopyDestination for Process {
+///     fn cannot_await(&mut self) -> Option<String> {
+///         None
+///     }
+///
+///     fn await_pages(
+///         &mut self,
+///         missing: Vec<DirtyBitmap>,
+///     ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+///         let pages = MissingPages::start(Approach::default(), self.pid, &self.ram, missing)?;
+///         Ok(Arc::new(pages))
+///     }
+/// }
+/// ```
+pub trait PostCopyDestination {
+    /// Why it cannot be done with this machine, and the cure, in one line; `None` if it can. Asked
+    /// before an offer is accepted, as far as that shows beforehand; changes nothing.
+    fn cannot_await(&mut self) -> Option<String>;
+
+    /// Throws away what is here of the pages in `missing`, one bitmap for each block of
+    /// [`DestinationVm::ram`](super::DestinationVm::ram), and lets whoever accesses one wait until
+    /// it is placed, devices and the kernel among them. Called behind
+    /// [`DestinationVm::prepare`](super::DestinationVm::prepare), before any device state is
+    /// written.
+    ///
+    /// # Errors
+    /// When that is not possible. The guest then stays at the source.
+    fn await_pages(&mut self, missing: Vec<DirtyBitmap>)
+    -> Result<Arc<dyn ArrivingPages>, VmError>;
+}
+
+/// Pages that are still to come while the machine runs. [`MissingPages`] is one for the private
+/// memory of another process.
+///
+/// ```
+/// use godwit_engine::vm::ArrivingPages;
+///
+/// fn is_whole(pages: &dyn ArrivingPages) -> bool {
+///     pages.left().0 == 0
+/// }
+/// ```
+pub trait ArrivingPages: Send + Sync {
+    /// Waits for up to `time`, and reports each page that somebody has begun to wait for: block and
+    /// page, once each.
+    ///
+    /// # Errors
+    /// When nothing can be known of that any more, as where the machine has ended.
+    fn await_faults(
+        &self,
+        time: Duration,
+        found: &mut dyn FnMut(usize, PageIndex),
+    ) -> Result<(), VmError>;
+
+    /// Places `bytes`, whole pages, at page `start` of `block` on: those of them that are still to
+    /// come, and no other. Returns how many that were.
+    ///
+    /// # Errors
+    /// When they cannot be placed.
+    fn place(&self, block: usize, start: PageIndex, bytes: &[u8]) -> Result<PageCount, VmError>;
+
+    /// The same with zeros.
+    ///
+    /// # Errors
+    /// As [`Self::place`].
+    fn place_zeros(&self, block: usize, pages: PageRun) -> Result<PageCount, VmError>;
+
+    /// How many pages are still to come.
+    fn left(&self) -> PageCount;
+
+    /// The first run of pages of `block` from `from` on that are still to come.
+    fn next_run(&self, block: usize, from: PageIndex) -> Option<PageRun>;
+
+    /// What was done so far.
+    fn measures(&self) -> MissingMeasures;
+
+    /// All pages are here: nobody waits any more, and nothing of it stays in the machine.
+    ///
+    /// # Errors
+    /// What stays; it does no harm.
+    fn finish(&self) -> Result<(), VmError>;
+}
+
+impl ArrivingPages for MissingPages {
+    fn await_faults(
+        &self,
+        time: Duration,
+        found: &mut dyn FnMut(usize, PageIndex),
+    ) -> Result<(), VmError> {
+        Ok(self.await_faults(time, found)?)
+    }
+
+    fn place(&self, block: usize, start: PageIndex, bytes: &[u8]) -> Result<PageCount, VmError> {
+        Ok(self.place(block, start, bytes)?)
+    }
+
+    fn place_zeros(&self, block: usize, pages: PageRun) -> Result<PageCount, VmError> {
+        Ok(self.place_zeros(block, pages)?)
+    }
+
+    fn left(&self) -> PageCount {
+        self.left()
+    }
+
+    fn next_run(&self, block: usize, from: PageIndex) -> Option<PageRun> {
+        self.next_run(block, from)
+    }
+
+    fn measures(&self) -> MissingMeasures {
+        self.measures()
+    }
+
+    fn finish(&self) -> Result<(), VmError> {
+        Ok(self.finish()?)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use godwit_memory::RamBlock;
 
-use super::{Ask, DiskDestination, RunError, VmError};
+use super::{Ask, DiskDestination, PostCopyDestination, RunError, VmError};
 use crate::Interrupt;
 
 /// A VM that waits to take a guest in. The first seven functions are every VM's.
@@ -79,6 +79,11 @@ pub trait DestinationVm {
 
     /// Disks that a source may fill; `None` where none can be received.
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
+        None
+    }
+
+    /// Whether and how the guest can run before all of its pages are here; `None` where it cannot.
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
         None
     }
 

@@ -11,7 +11,9 @@ use std::time::Duration;
 
 use godwit_units::ByteCount;
 
-pub use capability::{Brake, DirectIo, DiskDestination, DiskVm, FreePages};
+pub use capability::{
+    ArrivingPages, Brake, DirectIo, DiskDestination, DiskVm, FreePages, PostCopyDestination,
+};
 pub use destination::DestinationVm;
 pub use source::SourceVm;
 

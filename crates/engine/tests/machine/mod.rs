@@ -2,6 +2,7 @@
 //! writes memory and disks as fast as it can, and it looks whether the engine keeps its promises.
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub, unused_imports)]
 
+mod coming;
 mod disks;
 mod proxy;
 
@@ -13,6 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use godwit_bitmap::DirtyBitmap;
 use godwit_disk::{Disk, DiskChoice, DiskReader, DiskRound, DiskSink};
 use godwit_engine::address::{Address, Listener};
 use godwit_engine::destination::{self, receive};
@@ -20,13 +22,15 @@ use godwit_engine::handle::MigrationHandle;
 use godwit_engine::report::Measures;
 use godwit_engine::source::{Options, Verify, migrate};
 use godwit_engine::vm::{
-    Ask, Brake, DestinationVm, DiskDestination, DiskVm, RunError, SourceVm, VmError,
+    ArrivingPages, Ask, Brake, DestinationVm, DiskDestination, DiskVm, PostCopyDestination,
+    RunError, SourceVm, VmError,
 };
 use godwit_engine::{Cancel, EngineError, Failure};
 use godwit_memory::RamBlock;
 use godwit_track::{AsOf, DirtyTracker, TrackError};
 use godwit_units::{ByteCount, PageCount, PageIndex, PageRun, Rate};
 
+pub use coming::Coming;
 pub use disks::{Image, SourceDisk};
 pub use proxy::Proxy;
 
@@ -336,6 +340,11 @@ pub struct Found {
     pub disks_closed: bool,
     /// Sources that only asked.
     pub inquiries: u32,
+    /// Pages that were missing when the first device state came; what the guest read of them that
+    /// was wrong; and whether nothing was left in the machine when all had come.
+    pub missing: u64,
+    pub misread: u64,
+    pub finished: bool,
 }
 
 pub struct Destination {
@@ -350,6 +359,13 @@ pub struct Destination {
     pub differs: bool,
     /// It can read its disks.
     pub reads_disks: bool,
+    /// Why its guest cannot run before all pages have come, if it cannot.
+    pub cannot_await: Option<String>,
+    /// The pages that come while it runs, and its guest, which reads and writes all of memory.
+    pub coming: Option<Arc<Coming>>,
+    pub guest: Option<JoinHandle<u64>>,
+    /// Its process has ended.
+    pub ended: Arc<AtomicBool>,
     /// What happens while it gets ready to load.
     pub while_preparing: Box<dyn FnMut() + Send>,
     /// What happens while it loads.
@@ -376,6 +392,10 @@ impl Destination {
             refuse_to_load: false,
             differs: false,
             reads_disks: true,
+            cannot_await: None,
+            coming: None,
+            guest: None,
+            ended: Arc::default(),
             while_preparing: Box::new(|| {}),
             while_loading: Box::new(|| {}),
             while_starting: Box::new(|| {}),
@@ -448,6 +468,10 @@ impl DestinationVm for Destination {
     fn run(&mut self) -> Result<(), RunError> {
         (self.while_starting)();
         self.found.lock().unwrap().ran = true;
+        if let Some(coming) = &self.coming {
+            let (coming, source) = (Arc::clone(coming), Arc::clone(&self.source_ram));
+            self.guest = Some(std::thread::spawn(move || use_all(&coming, &source)));
+        }
         Ok(())
     }
 
@@ -463,6 +487,70 @@ impl DestinationVm for Destination {
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         Some(self)
     }
+
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
+        Some(self)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+}
+
+impl PostCopyDestination for Destination {
+    fn cannot_await(&mut self) -> Option<String> {
+        self.cannot_await.clone()
+    }
+
+    fn await_pages(
+        &mut self,
+        missing: Vec<DirtyBitmap>,
+    ) -> Result<Arc<dyn ArrivingPages>, VmError> {
+        let mut found = self.found.lock().unwrap();
+        assert!(found.state_bytes == 0, "device state before it is known what is missing");
+        found.missing = missing.iter().map(|pages| pages.count().0).sum();
+        let coming = Arc::new(Coming::new(&self.ram, missing));
+        self.coming = Some(Arc::clone(&coming));
+        Ok(coming)
+    }
+}
+
+impl Destination {
+    /// Waits for the guest that has run here, unless its process has ended, and puts down what it
+    /// has found.
+    pub fn judge(&mut self) {
+        if let (Some(guest), Some(coming)) = (self.guest.take(), &self.coming)
+            && !self.ended.load(Ordering::SeqCst)
+        {
+            let misread = guest.join().unwrap();
+            let mut found = self.found.lock().unwrap();
+            (found.misread, found.finished) = (misread, coming.finished.load(Ordering::SeqCst));
+        }
+    }
+}
+
+/// Reads each page of `coming` once, compares it with `source`, where nobody writes any more, and
+/// writes it; then reads all of it once more. How much of it was not what it had to be.
+fn use_all(coming: &Coming, source: &[RamBlock]) -> u64 {
+    let mut rng = fastrand::Rng::with_seed(7);
+    let pages = SIZES.iter().enumerate();
+    let mut pages: Vec<(usize, u64)> =
+        pages.flat_map(|(block, pages)| (0..*pages).map(move |page| (block, page))).collect();
+    rng.shuffle(&mut pages);
+    let mut misread = 0;
+    let mut expected = vec![0; 4096];
+    for (block, page) in pages.iter().map(|(block, page)| (*block, PageIndex(*page))) {
+        source[block].read(page, &mut expected).unwrap();
+        misread += u64::from(coming.read(block, page) != expected);
+        coming.write(block, page, &[(page.0 % 251) as u8; 4096]);
+        if page.0 % 64 == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    for (block, page) in pages {
+        misread += u64::from(coming.read(block, PageIndex(page)) != [(page % 251) as u8; 4096]);
+    }
+    misread
 }
 
 impl DiskDestination for Destination {

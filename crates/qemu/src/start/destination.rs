@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use godwit_disk::DiskChoice;
 use godwit_engine::Interrupt;
-use godwit_engine::vm::{Ask, DestinationVm, DiskDestination, RunError, VmError};
+use godwit_engine::vm::{
+    Ask, DestinationVm, DiskDestination, PostCopyDestination, RunError, VmError,
+};
 use godwit_memory::RamBlock;
 
 use super::carry::{Carried, carry, shown};
@@ -263,6 +265,10 @@ impl DestinationVm for StartedDestination {
 
     fn disk_destination(&mut self) -> Option<&mut dyn DiskDestination> {
         self.qemu.as_mut().and_then(|qemu| qemu.vm.disk_destination())
+    }
+
+    fn post_copy(&mut self) -> Option<&mut dyn PostCopyDestination> {
+        self.qemu.as_mut().and_then(|qemu| qemu.vm.post_copy())
     }
 }
 

@@ -1,0 +1,301 @@
+//! Pages that are still to come when the guest runs here (post-copy): who waits for one, and since
+//! when; a thread asks the source for it.
+//!
+//! Invariants: the source is asked for a page as long as somebody waits for it, once over each
+//! control connection. A page that comes twice is placed once.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_confine::Rights;
+use godwit_memory::RamBlock;
+use godwit_units::{PageCount, PageIndex, PageRun};
+use godwit_wire::{Content, MISSING_LIMIT, Message, WANTED_LIMIT};
+
+use super::Fetched;
+use super::channel::PEER;
+use crate::cells::Cells;
+use crate::link::ControlWriter;
+use crate::vm::{ArrivingPages, VmError};
+use crate::{EngineError, limits, threads};
+
+/// Answers of which the time is remembered.
+const MOST_ANSWERS: usize = 1 << 20;
+
+/// What the source says is missing, until it has said all.
+pub(super) struct MissingList {
+    blocks: Arc<Vec<RamBlock>>,
+    /// The source's number of a block -> ours.
+    order: Arc<Vec<usize>>,
+    missing: Vec<DirtyBitmap>,
+    runs: usize,
+    /// The source's number of the last block that was named.
+    block: Option<u32>,
+}
+
+impl MissingList {
+    pub(super) fn new(blocks: &Arc<Vec<RamBlock>>, order: &[usize]) -> Self {
+        Self {
+            blocks: Arc::clone(blocks),
+            order: Arc::new(order.to_vec()),
+            missing: blocks.iter().map(|block| DirtyBitmap::new(block.pages())).collect(),
+            runs: 0,
+            block: None,
+        }
+    }
+
+    /// Takes in what is missing of the source's block `block`.
+    ///
+    /// # Errors
+    /// When there is no such block or page, it was named before, or there are too many runs.
+    pub(super) fn add(&mut self, block: u32, runs: &[PageRun]) -> Result<(), EngineError> {
+        let wrong = |what: String| EngineError::Protocol { peer: PEER, what };
+        let own = self.order.get(block as usize).copied();
+        let own = own.filter(|_| self.block.is_none_or(|before| before < block));
+        let Some(own) = own else {
+            return Err(wrong(format!("it said out of order what is missing of block {block}")));
+        };
+        self.block = Some(block);
+        self.runs += runs.len();
+        if self.runs > MISSING_LIMIT {
+            return Err(wrong(format!(
+                "it said of more than {MISSING_LIMIT} runs of pages that \
+                                      they are missing"
+            )));
+        }
+        let pages = self.blocks[own].pages();
+        for run in runs {
+            if run.end().0 > pages.0 {
+                return Err(wrong(format!("page {} is missing of a block of {pages}", run.end())));
+            }
+            self.missing[own].set(*run);
+        }
+        Ok(())
+    }
+
+    /// What is missing of each of our blocks.
+    pub(super) fn into_missing(self) -> Vec<DirtyBitmap> {
+        self.missing
+    }
+}
+
+/// The pages, and who waits for them.
+pub(super) struct Arriving {
+    pages: Arc<dyn ArrivingPages>,
+    waits: Mutex<Waits>,
+    began: Instant,
+    missing: PageCount,
+}
+
+/// Who waits for what.
+#[derive(Default)]
+struct Waits {
+    /// Pages that somebody waits for, by our number of the block, and since when.
+    since: BTreeMap<(usize, u64), Instant>,
+    /// How long they were waited for that have come.
+    answered: Vec<Duration>,
+}
+
+impl Arriving {
+    fn waits(&self) -> MutexGuard<'_, Waits> {
+        self.waits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Places what has come of `run` of our block `block`; `bytes` are those of a data run.
+    pub(super) fn place(
+        &self,
+        block: usize,
+        run: PageRun,
+        content: Content,
+        bytes: &[u8],
+    ) -> Result<(), EngineError> {
+        match content {
+            Content::Data => self.pages.place(block, run.start, bytes),
+            Content::Zero => self.pages.place_zeros(block, run),
+        }
+        .map_err(EngineError::Vm)?;
+        let now = Instant::now();
+        let mut waits = self.waits();
+        let range = (block, run.start.0)..(block, run.end().0);
+        let come: Vec<_> = waits.since.range(range).map(|(at, since)| (*at, *since)).collect();
+        for (at, since) in come {
+            waits.since.remove(&at);
+            if waits.answered.len() < MOST_ANSWERS {
+                waits.answered.push(now - since);
+            }
+        }
+        Ok(())
+    }
+
+    /// What somebody still waits for. What was discarded since is waited for by nobody.
+    fn still_wanted(&self) -> Vec<(usize, PageIndex)> {
+        let mut waits = self.waits();
+        let is_missing = |block, page| {
+            self.pages.next_run(block, PageIndex(page)).is_some_and(|run| run.start.0 == page)
+        };
+        waits.since.retain(|(block, page), _| is_missing(*block, *page));
+        waits.since.keys().map(|(block, page)| (*block, PageIndex(*page))).collect()
+    }
+}
+
+/// The thread that asks for what somebody waits for.
+pub(super) struct Fetching {
+    arriving: Arc<Arriving>,
+    asking: Arc<Asking>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Asking {
+    control: Arc<ControlWriter>,
+    /// Our number of a block -> the source's.
+    numbers: Vec<u32>,
+    stop: AtomicBool,
+    /// All that is waited for is to be asked for once more.
+    again: AtomicBool,
+    failure: Mutex<Option<VmError>>,
+}
+
+impl Fetching {
+    /// Begins to ask over `control` for those of `pages` that somebody waits for, of blocks that
+    /// the source has in `order`.
+    pub(super) fn start(
+        pages: Arc<dyn ArrivingPages>,
+        order: &[usize],
+        control: Arc<ControlWriter>,
+        cells: &Cells,
+    ) -> Result<Self, EngineError> {
+        let missing = pages.left();
+        let (waits, began) = (Mutex::default(), Instant::now());
+        let arriving = Arc::new(Arriving { pages, waits, began, missing });
+        let mut numbers = vec![0; order.len()];
+        order.iter().zip(0..).for_each(|(own, number)| numbers[*own] = number);
+        let asking = Arc::new(Asking {
+            control,
+            numbers,
+            stop: AtomicBool::new(false),
+            again: AtomicBool::new(false),
+            failure: Mutex::new(None),
+        });
+        let (cell, asks, pages) =
+            (cells.with(Rights::NONE), Arc::clone(&asking), Arc::clone(&arriving));
+        let thread = threads::start("faults", move || match cell.enter() {
+            Ok(_confined) => asks.run(&pages),
+            Err(error) => asks.failed(error.to_string().into()),
+        })?;
+        Ok(Self { arriving, asking, thread: Some(thread) })
+    }
+
+    /// Where what comes is placed.
+    pub(super) fn arriving(&self) -> &Arc<Arriving> {
+        &self.arriving
+    }
+
+    /// How many pages are still to come.
+    pub(super) fn left(&self) -> PageCount {
+        self.arriving.pages.left()
+    }
+
+    /// What is still to come of our block `block`, in runs; `most` of them at the most, so that
+    /// pages between them may be among it which have come.
+    pub(super) fn left_of(&self, block: usize) -> Vec<PageRun> {
+        let pages = &self.arriving.pages;
+        let next = |from| pages.next_run(block, from);
+        std::iter::successors(next(PageIndex(0)), |run| next(run.end())).collect()
+    }
+
+    /// The source is back: it is asked once more for all that somebody waits for.
+    pub(super) fn ask_again(&self) {
+        self.asking.again.store(true, Ordering::SeqCst);
+    }
+
+    /// Why nobody can be asked for pages any more.
+    pub(super) fn failure(&self) -> Option<EngineError> {
+        let mut failure = self.asking.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.take().map(EngineError::Vm)
+    }
+
+    /// All pages are here: nothing of it stays in the machine.
+    pub(super) fn finish(&mut self) -> Result<Fetched, VmError> {
+        self.end();
+        let measures = self.arriving.pages.measures();
+        let mut answered = std::mem::take(&mut self.arriving.waits().answered);
+        answered.sort_unstable();
+        let part = |percent: usize| {
+            answered.get((answered.len() * percent / 100).min(answered.len().saturating_sub(1)))
+        };
+        let (median, p99) = (part(50).copied(), part(99).copied());
+        let fetched = Fetched {
+            missing: self.arriving.missing,
+            faults: measures.faults,
+            discarded: measures.discarded,
+            median_wait: median.unwrap_or_default(),
+            p99_wait: p99.unwrap_or_default(),
+            longest_wait: answered.last().copied().unwrap_or_default(),
+            time: self.arriving.began.elapsed(),
+        };
+        self.arriving.pages.finish().map(|()| fetched)
+    }
+
+    fn end(&mut self) {
+        self.asking.stop.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take()
+            && !std::thread::panicking()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Fetching {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Asking {
+    fn run(&self, arriving: &Arriving) {
+        let mut found: Vec<(usize, PageIndex)> = Vec::new();
+        while !self.stop.load(Ordering::SeqCst) {
+            found.clear();
+            let waited = arriving
+                .pages
+                .await_faults(limits::TICK / 4, &mut |block, page| found.push((block, page)));
+            if let Err(error) = waited {
+                return self.failed(error);
+            }
+            let now = Instant::now();
+            let mut waits = arriving.waits();
+            for (block, page) in &found {
+                waits.since.entry((*block, page.0)).or_insert(now);
+            }
+            drop(waits);
+            if self.again.swap(false, Ordering::SeqCst) {
+                found = arriving.still_wanted();
+            }
+            self.ask(&mut found);
+        }
+    }
+
+    /// Asks for pages. A link that is broken is found by others, and all is asked for again when it
+    /// stands.
+    fn ask(&self, wanted: &mut [(usize, PageIndex)]) {
+        wanted.sort_unstable();
+        for of_block in wanted.chunk_by(|one, other| one.0 == other.0) {
+            for pages in of_block.chunks(WANTED_LIMIT) {
+                let block = self.numbers[pages[0].0];
+                let pages = pages.iter().map(|(_, page)| *page).collect();
+                if self.control.send(&Message::Wanted { block, pages }).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn failed(&self, error: VmError) {
+        *self.failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+    }
+}

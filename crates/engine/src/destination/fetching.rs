@@ -1,0 +1,139 @@
+//! Post-copy at the destination: the guest runs, and what is missing is asked for and placed. Only
+//! the source has it, so whatever fails is waited out.
+//!
+//! Invariant: between the word that pages are missing and the last of them nothing is placed but by
+//! [`ArrivingPages`](crate::vm::ArrivingPages), which has each placed once.
+
+use std::time::{Duration, Instant};
+
+use godwit_protocol::destination::Input;
+use godwit_units::{PageCount, PageRun};
+use godwit_wire::{Feature, MISSING_LIMIT, Message};
+
+use super::arriving::{Fetching, MissingList};
+use super::door::Return;
+use super::lanes::Lanes;
+use super::session::out_of_place;
+use super::{Destination, Notice, Stage};
+use crate::{EngineError, limits};
+
+/// How often it is looked whether the last page has come.
+const LOOK: Duration = Duration::from_millis(2);
+
+impl Destination<'_> {
+    /// Takes in what the source says is missing; an input when it has said all.
+    pub(super) fn take_missing(
+        &mut self,
+        stage: &Stage,
+        message: &Message,
+    ) -> Result<Option<Input>, EngineError> {
+        let (Message::Missing { block, last, runs }, Some(lanes)) = (message, stage.lanes()) else {
+            return Err(out_of_place(message));
+        };
+        if !self.session.has(Feature::PostCopy) || self.left {
+            return Err(out_of_place(message));
+        }
+        let ram = &self.ram;
+        let list = self.missing.get_or_insert_with(|| MissingList::new(ram, lanes.order()));
+        list.add(*block, runs)?;
+        Ok(last.then_some(Input::Missing))
+    }
+
+    /// From here on whoever accesses a missing page waits.
+    pub(super) fn await_pages(&mut self, lanes: &mut Lanes) -> Result<(), EngineError> {
+        let Some(list) = self.missing.take() else { return Err(EngineError::Panicked("main")) };
+        self.left = true;
+        lanes.add_urgent(&self.session, self.notice)?;
+        let vm = self.vm.post_copy().ok_or(EngineError::Panicked("main"))?;
+        let pages = vm.await_pages(list.into_missing()).map_err(EngineError::Vm)?;
+        let (control, cells) = (self.session.control(), self.session.cells());
+        let fetching = Fetching::start(pages, lanes.order(), control, cells)?;
+        lanes.have_arrive(fetching.arriving());
+        self.fetching = Some(fetching);
+        Ok(())
+    }
+
+    /// Waits until every missing page is in place.
+    pub(super) fn fetch(&mut self, lanes: &Lanes) -> Result<Input, EngineError> {
+        let mut told = Instant::now();
+        loop {
+            let Some(fetching) = &self.fetching else { return Ok(Input::AllPlaced) };
+            if fetching.left() == PageCount::ZERO {
+                return Ok(Input::AllPlaced);
+            }
+            if self.vm.has_ended() {
+                return Err(EngineError::Ended("destination"));
+            }
+            if let Some(error) = fetching.failure().or_else(|| lanes.failure()) {
+                return Err(error);
+            }
+            if told.elapsed() >= limits::ALIVE {
+                told = Instant::now();
+                (self.notice)(&Notice::Fetching { left: fetching.left().bytes() });
+            }
+            let until = Instant::now() + LOOK;
+            match self.session.words_until(self.vm, until, self.notice)? {
+                None => {}
+                Some(Message::Commit) => return Ok(Input::Commit),
+                Some(other) => return Err(out_of_place(&other)),
+            }
+        }
+    }
+
+    /// Every missing page is in place: the source is told so, and the machine let go.
+    pub(super) fn say_placed(&mut self) -> Result<(), EngineError> {
+        self.session.linger();
+        let said = self.session.say(&Message::Placed);
+        if let Some(mut fetching) = self.fetching.take() {
+            match fetching.finish() {
+                Ok(fetched) => self.measures.fetched = Some(fetched),
+                // It does no harm, and the guest runs.
+                Err(error) => tracing::warn!(%error, "something stays in the machine"),
+            }
+        }
+        self.measures.total = self.session.elapsed();
+        said
+    }
+
+    /// Waits for the source to come back, without end: nobody else has what is missing. The last of
+    /// it may have come while it was lost.
+    pub(super) fn await_source_again(&mut self) -> Result<Input, EngineError> {
+        let is_whole = self.fetching.as_ref().is_none_or(|it| it.left() == PageCount::ZERO);
+        if is_whole {
+            return Ok(Input::AllPlaced);
+        }
+        let found = self.session.await_either(self.vm, None, self.notice)?;
+        Ok(self.found_again(found))
+    }
+
+    /// The same when nothing is missing any more, and the source may not know: within a limit.
+    pub(super) fn await_asking_source(&mut self) -> Result<Input, EngineError> {
+        (self.notice)(&Notice::AwaitingSource { limit: limits::LINGER });
+        let until = self.session.linger();
+        let found = self.session.await_either(self.vm, Some(until), self.notice)?;
+        Ok(self.found_again(found))
+    }
+
+    /// A source that comes back is answered; one that asks says COMMIT next.
+    fn found_again(&mut self, found: Option<Return>) -> Input {
+        match found {
+            Some(back) => {
+                self.back = Some(back);
+                Input::Returned
+            }
+            None => Input::Commit,
+        }
+    }
+
+    /// Tells a source that is back what is still missing, by the runs that it may name in all.
+    pub(super) fn tell_missing(&self, lanes: &Lanes) -> Result<(), EngineError> {
+        let of_block = |own: &usize| -> Vec<PageRun> {
+            self.fetching.as_ref().map_or(Vec::new(), |fetching| fetching.left_of(*own))
+        };
+        let missing: Vec<Vec<PageRun>> = lanes.order().iter().map(of_block).collect();
+        for message in crate::missing::messages(missing, MISSING_LIMIT) {
+            self.session.say(&message)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,438 @@
+//! Post-copy at the source: the guest runs at the destination, and the pages that are missing there
+//! are sent from memory in which nobody writes any more.
+//!
+//! ```text
+//!  destination                                   source
+//!    Wanted (control) ────────────────────────▶  reader ──▶ urgent thread
+//!    place, wake  ◀═══════════════ its own channel, one frame a page
+//!    place        ◀═══════════════ the channels of memory, what is left, near what was asked for
+//!    Placed (control) ────────────────────────▶  the end
+//! ```
+//!
+//! Invariants: pages that somebody waits for never wait behind others, as they have a connection of
+//! their own without a limit of bandwidth. Nothing is sent unasked before the guest runs. Only
+//! the destination's word that all is in place ends it.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_codec::is_zero;
+use godwit_memory::DataHint;
+use godwit_protocol::source::Input;
+use godwit_units::{ByteCount, PageCount, PageIndex, PageRun};
+use godwit_wire::{Content, Message};
+
+use super::frame_sender::{FrameSender, Link};
+use super::lanes::Lanes;
+use super::outage::Outage;
+use super::session::Event;
+use super::to_serve::ToServe;
+use super::{PEER, Source};
+use crate::address::Stream;
+use crate::cells::Cell;
+use crate::report::{PostCopyMeasures, Progress, Stage};
+use crate::{EngineError, limits, threads};
+
+/// Pages in a frame that was not asked for: 256 KiB, behind which an urgent one on the same link
+/// does not wait for long.
+const UNASKED: u64 = 64;
+/// Pages read at once, as in pre-copy.
+const READ: u64 = 16;
+/// Between two attempts to connect again, at the most: nobody gives up, so it may go on for hours.
+const SLOWEST_RETRY: Duration = Duration::from_secs(1);
+
+/// Nobody gives up: ten years.
+const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
+/// Pages of a block that the destination waits for.
+pub(super) type Wanted = (u32, Vec<PageIndex>);
+
+pub(super) struct Serving {
+    table: Arc<ToServe>,
+    link: Link,
+    /// What is left of pre-copy: channels of disks, over which nothing comes any more.
+    lanes: Option<Lanes>,
+    servers: Vec<Server>,
+    stop: Arc<AtomicBool>,
+    outage: Option<Outage>,
+    /// The last look at the migration before it.
+    looked: Option<Progress>,
+    told: Instant,
+    began: Instant,
+    missing: PageCount,
+    /// Bytes on the wire when it began.
+    sent_before: ByteCount,
+    resumptions: u32,
+    severed: Duration,
+    asked: Arc<AtomicU64>,
+}
+
+/// A thread that sends pages, and its connection.
+struct Server {
+    handle: Stream,
+    thread: JoinHandle<()>,
+}
+
+impl Serving {
+    /// Begins to answer the destination over `urgent`, which may ask for pages in `missing`, of the
+    /// channels that are in `lanes`.
+    pub(super) fn begin(
+        source: &mut Source<'_>,
+        missing: Vec<DirtyBitmap>,
+        lanes: &Lanes,
+        urgent: (Stream, Stream),
+    ) -> Result<Self, EngineError> {
+        let table = ToServe::new(&source.ram, missing);
+        let missing = table.unsent();
+        let mut serving = Self {
+            table: Arc::new(table),
+            link: lanes.link().clone(),
+            lanes: None,
+            servers: Vec::new(),
+            stop: Arc::default(),
+            outage: None,
+            looked: source.handle.progress(),
+            told: Instant::now(),
+            began: Instant::now(),
+            missing,
+            sent_before: lanes.sent(),
+            resumptions: 0,
+            severed: Duration::ZERO,
+            asked: Arc::default(),
+        };
+        let wanted = take_wanted(source);
+        serving.answer(source, urgent, wanted)?;
+        Ok(serving)
+    }
+
+    /// The guest runs at the destination: sends what is left over the channels of `lanes`.
+    pub(super) fn take_over(
+        &mut self,
+        source: &mut Source<'_>,
+        mut lanes: Lanes,
+    ) -> Result<(), EngineError> {
+        let senders = lanes.take_senders()?;
+        self.lanes = Some(lanes);
+        self.began = Instant::now();
+        for (sender, handle) in senders {
+            self.stream(source, sender, handle)?;
+        }
+        Ok(())
+    }
+
+    /// Sends over `stream` the pages that are `wanted`.
+    fn answer(
+        &mut self,
+        source: &Source<'_>,
+        (stream, handle): (Stream, Stream),
+        wanted: Receiver<Wanted>,
+    ) -> Result<(), EngineError> {
+        let (table, stop, asked) =
+            (Arc::clone(&self.table), Arc::clone(&self.stop), Arc::clone(&self.asked));
+        let mut sender = FrameSender::new(stream, self.link.urgent(), table.segments());
+        self.serve_by(source.session.for_memory(), "urgent", handle, move || {
+            answer(&mut sender, &table, &wanted, (&stop, &asked))
+        })
+    }
+
+    /// Sends by `sender` what is left.
+    fn stream(
+        &mut self,
+        source: &Source<'_>,
+        mut sender: FrameSender,
+        handle: Stream,
+    ) -> Result<(), EngineError> {
+        let (table, stop) = (Arc::clone(&self.table), Arc::clone(&self.stop));
+        self.serve_by(source.session.for_memory(), "server", handle, move || {
+            while !stop.load(Ordering::Relaxed) {
+                let Some((block, run)) = table.next(UNASKED) else { break };
+                send(&mut sender, &table, block, run)?;
+                sender.flush()?;
+            }
+            Ok(())
+        })
+    }
+
+    fn serve_by(
+        &mut self,
+        (events, cell): (Sender<Event>, Cell),
+        name: &'static str,
+        handle: Stream,
+        work: impl FnOnce() -> Result<(), EngineError> + Send + 'static,
+    ) -> Result<(), EngineError> {
+        let thread = threads::start(name, move || {
+            let worked = cell.enter().and_then(|_| work());
+            if let Err(error) = worked {
+                let _ = events.send(Event::Served(error));
+            }
+        })?;
+        self.servers.push(Server { handle, thread });
+        Ok(())
+    }
+
+    /// Waits until the destination has every page.
+    pub(super) fn serve(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        loop {
+            match source.session.next_event(source.vm, limits::TICK)? {
+                Some(Event::Peer { message: Ok(Message::Placed), .. }) => {
+                    return Ok(Input::AllPlaced);
+                }
+                Some(Event::Served(error)) => return Err(error),
+                Some(other) => return Err(other.out_of_place()),
+                None if source.vm.has_ended() => return Err(EngineError::Ended("source")),
+                None => self.report(source),
+            }
+        }
+    }
+
+    /// The connections are lost: ends what is left of them.
+    pub(super) fn sever(
+        &mut self,
+        source: &mut Source<'_>,
+        cause: Option<EngineError>,
+    ) -> Result<(), EngineError> {
+        let cause = cause.unwrap_or(EngineError::Panicked("main"));
+        tracing::warn!(%cause, "the connections are lost, and pages are missing");
+        self.outage = Some(Outage::new(cause, ENDLESS));
+        self.end();
+        source.session.sever(source.vm)?;
+        source.session.forget_reports();
+        Ok(())
+    }
+
+    /// One attempt to make the connections again, when it is due.
+    pub(super) fn reconnect(&mut self, source: &mut Source<'_>) -> Result<Input, EngineError> {
+        let Some(outage) = &mut self.outage else { return Err(EngineError::Panicked("main")) };
+        let pause = (limits::RETRY.max(outage.time() / 20)).min(SLOWEST_RETRY);
+        let due = Instant::now() + outage.next_attempt().max(pause);
+        while Instant::now() < due {
+            self.wait(source)?;
+        }
+        match self.attempt(source) {
+            Ok(()) => {
+                let outage = self.outage.take();
+                self.severed += outage.map_or(Duration::ZERO, |outage| outage.time());
+                self.resumptions += 1;
+                Ok(Input::Resumed)
+            }
+            Err(error) if loses_guest(&error) => Err(error),
+            Err(error) => {
+                self.end();
+                if let Some(outage) = &mut self.outage {
+                    outage.failed(source.explained(error));
+                }
+                Ok(Input::LinkLost)
+            }
+        }
+    }
+
+    fn attempt(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        let (to, channels) = source.way();
+        let dialled = source.session.begin_return(&to, channels)?;
+        let stream = loop {
+            match dialled.recv_timeout(limits::TICK / 4) {
+                Ok(stream) => break stream?,
+                Err(RecvTimeoutError::Timeout) => self.wait(source)?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(EngineError::Panicked("connect"));
+                }
+            }
+        };
+        source.session.finish_return(source.vm, stream)?;
+        let missing = await_missing(source)?;
+        self.table.begin_again(missing);
+        let wanted = take_wanted(source);
+        let numbers = 0..=channels;
+        let streams = numbers.map(|number| source.session.connect_channel(number));
+        let mut streams = streams.collect::<Result<Vec<_>, _>>()?;
+        self.stop = Arc::default();
+        self.link.limiter.restart(streams.len());
+        let urgent = streams.pop().ok_or(EngineError::Panicked("main"))?;
+        self.answer(source, urgent, wanted)?;
+        for (stream, handle) in streams {
+            let segments = self.table.segments();
+            let sender = FrameSender::new(stream, self.link.clone(), segments);
+            self.stream(source, sender, handle)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for a moment while the connections are lost.
+    fn wait(&mut self, source: &mut Source<'_>) -> Result<(), EngineError> {
+        if source.vm.has_ended() {
+            return Err(EngineError::Ended("source"));
+        }
+        let event = source.session.next_event(source.vm, limits::RETRY)?;
+        if let Some(event @ Event::Peer { message: Ok(Message::Abort { .. }), .. }) = event {
+            return Err(event.out_of_place());
+        }
+        if self.outage.as_mut().is_some_and(Outage::is_to_be_told) {
+            self.report(source);
+        }
+        Ok(())
+    }
+
+    /// Tells whoever looks how it stands.
+    fn report(&mut self, source: &mut Source<'_>) {
+        let Some(mut progress) = self.looked.clone() else { return };
+        progress.elapsed = source.meter.elapsed();
+        (progress.stage, progress.round_ended) = (Stage::PostCopy, false);
+        progress.sent = self.sent();
+        progress.remaining = self.table.unsent().bytes();
+        (progress.dirty_rate, progress.expected_downtime) = (None, None);
+        (progress.remaining_time, progress.advice) = (None, None);
+        (progress.throttle, progress.dirty_rate_limit, progress.guest_speed) = (0.0, None, None);
+        progress.severed = self.outage.as_ref().map(Outage::shown);
+        self.told = Instant::now();
+        source.handle.report(&progress);
+        (source.progress)(&progress);
+    }
+
+    /// Bytes on the wire so far.
+    pub(super) fn sent(&self) -> ByteCount {
+        ByteCount(self.link.sent.load(Ordering::Relaxed))
+    }
+
+    /// What was done, when all is in place.
+    pub(super) fn measures(&self) -> PostCopyMeasures {
+        PostCopyMeasures {
+            missing: self.missing.bytes(),
+            asked: self.asked.load(Ordering::Relaxed),
+            sent: self.sent() - self.sent_before,
+            time: self.began.elapsed(),
+            resumptions: self.resumptions,
+            severed: self.severed,
+        }
+    }
+
+    /// Ends all threads, and their connections.
+    pub(super) fn end(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.link.limiter.stop();
+        self.servers.iter().for_each(|server| server.handle.shut_down());
+        for server in self.servers.drain(..) {
+            if !std::thread::panicking() {
+                let _ = server.thread.join();
+            }
+        }
+        self.lanes = None;
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Where the pages come from here on that the destination asks for.
+fn take_wanted(source: &Source<'_>) -> Receiver<Wanted> {
+    let (wanted_in, wanted) = mpsc::channel();
+    source.session.hand_wanted(wanted_in);
+    wanted
+}
+
+/// Whether what is missing can never follow: its memory has ended here, or the machine there.
+pub(super) fn loses_guest(error: &EngineError) -> bool {
+    matches!(error, EngineError::Aborted { .. } | EngineError::Ended(_))
+}
+
+/// Sends pages that somebody waits for, each in a frame of its own, until nobody can ask any more.
+fn answer(
+    sender: &mut FrameSender,
+    table: &ToServe,
+    wanted: &Receiver<Wanted>,
+    (stop, asked): (&AtomicBool, &AtomicU64),
+) -> Result<(), EngineError> {
+    while !stop.load(Ordering::Relaxed) {
+        let (block, pages) = match wanted.recv_timeout(limits::TICK) {
+            Ok(wanted) => wanted,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        for page in pages {
+            table.ask(block, page)?;
+            asked.fetch_add(1, Ordering::Relaxed);
+            send(sender, table, block as usize, PageRun::new(page.0, 1))?;
+            sender.flush()?;
+        }
+    }
+    Ok(())
+}
+
+/// Puts the pages of `run` into frames. Where memory was never touched they are named as zero.
+fn send(
+    sender: &mut FrameSender,
+    table: &ToServe,
+    number: usize,
+    run: PageRun,
+) -> Result<(), EngineError> {
+    let (block, segment) = (table.block(number), table.segment(number, run.start));
+    let mut at = run.start;
+    let mut hint = DataHint::default();
+    for data in block.data(run, &mut hint) {
+        let data = data?;
+        name_zero(sender, (number, segment), at, data.start)?;
+        at = data.start;
+        while at < data.end() {
+            sender.frame_for(number as u32, segment, 1)?;
+            let count = (data.end().0 - at.0).min(sender.room() as u64).min(READ);
+            let part = PageRun::new(at.0, count);
+            sender.add(
+                part,
+                |bytes| block.read(part.start, bytes),
+                |_, bytes| Some(if is_zero(bytes) { Content::Zero } else { Content::Data }),
+            )?;
+            at = part.end();
+        }
+    }
+    name_zero(sender, (number, segment), at, run.end())
+}
+
+fn name_zero(
+    sender: &mut FrameSender,
+    (number, segment): (usize, usize),
+    start: PageIndex,
+    end: PageIndex,
+) -> Result<(), EngineError> {
+    if start < end {
+        sender.frame_for(number as u32, segment, 1)?;
+        sender.zero(PageRun::new(start.0, end.0 - start.0));
+    }
+    Ok(())
+}
+
+/// What the destination says is still missing there.
+fn await_missing(source: &mut Source<'_>) -> Result<Vec<DirtyBitmap>, EngineError> {
+    let blocks = source.ram.iter();
+    let mut missing: Vec<_> = blocks.map(|block| DirtyBitmap::new(block.pages())).collect();
+    let what = "the destination to say what is missing";
+    let mut said = ControlFlow::Continue(());
+    while said.is_continue() {
+        let (block, last, runs) =
+            source.session.await_message(source.vm, what, limits::RESUME, |message| {
+                let Message::Missing { block, last, runs } = message else { return None };
+                Some((*block, *last, runs.clone()))
+            })?;
+        let wrong = || EngineError::Protocol {
+            peer: PEER,
+            what: "it said that pages are missing which there are not".to_owned(),
+        };
+        let of_block = missing.get_mut(block as usize).ok_or_else(wrong)?;
+        for run in runs {
+            if run.end().0 > of_block.len().0 {
+                return Err(wrong());
+            }
+            of_block.set(run);
+        }
+        if last {
+            said = ControlFlow::Break(());
+        }
+    }
+    Ok(missing)
+}

@@ -1,0 +1,244 @@
+//! Pages that follow when the guest runs at the destination already: between two machines made up
+//! for the purpose, over real sockets.
+#![allow(clippy::unwrap_used)]
+
+mod machine;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use godwit_codec::Codec;
+use godwit_engine::address::{Address, Listener};
+use godwit_engine::compression::Compression;
+use godwit_engine::destination::{self, Received, receive};
+use godwit_engine::handle::{HandleError, MigrationHandle, Own};
+use godwit_engine::report::{Measures, Stage};
+use godwit_engine::source::{Options, PostCopy, Verify, migrate};
+use godwit_engine::{Cancel, EngineError, Failure, Survivor};
+use godwit_policy::{Settings, ThrottleMode};
+use godwit_units::TypedRate;
+
+use machine::{Destination, Found, Proxy, SIZES, Source};
+
+const ALL: u64 = SIZES[0] + SIZES[1];
+/// In which a part of memory takes its time.
+const SLOW: &str = "20MiB/s";
+
+/// A guest that writes all the time and never converges: it may neither be slowed down nor stopped
+/// for as long as what it writes would take.
+fn settings() -> Settings {
+    Settings {
+        downtime_limit: Duration::from_millis(1),
+        throttle: ThrottleMode::Off,
+        patience: Some(Duration::from_millis(600)),
+        ..Settings::default()
+    }
+}
+
+fn handle() -> MigrationHandle {
+    let max_bandwidth = Some(SLOW.parse::<TypedRate>().unwrap());
+    let own = Own { max_bandwidth, compression: Compression::Fixed(Codec::None) };
+    MigrationHandle::new(settings(), own, Cancel::default())
+}
+
+fn options(post_copy: PostCopy) -> Options {
+    Options { post_copy, ..Options::new(Address::Tcp(String::new())) }
+}
+
+struct Moved {
+    result: Result<Measures, Failure>,
+    received: Result<Received, Failure>,
+    found: Found,
+    source: Source,
+}
+
+/// A destination that takes in one guest.
+fn take_in(mut destination: Destination) -> (Address, JoinHandle<Result<Received, Failure>>) {
+    let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+    let to = listener.address().unwrap();
+    let receiving = std::thread::spawn(move || {
+        let options = destination::Options {
+            wait: Some(Duration::from_secs(60)),
+            confined: true,
+            ..destination::Options::default()
+        };
+        let received =
+            receive(&mut destination, &listener, &options, &Cancel::default(), &mut |_| {});
+        destination.judge();
+        received
+    });
+    (to, receiving)
+}
+
+fn move_over(
+    options: &Options,
+    handle: &MigrationHandle,
+    change: impl FnOnce(&mut Destination),
+    link: impl FnOnce(&Address) -> Address,
+) -> Moved {
+    move_from(Source::start(Duration::from_secs(60), Vec::new()), options, handle, change, link)
+}
+
+fn move_from(
+    mut source: Source,
+    options: &Options,
+    handle: &MigrationHandle,
+    change: impl FnOnce(&mut Destination),
+    link: impl FnOnce(&Address) -> Address,
+) -> Moved {
+    let mut destination = Destination::of(&source);
+    change(&mut destination);
+    let found = Arc::clone(&destination.found);
+    let (to, receiving) = take_in(destination);
+    let options = Options { to: link(&to), ..options.clone() };
+    let result = migrate(&mut source, &options, handle, &mut |_| {});
+    let received = receiving.join().unwrap();
+    let found = std::mem::take(&mut *found.lock().unwrap());
+    Moved { result, received, found, source }
+}
+
+fn plainly(options: &Options, handle: &MigrationHandle) -> Moved {
+    move_over(options, handle, |_| {}, Address::clone)
+}
+
+impl Moved {
+    /// The guest has come whole, and part of it when it ran already.
+    fn came_whole(&self) -> Measures {
+        let measures = self.result.as_ref().unwrap().clone();
+        let received = self.received.as_ref().unwrap();
+        let fetched = received.fetched.unwrap();
+        let post_copy = measures.post_copy.unwrap();
+        assert!(self.found.ran && self.source.retired && self.source.guest.is_none());
+        assert_eq!(self.found.misread, 0, "of {ALL} pages");
+        assert!(self.found.finished, "something stays in the machine");
+        assert_eq!(post_copy.missing.0, self.found.missing * 4096);
+        assert_eq!(fetched.missing.0, self.found.missing);
+        measures
+    }
+}
+
+#[test]
+fn now_leaves_everything_and_the_guest_waits_for_no_more_than_it_uses() {
+    let moved = plainly(&options(PostCopy::Now), &handle());
+    let measures = moved.came_whole();
+    assert_eq!(moved.found.missing, ALL, "nothing was copied before");
+    let fetched = moved.received.as_ref().unwrap().fetched.unwrap();
+    assert!(fetched.faults > 0 && fetched.median_wait > Duration::ZERO);
+    // 28 MiB take over a second at this rate; what is asked for is not held back by it.
+    let post_copy = measures.post_copy.unwrap();
+    assert!(post_copy.asked > 0 && measures.downtime < post_copy.time);
+    assert!(measures.total >= measures.downtime + post_copy.time);
+}
+
+#[test]
+fn after_some_rounds_only_what_is_dirty_follows() {
+    let late = Duration::from_secs(60);
+    let source = Source::start_late(late, Vec::new(), late);
+    let moved = move_from(source, &options(PostCopy::After(1)), &handle(), |_| {}, Address::clone);
+    moved.came_whole();
+    assert!((1..ALL).contains(&moved.found.missing), "{}", moved.found.missing);
+}
+
+#[test]
+fn on_timeout_it_goes_over_instead_of_giving_up() {
+    let given_up = plainly(&options(PostCopy::Never), &handle());
+    let failure = given_up.result.unwrap_err();
+    assert!(matches!(failure.cause, EngineError::NotConverging(_)), "{failure}");
+    plainly(&options(PostCopy::OnTimeout), &handle()).came_whole();
+}
+
+#[test]
+fn what_fits_into_the_downtime_limit_does_not_follow() {
+    let settings = Settings { downtime_limit: Duration::from_secs(60), ..settings() };
+    let handle = MigrationHandle::new(settings, Own::default(), Cancel::default());
+    let moved = plainly(&options(PostCopy::After(1)), &handle);
+    assert!(moved.result.unwrap().post_copy.is_none() && moved.found.ran);
+    assert_eq!(moved.found.pages_first, Some(true));
+}
+
+#[test]
+fn an_operator_asks_for_it_while_it_runs() {
+    let handle = handle();
+    assert!(matches!(handle.switch_over_by_post_copy(), Err(HandleError::NoPostCopy(_))));
+    let asking = handle.clone();
+    let asker = std::thread::spawn(move || {
+        while asking.progress().is_none_or(|progress| progress.sent.0 < 1 << 20) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        asking.switch_over_by_post_copy()
+    });
+    let moved = plainly(&options(PostCopy::Never), &handle);
+    asker.join().unwrap().unwrap();
+    moved.came_whole();
+    assert!(matches!(handle.switch_over_by_post_copy(), Err(HandleError::TooLate)));
+}
+
+#[test]
+fn where_it_cannot_be_it_is_refused_before_anything_is_sent() {
+    let why = "its memory is a file; use memory-backend-ram";
+    let lacks = |destination: &mut Destination| destination.cannot_await = Some(why.to_owned());
+    let moved = move_over(&options(PostCopy::Now), &handle(), lacks, Address::clone);
+    let failure = moved.result.unwrap_err();
+    assert_eq!(failure.survivor, Survivor::Source);
+    assert!(failure.to_string().contains(why), "{failure}");
+    assert!(!moved.found.ran && moved.source.running.load(Ordering::Relaxed));
+
+    // Nobody wants it, and who asks for it on the way is told.
+    let handle = MigrationHandle::default();
+    let moved = move_over(&options(PostCopy::Never), &handle, lacks, Address::clone);
+    assert!(moved.result.is_ok() && moved.found.ran);
+
+    for (options, word) in [
+        (Options { verify: Verify::Live, ..options(PostCopy::Now) }, "--verify"),
+        (Options { reconnect: Duration::ZERO, ..options(PostCopy::After(3)) }, "--reconnect"),
+    ] {
+        let mut source = Source::start(Duration::from_secs(60), Vec::new());
+        let failure = migrate(&mut source, &options, &handle, &mut |_| {}).unwrap_err();
+        assert!(failure.to_string().contains(word), "{failure}");
+        assert!(source.running.load(Ordering::Relaxed));
+    }
+}
+
+#[test]
+fn connections_that_are_lost_meanwhile_are_made_again() {
+    for seed in 0..6 {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        // Some within the switchover, which then does not happen, or is asked about.
+        let cuts: Vec<(u64, Duration)> = (0..4)
+            .map(|_| (rng.u64(1 << 20..8 << 20), Duration::from_millis(rng.u64(10..400))))
+            .collect();
+        let mut proxy = None;
+        let through = |to: &Address| proxy.insert(Proxy::new(to, &cuts)).address();
+        let moved = move_over(&options(PostCopy::Now), &handle(), |_| {}, through);
+        let measures = moved.came_whole();
+        let made = proxy.unwrap().cuts_made();
+        assert!(made > 0, "seed {seed}");
+        assert!(measures.post_copy.unwrap().resumptions > 0, "seed {seed}: {measures:?}");
+    }
+}
+
+#[test]
+fn a_guest_whose_machine_ends_there_is_lost_and_nobody_waits_for_it() {
+    let handle = handle();
+    let looking = handle.clone();
+    let end_soon = |destination: &mut Destination| {
+        let ended = Arc::clone(&destination.ended);
+        std::thread::spawn(move || {
+            let serves = |stage| stage == Some(Stage::PostCopy);
+            while !serves(looking.progress().map(|progress| progress.stage)) {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            ended.store(true, Ordering::SeqCst);
+        });
+    };
+    let began = Instant::now();
+    let moved = move_over(&options(PostCopy::Now), &handle, end_soon, Address::clone);
+    let failures = [moved.result.map(drop).unwrap_err(), moved.received.map(drop).unwrap_err()];
+    for failure in failures {
+        assert_eq!(failure.survivor, Survivor::Lost, "{failure}");
+        assert!(failure.to_string().contains("the destination VM has ended"), "{failure}");
+    }
+    assert!(began.elapsed() < Duration::from_secs(20));
+}

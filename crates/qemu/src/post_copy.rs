@@ -1,0 +1,76 @@
+//! A QEMU whose guest runs before all of its pages have come: what stands against it, and getting
+//! its memory ready.
+//!
+//! It has to handle faults that the kernel takes on QEMU's behalf, as the governor does
+//! (`governor`), and its memory must be its own: the kernel lets nobody wait for pages of a file
+//! that another process has put there.
+
+use std::sync::Arc;
+
+use godwit_bitmap::DirtyBitmap;
+use godwit_engine::vm::ArrivingPages;
+use godwit_memory::{Place, RamBlock};
+use godwit_track::{Approach, MissingPages, TrackError, Way, may_trace};
+
+use crate::machine::Machine;
+use crate::process::descriptors;
+use crate::{QemuError, governor, userfaultfd};
+
+/// Why nobody can wait for pages of process `pid`, with this RAM; `None` if one can. Touches
+/// nothing.
+pub(crate) fn refusal(pid: i32, ram: &[RamBlock]) -> Option<String> {
+    let kinds = ram.iter().find_map(|block| {
+        let name = block.name();
+        if block.has_huge_pages() {
+            return Some(format!(
+                "RAM block '{name}' is in huge pages: use memory-backend-ram, with transparent \
+                 huge pages if need be"
+            ));
+        }
+        let own = matches!(block.place(), Ok(Place::Process { pid: owner, .. }) if owner == pid);
+        (!own).then(|| format!("RAM block '{name}' is a file: use memory-backend-ram, or -m alone"))
+    });
+    kinds
+        .or_else(|| may_trace(pid).err().map(|error| error.to_string()))
+        .or_else(|| governor::refusal_of_faults(pid))
+        .or_else(|| {
+            other_userfaultfd(pid).then(|| {
+                format!(
+                    "process {pid} has a userfaultfd of its own, or of another godwit: end that \
+                     migration or start the VM anew"
+                )
+            })
+        })
+}
+
+/// Whether somebody has a userfaultfd in process `pid`.
+fn other_userfaultfd(pid: i32) -> bool {
+    let is_one = |target: &std::path::Path| target.as_os_str() == "anon_inode:[userfaultfd]";
+    descriptors(pid).is_ok_and(|mut all| {
+        all.any(|descriptor| descriptor.target().is_some_and(|target| is_one(&target)))
+    })
+}
+
+/// Throws away what QEMU has of the pages in `missing`, and lets whoever accesses one wait.
+pub(crate) fn await_pages(
+    machine: &mut Machine,
+    ram: &[RamBlock],
+    missing: Vec<DirtyBitmap>,
+) -> Result<Arc<dyn ArrivingPages>, QemuError> {
+    let pid = machine.pid;
+    let harmless_filters = userfaultfd::own_filters(pid);
+    let start =
+        |way, missing| MissingPages::start(Approach { way, harmless_filters }, pid, ram, missing);
+    let started = match governor::may_call(pid) {
+        true => start(Way::Call, missing.clone()),
+        false => Err(TrackError::NoKernelFaults { pid }),
+    };
+    // A way that turns out to be closed leaves the other.
+    let pages = match started {
+        Err(refused @ TrackError::NoKernelFaults { .. }) => {
+            userfaultfd::by_device(machine, refused, |way| start(way, missing))?
+        }
+        started => started?,
+    };
+    Ok(Arc::new(pages))
+}
