@@ -260,8 +260,8 @@ fn check_user(pid: i32) -> Result<(), QemuError> {
         return Ok(());
     }
     Err(refused(format!(
-        "the old QEMU is user {user}'s, and the new one would be this user's: run godwit upgrade as \
-         that user"
+        "the old QEMU is user {user}'s, and the new one would be this user's: run godwit upgrade \
+         as that user"
     )))
 }
 
